@@ -18,14 +18,14 @@ setup: .venv/installed  ## Create .venv and install wfm_ds with everything that 
 	-$(PY) -m wfm_ds doctor --fix
 	touch .venv/installed
 
-quickstart: $(SETUP)  ## Train the digits model by SFT, improve it by DiffusionNFT, show the result (docs/quickstart.md)
+quickstart: $(SETUP)  ## Demo with digits: train an image model by SFT, improve it by DiffusionNFT (docs/quickstart.md)
 	$(PY) -m wfm_ds.quickstart --output outputs/quickstart
 
-quickstart-video: $(SETUP)  ## Train moving shapes by SFT, improve them by DiffusionNFT, show the result (docs/video.md)
-	$(PY) -m wfm_ds.quickstart --world moving --output outputs/quickstart-video
+quickstart-video: $(SETUP)  ## Demo with moving shapes: train a video model by SFT, improve it by DiffusionNFT (docs/video.md)
+	$(PY) -m wfm_ds.quickstart --demo shapes --output outputs/quickstart-video
 
-quickstart-world: $(SETUP)  ## Train a tiny Cosmos3 on clips with actions, improve how it follows them, show the result (docs/world.md)
-	$(PY) -m wfm_ds.quickstart --world world --output outputs/quickstart-world
+quickstart-world: $(SETUP)  ## Demo with actions: train a tiny Cosmos3 by SFT, improve how it follows actions by DiffusionNFT (docs/world.md)
+	$(PY) -m wfm_ds.quickstart --demo actions --output outputs/quickstart-world
 
 test: $(SETUP)  ## Run the tests; variants by ARGS="tests/pipes -k ledger"
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(or $(ARGS),-m "not slow and not gpu")

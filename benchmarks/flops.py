@@ -27,7 +27,7 @@ from benchmarks.released import RELEASED, Released
 from benchmarks.report import table
 from wfm_ds.algorithms import build_rl
 from wfm_ds.engine.flops import Flops
-from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine.policy import add_adapters, train_all_but
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.program import program
@@ -126,9 +126,7 @@ def flops_of_sample(recipe: Recipe, subject: Subject) -> Flops:
     """Changes the subject's denoiser: it gets adapters, or all of it trains."""
     model, shape = subject.model, latent_shape(recipe, subject.model)
     if recipe.lora is None:
-        frozen = model.frozen_names()
-        for name, parameter in model.bare_denoiser.named_parameters():
-            parameter.requires_grad_(name not in frozen)
+        train_all_but(model.bare_denoiser, model.frozen_names())
     else:
         targets = recipe.lora.target_modules or list(model.default_lora_targets)
         model.freeze_all_but(targets)

@@ -202,17 +202,17 @@ def test_a_lora_of_others_is_checked_against_a_base_and_can_be_merged(foreign_lo
 def test_a_lora_of_others_that_cannot_be_right_is_refused(foreign_lora, model, tmp_path, capsys):
     theirs = foreign_lora(r=2)
     code, text = run(capsys, theirs, tmp_path / "out", "--base", model.path)
-    assert (code, "has rank 4, its settings say 2" in text) == (2, True)
+    assert (code, "has rank 4, but its settings have 2" in text) == (2, True)
     assert run(capsys, theirs, tmp_path / "out")[0] == 2
     assert not (tmp_path / "out").exists()
     code, text = run(capsys, theirs, tmp_path / "out", "--merge")
-    assert (code, "by --base to merge it" in text) == (2, True)
+    assert (code, "--merge needs its base pipeline, set --base" in text) == (2, True)
 
 
 def test_arguments_that_a_lora_of_others_has_no_use_for_are_refused(foreign_lora, tmp_path, capsys):
     theirs = foreign_lora()
     code, text = run(capsys, theirs, tmp_path / "out", "--policy", "ema")
-    assert (code, text) == (2, f"error: {theirs} holds the weights of one policy: leave --policy out\n")
+    assert (code, text) == (2, f"error: {theirs} has a single policy: omit --policy\n")
     code, text = run(capsys, theirs, tmp_path / "out", "--dtype", "bfloat16")
     assert (code, "always written in float32" in text) == (2, True)
     assert not (tmp_path / "out").exists()
@@ -238,12 +238,12 @@ def test_what_cannot_be_converted_is_one_sentence(full, model, tmp_path, capsys)
         return text
 
     out = tmp_path / "out"
-    assert "holds the weights ema, train, not old" in refused(checkpoint, out, "--policy", "old")
-    assert "holds all weights, no LoRA" in refused(checkpoint, out, "--merge")
-    assert "would replace what it is made from" in refused(checkpoint, checkpoint)
-    assert "would replace what it is made from" in refused(checkpoint, tmp_path)
+    assert "has no policy old; choose one of ema, train" in refused(checkpoint, out, "--policy", "old")
+    assert "has full weights and no LoRA" in refused(checkpoint, out, "--merge")
+    assert "would replace its source" in refused(checkpoint, checkpoint)
+    assert "would replace its source" in refused(checkpoint, tmp_path)
     assert "would replace the base model" in refused(checkpoint, model.path)
-    assert "is no checkpoint" in refused(tmp_path / "nothing", out)
+    assert "is not a checkpoint" in refused(tmp_path / "nothing", out)
     assert "has no transformer" in refused(checkpoint, out, "--base", empty_pipeline(tmp_path))
     (checkpoint / file_name(1)).write_bytes(b"")
     assert "is damaged: wfm_rank00001.safetensors has 0 bytes instead of" in refused(checkpoint, out)
@@ -267,7 +267,7 @@ def test_a_checkpoint_that_does_not_say_what_it_holds_is_refused(kept, full, tmp
     code, text = run(capsys, checkpoint, tmp_path / "out")
     lacking = "base, call, dtype, lora, parts" if kept is None else "dtype, lora"
     assert (code, text.count("\n")) == (2, 1)
-    assert f"{checkpoint} does not say what its weights are to be exported as ({lacking}): continue its run" in text
+    assert f"{checkpoint} lacks export settings ({lacking}); resume its run" in text
     assert not (tmp_path / "out").exists()
 
 
@@ -279,9 +279,9 @@ def test_too_little_memory_is_one_sentence_that_says_what_would_do(model, adapte
     code, text = run(capsys, checkpoint, tmp_path / "out", *(["--merge"] if merges else []))
     assert (code, text.count("\n")) == (2, 1)
     assert text.startswith("error: out of memory on cpu: ")
-    assert " GiB more were asked for, the process had " in text
-    assert text.endswith("to a machine that holds the largest tensor of the model in float32\n")
-    assert ("change --merge (leave it out: the LoRA alone is small)" in text) == merges
+    assert " GiB more, the peak of the process was " in text
+    assert text.endswith("to a machine with memory for the largest tensor of the model in float32\n")
+    assert ("change --merge (omit it: the LoRA alone is small)" in text) == merges
     assert not (tmp_path / "out").exists()
 
 
@@ -294,7 +294,7 @@ def empty_pipeline(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(full, tiny_pipelines, tmp_path, capsys):
     code, text = run(capsys, full[0], tmp_path / "out", "--base", tiny_pipelines("digits"))
-    assert (code, "holds other weights than the transformer of" in text) == (2, True)
+    assert (code, "has other weights than transformer of" in text) == (2, True)
     assert not (tmp_path / "out").exists()
 
 
@@ -308,6 +308,6 @@ def test_pickles_are_not_read_unasked(tmp_path, capsys):
     code, text = run(capsys, tmp_path, tmp_path.parent / "out")
     assert (code, "add --trust-pickle" in text) == (2, True)
     code, text = run(capsys, tmp_path, tmp_path.parent / "out", "--trust-pickle")
-    assert (code, "name it by --base" in text) == (2, True)
+    assert (code, "set --base" in text) == (2, True)
     code, text = run(capsys, tmp_path, tmp_path.parent / "out", "--trust-pickle", "--policy", "ema")
-    assert (code, "leave --policy out" in text) == (2, True)
+    assert (code, "omit --policy" in text) == (2, True)

@@ -149,10 +149,10 @@ def test_a_number_of_gpus_is_taken_from_those_that_the_user_allows(runner_parser
 
 
 def test_gpus_that_the_runner_cannot_give_are_refused():
-    with pytest.raises(UserError, match=r"--num_gpus 4: CUDA_VISIBLE_DEVICES=2,3,4 has 3 of them"):
+    with pytest.raises(UserError, match=r"--num_gpus 4: CUDA_VISIBLE_DEVICES=2,3,4 has only 3 GPUs"):
         on_gpus("--num_gpus 4 a.py", "2,3,4")
     for name in ("GPU-8f0a,GPU-77b1", "MIG-3a"):
-        with pytest.raises(UserError, match=f"VISIBLE_DEVICES={name}: .* takes numbers only.* start by torchrun"):
+        with pytest.raises(UserError, match=f"VISIBLE_DEVICES={name}: .* supports only numbers.* start with torchrun"):
             on_gpus("--num_gpus 1 a.py", name)
 
 
@@ -246,7 +246,7 @@ def test_the_command_imports_nothing_heavy():
 def test_a_grace_that_is_no_number_is_refused():
     result = run(sys.executable, "-m", "wfm_ds.launch", "a.py", WFM_GRACE_S="soon")
     assert result.returncode == 2
-    assert "WFM_GRACE_S must be a number of seconds, got 'soon'" in result.stderr
+    assert "WFM_GRACE_S must be a number of seconds >= 0, got 'soon'" in result.stderr
 
 
 # ---- the supervisor, with a small program in the place of the runner
@@ -394,7 +394,7 @@ def test_a_killed_command_leaves_no_process(launched):
     job.process.kill()
     assert job.process.wait(WAIT_S) == -signal.SIGKILL
     job.all_gone(facts)
-    assert job.log.read_text().count("ends: its launcher is gone") >= 1
+    assert job.log.read_text().count("exits: its launcher has died") >= 1
 
 
 @pytest.mark.slow

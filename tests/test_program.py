@@ -45,7 +45,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(capsys):
 def test_what_our_parser_refuses_is_a_mistake_like_any_other(capsys):
     p = Parser(prog="a_command")
     assert program(p, refuse, ["--no-such-option"]) == 2
-    sentence = "unrecognized arguments: --no-such-option (a_command --help shows what there is)"
+    sentence = "unrecognized arguments: --no-such-option (see a_command --help)"
     assert capsys.readouterr() == ("", f"error: {sentence}\n")
     said = []
     assert program(p, refuse, ["--no-such-option"], fail=lambda text: said.append(text) or 7) == 7

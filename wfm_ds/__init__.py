@@ -1,4 +1,4 @@
-"""wfm_ds: a DeepSpeed post-trainer for diffusion world models. Importing it loads nothing heavy."""
+"""wfm_ds: a DeepSpeed post-trainer for diffusion world models. The import is light."""
 
 import importlib
 from typing import Any
@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Give `wfm_ds.Run` (command/api.py), which stands above all that it uses: whoever asks for it loads that."""
+    """Import `wfm_ds.Run` (command/api.py) and its dependencies on first access."""
     if name == "Run":
         return importlib.import_module("wfm_ds.command.api").Run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

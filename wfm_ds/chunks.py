@@ -1,4 +1,4 @@
-"""Cutting a sequence into parts."""
+"""Split sequences into parts."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,13 @@ T = TypeVar("T")
 
 
 def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Consecutive parts of at most `size` items."""
+    """Yield consecutive parts of at most `size` items."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
 
 
 def even_shares(count: int, parts: int) -> list[range]:
-    """range(count) in `parts` consecutive ranges, the first ones of which may be longer by one."""
+    """Split range(count) into `parts` consecutive ranges. The first ones may be longer by one."""
     size, longer = divmod(count, parts)
     starts = [i * size + min(i, longer) for i in range(parts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]

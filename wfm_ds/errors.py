@@ -1,45 +1,45 @@
-"""The errors that a user, a file or a peer can cause. Entry points print them as one line and exit with code 2."""
+"""Errors caused by the user, files or peers. Commands print them as one line and exit with code 2."""
 
 
 class UserError(ValueError):
-    """Something outside the program is wrong; the message says what, where and what to do."""
+    """An error outside the program. The message states the problem, its location and how to fix it."""
 
     agreed = False
-    """Whether it is known that all ranks raise it, so that they can go on talking to each other (`World.checked`)."""
+    """Whether all ranks raise it, so that collectives still work (set by World.run_checked)."""
 
 
 class RecipeError(UserError):
-    """A recipe, an override or a DeepSpeed JSON does not say what it must."""
+    """Invalid recipe, override or DeepSpeed JSON."""
 
 
 class DataError(UserError):
-    """A data folder, a prompt file or a media file cannot be used."""
+    """Unusable data folder, prompt file, image or video."""
 
 
 class StorageError(UserError):
-    """An address is of an unknown kind, or the storage behind it does not answer or refuses."""
+    """Unsupported address, or a storage that does not respond or denies access."""
 
 
 class ModelError(UserError):
-    """A pipeline folder is missing, unreadable or of a family that is not supported."""
+    """Missing, unreadable or unsupported pipeline folder."""
 
 
 class RewardError(UserError):
-    """A reward is unknown, cannot start, or its service does not answer."""
+    """Unknown reward, failed start of a reward, or a reward service that does not respond."""
 
 
 class RunError(RuntimeError):
-    """The run cannot go on, through no fault of its recipe or data: exit code 1, with this one sentence."""
+    """The run failed although its recipe and data are valid. Prints one line and exits with code 1."""
 
-    agreed = True  # it follows from what all ranks know
+    agreed = True  # its cause is known to all ranks
 
 
-# What torch, cuBLAS, NCCL and C++ say of it in a RuntimeError.
+# Texts in RuntimeErrors of torch, cuBLAS, NCCL and C++.
 OF_ALLOCATORS = ("out of memory", "defaultcpuallocator", "std::bad_alloc", "_alloc_failed")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised from, is an allocation that failed."""
+    """Return whether an error or one of its causes is a failed allocation."""
     while error is not None:
         if isinstance(error, MemoryError):
             return True

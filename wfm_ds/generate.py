@@ -1,7 +1,7 @@
-"""`python -m wfm_ds.generate`: images or videos of prompts, from a pipeline with or without what a run exported.
+"""`python -m wfm_ds.generate`: generate images or videos for prompts, from a pipeline or an export of a run.
 
-They are made as validation makes its samples: same noise of a seed, same steps, same guidance. Exit codes: 0 done,
-2 a wrong argument, prompt file, model or folder (one message), 1 anything else.
+Uses the same noise per seed, steps and guidance as validation. Exit codes: 0 success, 2 invalid arguments, prompt file,
+model or folder (one message), 1 any other error.
 """
 
 from __future__ import annotations
@@ -28,89 +28,125 @@ if TYPE_CHECKING:
     from wfm_ds.types import Prompt
 
 PAGE = "index.html"
-PURPOSE = "sample"  # of its forwards
-NOT_FINITE = "the latents were not finite: this is not what the prompt asked for"
+PURPOSE = "sample"  # of its forward passes
+NOT_FINITE = "non-finite latents: this sample is invalid"
 
 
 def parser() -> Parser:
     p = Parser(
         prog="python -m wfm_ds.generate",
-        description="Draw each prompt with each seed; write files, samples.jsonl and index.html.",
+        description="Generate each prompt with each seed; write files, samples.jsonl and index.html.",
         epilog="Example: %(prog)s --model /models/sd35 --lora outputs/run/safetensors/step_30/lora "
-        "--prompts prompts.txt --height 512 --width 512 --out pictures",
+        "--prompts prompts.txt --height 512 --width 512 --out samples",
     )
     which = p.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", help="a pipeline folder, owner/name of the Hugging Face hub, or tiny:FAMILY")
-    which.add_argument("--pipeline", metavar="DIR", help="what a full run exported, safetensors/step_N; or s3://...")
-    p.add_argument("--lora", metavar="DIR", help="what a LoRA run exported, safetensors/step_N/lora; or s3://...")
-    p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="a prompt a line (.txt), or .jsonl")
+    which.add_argument("--model", help="a pipeline folder, owner/name on the Hugging Face Hub, or tiny:FAMILY")
+    which.add_argument(
+        "--pipeline", metavar="DIR", help="an export of a full-weight run, safetensors/step_N; or s3://..."
+    )
+    p.add_argument("--lora", metavar="DIR", help="an export of a LoRA run, safetensors/step_N/lora; or s3://...")
+    p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="one prompt per line (.txt), or .jsonl")
     p.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new or empty folder")
-    p.add_argument("--seeds", type=natural, nargs="+", default=[0], metavar="SEED", help="each draws every prompt once")
-    p.add_argument("--revision", help="branch, tag or commit of a --model of the hub (default main)")
+    p.add_argument(
+        "--seeds", type=natural, nargs="+", default=[0], metavar="SEED", help="each prompt is generated with each seed"
+    )
+    p.add_argument("--revision", help="branch, tag or commit of a --model on the Hub (default main)")
     add_sampling(p)
     p.add_argument(
-        "--first-frame", metavar="FILE", type=Path, help="an image that every video begins with (image-to-video)"
+        "--first-frame",
+        metavar="FILE",
+        type=Path,
+        help="an image used as the first frame of every video (image-to-video)",
     )
     p.add_argument(
         "--actions",
         metavar="FILE",
         type=Path,
-        help="an .npy file [FRAMES-1,D] that every video follows, scaled as data.actions.normalize did in training",
+        help="an .npy file [FRAMES-1,D] for every video, normalized as by data.actions.normalize in training",
     )
-    p.add_argument("--domain", type=natural, metavar="N", help="the embodiment that --actions are of")
+    p.add_argument("--domain", type=natural, metavar="N", help="the embodiment of --actions")
     p.add_argument(
         "--camera",
         metavar="FILE|KEYS",
-        help="the path of the camera that sees every video: .json with c2w [FRAMES,4,4] and intrinsics, .npy of c2w, "
-        "or keys such as w-80,jw-40",
+        help="the camera trajectory of every video: .json with c2w [FRAMES,4,4] and intrinsics, .npy with c2w, or keys "
+        "such as w-80,jw-40",
     )
     p.add_argument(
         "--intrinsics",
         type=float,
         nargs=4,
         metavar=("FX", "FY", "CX", "CY"),
-        help="the lens of a --camera that does not say it, in pixels of the first frame's file",
+        help="intrinsics of a --camera without them, in pixels of the first frame's file",
     )
     return p
 
 
 def add_sampling(p: argparse.ArgumentParser, *, sized: bool = True) -> None:
-    """Add the options that say how samples are made. sized: a size must be given."""
+    """Add the sampling options. requires_size: --height and --width are required."""
     p.add_argument("--height", type=positive, required=sized, help="pixels")
     p.add_argument("--width", type=positive, required=sized, help="pixels")
-    p.add_argument("--frames", type=positive, default=1, help="of a video (default 1)")
-    p.add_argument("--fps", type=above_zero, default=FPS, help=f"of a video (default {FPS:g})")
+    p.add_argument("--frames", type=positive, default=1, help="frames of a video (default 1)")
+    p.add_argument("--fps", type=above_zero, default=FPS, help=f"frame rate of a video (default {FPS:g})")
     p.add_argument("--steps", type=positive, default=EVAL_STEPS, help=f"denoising steps (default {EVAL_STEPS})")
-    p.add_argument("--solver", choices=["ode", "dpm2"], help="of first or second order (default: as the pipeline's)")
-    p.add_argument("--guidance", type=guidance, default=GUIDANCE_SCALE, metavar="W", help="1 (default): none")
-    p.add_argument("--guidance-low", type=guidance, metavar="W", help="of a second expert (default: as --guidance)")
+    p.add_argument("--solver", choices=["ode", "dpm2"], help="first or second order (default: the pipeline's)")
     p.add_argument(
-        "--guidance-batch", choices=["separate", "joint"], default="separate", help="joint: both passes in one forward"
+        "--guidance",
+        type=guidance,
+        default=GUIDANCE_SCALE,
+        metavar="W",
+        help="guidance scale; 1 (default): no guidance",
     )
-    p.add_argument("--negative-prompt", metavar="TEXT", help="for prompts without one (default: the family's)")
+    p.add_argument(
+        "--guidance-low", type=guidance, metavar="W", help="guidance scale of a second expert (default: --guidance)"
+    )
+    p.add_argument(
+        "--guidance-batch",
+        choices=["separate", "joint"],
+        default="separate",
+        help="joint: conditional and unconditional in one batch",
+    )
+    p.add_argument(
+        "--negative-prompt", metavar="TEXT", help="negative prompt of prompts without one (default: the family's)"
+    )
     p.add_argument("--batch", type=positive, default=1, help="samples denoised at once (default 1)")
-    p.add_argument("--max-sequence-length", type=positive, metavar="N", help="text tokens (default: the pipeline's)")
+    p.add_argument(
+        "--max-sequence-length",
+        type=positive,
+        metavar="N",
+        help="maximum number of text tokens (default: the pipeline's)",
+    )
     p.add_argument(
         "--embedded-guidance",
         type=above_zero,
         metavar="G",
-        help="the guidance scale that networks such as FLUX.2-dev take as an input (default: the pipeline's)",
+        help="guidance scale passed to guidance-distilled networks such as FLUX.2-dev (default: the pipeline's)",
     )
-    p.add_argument("--family", metavar="package.module:Class", help="your own model family (docs/models.md)")
-    p.add_argument("--prompt-template", choices=["stock", "none"], help="of pipelines that have one")
-    p.add_argument("--guardrail", choices=["stock", "off"], default="stock", help="of pipelines that have one")
+    p.add_argument("--family", metavar="package.module:Class", help="user-defined model family (docs/models.md)")
+    p.add_argument("--prompt-template", choices=["stock", "none"], help="prompt template of pipelines that have one")
     p.add_argument(
-        "--attention", choices=get_args(AttentionName), default="auto", help="kernel (docs/engine.md; default auto)"
+        "--guardrail", choices=["stock", "off"], default="stock", help="guardrail of pipelines that have one"
     )
-    p.add_argument("--compile", action="store_true", help="compile the denoiser's blocks: for many samples of one size")
-    p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
-    p.add_argument("--vae-dtype", choices=["bfloat16", "float32"], default="float32", help="default: float32")
-    p.add_argument("--device", help="default: cuda if there is one, else cpu")
+    p.add_argument(
+        "--attention",
+        choices=get_args(AttentionName),
+        default="auto",
+        help="attention kernel (docs/engine.md; default auto)",
+    )
+    p.add_argument(
+        "--compile", action="store_true", help="compile the denoiser's blocks; worthwhile for many samples of one size"
+    )
+    p.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], help="model dtype (default: bfloat16 on a GPU, else float32)"
+    )
+    p.add_argument(
+        "--vae-dtype", choices=["bfloat16", "float32"], default="float32", help="VAE dtype (default: float32)"
+    )
+    p.add_argument("--device", help="default: cuda if available, else cpu")
 
 
 def natural(text: str) -> int:
     if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 0")
     return int(text)
 
 
@@ -121,11 +157,11 @@ def positive(text: str) -> int:
 
 
 def above_zero(text: str) -> float:
-    return number(text, lambda value: 0 < value < math.inf, "a number above 0")
+    return number(text, lambda value: 0 < value < math.inf, "a number > 0")
 
 
 def guidance(text: str) -> float:
-    return number(text, lambda value: 1 <= value < math.inf, "a number from 1")
+    return number(text, lambda value: 1 <= value < math.inf, "a number >= 1")
 
 
 def number(text: str, fits: Callable[[float], bool], expected: str) -> float:
@@ -147,47 +183,47 @@ def run(args: argparse.Namespace) -> None:
     from wfm_ds.distributed.logs import quieten_libraries
 
     if args.guidance_low is not None and args.guidance == 1:
-        raise UserError("--guidance-low: needs --guidance above 1, else no unconditional pass is run at all")
+        raise UserError("--guidance-low: needs --guidance above 1")
     if args.guidance_batch == "joint" and args.guidance == 1:
-        raise UserError("--guidance-batch: joint needs --guidance above 1, else there is only one pass to run")
+        raise UserError("--guidance-batch: joint needs --guidance above 1")
     if args.pipeline is not None and args.lora is not None:
-        raise UserError("--lora: not allowed with --pipeline; an export is a --model for a LoRA trained on it")
+        raise UserError("--lora: not allowed with --pipeline; to use an export as the base of a LoRA, set --model")
     if args.domain is not None and args.actions is None:
-        raise UserError("--domain: it is the embodiment that --actions are of; name these too, or leave it out")
+        raise UserError("--domain: needs --actions")
     if args.intrinsics is not None and args.camera is None:
-        raise UserError("--intrinsics: it is the lens of a --camera; name this too, or leave it out")
+        raise UserError("--intrinsics: needs --camera")
     if args.first_frame is not None:
         check_first_frame(args.first_frame, args.frames)
     quieten_libraries()
     choose_accelerator()
     args.title = title(args)
-    with contextlib.ExitStack() as held:
-        fetch(args, held)
+    with contextlib.ExitStack() as resources:
+        fetch(args, resources)
         generate(args)
 
 
 def check_first_frame(file: Path, num_frames: int) -> None:
-    """Raises UserError for what is no image, and where it would be all of the video."""
+    """Raise UserError if the file is not an image, or if the video has only one frame."""
     from wfm_ds.data.samples import IMAGE_SUFFIXES
 
     if num_frames == 1:
-        raise UserError("--first-frame: it would be the only frame; ask for more with --frames")
+        raise UserError("--first-frame: needs --frames above 1")
     if not file.is_file() or file.suffix.lower() not in IMAGE_SUFFIXES:
-        raise UserError(f"--first-frame: {file} is not an image; name a {', '.join(sorted(IMAGE_SUFFIXES))} file")
+        raise UserError(f"--first-frame: {file} is not an image; use a {', '.join(sorted(IMAGE_SUFFIXES))} file")
 
 
-def fetch(args: argparse.Namespace, held: contextlib.ExitStack) -> None:
-    """Turn --lora and --pipeline into folders, which are there as long as `held`. Raises StorageError."""
+def fetch(args: argparse.Namespace, resources: contextlib.ExitStack) -> None:
+    """Replace remote --lora and --pipeline by local folders, kept until `resources` closes. Raises StorageError."""
     from wfm_ds.checkpoint.remote import on_this_machine
 
     for name in ("lora", "pipeline"):
-        place = getattr(args, name)
-        if place is not None:
-            setattr(args, name, held.enter_context(on_this_machine(place, args.out.parent)))
+        address = getattr(args, name)
+        if address is not None:
+            setattr(args, name, resources.enter_context(on_this_machine(address, args.out.parent)))
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Raises UserError for whatever the arguments, the files or the folders are to blame for."""
+    """Check the inputs, then load the model and generate all samples. Raises UserError."""
     from wfm_ds.checkpoint.adapter import adapter_file
     from wfm_ds.data.prompts import load_prompt_file
     from wfm_ds.models.loading import chosen_device
@@ -203,7 +239,7 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def lighter(args: argparse.Namespace, device: torch.device) -> list[str]:
-    """The options to change where there is too little memory, the cheapest first."""
+    """Return the options to change if memory does not suffice, cheapest first."""
     joint = ["--guidance-batch separate"] if args.guidance_batch == "joint" else []
     batch = [f"--batch below {args.batch}"] if args.batch > 1 else []
     vae = ["--vae-dtype bfloat16"] if args.vae_dtype == "float32" else []
@@ -234,11 +270,11 @@ def require_empty(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists():
-        raise UserError(f"{folder} holds something already: choose a new folder with --out, or empty this one")
+        raise UserError(f"{folder} is not empty: choose another --out, or empty it")
 
 
 def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sampler:
-    """The model on its device with its LoRA, and a size that it can make."""
+    """Load the model with its LoRA on the device, and check the sampling settings."""
     import torch
 
     from wfm_ds.checkpoint.adapter import load_adapter
@@ -268,7 +304,7 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
         embedded_guidance=args.embedded_guidance,
     )
     if args.guidance_low is not None and len(model.sigma_ranges) == 1:
-        raise UserError(f"--guidance-low: {model.path} has no second expert; leave it out")
+        raise UserError(f"--guidance-low: {model.path} has no second expert; omit it")
     if args.lora is not None:
         load_adapter(model, args.lora)
     attention.use(model.denoiser, attention.choose(args.attention, model.denoiser, dtype, device, trains=False))
@@ -301,20 +337,20 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
 def write(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace, frame: torch.Tensor | None = None
 ) -> None:
-    """Write every file as soon as it is drawn, the table and the page at the end. frame: run/given.py."""
+    """Write each file when it is generated; then write the table and the page. frame: the encoded first frame."""
     from wfm_ds.monitoring import gallery
     from wfm_ds.monitoring.samples import write_media, write_table
 
-    lines: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     entries: list[gallery.Entry] = []
     for sample, finite in drawn(sampler, items, args.batch, frame):
         failure = "" if finite else NOT_FINITE
-        line = write_media(args.out, len(lines), sample)
-        lines.append(line if finite else {**line, "failure": failure})
+        row = write_media(args.out, len(rows), sample)
+        rows.append(row if finite else {**row, "failure": failure})
         height, width = sample.frames.shape[1:3]
         entries.append(
             gallery.Entry(
-                file=line["file"],
+                file=row["file"],
                 width=width,
                 height=height,
                 prompt=sample.prompt,
@@ -322,15 +358,15 @@ def write(
                 failure=failure,
             )
         )
-        sys.stderr.write(f"{len(lines)} of {len(items)}: {line['file']}{f' ({failure})' if failure else ''}\n")
-    write_table(args.out, lines)
+        sys.stderr.write(f"{len(rows)} of {len(items)}: {row['file']}{f' ({failure})' if failure else ''}\n")
+    write_table(args.out, rows)
     (args.out / PAGE).write_text(gallery.page(args.title, facts(sampler, args), entries), encoding="utf-8")
 
 
 def drawn(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int, frame: torch.Tensor | None = None
 ) -> Iterator[tuple[ShownSample, bool]]:
-    """The samples in the order of the items, and whether their latents were finite. frame: run/given.py."""
+    """Yield the samples in order, and whether their latents are finite. frame: the encoded first frame."""
     import torch
 
     from wfm_ds.chunks import chunks
@@ -340,14 +376,14 @@ def drawn(
     settings, plan = sampler.settings, sampler.evaluation_plan()
     for part in chunks(items, batch):
         prompts, seeds = [prompt for prompt, _ in part], [seed for _, seed in part]
-        given = None
+        conditioning = None
         if frame is not None:
-            given = ConditionalFrames(torch.stack([frame] * len(part)), torch.ones(len(part), dtype=torch.int64))
-        latents = sampler.generate(PURPOSE, prompts, seeds, plan, conditional_frames=given).clean
+            conditioning = ConditionalFrames(torch.stack([frame] * len(part)), torch.ones(len(part), dtype=torch.int64))
+        latents = sampler.generate(PURPOSE, prompts, seeds, plan, conditional_frames=conditioning).clean
         media, finite = sampler.media(latents)
-        for (prompt, seed), item, whole in zip(part, media, finite, strict=True):
+        for (prompt, seed), item, is_finite in zip(part, media, finite, strict=True):
             fps = settings.fps if sampler.model.video else None
-            yield ShownSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, media=item, fps=fps), whole
+            yield ShownSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, media=item, fps=fps), is_finite
 
 
 def title(args: argparse.Namespace) -> str:
@@ -356,15 +392,15 @@ def title(args: argparse.Namespace) -> str:
 
 
 def summary(settings: SamplingRecipe) -> str:
-    guided = f"guidance {settings.guidance_scale:g}"
+    scales = f"guidance {settings.guidance_scale:g}"
     if settings.guidance_scale_low is not None:
-        guided += f" and {settings.guidance_scale_low:g}"
+        scales += f" and {settings.guidance_scale_low:g}"
     frames = f", {settings.num_frames} frames at {settings.fps:g} fps" if settings.num_frames > 1 else ""
-    return f"{settings.eval_steps} steps, {guided}, {settings.width} x {settings.height}{frames}"
+    return f"{settings.eval_steps} steps, {scales}, {settings.width} x {settings.height}{frames}"
 
 
 def facts(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
-    """Collect the settings that all samples share, for the head of the page."""
+    """Return the settings shared by all samples, for the head of the page."""
     negative = {"negative prompt": args.negative_prompt} if args.negative_prompt is not None else {}
     return {
         "pipeline": type(sampler.model.pipeline).__name__,

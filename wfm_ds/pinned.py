@@ -1,7 +1,7 @@
-"""Copies between host and device for which neither waits: through pinned memory where the device is a GPU.
+"""Asynchronous copies between CPU and GPU through pinned memory.
 
-A copy out of pageable memory stops the host until the device has done all that was asked of it before. The pinned block
-of a copy is not given to anyone else before the copy is done, so nobody needs to keep it.
+A copy from pageable memory blocks the CPU until the GPU has finished all queued work. Callers need not keep pinned
+source tensors alive: torch does not reuse their memory before the copy is done.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor there, after what the current stream was asked to do before."""
+    """Copy the tensor to a device, in order on the current stream, without waiting."""
     device = torch.device(device)
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -21,31 +21,33 @@ def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def columns(device: torch.device | str, *values: Sequence[float]) -> Sequence[Tensor]:
-    """Each of these equally long lists as [B] float32 there: one copy for all."""
+    """Copy lists of length B to a device in a single copy. Returns one float32 tensor [B] per list."""
     return on_device(torch.tensor(values, dtype=torch.float32), device).unbind()
 
 
 def aside(tensor: Tensor) -> Tensor:
-    """The tensor on the host, to be brought back by `on_device` of the same stream; nobody else may read it, for the
-    copy may still be under way."""
+    """Copy the tensor to pinned CPU memory without waiting.
+
+    Read it only through `copy_to_device` on the same stream: the copy may still be in progress.
+    """
     if tensor.device.type != "cuda":
         return tensor.cpu()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def room(device: torch.device, share: float, otherwise: int = 0) -> int:
-    """Bytes in this share of the GPU's memory that nobody has reserved yet; `otherwise` of another device."""
+    """Return a fraction of the GPU's free memory in bytes; `default` for other devices."""
     return int(share * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else otherwise
 
 
 class Shelf:
-    """Place for tensors that are needed later: the device, while they have room there, then the host."""
+    """Stores tensors for later use: on the GPU up to a memory budget, beyond it in pinned CPU memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free = num_bytes
 
     def put(self, tensor: Tensor) -> Tensor:
-        """The same numbers, to be brought back by `on_device`."""
+        """Return the stored tensor, to be read through `copy_to_device`."""
         if tensor.nbytes > self._free:
             return aside(tensor)
         self._free -= tensor.nbytes

@@ -1,7 +1,7 @@
-"""One way to be a command: read the arguments, do the work, say a user's mistake in one sentence, return the exit code.
+"""Common behavior of all commands: parse arguments, run, print user errors in one line, return the exit code.
 
-The exit codes of every command: 0 done; 2 a user's mistake (one `error: ` line on stderr, no traceback), which argparse
-uses too; 1 anything else, with its traceback. How a rank ends a run of several is distributed/lifecycle.py's.
+Exit codes: 0 success; 2 user error (one `error: ` line on stderr, no traceback), like argparse; 1 any other error, with
+traceback. See distributed/lifecycle.py for the exit of multi-rank runs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from wfm_ds.errors import UserError
 USER_ERROR = 2
 
 Fail = Callable[[str], int]
-"""Say that a user's mistake ends the command, and return the exit code (or end the process with it)."""
+"""Prints a user error and returns the exit code, or exits the process."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose refusal is a user's mistake like any other: one sentence, said once however many ranks there are.
+    """An argument parser that raises UserError for invalid arguments, so that only one rank prints the message.
 
-    The words `%(prog)s` of its epilog become the command as it was typed, so that an example can be pasted.
+    `%(prog)s` in the epilog is replaced by the command as typed, so that examples can be pasted.
     """
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} ({self.prog} --help shows what there is)")
+        raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def program(
@@ -36,31 +36,31 @@ def program(
     *,
     fail: Fail | None = None,
 ) -> int:
-    """Parse `argv` (by default the process's own), run `work` on it, and return the exit code.
+    """Parse `argv` (default: sys.argv), run `work` with the arguments, and return the exit code.
 
-    Options may stand between and behind the positional words. `work` returns an exit code of its own, or None for 0.
+    Options may appear before, between and after positional arguments. `work` returns an exit code, or None for 0.
     """
     return exit_code(lambda: work(parser.parse_intermixed_args(argv)), fail=fail)
 
 
 def exit_code(work: Callable[[], int | None], *, fail: Fail | None = None) -> int:
-    """Run `work` and return its exit code; a UserError goes to `fail`, say_error without one.
+    """Run `work` and return its exit code. UserErrors are passed to `fail` (default: print_error).
 
-    A file that cannot be read or written is the user's mistake too, unless `fail` is given: what one rank alone cannot
-    do is for the run to judge.
+    An OSError with a file name counts as a user error, except with `fail`: on a single rank of a run it is an ordinary
+    error.
     """
     try:
         return work() or 0
     except UserError as error:
         return (fail or say_error)(str(error))
     except OSError as error:
-        if fail is not None or error.filename is None:  # without a file: a connection, or a mistake of ours
+        if fail is not None or error.filename is None:  # without a file: e.g. a connection error
             raise
         return say_error(f"{error.filename}: {error.strerror}")
 
 
-def say_error(sentence: str) -> int:
-    """Write the sentence as an `error: ` line on stderr and return the exit code for it."""
-    sys.stderr.write(f"error: {sentence}\n")
+def say_error(message: str) -> int:
+    """Print `error: MESSAGE` to stderr and return the exit code of user errors."""
+    sys.stderr.write(f"error: {message}\n")
     sys.stderr.flush()
     return USER_ERROR

@@ -1,4 +1,4 @@
-"""The reference page of recipes, generated from the schema.
+"""Generate the reference page of recipes from the schema.
 
 python -m wfm_ds.recipe_docs docs/recipes.md     writes the page
 python -m wfm_ds.recipe_docs --json-schema       prints a JSON schema, for editors
@@ -25,14 +25,14 @@ from wfm_ds.recipe.tree import KeyPath
 INTRO = """\
 # Recipes
 
-A recipe is one YAML file that says all about a training job: the model, the data, the algorithm, the optimizer, and
-where the results go. It is run with
+A recipe is a YAML file that describes a training run: model, data, algorithm, optimizer, and output folder. Run it
+with
 
     deepspeed --num_gpus 8 -m wfm_ds.train recipes/sd3_nft.yaml
 
-The sections `run`, `model`, `data`, `sampling` and `algorithm` are needed; a section that is left out has the defaults
-below, or is off where this page says so. The resolved recipe, with every default written out, is stored as
-`recipe.yaml` in the output folder and is a recipe itself.
+The sections `run`, `model`, `data`, `sampling` and `algorithm` are required. An omitted section has the defaults below,
+or is off if this page says so. The resolved recipe with all defaults is stored as `recipe.yaml` in the output folder
+and can be used as a recipe.
 
 ## A complete example
 
@@ -41,21 +41,21 @@ below, or is off where this page says so. The resolved recipe, with every defaul
 
 ## Changing values on the command line
 
-`section.key=value` words after the recipe replace its values. A value is YAML, a number in the path counts list
-entries from 0, and `null` removes a section:
+`section.key=value` arguments after the recipe override its values. Values are YAML, numbers in the path are list
+indices starting from 0, and `null` removes a section:
 
     deepspeed --num_gpus 8 -m wfm_ds.train recipes/sd3_nft.yaml run.steps=200 optimizer.lr=1e-4 lora=null \\
         validation.seeds=[1,2] reward.functions.0.weight=2 algorithm.old_decay.slope=0.01
 
-The shell takes quotes and spaces before the recipe sees them: write `'sampling.negative_prompt=blurry, dark'`.
-`algorithm.name=NAME` drops the keys of the recipe's own algorithm.
+The shell interprets quotes and spaces, so quote the whole argument: `'sampling.negative_prompt=blurry, dark'`.
+`algorithm.name=NAME` removes the keys of the recipe's previous algorithm.
 
 ## Variants of a recipe
 
-`defaults: base.yaml` as a key at the top includes another recipe; its path is relative to the including file, and a
-recipe that is included has no `defaults` of its own. Mappings are merged key by key. Lists and single values replace
-those of the base. A section set to `null` is removed. When the variant names another algorithm, the base's `algorithm`
-keys are dropped.
+The top-level key `defaults: base.yaml` includes another recipe. Its path is relative to the including file, and the
+included recipe cannot have `defaults`. Mappings are merged key by key. Lists and single values replace the base's
+values. A section set to `null` is removed. If the variant has another algorithm, the base's `algorithm` keys are
+dropped.
 
 ```yaml
 defaults: sd3_nft.yaml
@@ -70,9 +70,9 @@ algorithm:
 
     python -m wfm_ds.train recipes/sd3_nft.yaml --check
 
-validates the recipe, the data, the model and the rewards, prints the numbers that follow from them, and trains nothing.
-An error names the file and the line (or the override), the key, and what was expected; all errors of a recipe are
-reported at once, and the exit code is 2:
+validates the recipe, data, model and rewards, prints derived numbers, and exits without training. Errors name the
+file and line (or the override), the key, and the expected value. All errors of a recipe are reported together, and the
+exit code is 2:
 
     recipes/mine.yaml:17: algorithm.timestep_fracton is not a key of diffusion_nft; did you mean timestep_fraction?
     override optimizer.lr=-1: optimizer.lr: expected a number > 0, got -1
@@ -80,11 +80,10 @@ reported at once, and the exit code is 2:
 ## Paths and YAML
 
 Relative paths in a recipe are relative to the working directory; only `defaults` is relative to its file. `1e-4` is a
-number. `true` and `false` are the flags; `yes`, `no`, `on` and `off` do as flags too, but are text in
-`reward.functions.N.options`. Text that looks like a number or a flag needs quotes. A key may be written once in a
-mapping, and anchors (`&name`, `*name`) may be used. A recipe, and each override, has at most 1,048,576 characters,
-10,000 keys and values (an alias counts as what it stands for) and 32 levels. Numbers are finite; a path has at most
-3500 bytes.
+number. Booleans are `true` and `false`; `yes`, `no`, `on` and `off` are also accepted, but are strings in
+`reward.functions.N.options`. Strings that look like numbers or booleans need quotes. Duplicate keys are errors, and
+anchors (`&name`, `*name`) are supported. A recipe or override has at most 1,048,576 characters, 10,000 keys and values
+(with aliases expanded) and 32 levels. Numbers must be finite; a path has at most 3500 bytes.
 
 """
 
@@ -93,7 +92,7 @@ run:
   output_dir: outputs/first_nft
   steps: 20                        # RL steps: rollout, rewards, update
 model:
-  path: tiny:sd3                   # a random tiny pipeline, for a look at a run on a CPU
+  path: tiny:sd3                   # a tiny random pipeline, to try a run on a CPU
   dtype: float32
 lora:
   rank: 8
@@ -104,7 +103,7 @@ optimizer:
   lr: 3e-4
 data:
   kind: prompts
-  path: recipes/tiny/prompts/colors  # holds train.txt, one prompt a line
+  path: recipes/tiny/prompts/colors  # contains train.txt, one prompt per line
 sampling:
   height: 32
   width: 32
@@ -137,11 +136,11 @@ RL_SECTIONS = ("rollout", "reward")
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [INTRO.replace("{example}", EXAMPLE), REFERENCE]
     for path, title, section in sections():
-        about = one_line(section.__doc__ or "")
-        parts.append(f"### {heading(path, title)}\n\n{about}{optional_note(path)}\n\n")
+        summary = one_line(section.__doc__ or "")
+        parts.append(f"### {heading(path, title)}\n\n{summary}{optional_note(path)}\n\n")
         parts.append("| key | type | default | meaning |\n|---|---|---|---|\n")
         parts += [row(name, field) for name, field in section.model_fields.items()]
         parts.append("\n")
@@ -157,12 +156,12 @@ def heading(path: KeyPath, title: str) -> str:
 
 
 def optional_note(path: KeyPath) -> str:
-    """Say when a whole section is needed. A section that is off when left out says so itself."""
+    """Return a note if a section is required. The docstrings of optional sections state that they are off."""
     if len(path) > 1:
         return ""
     if path[0] in RL_SECTIONS:
-        return " Needed for reinforcement learning, refused for `sft` and `dpo`."
-    return " Needed." if Recipe.model_fields[str(path[0])].is_required() else ""
+        return " Required for reinforcement learning, rejected for `sft` and `dpo`."
+    return " Required." if Recipe.model_fields[str(path[0])].is_required() else ""
 
 
 def row(name: str, field: FieldInfo) -> str:
@@ -187,7 +186,7 @@ def one_line(text: str) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of the resolved recipe: without `defaults`, which load() replaces by what it names."""
+    """Return the JSON schema of the resolved recipe, i.e. without `defaults`."""
     return Recipe.model_json_schema()
 
 
@@ -197,8 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="wfm_ds.recipe_docs", description="Write the reference page of recipes.")
-    p.add_argument("page", type=Path, nargs="?", help="the file to write; without it, to standard output")
-    p.add_argument("--json-schema", action="store_true", help="the JSON schema instead of the page")
+    p.add_argument("page", type=Path, nargs="?", help="the file to write (default: stdout)")
+    p.add_argument("--json-schema", action="store_true", help="print the JSON schema instead of the page")
     return p
 
 

@@ -1,4 +1,4 @@
-"""Every random draw has a key, never a global state: the same recipe gives the same run at any world size."""
+"""Seeds derived from keys instead of global state: a recipe gives the same run at any world size."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hashlib
 
 
 def derive_seed(run_seed: int, purpose: str, *key: int | str) -> int:
-    """A seed in [0, 2**63) for one draw: BLAKE2b of (run seed, purpose, key).
+    """Return a seed in [0, 2**63): BLAKE2b of (run seed, purpose, key).
 
-    `purpose` separates draws of one sample (init noise, training noise, timesteps, caption dropout, data order, ...).
+    `purpose` separates random numbers of one sample (initial noise, training noise, timesteps, caption dropout, ...).
     """
     text = "\x1f".join([str(run_seed), purpose, *(str(part) for part in key)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def uniform(run_seed: int, purpose: str, *key: int | str) -> float:
-    """One draw from [0, 1), by key."""
+    """Return a random number in [0, 1) determined by the key."""
     return derive_seed(run_seed, purpose, *key) / 2**63

@@ -1,7 +1,7 @@
-"""`deepspeed --num_gpus N -m wfm_ds.train RECIPE [section.key=value ...]`: one recipe, one run.
+"""`deepspeed --num_gpus N -m wfm_ds.train RECIPE [section.key=value ...]`: train a recipe.
 
-Exit codes: 0 finished, or stopped on request at a step boundary; 2 recipe, data, model or reward error (one message);
-1 anything else.
+Exit codes: 0 finished, or stopped by a signal at a step boundary; 2 recipe, data, model or reward error (one message);
+1 any other error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from wfm_ds import __version__
 from wfm_ds.program import Parser, program
@@ -32,21 +32,28 @@ if TYPE_CHECKING:
     from wfm_ds.run.stored import Copies
     from wfm_ds.training.loop import Loop
 
-log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
+    LoopBuilder: TypeAlias = Callable[[Start, Mirror | None, ExitStack], Loop]
+    """Builds the training loop of a prepared run. The ExitStack closes its resources. Collective."""
+    AdviceContext: TypeAlias = Callable[[Callable[[], str | None]], AbstractContextManager[None]]
+    """Context for a phase of the run: its out-of-memory errors list the recipe keys to change."""
 
-NAMED_FIRST_S = 60.0  # an exchange breaks so much later than the heartbeat can say why
+log = logging.getLogger("wfm_ds.train")  # __name__ is __main__ with -m
+
+NAMED_FIRST_S = 60.0  # collectives time out this much later than the heartbeat, which reports the cause
 
 
 def parser() -> Parser:
     p = Parser(
         prog="python -m wfm_ds.train",
-        description="Post-train a diffusers pipeline as a recipe says.",
+        description="Post-train a diffusers pipeline with a recipe.",
         epilog="Example: deepspeed --num_gpus 8 -m wfm_ds.train recipes/sd3_nft.yaml run.steps=200",
     )
     p.add_argument("recipe", type=Path, help="a YAML recipe (docs/recipes.md)")
-    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
-    p.add_argument("--check", action="store_true", help="validate recipe, data, model, rewards; print numbers")
-    p.add_argument("--overwrite", action="store_true", help="replace a run that is in the output folder already")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
+    p.add_argument(
+        "--check", action="store_true", help="validate recipe, data, model and rewards, print derived numbers, and exit"
+    )
+    p.add_argument("--overwrite", action="store_true", help="replace an existing run in the output folder")
     p.add_argument("--version", action="version", version=f"wfm_ds {__version__}")
     return p
 
@@ -54,8 +61,8 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     from wfm_ds.distributed.lifecycle import fail_as_rank, strip_launcher_args
 
-    words = strip_launcher_args(sys.argv[1:] if argv is None else argv)
-    return program(parser(), load_and_run, words, fail=fail_as_rank)
+    arguments = strip_launcher_args(sys.argv[1:] if argv is None else argv)
+    return program(parser(), load_and_run, arguments, fail=fail_as_rank)
 
 
 def load_and_run(args: argparse.Namespace) -> int:
@@ -81,7 +88,7 @@ def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
     from wfm_ds.training.check import check as examine
 
     if rank == 0:
-        # Without a launcher: as for the fewest ranks that can run it.
+        # Without a launcher, check for the smallest possible number of ranks.
         world_size = int(os.environ.get("WORLD_SIZE", str(recipe.engine.sequence_parallel)))
         sys.stdout.write(f"{examine(recipe, world_size, overwrite=overwrite)}\n")
         lifecycle.write_status("finished", 0)
@@ -89,7 +96,7 @@ def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
 
 
 def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
-    """The whole run on this rank; returns the exit code."""
+    """Run the recipe on this rank and return the exit code."""
     import torch.distributed as dist
 
     from wfm_ds.distributed.lifecycle import write_status
@@ -112,9 +119,9 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
 def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: Ending, *, overwrite: bool = False
 ) -> tuple[Outcome, Copies | None]:
-    """Check and load everything on all ranks, only then create, clear or open the output folder, and train.
+    """Check and load everything on all ranks, then create, clear or open the output folder, and train.
 
-    Returns what the loop reached and, with checkpoint.storage, what became of the copies.
+    Returns the outcome of the loop and, with checkpoint.storage, the state of the remote copies. Collective.
     """
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
@@ -123,7 +130,6 @@ def prepare_and_train(
     from wfm_ds.run.folder import locked
     from wfm_ds.run.hub_model import agreed_commit, fetch
     from wfm_ds.run.stored import open_mirror, opened, require_storage
-    from wfm_ds.training import build, language_build
 
     folder = recipe.run.output_dir
     num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
@@ -134,14 +140,13 @@ def prepare_and_train(
         return finished_before(recipe, world, start)
     fetch(recipe, world)
     world.checked(lambda: require_storage(recipe), on="main")
-    kind: Any = language_build if recipe.algorithm.trains_language else build
-    build_loop = kind.prepare(recipe, world, stop, with_advice(recipe, world))
-    with contextlib.ExitStack() as held:
-        world.checked(lambda: held.enter_context(locked(folder)), on="main")
-        # Once more: until the folder was locked, another start of this run may have gone on in it.
+    build_loop = prepare_loop(recipe, world, stop)
+    with contextlib.ExitStack() as lock:
+        world.checked(lambda: lock.enter_context(locked(folder)), on="main")
+        # Again, because another start of this run may have continued it before the folder was locked.
         start = agreed_start(recipe, world, overwrite=overwrite)
         if start.finished:
-            held.close()
+            lock.close()
             return finished_before(recipe, world, start)
         mirror = open_mirror(recipe, world)
         start = opened(recipe, world, mirror, start, overwrite=overwrite)
@@ -150,15 +155,25 @@ def prepare_and_train(
             return train(recipe, world, build_loop, start, mirror, ending)
 
 
-def with_advice(recipe: Recipe, world: World) -> Callable[[Callable[[], str | None]], AbstractContextManager[None]]:
-    """Contexts that say, of memory that does not suffice inside, which keys to change."""
+def prepare_loop(recipe: Recipe, world: World, stop: StopFlag) -> LoopBuilder:
+    """Check the recipe and load its data and model, without writing anything. Returns the loop builder. Collective."""
+    from wfm_ds.training import build, language_build
+
+    advised = with_advice(recipe, world)
+    if recipe.algorithm.trains_language:
+        return language_build.prepare(recipe, world, stop, advised)
+    return build.prepare(recipe, world, stop, advised)
+
+
+def with_advice(recipe: Recipe, world: World) -> AdviceContext:
+    """Return a context factory: out-of-memory errors inside its contexts list the recipe keys to change."""
     from wfm_ds.run.out_of_memory import explained
 
     return functools.partial(explained, world.device, advice_of(recipe, world))
 
 
 def advice_of(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
-    """The keys to change, by the phase that needs more memory than there is."""
+    """Return a function from the phase that ran out of memory to the recipe keys to change."""
     from wfm_ds.distributed.world import ranks_per_node
     from wfm_ds.run.fit import advice_for
 
@@ -166,33 +181,33 @@ def advice_of(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
 
 
 def finished_before(recipe: Recipe, world: World, start: Start) -> tuple[Outcome, Copies | None]:
-    """Say that there is nothing to do, and send to the storage what it lacks. The caller does not hold the lock."""
+    """Log that the run is finished, and upload missing copies. Call it without holding the folder lock."""
     from wfm_ds.run.result import Outcome
     from wfm_ds.run.stored import send_rest
 
     folder, storage = recipe.run.output_dir, recipe.checkpoint.storage
-    where = folder if folder.exists() or storage is None else storage
-    log.info("%s holds this run, finished with step %d: nothing to do", where, start.step)
+    location = folder if folder.exists() or storage is None else storage
+    log.info("%s: this run finished at step %d, nothing to do", location, start.step)
     return Outcome("finished", start.step), send_rest(recipe, world, start.step)
 
 
 def agreed_start(recipe: Recipe, world: World, *, overwrite: bool) -> Start:
-    """Rank 0's view of the output folder, on every rank."""
+    """Inspect the output folder on rank 0 and return the result on every rank. Collective."""
     from wfm_ds.run.folder import Start, find_start
 
-    found = world.checked(lambda: dataclasses.asdict(find_start(recipe, world.size, overwrite=overwrite)), on="main")
-    return Start(**world.broadcast(found))
+    fields = world.checked(lambda: dataclasses.asdict(find_start(recipe, world.size, overwrite=overwrite)), on="main")
+    return Start(**world.broadcast(fields))
 
 
 def train(
     recipe: Recipe,
     world: World,
-    build_loop: Callable[[Start, Mirror | None, ExitStack], Loop],
+    build_loop: LoopBuilder,
     start: Start,
     mirror: Mirror | None,
     ending: Ending,
 ) -> tuple[Outcome, Copies | None]:
-    """Wrap the network that trains and run the recipe's loop to its end. Every rank returns the same."""
+    """Build the training loop and run it. Identical result on every rank. Collective."""
     from wfm_ds.run.ending import recorded
     from wfm_ds.run.stored import discard_fetched
 
@@ -205,14 +220,14 @@ def train(
         world.checked(lambda: mirror.start() if mirror is not None else None, on="main")
         resources = building.pop_all()
     with recorded(ending, recipe, mirror, loop, loop.exporter) as record:
-        # Closed before the copies are waited for: these are of whole files.
+        # Closes all files before waiting for their uploads.
         with page_of(recipe, world), resources, advised(lambda: loop.job.timer.interrupted):
             outcome = loop.run()
         return outcome, record.ended(outcome)
 
 
 def page_of(recipe: Recipe, world: World) -> AbstractContextManager[None]:
-    """The page of the run, which rank 0 keeps by a thread of its own while the loop runs."""
+    """Return a context in which a thread on rank 0 updates the HTML page of the run."""
     if not (world.is_main and recipe.logging.page):
         return contextlib.nullcontext()
     import torch

@@ -1,4 +1,4 @@
-"""The things that flow between data, rollout, rewards and training. No torch at import time, checks only."""
+"""Data types shared by data, rollout, rewards and training. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ FIRST_FRAME = "first_frame"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A description of what a sample shall show."""
+    """A text prompt with its additional conditioning inputs."""
 
-    id: str  # stable over runs, e.g. "ocr/train/17"
+    id: str  # stable across runs, e.g. "ocr/train/17"
     text: str
     negative_text: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...: travels to the rewards
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...; passed to the rewards
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
-    """What a sample is told besides the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ..., and
-    under FIRST_FRAME the levels [H,W,3], 0 to 255, that its video begins with, for networks that are told pixels."""
+    """Conditioning inputs besides the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ...
+
+    FIRST_FRAME: pixels [H,W,3], 0 to 255, of the first frame, for networks conditioned on pixels.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ConditionalFrames:
-    """The first counts[i] latent frames of latents[i] are known, not noisy, to sample i (conditional_frames.py)."""
+    """Clean latent frames as conditioning: sample i uses the first counts[i] frames of latents[i]."""
 
     latents: Tensor  # [B,C,T,h,w] float32
     counts: Tensor  # [B] int64
@@ -42,34 +44,34 @@ class ConditionalFrames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """One stochastic denoise step of a sample, kept for training; float32."""
+    """One stochastic denoising step of a sample, stored for training. float32."""
 
-    index: int  # of the step in the rollout's plan
-    latents: Tensor  # [C,h,w] or [C,T,h,w] before the step; the next transition's is often the same memory
-    next_latents: Tensor  # after it, as drawn
-    log_prob: Tensor  # [], of next_latents under the policy that drew it: a mean over elements
-    mean: Tensor | None = None  # of the Gaussian that next_latents was drawn from, if the algorithm needs it
+    index: int  # of the step in the sampling plan
+    latents: Tensor  # [C,h,w] or [C,T,h,w] before the step; may share memory with the previous next_latents
+    next_latents: Tensor  # after the step, as sampled
+    log_prob: Tensor  # [], mean over elements, of next_latents under the sampling policy
+    mean: Tensor | None = None  # of the Gaussian of next_latents, if the algorithm needs it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One generated sample, as the training step needs it."""
+    """One generated sample with the data needed for training."""
 
-    sample_id: str  # made of (run, step, prompt, member): equal ids mean equal work
-    group_id: str  # siblings: one prompt in one RL step
+    sample_id: str  # derived from (run, step, prompt, member): equal ids mean equal work
+    group_id: str  # shared by the samples of one prompt in one RL step
     prompt: Prompt
-    seed: int  # the sample's own: what is drawn for it alone follows from it
-    noise_seed: int  # of its initial noise
+    seed: int  # of the sample; all its random numbers derive from it
+    noise_seed: int  # of its initial noise; may be shared by a group
     clean_latents: Tensor  # [C,h,w] or [C,T,h,w] float32
-    transitions: Sequence[Transition] = ()  # at the steps that the algorithm's plan stores, ascending
-    states: Mapping[int, Tensor] = field(default_factory=dict)  # by step: the latents that the denoiser saw, float32
-    data: Tensor | None = None  # clean latents of the medium that its prompt is the caption of, shaped like its own
-    num_conditional_frames: int = 0  # first latent frames of `data` that it was given (models/conditional_frames.py)
+    transitions: Sequence[Transition] = ()  # at the steps stored by the sampling plan, ascending
+    states: Mapping[int, Tensor] = field(default_factory=dict)  # step -> input latents of the denoiser, float32
+    data: Tensor | None = None  # clean latents of the image or video captioned by its prompt; same shape
+    num_conditional_frames: int = 0  # leading latent frames of `data_latents` used as conditioning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The score of one sample by one reward: a finite number or the reason why there is none, never both."""
+    """Score of one sample by one reward: either a finite value or the reason of a failure."""
 
     sample_id: str
     reward: str
@@ -81,10 +83,10 @@ class Score:
     def __post_init__(self) -> None:
         if (self.value is None) == (self.failure is None):
             raise ValueError(
-                f"{self.sample_id}: a score has a value or a failure, got {self.value!r}, {self.failure!r}"
+                f"{self.sample_id}: a score needs a value or a failure, got {self.value!r}, {self.failure!r}"
             )
         if self.value is not None and not np.isfinite(self.value):
-            raise ValueError(f"{self.sample_id}: the value {self.value} of {self.reward} is not finite")
+            raise ValueError(f"{self.sample_id}: non-finite value {self.value} of {self.reward}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +98,13 @@ class MediaItem:
     fps: float | None
     prompt: str
     metadata: Mapping[str, Any]
-    reward: str = ""  # filled in by the scorer: the name under which scores are returned
-    inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # what the sample was told: actions, ..
+    reward: str = ""  # set by the scorer: the name of the returned scores
+    inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # conditioning inputs such as actions
 
     def scored(self, value: float, **parts: float) -> Score:
-        """A score with this value; a value that is not finite becomes a failure that names it."""
+        """Return a score with this value, or a failure if the value is not finite."""
         if not np.isfinite(value):
-            return self.failed(f"the value {value} is not finite")
+            return self.failed(f"non-finite value {value}")
         return Score(sample_id=self.sample_id, reward=self.reward, value=float(value), parts=parts)
 
     def failed(self, reason: str) -> Score:
@@ -111,7 +113,7 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaBatch:
-    """Images [B,H,W,3] or videos [B,T,H,W,3], uint8, with what was asked for. Iterates its items in order."""
+    """Images [B,H,W,3] or videos [B,T,H,W,3], uint8, with their prompts. Iterates over MediaItems."""
 
     media: npt.NDArray[np.uint8]
     sample_ids: Sequence[str]
@@ -119,7 +121,7 @@ class MediaBatch:
     metadata: Sequence[Mapping[str, Any]]
     fps: float | None = None
     reward: str = ""
-    inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]] = ()  # of each item, or of none
+    inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]] = ()  # one per item, or empty
 
     def __post_init__(self) -> None:
         count = len(self.sample_ids)
@@ -128,10 +130,10 @@ class MediaBatch:
         if not len(self.prompts) == len(self.metadata) == len(self.media) == count:
             raise ValueError(
                 f"{len(self.media)} media, {count} sample ids, {len(self.prompts)} prompts and "
-                f"{len(self.metadata)} metadata do not belong together"
+                f"{len(self.metadata)} metadata do not match"
             )
         if len(self.inputs) not in (0, count):
-            raise ValueError(f"{len(self.inputs)} inputs do not belong to {count} samples")
+            raise ValueError(f"{len(self.inputs)} inputs do not match {count} samples")
 
     def __len__(self) -> int:
         return len(self.sample_ids)

@@ -40,7 +40,7 @@ class Evaluation:
 def evaluations(run: Path) -> list[Evaluation]:
     """Read a run's curve. Raises UserError for one of a revision that did not count samples."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    updates = derive(recipe_file.load(run / "recipe.yaml"), 1).updates_per_step
+    updates = derive(recipe_file.load_stored_recipe(run / "recipe.yaml"), 1).updates_per_step
     return [evaluation(run, record, records, updates) for record in records if REWARD in record]
 
 
@@ -84,7 +84,7 @@ def check_counts(run: Path) -> None:
 
     Rewards that are equal within a group may leave samples out of training, never out of the rollout.
     """
-    recipe = recipe_file.load(run / "recipe.yaml")
+    recipe = recipe_file.load_stored_recipe(run / "recipe.yaml")
     derived = derive(recipe, 1)
     model = registry.load(recipe.model.path, dtype=torch.float32, device="cpu")
     predicted = step_forwards(recipe, derived, model)

@@ -106,7 +106,7 @@ def look(run: Path, until: int | None = None, half: int | None = None) -> list[L
     """Read a run's evaluations, up to that of RL step `until`; half 0 or 1: every other of each prompt's pictures.
     Raises UserError for a run that was not evaluated at that step."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    updates = derive(recipe_file.load(run / "recipe.yaml"), 1).updates_per_step
+    updates = derive(recipe_file.load_stored_recipe(run / "recipe.yaml"), 1).updates_per_step
     rewards = {record["step"] // updates: record[REWARD] for record in records if REWARD in record}
     if until is not None and until not in rewards:
         raise UserError(f"{run} was not evaluated at RL step {until}, only at {', '.join(map(str, rewards))}")

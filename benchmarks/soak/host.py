@@ -29,7 +29,7 @@ def overrides(folder: Path) -> list[str]:
     ]
     return [
         f"run.output_dir={folder}",
-        *(f"rollout.spawn={WORKERS}", "rollout.devices=[cpu]", f"rollout.lost_after_s={LOST_AFTER_S}"),
+        *(f"rollout.spawn={WORKERS}", "rollout.devices=[cpu]", f"rollout.worker_timeout_s={LOST_AFTER_S}"),
         f"reward.functions={json.dumps(rewards)}",
     ]
 

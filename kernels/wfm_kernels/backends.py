@@ -1,4 +1,4 @@
-"""Choice of the backend of a call: made in Python from devices, dtypes and the environment, never from values."""
+"""Backend selection for a call, from devices, dtypes and the environment only. No tensor values are read."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 Backend: TypeAlias = Literal["auto", "triton", "torch"]
 NAMES = ("auto", "triton", "torch")
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
-MAX_SAMPLES = 65_535  # the second dimension of a launch grid
-# Element indices are int32; the last program of a sample may start up to a grid of tiles past its end.
+MAX_SAMPLES = 65_535  # limit of the second dimension of a launch grid
+# Element indices are int32, and the last program of a sample may start up to a grid of tiles past its end.
 MAX_ELEMENTS = 2**31 - 2**21
 
 
 def use_triton(backend: Backend, latents: Tensor, *others: Tensor | None) -> bool:
-    """Return whether the Triton kernels do this call. The environment variable WFM_KERNELS wins over `backend`.
+    """Return whether to use the Triton backend. The environment variable WFM_KERNELS overrides `backend`.
 
-    Raises ValueError for an unknown name, for tensors of several devices, and where `triton` is asked for and cannot
-    be; `auto` then takes torch and says so once. On a CPU `auto` is always torch.
+    `auto` uses Triton for CUDA tensors if possible, else torch, with one warning. Raises ValueError for an unknown
+    name, for tensors on several devices, and if `triton` is requested but cannot run.
     """
     tensors = [latents, *(tensor for tensor in others if tensor is not None)]
     devices = {tensor.device for tensor in tensors}
@@ -47,7 +47,7 @@ def use_triton(backend: Backend, latents: Tensor, *others: Tensor | None) -> boo
 def _named(backend: str) -> Backend:
     name = os.environ.get("WFM_KERNELS", "") or backend
     if name not in NAMES:
-        raise ValueError(f"{name!r} is no backend of the kernels; there are {', '.join(NAMES)}")
+        raise ValueError(f"unknown kernel backend {name!r}; choose one of {', '.join(NAMES)}")
     return cast(Backend, name)
 
 
@@ -56,20 +56,21 @@ def _obstacle(latents: Tensor, tensors: list[Tensor]) -> str | None:
     if not TRITON_INSTALLED:
         return "triton is not installed"
     if latents.device.type != "cuda" and not interpreted():
-        return f"the tensors are on {latents.device}; only tests run it elsewhere, by TRITON_INTERPRET=1"
+        return f"the tensors are on {latents.device}, not on CUDA (tests use TRITON_INTERPRET=1)"
     if any(tensor.dtype == EXACT and tensor.shape == latents.shape for tensor in tensors):
         return "latents are float64"
     if n > MAX_ELEMENTS or len(latents) > MAX_SAMPLES:
-        return f"{len(latents)} samples of {n} elements; at most {MAX_SAMPLES} of {MAX_ELEMENTS}"
+        return f"{len(latents)} samples of {n} elements exceed the limit of {MAX_SAMPLES} samples of {MAX_ELEMENTS}"
     return None
 
 
 def interpreted() -> bool:
-    """Return whether Triton runs its kernels in Python. It decides when a kernel is defined, so set this before any
-    import."""
+    """Return whether Triton interprets kernels in Python. Triton checks this when a kernel is defined, so set the
+    variable before importing the kernels.
+    """
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @functools.cache
 def _warn_once(obstacle: str) -> None:
-    log.warning("fused kernels are off, eager torch computes instead: %s", obstacle)
+    log.warning("fused kernels are disabled, using eager torch: %s", obstacle)

@@ -1,4 +1,4 @@
-"""Refusal of tensors that do not belong together. Shapes and dtypes only: reading values would wait for the device."""
+"""Validation of shapes and dtypes. Values are not checked: reading them would synchronize with the device."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EXACT = torch.float64  # for checking formulas; the torch backend alone takes it, and computes in it
+EXACT = torch.float64  # for verifying formulas; torch backend only, which then computes in float64
 
 
 def working_dtype(latents: Tensor) -> torch.dtype:
-    """Return the dtype in which sums, coefficients and losses of these latents are computed and returned."""
+    """Return the dtype for sums, coefficients and losses of these latents: float32, or float64 for float64 latents."""
     return EXACT if latents.dtype == EXACT else torch.float32
 
 
 def require_latents(**latents: Tensor | None) -> None:
-    """Raises ValueError unless those that are there are [B, ...] of one shape, not empty, of a known dtype."""
-    there = {name: tensor for name, tensor in latents.items() if tensor is not None}
-    for name, tensor in there.items():
+    """Raise ValueError unless all tensors (None is skipped) are [B, ...], not empty, of one shape and valid dtypes."""
+    present = {name: tensor for name, tensor in latents.items() if tensor is not None}
+    for name, tensor in present.items():
         if tensor.dtype not in (*DTYPES, EXACT):
             raise ValueError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
         if tensor.ndim < 2 or tensor.numel() == 0:
             raise ValueError(f"{name} must be [B, ...] and not empty, got {list(tensor.shape)}")
-    if len({tensor.shape for tensor in there.values()}) > 1:
-        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in there.items())
+    if len({tensor.shape for tensor in present.values()}) > 1:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in present.items())
         raise ValueError(f"the latents must have one shape, got {shapes}")
-    if len({tensor.dtype == EXACT for tensor in there.values()}) > 1:
-        raise ValueError("float64 is for checking formulas: either all latents have it or none")
+    if len({tensor.dtype == EXACT for tensor in present.values()}) > 1:
+        raise ValueError("either all latents or none must be float64 (float64 is for verifying formulas)")
 
 
 def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
-    """Raises ValueError unless each is [B] float32 (float64 for float64 latents), with the B of the latents."""
+    """Raise ValueError unless each is [B] float32 (float64 for float64 latents), with the latents' batch size B."""
     for name, tensor in vectors.items():
         if tensor.shape != latents.shape[:1]:
             raise ValueError(f"{name} must be [{len(latents)}], one value per sample, got {list(tensor.shape)}")
@@ -38,14 +38,14 @@ def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
 
 
 def require_floating(latents: Tensor, **tensors: Tensor) -> None:
-    """Raises ValueError unless each is float32 (float64 for float64 latents)."""
+    """Raise ValueError unless each is float32 (float64 for float64 latents)."""
     for name, tensor in tensors.items():
         if tensor.dtype != working_dtype(latents):
             raise ValueError(f"{name} must be {working_dtype(latents)}, got {tensor.dtype}")
 
 
 def require_coefficients(coefficients: Tensor, latents: Tensor) -> None:
-    """Raises ValueError unless these are rows of sde_coefficients, one per sample."""
+    """Raise ValueError unless there is one row of sde_coefficients per sample, [B,5] float64."""
     if coefficients.shape != (len(latents), 5) or coefficients.dtype != torch.float64:
         raise ValueError(
             f"coefficients must be [{len(latents)}, 5] float64, one row of sde_coefficients per sample, got "
@@ -54,7 +54,7 @@ def require_coefficients(coefficients: Tensor, latents: Tensor) -> None:
 
 
 def require_one_source(latents: Tensor, seeds: Tensor | None, noise: Tensor | None) -> None:
-    """Raises ValueError unless there is either noise or one int64 seed per sample."""
+    """Raise ValueError unless there is either noise or one int64 seed per sample."""
     if (seeds is None) == (noise is None):
         raise ValueError(f"give either seeds or noise, got {'neither' if seeds is None else 'both'}")
     if seeds is not None and (seeds.shape != latents.shape[:1] or seeds.dtype != torch.int64):

@@ -1,4 +1,7 @@
-"""Stochastic samplers as five numbers per step: each is affine in the latents and the velocity, so one kernel does."""
+"""Coefficients of stochastic samplers: five numbers per step.
+
+All samplers are affine in the latents and the velocity, so one kernel serves all of them.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +22,35 @@ def sde_coefficients(
     eta: float | Tensor = 0.0,
     sigma_max: float | None = None,
 ) -> Tensor:
-    """The rows (c_x, c_v, std, w, c0) of steps from sigma to sigma_next: [B,5] float64, on the device of sigma.
+    """Return coefficients (c_x, c_v, std, w, c0) of steps from sigma to sigma_next: [B,5] float64, on sigma's device.
 
         mean     = c_x * x + c_v * v
         x_next   = mean + std * z                     z ~ N(0, 1)
         log_prob = c0 - w * mean over elements of (x_next - mean)^2
 
-    sigma and sigma_next are [B] floating point, 1 >= sigma >= sigma_next >= 0; eta (a number or [B], at least 0) is the
-    noise level, `a` of Flow-SDE and CPS. Kinds: `flow_sde` (arXiv 2505.05470), `dance` (2505.07818), `cps` (2509.05952,
-    eta at most 1) and `ode` (Euler, which ignores eta). A step without noise has w = c0 = 0: it carries no policy
-    gradient. `sigma_max`, the second sigma of the whole schedule, bounds the sigma in Flow-SDE's 1 - sigma.
+    kind: `flow_sde` (arXiv 2505.05470), `dance` (2505.07818), `cps` (2509.05952) or `ode` (Euler; ignores eta).
+    sigma, sigma_next: [B] floating point, 1 >= sigma >= sigma_next >= 0.
+    eta: noise level, a number or [B], at least 0 (at most 1 for `cps`); `a` of Flow-SDE and CPS.
+    sigma_max: second sigma of the whole schedule; bounds the sigma in Flow-SDE's 1 - sigma.
 
-    Values are read to check them: call it on CPU tensors, once per schedule. Raises ValueError for a shape, a range or
-    a kind that is not as above, for `flow_sde` at sigma 1 without a sigma_max below 1, and for `dance` at sigma 0.
+    A step without noise has w = c0 = 0 and no policy gradient. Values are validated, so call this with CPU tensors,
+    once per schedule. Raises ValueError for invalid shapes, ranges or kinds, for `flow_sde` at sigma 1 without a
+    sigma_max below 1, and for `dance` at sigma 0.
     """
     if kind not in KINDS:
-        raise ValueError(f"{kind!r} is no kind of step; the kinds are {', '.join(KINDS)}")
+        raise ValueError(f"unknown kind of step {kind!r}; choose one of {', '.join(KINDS)}")
     s, after = _checked_sigmas(sigma, sigma_next)
     level = _checked_eta(eta, s, highest=1.0 if kind == "cps" else math.inf)
     dt = after - s
     if kind == "ode":
         return _table(torch.ones_like(s), dt, torch.zeros_like(s))
     if kind == "cps":
-        kept, std = after * torch.cos(level * (math.pi / 2)), after * torch.sin(level * (math.pi / 2))
-        # The published log-prob of CPS drops the variance and the constants.
-        return _table((1 - after) + kept, kept * (1 - s) - s * (1 - after), std, published_form=True)
+        noise_scale, std = after * torch.cos(level * (math.pi / 2)), after * torch.sin(level * (math.pi / 2))
+        # The published log-prob of CPS omits the variance and the constants.
+        return _table((1 - after) + noise_scale, noise_scale * (1 - s) - s * (1 - after), std, published_form=True)
     if kind == "dance":
         if not bool((s > 0).all()):
-            raise ValueError("a dance step needs sigma above 0; the last value of a schedule is where it ends")
+            raise ValueError("a dance step must start at a sigma above 0")
         k, squared_diffusion = level.square() / (2 * s), level.square()
     else:
         clearance = 1 - _bounded(s, sigma_max)
@@ -56,7 +60,7 @@ def sde_coefficients(
 
 
 def _bounded(s: Tensor, sigma_max: float | None) -> Tensor:
-    """The sigma of Flow-SDE's 1 - sigma. A schedule may start at 1, or at .9997 where 1 - sigma is far too small."""
+    """Return the sigma for Flow-SDE's 1 - sigma. It is bounded because a schedule may start at 1, or close to it."""
     bounded = s if sigma_max is None else s.clamp(max=sigma_max)
     if bool((bounded >= 1).any()):
         raise ValueError(
@@ -80,8 +84,8 @@ def _checked_sigmas(sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
     if not (sigma.is_floating_point() and sigma_next.is_floating_point()):
         raise ValueError(f"sigmas must be floating point, got {sigma.dtype} and {sigma_next.dtype}")
     s, after = sigma.double(), sigma_next.double()
-    if not bool(((s <= 1) & (after <= s) & (after >= 0)).all()):  # False with a NaN
-        raise ValueError(f"steps must go down within [0, 1], got sigma {s.tolist()} and sigma_next {after.tolist()}")
+    if not bool(((s <= 1) & (after <= s) & (after >= 0)).all()):  # also rejects NaN
+        raise ValueError(f"expected 1 >= sigma >= sigma_next >= 0, got {s.tolist()} and {after.tolist()}")
     return s, after
 
 

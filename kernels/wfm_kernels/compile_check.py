@@ -1,7 +1,7 @@
-"""Compiles every kernel for sm_90 without a GPU and judges the code: `python -m wfm_kernels.compile_check`.
+"""`python -m wfm_kernels.compile_check`: compile every kernel for sm_90 without a GPU and check the generated code.
 
-Proves the shape of the code (no spills, 16-byte accesses, no contracted multiply-adds, one order of summation in
-rollout and training), neither its results nor its speed. Exit code 1 if a check fails, 3 if Triton is not there.
+Checks for register spills, 16-byte memory accesses, contracted multiply-adds, and equal summation order in rollout and
+training. Does not check results or speed. Exit code 1 if a check fails, 3 if Triton is not installed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "u8": 1}
 ACCESS_BYTES = 16
-NUM_FMA_OF_NORMALS = 108  # in the logarithm, sine and cosine of a draw; Triton 3.6 to 3.9
+NUM_FMA_OF_NORMALS = 108  # in the logarithm, sine and cosine of the noise; Triton 3.6 to 3.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One kernel with the dtypes and branches of one way to call it; `types` has its arguments in order."""
+    """A kernel with fixed dtypes and branches. types: type of each argument, in order."""
 
     kernel: str
     label: str
@@ -37,7 +37,7 @@ class Variant:
     draws: bool = False
 
     def wide_accesses(self, dtypes: tuple[str, ...]) -> int:
-        """Accesses of 16 bytes that a thread needs for a tile of these tensors."""
+        """Return the number of 16-byte accesses of a thread for one tile of tensors with these dtypes."""
         per_thread = self.constants["BLOCK"] // (32 * self.warps)
         return sum(per_thread * BYTES[dtype] // ACCESS_BYTES for dtype in dtypes)
 
@@ -51,7 +51,7 @@ class Report:
     wide_reads: int = 0
     wide_writes: int = 0
     fma: int = 0
-    layout: str = ""  # of the operand of the sum over a tile
+    layout: str = ""  # layout of the tensor that is summed over a tile
     faults: list[str] = field(default_factory=list)
 
 
@@ -193,7 +193,7 @@ def _noise_variants() -> Iterator[Variant]:
 
 
 def _row_variants() -> Iterator[Variant]:
-    """Rows of the linear layers of SD3 and Wan 14B, and the longest."""
+    """Yield variants for the rows of linear layers in SD3 and Wan 14B, and for the longest row."""
     from wfm_kernels.ops import MAX_ROW
     from wfm_kernels.torch_backend import E4M3_MAX, LEAST_SCALE
     from wfm_kernels.triton_backend import row_launch
@@ -213,7 +213,7 @@ def _row_variants() -> Iterator[Variant]:
 
 
 def _finish_variants() -> Iterator[Variant]:
-    """The kernels that add the partial sums: they read a few hundred numbers per sample."""
+    """Yield the kernels that add partial sums. They read only a few hundred numbers per sample."""
     sums = {"n": "i32", "coef_stride": "i32"}
     arguments = {
         "sde_finish_kernel": {"part_ptr": "*fp32", "coef_ptr": "*fp64", "log_prob_ptr": "*fp32"} | sums,
@@ -236,7 +236,7 @@ def _finish_variants() -> Iterator[Variant]:
 
 
 def build(variant: Variant) -> Report:
-    """Compile one variant and read what came out; `faults` says what is wrong with it."""
+    """Compile one variant and check it. Problems are listed in `faults`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -246,9 +246,9 @@ def build(variant: Variant) -> Report:
     kernel = getattr(triton_kernels, variant.kernel)
     types = variant.types | dict.fromkeys(variant.constants, "constexpr")
     names = list(types)
-    assert names == list(kernel.arg_names), f"{variant.kernel} takes {kernel.arg_names}"
+    assert names == list(kernel.arg_names), f"{variant.kernel} has the arguments {kernel.arg_names}"
     absent = {name: None for name, type_ in types.items() if type_ == "none"}
-    # What a launch finds out: pointers are aligned, and n is a multiple of 16.
+    # As specialized at launch: aligned pointers, n a multiple of 16.
     aligned = [name for name, type_ in types.items() if type_.startswith("*") or name == "n"]
     source = ASTSource(
         fn=kernel,
@@ -279,75 +279,75 @@ def _read_resources(ptx: str, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        said = _assembled(source)
-    report.registers = int(_number(r"Used (\d+) registers", said))
-    report.stack_bytes = int(_number(r"(\d+) bytes stack frame", said))
-    report.spill_bytes = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+        output = _assembled(source)
+    report.registers = int(_number(r"Used (\d+) registers", output))
+    report.stack_bytes = int(_number(r"(\d+) bytes stack frame", output))
+    report.spill_bytes = sum(map(int, re.findall(r"(\d+) bytes spill", output)))
 
 
 def _assembled(source: Path) -> str:
-    """Return what the first assembler of Triton that accepts the file says about it."""
+    """Return the output of the first ptxas bundled with Triton that accepts the file. Raises RuntimeError."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     messages = []
-    for name in ("ptxas", "ptxas-blackwell"):  # newer PTX versions are read by the second alone
+    for name in ("ptxas", "ptxas-blackwell"):  # newer PTX versions need the second one
         if (tools / name).exists():
             command = [str(tools / name), "-v", "-arch=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
             if done.returncode == 0:
                 return done.stdout + done.stderr
             messages.append(f"{name}: {(done.stdout + done.stderr).strip()}")
-    raise RuntimeError(f"no assembler of Triton in {tools} accepts the kernel: {'; '.join(messages)}")
+    raise RuntimeError(f"no ptxas in {tools} accepts the kernel: {'; '.join(messages)}")
 
 
 def _number(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    if found is None:
-        raise RuntimeError(f"the assembler did not report {pattern!r}: {text.strip()}")
-    return found[1]
+    match = re.search(pattern, text)
+    if match is None:
+        raise RuntimeError(f"no {pattern!r} in the output of ptxas: {text.strip()}")
+    return match[1]
 
 
 def _reduced_layout(ttgir: str) -> str:
-    """The layout, written out, of what the first tt.reduce sums."""
-    used = re.search(r'"tt\.reduce"\([^)]*\).*?\}\)\s*:\s*\(tensor<[^,]*,\s*(#\w+)>', ttgir, re.DOTALL)
-    if used is None:
+    """Return the layout definition of the first tt.reduce operand; empty without one."""
+    operand = re.search(r'"tt\.reduce"\([^)]*\).*?\}\)\s*:\s*\(tensor<[^,]*,\s*(#\w+)>', ttgir, re.DOTALL)
+    if operand is None:
         return ""
-    written = re.search(rf"^{used[1]} = (.*)$", ttgir, re.MULTILINE)
-    return written[1] if written else used[1]
+    definition = re.search(rf"^{operand[1]} = (.*)$", ttgir, re.MULTILINE)
+    return definition[1] if definition else operand[1]
 
 
 def _judge(report: Report) -> None:
     variant = report.variant
-    wanted_fma = NUM_FMA_OF_NORMALS if variant.draws else 0
+    expected_fma = NUM_FMA_OF_NORMALS if variant.draws else 0
     checks = {
         f"{report.spill_bytes} bytes of spills": report.spill_bytes == 0,
-        f"{report.registers} registers, at most {variant.max_registers}": report.registers <= variant.max_registers,
+        f"{report.registers} registers, limit {variant.max_registers}": report.registers <= variant.max_registers,
         f"a stack of {report.stack_bytes} bytes": report.stack_bytes <= (32 if variant.draws else 0),
-        f"{report.fma} contracted multiply-adds, not {wanted_fma}": report.fma == wanted_fma,
+        f"{report.fma} contracted multiply-adds, expected {expected_fma}": report.fma == expected_fma,
     }
-    report.faults += [fault for fault, fine in checks.items() if not fine]
+    report.faults += [fault for fault, is_ok in checks.items() if not is_ok]
     if variant.reads:
         _judge_accesses(report)
 
 
 def _judge_accesses(report: Report) -> None:
     reads, writes = (report.variant.wide_accesses(t) for t in (report.variant.reads, report.variant.writes))
-    tiles = report.wide_reads // reads  # the compiler may keep the loop over tiles or write them out
+    tiles = report.wide_reads // reads  # more than 1 if the compiler has unrolled the loop over tiles
     if report.wide_reads != tiles * reads or tiles == 0:
-        report.faults.append(f"{report.wide_reads} loads of 16 bytes, not {reads} a tile")
+        report.faults.append(f"{report.wide_reads} loads of 16 bytes, expected {reads} per tile")
     if report.wide_writes != tiles * writes:
-        report.faults.append(f"{report.wide_writes} stores of 16 bytes, not {writes} a tile")
+        report.faults.append(f"{report.wide_writes} stores of 16 bytes, expected {writes} per tile")
 
 
 def compare_sums(reports: list[Report]) -> None:
-    """A step and the log-probability of a stored one must sum in the same order: one layout per pair of dtypes."""
+    """Check that sampling and log-probability kernels sum in the same order: one layout per pair of dtypes."""
     layouts: dict[str, str] = {}
     for report in reports:
         if report.variant.kernel == "sde_kernel":
             pair = report.variant.label.partition(" ")[2]
             if not report.layout or layouts.setdefault(pair, report.layout) != report.layout:
-                report.faults.append(f"sums in the layout {report.layout!r}, not {layouts.get(pair)!r}")
+                report.faults.append(f"sums in the layout {report.layout!r}, expected {layouts.get(pair)!r}")
 
 
 def table(reports: list[Report]) -> str:
@@ -365,7 +365,7 @@ def main() -> int:
         sys.stderr.write("Triton is not installed: pip install triton\n")
         return 3
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
-        sys.stderr.write("TRITON_INTERPRET is set: interpreted kernels cannot be compiled, unset it\n")
+        sys.stderr.write("unset TRITON_INTERPRET: interpreted kernels cannot be compiled\n")
         return 3
     reports = [build(variant) for variant in variants()]
     compare_sums(reports)

@@ -1,8 +1,7 @@
-"""The noise contract on a CPU, by numpy: the bits of noise.py's torch operations in a third to half of their time.
+"""NumPy implementation of the noise contract for CPUs.
 
-What torch spends on small tensors is the start of each operation, and numpy starts one in less; on large ones, memory,
-and these buffers are used again by every block. The logarithm, the root, the sine and the cosine stay torch's: numpy's
-differ in the last bit.
+Returns the same bits as noise.py in a third to half of the time: numpy has less overhead per operation, and the buffers
+are reused for every block. Logarithm, square root, sine and cosine use torch, because numpy's differ in the last bit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from wfm_kernels.philox import FLOOR, KEY_STEPS, MULTIPLIERS, ROUNDS, TO_UNIT, TWO_PI, WORD
 
-_BLOCK = 16384  # counters at once: one array of their words is 256 KiB, and what an operation costs to start is little
+_BLOCK = 16384  # counters per block: an array of their words has 256 KiB, and the overhead per operation is small
 _U64, _F32 = np.uint64, np.float32
 _HALF, _WORD = _U64(32), _U64(WORD)
 _MULTIPLIERS = np.array(MULTIPLIERS, _U64).reshape(2, 1, 1)
@@ -26,12 +25,12 @@ Words = npt.NDArray[np.uint32]
 
 
 def host_words(seeds: npt.NDArray[np.int64], num_counters: int, at_once: int) -> Iterator[Words]:
-    """Philox words of `num_counters` counters, at most `at_once` at a time: [2, 2, B, count] uint32, of seeds [B].
+    """Yield the Philox words of `num_counters` counters in blocks: [2, 2, B, count] uint32, for seeds [B].
 
-    [i, j] is word 2 j + i of a counter. The array is written again for the next counters.
+    block_size: maximum count. Element [i, j] is word 2 j + i of a counter. The array is overwritten by the next block.
     """
     keys = seeds.view(_U64)
-    # Carries into the upper halves do no harm: they are masked off with the rest in each round.
+    # Carries into the upper halves are masked off in each round.
     round_keys = np.stack([keys, keys >> _HALF])[:, :, None] + _KEY_STEPS
     states = np.empty((3, 2, len(seeds), at_once), _U64)
     words = np.empty((2, 2, len(seeds), at_once), np.uint32)
@@ -46,7 +45,7 @@ def _rounds(round_keys: npt.NDArray[np.uint64], first: int, states: npt.NDArray[
     multiplied[0], multiplied[1], others[:] = np.arange(first, first + words.shape[-1], dtype=_U64), 0, 0
     for key in round_keys:
         np.multiply(multiplied, _MULTIPLIERS, out=product)
-        np.right_shift(product[::-1], _HALF, out=multiplied)  # each half of the state goes on in the other's place
+        np.right_shift(product[::-1], _HALF, out=multiplied)  # swaps the halves of the state
         np.bitwise_xor(multiplied, others, out=multiplied)
         np.bitwise_xor(multiplied, key, out=multiplied)
         np.bitwise_and(multiplied, _WORD, out=multiplied)
@@ -55,7 +54,7 @@ def _rounds(round_keys: npt.NDArray[np.uint64], first: int, states: npt.NDArray[
 
 
 def host_normal(seeds: Tensor, n: int) -> Tensor:
-    """[B, n] float32 by the contract, of int64 seeds [B], all on the CPU."""
+    """Return standard normal noise [B, n] float32 for int64 seeds [B] on the CPU, as defined in noise.py."""
     num_counters = -(-n // 4)
     at_once = max(1, min(num_counters, _BLOCK // max(1, len(seeds))))
     out = torch.empty(len(seeds), num_counters, 2, 2)
@@ -70,9 +69,9 @@ def host_normal(seeds: Tensor, n: int) -> Tensor:
 
 
 def _box_muller(words: Words, buffer: npt.NDArray[np.float32], pairs: npt.NDArray[np.float32]) -> None:
-    """Fill `pairs` [2, B, count, 2] with the normals of these words, which are used up."""
+    """Fill `pairs` [2, B, count, 2] with normal numbers. Overwrites `words`."""
     np.minimum(words, ~words, out=words)
-    # Below 2**31 they are int32, too, whose conversion is the faster one.
+    # The words are below 2**31, so they can be read as int32, which converts faster.
     np.multiply(words.view(np.int32), _F32(TO_UNIT), out=buffer[:2], dtype=_F32, casting="unsafe")
     radius, angle, cosine = buffer
     in_torch = torch.from_numpy(buffer)

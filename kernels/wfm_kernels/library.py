@@ -1,6 +1,6 @@
-"""The torch operators `wfm_kernels::*`: one opaque node each for torch.compile and CUDA graphs, whichever backend runs.
+"""Registration of the torch operators `wfm_kernels::*`: opaque nodes for torch.compile and CUDA graphs.
 
-They trust their arguments; ops.py checks. An operator returns fresh tensors only, so what is not asked for is empty.
+Arguments are validated in ops.py, not here. Operators must return new tensors, so optional results are empty if unused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from wfm_kernels import torch_backend
 from wfm_kernels.checks import working_dtype
 
-NFT_STATS = (  # rows of the third result of nft_loss; the last only with a reference
+NFT_STATS = (  # rows of the third result of nft_loss; the last one is valid only with a reference
     "loss_positive",
     "loss_negative",
     "weight_positive",
@@ -27,7 +27,7 @@ NFT_STATS = (  # rows of the third result of nft_loss; the last only with a refe
 
 def _backend(triton: bool) -> ModuleType:
     if triton:
-        from wfm_kernels import triton_backend  # here, because Triton is absent on most machines without a GPU
+        from wfm_kernels import triton_backend  # local import: Triton is missing on most machines without a GPU
 
         return triton_backend
     return torch_backend
@@ -53,10 +53,10 @@ def sde_step(
     return_mean: bool,
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    moved, log_prob, mean = _backend(triton).sde_step(
+    next_latents, log_prob, mean = _backend(triton).sde_step(
         velocity, latents, coefficients, seeds, noise, uncond, guidance, return_mean
     )
-    return moved, log_prob, mean
+    return next_latents, log_prob, mean
 
 
 @sde_step.register_fake
@@ -116,10 +116,10 @@ def sde_log_prob_backward(
     for_uncond: bool,
     triton: bool,
 ) -> tuple[Tensor, Tensor]:
-    of_velocity, of_uncond = _backend(triton).sde_log_prob_backward(
+    grad_velocity, grad_uncond = _backend(triton).sde_log_prob_backward(
         upstream, velocity, latents, next_latents, coefficients, uncond, guidance, for_velocity, for_uncond
     )
-    return of_velocity, of_uncond
+    return grad_velocity, grad_uncond
 
 
 @sde_log_prob_backward.register_fake
@@ -150,8 +150,8 @@ def _keep_for_log_prob(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _log_prob_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     velocity, latents, next_latents, coefficients, uncond = ctx.saved_tensors
-    wanted, wanted_uncond = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
-    of_velocity, of_uncond = sde_log_prob_backward(
+    needs_velocity, needs_uncond = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+    grad_velocity, grad_uncond = sde_log_prob_backward(
         upstream.contiguous(),
         velocity,
         latents,
@@ -159,11 +159,19 @@ def _log_prob_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]
         coefficients,
         uncond,
         ctx.guidance,
-        wanted,
-        wanted_uncond,
+        needs_velocity,
+        needs_uncond,
         ctx.triton,
     )
-    return of_velocity if wanted else None, None, None, None, of_uncond if wanted_uncond else None, None, None
+    return (
+        grad_velocity if needs_velocity else None,
+        None,
+        None,
+        None,
+        grad_uncond if needs_uncond else None,
+        None,
+        None,
+    )
 
 
 sde_log_prob.register_autograd(_log_prob_gradients, setup_context=_keep_for_log_prob)
@@ -241,7 +249,7 @@ def _(
 
 def _keep_for_nft(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, beta, triton = inputs
-    ctx.set_materialize_grads(False)  # no zeros for results that nobody differentiated
+    ctx.set_materialize_grads(False)  # pass None instead of zeros for unused results
     ctx.save_for_backward(*tensors, output[2])
     ctx.beta, ctx.triton = beta, triton
 
@@ -273,8 +281,8 @@ nft_loss.register_autograd(_nft_gradients, setup_context=_keep_for_nft)
 def flow_noise(
     clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None, triton: bool
 ) -> tuple[Tensor, Tensor]:
-    noisy, drawn = _backend(triton).flow_noise(clean, sigma, seeds, noise)
-    return noisy, drawn
+    noisy, new_noise = _backend(triton).flow_noise(clean, sigma, seeds, noise)
+    return noisy, new_noise
 
 
 @flow_noise.register_fake

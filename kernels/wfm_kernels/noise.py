@@ -1,8 +1,8 @@
-"""The noise contract: a normal number is a function of its sample's seed and its place in the sample, nothing else.
+"""The noise contract: each normal number depends only on its sample's seed and on its index in the sample.
 
 Number i of a sample with seed s is word i mod 4 of the Box-Muller transform of Philox4x32-10 (Salmon et al. 2011) with
-key s (64 bits) and counter i div 4. So neither batch, position, rank, launch shape nor backend changes it. Devices
-agree on the integers; the logarithm and the sine of another device may differ in the last bits (below 1e-6).
+key s (64 bits) and counter i div 4. It does not depend on batch, rank, launch shape or backend. The integers are equal
+on all devices; logarithm and sine may differ between devices in the last bits (below 1e-6).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 from wfm_kernels.host_noise import host_normal
 from wfm_kernels.philox import FLOOR, KEY_STEPS, MULTIPLIERS, ROUNDS, TO_UNIT, TWO_PI, WORD
 
-NOISE_CONTRACT = 1  # goes up when the same seed starts to mean other numbers
+NOISE_CONTRACT = 1  # version; increased when the numbers for a seed change
 
-_BLOCK = 8192  # counters at once: few words are in memory at a time
+_BLOCK = 8192  # counters per block; limits the memory for words
 
 
 def philox_words(seeds: Tensor, num_counters: int, first: int = 0) -> Tensor:
-    """Words of `num_counters` counters from `first` on: [B, num_counters, 4] int64 in [0, 2**32), of int64 seeds [B].
+    """Return the Philox words of counters first, first + 1, ...: [B, num_counters, 4] int64 in [0, 2**32).
 
-    The two halves of a state are computed as one tensor [2, B, num_counters], and the keys of all rounds at once: on
-    few numbers the time is that of starting an operation.
+    seeds: [B] int64. The two halves of the state are one tensor [2, B, num_counters], and the keys of all rounds are
+    computed together, to reduce the number of operations.
     """
     multipliers, steps = (
         torch.tensor(pair, dtype=torch.int64, device=seeds.device).view(2, 1, 1) for pair in (MULTIPLIERS, KEY_STEPS)
@@ -33,7 +33,7 @@ def philox_words(seeds: Tensor, num_counters: int, first: int = 0) -> Tensor:
     multiplied[0] = torch.arange(first, first + num_counters, device=seeds.device)
     others = torch.zeros_like(multiplied)
     for key in keys.unbind():
-        # int64 wraps like uint64; the shift brings sign bits in from above, which the mask takes off again.
+        # int64 wraps like uint64. The mask removes the sign bits shifted in from above.
         product = (multiplied * multipliers).flip(0)
         multiplied = (product >> 32).bitwise_and_(WORD).bitwise_xor_(others).bitwise_xor_(key)
         others = product.bitwise_and_(WORD)
@@ -41,7 +41,7 @@ def philox_words(seeds: Tensor, num_counters: int, first: int = 0) -> Tensor:
 
 
 def normal_from_words(words: Tensor) -> Tensor:
-    """Four standard normal numbers float32 of every four words: shape of `words` ([..., 4] int64)."""
+    """Return standard normal numbers float32 for words [..., 4] int64, of the same shape."""
     unit = torch.minimum(words, WORD - words).float() * TO_UNIT
     radius = (-2.0 * unit[..., 0::2].clamp_min(FLOOR).log()).sqrt()
     angle = TWO_PI * unit[..., 1::2]
@@ -49,12 +49,12 @@ def normal_from_words(words: Tensor) -> Tensor:
 
 
 def normal(seeds: Tensor, n: int) -> Tensor:
-    """[B, n] float32 by the contract, of int64 seeds [B], on their device."""
+    """Return standard normal noise [B, n] float32 for int64 seeds [B], on their device."""
     return host_normal(seeds, n) if seeds.device.type == "cpu" else torch_normal(seeds, n)
 
 
 def torch_normal(seeds: Tensor, n: int) -> Tensor:
-    """`normal` by torch operations alone, on any device: on a CPU the reference of `host_normal`."""
+    """Implement `normal_noise` with torch operations only, for any device. Reference for `host_normal_noise`."""
     num_counters, at_once = -(-n // 4), max(1, _BLOCK // max(1, len(seeds)))
     blocks = [
         normal_from_words(philox_words(seeds, min(at_once, num_counters - first), first)).flatten(1)

@@ -1,4 +1,4 @@
-"""The public operators: contract, checks and choice of backend. What torch registers is in library.py."""
+"""The public operators: validation and backend selection. The registered torch operators are in library.py."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class SdeStep:
     """Result of a step; all detached."""
 
     next_latents: Tensor  # shape and dtype of the latents
-    log_prob: Tensor  # [B] float32, of next_latents as stored
-    mean: Tensor | None  # float32, shape of the latents; None unless asked for
+    log_prob: Tensor  # [B] float32, of the rounded next_latents
+    mean: Tensor | None  # float32, shape of the latents; None without return_mean
 
 
 @dataclass(frozen=True, slots=True)
 class NftLoss:
-    """The parts of a DiffusionNFT loss, [B] float32."""
+    """Per-sample parts of a DiffusionNFT loss, [B] float32."""
 
     policy: Tensor
     kl: Tensor | None  # None without a reference
@@ -50,20 +50,22 @@ def sde_step(
     return_mean: bool = False,
     backend: Backend = "auto",
 ) -> SdeStep:
-    """One denoise step of any sampler in sde_coefficients, and the log-probability of its outcome.
+    """Run one denoise step of any sampler in sde_coefficients, and return the log-probability of the result.
 
-    velocity and latents [B, ...] of one shape, each float32, bfloat16 or float16; coefficients [B,5] float64 (one row
-    of a table expanded is fine). Exactly one of seeds ([B] int64, the noise contract) and noise (shape of the latents);
-    where std is 0 the noise counts for nothing. With uncond_velocity the velocity is u + guidance_scale * (v - u),
-    combined in float32. Rounds to the dtype of the latents first and takes log_prob of what was stored, so that
-    sde_log_prob of the same inputs gives the same bits. Not differentiable. Raises ValueError for anything else.
+    velocity, latents: [B, ...] of one shape, each float32, bfloat16 or float16.
+    coefficients: [B,5] float64; one expanded row is allowed.
+    seeds, noise: exactly one of them; seeds [B] int64 (see noise.py), noise of the latents' shape. Unused if std is 0.
+    uncond_velocity: if given, the velocity is u + guidance_scale * (v - u), computed in float32.
+
+    log_prob is computed from next_latents rounded to the latents' dtype, so sde_log_prob returns the same bits for
+    them. Not differentiable. Raises ValueError for invalid arguments.
     """
     require_latents(velocity=velocity, latents=latents, uncond_velocity=uncond_velocity, noise=noise)
     require_coefficients(coefficients, latents)
     require_one_source(latents, seeds, noise)
     latents = latents.detach()
     triton = use_triton(backend, latents, velocity, coefficients, seeds, noise, uncond_velocity)
-    moved, log_prob, mean = library.sde_step(
+    next_latents, log_prob, mean = library.sde_step(
         velocity.detach(),
         latents,
         coefficients,
@@ -74,7 +76,7 @@ def sde_step(
         return_mean,
         triton,
     )
-    return SdeStep(moved, log_prob, mean if return_mean else None)
+    return SdeStep(next_latents, log_prob, mean if return_mean else None)
 
 
 def sde_log_prob(
@@ -87,11 +89,11 @@ def sde_log_prob(
     guidance_scale: float = 1.0,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Log-probability [B] float32 of stored transitions, the mean over the elements of a sample; see sde_step.
+    """Return the log-probability [B] float32 of stored transitions, averaged over the elements of a sample.
 
-    Differentiable once, by velocity and uncond_velocity (a detached one costs nothing); a gradient has the dtype of its
-    input. A float16 run must scale its loss before this: the gradients of a sample mean are subnormal there. The same
-    bits as sde_step for the same velocity dtype. Raises ValueError as sde_step does.
+    Arguments as in sde_step. Returns the same bits as sde_step for the same velocity dtype. Differentiable once, with
+    respect to velocity and uncond_velocity; detached inputs cost nothing. Gradients have the dtype of their input. In
+    float16 scale the loss: gradients of a sample mean are subnormal. Raises ValueError for invalid arguments.
     """
     require_latents(velocity=velocity, latents=latents, next_latents=next_latents, uncond_velocity=uncond_velocity)
     require_coefficients(coefficients, latents)
@@ -114,20 +116,22 @@ def nft_loss(
     ref_velocity: Tensor | None = None,
     backend: Backend = "auto",
 ) -> NftLoss:
-    """DiffusionNFT (arXiv 2509.16117), per sample and unreduced: the policy loss, the distance to a reference, figures.
+    """Return the DiffusionNFT loss (arXiv 2509.16117) per sample: policy loss, KL to a reference, statistics.
 
-    Latents and velocities [B, ...] of one shape, each float32, bfloat16 or float16; sigma and reward_weight (r, in
-    [0, 1]; not checked here, that would wait for the device) are [B] float32. With u = noise - clean_latents,
-    e = sigma (u - v_old), d = sigma beta (v - v_old), p = e - d and q = e + d:
+    Latents and velocities: [B, ...] of one shape, each float32, bfloat16 or float16.
+    sigma, reward_weight: [B] float32; reward_weight r must be in [0, 1], which is not checked.
 
-        w+ = max(mean|p|, 1e-5)     w- = max(mean|q|, 1e-5)          constants
+    With u = noise - clean_latents, e = sigma (u - v_old), d = sigma beta (v - v_old), p = e - d and q = e + d:
+
+        w+ = max(mean|p|, 1e-5)     w- = max(mean|q|, 1e-5)          (without gradient)
         policy = (r mean(p^2)/w+ + (1-r) mean(q^2)/w-) / beta         kl = mean((v - v_ref)^2)
 
-    These are the x0 errors of the published form, without reading the noisy latents: nothing cancels. Differentiable
-    once, by velocity alone. stats: loss_positive and loss_negative (the two quotients), weight_positive and
-    weight_negative (w+-), old_deviation and old_deviation_max (mean and maximum of (v - v_old)^2), and with a reference
-    old_ref_deviation (mean of (v_old - v_ref)^2). Raises ValueError for other shapes and dtypes (a [B,1] reward weight
-    would give every sample the average credit of its batch) and for beta <= 0.
+    p and q are the x0 errors of the published form, computed without the noisy latents to avoid cancellation.
+    Differentiable once, with respect to velocity only.
+
+    stats: loss_positive, loss_negative (the two quotients), weight_positive, weight_negative (w+, w-), old_deviation,
+    old_deviation_max (mean and maximum of (v - v_old)^2), and with a reference old_ref_deviation (mean of
+    (v_old - v_ref)^2). Raises ValueError for invalid shapes and dtypes, and for beta <= 0.
     """
     require_latents(
         velocity=velocity,
@@ -140,7 +144,7 @@ def nft_loss(
     if not beta > 0:
         raise ValueError(f"beta must be above 0, got {beta}")
     triton = use_triton(backend, velocity, old_velocity, clean_latents, noise, sigma, reward_weight, ref_velocity)
-    policy, kl, figures = library.nft_loss(
+    policy, kl, stat_rows = library.nft_loss(
         velocity,
         old_velocity.detach(),
         clean_latents.detach(),
@@ -152,7 +156,7 @@ def nft_loss(
         triton,
     )
     names = library.NFT_STATS if ref_velocity is not None else library.NFT_STATS[:-1]
-    stats = dict(zip(names, figures.detach().unbind(), strict=False))
+    stats = dict(zip(names, stat_rows.detach().unbind(), strict=False))
     return NftLoss(policy, None if ref_velocity is None else kl, stats)
 
 
@@ -164,11 +168,13 @@ def flow_noise(
     noise: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(1 - sigma) * clean_latents + sigma * noise, and the noise; not differentiable.
+    """Return (1 - sigma) * clean_latents + sigma * noise, and the noise. Not differentiable.
 
-    clean_latents [B, ...] float32, bfloat16 or float16; sigma [B] float32; exactly one of seeds ([B] int64, the noise
-    contract) and noise (float32, shape of the latents). The noisy latents have the dtype of the clean ones, the noise
-    is float32. Raises ValueError for anything else.
+    clean_latents: [B, ...] float32, bfloat16 or float16; the noisy latents have the same dtype.
+    sigma: [B] float32.
+    seeds, noise: exactly one of them; seeds [B] int64 (see noise.py), noise float32 of the latents' shape.
+
+    Raises ValueError for invalid arguments.
     """
     require_latents(clean_latents=clean_latents, noise=noise)
     require_vectors(clean_latents, sigma=sigma)
@@ -177,17 +183,17 @@ def flow_noise(
         require_floating(clean_latents, noise=noise)
         noise = noise.detach()
     triton = use_triton(backend, clean_latents, sigma, seeds, noise)
-    noisy, drawn = library.flow_noise(clean_latents.detach(), sigma, seeds, noise, triton)
-    return noisy, drawn if noise is None else noise
+    noisy, new_noise = library.flow_noise(clean_latents.detach(), sigma, seeds, noise, triton)
+    return noisy, new_noise if noise is None else noise
 
 
 def quantise_rows(x: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
-    """Values q in float8 e4m3, shape of x, and scales float32 [..., 1] with x about q * scale; not differentiable.
+    """Quantize each row to float8 e4m3. Return q (shape of x) and scales float32 [..., 1], x ~ q * scale.
 
-    x [..., K] float32, bfloat16 or float16. The scale of a row is its largest magnitude / 448, the largest value of
-    e4m3, and 1 for a row of zeros; values are rounded to nearest, halves to even. A function of the row alone: no row
-    depends on another. A NaN or an infinity anywhere makes the products of its row NaN, so that whoever watches for
-    them sees them. Raises ValueError for other dtypes, for an empty x, and for K above 32768.
+    x: [..., K] float32, bfloat16 or float16. The scale of a row is its largest magnitude / 448 (the maximum of e4m3),
+    or 1 for a row of zeros. Values are rounded to nearest even. Rows are independent of each other. NaN and infinity
+    are kept visible: a row with one gives NaN products. Not differentiable. Raises ValueError for other dtypes, an
+    empty x, or K above 32768.
     """
     if x.dtype not in DTYPES or x.ndim == 0 or x.numel() == 0 or x.shape[-1] > MAX_ROW:
         raise ValueError(

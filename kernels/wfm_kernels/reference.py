@@ -1,4 +1,4 @@
-"""Float64 oracles for tests and benchmarks: the published formulas written out, in none of the forms of the kernels."""
+"""Reference implementations for tests and benchmarks: the published formulas, independent of the kernels' forms."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def over(vector_B: Tensor, latents: Tensor) -> Tensor:
-    """[B] as [B,1,..,1]."""
+    """Reshape [B] to [B,1,..,1]."""
     return vector_B.view(-1, *[1] * (latents.ndim - 1))
 
 
 def mean(x: Tensor) -> Tensor:
-    """[B]: over the elements of each sample."""
+    """Return the mean over the elements of each sample, [B]."""
     return x.flatten(1).mean(1)
 
 
@@ -25,7 +25,7 @@ def guided(velocity: Tensor, uncond_velocity: Tensor | None, scale: float) -> Te
 def sde_mean_and_std(
     kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the next latents, as the papers (`flow_sde`, `dance`, `cps`, `ode`) write them."""
+    """Return mean and standard deviation of the next latents, in the papers' form (see sde_coefficients)."""
     s, after, level = over(sigma, x), over(sigma_next, x), over(eta, x)
     dt = after - s
     if kind == "flow_sde":
@@ -45,13 +45,13 @@ def sde_mean_and_std(
 
 
 def sde_log_prob(kind: str, x_next: Tensor, mean_t: Tensor, std: Tensor) -> Tensor:
-    """[B]: mean of the elements' log-probabilities; 0 where std ([B,1,..,1]) is 0."""
+    """Return the mean log-probability over the elements, [B]; 0 for samples with std ([B,1,..,1]) 0."""
     squared = (x_next.detach() - mean_t) ** 2
     if kind == "cps":
         elements = -squared
     else:
-        safe = torch.where(std > 0, std, 1.0)
-        elements = -squared / (2 * safe**2) - torch.log(safe) - math.log(math.sqrt(2 * math.pi))
+        safe_std = torch.where(std > 0, std, 1.0)
+        elements = -squared / (2 * safe_std**2) - torch.log(safe_std) - math.log(math.sqrt(2 * math.pi))
     return mean(torch.where(std > 0, elements, 0.0))
 
 
@@ -65,7 +65,7 @@ def nft_loss(
     beta: float,
     ref_velocity: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """DiffusionNFT (arXiv 2509.16117) through noisy latents and x0 predictions; [B] by the names of NftLoss."""
+    """Return the DiffusionNFT loss (arXiv 2509.16117) from noisy latents and x0 predictions, [B] by name of NftLoss."""
     s, old = over(sigma, clean_latents), old_velocity.detach()
     noisy = (1 - s) * clean_latents + s * noise
     positive = noisy - s * (beta * velocity + (1 - beta) * old) - clean_latents

@@ -1,6 +1,6 @@
-"""The operators in eager torch: for CPUs, and wherever Triton is not. float32 inside (float64 for float64 latents).
+"""Eager torch backend, for CPUs and machines without Triton. Computes in float32 (float64 for float64 latents).
 
-Same arguments and results as triton_backend.py; a sample's latents are one row [B, n] throughout.
+Same arguments and results as triton_backend.py. Latents are flattened to rows [B, n] internally.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from wfm_kernels.checks import working_dtype
 from wfm_kernels.noise import normal
 
 E4M3_MAX = 448.0
-LEAST_SCALE = 2.0**-126  # the smallest normal float32: what a GPU may flush to zero is no scale
-MIN_WEIGHT = 1e-5  # lower bound of the mean absolute error that a branch of the NFT loss is divided by
+LEAST_SCALE = 2.0**-126  # the smallest normal float32: a GPU may flush smaller scales to zero
+MIN_WEIGHT = 1e-5  # lower bound of the mean absolute error in the denominators of the NFT loss
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,13 +50,13 @@ def sde_step(
     guidance: float,
     return_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Next latents, log-probability [B], and the mean (empty unless wanted)."""
+    """Return the next latents, their log-probability [B], and the mean (empty without return_mean)."""
     mean = _mean(velocity, latents, coefficients, uncond, guidance)
     std = coefficients[:, 2:3].to(mean.dtype)
     z = _drawn(seeds, mean) if noise is None else _rows(noise, mean.dtype)
-    moved = (mean + std * z).to(latents.dtype).view(latents.shape)  # rounded first: this is what training reads back
-    kept = mean.view(latents.shape) if return_mean else mean.new_empty(0)
-    return moved, _log_prob(moved, mean, coefficients), kept
+    next_latents = (mean + std * z).to(latents.dtype).view(latents.shape)  # rounded: training uses the stored values
+    returned_mean = mean.view(latents.shape) if return_mean else mean.new_empty(0)
+    return next_latents, _log_prob(next_latents, mean, coefficients), returned_mean
 
 
 def _drawn(seeds: Tensor | None, rows: Tensor) -> Tensor:
@@ -86,15 +86,15 @@ def sde_log_prob_backward(
     for_velocity: bool,
     for_uncond: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the conditional and the unconditional velocity; empty where not wanted."""
+    """Return the gradients of the conditional and the unconditional velocity; empty if not requested."""
     mean = _mean(velocity, latents, coefficients, uncond, guidance)
     slope = upstream.double() * 2 * coefficients[:, 3] * coefficients[:, 1] / mean.shape[1]
     gradient = slope.to(mean.dtype).unsqueeze(1) * (_rows(next_latents, mean.dtype) - mean)
     empty = velocity.new_empty(0)
     if uncond is None:
         return _like(gradient, velocity) if for_velocity else empty, empty
-    of_velocity = _like(guidance * gradient, velocity) if for_velocity else empty
-    return of_velocity, _like((1 - guidance) * gradient, uncond) if for_uncond else uncond.new_empty(0)
+    grad_velocity = _like(guidance * gradient, velocity) if for_velocity else empty
+    return grad_velocity, _like((1 - guidance) * gradient, uncond) if for_uncond else uncond.new_empty(0)
 
 
 def _like(rows: Tensor, tensor: Tensor) -> Tensor:
@@ -104,14 +104,14 @@ def _like(rows: Tensor, tensor: Tensor) -> Tensor:
 def _nft_errors(
     velocity: Tensor, old: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, beta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x0 errors of the positive and of the negative policy, and v - v_old."""
+    """Return the x0 errors of the positive and the negative policy, and v - v_old."""
     dtype = working_dtype(clean)
     s, v_old = sigma.unsqueeze(1), _rows(old, dtype)
-    moved = _rows(velocity, dtype) - v_old
-    # In this form both errors are equal, and the gradient exactly proportional to the advantage, when v is v_old.
+    change = _rows(velocity, dtype) - v_old
+    # In this form both errors are equal, and the gradient exactly proportional to the advantage, if v equals v_old.
     error = s * (_rows(noise, dtype) - _rows(clean, dtype) - v_old)
-    step = s * (beta * moved)
-    return error - step, error + step, moved
+    step = s * (beta * change)
+    return error - step, error + step, change
 
 
 def nft_loss(
@@ -124,17 +124,17 @@ def nft_loss(
     ref: Tensor | None,
     beta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """policy [B], kl [B] (0 without a reference) and the rows of library.NFT_STATS [7,B]."""
-    positive, negative, moved = _nft_errors(velocity, old, clean, noise, sigma, beta)
+    """Return policy [B], kl [B] (0 without a reference) and the rows of library.NFT_STATS [7,B]."""
+    positive, negative, change = _nft_errors(velocity, old, clean, noise, sigma, beta)
     weights = [error.abs().mean(1).clamp_min(MIN_WEIGHT) for error in (positive, negative)]
     losses = [error.square().mean(1) / w for error, w in zip((positive, negative), weights, strict=True)]
     policy = (reward_weight * losses[0] + (1 - reward_weight) * losses[1]) / beta
-    squared = moved.square()
+    squared = change.square()
     kl = old_to_ref = torch.zeros_like(policy)
     if ref is not None:
-        v_ref = _rows(ref, moved.dtype)
-        kl = (_rows(velocity, moved.dtype) - v_ref).square().mean(1)
-        old_to_ref = (_rows(old, moved.dtype) - v_ref).square().mean(1)
+        v_ref = _rows(ref, change.dtype)
+        kl = (_rows(velocity, change.dtype) - v_ref).square().mean(1)
+        old_to_ref = (_rows(old, change.dtype) - v_ref).square().mean(1)
     return policy, kl, torch.stack([*losses, *weights, squared.mean(1), squared.amax(1), old_to_ref])
 
 
@@ -151,13 +151,16 @@ def nft_loss_backward(
     stats: Tensor,
     beta: float,
 ) -> Tensor:
-    """Gradient of the velocity; the weights w+- (rows 2 and 3 of stats) count as constants. upstream_kl: with a ref."""
+    """Return the gradient of the velocity. The weights w+ and w- (rows 2 and 3 of stats) are constants.
+
+    upstream_kl: required with `ref`.
+    """
     positive, negative, _ = _nft_errors(velocity, old, clean, noise, sigma, beta)
     n, r = positive.shape[1], reward_weight.double()
     scale = 2 * upstream.double() * sigma.double() / n
-    of_positive, of_negative = -scale * r / stats[2].double(), scale * (1 - r) / stats[3].double()
+    slope_positive, slope_negative = -scale * r / stats[2].double(), scale * (1 - r) / stats[3].double()
     dtype = positive.dtype
-    gradient = of_positive.to(dtype).unsqueeze(1) * positive + of_negative.to(dtype).unsqueeze(1) * negative
+    gradient = slope_positive.to(dtype).unsqueeze(1) * positive + slope_negative.to(dtype).unsqueeze(1) * negative
     if ref is not None:
         assert upstream_kl is not None
         slope = (2 * upstream_kl.double() / n).to(dtype).unsqueeze(1)
@@ -166,7 +169,7 @@ def nft_loss_backward(
 
 
 def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Noisy latents, and the noise if it was drawn (else empty)."""
+    """Return the noisy latents, and the noise if it was generated from seeds (else empty)."""
     x0 = _rows(clean, working_dtype(clean))
     eps = _drawn(seeds, x0) if noise is None else _rows(noise, x0.dtype)
     s = sigma.unsqueeze(1)
@@ -175,9 +178,9 @@ def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Values in float8 e4m3, shape of x, and the scale of each row, float32 [..., 1]."""
+    """Return values in float8 e4m3 (shape of x) and the scale of each row, float32 [..., 1]."""
     rows = x.float()
     greatest = rows.abs().amax(-1, keepdim=True)
     scale = torch.where(greatest == 0, 1.0, (greatest / E4M3_MAX).clamp_min(LEAST_SCALE))
-    # clamp: what rounding lifts above the greatest value would become NaN
+    # clamp: values that rounding lifts above the maximum of e4m3 would become NaN
     return (rows / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale

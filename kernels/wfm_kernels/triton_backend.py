@@ -1,6 +1,7 @@
-"""The operators by Triton: launch shapes, alignment and workspaces. Same arguments and results as torch_backend.py.
+"""Triton backend: launch shapes, alignment and workspaces. Same arguments and results as torch_backend.py.
 
-Nothing here waits for the device, is tuned per call or allocates by values, so a CUDA graph can capture every operator.
+Operators do not synchronize with the device, are not tuned per call, and allocate independently of tensor values. So
+they can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from wfm_kernels import triton_kernels as kernels
 from wfm_kernels.torch_backend import E4M3_MAX, LEAST_SCALE, MIN_WEIGHT
 
 BLOCK, WARPS = 2048, 8
-NFT_BLOCK, NFT_WARPS = 1024, 4  # eight accumulators: more elements a thread would spill
-MAX_SPLIT = 512  # programs per sample: one video alone still fills a GPU
+NFT_BLOCK, NFT_WARPS = 1024, 4  # smaller: with eight accumulators, more elements per thread would spill registers
+MAX_SPLIT = 512  # programs per sample: enough to fill a GPU with a single video
 NUM_NFT_SUMS, NUM_NFT_STATS = 8, 7
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """All memory that kernels write; the tests fill it with NaN first."""
+    """Allocate memory for the results of kernels. Tests replace this to fill the memory with NaN."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
-    place = next(arg for arg in args if isinstance(arg, Tensor))
-    # Triton launches on the thread's current device, whatever its pointers say; a new thread's is device 0.
-    with torch.cuda.device_of(place):  # type: ignore[no-untyped-call]
-        # Fusion off: whether the compiler contracts a*b+c may differ between two kernels, and rollout and training
-        # would get other bits. These kernels wait for memory, not for arithmetic.
+    tensor = next(arg for arg in args if isinstance(arg, Tensor))
+    # Triton launches on the thread's current device, not on that of the tensors; in a new thread it is device 0.
+    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
+        # No fusion: contraction of a*b+c may differ between kernels, so rollout and training would differ in the last
+        # bits. The kernels are memory bound, so this costs nothing.
         kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and at a multiple of 16 bytes: vector loads, and one order of summation whatever the input."""
+    """Return the tensor contiguous and 16-byte aligned: for vector loads, and for a fixed order of summation."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -45,7 +46,7 @@ def _aligned_or_none(tensor: Tensor | None) -> Tensor | None:
 
 
 def _cut(n: int, block: int) -> tuple[int, int]:
-    """(tiles per program, programs per sample) of n elements; of n alone, so that a batch changes no sum."""
+    """Return (tiles per program, programs per sample) for n elements. Sums are independent of the batch size."""
     blocks = -(-n // block)
     split = min(MAX_SPLIT, 1 << (blocks - 1).bit_length())
     return -(-blocks // split), split
@@ -68,7 +69,7 @@ def _sde(
     seeds: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> Tensor:
-    """Runs the shared kernel and returns log_prob [B] of `out`, which is written unless it is given."""
+    """Run sde_kernel and return log_prob [B] of `out`. `out` is read if `given`, else written."""
     batch, n = len(latents), latents.numel() // len(latents)
     tiles, split = _cut(n, BLOCK)
     coefficients = _rows(coefficients)
@@ -120,7 +121,7 @@ def sde_step(
     return_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape, device = tuple(latents.shape), latents.device
-    moved = _empty(shape, latents.dtype, device)
+    next_latents = _empty(shape, latents.dtype, device)
     mean = _empty(shape if return_mean else (0,), torch.float32, device)
     log_prob = _sde(
         velocity,
@@ -128,13 +129,13 @@ def sde_step(
         coefficients,
         uncond,
         guidance,
-        out=moved,
+        out=next_latents,
         given=False,
         noise=noise,
         seeds=None if seeds is None else seeds.contiguous(),
         mean=mean if return_mean else None,
     )
-    return moved, log_prob, mean
+    return next_latents, log_prob, mean
 
 
 def sde_log_prob(
@@ -162,8 +163,8 @@ def sde_log_prob_backward(
     batch, n, shape = len(latents), latents.numel() // len(latents), tuple(latents.shape)
     for_uncond = for_uncond and uncond is not None
     other = velocity if uncond is None else uncond
-    of_velocity = _empty(shape if for_velocity else (0,), velocity.dtype, latents.device)
-    of_uncond = _empty(shape if for_uncond else (0,), other.dtype, latents.device)
+    grad_velocity = _empty(shape if for_velocity else (0,), velocity.dtype, latents.device)
+    grad_uncond = _empty(shape if for_uncond else (0,), other.dtype, latents.device)
     coefficients = _rows(coefficients)
     _launch(
         kernels.sde_gradient_kernel,
@@ -174,15 +175,15 @@ def sde_log_prob_backward(
         _aligned(latents),
         _aligned(next_latents),
         coefficients,
-        of_velocity if for_velocity else None,
-        of_uncond if for_uncond else None,
+        grad_velocity if for_velocity else None,
+        grad_uncond if for_uncond else None,
         n,
         coefficients.stride(0),
         float(guidance),
         BLOCK=BLOCK,
         warps=WARPS,
     )
-    return of_velocity, of_uncond
+    return grad_velocity, grad_uncond
 
 
 def nft_loss(
@@ -276,24 +277,24 @@ def nft_loss_backward(
 def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     batch, n, shape = len(clean), clean.numel() // len(clean), tuple(clean.shape)
     noisy = _empty(shape, clean.dtype, clean.device)
-    drawn = _empty((0,) if seeds is None else shape, torch.float32, clean.device)
+    new_noise = _empty((0,) if seeds is None else shape, torch.float32, clean.device)
     _launch(
         kernels.flow_noise_kernel,
         (-(-n // BLOCK), batch),
         _aligned(clean),
         sigma.contiguous(),
         None if seeds is None else seeds.contiguous(),
-        drawn if noise is None else _aligned(noise),
+        new_noise if noise is None else _aligned(noise),
         noisy,
         n,
         BLOCK=BLOCK,
         warps=WARPS,
     )
-    return noisy, drawn
+    return noisy, new_noise
 
 
 def row_launch(n: int) -> tuple[int, int]:
-    """(BLOCK, warps) of a program that holds a row of n elements: 16 of them in a thread, more in the longest rows."""
+    """Return (BLOCK, warps) for rows of n elements: 16 elements per thread, more for the longest rows."""
     block = max(512, triton.next_power_of_2(n))
     return block, min(16, block // 512)
 

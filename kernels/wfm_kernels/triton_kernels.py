@@ -1,8 +1,8 @@
-"""The Triton kernels: device code only; triton_backend.py launches it.
+"""Triton kernels (device code). triton_backend.py launches them.
 
-One program works on TILES blocks of one sample (grid: parts of a sample x samples). Loads upcast to float32 in
-registers; a sum leaves a program as one float32 partial per sample and program, and a second kernel adds the partials.
-Tiles and parts depend on the length of a sample alone, so a sample's sum does not depend on its batch.
+A program handles TILES blocks of one sample (grid: parts of a sample x samples). Loads are converted to float32. Each
+program writes one float32 partial sum, and a second kernel adds the partial sums. The split depends only on the length
+of a sample, so a sample's sum does not depend on its batch.
 """
 
 import os
@@ -15,24 +15,24 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """Cast to a storage type, rounded to nearest even."""
+    """Cast to a storage dtype, rounding to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
-        # The interpreter's own cast, and that of tl.store, truncate. Integer arithmetic rounds right for finite x.
+        # Casts of the interpreter (also in tl.store) truncate. This integer arithmetic rounds correctly for finite x.
         u = x.to(tl.uint32, bitcast=True)
         return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:  # noqa: RET505 - the compiler drops the branch not taken only as a branch
+    else:  # noqa: RET505 - Triton removes the unused branch only in this form
         return x.to(dtype)
 
 
 @triton.jit
 def read(ptr, row, i, mask):
-    # other=0: beyond the end of a sample every sum gets zeros
+    # other=0: elements past the end of a sample do not change a sum
     return tl.load(ptr + row + i, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def normal4(seed, base, QUADS: tl.constexpr):
-    """Normal numbers base .. base + 4*QUADS of a sample by the noise contract; base is a multiple of 4."""
+    """Return normal numbers base .. base + 4*QUADS - 1 of a sample (see noise.py). base: a multiple of 4."""
     z0, z1, z2, z3 = tl.randn4x(seed, base // 4 + tl.arange(0, QUADS))
     return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
 
@@ -51,10 +51,10 @@ def sde_kernel(
     v_ptr,
     u_ptr,  # None without guidance
     x_ptr,
-    out_ptr,  # the next latents: read where they are GIVEN, else written
+    out_ptr,  # next latents: read if GIVEN, else written
     z_ptr,  # noise, or None
     seed_ptr,  # seeds, or None
-    mean_ptr,  # None unless wanted
+    mean_ptr,  # or None
     coef_ptr,
     part_ptr,  # [B, SPLIT]
     n,
@@ -65,9 +65,9 @@ def sde_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A step and the log-probability of a stored step are one kernel, so that both take the same sums."""
+    """Compute a step, or the log-probability of a stored step (GIVEN). One kernel, so that both sums are equal."""
     part, sample = tl.program_id(0), tl.program_id(1)
-    row = sample.to(tl.int64) * n  # int64: a batch of videos passes 2**31 elements
+    row = sample.to(tl.int64) * n  # int64: a batch of videos can exceed 2**31 elements
     coef = coef_ptr + sample * coef_stride
     c_x, c_v = tl.load(coef).to(tl.float32), tl.load(coef + 1).to(tl.float32)
     std = tl.load(coef + 2).to(tl.float32)
@@ -89,7 +89,7 @@ def sde_kernel(
             tl.store(out_ptr + row + i, out, mask=mask)
         if mean_ptr is not None:
             tl.store(mean_ptr + row + i, mean, mask=mask)
-        d = out.to(tl.float32) - mean  # of the rounded value: this is what training reads back
+        d = out.to(tl.float32) - mean  # of the rounded latents, which training reads back
         acc += tl.where(mask, d * d, 0.0)
     tl.store(part_ptr + sample * SPLIT + part, tl.sum(acc, 0))
 
@@ -111,8 +111,8 @@ def sde_gradient_kernel(
     x_ptr,
     next_ptr,
     coef_ptr,
-    dv_ptr,  # None unless wanted
-    du_ptr,  # None unless wanted
+    dv_ptr,  # or None
+    du_ptr,  # or None
     n,
     coef_stride,
     guidance,
@@ -129,21 +129,21 @@ def sde_gradient_kernel(
     mean = c_x.to(tl.float32) * read(x_ptr, row, i, mask) + c_v.to(tl.float32) * v
     gradient = slope * (read(next_ptr, row, i, mask) - mean)
     if dv_ptr is not None:
-        of_v = gradient
+        dv = gradient
         if u_ptr is not None:
-            of_v = guidance * gradient
-        tl.store(dv_ptr + row + i, cast(of_v, dv_ptr.dtype.element_ty), mask=mask)
+            dv = guidance * gradient
+        tl.store(dv_ptr + row + i, cast(dv, dv_ptr.dtype.element_ty), mask=mask)
     if du_ptr is not None:
         tl.store(du_ptr + row + i, cast((1.0 - guidance) * gradient, du_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta):
-    """p, q and v - v_old. Beyond the end of a sample all are 0."""
-    moved = v - old
+    """Return p, q (see ops.nft_loss) and v - v_old. All are 0 past the end of a sample."""
+    change = v - old
     error = sigma * (read(noise_ptr, row, i, mask) - read(clean_ptr, row, i, mask) - old)
-    step = sigma * (beta * moved)
-    return error - step, error + step, moved
+    step = sigma * (beta * change)
+    return error - step, error + step, change
 
 
 @triton.jit
@@ -168,21 +168,21 @@ def nft_kernel(
     abs_q = tl.zeros([BLOCK], tl.float32)
     square_p = tl.zeros([BLOCK], tl.float32)
     square_q = tl.zeros([BLOCK], tl.float32)
-    moved_square = tl.zeros([BLOCK], tl.float32)
-    moved_max = tl.zeros([BLOCK], tl.float32)
+    change_square = tl.zeros([BLOCK], tl.float32)
+    change_max = tl.zeros([BLOCK], tl.float32)
     kl = tl.zeros([BLOCK], tl.float32)
     old_to_ref = tl.zeros([BLOCK], tl.float32)
     for tile in range(TILES):
         i = (part * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
         mask = i < n
         v, old = read(v_ptr, row, i, mask), read(old_ptr, row, i, mask)
-        p, q, moved = nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta)
+        p, q, change = nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta)
         abs_p += tl.abs(p)
         abs_q += tl.abs(q)
         square_p += p * p
         square_q += q * q
-        moved_square += moved * moved
-        moved_max = tl.maximum(moved_max, moved * moved)
+        change_square += change * change
+        change_max = tl.maximum(change_max, change * change)
         if ref_ptr is not None:
             ref = read(ref_ptr, row, i, mask)
             kl += (v - ref) * (v - ref)
@@ -192,8 +192,8 @@ def nft_kernel(
     tl.store(out + SPLIT, tl.sum(abs_q, 0))
     tl.store(out + 2 * SPLIT, tl.sum(square_p, 0))
     tl.store(out + 3 * SPLIT, tl.sum(square_q, 0))
-    tl.store(out + 4 * SPLIT, tl.sum(moved_square, 0))
-    tl.store(out + 5 * SPLIT, tl.max(moved_max, 0))
+    tl.store(out + 4 * SPLIT, tl.sum(change_square, 0))
+    tl.store(out + 5 * SPLIT, tl.max(change_max, 0))
     tl.store(out + 6 * SPLIT, tl.sum(kl, 0))
     tl.store(out + 7 * SPLIT, tl.sum(old_to_ref, 0))
 
@@ -249,13 +249,13 @@ def nft_gradient_kernel(
     sigma = tl.load(sigma_ptr + sample)
     r = tl.load(reward_ptr + sample).to(tl.float64)
     scale = 2 * tl.load(upstream_ptr + sample).to(tl.float64) * sigma.to(tl.float64) / n
-    of_p = (-scale * r / tl.load(stats_ptr + 2 * batch + sample).to(tl.float64)).to(tl.float32)
-    of_q = (scale * (1 - r) / tl.load(stats_ptr + 3 * batch + sample).to(tl.float64)).to(tl.float32)
+    slope_p = (-scale * r / tl.load(stats_ptr + 2 * batch + sample).to(tl.float64)).to(tl.float32)
+    slope_q = (scale * (1 - r) / tl.load(stats_ptr + 3 * batch + sample).to(tl.float64)).to(tl.float32)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     v, old = read(v_ptr, row, i, mask), read(old_ptr, row, i, mask)
     p, q, _ = nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta)
-    gradient = of_p * p + of_q * q
+    gradient = slope_p * p + slope_q * q
     if ref_ptr is not None:
         slope = (2 * tl.load(upstream_kl_ptr + sample).to(tl.float64) / n).to(tl.float32)
         gradient += slope * (v - read(ref_ptr, row, i, mask))
@@ -266,8 +266,8 @@ def nft_gradient_kernel(
 def flow_noise_kernel(
     clean_ptr,
     sigma_ptr,
-    seed_ptr,  # None where noise is given
-    noise_ptr,  # read, or written where there are seeds
+    seed_ptr,  # None: read the noise
+    noise_ptr,  # written with seeds, else read
     noisy_ptr,
     n,
     BLOCK: tl.constexpr,
@@ -289,10 +289,10 @@ def flow_noise_kernel(
 
 @triton.jit
 def e4m3_bits(x):
-    """The byte of float8 e4m3 nearest to each of x, at most 448 in magnitude or NaN; halves go to the even one."""
+    """Convert to the bits of float8 e4m3, rounding to nearest even. x: at most 448 in magnitude, or NaN."""
     if INTERPRETED:
-        # The interpreter's own cast truncates. A normal number keeps three bits of its mantissa; below 2^-6 steps are
-        # 2^-9, counted by adding the number whose own steps are 1.
+        # The interpreter's cast truncates. Normal numbers keep three mantissa bits. Below 2^-6 the spacing is 2^-9;
+        # adding 2^23, where the float32 spacing is 1, rounds to it.
         u = x.to(tl.uint32, bitcast=True)
         magnitude = u & 0x7FFFFFFF
         rounded = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
@@ -306,12 +306,12 @@ def e4m3_bits(x):
 
 @triton.jit
 def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row [n], n at most BLOCK."""
+    """Quantize one row [n] per program, n at most BLOCK."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < n
     x = read(x_ptr, row * n, i, mask)
-    # As integers, magnitudes are ordered like their values and NaN is the greatest, which a maximum of floats may lose.
+    # Magnitudes compare equally as integers, and NaN is the greatest; a maximum of floats may lose NaN.
     greatest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
     scale = tl.where(greatest == 0.0, 1.0, tl.div_rn(greatest, MAX))
     scale = tl.where(scale < LEAST, LEAST, scale)
@@ -323,7 +323,7 @@ def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST
 
 @triton.jit
 def words_kernel(seed_ptr, word_ptr, num_counters, BLOCK: tl.constexpr):
-    """The integers behind the noise [B, num_counters, 4] int32: for the tests of the contract."""
+    """Write the Philox words [B, num_counters, 4] int32. For tests of the noise contract."""
     sample = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     a, b, c, d = tl.randint4x(tl.load(seed_ptr + sample), i)

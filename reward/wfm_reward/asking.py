@@ -1,4 +1,4 @@
-"""Requests to other services over HTTP, for rewards that are computed elsewhere. Standard library alone."""
+"""HTTP client for rewards that call other services. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from wfm_ds.errors import RewardError
 ANSWER_BYTES = 8 * 2**20
 FIRST_WAIT_S = 0.5
 MAX_WAIT_S = 8.0
-BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})  # worth asking again
+BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})  # worth a retry
 
 
 class Unanswered(Exception):
-    """No usable answer in time; the message says what was asked and what came."""
+    """No usable response within the deadline. The message contains the URL and the last response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +30,22 @@ class HttpAnswer:
     body: bytes
 
     def json(self) -> dict[str, Any]:
-        """Raises Unanswered if it is not a JSON object."""
+        """Parse the body. Raises HttpRequestError if it is not a JSON object."""
         try:
             content = json.loads(self.body)
         except (ValueError, RecursionError) as error:
-            raise Unanswered(f"an answer of status {self.status} is not JSON: {self.text()}") from error
+            raise Unanswered(f"a response with status {self.status} is not JSON: {self.text()}") from error
         if not isinstance(content, dict):
-            raise Unanswered(f"an answer of status {self.status} is not a JSON object: {self.text()}")
+            raise Unanswered(f"a response with status {self.status} is not a JSON object: {self.text()}")
         return content
 
     def text(self) -> str:
-        """The beginning of the body on one line, for people."""
+        """Return the first 300 bytes of the body on one line, for error messages."""
         return " ".join(self.body[:300].decode(errors="replace").split())
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the token elsewhere."""
+    """Follow no redirects: they would send the token to another server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -53,31 +53,33 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 @dataclass(slots=True)
 class Asker:
-    """`post` until there is an answer or the deadline has passed."""
+    """HTTP client that retries until a deadline."""
 
     token: str | None = None  # sent as `Authorization: Bearer`
     _opener: urllib.request.OpenerDirector = field(default_factory=lambda: urllib.request.build_opener(_NoRedirects))
     _never: threading.Event = field(default_factory=threading.Event)
 
     def post(self, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> HttpAnswer:
-        """The first answer that is not "busy"; after those and after failures to connect it waits and asks again.
+        """POST until a response has a status outside BUSY_STATUSES. Retries also after connection errors, with
+        back-off.
 
-        `deadline_s` is on time.monotonic. Raises Unanswered once it has passed, RewardError if the token is refused.
+        `deadline_s`: on time.monotonic. Raises HttpRequestError after the deadline, RewardError if the token is
+        rejected.
         """
         wait_s = FIRST_WAIT_S
         while True:
-            trouble = f"nothing came within the time from {url}"
+            problem = f"no response from {url} in time"
             try:
-                answer = self._once(url, body, headers, max(0.1, deadline_s - time.monotonic()))
-                if answer.status in (401, 403):
-                    raise RewardError(f"{url} refuses the token ({answer.status}): {answer.text()}")
-                if answer.status not in BUSY:
-                    return answer
-                trouble = f"{url} answers {answer.status}: {answer.text()}"
+                response = self._once(url, body, headers, max(0.1, deadline_s - time.monotonic()))
+                if response.status in (401, 403):
+                    raise RewardError(f"{url} rejects the token ({response.status}): {response.text()}")
+                if response.status not in BUSY:
+                    return response
+                problem = f"{url} responds with {response.status}: {response.text()}"
             except (OSError, http.client.HTTPException) as error:  # urllib's and the timeouts are OSErrors
-                trouble = f"{url}: {getattr(error, 'reason', error) or type(error).__name__}"
+                problem = f"{url}: {getattr(error, 'reason', error) or type(error).__name__}"
             if time.monotonic() + wait_s >= deadline_s:
-                raise Unanswered(trouble)
+                raise Unanswered(problem)
             self.pause(wait_s)
             wait_s = min(2 * wait_s, MAX_WAIT_S)
 
@@ -97,12 +99,12 @@ class Asker:
 
 def _bounded(body: bytes) -> bytes:
     if len(body) > ANSWER_BYTES:
-        raise http.client.HTTPException(f"an answer of more than {ANSWER_BYTES} bytes")
+        raise http.client.HTTPException(f"a response of more than {ANSWER_BYTES} bytes")
     return body
 
 
 def check_url(url: str, what: str) -> str:
-    """The address, if it is one for HTTP. Raises RewardError."""
+    """Return the URL. Raises RewardError unless it is an HTTP address."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-        raise RewardError(f"{what} is {url!r}, not an address that begins with http:// or https://")
+        raise RewardError(f"{what} is {url!r}; it must start with http:// or https://")
     return url

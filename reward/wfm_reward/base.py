@@ -1,4 +1,4 @@
-"""The base class of rewards: a name, the ranges of its values, and `score`. Importing it imports no model."""
+"""Base class of rewards. Importing this module loads no model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["MAX_BATCH", "MediaBatch", "MediaItem", "Range", "Reward", "RewardErr
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Hard limits of an output, both included. A value outside is a failure, not a score; +-inf where there is none."""
+    """Inclusive limits of an output; +-inf for none. A value outside the limits is a failure, not a score."""
 
     low: float
     high: float
@@ -30,48 +30,48 @@ class Range:
 
 
 class Reward(ABC):
-    """One file in `wfm_reward/rewards/`, or any `package.module:Class`.
+    """Base class of rewards. Subclasses are in `wfm_reward/rewards/` or any importable module (`package.module:Class`).
 
-    The module that defines a reward must import nothing heavy: models come in `load()`, in the scorer process.
+    The module of a reward must be cheap to import. Import and load models in `load()`, which runs in the worker.
 
-    Its options are the keyword parameters of its `__init__`, and `frames` if it scores images alone. One that is named
-    `device` gets the device. A class whose `__init__` takes `**options` hands them on by
-    `super().__init__(device, **options)`, and has the options of its base class too.
+    The options of a reward are the keyword parameters of its `__init__`, plus `frames` for rewards that accept only
+    images. A parameter named `device` receives the device. An `__init__` that accepts `**options` should pass them on
+    with `super().__init__(device, **options)`; the reward then also has the options of its base class.
 
-    A reward of images scores videos too, by frames: `score` gets the frames that its option `frames` names, as images,
-    and the video's score is their mean (frames.py).
+    An image reward also scores videos: `score` receives the frames selected by the option `frames` as images, and the
+    score of the video is the mean over these frames (see `frames.py`).
     """
 
     name: ClassVar[str]
-    """The name in a recipe."""
+    """Name of the reward in recipes."""
     media: ClassVar[frozenset[str]]
-    """{"image"}, {"video"} or both. Videos come whole only to a reward that says "video"."""
+    """Accepted inputs: {"image"}, {"video"} or both. Only rewards with "video" receive whole videos."""
     outputs: ClassVar[Mapping[str, Range]]
-    """Limits of every value that it reports: of `primary`, and of those `Score.parts` that have any."""
+    """Limits by output: required for `primary_output`, optional for the `Score.parts`."""
     primary: ClassVar[str]
-    """The output that is `Score.value`."""
+    """Name of the output that is returned as `Score.value`."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Keys that every item's metadata must hold. An item without them fails by name before `score` sees it."""
+    """Required metadata keys. An item without them becomes a failure before `score` is called."""
     needs_inputs: ClassVar[tuple[str, ...]] = ()
-    """Inputs that every item must have been told: "actions". Metadata of the same name will not do."""
+    """Required conditioning inputs of an item, such as "actions". Metadata of the same name does not count."""
     stall_s: ClassVar[float] = 120.0
-    """The longest that a batch may take: then the worker is taken to hang, and replaced. A service or a recipe may say
-    less."""
+    """Maximum seconds per batch. A worker that takes longer is considered hung and is replaced. Service configurations
+    and recipes can lower it."""
     max_batch: ClassVar[int] = MAX_BATCH
-    """The most items that it takes at once. A service or a recipe may ask for fewer, never for more."""
+    """Maximum number of items per batch. Service configurations and recipes can only lower it."""
     backbone: ClassVar[str] = ""
-    """The network that it looks through, where others look through one of the kind: they err together, so neither
-    confirms the other."""
+    """Family of the underlying network, such as "CLIP". Rewards with the same backbone make correlated errors, so one
+    cannot serve as an independent check of the other."""
     label_option: ClassVar[str | None] = None
-    """The option that LABEL of the name `NAME/LABEL` stands for, if any."""
+    """Option that is set to LABEL if the reward is named `NAME/LABEL` in a recipe."""
 
     device: str = "cpu"
-    """The device that its model runs on."""
+    """Device of the model."""
     frames: FrameRule = FrameRule()
-    """The frames that it sees of a video, if it scores images alone."""
+    """Frames of a video to score. Only for rewards that do not accept videos."""
 
     def __init__(self, device: str = "cpu", **options: Any) -> None:
-        """Set `device`, and `frames` from the option of that name. Raises RewardError for other options."""
+        """Set `device`, and `frames` from the option `frames`. Raises RewardError for unknown options."""
         self.device = device
         if "frames" in options and "video" not in self.media:
             self.frames = self.frame_rule(options.pop("frames"))
@@ -80,23 +80,23 @@ class Reward(ABC):
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """Return its options by name, the nearest class first."""
+        """Return the parameters of `__init__` that are options, by name. Subclasses override base classes."""
         known: dict[str, inspect.Parameter] = {}
         for parent in cls.__mro__:
             if "__init__" in vars(parent) and issubclass(parent, Reward):
                 parameters = list(inspect.signature(vars(parent)["__init__"]).parameters.values())[1:]
-                for one in parameters:
-                    if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD) and one.name != "device":
-                        known.setdefault(one.name, one)
-                if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-                    break  # nothing is handed on
+                for p in parameters:
+                    if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "device":
+                        known.setdefault(p.name, p)
+                if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                    break  # no **options: the base classes receive none
         if "video" not in cls.media:
             known.setdefault("frames", FRAMES)
         return known
 
     @classmethod
     def unknown(cls, options: Iterable[str]) -> RewardError:
-        """Return the error about options that it does not have."""
+        """Return the error for unknown options."""
         known = sorted(cls.options())
         return RewardError(
             f"reward {cls.name} has no option {', '.join(sorted(map(str, options)))}; "
@@ -105,18 +105,19 @@ class Reward(ABC):
 
     @classmethod
     def frame_rule(cls, text: Any) -> FrameRule:
-        """Return the value of its option `frames`. Raises RewardError."""
+        """Parse the value of the option `frames`. Raises RewardError if it is invalid."""
         try:
             return FrameRule(text)
         except RewardError as error:
             raise RewardError(f"reward {cls.name}: {error}") from error
 
-    def load(self) -> None:  # noqa: B027  (a reward without a model has nothing to load)
-        """Import and load models, once, before the first `score`. Raise RewardError if something is missing."""
+    def load(self) -> None:  # noqa: B027  (rewards without a model need not override it)
+        """Import and load models. Called once before the first `score`. Raise RewardError if something is missing."""
 
     @abstractmethod
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Return one Score per item, in the same order: `item.scored(value, **parts)` or `item.failed(reason)`.
+        """Return one Score per item in the same order: `item.scored(value, **parts)` or `item.failed(reason)`.
 
-        An exception, a wrong length, NaN or a value outside its range makes named failures of the items concerned.
+        An exception, a wrong number of scores, NaN or a value outside its range turns the affected items into failures
+        with a reason.
         """

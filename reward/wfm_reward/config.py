@@ -1,4 +1,4 @@
-"""The service's configuration: every key, its meaning, and one clear sentence for what is wrong in a file."""
+"""Configuration file of the reward service."""
 
 from __future__ import annotations
 
@@ -27,80 +27,82 @@ class ConfigSection(BaseModel):
 
 
 class PipesConfig(ConfigSection):
-    """Addresses of the service, and how much it holds."""
+    """Addresses and capacity of the service."""
 
     clients: str = "ipc"
-    """`ipc` (a socket in `folder`), `ipc:///PATH` or a loopback `tcp://127.0.0.1:PORT` (port 0: any free one). With
-    `keys` also another address of this machine, such as `tcp://10.0.0.5:6100`."""
+    """`ipc` (a socket in `folder`), `ipc:///PATH` or a loopback address `tcp://127.0.0.1:PORT` (port 0: any free port).
+    Other addresses of this machine, such as `tcp://10.0.0.5:6100`, require `keys`."""
     keys: Path | None = None
-    """Folder of keys (python -m wfm_ds.pipes.keys new DIR hub): clients must have one that is in its public/. Relative
-    to the configuration file."""
+    """Key folder of the service (python -m wfm_ds.pipes.keys new DIR hub). Only clients with a public key in its
+    public/ may connect. Relative to the configuration file."""
     workers: str = "ipc"
-    """The same for its own scorers."""
+    """The same for the service's own workers."""
     folder: Path | None = None
-    """Folder for the sockets, with a short path. Unset: a new private one. Removed at the end if empty."""
+    """Folder for the sockets; needs a short path. Unset: a new private folder. Removed on exit if empty."""
     file: Path = Path("pipes.json")
-    """Written when all rewards are ready; clients read the address here. Relative to the configuration file."""
+    """File that clients read the address from. Written when all rewards are ready. Relative to the configuration
+    file."""
     spool_mib: PositiveInt = 4096
-    """Media held for tasks that wait or are worked on; above it, clients are told to offer them again later."""
+    """MiB of images and videos held for queued and running tasks. Above it, clients must resubmit later."""
     max_waiting: PositiveInt = 20000
-    """Tasks that may wait, of all rewards together."""
+    """Maximum number of queued tasks over all rewards."""
 
 
 class RewardConfig(ConfigSection):
     """One reward."""
 
     device: str = "cpu"
-    """Device of its model."""
+    """Device of the model."""
     workers: PositiveInt = 1
-    """Processes."""
+    """Number of worker processes."""
     max_batch: PositiveInt = Field(16, le=MAX_BATCH)
-    """Items scored at once."""
+    """Maximum number of items per batch."""
     max_wait_ms: NonNegativeFloat = 0.0
-    """Requests that arrive within this time are scored in one batch. 0: each by itself, so that a score does not depend
-    on what else is asked."""
+    """Requests that arrive within this time share a batch. 0: each request is its own batch, so that scores do not
+    depend on other requests."""
     max_waiting: PositiveInt | None = None
-    """Tasks of this reward that may wait; above it, clients are told to offer them again later. Unset:
+    """Maximum number of queued tasks of this reward. Above it, clients must resubmit later. Unset:
     pipes.max_waiting."""
     stall_s: PositiveFloat | None = None
-    """Seconds without progress after which a worker is replaced; its task is tried three times in all. Unset: 120, and
-    660 for rewards that ask other services."""
+    """Seconds without progress after which a worker is replaced. A task is tried at most three times. Unset: 120, or
+    660 for rewards that call other services."""
     python: Path | None = None
-    """The Python that runs its workers, with the packages of its model, numpy, pyzmq and msgpack. Unset: the service's
-    own."""
+    """Python interpreter of the workers. It needs the packages of the model, numpy, pyzmq and msgpack. Unset: the
+    interpreter of the service."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the reward's constructor."""
 
 
 class HttpConfig(ConfigSection):
-    """The HTTP port: status page, metrics, and scores for other programs."""
+    """HTTP server: status page, metrics, and scores for other programs."""
 
     bind: str = "127.0.0.1:8080"
-    """HOST:PORT (port 0: any free one). Another host than loopback needs a token."""
+    """HOST:PORT (port 0: any free port). Hosts other than loopback require a token."""
     token_file: Path | None = None
-    """A file, readable by its owner alone, with the token that requests must bear. Unset: the environment variable
-    WFM_REWARD_TOKEN. Neither: no token, on loopback only. Relative to the configuration file."""
+    """File with the token that requests must carry; only its owner may be able to read it. Unset: the environment
+    variable WFM_REWARD_TOKEN. Without both, no token is required (loopback only). Relative to the configuration
+    file."""
     max_body_mib: PositiveInt = 512
-    """The largest body of one request."""
+    """Maximum body size of a request in MiB."""
     body_timeout_s: PositiveFloat = 120.0
-    """A body that is not there after this long is refused with 408."""
+    """Seconds within which a body must arrive; otherwise the reply is 408."""
     idle_timeout_s: PositiveFloat = 30.0
-    """A connection without a request in hand is cut off after this long: one that sends no header, or reads no answer.
-    """
+    """Seconds after which a connection without a current request is closed, for example if the client sends no header
+    or does not read the reply."""
     max_connections: PositiveInt = 256
-    """Open connections; a further one is answered 503. At most a quarter of the process's file descriptors
-    (`ulimit -n`): the others are for trainers and workers."""
+    """Maximum number of open connections; further ones get 503. Capped at a quarter of the process's file descriptors
+    (`ulimit -n`), because trainers and workers need the rest."""
     max_pending_mib: PositiveInt = 2048
-    """Bodies as they arrive and media that are not scored yet, of all requests together; latents count with the
-    videos that they become. Above it, requests are refused with 429, and with 413 one that does not fit by itself."""
+    """Memory budget in MiB for arriving bodies and unscored images and videos of all requests. Latents count with the
+    size of their decoded videos. Above it, requests get 429; a request that can never fit gets 413."""
     timeout_s: PositiveFloat = 600.0
-    """An item without a score after this long has failed, whatever is done with it at that time."""
+    """Seconds after which an item without a score fails, even if it is being scored."""
     pull_wait_s: NonNegativeFloat = 4.0
-    """Seconds that a pull waits before it answers that the scores are not there yet."""
+    """Seconds that a pull waits before it replies that the scores are not ready."""
     result_ttl_s: PositiveFloat = 3600.0
-    """Seconds for which scores are kept to be pulled."""
+    """Seconds for which scores can be pulled after they are ready."""
     failed_value: Literal["nan"] | None = None
-    """The score of a failed item in a pull's answer: null, or NaN for clients that take numbers alone."""
+    """Score of failed items in the reply to a pull: null if unset, or NaN for clients that accept only numbers."""
 
     @field_validator("bind")
     @classmethod
@@ -112,14 +114,14 @@ class HttpConfig(ConfigSection):
 
 
 class DecoderConfig(ConfigSection):
-    """A decoder of the latents that HTTP clients send."""
+    """Decoder for latents sent by HTTP clients."""
 
     vae: str
-    """Folder of the VAE, or of a diffusers pipeline with one."""
+    """Folder of the VAE, or of a diffusers pipeline that contains one."""
     device: str = "cpu"
     """Device of the VAE."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type that it computes in."""
+    """Compute dtype."""
 
 
 class ServiceConfig(ConfigSection):
@@ -127,26 +129,26 @@ class ServiceConfig(ConfigSection):
 
     pipes: PipesConfig = PipesConfig()
     http: HttpConfig | None = None
-    """Unset: no HTTP port. `http: {}`: one with all defaults."""
+    """Unset: no HTTP server. `http: {}`: an HTTP server with all defaults."""
     latent_decoders: dict[PositiveInt, DecoderConfig] = Field(default_factory=dict)
-    """Decoders by the latents' number of channels, such as 16 for Wan 2.1."""
+    """Latent decoders by number of channels, such as 16 for Wan 2.1."""
     rewards: dict[str, RewardConfig] = Field(min_length=1)
 
     @field_validator("http", mode="before")
     @classmethod
     def _empty_is_on(cls, value: Any) -> Any:
-        """`http:` with nothing behind it means all defaults, as `ocr:` does."""
+        """Accept an empty `http:` as all defaults."""
         return {} if value is None else value
 
     @field_validator("rewards", mode="before")
     @classmethod
     def _empty_is_default(cls, value: Any) -> Any:
-        """`ocr:` with nothing behind it means all defaults."""
+        """Accept a reward without keys (`ocr:`) as all defaults."""
         return {name: {} if r is None else r for name, r in value.items()} if isinstance(value, dict) else value
 
 
 def load_config(path: Path) -> ServiceConfig:
-    """Raises RewardError: one sentence with file, key, and the nearest valid key."""
+    """Load and validate a configuration file. Raises RewardError with the file, the key and the closest valid key."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -161,17 +163,17 @@ def load_config(path: Path) -> ServiceConfig:
 
 
 def _sentence(problem: Any) -> str:
-    where = [str(part) for part in problem["loc"]]
+    location = [str(part) for part in problem["loc"]]
     if problem["type"] != "extra_forbidden":
-        return f"{'.'.join(where)}: {problem['msg']}"
-    known = _keys(where[:-1])
-    near = difflib.get_close_matches(where[-1], known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-    return f"{'.'.join(where)} is not a key; {hint}"
+        return f"{'.'.join(location)}: {problem['msg']}"
+    known = _keys(location[:-1])
+    close = difflib.get_close_matches(location[-1], known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    return f"{'.'.join(location)} is not a key; {hint}"
 
 
 def _keys(where: list[str]) -> list[str]:
-    """The keys of the section at a place such as ["rewards", "ocr"]."""
+    """Return the valid keys of the section at a location such as ["rewards", "ocr"]."""
     if not where:
         return list(ServiceConfig.model_fields)
     sections: dict[str, type[ConfigSection]] = {

@@ -1,7 +1,7 @@
-"""`python -m wfm_reward.decoder`: videos of latents that HTTP clients sent. Started by serve.py, as scorers are.
+"""`python -m wfm_reward.decoder`: decode latents sent by HTTP clients into videos. Started by the service.
 
-A decoded clip is too large to travel back in a message: it is left in a file of the service's private folder, and the
-answer is its path.
+Decoded videos are too large for a message. The decoder writes each one to a file in the service's private folder and
+replies with its path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VIDEO_FILES = "video-*.npy"
 
 
 def load(settings: Mapping[str, Any]) -> WorkerLoop:
-    """Raises RewardError if the VAE is not there or has another number of channels."""
+    """Load the VAE. Raises RewardError if it is missing or has a different number of channels."""
     return WorkerLoop(
         Decoder(**{key: settings[key] for key in ("vae", "device", "dtype", "channels", "folder")}).tasks, STALL_S
     )
@@ -35,36 +35,36 @@ def load(settings: Mapping[str, Any]) -> WorkerLoop:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Ratios of a video's size to that of its latents."""
+    """Compression factors of a VAE: video size over latent size."""
 
     temporal: int
     spatial: int
 
     @classmethod
     def of(cls, channels: int, vae: str) -> Scale:
-        """Read it from the configuration of the VAE. Raises RewardError if there is none."""
+        """Read the factors from the configuration of the VAE. Raises RewardError if it cannot be read."""
         path = vae_folder(vae) / "config.json"
         try:
             content = json.loads(path.read_text())
-            # What diffusers' AutoencoderKLWan takes where its configuration does not say.
+            # Defaults of diffusers' AutoencoderKLWan.
             return cls(int(content.get("scale_factor_temporal", 4)), int(content.get("scale_factor_spatial", 8)))
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise RewardError(f"latent_decoders.{channels}.vae: {path} cannot be read: {error}") from error
 
     def video_bytes(self, shape: Sequence[int]) -> int:
-        """Return the size of the uint8 video of latents [C,T,h,w]."""
+        """Return the bytes of the uint8 video decoded from latents of shape [C,T,h,w]."""
         _, frames, height, width = shape
         return ((frames - 1) * self.temporal + 1) * height * self.spatial * width * self.spatial * 3
 
 
 def vae_folder(vae: str) -> Path:
-    """Return the folder of the VAE, which may lie within that of a pipeline."""
+    """Return the folder of the VAE: `vae/` in a pipeline folder, else the folder itself."""
     path = Path(vae).expanduser()
     return path / "vae" if (path / "vae").is_dir() else path
 
 
 class Decoder:
-    """A Wan VAE (2.1: 16 channels, 2.2: 48) of diffusers."""
+    """Latent decoder with a Wan VAE of diffusers (2.1: 16 channels, 2.2: 48)."""
 
     def __init__(self, vae: str, device: str, dtype: str, channels: int, folder: str) -> None:
         import torch
@@ -81,12 +81,13 @@ class Decoder:
         self._folder = Path(folder)
 
     def tasks(self, tasks: Sequence[TaskInHand], progress: Progress) -> list[Mapping[str, Any] | TaskFailed]:
-        """Return {"videos": [[path, failure, {}], ...]} for each task, of its latents [C,T,h,w] float16 or float32."""
-        answers: list[Mapping[str, Any] | TaskFailed] = []
+        """Decode the latents [C,T,h,w] (float16 or float32) of each task. Return {"videos": [[path, failure, {}],
+        ...]}."""
+        replies: list[Mapping[str, Any] | TaskFailed] = []
         for number, task in enumerate(tasks, start=1):
-            answers.append({"videos": [self._answer(latents) for latents in task.tensors()]})
+            replies.append({"videos": [self._answer(latents) for latents in task.tensors()]})
             progress(number, len(tasks))
-        return answers
+        return replies
 
     def _answer(self, latents: Array) -> list[Any]:
         if not np.isfinite(latents).all():
@@ -96,7 +97,7 @@ class Decoder:
         return [str(path), None, {}]
 
     def decode(self, latents: Array) -> npt.NDArray[np.uint8]:
-        """uint8 [T,H,W,3] of latents [C,T,h,w] that are normalised channel by channel."""
+        """Decode latents [C,T,h,w], normalised per channel, to a video uint8 [T,H,W,3]."""
         import torch
 
         config, device, dtype = self._vae.config, self._vae.device, self._vae.dtype

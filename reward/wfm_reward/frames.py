@@ -1,4 +1,4 @@
-"""Scores of videos by rewards of images: the frames that are seen, and the mean of their scores."""
+"""Video scores of image rewards: score selected frames as images and average."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ RULES = "first, middle, last or uniform:N"
 
 @dataclass(frozen=True, slots=True)
 class FrameRule:
-    """`first`, `middle`, `last`, or `uniform:N`: the middles of N equal parts of the video."""
+    """Frames of a video to score: `first`, `middle`, `last`, or `uniform:N`, the middles of N equal parts."""
 
     text: str = "first"
 
     def __post_init__(self) -> None:
-        """Raises RewardError for another text."""
+        """Raises RewardError for any other text."""
         if not isinstance(self.text, str) or not re.fullmatch(r"first|middle|last|uniform:[1-9][0-9]{0,3}", self.text):
             raise RewardError(f"frames is {self.text!r}; it must be {RULES}")
 
     def indices(self, num_frames: int) -> list[int]:
-        """Frames in ascending order, each once: a video shorter than N frames has fewer than N."""
+        """Return distinct frame indices in ascending order; fewer than N for videos shorter than N frames."""
         match self.text:
             case "first":
                 return [0]
@@ -41,13 +41,13 @@ class FrameRule:
 def score_frames(
     score_images: Callable[[MediaBatch], Sequence[Score]], videos: MediaBatch, rule: FrameRule, max_batch: int
 ) -> list[Score]:
-    """One Score per video: the mean over its chosen frames, of the value and of every part that all of them have.
+    """Return one Score per video: the mean over the selected frames of the value and of each part that all frames have.
 
-    `score_images` gets batches of at most `max_batch` images [B,H,W,3], with the ids, prompts and metadata of their
-    videos, and returns one Score for each. A frame that failed makes the video a failure with that reason.
+    `score_images` receives batches of at most `max_batch` images [B,H,W,3] with the ids, prompts and metadata of their
+    videos, and returns one Score per image. If a frame fails, the video fails with the same reason.
     """
-    chosen = rule.indices(videos.media.shape[1])
-    rows = [(video, frame) for video in range(len(videos)) for frame in chosen]
+    frame_indices = rule.indices(videos.media.shape[1])
+    rows = [(video, frame) for video in range(len(videos)) for frame in frame_indices]
     scores: list[Score] = []
     for start in range(0, len(rows), max_batch):
         part = rows[start : start + max_batch]
@@ -60,17 +60,17 @@ def score_frames(
             reward=videos.reward,
         )
         scores += score_images(images)
-    count = len(chosen)
-    return [mean_score(scores[start : start + count], chosen) for start in range(0, len(scores), count)]
+    count = len(frame_indices)
+    return [mean_score(scores[start : start + count], frame_indices) for start in range(0, len(scores), count)]
 
 
 def mean_score(scores: Sequence[Score], frames: Sequence[int]) -> Score:
-    """The score of one video, of those of its frames."""
+    """Average the scores of one video's frames. `frames`: their indices, for the failure reason."""
     first, values = scores[0], list[float]()
     for score, frame in zip(scores, frames, strict=True):
         if score.value is None:
-            why = f"frame {frame}: {score.failure}"
-            return Score(sample_id=first.sample_id, reward=first.reward, failure=why, seconds=_seconds(scores))
+            reason = f"frame {frame}: {score.failure}"
+            return Score(sample_id=first.sample_id, reward=first.reward, failure=reason, seconds=_seconds(scores))
         values.append(score.value)
     common = [name for name in first.parts if all(name in score.parts for score in scores)]
     return Score(

@@ -1,5 +1,6 @@
-"""The finite world of the video quickstart: a shape of 3 x 3 cells that moves a cell a frame across 8 x 8, bright on
-black; and the one of its 48 clips that a video is nearest to. The data shows them, the rewards compare with them.
+"""Demo of the video quickstart: a bright shape of 3 x 3 cells moves one cell per frame across 8 x 8 black cells.
+
+There are 48 clips. The data generator renders them and the rewards compare videos with them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 Cells = npt.NDArray[np.float32]
-"""Brightness of cells, 0 to 1: [8,8] of a frame, [5,8,8] of a clip."""
+"""Cell brightness, 0 to 1: a frame [8,8] or a clip [5,8,8]."""
 Frames = npt.NDArray[np.uint8]
 """[T,H,W,3]."""
 
@@ -27,19 +28,19 @@ SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 DIRECTIONS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 )
-"""Steps down and to the right from frame to frame."""
-LANES = (1, 4)  # rows or columns that the shape moves along: two that do not overlap
-STARTS = (0, 1)  # cells between the shape and the border that it comes from: both leave room for the way
+"""Cells moved per frame: down, right."""
+LANES = (1, 4)  # two rows or columns to move along, without overlap
+STARTS = (0, 1)  # initial distance in cells from the border; both leave space for the whole motion
 NUM_PLACES = len(LANES) * len(STARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One of the world's clips."""
+    """One clip of the demo."""
 
     shape: str
     direction: str
-    place: int  # which of the NUM_PLACES pairs of lane and start
+    place: int  # index of the (lane, start) pair
 
     @property
     def prompt(self) -> str:
@@ -47,24 +48,24 @@ class Clip:
 
 
 def mask(shape: str) -> Cells:
-    """Return the shape's cells [3,3]."""
-    return np.array([[mark == "#" for mark in row] for row in SHAPES[shape]], np.float32)
+    """Return the cells of a shape [3,3]."""
+    return np.array([[char == "#" for char in row] for row in SHAPES[shape]], np.float32)
 
 
 @cache
 def clips() -> tuple[Clip, ...]:
-    """Return all clips: shapes, then directions, then places."""
-    return tuple(Clip(*one) for one in itertools.product(SHAPES, DIRECTIONS, range(NUM_PLACES)))
+    """Return all clips, ordered by shape, direction and variant."""
+    return tuple(Clip(*values) for values in itertools.product(SHAPES, DIRECTIONS, range(NUM_PLACES)))
 
 
 def draw(clip: Clip) -> Cells:
-    """Return the clip's cells [5,8,8]."""
+    """Render a clip as cells [5,8,8]."""
     down, right = DIRECTIONS[clip.direction]
     lane, start = divmod(clip.place, len(STARTS))
-    begins = STARTS[start] if down + right > 0 else SIDE - 3 - STARTS[start]
+    first = STARTS[start] if down + right > 0 else SIDE - 3 - STARTS[start]
     cells = np.zeros((NUM_FRAMES, SIDE, SIDE), np.float32)
     for time, frame in enumerate(cells):
-        along = begins + time * (down + right)
+        along = first + time * (down + right)
         y, x = (along, LANES[lane]) if down else (LANES[lane], along)
         frame[y : y + 3, x : x + 3] = mask(clip.shape)
     return cells
@@ -72,27 +73,27 @@ def draw(clip: Clip) -> Cells:
 
 @cache
 def drawn() -> Cells:
-    """Return the cells of all clips, [48,5,8,8]."""
+    """Render all clips as cells [48,5,8,8]."""
     return np.stack([draw(clip) for clip in clips()])
 
 
 def pixels(cells: Cells) -> Frames:
-    """Return cells [T,8,8] as frames [T,32,32,3]: each cell a grey square."""
+    """Render cells [T,8,8] as frames [T,32,32,3] with one grey square per cell."""
     grey = np.rint(cells * 255).astype(np.uint8).repeat(CELL, axis=1).repeat(CELL, axis=2)
     return np.repeat(grey[..., None], 3, axis=-1)
 
 
 def cells_of(frames: Frames) -> Cells:
-    """Return frames [5,32,32,3] as cells [5,8,8]: the mean brightness of each. Raises ValueError for other shapes."""
+    """Average frames [5,32,32,3] to cells [5,8,8]. Raises ValueError for other shapes."""
     if frames.shape != (NUM_FRAMES, SIDE * CELL, SIDE * CELL, 3):
-        raise ValueError(f"the video is {list(frames.shape)}, not {[NUM_FRAMES, SIDE * CELL, SIDE * CELL, 3]}")
+        raise ValueError(f"the video has shape {list(frames.shape)}, not {[NUM_FRAMES, SIDE * CELL, SIDE * CELL, 3]}")
     parts = frames.astype(np.float32).reshape(NUM_FRAMES, SIDE, CELL, SIDE, CELL * 3)
     cells: Cells = parts.mean(axis=(2, 4)) / 255
     return cells
 
 
 def nearest(cells: Cells) -> tuple[Clip, float]:
-    """Return the clip that these cells [5,8,8] are nearest to, and the mean squared difference from it."""
+    """Return the clip closest to cells [5,8,8] and the mean squared error."""
     errors = np.square(drawn() - cells).mean(axis=(1, 2, 3))
     best = int(errors.argmin())
     return clips()[best], float(errors[best])

@@ -1,8 +1,8 @@
-"""The frame of a worker process of a service: it starts, says that it is ready, works and ends.
+"""Main function of the worker processes of a reward service.
 
-Started by scorers.py; settings come as one line of JSON on stdin. Stdin stays open behind that line: its end of file
-means that the supervisor is gone. Stdout carries one line of status, {"ready": true} or {"error": ...}; whatever else
-is printed goes to stderr.
+`WorkerPool` starts them. A worker reads its settings as one line of JSON from stdin. Stdin then stays open; end of file
+means that the supervisor has exited. The worker writes one status line to stdout, {"ready": true} or {"error": ...}.
+All other output goes to stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoop:
-    """The arguments of LeaseWorker.run_batches, and the time after which a batch is taken to hang."""
+    """Arguments of LeaseWorker.run_batches, and the seconds after which a batch counts as hung."""
 
     handle: HandleBatch
     stall_s: float
@@ -32,16 +32,16 @@ class WorkerLoop:
 
 
 def run(load: Callable[[Mapping[str, Any]], WorkerLoop]) -> int:
-    """Work until told to stop. Return the exit status: 0, or 2 if `load`, which gets the settings, has raised."""
-    status_fd = os.dup(1)  # not inherited by what a model starts
+    """Process tasks until stopped. Return the exit status: 0, or 2 if `load_handler(settings)` raises."""
+    status_fd = os.dup(1)  # not inherited by child processes of a model
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which closes stdin
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         settings = json.loads(stdin.readline())
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {settings['name']} %(levelname)s %(message)s")
     try:
-        work = load(settings)
-    except Exception as error:  # the border of foreign code: it becomes the service's one-line error
+        setup = load(settings)
+    except Exception as error:  # third-party code may raise anything; the service reports it in one line
         log.exception("%s cannot start", settings["name"])
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         _tell(status_fd, {"error": reason})
@@ -52,11 +52,11 @@ def run(load: Callable[[Mapping[str, Any]], WorkerLoop]) -> int:
         worker=settings["worker"],
         name=settings["name"],
         kinds=[settings["kind"]],
-        credit=work.max_rows,
+        credit=setup.max_rows,
         parent_fd=0,
-        watchdog_s=work.stall_s + 10.0,
+        watchdog_s=setup.stall_s + 10.0,
     )
-    worker.run_batches(work.handle, max_rows=work.max_rows, max_wait_s=work.max_wait_s)
+    worker.run_batches(setup.handle, max_rows=setup.max_rows, max_wait_s=setup.max_wait_s)
     return 0
 
 

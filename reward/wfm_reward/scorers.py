@@ -1,4 +1,4 @@
-"""The worker processes of a service, scorers and decoders: started, watched, restarted with back-off, ended."""
+"""Supervise the worker processes of a service (scorers and decoders): start, watch, restart with back-off, stop."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 5
 DEATHS_WINDOW_S = 600.0
 MAX_BACK_OFF_S = 60.0
-STALL_GRACE_S = 5.0  # for a worker that hangs to end by itself and leave its stacks in the log
-ANSWER_S = 0.2  # for the hub to say how a worker does
-STOP_S = 3.0  # for an idle process to leave after its stdin is closed
+STALL_GRACE_S = 5.0  # for a hung worker to exit by itself and log its stacks
+ANSWER_S = 0.2  # for the broker to report the state of a worker
+STOP_S = 3.0  # for an idle process to exit after its stdin is closed
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The command of `workers` processes: `python -m MODULE`, with its settings as JSON on stdin."""
+    """How to start `workers` processes: `python -m MODULE` with the settings as JSON on stdin."""
 
-    title: str  # for people: reward ocr
-    kind: str  # of the tasks that it does
+    title: str  # for messages, such as "reward ocr"
+    kind: str  # task kind
     module: str
-    settings: Mapping[str, Any]  # beside those that every worker gets
+    settings: Mapping[str, Any]  # in addition to the settings of every worker
     device: str
     workers: int
     python: Path | None = None
 
 
 def scorer(name: str, config: RewardConfig) -> Program:
-    """The program that computes a reward."""
+    """Return the program of the workers of a reward."""
     settings = config.model_dump(include={"device", "options", "max_batch", "max_wait_ms"})
     settings["stall_s"] = stall_s(name, config)
     return Program(
@@ -61,12 +61,12 @@ def scorer(name: str, config: RewardConfig) -> Program:
 
 
 def stall_s(name: str, config: RewardConfig) -> float:
-    """Return the configuration's limit, else the reward's own."""
+    """Return `stall_s` of the configuration, else of the reward class."""
     return registry.describe(name).stall_s if config.stall_s is None else config.stall_s
 
 
 def decoder(channels: int, config: DecoderConfig, folder: Path) -> Program:
-    """The program that makes videos of latents with this many channels, in files of that folder."""
+    """Return the program that decodes latents with this many channels to video files in a folder."""
     settings = {**config.model_dump(), "channels": channels, "folder": str(folder.absolute())}
     title = f"latent decoder {channels}"
     return Program(title, f"decode:{channels}", "wfm_reward.decoder", settings, config.device, 1)
@@ -74,25 +74,25 @@ def decoder(channels: int, config: DecoderConfig, folder: Path) -> Program:
 
 @dataclass(slots=True)
 class _Scorer:
-    """One place in the pool and the process that fills it, if any."""
+    """One slot of the pool, with its current process if any."""
 
     reward: str
-    name: str  # for people: ocr-0
+    name: str  # for messages, such as "ocr-0"
     process: subprocess.Popen[bytes] | None = None
-    worker: str = ""  # the process's id towards the hub; each process has its own
+    worker: str = ""  # id of the process at the broker; new for each process
     ready: bool = False
     started_at_s: float = 0.0
-    start_at_s: float = 0.0  # not before
-    kill_at_s: float = float("inf")  # its process has stalled: not before, and if it still has
-    asked: Future[HubStatus] | None = None  # whether it still has
-    worked: bool = False  # its process has finished a task
-    quick_deaths: int = 0  # in a row
+    start_at_s: float = 0.0  # earliest time of the next start
+    kill_at_s: float = float("inf")  # earliest time to kill a stalled process
+    asked: Future[HubStatus] | None = None  # pending check whether it is still stalled
+    worked: bool = False  # of the current process
+    quick_deaths: int = 0  # consecutive
     starts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerState:
-    """One place in the pool, for people."""
+    """State of one slot of the pool, for the status page."""
 
     reward: str
     name: str
@@ -105,16 +105,16 @@ class ScorerState:
 
 @dataclass(slots=True)
 class Scorers:
-    """`workers` processes per reward. The supervisor's loop calls `supervise`; nothing here waits except `stop`."""
+    """The worker processes of all programs. The supervisor loop calls `supervise`. Only `stop` blocks."""
 
     hub: Hub
-    programs: dict[str, Program]  # by the name of the reward, or of the decoder
+    programs: dict[str, Program]  # by name of the reward or decoder
     selector: selectors.BaseSelector
-    down: dict[str, str] = field(default_factory=dict)  # by reward: why
+    down: dict[str, str] = field(default_factory=dict)  # by reward
     all_were_ready: bool = False
     _scorers: list[_Scorer] = field(default_factory=list)
-    _deaths: dict[str, deque[float]] = field(default_factory=dict)  # since its last task was finished
-    _worked: set[str] = field(default_factory=set)  # rewards with a finished task since their last death
+    _deaths: dict[str, deque[float]] = field(default_factory=dict)  # times of deaths since the last finished task
+    _worked: set[str] = field(default_factory=set)  # rewards that finished a task since their last death
 
     def __post_init__(self) -> None:
         for name, program in self.programs.items():
@@ -122,7 +122,7 @@ class Scorers:
             self._deaths[name] = deque()
 
     def states(self) -> list[ScorerState]:
-        """Return all places of the pool. Any thread may call it."""
+        """Return the state of all slots. Thread-safe."""
         return [
             ScorerState(
                 reward=s.reward,
@@ -137,50 +137,53 @@ class Scorers:
         ]
 
     def waiting_for(self) -> list[str]:
-        """Names of the rewards that have a process which is not ready yet."""
-        return sorted({scorer.reward for scorer in self._scorers if not scorer.ready})
+        """Return the names of rewards with a process that is not ready."""
+        return sorted({slot.reward for slot in self._scorers if not slot.ready})
 
     def supervise(self, now_s: float) -> None:
-        """Start what is due, reap what has died. Raises RewardError if a reward cannot even start."""
-        for scorer in self._scorers:
-            if scorer.process is not None and now_s >= scorer.kill_at_s and self._hangs(scorer, now_s):
-                log.error("%s neither works nor ends (pid %d): killed", scorer.name, scorer.process.pid)
+        """Start scheduled processes and reap dead ones. Raises RewardError if a reward fails during startup."""
+        for slot in self._scorers:
+            if slot.process is not None and now_s >= slot.kill_at_s and self._hangs(slot, now_s):
+                log.error("%s makes no progress and does not exit (pid %d): killed", slot.name, slot.process.pid)
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(scorer.process.pid, signal.SIGKILL)
-                scorer.process.wait()
-            if scorer.process is not None and scorer.process.poll() is not None:
-                self._reap(scorer, now_s)
-            if scorer.process is None and scorer.reward not in self.down and now_s >= scorer.start_at_s:
-                self._start(scorer, now_s)
+                    os.killpg(slot.process.pid, signal.SIGKILL)
+                slot.process.wait()
+            if slot.process is not None and slot.process.poll() is not None:
+                self._reap(slot, now_s)
+            if slot.process is None and slot.reward not in self.down and now_s >= slot.start_at_s:
+                self._start(slot, now_s)
         self.all_were_ready = self.all_were_ready or not self.waiting_for()
 
     def next_start_s(self, now_s: float) -> float:
-        """Seconds until `supervise` has something to start or to kill, inf if nothing is planned."""
+        """Return the seconds until `supervise` must start or kill a process; inf if nothing is scheduled."""
         planned = [s.start_at_s for s in self._scorers if s.process is None and s.reward not in self.down]
         planned += [s.kill_at_s for s in self._scorers if s.process is not None]
         return max(0.0, min(planned, default=float("inf")) - now_s)
 
     def stalled(self, worker: str, now_s: float) -> None:
-        """Watch a worker that, says the hub, hangs or never got its task. It has been told so: one that hangs ends, one
-        that has not begun the task hands it back. One that does neither for a while is stopped, and is killed."""
-        for scorer in self._scorers:
-            if scorer.worker == worker:
-                scorer.kill_at_s = min(scorer.kill_at_s, now_s + STALL_GRACE_S)
+        """Watch a worker that the broker reports as stalled, and kill it if it does not react in time.
+
+        The broker has notified the worker. A hung worker exits by itself; a worker that has not started the task
+        returns it. A worker that does neither within STALL_GRACE_S is killed.
+        """
+        for slot in self._scorers:
+            if slot.worker == worker:
+                slot.kill_at_s = min(slot.kill_at_s, now_s + STALL_GRACE_S)
 
     def observe(self, ended: Ended) -> None:
-        """Take note of a task that ended; called by Hub in its thread. What is done makes earlier deaths forgotten."""
+        """Record a finished task, which resets the count of deaths. Called by the broker in its thread."""
         if ended.completion.ok:
-            for scorer in self._scorers:
-                if scorer.worker == ended.completion.worker:
-                    scorer.worked = True
-                    self._worked.add(scorer.reward)
+            for slot in self._scorers:
+                if slot.worker == ended.completion.worker:
+                    slot.worked = True
+                    self._worked.add(slot.reward)
 
     def read_status(self, scorer: _Scorer) -> None:
-        """Read the status of a process, which the selector says is there. Raises RewardError if it could not load."""
+        """Read the status line of a process when it is available. Raises RewardError if the worker failed to load."""
         assert scorer.process is not None
         assert scorer.process.stdout is not None
         line = scorer.process.stdout.readline()
-        if not line.endswith(b"\n"):  # it has closed its stdout, perhaps in the middle of a line: it ends
+        if not line.endswith(b"\n"):  # stdout was closed, perhaps within a line: the process is exiting
             self.selector.unregister(scorer.process.stdout)
             return
         status = json.loads(line)
@@ -191,7 +194,7 @@ class Scorers:
             log.info("%s is ready (pid %d)", scorer.name, scorer.process.pid)
 
     def stop(self) -> None:
-        """End all processes and what they have started: asked first, forced after STOP_S. Returns when all are gone."""
+        """Stop all processes and their children: close stdin, kill after STOP_S. Blocks until all have exited."""
         running = [s.process for s in self._scorers if s.process is not None]
         for process in running:
             _close(process.stdin)
@@ -200,15 +203,15 @@ class Scorers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline_s - time.monotonic()))
             _end(process)
-        for scorer in self._scorers:
-            scorer.process = None
+        for slot in self._scorers:
+            slot.process = None
 
     def kill(self) -> None:
-        """End all processes at once; for a signal handler."""
-        for scorer in self._scorers:
-            if scorer.process is not None:
+        """Kill all processes immediately. Safe in a signal handler."""
+        for slot in self._scorers:
+            if slot.process is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(scorer.process.pid, signal.SIGKILL)
+                    os.killpg(slot.process.pid, signal.SIGKILL)
 
     def _start(self, scorer: _Scorer, now_s: float) -> None:
         program = self.programs[scorer.reward]
@@ -228,9 +231,9 @@ class Scorers:
                 env=None if program.python is None else _with_our_packages(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # so that what it starts can be ended with it
+                start_new_session=True,  # so that its children can be killed with it
             )
-        except OSError as error:  # no such Python; no descriptors, processes or memory left
+        except OSError as error:  # no such interpreter; no descriptors, processes or memory left
             if not self.all_were_ready:
                 raise RewardError(f"{program.title} cannot start: {error}") from error
             log.error("%s cannot start: %s; next attempt in %.0f s", scorer.name, error, MAX_BACK_OFF_S)
@@ -238,21 +241,21 @@ class Scorers:
             return
         assert scorer.process.stdin is not None
         assert scorer.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, and reaped in the next turn
+        with contextlib.suppress(BrokenPipeError):  # already dead; `supervise` reaps it
             scorer.process.stdin.write(json.dumps(settings).encode() + b"\n")
             scorer.process.stdin.flush()
         self.selector.register(scorer.process.stdout, selectors.EVENT_READ, lambda: self.read_status(scorer))
 
     def _hangs(self, scorer: _Scorer, now_s: float) -> bool:
-        """Return True for a process that has had STALL_GRACE_S to hand back stalled work, and still has it.
+        """Return True if a process still holds stalled work after STALL_GRACE_S.
 
-        The hub knows: it is asked, and its answer is read in a later turn.
+        Queries the broker asynchronously: the first call only sends the request, a later call reads the reply.
         """
-        asked, scorer.asked = scorer.asked, None
-        if asked is None or not asked.done():
-            scorer.asked, scorer.kill_at_s = asked or self.hub.status(), now_s + ANSWER_S
+        request, scorer.asked = scorer.asked, None
+        if request is None or not request.done():
+            scorer.asked, scorer.kill_at_s = request or self.hub.status(), now_s + ANSWER_S
             return False
-        idle_s = None if asked.cancelled() else asked.result().workers.get(scorer.worker)
+        idle_s = None if request.cancelled() else request.result().workers.get(scorer.worker)
         stalled_s = 0.0 if idle_s is None else idle_s - self.hub.kinds[self.programs[scorer.reward].kind].stall_s
         wait_s = STALL_GRACE_S - stalled_s
         scorer.kill_at_s = now_s + max(0.0, wait_s) if stalled_s > 0 else float("inf")
@@ -262,17 +265,17 @@ class Scorers:
         process, scorer.process, scorer.ready = scorer.process, None, False
         assert process is not None
         assert process.stdout is not None
-        with contextlib.suppress(KeyError):  # unregistered when it closed its stdout
+        with contextlib.suppress(KeyError):  # already unregistered when stdout was closed
             self.selector.unregister(process.stdout)
         error = _unread_error(process.stdout)
         _end(process)
         if error is not None:
             self._cannot_load(scorer, error)
-        why = _cause(process.returncode)
-        self.hub.worker_lost(scorer.worker, f"its worker died ({why})")
+        cause = _cause(process.returncode)
+        self.hub.worker_lost(scorer.worker, f"its worker died ({cause})")
         if not self.all_were_ready:
             raise RewardError(
-                f"{self.programs[scorer.reward].title} cannot start: its worker died ({why}) while loading"
+                f"{self.programs[scorer.reward].title} cannot start: its worker died ({cause}) while loading"
             )
         if scorer.reward in self.down:
             return
@@ -280,7 +283,7 @@ class Scorers:
         scorer.quick_deaths = 1 if long_life or scorer.worked else scorer.quick_deaths + 1
         back_off_s = min(2.0 ** (scorer.quick_deaths - 1), MAX_BACK_OFF_S)
         scorer.start_at_s = now_s + back_off_s
-        log.warning("%s died (%s); next start in %.0f s", scorer.name, why, back_off_s)
+        log.warning("%s died (%s); next start in %.0f s", scorer.name, cause, back_off_s)
         deaths = self._deaths[scorer.reward]
         if scorer.reward in self._worked:
             self._worked.discard(scorer.reward)
@@ -290,24 +293,24 @@ class Scorers:
             deaths.popleft()
         if len(deaths) >= MAX_DEATHS:
             window = f"{DEATHS_WINDOW_S / 60:.0f} minutes"
-            self._give_up(scorer.reward, f"its workers died {len(deaths)} times within {window}, last: {why}")
+            self._give_up(scorer.reward, f"its workers died {len(deaths)} times within {window}, last: {cause}")
 
     def _cannot_load(self, scorer: _Scorer, error: str) -> None:
         if not self.all_were_ready:
             raise RewardError(f"{self.programs[scorer.reward].title} cannot start: {error}")
-        log.error("%s cannot load: %s", scorer.name, error)  # it ends now, and is reaped like any other
+        log.error("%s cannot load: %s", scorer.name, error)  # the process exits and is reaped as usual
 
-    def _give_up(self, reward: str, why: str) -> None:
-        self.down[reward] = f"{self.programs[reward].title} is down: {why}"
+    def _give_up(self, reward: str, reason: str) -> None:
+        self.down[reward] = f"{self.programs[reward].title} is down: {reason}"
         log.error("%s", self.down[reward])
         self.hub.kind_down(self.programs[reward].kind, self.down[reward])
-        for scorer in self._scorers:
-            if scorer.reward == reward and scorer.process is not None:
-                _close(scorer.process.stdin)
+        for slot in self._scorers:
+            if slot.reward == reward and slot.process is not None:
+                _close(slot.process.stdin)
 
 
 def _with_our_packages() -> dict[str, str]:
-    """The environment in which another Python finds wfm_ds and wfm_reward, which need not be installed in it."""
+    """Return an environment in which another interpreter can import wfm_ds and wfm_reward without installing them."""
     roots = [str(Path(package.__path__[0]).parent) for package in (wfm_ds, wfm_reward)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
@@ -322,17 +325,17 @@ def _cause(returncode: int) -> str:
 
 
 def _unread_error(status: IO[bytes]) -> str | None:
-    """The error that a dead process left in its status, if nobody has read it yet."""
-    os.set_blocking(status.fileno(), False)  # what it has forked may hold the other end open
+    """Return the unread error of a dead process from its status pipe, if any."""
+    os.set_blocking(status.fileno(), False)  # its children may hold the other end open
     line = status.readline()
-    if not line.endswith(b"\n"):  # it was killed while it wrote, or wrote nothing
+    if not line.endswith(b"\n"):  # it was killed while writing, or wrote nothing
         return None
     error = json.loads(line).get("error")
     return None if error is None else str(error)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process, if it lives, and everything in its session; reap it."""
+    """Kill a process and its session, and reap it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,8 +1,8 @@
 """`python -m wfm_reward.serve CONFIG.yaml [--check]`: the reward service.
 
-It only supervises: a hub in a thread, and `workers` scorer processes for each reward. When all are ready it writes
-pipes.json and one line of JSON to stdout. SIGTERM or SIGINT: finish what is being scored, then leave; a second one
-leaves at once. Exit status 0 when asked to stop, 2 for an error of the user's, 1 for anything else.
+The main process only supervises: it runs the broker in a thread and `workers` processes for each reward. When all
+workers are ready it writes pipes.json and one line of JSON to stdout. On SIGTERM or SIGINT it finishes running tasks
+and exits; a second signal exits immediately. Exit status: 0 after a requested stop, 2 for user errors, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm_reward.serve", description="Score images and videos.")
-    p.add_argument("config", type=Path, help="a YAML file: pipes and rewards")
-    p.add_argument("--check", action="store_true", help="check the configuration, start nothing")
-    p.add_argument("--stop-on-eof", action="store_true", help="stop when stdin is closed: the parent is gone")
+    p = argparse.ArgumentParser(prog="wfm_reward.serve", description="Run a reward service for images and videos.")
+    p.add_argument("config", type=Path, help="configuration file (YAML)")
+    p.add_argument("--check", action="store_true", help="check the configuration and exit")
+    p.add_argument("--stop-on-eof", action="store_true", help="stop when stdin is closed (the parent has exited)")
     return p
 
 
@@ -67,20 +67,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 class RewardServer:
-    """One running service, in the main thread of its process."""
+    """A running reward service. Use in the main thread of a process."""
 
     def __init__(self, config: ServiceConfig, base: Path, stop_on_eof: bool) -> None:
-        """Raises PipeError if an endpoint cannot be bound, KeyFileError if the keys cannot be used."""
+        """`base`: folder of the configuration file. Raises PipeError if an endpoint cannot be bound, KeyFileError for
+        invalid keys."""
         self.config = config
         self.file = base / config.pipes.file
         self.stop_on_eof = stop_on_eof
         self._selector = selectors.DefaultSelector()
         self._signals: Mailbox[int] = Mailbox()
-        self._stalled: Mailbox[str] = Mailbox()  # workers
-        self._stop: str | None = None  # why
+        self._stalled: Mailbox[str] = Mailbox()  # worker ids
+        self._stop: str | None = None
         self._drain_s = 0.0
         if (folder := config.pipes.folder) is None:
-            self._own = SocketFolder()  # in use as long as this process lives
+            self._own = SocketFolder()  # removed when this process exits
             folder = self._own.path
         self._folder = folder
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ class RewardServer:
         try:
             self._keys = None if config.pipes.keys is None else hub_keys(base / config.pipes.keys.expanduser())
             self._hub = self._bound()
-            self._remove_videos()  # of an earlier service, which was killed: the folder is this one's alone
+            self._remove_videos()  # left by a killed service; the folder belongs to one service at a time
             self._scorers = Scorers(self._hub, programs(config, self._folder), self._selector)
             self._port = self._http_port(base) if config.http is not None else None
         except UserError:
@@ -96,7 +97,7 @@ class RewardServer:
             raise
 
     def run(self) -> int:
-        """Serve until asked to stop. Raises RewardError if a reward cannot start."""
+        """Serve until stopped. Return the exit status. Raises RewardError if a reward cannot start."""
         self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._stalled, selectors.EVENT_READ, self._on_stalled)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
@@ -124,7 +125,7 @@ class RewardServer:
         if self._scorers.all_were_ready and not was_ready:
             self._announce()
         if not self._hub.alive():
-            self._stop = "the hub has failed"
+            self._stop = "the broker has failed"
         timeout_s = min(1.0, self._scorers.next_start_s(time.monotonic()))
         for key, _ in self._selector.select(timeout_s):
             on_event: Callable[[], None] = key.data
@@ -158,11 +159,11 @@ class RewardServer:
         try:
             from wfm_reward.web.port import HttpPort, ServiceParts
         except ImportError as error:
-            raise RewardError(f"the HTTP port needs a package ({error}): pip install 'wfm_ds[reward-http]'") from error
+            raise RewardError(f"HTTP needs a package ({error}): pip install 'wfm_ds[reward-http]'") from error
         return HttpPort(ServiceParts(self.config, self._hub, self._scorers, self._stats, self._keys), base)
 
     def _announce(self) -> None:
-        """Write pipes.json, complete or not at all and readable by the owner only, and say that all is ready."""
+        """Write pipes.json atomically, readable only by the owner, and print the ready status."""
         content: dict[str, Any] = {
             "clients": self._hub.client_endpoint,
             "pid": os.getpid(),
@@ -184,9 +185,9 @@ class RewardServer:
         for number in self._signals.take():
             if number != signal.SIGCHLD and self._stop is None:
                 self._stop, self._drain_s = signal.Signals(number).name, DRAIN_S
-                # While draining nobody reads the mailbox: the next signal acts by itself.
-                for again in (signal.SIGTERM, signal.SIGINT):
-                    signal.signal(again, self._leave_at_once)
+                # The mailbox is not read while draining, so the next signal must act directly.
+                for stop_signal in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(stop_signal, self._leave_at_once)
 
     def _on_stalled(self) -> None:
         for worker in self._stalled.take():
@@ -194,7 +195,7 @@ class RewardServer:
 
     def _on_stdin(self) -> None:
         if not os.read(0, 4096):
-            self._stop = "the parent is gone"  # nobody waits for what is being scored
+            self._stop = "the parent has exited"  # nobody needs the running tasks
 
     def _leave_at_once(self, number: int, frame: FrameType | None) -> None:
         self._scorers.kill()
@@ -205,24 +206,26 @@ class RewardServer:
 
     def _remove_files(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            if json.loads(self.file.read_text()).get("pid") == os.getpid():  # another service may have come after us
+            if json.loads(self.file.read_text()).get("pid") == os.getpid():  # not replaced by another service
                 self.file.unlink()
         self._remove_folder()
 
     def _remove_videos(self) -> None:
-        for video in self._folder.glob(VIDEO_FILES):  # decoded, and not fetched any more
+        for video in self._folder.glob(VIDEO_FILES):  # decoded but never collected
             video.unlink(missing_ok=True)
 
     def _remove_folder(self) -> None:
         self._remove_videos()
-        with contextlib.suppress(OSError):  # it holds files of others
+        with contextlib.suppress(OSError):  # not empty
             self._folder.rmdir()
 
 
 def programs(config: ServiceConfig, folder: Path) -> dict[str, Program]:
-    """The programs of the workers, by the name of the reward or decoder. Decoded videos go to that folder."""
+    """Return the worker programs by name of the reward or decoder. `folder`: for decoded videos."""
     scorers = {name: scorer(name, reward) for name, reward in config.rewards.items()}
-    return scorers | {f"decode:{n}": decoder(n, one, folder) for n, one in config.latent_decoders.items()}
+    return scorers | {
+        f"decode:{n}": decoder(n, decoder_config, folder) for n, decoder_config in config.latent_decoders.items()
+    }
 
 
 def _say(status: dict[str, object]) -> None:
@@ -230,7 +233,7 @@ def _say(status: dict[str, object]) -> None:
         sys.stdout.write(json.dumps(status) + "\n")
         sys.stdout.flush()
     except BrokenPipeError as error:
-        raise RewardError("nobody reads the status: stdout is closed") from error
+        raise RewardError("cannot print the status: stdout is closed") from error
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Statistics of the workers: counts, times, the last scores, failures and pictures.
+"""Statistics of the service by reward: counts, times, and the latest scores, failures and samples.
 
-The hub's thread writes (`observe`, once for each task that ends), the HTTP port's thread reads (`rewards`).
+The broker's thread writes (`record_task`, once per finished task), the HTTP server's thread reads (`snapshot`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy.typing as npt
 from wfm_ds.pipes.status import Ended
 
 BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-MAX_REASONS = 30  # classes of failures of one reward; all further ones are "other"
+MAX_REASONS = 30  # failure classes per reward; further ones are counted as "other"
 NUM_SCORES = 1000
 NUM_FAILURES = 8
 NUM_SAMPLES = 4
 SAMPLE_EVERY_S = 1.0
-THUMBNAIL = 160  # pixels of its longer side, at most
+THUMBNAIL = 160  # maximum pixels of the longer side
 RATE_WINDOW_S = 60.0
 MAX_BATCHES = 1000
 
 
 @dataclass(slots=True)
 class Times:
-    """A histogram of seconds, as Prometheus has them."""
+    """Prometheus-style histogram of seconds."""
 
     total: float = 0.0
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
@@ -51,12 +51,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ScoredPicture:
-    """A picture that was scored, or the first frame of a video."""
+    """A scored image, or the first frame of a scored video."""
 
     at_s: float  # wall clock
     sample_id: str
     prompt: str
-    picture: npt.NDArray[np.uint8]  # [h,w,3], every n-th pixel of it
+    picture: npt.NDArray[np.uint8]  # thumbnail [h,w,3]: every n-th pixel
     value: float | None
     failure: str | None
     parts: Mapping[str, float]
@@ -67,42 +67,42 @@ class RewardStats:
     """Statistics of one reward since the service started."""
 
     scored: int = 0
-    failed: Counter[str] = field(default_factory=Counter)  # by class of reason
-    score_s: Times = field(default_factory=Times)  # for each item, its share of its batch
-    wait_s: Times = field(default_factory=Times)  # for each item, until its batch began
+    failed: Counter[str] = field(default_factory=Counter)  # by failure class
+    score_s: Times = field(default_factory=Times)  # per item: batch time / batch size
+    wait_s: Times = field(default_factory=Times)  # per item: time until its batch started
     scores: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SCORES))
-    batches: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_BATCHES))  # sizes
+    batches: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_BATCHES))
     failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=NUM_FAILURES))
     samples: deque[ScoredPicture] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
-    ends: deque[tuple[float, int]] = field(default_factory=deque)  # monotonic clock, items; of the last minute
+    ends: deque[tuple[float, int]] = field(default_factory=deque)  # (monotonic time, items), last minute
 
     def per_minute(self, now_s: float) -> float:
-        """Items that ended in the last minute."""
+        """Return the number of items finished in the last minute."""
         return float(sum(items for at_s, items in self.ends if now_s - at_s <= RATE_WINDOW_S))
 
 
 class Stats:
-    """Statistics by reward."""
+    """Thread-safe statistics of all rewards."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rewards: dict[str, RewardStats] = {}
 
     def rewards(self) -> dict[str, RewardStats]:
-        """Return a copy."""
+        """Return a copy of the statistics by reward."""
         with self._lock:
             return {name: _copy(stats) for name, stats in self._rewards.items()}
 
     def observe(self, ended: Ended) -> None:
-        """Add a task that ended, if it is one of scoring; called by Hub."""
+        """Add a finished scoring task; other tasks are ignored. Called by the broker."""
         kind, _, name = ended.kind.partition(":")
         if kind != "score":
             return
-        answers = _answers(ended)
+        scores = _answers(ended)
         now_s, wall_s = time.monotonic(), time.time()
         with self._lock:
             stats = self._rewards.setdefault(name, RewardStats())
-            for row, (value, failure, _parts) in zip(ended.rows, answers, strict=True):
+            for row, (value, failure, _parts) in zip(ended.rows, scores, strict=True):
                 if failure is None:
                     stats.scored += 1
                     stats.scores.append(value)
@@ -117,30 +117,30 @@ class Stats:
             stats.ends.append((now_s, count))
             while now_s - stats.ends[0][0] > RATE_WINDOW_S:
                 stats.ends.popleft()
-            if answers and (not stats.samples or wall_s - stats.samples[-1].at_s >= SAMPLE_EVERY_S):
-                sample = _sample(ended, answers[0], wall_s)
+            if scores and (not stats.samples or wall_s - stats.samples[-1].at_s >= SAMPLE_EVERY_S):
+                sample = _sample(ended, scores[0], wall_s)
                 if sample is not None:
                     stats.samples.append(sample)
 
 
 def _answers(ended: Ended) -> list[Any]:
-    """Return (value, failure, parts) for each row, whatever the worker sent."""
+    """Return (value, failure, parts) for each row. Malformed worker replies become failures."""
     rows, scores = ended.rows, ended.completion.meta.get("scores")
     if not ended.completion.ok:
         return [(None, ended.completion.reason, {})] * len(rows)
     if not isinstance(scores, list | tuple) or len(scores) != len(rows) or not all(len(s) == 3 for s in scores):
-        return [(None, "its worker's answer cannot be read", {})] * len(rows)
+        return [(None, "the reply of its worker cannot be read", {})] * len(rows)
     return list(scores)
 
 
 def _class_of(reason: str, known: Mapping[str, int]) -> str:
-    """Return one name for all failures of one cause: up to the first colon, without numbers and quoted names."""
+    """Return the failure class: the reason up to the first colon, with numbers and quoted names replaced by N."""
     name = re.sub(r"'[^']*'|\d+(\.\d+)?", "N", reason.partition(":")[0])[:60]
     return name if name in known or len(known) < MAX_REASONS else "other"
 
 
 def _sample(ended: Ended, answer: Any, wall_s: float) -> ScoredPicture | None:
-    """The first item of a task, if its media are with it."""
+    """Return the first item of a task, or None if the task has no pixels."""
     spec = ended.specs[0] if ended.specs else None
     if spec is None or spec.dtype != "uint8" or len(spec.shape) not in (3, 4) or spec.shape[-1] != 3:
         return None
@@ -149,11 +149,9 @@ def _sample(ended: Ended, answer: Any, wall_s: float) -> ScoredPicture | None:
     if not pixels or len(pixels) != height * width * 3:
         return None
     step = -(-max(height, width) // THUMBNAIL)
-    picture = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)[::step, ::step].copy()
+    image = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)[::step, ::step].copy()
     row, (value, failure, parts) = ended.rows[0], answer
-    return ScoredPicture(
-        wall_s, str(row.get("id", "")), str(row.get("prompt", "")), picture, value, failure, dict(parts)
-    )
+    return ScoredPicture(wall_s, str(row.get("id", "")), str(row.get("prompt", "")), image, value, failure, dict(parts))
 
 
 def _copy(stats: RewardStats) -> RewardStats:

@@ -1,4 +1,4 @@
-"""`python -m wfm_reward.worker`: one scorer process. Started by serve.py (program.py says how)."""
+"""`python -m wfm_reward.worker`: worker process that computes one reward. Started by the service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wfm_reward.program import WorkerLoop, run
 
 log = logging.getLogger(__name__)
 
-REASON_CHARS = 200  # of one item's failure
+REASON_CHARS = 200  # maximum length of a failure reason
 ROW_TYPES: dict[str, type | tuple[type, ...]] = {
     "id": str,
     "prompt": str,
@@ -35,57 +35,57 @@ ROW_TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def load(settings: Mapping[str, Any]) -> WorkerLoop:
-    """Raises RewardError if the reward is unknown or cannot be loaded."""
+    """Create and load the reward. Raises RewardError if it is unknown or cannot be loaded."""
     reward = registry.create(settings["reward"], settings["device"], settings["options"])
     reward.load()
     scoring = Scoring(reward, settings["reward"], settings["max_batch"])
     if not settings["max_wait_ms"]:
-        # A task is a batch by itself: its scores do not depend on what else arrives.
+        # One batch per task: scores do not depend on other requests.
         return WorkerLoop(scoring.tasks, settings["stall_s"])
     return WorkerLoop(scoring.tasks, settings["stall_s"], settings["max_batch"], settings["max_wait_ms"] / 1000)
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A reward behind its checks: whatever it does, each item gets one Score, a finite number or a named failure."""
+    """Run a reward and validate its results: each item gets one Score, with a finite value or a failure reason."""
 
     reward: Reward
-    name: str  # as the recipe calls it
+    name: str  # name in the recipe
     max_batch: int
 
     def tasks(self, tasks: Sequence[TaskInHand], progress: Progress) -> list[Mapping[str, Any] | TaskFailed]:
-        """Return {"scores": [[value, failure, parts], ...] of its rows, "batch": items scored together} for each task.
+        """Score tasks. Return {"scores": [[value, failure, parts] per row], "batch": batch size} for each task.
 
-        A row is {id, prompt, metadata, fps?, inputs?}, its tensor uint8 [H,W,3] or [T,H,W,3]. Rows of one shape and
-        speed that follow each other are scored together, at most max_batch of them, whichever task they are of. A task
-        that does not look like this fails by itself.
+        A row is {id, prompt, metadata, fps?, inputs?} with a tensor uint8 [H,W,3] or [T,H,W,3]. Consecutive rows with
+        equal shape and fps form batches of at most `max_batch`, also across tasks. A malformed task fails without
+        affecting the others.
         """
-        checked = [_checked_rows(task) for task in tasks]
+        task_rows = [_checked_rows(task) for task in tasks]
         items = [
             (number, row, tensor)
-            for number, rows in enumerate(checked)
+            for number, rows in enumerate(task_rows)
             if not isinstance(rows, TaskFailed)
             for row, tensor in rows
         ]
-        answers: list[dict[str, Any]] = [{"scores": [], "batch": 0} for _ in tasks]
-        done = 0
-        for part in _alike(items, self.max_batch):
-            numbers, rows, tensors = zip(*part, strict=True)
-            scored = (score for some in self.items(rows, tensors) for score in some)
-            for number, score in zip(numbers, scored, strict=True):
-                answers[number]["scores"].append([score.value, _short(score.failure), dict(score.parts)])
-                answers[number]["batch"] = len(part)
-                done += 1
-                progress(done, len(items))
-        return [c if isinstance(c, TaskFailed) else a for c, a in zip(checked, answers, strict=True)]
+        replies: list[dict[str, Any]] = [{"scores": [], "batch": 0} for _ in tasks]
+        num_done = 0
+        for batch in _alike(items, self.max_batch):
+            numbers, rows, tensors = zip(*batch, strict=True)
+            scores = (score for part in self.items(rows, tensors) for score in part)
+            for number, score in zip(numbers, scores, strict=True):
+                replies[number]["scores"].append([score.value, _short(score.failure), dict(score.parts)])
+                replies[number]["batch"] = len(batch)
+                num_done += 1
+                progress(num_done, len(items))
+        return [r if isinstance(r, TaskFailed) else reply for r, reply in zip(task_rows, replies, strict=True)]
 
     def items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
-        """The scores in order, in one piece if the batch can be scored as a whole, else item by item."""
+        """Yield scores in order: one list for the whole batch or, if the batch fails, one list per item."""
         try:
             scores = self.batch(rows, tensors)
-        except Exception as error:  # the border of foreign code: it becomes named failures
+        except Exception as error:  # third-party code may raise anything; it becomes failures with a reason
             if len(rows) > 1:
-                log.info("%s failed on %d items at once (%s): one by one", self.name, len(rows), error)
+                log.info("%s failed on a batch of %d items (%s); scoring them one by one", self.name, len(rows), error)
             else:
                 log.warning("%s failed on %s", self.name, rows[0].get("id"), exc_info=True)
                 yield [self._failed(str(rows[0].get("id", "")), f"{type(error).__name__}: {error}")]
@@ -97,7 +97,7 @@ class Scoring:
             yield from self.items([row], [tensor])
 
     def batch(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> list[Score]:
-        """Checked scores. Raises whatever the reward raises, and ValueError if what it returns is not one per item."""
+        """Score one batch. Raises what the reward raises, and ValueError unless it returns one score per item."""
         batch = MediaBatch(
             media=np.stack(tensors),
             sample_ids=[row["id"] for row in rows],
@@ -109,28 +109,29 @@ class Scoring:
         )
         video = batch.media.ndim == 5
         if not video and "image" not in self.reward.media:
-            return [item.failed("it scores videos, this is an image") for item in batch]
+            return [item.failed("the reward accepts only videos, but the sample is an image") for item in batch]
         needs, inputs = self.reward.needs, self.reward.needs_inputs
-        lacking = {key for item in batch for key in needs if key not in item.metadata}
-        lacking |= {key for item in batch for key in inputs if key not in item.inputs}
-        if lacking:
-            raise ValueError(f"the metadata and inputs lack {', '.join(sorted(lacking))}")
+        missing = {key for item in batch for key in needs if key not in item.metadata}
+        missing |= {key for item in batch for key in inputs if key not in item.inputs}
+        if missing:
+            raise ValueError(f"missing metadata or inputs: {', '.join(sorted(missing))}")
         if video and "video" not in self.reward.media:
             return score_frames(self.scored, batch, self.reward.frames, self.max_batch)
         return self.scored(batch)
 
     def scored(self, batch: MediaBatch) -> list[Score]:
-        """Checked scores of media that the reward takes. Raises as `batch` does."""
-        started = time.monotonic()
-        answers = self.reward.score(batch)
-        if not isinstance(answers, list) or len(answers) != len(batch):
-            size = len(answers) if isinstance(answers, list) else f"a {type(answers).__name__}, not a list of"
+        """Score images or videos that the reward accepts. Raises like `score_batch`."""
+        start_s = time.monotonic()
+        scores = self.reward.score(batch)
+        if not isinstance(scores, list) or len(scores) != len(batch):
+            size = len(scores) if isinstance(scores, list) else f"a {type(scores).__name__}, not a list of"
             raise ValueError(f"score() returned {size} scores for {len(batch)} items")
-        seconds = (time.monotonic() - started) / len(batch)
-        return [self._checked(item.sample_id, answer, seconds) for item, answer in zip(batch, answers, strict=True)]
+        seconds = (time.monotonic() - start_s) / len(batch)
+        return [self._checked(item.sample_id, score, seconds) for item, score in zip(batch, scores, strict=True)]
 
     def _checked(self, sample_id: str, answer: Any, seconds: float) -> Score:
-        """The answer under our names, if it is a Score of this item with numbers in their ranges; else a failure."""
+        """Validate the result for one item: a Score with its sample id and values within their ranges. Else a
+        failure."""
         if not isinstance(answer, Score):
             return self._failed(sample_id, f"score() returned a {type(answer).__name__} instead of a Score", seconds)
         if answer.sample_id != sample_id:
@@ -142,49 +143,49 @@ class Scoring:
             if not math.isfinite(value):
                 return self._failed(sample_id, f"{output} = {value} is not finite", seconds)
             if limits is not None and value not in limits:
-                why = f"{output} = {value:g} is outside {limits.low:g} to {limits.high:g}"
-                return self._failed(sample_id, why, seconds)
+                reason = f"{output} = {value:g} is outside {limits.low:g} to {limits.high:g}"
+                return self._failed(sample_id, reason, seconds)
         parts = {output: float(value) for output, value in answer.parts.items()}
         return Score(sample_id=sample_id, reward=self.name, value=float(answer.value), seconds=seconds, parts=parts)
 
-    def _failed(self, sample_id: str, why: str, seconds: float = 0.0) -> Score:
-        return Score(sample_id=sample_id, reward=self.name, failure=why, seconds=seconds)
+    def _failed(self, sample_id: str, reason: str, seconds: float = 0.0) -> Score:
+        return Score(sample_id=sample_id, reward=self.name, failure=reason, seconds=seconds)
 
 
 def _checked_rows(task: TaskInHand) -> list[tuple[Mapping[str, Any], Array]] | TaskFailed:
-    """The rows of a task with their media, or what is wrong with them: any client of the hub may have written them."""
+    """Return the rows of a task with their tensors, or the error. Tasks come from clients, so nothing is trusted."""
     try:
         tensors = task.tensors()
     except TaskFailed as error:
         return error
     if len(tensors) != len(task.rows) or any(t.dtype != np.uint8 or t.ndim not in (3, 4) for t in tensors):
-        return TaskFailed("each item needs uint8 media of shape [H,W,3] or [T,H,W,3]", fatal=True)
+        return TaskFailed("each item needs a uint8 array of shape [H,W,3] or [T,H,W,3]", fatal=True)
     for number, row in enumerate(task.rows):
-        lacking = [key for key, kind in ROW_TYPES.items() if not isinstance(row.get(key), kind)]
-        if lacking:
-            return TaskFailed(f"row {number} does not have {' and '.join(lacking)} of the right type", fatal=True)
+        invalid = [key for key, kind in ROW_TYPES.items() if not isinstance(row.get(key), kind)]
+        if invalid:
+            return TaskFailed(f"row {number}: missing or wrong type: {' and '.join(invalid)}", fatal=True)
     try:
         inputs = [unpack_arrays(row.get("inputs", {})) for row in task.rows]
     except ValueError as error:
-        return TaskFailed(f"its inputs cannot be read: {error}", fatal=True)
+        return TaskFailed(f"the inputs cannot be read: {error}", fatal=True)
     return [
-        ({"fps": None, **row, "inputs": told}, tensor)
-        for row, told, tensor in zip(task.rows, inputs, tensors, strict=True)
+        ({"fps": None, **row, "inputs": row_inputs}, tensor)
+        for row, row_inputs, tensor in zip(task.rows, inputs, tensors, strict=True)
     ]
 
 
 Item: TypeAlias = tuple[int, Mapping[str, Any], Array]
-"""One item of a batch: the number of its task, its row, its media."""
+"""One item: index of its task, its row, its pixels."""
 
 
 def _alike(items: Iterable[Item], max_batch: int) -> Iterator[Sequence[Item]]:
-    """Neighbours of one shape and speed, at most max_batch of them at a time."""
-    for _, some in itertools.groupby(items, key=lambda item: (item[2].shape, item[1]["fps"])):
-        yield from chunks(list(some), max_batch)
+    """Group consecutive items with equal shape and fps, at most `max_batch` per group."""
+    for _, group in itertools.groupby(items, key=lambda item: (item[2].shape, item[1]["fps"])):
+        yield from chunks(list(group), max_batch)
 
 
 def _short(reason: str | None) -> str | None:
-    """Bounded, and without the half surrogate pairs that no message can carry."""
+    """Shorten a reason to REASON_CHARS and replace lone surrogates, which UTF-8 cannot encode."""
     return None if reason is None else reason[:REASON_CHARS].encode(errors="replace").decode()
 
 

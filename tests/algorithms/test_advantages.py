@@ -147,7 +147,7 @@ def test_statistics_of_the_total():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "message"), [([1.0, math.nan], "a failed one is None"), ([1.0], "1 rewards and 2 groups")]
+    ("rewards", "message"), [([1.0, math.nan], "or None if failed"), ([1.0], "1 rewards but 2 group ids")]
 )
 def test_what_makes_no_sense_is_refused(rewards, message):
     with pytest.raises(ValueError, match=message):
@@ -249,7 +249,7 @@ def test_transform_acts_between_normalisation_and_clip():
 
 
 def test_best_of_n_must_be_even_and_gdpo_compares_within_groups():
-    with pytest.raises(ValueError, match="best_of_n 3 takes as many best as worst samples: make it even"):
+    with pytest.raises(ValueError, match="best_of_n 3 must be even: half are the best samples, half the worst"):
         RlSettings(name="any", best_of_n=3)
     with pytest.raises(ValueError, match="set advantage_std: group"):
         RlSettings(name="any", combine="gdpo", advantage_std="global")
@@ -343,11 +343,11 @@ def test_a_reward_that_cannot_teach_is_named():
     clipped = RewardFunction(name="logit", clip=(0.0, 1.0))
     scores = [scored(ocr=0.25, logit=4.0), scored(ocr=0.25, logit=7.0), scored(ocr=None, logit=0.5)]
     assert warnings(scores, [RewardFunction(name="ocr"), clipped]) == [
-        "reward ocr is 0.25 for all 2 samples: there is nothing to learn from it",
-        "the clip of reward logit changes 67% of its scores: widen it",
+        "reward ocr is 0.25 for all 2 samples: it gives no training signal",
+        "reward logit: 67% of the scores are clipped. Widen its clip range",
     ]
     assert warnings(scores, [RewardFunction(name="logit")], clip=(-1.0, 1.0)) == [
-        "reward.clip changes 67% of the totals: widen it"
+        "reward.clip: 67% of totals are clipped. Widen it"
     ]
 
 

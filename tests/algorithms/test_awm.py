@@ -188,5 +188,5 @@ def test_recipes_that_cannot_work_are_refused(keys, message):
 def test_credit_that_would_be_shared_and_unknown_weightings_are_refused():
     with pytest.raises(ValueError, match="one value per sample"):
         matching_log_prob(torch.ones(3), torch.ones(3, 1), "sigma", 1.0)
-    with pytest.raises(ValueError, match="'x' is no weighting of AWM"):
+    with pytest.raises(ValueError, match="unknown AWM weighting 'x'"):
         matching_log_prob(torch.ones(3), torch.ones(3), "x", 1.0)

@@ -293,9 +293,9 @@ def test_an_extra_step_is_drawn_from_all_others_that_have_noise():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["sampling.s_churn=0"], r"no noise follows the denoise steps \[0, 1, 2\], only \[\]"),
-        (["sampling.s_t_max=50"], r"no noise follows the denoise steps \[0\], only \[1, 2, 3\]"),
-        (["algorithm.train_on=[0,1,2,3,-1]"], r"-1 is one more of the steps \[0, 1, 2, 3\]"),
+        (["sampling.s_churn=0"], r"steps \[0, 1, 2\] add no noise, only \[\] do"),
+        (["sampling.s_t_max=50"], r"steps \[0\] add no noise, only \[1, 2, 3\] do"),
+        (["algorithm.train_on=[0,1,2,3,-1]"], r"-1 adds another one of the stochastic steps \[0, 1, 2, 3\]"),
         (
             [
                 "algorithm.ratio_norm=gaussian",
@@ -303,9 +303,9 @@ def test_an_extra_step_is_drawn_from_all_others_that_have_noise():
                 "sampling.steps=10",
                 "algorithm.train_on=[8]",
             ],
-            r"cannot compare two policies at the denoise steps \[8\]",
+            r"the noise std at steps \[8\] is below 0\.05, too low to compare two policies",
         ),
-        (["sampling.steps=300", "sampling.s_churn=30", "sampling.s_t_max=20"], "do not fall"),
+        (["sampling.steps=300", "sampling.s_churn=30", "sampling.s_t_max=20"], "do not decrease"),
     ],
 )
 def test_steps_without_usable_noise_are_refused(overrides, message):
@@ -316,18 +316,18 @@ def test_steps_without_usable_noise_are_refused(overrides, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm.train_on=[3,4]"], "may go to 3 when sampling.steps is 5"),
-        (["algorithm.train_on=[1,1]"], "names a step twice"),
-        (["sampling.solver=ode"], "rolls out with edm_2ab or edm_euler"),
+        (["algorithm.train_on=[3,4]"], "must be at most 3 with sampling.steps 5"),
+        (["algorithm.train_on=[1,1]"], "has a duplicate step"),
+        (["sampling.solver=ode"], "does not support sampling.solver ode: set it to edm_2ab or edm_euler"),
         (["sampling.noise_level=0.5"], "does not read noise_level: set s_churn"),
         (["sampling.s_t_min=5", "sampling.s_t_max=2"], "s_t_min 5.0 must be below s_t_max 2.0"),
-        (["algorithm.update_ref_every=4"], "moves a reference that nothing reads"),
-        (["sampling.guidance_scale=3"], "trains the prediction without guidance"),
-        (["data.kind=prompts"], "data_beta needs captioned media.* set data.kind: paired"),
-        (["algorithm.data_beta=0", "algorithm.data_on_first_only=true"], "which data_beta: 0 leaves out"),
-        (["algorithm.data_beta=0", "algorithm.data_forward=separate"], "which data_beta: 0 leaves out"),
+        (["algorithm.update_ref_every=4"], "updates a reference policy that is not used"),
+        (["sampling.guidance_scale=3"], "trains predictions without guidance"),
+        (["data.kind=prompts"], "data_beta needs captioned images or videos.* set data.kind: paired"),
+        (["algorithm.data_beta=0", "algorithm.data_on_first_only=true"], "need a diffusion loss, but data_beta is 0"),
+        (["algorithm.data_beta=0", "algorithm.data_forward=separate"], "need a diffusion loss, but data_beta is 0"),
         (["algorithm.exp_reward_baseline=1"], "only read with exp_reward"),
-        (["algorithm.exp_reward=true", "algorithm.adv_mode=one_only"], "leaves none of them"),
+        (["algorithm.exp_reward=true", "algorithm.adv_mode=one_only"], "drops these: set exp_reward_baseline"),
         (["algorithm.min_num_conditional_frames=1"], "is above max_num_conditional_frames 0"),
         (["algorithm.updates_per_rollout=2"], "updates_per_rollout"),
     ],
@@ -340,9 +340,9 @@ def test_combinations_that_cannot_be_are_recipe_errors(overrides, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sampling.solver=edm_2ab", "is for algorithm ddrl"),
+        ("sampling.solver=edm_2ab", "is only for algorithm ddrl"),
         ("sampling.s_churn=1", "does not read s_churn"),
-        ("rollout.policy=current", "read by algorithm ddrl only"),
+        ("rollout.policy=current", "rollout.policy is only for algorithm ddrl"),
     ],
 )
 def test_its_keys_are_refused_elsewhere(override, message):

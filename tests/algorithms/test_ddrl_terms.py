@@ -168,9 +168,9 @@ def test_data_levels_follow_the_density_of_the_base_model(video):
 
 def test_what_does_not_fit_is_refused():
     case = Transitions((3, 2, 5, 4))
-    with pytest.raises(ValueError, match="'sum' is no way to scale the ratio"):
+    with pytest.raises(ValueError, match="unknown ratio norm 'sum'"):
         case.log_ratio("sum")
     with pytest.raises(ValueError, match=r"gain must be \[3\]"):
         log_ratio(case.velocity, case.old, case.noise, case.gain[:, None], case.std, norm="gaussian")
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match="the same shape"):
         log_ratio(case.velocity, case.old[:, :, :1], case.noise, case.gain, case.std, norm="gaussian")

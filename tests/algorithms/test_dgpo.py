@@ -78,11 +78,10 @@ def test_loss_and_gradient_equal_float64_of_whole_groups():
     velocity = torch.randn(batch.clean.shape, generator=draw, requires_grad=True)
     refs = {"ref": velocity.detach() + 0.1 * torch.randn(batch.clean.shape, generator=draw)}
     with torch.no_grad():
-        parts = algorithm.surveyed(velocity, batch, refs)
-    keys = [algorithm.survey_key(term) for term in terms]
-    sums = [sum(parts[j] * terms[j].weight for j in range(len(terms)) if keys[j] == key) for key in keys]
-    told = dataclasses.replace(batch, survey=torch.stack(sums))
-    loss_B, stats = algorithm.loss(velocity, told, refs)
+        groups, parts = algorithm.group_statistics(terms, velocity, batch, refs)
+    sums = [sum(parts[j] * terms[j].weight for j in range(len(terms)) if groups[j] == group) for group in groups]
+    batch_with_sums = dataclasses.replace(batch, group_statistics=torch.stack(sums))
+    loss_B, stats = algorithm.loss(velocity, batch_with_sums, refs)
     (gradient,) = torch.autograd.grad((loss_B * batch.weight).sum(), velocity)
 
     def errors(v):
@@ -108,13 +107,13 @@ def test_at_the_reference_every_group_weighs_one_half_and_only_advantages_teach(
     terms = terms_of(algorithm)
     batch = algorithm.assemble(terms, samples(), torch.device("cpu"))
     velocity = torch.randn_like(batch.clean)
-    assert not algorithm.surveyed(velocity, batch, {"ref": velocity}).any()
+    assert not algorithm.group_statistics(terms, velocity, batch, {"ref": velocity})[1].any()
     assert [term.row for term in terms if algorithm.has_gradient(term, frozenset())] == [
         term.row for term in terms if ADVANTAGES[term.row]
     ]
 
 
-def test_its_survey_is_one_more_forward_of_each_term():
+def test_group_statistics_take_one_more_forward_of_each_term():
     recipe = recipe_of()
     forwards = rl_step(recipe, derive(recipe, 1), build_rl(recipe, torch.linspace(1, 0, 6, dtype=FP64)), 2)
     assert forwards["survey"] == forwards["policy"]

@@ -190,7 +190,7 @@ def test_groups_of_equal_rewards_are_dropped_where_only_the_reward_teaches(secti
         ({"levels": "stratified"}, "stratified needs num_levels"),
         ({"flow_shift": 3.0}, "flow_shift: only read with levels: stratified"),
         ({"num_levels": 2, "timestep_fraction": 0.5}, "timestep_fraction: only read with num_levels unset"),
-        ({"num_levels": 11}, r"num_levels 11 is more than the 10 noise levels.*or set algorithm.levels: stratified"),
+        ({"num_levels": 11}, r"num_levels 11 is more than sampling\.steps 10: .*or set algorithm.levels: stratified"),
     ],
 )
 def test_keys_that_mean_nothing_together_are_refused(keys, message):

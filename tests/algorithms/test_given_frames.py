@@ -103,15 +103,15 @@ def test_loss_and_gradient_are_those_of_the_other_frames(case):
     [terms] = rl.updates(SimpleNamespace(mine=samples, first=0), ADVANTAGES, step=1)
     terms = [dataclasses.replace(term, first=False) if hasattr(term, "first") else term for term in terms]
     batch = rl.assemble(terms, samples, torch.device("cpu"))
-    if rl.surveys:
-        batch = dataclasses.replace(batch, survey=drawn(len(terms), seed=9))
+    if rl.uses_group_statistics:
+        batch = dataclasses.replace(batch, group_statistics=drawn(len(terms), seed=9))
     assert batch.conditional_frames.counts.tolist() == [COUNTS[term.row] for term in terms]
     velocity = drawn(*batch.latents.shape, seed=3).requires_grad_()
     references = {policy: velocity.detach() + 0.1 * drawn(*velocity.shape, seed=4) for policy in rl.references}
     loss, stats = rl.loss(velocity, batch, references)
     loss.sum().backward()
-    if rl.surveys:
-        surveyed = rl.surveyed(velocity.detach(), batch, references)
+    if rl.uses_group_statistics:
+        _, contributions = rl.group_statistics(terms, velocity.detach(), batch, references)
     for row, term in enumerate(terms):
         count = COUNTS[term.row]
         assert velocity.grad[row, :, :count].abs().sum() == 0
@@ -124,9 +124,9 @@ def test_loss_and_gradient_are_those_of_the_other_frames(case):
         for tag, value in figures.items():
             if not isinstance(value, tuple):
                 torch.testing.assert_close(stats[tag][row].double(), value[0].double(), rtol=1e-4, atol=1e-6, msg=tag)
-        if rl.surveys:
-            want = rl.surveyed(own.detach(), alone(batch, row, count), others)
-            torch.testing.assert_close(surveyed[row].double(), want[0], rtol=1e-4, atol=1e-5)
+        if rl.uses_group_statistics:
+            _, expected = rl.group_statistics([term], own.detach(), alone(batch, row, count), others)
+            torch.testing.assert_close(contributions[row].double(), expected[0], rtol=1e-4, atol=1e-5)
 
 
 def test_given_frames_hold_still_and_are_no_part_of_log_probabilities():
@@ -155,16 +155,16 @@ def test_given_frames_hold_still_and_are_no_part_of_log_probabilities():
     [
         (
             ["data.kind=prompts", "data.max_upscale=2"],
-            r"max_num_conditional_frames needs captioned media.*set data\.kind: paired",
+            r"max_num_conditional_frames needs captioned images or videos.*set data\.kind: paired",
         ),
         (
             ["algorithm.min_num_conditional_frames=0", "algorithm.max_num_conditional_frames=0"],
-            "reads the media of data.kind paired where samples are given frames of them",
+            "uses data.kind: paired only for conditioning frames: set algorithm.max_num_conditional_frames",
         ),
         (["algorithm.min_num_conditional_frames=2"], "min_num_conditional_frames 2 is above max_num"),
-        (["validation.prompts=p.txt"], "validation.prompts has texts alone, and every sample is given frames"),
+        (["validation.prompts=p.txt"], "validation.prompts has no frames, but every sample needs conditioning frames"),
         (["validation.num_images=3"], "does not read validation.num_images"),
-        (["rollout.max_refills=1"], "rollout.max_refills is for data.kind: prompts, not paired"),
+        (["rollout.max_refills=1"], "rollout.max_refills is only for data.kind: prompts, not paired"),
     ],
 )
 def test_recipes_that_cannot_give_frames_are_refused(overrides, message):

@@ -156,7 +156,7 @@ def test_weights_are_finite_over_the_whole_range(kind):
 
 
 def test_an_unknown_weight_is_refused():
-    with pytest.raises(ValueError, match="'snr' is not a loss weighting"):
+    with pytest.raises(ValueError, match="unknown loss weighting 'snr'"):
         loss_weight("snr", torch.zeros(1))
 
 
@@ -202,7 +202,7 @@ def test_micro_batches_do_not_change_the_gradient(cuts):
     [
         (torch.zeros(2, 1, 3, 3), torch.zeros(2, 1), r"sigma must be \[2\]"),
         (torch.zeros(2, 1, 3, 3), torch.ones(2, dtype=torch.int64), "sigma must be torch.float32"),
-        (torch.zeros(1, 1, 3, 3), torch.zeros(2), "one shape"),
+        (torch.zeros(1, 1, 3, 3), torch.zeros(2), "the same shape"),
         (torch.zeros(2, 1, 3, 3).half(), torch.zeros(2), "float32"),
         (torch.zeros(2, 1, 3, 3).int(), torch.zeros(2), "float32"),
     ],
@@ -231,7 +231,7 @@ def test_given_frames_are_left_out_of_the_mean(num_conditional_frames):
 def test_a_mask_of_another_shape_is_refused():
     latents = torch.randn(2, 3, 4, 2, 2)
     for shape in ((2, 1, 4, 2, 2), (2, 1, 3, 1, 1), (2, 4)):
-        with pytest.raises(ValueError, match="conditional_mask must be"):
+        with pytest.raises(ValueError, match="conditioning_mask must be"):
             flow_loss(latents, latents, latents, torch.ones(2), conditional_mask=torch.zeros(shape))
 
 

@@ -75,7 +75,7 @@ def test_adapter_of_one_expert_is_not_enough_for_two(tiny_pipelines, tmp_path):
 
 def test_file_that_does_not_name_its_alpha_is_refused(adapted, tmp_path):
     folder = saved(adapted, tmp_path / "lora", metadata=False)
-    with pytest.raises(ModelError, match="does not name its alpha"):
+    with pytest.raises(ModelError, match="does not contain its alpha"):
         load_adapter(loaded(adapted.path), folder)
 
 
@@ -113,7 +113,7 @@ def test_damaged_file_is_refused(adapted, tmp_path):
 def test_folder_around_the_adapter_names_the_one_inside(adapted, tmp_path):
     saved(adapted, tmp_path / "step_3" / "lora")
     assert adapter_file(tmp_path / "step_3" / "lora").is_file()
-    with pytest.raises(ModelError, match=r"step_3 has no model.safetensors; .*step_3/lora has"):
+    with pytest.raises(ModelError, match=r"step_3 has no model.safetensors; use .*step_3/lora$"):
         adapter_file(tmp_path / "step_3")
-    with pytest.raises(ModelError, match=r"as safetensors/step_N/lora of a LoRA run has"):
+    with pytest.raises(ModelError, match=r"; use safetensors/step_N/lora of a LoRA run$"):
         adapter_file(tmp_path)

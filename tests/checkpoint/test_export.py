@@ -188,7 +188,7 @@ def test_lora_tensors_stay_float32_whatever_the_dtype(adapted, tmp_path):
 def test_adapter_that_changes_nothing_is_exported_with_a_warning(model, tmp_path, caplog):
     source = add_adapter(model, b_std=0.0)
     assert export(ExportTarget.of(model), source, tmp_path / "out", **MAIN).is_dir()
-    assert "changes nothing" in caplog.text
+    assert "this adapter has no effect" in caplog.text
 
 
 def without_b_of_one_layer(name, tensor):
@@ -224,7 +224,7 @@ def with_a_nan(name, tensor):
     [
         (without_b_of_one_layer, r"transformer_blocks\.0\.attn\.to_k: .* do not fit a layer \[32, 32\]"),
         (of_another_rank, "of rank 4 do not fit"),
-        (under_another_name, "no such layer"),
+        (under_another_name, "do not fit any layer"),
         (with_the_adapters_name, "not the name of a LoRA tensor"),
         (without_any, "matched no layer"),
         (not_gathered, "not gathered"),
@@ -351,8 +351,8 @@ def infinite(name, tensor):
     ("edit", "message"),
     [
         (drop_one, r"1 tensors .* not exported, e\.g\. proj_out\.bias"),
-        (add_one, r"proj_out\.lora_A\.weight is no tensor of the denoiser"),
-        (cut_one, r"proj_out\.bias is \[1\], the model has \[16\]"),
+        (add_one, r"proj_out\.lora_A\.weight: unexpected or duplicate tensor of the denoiser"),
+        (cut_one, r"proj_out\.bias is \[1\], but the model has \[16\]"),
         (not_gathered, "not gathered"),
         (infinite, "NaN or infinity"),
     ],
@@ -495,7 +495,7 @@ def test_a_lora_names_the_prompt_template_that_it_was_trained_with(tiny_pipeline
 def test_loading_lines_say_which_pipeline_builds_a_safety_checker(tiny_pipelines):
     for family, said in (("cosmos25", True), ("sana", False)):
         lines = loading_lines(tiny_pipelines(family), tiny_pipelines(family), lora=False)
-        assert ("safety_checker=... is added:\npipe = " in lines) == said
+        assert ("unless you pass safety_checker=...:\npipe = " in lines) == said
 
 
 def test_export_names_the_text_length_that_was_trained_with(trained, tmp_path):

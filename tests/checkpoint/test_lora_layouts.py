@@ -196,11 +196,11 @@ def test_what_cannot_be_named_is_one_sentence(export, tmp_path, capsys):
     strange = {"lora_te1_text_model.lora_down.weight": one.A, "lora_te1_text_model.lora_up.weight": one.B}
     save_file(strange, tmp_path / "text.safetensors")
     for words, part in (
-        ([tmp_path / "text.safetensors", tmp_path / "x"], "no layers of the denoiser (lora_te1_text_model)"),
-        ([lora, tmp_path / "folder", "--layout", "kohya"], "layout kohya is a file; name one that ends with"),
+        ([tmp_path / "text.safetensors", tmp_path / "x"], "names are not layers of the denoiser (lora_te1_text_model)"),
+        ([lora, tmp_path / "folder", "--layout", "kohya"], "layout kohya needs a file name that ends with"),
         ([lora, out, "--layout", "kohya", "--merge"], "--merge writes a whole pipeline"),
-        ([lora, out, "--rank", 3], "are for --extract BASE"),
-        ([folder, out, "--extract", folder], "needs --rank R, --energy SHARE"),
+        ([lora, out, "--rank", 3], "need --extract BASE"),
+        ([folder, out, "--extract", folder], "needs --rank R, --energy FRACTION"),
         ([folder, tmp_path / "e", "--extract", folder, "--rank", 3], "there is nothing to extract"),
         ([tmp_path / "nothing.safetensors", out, "--layout", "kohya"], "does not exist"),
     ):
@@ -220,7 +220,7 @@ def test_extraction_gives_the_lora_that_was_merged(export, tmp_path, capsys):
     assert run(capsys, lora, whole, "--merge", "--base", folder, "--dtype", "float32")[0] == 0
     code, text = run(capsys, whole, back, "--extract", folder, "--energy", 0.999999)
     assert code == 0, text
-    assert "it has 100.0% of what changed in the transformer" in text
+    assert "it reproduces 100.0% of the change in the transformer" in text
     found = LoraSource(back).layers["transformer"]
     assert {layer.rank for layer in found.values()} == {RANK}
     for name, layer in parts["transformer"].items():

@@ -82,7 +82,7 @@ def test_another_file_system_gets_copies_and_one_warning(base, caplog):
         }
     (record,) = caplog.records
     assert "3 unchanged files" in record.getMessage()
-    assert "had to be copied" in record.getMessage()
+    assert "were copied, because they cannot be hard-linked" in record.getMessage()
 
 
 def test_other_errors_of_linking_are_not_hidden_by_a_copy(base, tmp_path, monkeypatch):
@@ -96,7 +96,7 @@ def test_other_errors_of_linking_are_not_hidden_by_a_copy(base, tmp_path, monkey
 
 def test_missing_component_is_named(base, tmp_path):
     shutil.rmtree(base / "vae")
-    with pytest.raises(ModelError, match=r"base/vae: the model index names this component, but"):
+    with pytest.raises(ModelError, match=r"base/vae: the model index lists this component, but"):
         share_unchanged(base, tmp_path / "out", changed=("transformer",))
 
 

@@ -60,8 +60,8 @@ def misshape_the_marker(folder):
         (lengthen, "own_0.safetensors has 101 bytes instead of 100"),
         (lose_a_file, "own_1.safetensors cannot be read (No such file or directory)"),
         (lose_the_marker, "COMPLETE cannot be read (No such file or directory)"),
-        (garble_the_marker, "COMPLETE is garbled"),
-        (misshape_the_marker, "COMPLETE is garbled"),
+        (garble_the_marker, "COMPLETE is damaged"),
+        (misshape_the_marker, "COMPLETE is damaged"),
     ],
 )
 def test_damaged_one_is_passed_over_with_a_warning_that_says_why(tmp_path, caplog, damage, reason):
@@ -71,7 +71,7 @@ def test_damaged_one_is_passed_over_with_a_warning_that_says_why(tmp_path, caplo
     damage(newer)
     assert store.read(newer) is None
     assert store.newest(tmp_path).path == older
-    assert [record.getMessage() for record in caplog.records] == [f"{newer} is passed over: {reason}"]
+    assert [record.getMessage() for record in caplog.records] == [f"{newer} is skipped: {reason}"]
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path):

@@ -27,5 +27,5 @@ def test_what_the_base_does_not_hold_is_named(tiny_pipelines):
     stored = target.stored("transformer")
     with pytest.raises(ModelError, match=r"nothing\.weight cannot be read from"):
         stored.tensor("nothing.weight")
-    with pytest.raises(ModelError, match="has no transformer_2 that diffusers knows"):
+    with pytest.raises(ModelError, match="has no transformer_2 with a diffusers class"):
         target.shapes("transformer_2")

@@ -59,7 +59,7 @@ def test_what_was_not_announced_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"1 tensors are missing, e\.g\. b"):
         half_written(tmp_path / "half", specs)
     with TensorFile(tmp_path / "file", specs, {}) as file:
-        with pytest.raises(ValueError, match=r"a is F32 \[3\], F32 \[2\] was announced"):
+        with pytest.raises(ValueError, match=r"a is F32 \[3\], expected F32 \[2\]"):
             file.write("a", torch.zeros(3))
         for name, spec in specs.items():
             file.write(name, torch.zeros(spec.shape))

@@ -41,7 +41,7 @@ def test_a_run_from_python_is_the_command_s_and_is_read_from_its_folder(trained)
     assert last.file.is_file()
     assert (last.seed, bool(last.prompt)) == (1000001, True)
     assert trained.page.is_file()
-    with pytest.raises(UserError, match="opened to be read"):
+    with pytest.raises(UserError, match="is read-only"):
         again.train()
 
 
@@ -52,7 +52,7 @@ def test_a_mistake_is_said_at_once(tmp_path):
         Run.from_recipe("tiny/sd3_sft", {"run.stepz": 1})
     run = Run.from_recipe("tiny/sd3_sft", {"run.output_dir": tmp_path / "none"})
     assert (run.samples(), run.metrics()) == ([], [])
-    with pytest.raises(UserError, match="has not ended, or not begun"):
+    with pytest.raises(UserError, match="has not finished, or not started"):
         run.result()
     with pytest.raises(AttributeError):
         wfm_ds.Walk  # noqa: B018

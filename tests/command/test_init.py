@@ -105,7 +105,7 @@ def test_videos_are_for_video_models(init, tmp_path):
     (folder / "a.txt").write_text("it fades")
     code, _, said = init("--data", folder, "--model", "tiny:sd3")
     assert code == 2
-    assert "holds videos" in said
+    assert "contains videos" in said
     code, recipe, _ = init("--data", folder, "--model", "tiny:wan21")
     assert recipe.sampling.num_frames > 1
 
@@ -124,16 +124,16 @@ def test_every_number_says_why(init, pictures, tmp_path):
     init("--data", pictures((64, 64)), "--model", "tiny:sd3", "--prompt", 'one: "caption" #1')
     text = (tmp_path / "mine.yaml").read_text()
     assert yaml.safe_load(text)["data"]["prompt"] == 'one: "caption" #1'
-    assert "height: 32  # the pipeline's own" in text
+    assert "height: 32  # default of the pipeline" in text
 
 
 def test_mistakes_are_one_sentence_and_leave_nothing(init, pictures, tmp_path):
     folder = pictures((64, 64))
     for words, sentence in (
-        (("--data", "nowhere", "--model", "tiny:sd3"), "nowhere is no folder here"),
+        (("--data", "nowhere", "--model", "tiny:sd3"), "nowhere not found. For a dataset"),
         (("--data", folder, "--model", "tiny:none"), "none is not a tiny pipeline"),
-        (("--data", folder, "--model", "tiny:sd3", "--rl", "ocr"), "is no file: with --rl, --data names"),
-        (("--data", folder, "--model", "tiny:sd3", "--out", "no/mine.yaml"), "there is no folder no"),
+        (("--data", folder, "--model", "tiny:sd3", "--rl", "ocr"), "is not a file: with --rl, --data must be"),
+        (("--data", folder, "--model", "tiny:sd3", "--out", "no/mine.yaml"), "folder no not found"),
     ):
         code, _, said = init(*words)
         assert code == 2
@@ -165,4 +165,4 @@ def test_a_model_that_begins_with_an_image_gets_clips_that_say_so(init, pictures
     (tmp_path / "p.txt").write_text("a cat\n")
     for words in (("--data", tmp_path / "p.txt", "--rl", "motion"), ("--data", pictures((64, 64)))):
         code, _, said = init(*words, "--model", "tiny:wan22_i2v", "--force")
-        assert (code, "begin with" in said) == (2, True)
+        assert (code, "start with" in said) == (2, True)

@@ -102,25 +102,25 @@ def subject(tiny_pipelines):
 @pytest.mark.parametrize(
     ("family", "check", "says"),
     [
-        (Flipped, drawing.latents_without_guidance, "the latents of two prompts at a guidance of 1: values differ by"),
-        (Flipped, exports.full_export, "the latents that plain diffusers draws from the export: values differ by"),
-        (Unscaled, pixels.encoding_is_the_inverse_of_decoding, "pixels that were encoded and decoded: values differ"),
+        (Flipped, drawing.latents_without_guidance, "the latents of two prompts at guidance scale 1: values differ by"),
+        (Flipped, exports.full_export, "the latents that diffusers generates from the export: values differ by"),
+        (Unscaled, pixels.encoding_is_the_inverse_of_decoding, "pixels after encoding and decoding: values differ"),
         (Mixed, denoiser.a_batch_is_its_samples, "sample 0 of a batch: values differ"),
-        (Deaf, drawing.prompts_matter, "two prompts differ by 0 in pixels"),
-        (Weak, drawing.latents_with_guidance, "the latents of two prompts at a guidance of 4: values differ by"),
-        (Unchecked, denoiser.wrong_arguments, "sigma [2, 1] ends in AssertionError ("),
+        (Deaf, drawing.prompts_matter, "two prompts differ by only 0 in pixels"),
+        (Weak, drawing.latents_with_guidance, "the latents of two prompts at guidance scale 4: values differ by"),
+        (Unchecked, denoiser.wrong_arguments, "sigma [2, 1] raises AssertionError ("),
         (Misnamed, denoiser.lora_and_checkpointing, "no linear layer's name ends with to_kv"),
-        (Rough, pixels.sizes_are_multiples, "the size (1, 16, 1) is refused without the words"),
-        (Untold, inputs.inputs_change_the_velocity, "other inputs change the velocity by 0 only"),
+        (Rough, pixels.sizes_are_multiples, "the size (1, 16, 1) is rejected without the words"),
+        (Untold, inputs.inputs_change_the_velocity, "other inputs change the velocity by only 0"),
         (Averaged, inputs.a_batch_of_inputs_is_its_samples, "sample 0 of a batch with inputs: values differ by"),
-        (OneHalf, inputs.both_halves_of_guidance_are_told, "change what guidance contrasts with by 0 only"),
-        (Demanding, inputs.inputs_that_are_missing, "a sample without actions is not refused; raise a ValueError"),
+        (OneHalf, inputs.both_halves_of_guidance_are_told, "change the negative half of guidance by only 0"),
+        (Demanding, inputs.inputs_that_are_missing, "a sample without actions is not rejected; raise a ValueError"),
         (Raw, drawing.decoded_pixels, "the decoded pixels: the shape is [2, 3, 32, 47] and should be [2, 3, 32, 48]"),
     ],
 )
 def test_a_mistake_is_found_and_named(subject, family, check, says):
     (finding,) = examine(subject(family), [check])
-    assert finding.check == check.__name__.replace("_", " ")
+    assert finding.check == check.__name__.removeprefix("check_").replace("_", " ")
     assert says in (finding.sentence or "nothing")
 
 
@@ -140,7 +140,7 @@ def test_what_is_kept_has_no_sentence(subject):
 
 def test_what_a_family_does_not_have_is_no_mistake_and_no_merit(subject):
     (finding,) = examine(subject(StableDiffusion3), [inputs.inputs_change_the_velocity])
-    assert (finding.applies, finding.sentence) == (False, "the family takes no inputs")
+    assert (finding.applies, finding.sentence) == (False, "the family has no inputs")
 
 
 def test_the_command_ends_with_one_for_a_broken_family_and_two_for_a_mistake(subject, monkeypatch, capsys):
@@ -150,8 +150,8 @@ def test_the_command_ends_with_one_for_a_broken_family_and_two_for_a_mistake(sub
     monkeypatch.setattr(sys.modules[__name__], "EULER", CASES["sd3"], raising=False)
     assert main([*words, "--case", f"{__name__}:EULER"]) == 1
     first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("BROKEN  latents without guidance: the latents of two prompts")
-    assert last == "sd3: 0 of 1 checks kept"
+    assert first.startswith("FAILED  latents without guidance: the latents of two prompts")
+    assert last == "sd3: 0 of 1 checks passed"
     for wrong, says in (
         ([*words, "--case", "not_there:CASE"], "--case not_there:CASE: cannot import 'not_there'"),
         ([*words, "--case", ":CASE"], "--case :CASE: expected package.module:CASE"),

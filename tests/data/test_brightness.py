@@ -61,7 +61,7 @@ def test_the_same_bytes_on_every_run(world, tmp_path):
 def test_reinforcement_learning_makes_the_model_follow_actions(tmp_path, root):
     folder = tmp_path / "quickstart"
     process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds.quickstart", "--world", "world", "--output", str(folder)],
+        [sys.executable, "-m", "wfm_ds.quickstart", "--demo", "actions", "--output", str(folder)],
         cwd=root,
         stdin=subprocess.DEVNULL,
         capture_output=True,

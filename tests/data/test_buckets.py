@@ -241,7 +241,7 @@ def test_any_ranks_and_workers_train_the_same_and_each_unit_has_one_shape(mixed,
 
 def test_units_must_fill_a_global_batch(mixed):
     source, _, _ = mixed
-    with pytest.raises(ValueError, match="a global batch of 12 samples cannot be cut into units of 5"):
+    with pytest.raises(ValueError, match="a global batch of 12 samples cannot be split into units of 5"):
         source(unit=5)
 
 

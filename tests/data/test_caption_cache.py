@@ -144,7 +144,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(folder, reads, la
     (folder.parent / "cache").write_text("a file")
     with caplog.at_level("INFO"):
         assert scan(folder)[0].keys() == {"a", "sub/b"}
-    assert "are read again at each start" in caplog.text
+    assert "cannot be written, captions are read at each start" in caplog.text
 
 
 def test_the_users_cache_is_where_the_tiny_pipelines_are(monkeypatch, tmp_path):

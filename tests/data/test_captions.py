@@ -37,8 +37,8 @@ def test_text_that_utf8_cannot_encode_is_refused_before_anything_is_written(fold
     assert main([str(folder), "--from", str(table)]) == 2
     assert main([str(folder), "--prompt", "caf\udce9"]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first == f"error: {table}: line 2 has text that UTF-8 cannot encode"
-    assert second == "error: --prompt is blank, or text that UTF-8 cannot encode"
+    assert first == f"error: {table}: line 2 has text that cannot be encoded as UTF-8"
+    assert second == "error: --prompt is blank or cannot be encoded as UTF-8"
     assert list(folder.rglob("*.json")) == []
 
 
@@ -77,9 +77,9 @@ def test_captions_that_exist_stay_unless_overwrite_is_asked_for(folder, capsys):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("file,prompt\na.mp4,x\n", "1 files have no line in the table for .*sub/b.v2.PNG"),
+        ("file,prompt\na.mp4,x\n", "1 files have no row in the table for .*sub/b.v2.PNG"),
         ("file,prompt\na.mp4,x\nsub/b.v2.PNG,y\nc.mp4,z\n", "1 files are in the table but not in .*c.mp4"),
-        ("file,prompt\na.mp4,x\na.mp4,y\n", "line 3 names a.mp4 again"),
+        ("file,prompt\na.mp4,x\na.mp4,y\n", "line 3 repeats the file a.mp4"),
         ("file,prompt\na.mp4,\n", "line 2 has no `file` or no `prompt`"),
         ("name,prompt\na.mp4,x\n", "line 2 has no `file`"),
         ("file,prompt\na.mp4,x,y\n", "line 2 has more or fewer fields"),
@@ -109,7 +109,7 @@ def test_media_that_would_share_a_caption_are_refused(folder, capsys):
 
 
 def test_a_folder_without_media_is_refused(tmp_path, capsys):
-    for path, complaint in ((tmp_path, "no image or video"), (tmp_path / "none", "is not a folder")):
+    for path, complaint in ((tmp_path, "no images or videos"), (tmp_path / "none", "is not a folder")):
         assert main([str(path), "--prompt", "x"]) == 2
         assert complaint in capsys.readouterr().err
 

@@ -68,7 +68,7 @@ def test_each_kind_of_bad_entry_is_counted(tmp_path):
         "ambiguous": ["videos/two.mp4"],
         "no_prompt": ["metas/empty.txt", "metas/latin.txt"],
     }
-    with pytest.raises(DataError, match=r"5 of 6 entries cannot be used"):
+    with pytest.raises(DataError, match=r"5 of 6 samples are invalid"):
         scan(tmp_path, 0.5)
 
 
@@ -87,5 +87,5 @@ def test_embeddings_are_found_in_both_folders_and_pickles_only_if_allowed(tmp_pa
 @pytest.mark.parametrize("made", [[], ["videos/a.mp4"], ["metas/a.txt"]])
 def test_another_folder_is_refused_by_name(tmp_path, made):
     put(tmp_path, *made)
-    with pytest.raises(DataError, match=r"is not a Cosmos folder: it must hold metas/ and videos/"):
+    with pytest.raises(DataError, match=r"is not a Cosmos folder: it must contain metas/ and videos/"):
         scan(tmp_path)

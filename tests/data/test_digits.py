@@ -77,7 +77,7 @@ def test_the_command_writes_the_same_bytes_again_and_refuses_a_used_folder(out, 
     assert refused.returncode == 2
     assert (
         refused.stderr
-        == f"error: {tmp_path / 'again'} exists and is not an empty folder: name a new one, or remove it\n"
+        == f"error: {tmp_path / 'again'} exists and is not an empty folder: use a new folder or remove it\n"
     )
 
 

@@ -126,7 +126,7 @@ def test_media_without_captions_get_the_prompt_of_the_recipe(tmp_path):
     folder = put(tmp_path / "set", {"a.png": None, "b.png": None, "b.txt": "its own", "c.png": None, "c.txt": " "})
     found = scan(folder, prompt="a photo of sks dog", max_bad_fraction=0.5)
     assert captions(found) == {"a": ("a photo of sks dog", {}), "b": ("its own", {})}
-    assert found.notes == ["1 media without a caption get data.prompt"]
+    assert found.notes == ["1 files without a caption use data.prompt"]
     assert list(found.bad) == ["no_prompt"]
 
 
@@ -178,7 +178,7 @@ def test_columns_may_have_other_names_and_files_other_places(tmp_path):
         "../other/c": ("elsewhere", {"long": "far away"}),
     }
     assert {sample.id: sample.prompt.negative_text for sample in found.samples}["a"] == "blurry"
-    assert found.notes == ["metadata.jsonl names 1 files outside of " + str(folder) + ", the first ../other/c.png"]
+    assert found.notes == ["metadata.jsonl lists 1 files outside of " + str(folder) + ", first: ../other/c.png"]
     assert captions(scan(folder, caption_column="long"))["a"] == ("a long one", {"caption": "short"})
 
 
@@ -199,50 +199,49 @@ MANY = {f"{i:02}.png": None for i in range(12)}
 NEAR_MISSES = {
     "no captions": (
         MANY,
-        "DIR: 12 images, no captions: put NAME.txt beside each, or set data.prompt to one caption for all, or: "
+        "DIR: 12 images without captions. Put NAME.txt next to each, set data.prompt to one caption for all, or: "
         'wfm data captions DIR --prompt "..."',
     ),
     "captions for some": (
         MANY | {"x.mp4": None, "y.png": None, "y.txt": "y"},
-        "DIR: 13 of 14 media have no NAME.txt or NAME.json (00.png, 01.png, 02.png): write them, remove the media, or "
+        "DIR: 13 of 14 media have no NAME.txt or NAME.json (00.png, 01.png, 02.png). Write them, remove the media, or "
         "set data.prompt for the rest",
     ),
     "other names": (
         {"img_1.png": None, "img_2.png": None, "caption_1.txt": "a", "caption_2.txt": "b"},
-        "DIR: 2 images, 2 .txt files, no name in common (img_1.png, caption_1.txt): a caption must be named as its "
-        "image, beside it",
+        "DIR: 2 images and 2 .txt files have no names in common (img_1.png, caption_1.txt). Put each caption next to "
+        "its image, with the same name",
     ),
     "a folder beside": (
         {"images/1.png": None, "images/2.png": None, "labels/1.txt": "a"},
-        "DIR: 2 images, 1 .txt files, no name in common (images/1.png, labels/1.txt): a caption must be named as its "
-        "image, beside it",
+        "DIR: 2 images and 1 .txt files have no names in common (images/1.png, labels/1.txt). Put each caption next to "
+        "its image, with the same name",
     ),
     "a column": (
         {"metadata.jsonl": '{"file_name": "a.png", "label": 3}', "a.png": None},
-        "metadata.jsonl has the columns file_name, label: none is text, prompt or caption; name it with "
-        "data.caption_column",
+        "metadata.jsonl has the columns file_name, label, but not text, prompt or caption; set data.caption_column",
     ),
     "no file column": (
         {"metadata.csv": "path,text\na.png,x\n", "a.png": None},
-        "metadata.csv has the columns path, text: none is file_name; rename the one with the paths of the media",
+        "metadata.csv has the columns path, text, but not file_name; rename the column with the file paths",
     ),
     "a missing file": (
         {"metadata.jsonl": '{"file_name": "b.png", "text": "x"}\n{"file_name": "a.png", "text": "x"}', "b.png": None},
-        "metadata.jsonl line 2 names a.png, which is not in DIR",
+        "metadata.jsonl line 2: a.png not found in DIR",
     ),
     "videos alone": (
         {"videos/a.mp4": None, "videos/b.mp4": None},
-        'DIR has videos/ and no metas/: wfm data captions DIR --layout cosmos --prompt "..." writes metas/NAME.txt',
+        'DIR has videos/ but no metas/. Create metas/NAME.txt: wfm data captions DIR --layout cosmos --prompt "..."',
     ),
     "unread": (
         {"a.heic": None, "b.HEIC": None, "c.gif": None},
-        "DIR: 2 files .heic, which are not read: convert them to .png or .jpg",
+        "DIR: 2 .heic files, an unsupported format. Convert to .png or .jpg",
     ),
     "inner tars": (
         {"shards/0.tar": None, "README.md": "x"},
-        "DIR holds no images or videos; DIR/shards/0.tar is a tar file: name its folder in data.path",
+        "DIR has no images or videos, but a tar file DIR/shards/0.tar: set data.path to its folder",
     ),
-    "nothing": ({"README.md": "x"}, "DIR holds no images or videos: put NAME.txt beside each NAME.png or NAME.mp4"),
+    "nothing": ({"README.md": "x"}, "DIR has no images or videos: put NAME.txt next to each NAME.png or NAME.mp4"),
 }
 
 
@@ -254,11 +253,13 @@ def test_a_near_miss_is_answered_with_what_was_found(tmp_path, name):
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
-    assert refusal(tmp_path / "none").startswith(f"{tmp_path}/none is no folder here")
+    assert refusal(tmp_path / "none").startswith(
+        f"{tmp_path}/none not found. For a dataset of the Hugging Face Hub set data.kind: hf"
+    )
     digits = tmp_path / "digits"
-    assert refusal(digits) == f"{digits} is not there: wfm data digits {digits} makes it"
+    assert refusal(digits) == f"{digits} not found. Create it: wfm data digits {digits}"
     file = put(tmp_path, {"file": "x"}) / "file"
-    assert refusal(file) == f"{file} is a file: data.path names a folder for kind folder"
+    assert refusal(file) == f"{file} is a file: data.kind folder needs a folder in data.path"
 
 
 @pytest.mark.parametrize(
@@ -282,9 +283,9 @@ def test_captions_are_written_in_the_layout_that_is_asked_for(tmp_path, capsys, 
 def test_a_layout_that_has_no_place_for_a_caption_is_refused(tmp_path, capsys):
     folder = put(tmp_path / "set", {"a.mp4": None, "t.csv": "file,prompt,shot\na.mp4,x,3\n"})
     assert write_captions([str(folder), "--prompt", "x", "--layout", "cosmos"]) == 2
-    assert f"{folder}/a.mp4: a Cosmos folder has its videos in {folder}/videos" in capsys.readouterr().err
+    assert f"{folder}/a.mp4: a Cosmos folder has videos in {folder}/videos" in capsys.readouterr().err
     assert write_captions([str(folder), "--from", str(folder / "t.csv"), "--layout", "txt"]) == 2
-    assert "--layout txt keeps captions alone, and the table has shot: use json" in capsys.readouterr().err
+    assert "--layout txt stores only captions, but the table also has shot: use json" in capsys.readouterr().err
     assert sorted(path.name for path in folder.iterdir()) == ["a.mp4", "t.csv"]
 
 
@@ -292,9 +293,9 @@ def test_a_command_shows_what_was_recognised(tmp_path, capsys):
     folder = put(tmp_path / "set", {"a.png": None, "a.txt": "caf\xe9", "b.mp4": None})
     assert show([str(folder), "--prompt", "a photo"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{folder}: media with captions beside them (no sign of another layout)",
+        f"{folder}: images or videos with caption files (default layout)",
         "samples    1 images, 1 videos",
-        "note       1 media without a caption get data.prompt",
+        "note       1 files without a caption use data.prompt",
         'a: "caf\xe9"',
         'b: "a photo"',
     ]
@@ -324,7 +325,7 @@ def test_a_run_reads_a_folder_and_says_what_it_did(tmp_path, caplog):
     folder = put(tmp_path / "set", {"a.png": None, "b.png": None, "b.txt": "b"})
     data = load_data(recipe(path=str(folder), prompt=" a ", cache_dir=str(tmp_path / "cache")))
     assert [prompt.text for prompt in data.shown] == [" a ".strip(), "b"]
-    assert "1 media without a caption get data.prompt" in caplog.text
+    assert "1 files without a caption use data.prompt" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -335,7 +336,7 @@ def test_a_run_reads_a_folder_and_says_what_it_did(tmp_path, caplog):
         ({"kind": "webdataset", "path": "x", "image_column": "p"}, "image_column: only read with kind: folder or hf"),
         ({"kind": "hf", "path": "x", "prompt": "p"}, "prompt: only read with kind: folder"),
         ({"kind": "folder", "path": "x", "prompt": " "}, "prompt is blank"),
-        ({"kind": "folder", "path": "s3://x/y"}, "kind folder reads one folder of this machine"),
+        ({"kind": "folder", "path": "s3://x/y"}, "kind folder reads one local folder"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(data, complaint):

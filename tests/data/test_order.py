@@ -200,7 +200,7 @@ def test_more_bad_files_than_allowed_stop_the_run(folder, source):
     for step in range(1, 61):
         patient.batch(step, 0, 1)
     strict = source(samples, global_batch=20, shuffle=False, max_bad_fraction=0.04)
-    with pytest.raises(DataError, match=r"1 of 20 media cannot be used.*max_bad_fraction 0\.04.*004\.png: cannot be"):
+    with pytest.raises(DataError, match=r"1 of 20 samples are invalid .*max_bad_fraction: 0\.04.*004\.png: cannot be"):
         strict.batch(1, 0, 1)
 
 
@@ -210,18 +210,18 @@ def test_a_bad_stretch_of_a_large_folder_stops_the_run_before_all_of_it_is_seen(
     stretch = source(samples, global_batch=10, shuffle=False, max_bad_fraction=0.05)
     for step in range(1, 6):
         stretch.batch(step, 0, 1)
-    with pytest.raises(DataError, match=r"2 of the last 20 files cannot be used"):
+    with pytest.raises(DataError, match=r"2 of the last 20 files are invalid"):
         stretch.batch(6, 0, 1)
 
 
 def test_nothing_but_broken_files_stops_at_once(folder, source):
     samples = folder(3, broken=[0, 1, 2])
-    with pytest.raises(DataError, match=r"11 files in a row cannot be used: .*000\.png.*; .*00[12]\.png"):
+    with pytest.raises(DataError, match=r"all its substitutes are invalid \(11 files\): .*000\.png.*; .*00[12]\.png"):
         source(samples, max_bad_fraction=1.0).batch(1, 0, 1)
 
 
 def test_no_bad_file_at_all_may_be_asked_for(folder, source):
-    with pytest.raises(DataError, match="1 of 20 media"):
+    with pytest.raises(DataError, match="1 of 20 samples"):
         source(folder(20, broken=[4]), global_batch=20, max_bad_fraction=0.0).batch(1, 0, 1)
 
 
@@ -254,7 +254,7 @@ def test_a_file_system_that_hangs_is_an_error(folder, source, monkeypatch):
     samples = folder(20)
     writer = blocking(samples, 0)
     monkeypatch.setattr(reading, "READ_TIMEOUT_S", 0.2)
-    with pytest.raises(DataError, match=r"position 0 was not read within 0\.2 s"):
+    with pytest.raises(DataError, match=r"reading the sample at position 0 exceeded 0\.2 s"):
         source(samples, shuffle=False).batch(1, 0, 1)
     writer.start()
     writer.join(30)

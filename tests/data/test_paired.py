@@ -197,7 +197,7 @@ def test_the_allowed_share_of_bad_entries_is_allowed_and_no_more(tmp_path):
     (tmp_path / "alone.png").write_bytes(b"")
     assert len(scan(tmp_path, 0.1).samples) == 9
     with pytest.raises(
-        DataError, match=r"1 of 10 entries cannot be used.* 0\.09.*alone\.png \(an image or video without a caption"
+        DataError, match=r"1 of 10 samples are invalid .* 0\.09.*alone\.png \(image or video without caption"
     ):
         scan(tmp_path, 0.09)
 
@@ -207,7 +207,7 @@ def test_the_message_shows_ten_of_many(tmp_path):
         (tmp_path / f"{i:02}.png").write_bytes(b"")
     with pytest.raises(DataError) as raised:
         scan(tmp_path)
-    assert str(raised.value).count(".png (an image or video without") == 10
+    assert str(raised.value).count(".png (image or video without") == 10
     assert "30 of 30" in str(raised.value)
 
 
@@ -218,7 +218,7 @@ def test_a_folder_without_pairs_is_refused_by_name(tmp_path, make):
         path.write_text("")
     elif make == "empty":
         path.mkdir()
-    with pytest.raises(DataError, match=r"pairs (is not a folder|holds no captioned media).*NAME\.json"):
+    with pytest.raises(DataError, match=r"pairs (is not a folder|has no captioned media).*NAME\.json"):
         scan(path)
 
 
@@ -255,5 +255,5 @@ def test_neither_side_of_a_small_folder_is_empty(tmp_path, holdout):
 
 def test_digits_that_are_missing_are_answered_with_their_command(tmp_path):
     folder = tmp_path / "digits" / "images"
-    with pytest.raises(DataError, match=f"images is not there: wfm data digits {folder.parent} makes it"):
+    with pytest.raises(DataError, match=f"images not found. Create it: wfm data digits {folder.parent}"):
         PairedFolder(folder, max_bad_fraction=0.0)

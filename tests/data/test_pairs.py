@@ -90,7 +90,7 @@ def test_a_bad_line_is_counted_by_its_place_and_left_out(folder, line, reason):
 def test_a_table_that_is_missing_or_empty_is_refused(folder):
     with pytest.raises(DataError, match=r"none\.jsonl cannot be read"):
         PairTable(folder / "none.jsonl", max_bad_fraction=0)
-    with pytest.raises(DataError, match="has no line"):
+    with pytest.raises(DataError, match="is empty"):
         PairTable(table(folder, "", " "), max_bad_fraction=0)
 
 
@@ -186,7 +186,7 @@ def test_a_check_tries_both_media(folder, root):
     samples = PairTable(table(folder, pair("red", "broken")), max_bad_fraction=0).samples
     recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_dpo.yaml")
     buckets = type("Buckets", (), {"framing_of": lambda self, media: Framing(height=8, width=8)})()
-    with pytest.raises(DataError, match=r"none of the 1 pairs can be used.*broken.png"):
+    with pytest.raises(DataError, match=r"all 1 pairs are invalid.*broken.png"):
         readable(samples, recipe, buckets, 3, whole=1, what="pairs")
 
 
@@ -204,11 +204,11 @@ def test_digits_come_in_pairs_of_which_the_chosen_one_shows_what_the_prompt_says
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("sd3_sft", ["data.kind=pairs", "data.path=p.jsonl"], "algorithm sft needs captioned media"),
+        ("sd3_sft", ["data.kind=pairs", "data.path=p.jsonl"], "algorithm sft needs captioned images or videos"),
         ("sd3_nft", ["data.kind=pairs", "data.path=p.jsonl"], "algorithm diffusion_nft needs data.kind: prompts"),
         ("sd3_dpo", ["data.kind=paired", "data.path=p"], "algorithm dpo needs data.kind: pairs"),
-        ("sd3_dpo", ["data.path=[a.jsonl, b.jsonl]"], "one .jsonl file of this machine, or tar shards: a.jsonl"),
-        ("sd3_dpo", ["data.path=s3://bucket/a.jsonl"], "one .jsonl file of this machine, or tar shards"),
+        ("sd3_dpo", ["data.path=[a.jsonl, b.jsonl]"], "one local .jsonl file, or tar shards: a.jsonl"),
+        ("sd3_dpo", ["data.path=s3://bucket/a.jsonl"], "one local .jsonl file, or tar shards"),
     ],
 )
 def test_pairs_are_for_algorithms_that_compare(name, overrides, message, root):
@@ -238,7 +238,7 @@ def test_an_own_kind_of_the_other_sort_is_refused(tmp_path, monkeypatch, root, n
     monkeypatch.syspath_prepend(tmp_path)
     words = ["data.kind=own_pairs:Mine", f"data.options={{paired: {str(paired).lower()}}}"]
     recipe = recipe_file.load(root / "recipes" / "tiny" / f"{name}.yaml", words)
-    with pytest.raises(DataError, match=r"mine: for this algorithm 0 must be (a pair|one medium)"):
+    with pytest.raises(DataError, match=r"mine: this algorithm needs 0 to be (a pair|a single image or video)"):
         load_data(recipe)
     assert sample_set(recipe.data, ["x"]).samples
 

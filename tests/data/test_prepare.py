@@ -8,11 +8,11 @@ from wfm_ds.data.prepare import main
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        ([], "data.cache_dir is not set, so there is nothing to prepare"),
+        ([], "nothing to prepare, data.cache_dir is not set"),
         (["data.cache=x"], "data.cache"),
-        (["data.kind=cosmos", "data.path=s3://bucket/folder"], "kind cosmos reads one folder of this machine"),
+        (["data.kind=cosmos", "data.path=s3://bucket/folder"], "kind cosmos reads one local folder"),
         (["data.kind=paired", "data.path=[a, b]"], "lists and URLs are for webdataset"),
-        (["data.allow_pickle=true"], "allow_pickle is about the embeddings of kind cosmos, not paired"),
+        (["data.allow_pickle=true"], "allow_pickle is for the embeddings of kind cosmos, not paired"),
     ],
 )
 def test_a_recipe_that_cannot_be_prepared_is_an_error_with_code_2(root, capsys, overrides, complaint):

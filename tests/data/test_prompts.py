@@ -39,7 +39,9 @@ def test_repeated_prompts_keep_their_own_ids(tmp_path):
 def test_text_that_utf8_cannot_encode_is_named_by_its_line(tmp_path, name):
     lines = ['{"prompt": "a", "tag": "b"}', '{"prompt": "a \\ud800 cat"}', '{"prompt": "a", "tag": "\\udfff"}']
     written(tmp_path / "train.jsonl", *lines)
-    with pytest.raises(DataError, match=r"line 2: text that UTF-8 cannot encode .*; line 3: text that UTF-8 cannot"):
+    with pytest.raises(
+        DataError, match=r"line 2: text that cannot be encoded as UTF-8 .*; line 3: text that cannot be"
+    ):
         load_prompts(tmp_path, name, "train")
 
 
@@ -74,7 +76,9 @@ def test_ocr_targets_are_what_the_first_double_quotes_hold(tmp_path):
 
 def test_an_ocr_line_without_a_target_is_named(tmp_path):
     written(tmp_path / "train.txt", 'says "yes"', "", "no quotes", 'empty ""', 'lonely "')
-    with pytest.raises(DataError, match=r"train\.txt: line 3: no text between.*; line 4: no text.*; line 5: no text"):
+    with pytest.raises(
+        DataError, match=r"train\.txt: line 3: no text in double quotes.*; line 4: no text.*; line 5: no text"
+    ):
         load_prompts(tmp_path, "ocr", "train")
 
 
@@ -137,17 +141,17 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"\n \n\t\n", b"\xef\xbb\xbf"])
 def test_an_empty_file_is_an_error(tmp_path, content):
     (tmp_path / "train.txt").write_bytes(content)
-    with pytest.raises(DataError, match=r"train\.txt holds no prompt"):
+    with pytest.raises(DataError, match=r"train\.txt has no prompts"):
         load_prompts(tmp_path, "mine", "train")
 
 
 def test_a_missing_split_names_what_is_there(tmp_path):
     written(tmp_path / "test.txt", "a cat")
     with pytest.raises(
-        DataError, match=r"has no train\.txt nor train\.jsonl \(data\.name mine.*files there: test\.txt"
+        DataError, match=r"has no train\.txt or train\.jsonl \(data\.name mine.*prompt files: test\.txt"
     ):
         load_prompts(tmp_path, "mine", "train")
-    with pytest.raises(DataError, match=r"has no train_metadata\.jsonl nor train\.jsonl"):
+    with pytest.raises(DataError, match=r"has no train_metadata\.jsonl or train\.jsonl"):
         load_prompts(tmp_path, "geneval", "train")
     with pytest.raises(DataError, match=r"nowhere is not a folder"):
         load_prompts(tmp_path / "nowhere", "mine", "train")
@@ -210,5 +214,5 @@ def test_another_seed_asks_in_another_order():
 
 
 def test_no_prompt_is_an_error():
-    with pytest.raises(DataError, match="no prompt"):
+    with pytest.raises(DataError, match="prompt set is empty"):
         PromptOrder([], seed=0, shuffle=True)

@@ -62,7 +62,7 @@ def test_a_set_is_drawn_in_the_share_of_its_weight(folder, caplog):
     assert not held & set(shown)  # no copy of what is held out is trained on
     assert len(held) + len(shown) == 40
     assert "data.sets: dogs: " in caplog.text
-    assert "75% of the draws" in caplog.text
+    assert "75% of an epoch" in caplog.text
 
 
 def test_reasons_and_notes_are_those_of_the_sets(folder, caplog):
@@ -72,7 +72,7 @@ def test_reasons_and_notes_are_those_of_the_sets(folder, caplog):
     prompt = "a photo of sks dog"
     data = load_data(recipe(folder, {"path": "cats", "name": "felines"}, {"path": "more", "prompt": prompt}))
     assert data.bad == {"no_json": [str(folder / "cats" / "bare.png")]}
-    assert "more: 1 media without a caption get data.prompt" in caplog.text
+    assert "more: 1 files without a caption use data.prompt" in caplog.text
     assert {sample.id.partition("/")[0] for sample in (*data.samples, *data.held_out)} == {"felines", "more"}
 
 
@@ -104,7 +104,9 @@ def test_repeats_are_even_and_spread(folder):
 
 def test_weights_that_would_repeat_almost_everything_are_refused(folder):
     far_apart = recipe(folder, {"path": "cats", "weight": 0.001}, {"path": "dogs"})
-    with pytest.raises(DataError, match=r"each sample of cats once has \d+ draws of \d+ samples: raise the"):
+    with pytest.raises(
+        DataError, match=r"weight of cats too small: one epoch would need \d+ samples for \d+ distinct ones\. Raise the"
+    ):
         load_data(far_apart)
 
 

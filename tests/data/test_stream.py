@@ -37,9 +37,9 @@ def recipe_of(data, **validation):
     [
         ({"kind": "folder"}, "streaming is for kind hf, not folder"),
         ({"shuffle": True}, "stored order: set shuffle: false"),
-        ({"buckets": "auto"}, "buckets needs the sizes of all media"),
-        ({"cache_latents": True, "cache_dir": "c", "clip": "centre"}, "cache_latents needs media that can be read ag"),
-        ({"options": {"streaming": True}}, r"options\.streaming is the key data\.streaming"),
+        ({"buckets": "auto"}, "buckets needs all sizes in advance"),
+        ({"cache_latents": True, "cache_dir": "c", "clip": "centre"}, "cache_latents reads samples twice"),
+        ({"options": {"streaming": True}}, r"options\.streaming: use the key data\.streaming"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(keys, message):
@@ -48,16 +48,16 @@ def test_what_a_stream_cannot_do_is_refused(keys, message):
 
 
 def test_recipes_that_need_to_know_samples_before_are_refused():
-    with pytest.raises(ValueError, match=r"name a folder in validation\.path, or set validation\.holdout: 0 and"):
+    with pytest.raises(ValueError, match=r"set validation\.path to a folder, or set validation\.holdout: 0 and"):
         recipe_of("x")
-    with pytest.raises(ValueError, match="none are held out or shown"):
+    with pytest.raises(ValueError, match="cannot hold out or show training samples"):
         recipe_of("x", holdout=0)
     assert recipe_of("x", holdout=0, prompts="p.txt").data.streaming
     assert recipe_of("x", path="v").data.streaming
 
 
 def test_a_data_set_of_the_hub_is_streamed_at_a_commit():
-    with pytest.raises(DataError, match=r"set data\.options to \{revision: COMMIT\}, .*datasets/owner/name/commits"):
+    with pytest.raises(DataError, match=r"Set data\.options to \{revision: COMMIT\}, .*datasets/owner/name/commits"):
         version("owner/name", {"revision": "main"})
     assert COMMIT.fullmatch(version("owner/name", {"revision": "0123456789" * 4}))
 

@@ -66,8 +66,8 @@ def test_options_reach_its_constructor(recipe):
         ({"kind": "my_data:Nothing"}, "my_data has no class 'Nothing' that is a wfm_ds.data.samples.SampleSet"),
         ({"kind": "not_there:X"}, "cannot import 'not_there'"),
         ({"path": "/not/there"}, "/not/there cannot be read: .*No such file"),
-        ({"kind": "twice_data:Twice"}, "it has two samples of the id a.png; give each its own"),
-        ({"max_bad_fraction": 0.1}, "2 of 4 entries cannot be used"),
+        ({"kind": "twice_data:Twice"}, "two samples have the id a.png; ids must be unique"),
+        ({"max_bad_fraction": 0.1}, "2 of 4 samples are invalid"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(recipe, data, says):
@@ -76,5 +76,5 @@ def test_what_is_wrong_is_one_sentence(recipe, data, says):
 
 
 def test_options_without_a_kind_of_ones_own_are_refused(recipe):
-    with pytest.raises(ValueError, match=r"options are for a kind of your own, package.module:Class, not paired"):
+    with pytest.raises(ValueError, match=r"options is only for kind hf or package.module:Class, not paired"):
         recipe(kind="paired", options={"column": "short"})

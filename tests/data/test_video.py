@@ -94,7 +94,7 @@ def test_usual_rates_give_93_frames_without_repeats(source, fps):
 
 def test_a_source_slower_than_asked_is_refused_unless_repeats_are_allowed():
     seconds = np.arange(100) / 10
-    with pytest.raises(BadMedia, match=r"10\.00 frames a second do not give a clip of 24") as raised:
+    with pytest.raises(BadMedia, match=r"10\.00 fps is too low for clips of 24 fps") as raised:
         choose(seconds, 0.2, num_frames=20, fps=24)
     assert raised.value.reason == "low_fps"
     chosen = choose(seconds, 0.0, num_frames=20, fps=40, allow_repeats=True)
@@ -104,10 +104,10 @@ def test_a_source_slower_than_asked_is_refused_unless_repeats_are_allowed():
 def test_half_a_frame_may_lack_and_no_more():
     """17 frames at 8 a second span 2 s; a source of 24 frames a second lacks less than 1/48 s."""
     assert choose(np.arange(49) / 24, 0.9, num_frames=17, fps=8)[-1] == 48
-    with pytest.raises(BadMedia, match=r"1\.96 s, a clip has 2\.00 s \(17 frames\)") as raised:
+    with pytest.raises(BadMedia, match=r"1\.96 s, but clips have 2\.00 s \(17 frames\)") as raised:
         choose(np.arange(48) / 24, 0.9, num_frames=17, fps=8)
     assert raised.value.reason == "too_short"
-    with pytest.raises(BadMedia, match="16 frames, a clip has 17"):
+    with pytest.raises(BadMedia, match="16 frames, but clips have 17"):
         choose(np.arange(16) / 24, 0.9, num_frames=17)
     with pytest.raises(BadMedia, match="0 frames"):
         choose([], 0.0, num_frames=1)
@@ -130,7 +130,7 @@ def test_one_frame_of_a_video_stands_for_an_image(clip):
 
 
 def test_an_image_is_no_clip(tmp_path):
-    with pytest.raises(BadMedia, match="an image, a clip has 5 frames") as raised:
+    with pytest.raises(BadMedia, match="an image, but clips have 5 frames") as raised:
         load_media(LocalFile(tmp_path / "a.png"), Framing(height=8, width=8, num_frames=5), centre)
     assert raised.value.reason == "too_short"
 
@@ -153,7 +153,7 @@ def test_all_frames_are_scaled_and_cut_alike(tmp_path):
 
 
 def test_too_few_pixels_are_counted_apart(clip):
-    with pytest.raises(BadMedia, match=r"32 x 48 pixels would be enlarged 2\.50 times") as raised:
+    with pytest.raises(BadMedia, match=r"32 x 48 pixels need 2\.50 times upscaling") as raised:
         load(clip, height=80, width=80)
     assert raised.value.reason == "too_small"
 
@@ -234,7 +234,7 @@ def test_frames_beyond_pillows_limit_are_refused(clip, monkeypatch):
     from PIL import Image
 
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", HEIGHT * WIDTH - 1)
-    with pytest.raises(BadMedia, match="frames of 32 x 48 pixels are beyond the limit"):
+    with pytest.raises(BadMedia, match="frames of 32 x 48 pixels exceed the size limit"):
         load(clip)
 
 

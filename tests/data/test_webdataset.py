@@ -197,12 +197,12 @@ def test_what_is_no_tar_is_named(tmp_path):
     write_tar(tmp_path / "a.tar.gz", sample("0"), mode="w:gz")
     with pytest.raises(DataError, match=r"a\.tar\.gz is not an uncompressed tar file"):
         open_shards(tmp_path / "a.tar.gz")
-    with pytest.raises(DataError, match=r"nowhere\.tar does not exist"):
+    with pytest.raises(DataError, match=r"nowhere\.tar not found"):
         open_shards(tmp_path / "nowhere.tar")
     write_tar(tmp_path / "empty.tar", [])
     with pytest.raises(DataError, match=r"no captioned media in 1 tar files"):
         open_shards(tmp_path / "empty.tar")
-    with pytest.raises(DataError, match=r"/\*\.tgz: no file has such a name"):
+    with pytest.raises(DataError, match=r"/\*\.tgz: no matching files"):
         open_shards(tmp_path / "empty.tar", tmp_path / "*.tgz")
 
 
@@ -214,7 +214,7 @@ def test_ids_tell_shards_apart(tmp_path):
     found = open_shards(tmp_path / "x" / "{000..001}.tar", tmp_path / "y" / "*.tar", tmp_path / "x" / "000.tar")
     assert [s.id for s in found.samples] == ["x/000/0", "x/001/0", "y/000/0", "y/001/0"]
     assert shard_names(["s3://b/0.tar", "s3://b/a/0.tar", "/c/0.tar"]) == ["b/0", "a/0", "c/0"]
-    with pytest.raises(DataError, match=r"/c/a/0\.tar and s3://b/a/0\.tar both give samples with ids a/0/\.\.\."):
+    with pytest.raises(DataError, match=r"/c/a/0\.tar and s3://b/a/0\.tar would have the same sample ids a/0/\.\.\."):
         shard_names(["/c/a/0.tar", "s3://b/a/0.tar"])
 
 

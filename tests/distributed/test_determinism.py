@@ -59,7 +59,13 @@ def test_the_users_own_workspace_stays_where_it_is_one_of_the_two(monkeypatch, g
 def test_an_environment_that_contradicts_is_refused(monkeypatch):
     monkeypatch.setenv(CUBLAS, ":0:0")
     refused = deterministic(True)
-    with pytest.raises(RecipeError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 lets.* set it to :4096:8 or :16:8"), refused:
+    with (
+        pytest.raises(
+            RecipeError,
+            match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 makes cuBLAS nondeterministic.* set it to :4096:8 or :16:8",
+        ),
+        refused,
+    ):
         pass
 
 

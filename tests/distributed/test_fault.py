@@ -70,7 +70,7 @@ def test_of_ranks_that_stand_still_the_one_that_began_least_is_stuck(states):
     fault = states.fault(101.0 + STUCK_S)
     assert (fault.ranks, fault.stuck) == ((1,), True)
     assert fault.text == (
-        "rank 1 (process 101 on node-1) is stuck: no progress for 601 s at a forward; the others are further and wait"
+        "rank 1 (process 101 on node-1) is stuck: no progress for 601 s at a forward; the other ranks wait for it"
     )
 
 
@@ -92,7 +92,7 @@ def test_an_exchange_that_nobody_leaves_blames_no_single_rank(states):
     beats(states, 2.0 + STUCK_S, {0: 7, 1: 7, 2: 7})
     fault = states.fault(2.0 + STUCK_S)
     assert fault.ranks == (0, 1, 2)
-    assert fault.text.endswith("at a forward; all ranks are there")
+    assert fault.text.endswith("at a forward; all ranks are at this operation")
 
 
 def test_a_rank_that_is_done_may_leave(states):

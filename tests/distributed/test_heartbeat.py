@@ -148,7 +148,7 @@ def test_a_rank_that_stands_still_while_others_wait_is_named_and_shows_where(thr
         text = rank.answer("fault")
         assert text.startswith("rank 1 (")
         assert "is stuck: no progress for " in text
-        assert text.endswith(" at start; the others are further and wait")
+        assert text.endswith(" at start; the other ranks wait for it")
         assert rank.process.wait(WAIT_S) == 1
     assert "most recent call first" in ranks[1].process.stderr.read()  # its stack
     assert "most recent call first" not in ranks[2].process.stderr.read()

@@ -59,7 +59,7 @@ def test_a_killed_launcher_ends_the_rank_even_while_it_is_a_zombie():
     code, _, err = finish(rank)
     finish(launcher)
     assert code == lifecycle.ORPHANED
-    assert err == f"process {rank.pid} ends: its launcher is gone\n"
+    assert err == f"process {rank.pid} exits: its launcher has died\n"
 
 
 def test_a_rank_ends_when_its_parent_is_gone():
@@ -70,7 +70,7 @@ def test_a_rank_ends_when_its_parent_is_gone():
     parent.kill()
     code, _, err = finish(parent)  # its standard error is open until the child has ended
     assert code == -signal.SIGKILL
-    assert err.endswith("ends: its launcher is gone\n")
+    assert err.endswith("exits: its launcher has died\n")
 
 
 def test_a_watch_can_be_stopped_and_a_run_from_a_shell_is_not_watched(monkeypatch):

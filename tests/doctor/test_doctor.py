@@ -62,7 +62,7 @@ def test_a_version_that_another_package_refuses_is_an_error(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     assert list(doctor_machine.unmet("asker")) == [(Requirement("answer<2"), "3.0")]
     finding = doctor_machine.version_finding("asker")
-    assert (finding.level, finding.text) == ("error", "3.0: asker asks for answer<2, 3.0 is there")
+    assert (finding.level, finding.text) == ("error", "3.0: asker requires answer<2, found 3.0")
 
 
 def test_another_deepspeed_than_the_tested_one_is_warned_of(root, tmp_path, monkeypatch):
@@ -167,7 +167,7 @@ def test_samples_that_ranks_cannot_share_are_an_error(recipe):
 
 
 def test_prompts_that_come_too_seldom_to_be_chosen_by_rewards_are_a_warning(recipe):
-    findings = doctor_recipe.recipe_findings(recipe("data.choose=spread"), 1)
+    findings = doctor_recipe.recipe_findings(recipe("data.choose=reward_std"), 1)
     finding = next(f for f in findings if f.name == "prompts")
     assert (finding.level, "each of its 12 prompts 0.33 times" in finding.text) == ("warning", True)
 

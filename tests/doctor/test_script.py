@@ -53,7 +53,11 @@ def test_the_hook_is_one_line_that_asks_for_the_scripts_name_first():
 
 @pytest.mark.parametrize(
     ("text", "level", "says"),
-    [(OURS, "ok", "knows -m"), (STOCK, "warning", "does not know -m"), ("no program", "warning", "does not run")],
+    [
+        (OURS, "ok", "supports -m"),
+        (STOCK, "warning", "does not support -m"),
+        ("no program", "warning", "does not run"),
+    ],
     ids=["ours", "DeepSpeed's", "none"],
 )
 def test_the_script_is_asked(tmp_path, text, level, says):
@@ -64,7 +68,7 @@ def test_the_script_is_asked(tmp_path, text, level, says):
 
 def test_a_script_that_is_missing_is_told_of(tmp_path):
     found = script_finding(tmp_path)
-    assert (found.level, found.text) == ("warning", f"there is no {tmp_path / 'deepspeed'}")
+    assert (found.level, found.text) == ("warning", f"{tmp_path / 'deepspeed'} does not exist")
 
 
 def test_what_is_missing_is_put_back_once(tmp_path):

@@ -19,7 +19,7 @@ from wfm_ds.recipe import file as recipe_file
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "recipes/tiny/sd3_nft.yaml"
-JUDGES = "validation.judges=[jpeg_incompressibility]"
+JUDGES = "validation.held_out_rewards=[jpeg_incompressibility]"
 DEADLINE_S = 240
 
 
@@ -63,7 +63,7 @@ def lines(path):
 def test_the_start_tells_what_it_waits_for(finished):
     console = (finished.parent / "console.txt").read_text()
     wanted = ["reading data recipes/tiny/prompts/colors", "INFO 12 prompts", "loading model tiny:sd3", "model loaded, "]
-    places = [console.find(line) for line in [*wanted, "the first step was done "]]
+    places = [console.find(line) for line in [*wanted, "first step completed "]]
     assert -1 not in places
     assert places == sorted(places)
 
@@ -128,7 +128,7 @@ def test_judges_are_asked_at_evaluations_alone(finished):
     assert not [tag for r in records for tag in r if tag.startswith("reward/jpeg_incompressibility")]
     shown = lines(finished / "samples" / "step_2" / "samples.jsonl")
     assert shown[0]["rewards"].keys() == {"color", "jpeg_compressibility", "jpeg_incompressibility"}
-    warned = "validation.judges look at 4 prompts: no alarm can be raised; set validation.num_prompts to 32"
+    warned = "validation.held_out_rewards score only 4 prompts: no alarm is possible. Set validation.num_prompts to 32"
     assert warned in (finished.parent / "console.txt").read_text()
 
 
@@ -253,7 +253,7 @@ def test_finished_run_is_not_trained_again_by_the_same_command(finished):
     before = {path: path.read_bytes() for path in finished.glob("*.json*")}
     process = run("--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={finished}")
     assert process.returncode == 0, process.stdout + process.stderr
-    assert f"{finished} holds this run, finished with step 2: nothing to do" in process.stderr
+    assert f"{finished}: this run finished at step 2, nothing to do" in process.stderr
     assert {path: path.read_bytes() for path in finished.glob("*.json*")} == before
 
 
@@ -292,7 +292,7 @@ def one_error(process):
 def test_check_prints_the_numbers_and_writes_nothing(tmp_path):
     process = run("-m", "wfm_ds.train", RECIPE, "--check", f"run.output_dir={tmp_path / 'out'}", launcher="python")
     assert process.returncode == 0, process.stderr
-    assert "samples per step           8 (8 a rank)" in process.stdout
+    assert "samples per step           8 (8 per rank)" in process.stdout
     assert process.stdout.rstrip().endswith("all checks passed")
     assert not (tmp_path / "out").exists()
 

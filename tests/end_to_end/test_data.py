@@ -86,11 +86,11 @@ def test_a_prepared_run_needs_no_text_encoder_and_trains_the_same(tmp_path, tiny
         f"model.path={tiny_pipelines('wan21')}",
     )
     prepared = run("wfm_ds.data.prepare", *common, *cache, ranks=2)
-    assert f"{tmp_path / 'cache'}: 12 entries written, 0 were there, 0 media cannot be used" in prepared.stdout
+    assert f"{tmp_path / 'cache'}: 12 entries written, 0 already cached, 0 invalid images or videos" in prepared.stdout
     again = run("wfm_ds.data.prepare", *common, *cache)
-    assert "0 entries written, 12 were there" in again.stdout
+    assert "0 entries written, 12 already cached" in again.stdout
     run("wfm_ds.train", *common, f"run.output_dir={tmp_path / 'plain'}")
     run("wfm_ds.train", *common, *cache, f"run.output_dir={tmp_path / 'cached'}")
-    assert "the text encoders are not kept in memory" in (tmp_path / "cached" / "logs" / "rank_0.log").read_text()
+    assert "text encoders freed" in (tmp_path / "cached" / "logs" / "rank_0.log").read_text()
     for tag in ("sft/loss", "val/loss"):
         assert metrics(tmp_path / "cached", tag) == pytest.approx(metrics(tmp_path / "plain", tag), rel=1e-4)

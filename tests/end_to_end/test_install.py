@@ -77,7 +77,7 @@ def test_an_installation_works_in_an_empty_folder_and_leaves_deepspeed_whole(opt
     assert run(script, "--wfm-version", cwd=empty) == version
     (packages / "wfm_ds_deepspeed.pth").unlink()
     (folder / "bin" / "deepspeed").unlink()
-    assert run(wfm, "doctor", "--fix", cwd=empty).splitlines()[-1] == f"{script} knows -m"
+    assert run(wfm, "doctor", "--fix", cwd=empty).splitlines()[-1] == f"{script} supports -m"
 
     run(python, "-m", "pip", "uninstall", "-q", "-y", "wfm_ds", cwd=empty)
     after = {path.name for path in (folder / "bin").iterdir()} | {path.name for path in packages.iterdir()}

@@ -68,7 +68,7 @@ def test_a_family_and_a_kind_of_data_of_ones_own_train(tmp_path):
     ("module", "says"),
     [
         ("raise OSError('no disk today')", "importing 'mine' fails in "),
-        ("class Mine:\n    pass", "the class has no Settings that is a subclass of RlSettings"),
+        ("class Mine:\n    pass", "the class needs an attribute Settings, a subclass of RlSettings"),
     ],
 )
 def test_what_is_wrong_with_it_is_one_sentence_and_exit_code_2(tmp_path, module, says):

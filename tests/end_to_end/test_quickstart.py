@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wfm_ds.quickstart.command import improve, prepare, show, train_start
+from wfm_ds.errors import UserError
+from wfm_ds.quickstart.command import improve, parser, prepare, show, train_start, world_of
 from wfm_ds.quickstart.digits import spread_within_prompts
 from wfm_ds.quickstart.moving import MovingShapes, Video, starts_hit
 from wfm_reward.moving_world import Clip, clips, draw, pixels
@@ -27,7 +28,7 @@ def test_reinforcement_learning_improves_the_digits_on_held_out_seeds(tmp_path, 
     )
     assert process.returncode == 0, process.stdout + process.stderr
     report = (folder / "report.md").read_text()
-    before, after = map(float, re.search(r"rewarded by\) \| ([\d.]+) \| ([\d.]+) \|", report).groups())
+    before, after = map(float, re.search(r"used by RL\) \| ([\d.]+) \| ([\d.]+) \|", report).groups())
     assert 0.4 <= before <= 0.75
     assert after >= before + 0.15
     assert Image.open(folder / "before.png").size == Image.open(folder / "after.png").size
@@ -46,8 +47,25 @@ def test_foreign_folder_is_never_replaced(tmp_path, root):
         [sys.executable, "-m", "wfm_ds.quickstart", "--output", str(tmp_path)], cwd=root, capture_output=True, text=True
     )
     assert process.returncode != 0
-    assert "holds something else" in process.stderr
+    assert "was not written by a quickstart" in process.stderr
     assert (tmp_path / "data" / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("old", "demo"), [("digits", "digits"), ("moving", "shapes"), ("world", "actions")])
+def test_world_is_an_undocumented_alias_of_demo(old, demo):
+    assert parser().parse_intermixed_args(["--world", old]).demo == demo
+    assert parser().parse_intermixed_args(["--demo", demo]).demo == demo
+    assert type(world_of(demo)) is type(world_of(parser().parse_intermixed_args(["--world", old]).demo))
+
+
+def test_the_documented_option_has_the_demos_names_only():
+    assert parser().parse_intermixed_args([]).demo == "digits"
+    assert "--demo" in parser().format_help()
+    assert "--world" not in parser().format_help()
+    with pytest.raises(UserError, match="invalid choice: 'moving'"):
+        parser().parse_intermixed_args(["--demo", "moving"])
+    with pytest.raises(UserError, match="invalid choice 'shapes'; choose --demo digits, shapes, actions"):
+        parser().parse_intermixed_args(["--world", "shapes"])
 
 
 def test_spread_is_within_prompts_and_not_between_them():
@@ -60,14 +78,19 @@ def test_spread_is_within_prompts_and_not_between_them():
 def test_moving_shapes_are_trained_and_shown(tmp_path, root, monkeypatch):
     """A few steps of each training: what they reach is a study's, benchmarks/learning/video.py."""
     monkeypatch.chdir(root)
-    folder, world = tmp_path / "quickstart", MovingShapes()
-    prepare(world, folder)
-    start = train_start(world, folder, folder / "sft", 0, "run.steps=4", "validation.seeds=[1, 2]")
+    folder, demo = tmp_path / "quickstart", MovingShapes()
+    prepare(demo, folder)
+    sft_result = train_start(demo, folder, folder / "sft", 0, "run.steps=4", "validation.seeds=[1, 2]")
     few = ("run.steps=1", "rollout.group_size=2", "validation.seeds=[1, 2]")
-    improve(world, folder, folder / "nft", start, 0, *few)
-    show(world, folder, folder / "nft", seconds=1.0)
+    improve(demo, folder, folder / "nft", sft_result, 0, *few)
+    show(demo, folder, folder / "nft", seconds=1.0)
     report = (folder / "report.md").read_text()
-    for row in ("reward", "judge: both", "judge: share of real clips", "correct starts hit, of 4, mean over prompts"):
+    for row in (
+        "reward",
+        "held-out reward: both are right",
+        "held-out reward: fraction of videos that match a real clip",
+        "correct starts hit, of 4, mean over prompts",
+    ):
         assert re.search(rf"\| {row} \| \d+\.\d\d \| \d+\.\d\d \|", report), row
     assert Image.open(folder / "before.png").size == Image.open(folder / "after.png").size
     with Image.open(folder / "after.gif") as moving:

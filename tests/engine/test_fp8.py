@@ -180,12 +180,12 @@ def test_adapters_train_beside_a_quantised_base_and_equal_policies_predict_equal
 
 
 def test_a_denoiser_without_such_layers_and_a_gpu_without_float8_are_refused(monkeypatch):
-    with pytest.raises(RecipeError, match="base_precision: fp8 finds no linear layer in the blocks of Sequential"):
+    with pytest.raises(RecipeError, match="base_precision: fp8: the blocks of Sequential have no linear layer"):
         quantise_base(nn.Sequential(nn.Linear(32, 32)), (nn.Conv2d,), "fp8", FP32, CPU)
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    with pytest.raises(RecipeError, match=r"capability 8\.9 or newer, A100 is older"):
+    with pytest.raises(RecipeError, match=r"capability 8\.9 or newer; A100 is older"):
         require_fp8("model.base_precision: fp8", BF16, gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(RecipeError, match=r"set model\.dtype: bfloat16"):

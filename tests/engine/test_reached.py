@@ -23,7 +23,9 @@ def test_what_no_backward_reaches_is_named_once():
     module = two_parts()
     reached = Reached(module)
     backward(module, "first")
-    with pytest.raises(ModelError, match=r"^second.weight, second.bias: no gradient reached") as refusal:
+    with pytest.raises(
+        ModelError, match=r"^second.weight, second.bias: trained parameters received no gradient"
+    ) as refusal:
         reached.check(WORLD)
     assert refusal.value.agreed
     reached.check(WORLD)  # it is said once

@@ -41,8 +41,8 @@ def test_the_verdict_follows_from_total_and_judges(total, judges, related, name)
 def test_the_sentence_names_who_fell_by_how_much():
     found = judge("pickscore", UP, {"ocr": DOWN, "hps": UP})
     assert list(found.fell) == ["ocr"]
-    assert "pickscore rose, ocr by 0." in found.sentence
-    assert found.sentence.endswith("fell (after Holm over 2 judges)")
+    assert "pickscore increased, but ocr decreased by 0." in found.sentence
+    assert found.sentence.endswith("(Holm over 2 held-out rewards)")
 
 
 def test_a_fall_that_is_certain_and_too_small_to_see_is_none():

@@ -169,7 +169,7 @@ def test_a_rank_that_hangs_is_named_after_the_minutes_of_the_recipe(nodes, tmp_p
     (fault,) = set(re.findall(r"the run ends: (rank [01] .*)", both.printed()))
     assert re.match(r"rank [01] \(process \d+ on \S+\) is stuck: no progress for \d+ s at a reduction of .*", fault)
     assert 90 <= int(re.search(r"no progress for (\d+) s", fault)[1]) < 250
-    assert fault.endswith("; the others are further and wait")
+    assert fault.endswith("; the other ranks wait for it")
     assert "most recent call first" in both.printed()
 
 

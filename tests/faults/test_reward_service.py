@@ -241,7 +241,7 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced(tmp_path):
         scores = client.wait()
         assert failures(scores, BRIGHTNESS) == {f"s{i}": None for i in range(3)}
         assert not psutil.pid_exists(target)
-    assert "neither works nor ends" in (tmp_path / "log").read_text()
+    assert "makes no progress and does not exit" in (tmp_path / "log").read_text()
     assert {line["pid"] for line in journal(tmp_path)} - {target}
 
 

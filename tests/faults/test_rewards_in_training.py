@@ -126,6 +126,6 @@ def test_a_reward_that_never_returns_ends_the_run_with_one_sentence(stack, tmp_p
     assert run.wait(END_S) == 1, folder.with_suffix(".log").read_text()
     nobody_is_left(family)
     message = json.loads((folder / "result.json").read_text())["message"]
-    assert message.startswith("more than 20% of the samples had no reward in 3 consecutive steps; the last reasons: ")
+    assert message.startswith("more than 20% of samples failed in 3 consecutive steps; last errors: ")
     assert "timeout after 2 s in probe_rewards:Failing" in message
     assert folder.with_suffix(".log").read_text().count(message) == 1

@@ -70,10 +70,10 @@ def test_a_worker_with_its_key_generates_and_others_end_with_a_sentence(stack, t
         return start(stack, log, "wfm_ds.rollout", str(recipe), "--connect", hub, "--name", name, *words), log
 
     refused = {
-        "does not know the key unlisted: copy public/unlisted.key": join("u", "--keys", str(keys / "unlisted")),
-        "the hub has another key than public/hub.key": join("m", "--keys", str(keys / "mistaken")),
-        "the hub wants keys": join("w", recipe=tmp_path / "without.yaml"),
-        "nowhere: one key of a client is needed": join("n", "--keys", str(tmp_path / "nowhere")),
+        "does not accept key unlisted: copy public/unlisted.key": join("u", "--keys", str(keys / "unlisted")),
+        "public/hub.key is not the broker's key": join("m", "--keys", str(keys / "mistaken")),
+        "the broker requires keys": join("w", recipe=tmp_path / "without.yaml"),
+        "nowhere: expected exactly one client key": join("n", "--keys", str(tmp_path / "nowhere")),
     }
     for sentence, (process, log) in refused.items():
         assert process.wait(PATIENCE_S) == 2
@@ -82,5 +82,5 @@ def test_a_worker_with_its_key_generates_and_others_end_with_a_sentence(stack, t
     good, log = join("good", "--keys", str(keys / "good"), f"reward.keys={keys / 'good'}")
     assert trainer.wait(PATIENCE_S) == 0, (tmp_path / "async.log").read_text()
     assert good.wait(PATIENCE_S) == 0, log.read_text()
-    assert "uses publication 2" in log.read_text()
+    assert "loaded publication 2" in log.read_text()
     assert json.loads((run / "result.json").read_text())["status"] == "finished"

@@ -29,7 +29,7 @@ def join(stack, folder, name):
 def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_path, tiny_pipelines):
     model = tiny_pipelines("sd3")
     undisturbed = train(stack, tmp_path, "colocated", model, seconds=0)
-    on_policy = ["rollout.mode=async", "rollout.max_staleness=0", "rollout.spawn=0", "rollout.lost_after_s=15"]
+    on_policy = ["rollout.mode=async", "rollout.max_staleness=0", "rollout.spawn=0", "rollout.worker_timeout_s=15"]
     trainer = train(stack, tmp_path, "async", model, *on_policy, seconds=0.7)
     until((tmp_path / "async" / "rollout" / "pipes.json").exists)
     killed, _ = join(stack, tmp_path, "killed")
@@ -37,13 +37,13 @@ def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_pat
     killed.kill()  # its chunks are being scored
 
     stopped, stopped_log = join(stack, tmp_path, "stopped")  # late: the others' work is waiting
-    until(has(stopped_log, "uses publication"))
+    until(has(stopped_log, "loaded publication"))
     stopped.send_signal(signal.SIGSTOP)
     leaving, leaving_log = join(stack, tmp_path, "leaving")
     until(has(tmp_path / "async" / "logs" / "rank_0.log", "worker stopped/0 was silent for"))
     # Not before the first step is whole: a chunk that was lost three times would be given up.
     until(has(tmp_path / "async" / "metrics.jsonl", "loss/total"))
-    assert "uses publication" in leaving_log.read_text()
+    assert "loaded publication" in leaving_log.read_text()
     stopped.send_signal(signal.SIGCONT)
     leaving.send_signal(signal.SIGTERM)
     assert leaving.wait(PATIENCE_S) == 0
@@ -60,7 +60,7 @@ def test_a_killed_child_is_replaced_and_none_outlives_the_trainer(stack, tmp_pat
     trainer = train(stack, tmp_path, "async", tiny_pipelines("sd3"), *words, seconds=0)
     logs = [tmp_path / "async" / "rollout" / f"spawned-{i}.log" for i in range(2)]
     for log in logs:
-        until(has(log, "uses publication"))
+        until(has(log, "loaded publication"))
 
     def workers():
         children = psutil.Process(trainer.pid).children(recursive=True)
@@ -68,7 +68,7 @@ def test_a_killed_child_is_replaced_and_none_outlives_the_trainer(stack, tmp_pat
 
     target = until(lambda: [c for c in workers() if "spawned-0.1" in c.cmdline()])[0]
     target.kill()
-    until(has(logs[0], "spawned-0.2 INFO uses publication"))
+    until(has(logs[0], "spawned-0.2 INFO loaded publication"))
     family = psutil.Process(trainer.pid).children(recursive=True)
     assert len(workers()) == 2
     trainer.kill()

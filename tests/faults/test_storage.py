@@ -49,9 +49,9 @@ def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, t
     proxy.gone_at, proxy.pass_first = b"/checkpoints/", 1
     ended = command(**run)
     assert ended.returncode == 1, ended.stderr
-    said = [line for line in ended.stderr.splitlines() if "does not have all of this run" in line]
+    said = [line for line in ended.stderr.splitlines() if "is incomplete (" in line]
     assert len(said) == 1
-    assert f"are in {out} alone; start the same command again to copy them" in said[0]
+    assert f"exist only in {out}; run the same command again to copy them" in said[0]
     result = json.loads((out / "result.json").read_text())
     assert (result["status"], result["step"]) == ("finished", 3)
     assert "checkpoints/step_3" in result["storage"]["missing"]
@@ -86,5 +86,5 @@ def test_a_storage_that_refuses_ends_the_run_before_it_begins(proxy, tiny_pipeli
     ended = command(**run)
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("error: s3://nobodys/run")
-    assert "there is no such bucket" in ended.stderr
+    assert "the bucket does not exist" in ended.stderr
     assert not out.exists()

@@ -58,7 +58,7 @@ def test_a_rollout_worker_is_given_up_for_deaths_in_which_nothing_was_done(rollo
     client.close()
     assert child.failure == ""
     hit(rollouts, 4)
-    assert "spawned-0 keeps dying, last with status -9" in until(lambda: child.failure)
+    assert "spawned-0 died repeatedly, last exit status -9" in until(lambda: child.failure)
     assert rollouts.alone() == child.failure
 
 

@@ -126,20 +126,26 @@ def nested(depth):
 PICTURE = ["media", "uint8", [4, 4, 3], 48, checksum(bytes(48))]
 # What is sent, by a name, with what the answer says.
 BAD_MESSAGES = {
-    "random bytes": ("checksum is wrong", [os.urandom(300)]),
-    "nothing": ("a header of 0 bytes", [b""]),
-    "many frames of nothing": ("a header of 0 bytes", [b""] * 300),
+    "random bytes": ("wrong header checksum", [os.urandom(300)]),
+    "nothing": ("header of 0 bytes", [b""]),
+    "many frames of nothing": ("header of 0 bytes", [b""] * 300),
     "no msgpack": ("is not msgpack", [header(b"\xc1\xc1\xc1")]),
-    "a wrong checksum": ("checksum is wrong", [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": 0}, right=False)]),
-    "half a header": ("checksum is wrong", [ATTACH[: len(ATTACH) // 2]]),
+    "a wrong checksum": (
+        "wrong header checksum",
+        [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": 0}, right=False)],
+    ),
+    "half a header": ("wrong header checksum", [ATTACH[: len(ATTACH) // 2]]),
     "a header that is too large": (
-        "5 to 65536 are allowed",
+        "expected 5 to 65536",
         [header({"v": PROTOCOL, "t": "x" * HEADER_BYTES, "mid": 1})],
     ),
     "more bytes behind it": ("is not msgpack", [header(msgpack.packb({"v": PROTOCOL}) + b"\x00")]),
-    "an extension type": ("a value of type ExtType", [header(b"\x81\xa1v\xc7\x00\x01")]),
+    "an extension type": ("unsupported value of type ExtType", [header(b"\x81\xa1v\xc7\x00\x01")]),
     "a deep nest": ("nested deeper than 16", [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": nested(500)})]),
-    "a number that is none": ("not finite", [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": float("nan")})]),
+    "a number that is none": (
+        "non-finite number",
+        [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": float("nan")})],
+    ),
     "an unknown type": ("'eval' is not expected here", [header({"v": PROTOCOL, "t": "eval", "mid": 1, "code": "1"})]),
     "a worker's message": ("'beat' is not expected here", [encode("beat", 1, {"progress": []})]),
     "another protocol": ("not a message of protocol", [header({"v": 99, "t": "since", "mid": 1, "seq": 0})]),
@@ -156,9 +162,9 @@ BAD_MESSAGES = {
     "an array that is cut off": ("payload frames of [47] bytes", [submission([PICTURE]), bytes(47)]),
     "an array that is too long": ("payload frames of [49] bytes", [submission([PICTURE]), bytes(49)]),
     "too many frames": ("322 frames", [submission([PICTURE]), *[b"x"] * (MAX_FRAMES + 1)]),
-    "a negative dimension": ("a tensor of shape (-4, 4, 3)", [submission([["media", "uint8", [-4, 4, 3], 48, 0]])]),
-    "sizes that overflow": ("do not fit uint8", [submission([["media", "uint8", [2**31 - 1] * 8, 48, 0]])]),
-    "objects": ("'object' does not travel", [submission([["media", "object", [1], 8, 0]]), bytes(8)]),
+    "a negative dimension": ("invalid tensor shape (-4, 4, 3)", [submission([["media", "uint8", [-4, 4, 3], 48, 0]])]),
+    "sizes that overflow": ("do not match uint8", [submission([["media", "uint8", [2**31 - 1] * 8, 48, 0]])]),
+    "objects": ("unsupported dtype 'object'", [submission([["media", "object", [1], 8, 0]]), bytes(8)]),
 }
 
 
@@ -352,9 +358,9 @@ def guarded(tmp_path, monkeypatch):
 
 def test_wrong_keys_no_keys_and_wrong_tokens_are_sentences_and_nothing_is_delivered(guarded, tmp_path):
     says = {
-        "eve": "the hub does not know the key eve: copy public/eve.key to its folder of keys",
-        "bob": "the hub has another key than public/hub.key here, or uses none",
-        None: "the hub wants keys, or this is no hub",
+        "eve": "the broker does not accept key eve: copy public/eve.key to its key folder",
+        "bob": "public/hub.key is not the broker's key, or it has none",
+        None: "the broker requires keys, or this is another service",
     }
     with Bystander(guarded, keys=str(tmp_path / "ann")), modest(guarded[0]):
         for name, sentence in says.items():

@@ -97,5 +97,5 @@ def test_out_of_memory_is_one_sentence_with_the_phase_and_keys_to_lower(there, t
     quiet = ["run.steps=1", "validation.at_start=false", "logging.tensorboard=false", "logging.console=false"]
     said = there(ending, **tiny_recipe("sd3_nft", tmp_path / "out", tiny_pipelines("sd3"), *quiet))
     assert said.startswith(f"out of memory on {device}")
-    assert " in the phase train: 1048576.0 GiB more were asked for, " in said
+    assert " in phase train: requested 1048576.0 GiB more, " in said
     assert "; change model.gradient_checkpointing: true, or engine.micro_batch_size below " in said

@@ -123,13 +123,13 @@ def test_cps_keeps_the_noise_level(sigma, share, eta):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("heun", grid(0.5), grid(0.4)), "'heun' is no kind of step; the kinds are flow_sde, dance, cps, ode"),
+        (("heun", grid(0.5), grid(0.4)), "unknown kind of step 'heun'; choose one of flow_sde, dance, cps, ode"),
         (("ode", grid(0.5, 0.4), grid(0.4)), r"both be \[B\]"),
         (("ode", grid(0.5)[None], grid(0.4)[None]), r"both be \[B\]"),
-        (("ode", grid(0.4), grid(0.5)), "go down"),
-        (("ode", grid(1.5), grid(0.5)), "go down"),
-        (("ode", grid(0.5), grid(-0.1)), "go down"),
-        (("ode", grid(float("nan")), grid(0.1)), "go down"),
+        (("ode", grid(0.4), grid(0.5)), "expected 1 >= sigma >= sigma_next >= 0"),
+        (("ode", grid(1.5), grid(0.5)), "expected 1 >= sigma >= sigma_next >= 0"),
+        (("ode", grid(0.5), grid(-0.1)), "expected 1 >= sigma >= sigma_next >= 0"),
+        (("ode", grid(float("nan")), grid(0.1)), "expected 1 >= sigma >= sigma_next >= 0"),
         (("ode", torch.tensor([1]), torch.tensor([0])), "floating point"),
         (("dance", grid(0.0), grid(0.0)), "sigma above 0"),
         (("flow_sde", grid(1.0), grid(0.9)), "needs a sigma_max below 1"),

@@ -191,7 +191,7 @@ def test_nothing_of_a_step_has_a_gradient(backend):
     [
         ({"velocity": torch.zeros(2, 8)}, "one shape"),
         ({"velocity": torch.zeros(2, 9).long()}, "velocity must be float32, bfloat16 or float16"),
-        ({"latents": torch.zeros(2, 9).double()}, "float64 is for checking"),
+        ({"latents": torch.zeros(2, 9).double()}, "float64 is for verifying"),
         ({"uncond_velocity": torch.zeros(1, 9)}, "one shape"),
         ({"noise": torch.zeros(2, 9)}, "either seeds or noise, got both"),
         ({"seeds": None}, "either seeds or noise, got neither"),

@@ -74,17 +74,17 @@ def test_a_system_prompt_is_for_rows_without_one():
 @pytest.mark.parametrize(
     ("row", "reason", "words"),
     [
-        (None, "row", "is no JSON object"),
-        ([], "row", "is no JSON object"),
-        ({"text": "a"}, "row", "neither conversations nor messages"),
-        (said("\ud800", "!"), "row", "is no JSON object"),
-        (said("?", "!", image=[1]), "row", "neither a path nor a list"),
-        ({"conversations": []}, "no_answer", "there is no answer"),
-        (said("?"), "no_answer", "there is no answer"),
+        (None, "row", "not a JSON object"),
+        ([], "row", "not a JSON object"),
+        ({"text": "a"}, "row", "no conversations or messages"),
+        (said("\ud800", "!"), "row", "not a JSON object"),
+        (said("?", "!", image=[1]), "row", "image must be a path or a list"),
+        ({"conversations": []}, "no_answer", "no answer"),
+        (said("?"), "no_answer", "no answer"),
         ({"conversations": [{"from": "gpt", "value": "!"}]}, "turn", "assistant out of order"),
         ({"conversations": [{"from": "robot", "value": "!"}]}, "turn", "a turn of 'robot'"),
-        ({"conversations": ["hello"]}, "turn", "no JSON object"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "turn", "of type 'audio'"),
+        ({"conversations": ["hello"]}, "turn", "a turn is not a JSON object"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "turn", "content type 'audio'"),
         ({"conversations": [{"from": "human", "value": 3}]}, "turn", "without text"),
         (said("<image> <image>", "!", image="/a.png"), "no_media", "2 <image> tags, 1 images"),
         (said("<video>", "!", images=["/a.png"]), "no_media", "1 <video> tags, 0 videos"),
@@ -110,10 +110,10 @@ def test_files_of_annotations(tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no \.json or \.jsonl file in it"):
+    with pytest.raises(DataError, match=r"no \.json or \.jsonl file in this folder"):
         annotation_files([str(tmp_path / "empty")])
     with pytest.raises(DataError, match="cannot be read"):
         list(rows_of(tmp_path / "missing.json"))
     (tmp_path / "object.json").write_text("{}")
-    with pytest.raises(DataError, match="is not a JSON list"):
+    with pytest.raises(DataError, match="not a JSON list"):
         list(rows_of(tmp_path / "object.json"))

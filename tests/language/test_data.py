@@ -72,8 +72,8 @@ def test_bad_rows_are_left_out_and_counted_by_reason(load, squares, caplog):
     assert len(data.training.conversations) == 40 - 7
     for reason, count in counts.items():
         (line,) = [message for message in caplog.messages if REASONS[reason] in message]
-        assert f"{count} of 40 rows left out" in line
-    with pytest.raises(DataError, match=r"7 of 40 rows cannot be used, more than data\.max_bad_fraction 0\.1 allows"):
+        assert f"skipped {count} of 40 rows" in line
+    with pytest.raises(DataError, match=r"7 of 40 rows are invalid \(data\.max_bad_fraction: 0\.1\)"):
         load("data.max_bad_fraction=0.1")
 
 
@@ -176,7 +176,7 @@ def test_media_that_break_later_are_left_out_of_their_rows(load, squares):
     assert (step.num_bad, step.num_tried) == (2, 6)
     source.judge(step.num_bad, step.num_tried, 0.05)
     assert source.state() == {"bad": 2, "tried": 6}
-    with pytest.raises(DataError, match=r"8 of 12 conversations had media that cannot be read"):
+    with pytest.raises(DataError, match=r"8 of 12 conversations have unreadable media"):
         source.judge(6, 6, 0.05)
     source.close()
 

@@ -229,7 +229,7 @@ def test_too_long_conversations(model, squares):
         "conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "red " * 60}],
     }
     conversation = parsed(row, "long", root=str(squares))
-    with pytest.raises(BadConversation, match="at most 64 are allowed") as error:
+    with pytest.raises(BadConversation, match="the limit is 64") as error:
         reader_of(model, max_tokens=64).read(conversation)
     assert error.value.reason == "too_long"
     cut = reader_of(model, max_tokens=64, too_long="truncate_answer").read(conversation)

@@ -97,7 +97,7 @@ def test_what_else_can_be_trained_on():
 
 
 def test_a_text_that_holds_a_mark_of_media_is_refused():
-    with pytest.raises(BadConversation, match="a mark that stands for media") as error:
+    with pytest.raises(BadConversation, match="text contains a media token") as error:
         Renderer(TOKENIZER).render(talk(f"look: {PAD}", "no"), [])
     assert error.value.reason == "turn"
 

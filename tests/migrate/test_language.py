@@ -52,7 +52,7 @@ mini_batch = 4
 """)
     assert main([str(tmp_path / "sft.toml")]) == 2
     out, err = capsys.readouterr()
-    assert err == "error: the recipe is not complete, fill in run.steps, data.path\n"
+    assert err == "error: the recipe is incomplete; fill in run.steps, data.path\n"
     assert "  # path: FILL IN, the annotations, a .json" in out
     for part in ("max_tokens: 4096", "fps: 1.0", "lr: 1.0e-06", "deepspeed: zero2", "gradient_accumulation: 8"):
         assert part in out
@@ -95,10 +95,10 @@ def test_unknown_keys_are_named_in_the_tables_of_the_script_too():
         ("policy.parallelism.cp_size", 2, "stays on one rank"),
         ("train.sequence_packing", True, "without padding"),
         ("policy.freeze_pattern", ["visual"], "algorithm.freeze"),
-        (f"{POLICY}.dataset.test_size", 1, "a share"),
+        (f"{POLICY}.dataset.test_size", 1, "a fraction"),
         (f"{POLICY}.temperature", 1.0, "RL of language models"),
-        ("rollout.n_generation", 8, "DiffusionNFT does"),
-        ("custom.mine.name", "a", "your own scripts"),
+        ("rollout.n_generation", 8, "used by DiffusionNFT"),
+        ("custom.mine.name", "a", "user scripts"),
     ],
 )
 def test_what_has_no_counterpart_has_the_reason_of_this_mode(key, value, reason):
@@ -116,7 +116,7 @@ def test_epochs_of_annotations_on_this_machine_are_counted(tmp_path):
 
 def test_rl_of_the_reasoner_and_models_of_text_are_refused():
     base = {"custom.dataset.annotation_path": "x", "policy.model_name_or_path": "nvidia/Cosmos-Reason2-2B"}
-    with pytest.raises(RecipeError, match="SFT on LLaVA annotations is read"):
+    with pytest.raises(RecipeError, match="SFT on LLaVA annotations is supported"):
         mode_of(base | {f"{POLICY}.type": "grpo"})
     with pytest.raises(RecipeError, match="trains no diffusion model"):
         mode_of({"policy.model_name_or_path": "Qwen/Qwen2.5-3B", f"{POLICY}.type": "sft"})

@@ -70,7 +70,7 @@ def test_guidance_of_the_edm_sampler_is_one_less():
     config["model"]["rl"] |= {"guidance": 0.5, "data_beta": 0.0}
     migration = migrate(config)
     assert migration.values["sampling.guidance_scale"] == 1.5
-    assert "sampling.guidance_scale is w = 1 + g: 0.5 there is 1.5 here" in migration.notes
+    assert "sampling.guidance_scale is w = 1 + g: 0.5 in Cosmos-RL is 1.5 here" in migration.notes
 
 
 def test_wfm_sft_draws_the_noise_levels_of_the_edm_density(tmp_path):
@@ -83,7 +83,7 @@ def test_what_is_missing_has_a_placeholder_and_an_error(tmp_path, capsys):
     assert main([str(tmp_path / "config.toml")]) == 2
     out, err = capsys.readouterr()
     assert "  # steps: FILL IN, " in out
-    assert err == "error: the recipe is not complete, fill in run.steps\n"
+    assert err == "error: the recipe is incomplete; fill in run.steps\n"
     (tmp_path / "filled.yaml").write_text(out.replace("  # steps: FILL IN, ", "  steps: 5  # "))
     recipe = recipe_file.load(tmp_path / "filled.yaml")
     assert (recipe.model.gradient_checkpointing, recipe.sampling.num_frames) == (False, 49)
@@ -111,7 +111,7 @@ def test_unknown_keys_are_listed_and_known_ones_without_a_counterpart_have_a_rea
     migration = migrate(config)
     text = render(migration, "config.toml")
     assert migration.unknown == ["train.train_policy.kl_bta"]
-    assert "#   rollout.parallelism.tp_size: the launcher says" in text
+    assert "#   rollout.parallelism.tp_size: the launcher sets" in text
     assert "Unknown keys" in text
 
 
@@ -131,7 +131,7 @@ def test_language_models_are_refused():
 def test_a_file_that_is_not_toml_is_an_error(tmp_path, capsys):
     (tmp_path / "config.toml").write_text("a = [")
     assert main([str(tmp_path / "config.toml")]) == 2
-    assert "this is not TOML" in capsys.readouterr().err
+    assert "not valid TOML" in capsys.readouterr().err
 
 
 # Another value of each mapped key, and what else must be set for it to matter.
@@ -355,7 +355,7 @@ def test_a_value_that_recipes_do_not_know_is_said(key):
     put(config, key, others[key])
     put(config, "train.max_num_steps", None)
     migration = migrate(config)
-    assert key in migration.gone or any("there it was -1 to 5" in note for note in migration.notes)
+    assert key in migration.gone or any("Cosmos-RL clips to -1 to 5" in note for note in migration.notes)
 
 
 def test_the_page_holds_the_table_of_keys(root, capsys):

@@ -24,7 +24,7 @@ def test_ranks_that_share_a_sample_are_sequence_parallel():
     migration = migrated(COSMOS_DDRL)
     assert migration.values["engine.sequence_parallel"] == 2
     assert "model_parallel.context_parallel_size" not in migration.gone
-    assert any("asks for 32 GPUs" in note for note in migration.notes)  # 2 x 4 x 4
+    assert any("is for 32 GPUs" in note for note in migration.notes)  # 2 x 4 x 4
 
 
 @pytest.mark.parametrize(("shards", "replicas", "config"), [(8, 1, "zero3"), (8, 2, "zero3_hpz"), (1, 8, "zero2")])

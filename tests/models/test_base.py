@@ -85,7 +85,7 @@ def test_the_grid_is_the_schedulers_and_leaves_it_alone(model):
 
 def test_a_grid_that_is_no_flow_is_refused(model):
     model.pipeline.scheduler = EulerDiscreteScheduler()  # sigmas up to 14: another kind of diffusion
-    with pytest.raises(ModelError, match="EulerDiscreteScheduler do not fall"):
+    with pytest.raises(ModelError, match="EulerDiscreteScheduler do not decrease"):
         model.sigmas(4, (4, 16, 16))
     with pytest.raises(ValueError, match="num_steps"):
         model.sigmas(0, (4, 16, 16))
@@ -93,7 +93,7 @@ def test_a_grid_that_is_no_flow_is_refused(model):
 
 def test_a_scheduler_without_sigmas_is_refused(model):
     model.pipeline.scheduler = DDIMScheduler()
-    with pytest.raises(ModelError, match="DDIMScheduler is no flow-matching scheduler"):
+    with pytest.raises(ModelError, match="DDIMScheduler is not a flow-matching scheduler"):
         type(model)(model.pipeline, model.path, dtype=torch.float32, device="cpu", max_sequence_length=None)
 
 

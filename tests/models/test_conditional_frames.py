@@ -29,7 +29,7 @@ def test_half_a_pair_of_keys_and_counts_that_leave_nothing_free_are_refused():
     assert frames_in({"text": torch.zeros(1)}) is None
     with pytest.raises(ValueError, match="both of"):
         frames_in({MASK: torch.zeros(1, 1, 4, 1, 1)})
-    with pytest.raises(ValueError, match="0 to 3 may be given"):
+    with pytest.raises(ValueError, match="conditioning frames must be 0 to 3"):
         with_conditional_frames({}, torch.zeros(1, 2, 4, 2, 2), torch.tensor([4]))
     with pytest.raises(ValueError, match=r"\[B,C,T,h,w\]"):
         with_conditional_frames({}, torch.zeros(1, 2, 4, 2), torch.tensor([1]))

@@ -178,9 +178,9 @@ def test_each_domain_has_weights_of_its_own(model):
         ([{"actions": np.zeros((7, 9))}], r"actions must be \[8, 1 to 16\], got \[7, 9\]"),
         ([{"actions": np.zeros((8, 17))}], r"got \[8, 17\]"),
         ([{"actions": np.zeros(8)}], r"got \[8\]"),
-        ([{"actions": np.zeros((8, 9)), "domain": np.array(5)}], "domain must be a whole number from 0 to 4"),
-        ([{"actions": np.zeros((8, 9)), "domain": np.array(1.7)}], "domain must be a whole number from 0 to 4"),
-        ([{"actions": np.zeros((8, 9))}, {}], "either all have actions or none"),
+        ([{"actions": np.zeros((8, 9)), "domain": np.array(5)}], "domain must be an integer from 0 to 4"),
+        ([{"actions": np.zeros((8, 9)), "domain": np.array(1.7)}], "domain must be an integer from 0 to 4"),
+        ([{"actions": np.zeros((8, 9))}, {}], "either all samples of a batch must have actions or none"),
     ],
 )
 def test_actions_that_the_network_cannot_take_are_refused(model, rows, message):
@@ -225,5 +225,5 @@ def test_a_dropped_text_tower_leaves_what_was_encoded(tiny_pipelines):
 
 
 def test_a_limit_of_tokens_is_refused(tiny_pipelines):
-    with pytest.raises(ModelError, match="reads prompts whole"):
+    with pytest.raises(ModelError, match="does not truncate prompts"):
         fresh(tiny_pipelines, max_sequence_length=64)

@@ -16,7 +16,7 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.run.model import load_model
 
-DRAWN_ALONE = r"set sampling\.guidance_scale: 1, and the input by model\.embedded_guidance"
+DRAWN_ALONE = r"set sampling\.guidance_scale: 1 and model\.embedded_guidance"
 
 
 def load(folder, **options):
@@ -50,7 +50,7 @@ def test_the_guidance_is_the_recipe_s_or_that_of_the_folder_or_of_the_stock_call
 @pytest.mark.parametrize("family", ["flux2", "sd3"])
 @pytest.mark.parametrize("loaded", [load, lambda path, **more: load_empty(path, dtype=torch.float32, **more)])
 def test_networks_that_take_none_refuse_it(family, loaded, tiny_pipelines):
-    sentence = f"the network of this {family} takes no guidance scale as an input; remove model.embedded_guidance"
+    sentence = f"this {family} network does not support embedded guidance; remove model.embedded_guidance"
     with pytest.raises(ModelError, match=sentence):
         loaded(tiny_pipelines(family), embedded_guidance=3.5)
 

@@ -65,12 +65,12 @@ def test_the_files_of_the_parts_are_fetched_once_and_no_others(
     assert files_of(folder) == files_of(tiny_pipelines("sd3")) | {"call.json": b"{}"}
     assert site.sent[0] == "model_index.json"
     assert len(set(site.sent)) == len(site.sent) == len(set(files_of(folder).values()))  # equal files are sent once
-    assert re.search(rf"model {NAME}: 0\.0 GB, \d+ of \d+ files to fetch", caplog.text)
+    assert re.search(rf"model {NAME}: 0\.0 GB, downloading \d+ of \d+ files", caplog.text)
     site.sent.clear()
     caplog.clear()
     assert registry.resolve(NAME) == folder
     assert not site.sent
-    assert "fetch" not in caplog.text
+    assert "downloading" not in caplog.text
     assert "%|" not in capfd.readouterr().err  # no progress bar where there is no terminal
     assert hub.origin(folder) == (NAME, folder.name)
     assert hub.name_of(folder) == f"{NAME} @ {folder.name[:7]}"
@@ -130,7 +130,7 @@ def test_what_an_interrupted_download_lacks_is_fetched(site, tmp_path, monkeypat
     shutil.rmtree(folder / "vae")
     shutil.rmtree(folder.parent.parent / "trees")  # as of a cache that another program filled
     offline(monkeypatch, tmp_path)
-    assert "the hub cannot be reached" in refusal()
+    assert "the Hub cannot be reached" in refusal()
 
 
 def test_a_size_is_estimated_without_the_weights(site):
@@ -179,8 +179,8 @@ def test_of_a_part_the_plain_weights_are_wanted_else_the_variant(files, kept):
 
 def test_not_in_the_cache_and_no_network(site, tmp_path, monkeypatch):
     expected = (
-        f"{NAME} is not in the hub cache of this machine (nor a folder here) and the hub cannot be reached; on a "
-        f'machine with a network: hf download {NAME} --revision v1 --exclude "*.bin"'
+        f"{NAME} is not in the Hub cache (and not a local folder), and the Hub cannot be reached; on a machine with a "
+        f'network: hf download {NAME} --revision v1 --exclude "*.bin"'
     )
     offline(monkeypatch, tmp_path)
     assert refusal(revision="v1") == expected
@@ -189,20 +189,20 @@ def test_not_in_the_cache_and_no_network(site, tmp_path, monkeypatch):
 @pytest.mark.slow  # huggingface_hub tries again for 20 s
 def test_a_hub_that_does_not_answer_is_as_good_as_none(tmp_path, monkeypatch):
     use(monkeypatch, url="http://127.0.0.1:9", cache=tmp_path / "cache")  # nobody listens on this port
-    assert f"the hub cannot be reached; on a machine with a network: hf download {NAME} --exclude" in refusal()
+    assert f"the Hub cannot be reached; on a machine with a network: hf download {NAME} --exclude" in refusal()
 
 
 def test_a_repository_that_may_not_be_seen_and_one_that_asks_for_a_licence(site):
     message = refusal("stabilityai/stable-diffusion-3.5-medum")
-    assert message.startswith("the hub has no stabilityai/stable-diffusion-3.5-medum that you may see, and there is no")
-    assert message.endswith(f"hf auth login; for the released one: model.path={NAME}")
+    assert message.startswith("stabilityai/stable-diffusion-3.5-medum is neither a local folder nor a Hub repository")
+    assert message.endswith(f"hf auth login; for the released model: model.path={NAME}")
     site.repos[NAME].refusal = (403, "GatedRepo")
     assert refusal() == (
-        f"{NAME} asks you to accept its licence: open https://huggingface.co/{NAME}, accept, then hf auth login (or "
-        "set HF_TOKEN)"
+        f"{NAME} requires that you accept its licence: open https://huggingface.co/{NAME}, accept it, then run hf auth "
+        "login (or set HF_TOKEN)"
     )
     site.repos[NAME].refusal = (403, "Disabled")
-    assert "cannot be fetched from the hub" in refusal()
+    assert "cannot be downloaded from the Hub" in refusal()
 
 
 @pytest.mark.parametrize(
@@ -211,14 +211,14 @@ def test_a_repository_that_may_not_be_seen_and_one_that_asks_for_a_licence(site)
         (
             "nvidia/Cosmos-Predict2-9B",
             {"base/post-trained/81edfebe_ema_bf16.pt": b""},
-            "nvidia/Cosmos-Predict2-9B holds original Cosmos checkpoints; convert one: python "
+            "nvidia/Cosmos-Predict2-9B contains original Cosmos checkpoints; convert one: python "
             "convert_cosmos_to_diffusers.py --transformer_type Cosmos-2.5-Predict-Base-2B --transformer_ckpt_path FILE "
             "--vae_type wan2.1 --output_path OUT --save_pipeline (a script of diffusers)",
         ),
         (
             "nvidia/Cosmos-Predict2.5-2B",
             {"base/post-trained/81edfebe_ema_bf16.pt": b""},
-            "nvidia/Cosmos-Predict2.5-2B has a pipeline in diffusers' format in another branch: set model.revision: "
+            "the diffusers pipeline of nvidia/Cosmos-Predict2.5-2B is in another branch: set model.revision: "
             "diffusers/base/post-trained",
         ),
         (
@@ -226,7 +226,7 @@ def test_a_repository_that_may_not_be_seen_and_one_that_asks_for_a_licence(site)
             {"diffusion_pytorch_model.safetensors": b""},
             "Wan-AI/Wan2.1-T2V-1.3B is not in diffusers' format; Wan-AI/Wan2.1-T2V-1.3B-Diffusers is",
         ),
-        ("me/mine", {"x": b""}, "me/mine has no model_index.json: name a repository in diffusers' format"),
+        ("me/mine", {"x": b""}, "me/mine has no model_index.json: choose a repository in diffusers' format"),
     ],
 )
 def test_a_repository_in_another_format_is_answered_with_the_way_out(site, name, files, message):
@@ -237,7 +237,7 @@ def test_a_repository_in_another_format_is_answered_with_the_way_out(site, name,
 def test_a_full_disk_is_found_before_anything_is_fetched(site, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage)
-    assert re.search(r"needs 0\.0 GB in .*cache, where 0\.0 GB are free", refusal())
+    assert re.search(r"needs 0\.0 GB in .*cache, but 0\.0 GB are free", refusal())
     assert site.sent == ["model_index.json"]
 
 
@@ -245,12 +245,14 @@ def test_a_folder_goes_before_an_id_and_a_path_is_none(tmp_path, monkeypatch, ti
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_pipelines("sd3"), tmp_path / NAME)
     assert registry.resolve(NAME) == Path(NAME)
-    assert refusal(NAME, "main") == f"model.revision main is for a repository of the hub, and {NAME} is none: remove it"
+    assert refusal(NAME, "main") == (
+        f"model.revision main needs a repository of the Hub, but {NAME} is not one: remove it"
+    )
     for path in ("models/stable-diffusion-3.5-medium", "./a/b", "~/a", "a/b/c", "/a/b", "a", "tiny:sd3"):
         assert not hub.is_id(path)
     assert refusal("models/stable-diffusion-3.5-medium") == (
-        "models/stable-diffusion-3.5-medium does not exist; model.path must name a diffusers pipeline folder on this "
-        f"disk, owner/name of the hub, or tiny:FAMILY; for the released one: model.path={NAME}"
+        "models/stable-diffusion-3.5-medium does not exist; model.path must be a local diffusers pipeline folder, "
+        f"owner/name on the Hub, or tiny:FAMILY; for the released model: model.path={NAME}"
     )
     assert refusal("models/Cosmos-Predict2.5-2B").endswith(
         "model.path=nvidia/Cosmos-Predict2.5-2B model.revision=diffusers/base/post-trained"

@@ -46,7 +46,7 @@ def test_a_model_is_fetched_once_and_offline_one_sentence_says_how(server, root,
 
 
 def test_a_revision_is_for_the_hub_alone():
-    with pytest.raises(ModelError, match=r"model\.revision main is for a repository of the hub"):
+    with pytest.raises(ModelError, match=r"model\.revision main needs a repository of the Hub"):
         language_location.locate("tiny:qwen25vl", "main")
     with pytest.raises(ModelError, match=r"none has no config\.json"):
         language_location.locate("none")

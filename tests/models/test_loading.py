@@ -134,7 +134,7 @@ def test_text_length_comes_from_the_argument_then_the_folder_then_the_pipeline(f
 @pytest.mark.parametrize("length", ["8", 0, 1.5, True])
 def test_a_stored_text_length_that_is_no_length_is_an_error(folder, length):
     change_json(folder / "call.json", max_sequence_length=length)
-    with pytest.raises(ModelError, match=r"call\.json: max_sequence_length must be a positive whole number"):
+    with pytest.raises(ModelError, match=r"call\.json: max_sequence_length must be a positive integer"):
         load(folder)
 
 

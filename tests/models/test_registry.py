@@ -48,12 +48,12 @@ def test_a_folder_is_itself(tiny_pipelines):
     ("text", "message"),
     [
         ("{", "cannot be read"),
-        ("[1]", "must hold a JSON object, got list"),
+        ("[1]", "must contain a JSON object, got list"),
         ("{}", "class None are not supported; supported: .*StableDiffusion3Pipeline"),
         (json.dumps({"_class_name": "FluxPipeline"}), "FluxPipeline are not supported"),
         (json.dumps({"_class_name": ["custom.py", "Mine"]}), "not supported"),
-        (json.dumps({"_class_name": "LTX2Pipeline"}), "not supported: their network denoises sound beside the video"),
-        (json.dumps({"_class_name": "HunyuanVideo15Pipeline"}), "not supported: they draw a single video of a prompt"),
+        (json.dumps({"_class_name": "LTX2Pipeline"}), "not supported: their network denoises sound as a second stream"),
+        (json.dumps({"_class_name": "HunyuanVideo15Pipeline"}), "not supported: they generate only one video"),
     ],
 )
 def test_an_index_that_names_no_known_family_is_an_error(tmp_path, text, message):

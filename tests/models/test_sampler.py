@@ -90,7 +90,7 @@ def test_halves_of_other_shapes_cannot_share_a_forward(model):
     one, longer = torch.ones(2, 3, 4), torch.ones(2, 5, 4)
     both = Conditions({"text": one}, {"text": 2 * one}).both(model)
     assert both["text"].tolist() == [*one.tolist(), *(2 * one).tolist()]
-    with pytest.raises(RecipeError, match=r"joint needs both texts in one shape, and text has \[3, 4\] and"):
+    with pytest.raises(RecipeError, match=r"joint needs texts of the same shape, but text has \[3, 4\] and"):
         Conditions({"text": one}, {"text": longer}).both(model)
 
 

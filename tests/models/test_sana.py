@@ -183,7 +183,7 @@ def test_upstream_a_video_pipeline_cannot_have_the_vae_of_the_image_models(tiny_
     vae.save_pretrained(folder / "vae")
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps(index | {"vae": ["diffusers", "AutoencoderDC"]}))
-    with pytest.raises(ModelError, match=r"whose VAE is an AutoencoderDC .* use one with the Wan or LTX-2 VAE"):
+    with pytest.raises(ModelError, match=r"with the VAE AutoencoderDC .* use one with the Wan or LTX-2 VAE"):
         fresh(folder)
 
 

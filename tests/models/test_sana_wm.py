@@ -132,7 +132,7 @@ def test_swapping_the_cameras_of_two_rows_swaps_the_velocities(model, sampler):
         ({"c2w": None}, "a sample has no c2w"),
         ({"c2w": np.eye(4, dtype=np.float32)[None].repeat(4, 0)}, r"c2w must be \[5, 4, 4\], got \[4, 4, 4\]"),
         ({"intrinsics": np.ones((4, 4))}, r"intrinsics must be \[4\] or \[5, 4\], got \[4, 4\]"),
-        ({"intrinsics": np.array([0, 1, 2, 2])}, "focal length that is not above 0"),
+        ({"intrinsics": np.array([0, 1, 2, 2])}, "focal lengths must be positive"),
     ],
 )
 def test_cameras_that_cannot_be_used_are_refused(model, changes, says):
@@ -167,7 +167,7 @@ def test_clips_with_a_camera_that_cannot_be_used_are_bad_by_name(model, tmp_path
             reader.prompt(sample, framing, centre)
         assert refused.value.reason == "bad_input"
         said.append(str(refused.value))
-    wanted = ("[8, 4, 4]", "no orthonormal rotation", "[3]", "focal length", "does not have it")
+    wanted = ("[8, 4, 4]", "rotation is not orthonormal", "[3]", "focal length", "missing in the caption file")
     assert all(words in sentence for words, sentence in zip(wanted, said, strict=True)), said
     assert reader.prompt(samples[5], framing, centre).inputs["intrinsics"].shape == (5, 4)
 

@@ -10,19 +10,6 @@ from families import CASES, PROMPTS, stock
 from wfm_ds.models import registry
 
 
-@pytest.fixture(scope="module")
-def load(tiny_pipelines):
-    """One float32 model per folder for the tests that change nothing."""
-    loaded = {}
-
-    def get(family):
-        if family not in loaded:
-            loaded[family] = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu")
-        return loaded[family]
-
-    return get
-
-
 def one_call(model):
     """Arguments of one `denoise`."""
     noise = torch.randn((2, *model.latent_shape(32, 48)), generator=torch.Generator().manual_seed(3))

@@ -193,7 +193,7 @@ def test_a_store_outlives_the_cache_and_the_encoders(tiny_pipelines, tmp_path):
     assert all(map(later.stored, texts))
     model.drop_text_encoders()
     assert_equal_rows(later.encode(texts), want)
-    with pytest.raises(ModelError, match=r"no longer has an embedding of 'a new text'"):
+    with pytest.raises(ModelError, match=r"the embedding of 'a new text' was removed from the disk cache"):
         later.encode(["a new text"])
 
 
@@ -242,4 +242,4 @@ def test_a_broken_embedding_is_a_warning(model, caplog):
 
     got = TextCache(model, precomputed={"a cat": Broken(None)}).encode(["a cat"])
     assert_equal_rows(got, model.encode_text(["a cat"]))
-    assert caplog.messages == ["a.safetensors cannot be read; the caption is encoded instead"]
+    assert caplog.messages == ["a.safetensors cannot be read; encoding the caption instead"]

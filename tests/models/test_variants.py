@@ -37,7 +37,7 @@ def test_weights_without_a_variant_come_first_then_bf16_and_else_there_must_be_o
     (tmp_path / "model.fp16.safetensors").touch()
     assert variant_to_load(tmp_path) == "fp16"
     (tmp_path / "model.fp8.safetensors").touch()
-    with pytest.raises(ModelError, match="the variants fp16, fp8 and no other weights; keep one of them"):
+    with pytest.raises(ModelError, match="only has the variants fp16, fp8; keep one of them"):
         variant_to_load(tmp_path)
     (tmp_path / "model.bf16.safetensors").touch()
     assert variant_to_load(tmp_path) == "bf16"

@@ -23,19 +23,6 @@ from wfm_ds.sampling.noise import seeded_normal
 FAMILIES = ("wan21", "wan22", "wan22_ti2v")
 
 
-@pytest.fixture(scope="module")
-def load(tiny_pipelines):
-    """One float32 model per folder for the tests that change nothing."""
-    loaded = {}
-
-    def get(family):
-        if family not in loaded:
-            loaded[family] = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu")
-        return loaded[family]
-
-    return get
-
-
 def noise_for(model, family):
     return seeded_normal([1, 2], model.latent_shape(*CASES[family].size))
 
@@ -143,21 +130,21 @@ def test_each_noise_level_reaches_its_expert(load):
         assert [len(calls) for calls in ran] == [1 - expert, expert]
         with torch.no_grad():
             outputs.append(model.denoise(noise, sigma, text, expert))
-        with pytest.raises(ValueError, match="one call serves one expert"):
+        with pytest.raises(ValueError, match="all of sigma must belong to one expert"):
             model.denoise(noise, sigma, text, other)
     assert (outputs[0] - outputs[1]).abs().max() > 0.1
 
 
 def test_a_batch_of_both_experts_is_refused(load):
     model, noise = load("wan22"), noise_for(load("wan22"), "wan22")
-    with pytest.raises(ValueError, match="one call serves one expert"):
+    with pytest.raises(ValueError, match="all of sigma must belong to one expert"):
         model.denoise(noise, torch.tensor([0.9, 0.8]), model.encode_text(PROMPTS))
 
 
 @pytest.mark.parametrize(("family", "experts"), [("wan21", 1), ("wan22", 2)])
 def test_an_expert_that_is_not_there_is_refused(load, family, experts):
     model = load(family)
-    with pytest.raises(ValueError, match=f"experts 0 to {experts - 1}, not {experts}"):
+    with pytest.raises(ValueError, match=f"experts 0 to {experts - 1}, got {experts}"):
         model.denoise(noise_for(model, family), torch.ones(2), model.encode_text(PROMPTS), experts)
 
 
@@ -216,14 +203,14 @@ AS_IMAGE_TO_VIDEO = {
 @pytest.mark.parametrize(("family", "boundary"), [("wan21", 0.9), ("wan22", None)])
 def test_half_a_pair_of_experts_is_refused(tiny_pipelines, tmp_path, family, boundary):
     folder = changed(tiny_pipelines, tmp_path, family, boundary_ratio=boundary)
-    with pytest.raises(ModelError, match="transformer_2 and boundary_ratio belong together"):
+    with pytest.raises(ModelError, match="must have both transformer_2 and boundary_ratio, or neither"):
         registry.load(folder, dtype=torch.float32, device="cpu")
 
 
 def test_other_channels_are_refused(tiny_pipelines, tmp_path):
     folder = changed(tiny_pipelines, tmp_path, "wan21", **AS_IMAGE_TO_VIDEO)
     WanTransformer3DModel(**TRANSFORMER | {"in_channels": 9}).save_pretrained(folder / "transformer")
-    with pytest.raises(ModelError, match="9 input channels is not supported, of which 4 are latents and 12 latents"):
+    with pytest.raises(ModelError, match=r"9 input channels is not supported, only 4 \(latents\) or 12 \(latents"):
         registry.load(folder, dtype=torch.float32, device="cpu")
 
 

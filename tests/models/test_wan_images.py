@@ -31,18 +31,6 @@ FAMILIES = ("wan21_i2v", "wan22_i2v")
 
 
 @pytest.fixture(scope="module")
-def load(tiny_pipelines):
-    loaded = {}
-
-    def get(family):
-        if family not in loaded:
-            loaded[family] = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu")
-        return loaded[family]
-
-    return get
-
-
-@pytest.fixture(scope="module")
 def pictures():
     return list(np.random.default_rng(1).integers(0, 256, (2, HEIGHT, WIDTH, 3)).astype(np.uint8))
 
@@ -171,13 +159,13 @@ CLIP = {"image_dim": 16, "added_kv_proj_dim": 32}
             "wan21_i2v",
             {"network": {"in_channels": 12, **CLIP, "pos_embed_seq_len": 10}},
             {},
-            "first and the last frame",
+            "first-and-last-frame checkpoints are not supported",
         ),
-        ("wan21_i2v", {"image_encoder": [None, None]}, {}, "has no image_encoder, which sees the first frame"),
+        ("wan21_i2v", {"image_encoder": [None, None]}, {}, "has no image_encoder, which encodes the first frame"),
         ("wan21_i2v", {"network": CLIP}, {}, "4 input channels is not supported"),
-        ("wan22_i2v", {"network": {"in_channels": 4}}, {}, "two experts do not take the same inputs"),
-        ("wan22_i2v", {"_class_name": "WanPipeline"}, {}, "a whole pipeline of class WanImageToVideoPipeline"),
-        ("wan21_i2v", {}, {"max_sequence_length": 64}, "texts of 512 tokens; remove model.max_sequence_length"),
+        ("wan22_i2v", {"network": {"in_channels": 4}}, {}, "two experts have different inputs"),
+        ("wan22_i2v", {"_class_name": "WanPipeline"}, {}, "a complete WanImageToVideoPipeline"),
+        ("wan21_i2v", {}, {"max_sequence_length": 64}, "requires 512 text tokens; remove model.max_sequence_length"),
     ],
 )
 def test_what_is_not_supported_is_one_sentence(tiny_pipelines, tmp_path, family, changes, options, message):

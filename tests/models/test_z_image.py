@@ -77,7 +77,7 @@ def test_the_grid_is_the_stock_pipeline_s(model, pipeline, num_steps):
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"siglip_feat_dim": 8}, "that reads pictures"), ({"all_patch_size": [2, 4]}, "for patches of")],
+    [({"siglip_feat_dim": 8}, "with image inputs"), ({"all_patch_size": [2, 4]}, "with patches")],
 )
 def test_a_network_of_another_kind_is_refused(tiny_pipelines, tmp_path, change, says):
     folder = tmp_path / "other"

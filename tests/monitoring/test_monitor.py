@@ -102,7 +102,7 @@ def test_metrics_of_a_continued_run_are_appended(tmp_path):
 
 
 def test_tag_that_would_hide_a_key_of_the_line_is_refused(tmp_path):
-    with monitor(tmp_path) as watch, pytest.raises(ValueError, match="cannot be metrics"):
+    with monitor(tmp_path) as watch, pytest.raises(ValueError, match="invalid metric names"):
         watch.scalars(1, {"time": 2.0})
     assert lines(tmp_path) == []
 

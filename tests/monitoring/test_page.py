@@ -112,7 +112,7 @@ def test_an_alarm_is_shown_as_long_as_the_last_evaluation_raises_it(a_run):
     write_page(a_run)
     said = content(a_run)
     assert said["alarm"] == "ALARM: step 30: ocr fell"
-    assert "held-out judges" in [panel["title"] for panel in said["panels"]]
+    assert "held-out rewards" in [panel["title"] for panel in said["panels"]]
     with (a_run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 40, "time": "2026-01-02T03:00:40+00:00", "val/alarm": 0.0}\n')
     write_page(a_run)
@@ -228,7 +228,7 @@ def test_a_disk_that_takes_no_page_is_one_warning(a_run, monkeypatch, caplog):
             metrics(a_run, [step], **{"loss/total": 1.0})
             time.sleep(0.05)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "the run goes on" in caplog.text
+    assert "the run continues" in caplog.text
 
 
 def test_an_index_of_somebody_else_stays(a_run, caplog):
@@ -253,7 +253,7 @@ def test_overwrite_takes_the_page_with_the_run(a_run, capsys):
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
     assert COMMANDS["page"][0] == "wfm_ds.monitoring.page"
-    with pytest.raises(UserError, match=r"holds no metrics\.jsonl"):
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
         run(parser().parse_args([str(tmp_path)]))
     assert list(tmp_path.iterdir()) == []
 

@@ -79,9 +79,9 @@ def test_other_arrays_are_refused(arguments, message):
 
 
 def test_counts_must_fit():
-    with pytest.raises(ValueError, match="3 images need as many labels, got 2"):
+    with pytest.raises(ValueError, match="3 images need the same number of labels, got 2"):
         grid([noise(0)] * 3, 2, labels=["a", "b"])
-    with pytest.raises(ValueError, match="2 rows need as many titles, got 3"):
+    with pytest.raises(ValueError, match="2 rows need the same number of titles, got 3"):
         grid([noise(0)] * 3, 2, row_titles=["a", "b", "c"])
 
 

@@ -5,7 +5,7 @@ import pytest
 from multi_rank.resuming import assert_equal_runs, tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 
-SPREAD = ["data.choose=spread", "rollout.prompts_per_step=4", "rollout.group_size=2", "validation.every=0"]
+SPREAD = ["data.choose=reward_std", "rollout.prompts_per_step=4", "rollout.group_size=2", "validation.every=0"]
 SPREAD += ["validation.at_start=false", "validation.num_prompts=1", "logging.console=false"]
 LEARNING = ["run.steps=4", "optimizer.eps=1e-4", "optimizer.lr=3e-2"]
 # Without a change of the weights a sample is the same whichever publication it is of, so that runs can be compared.

@@ -117,5 +117,7 @@ def test_a_checkpoint_of_deepspeeds_own_is_converted_if_it_is_trusted(stage, wra
     config = base / "transformer" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dual_attention_layers": []}))
     assert convert.main([*words, "--trust-pickle"]) == 2
-    assert "transformer_blocks.0.norm1.linear.weight is [288, 32], the model has [192, 32]" in capsys.readouterr().err
+    assert (
+        "transformer_blocks.0.norm1.linear.weight is [288, 32], but the model has [192, 32]" in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()

@@ -53,5 +53,5 @@ def test_all_ranks_end_with_the_sentence_of_the_one_that_has_not_its_samples(two
         ],
     )
     assert said[0] == said[1]
-    assert said[0].startswith("rank 1 does not have the samples of step 2: WireError tensor ")
-    assert said[0].endswith("the checksum is wrong")
+    assert said[0].startswith("rank 1 cannot get the samples of step 2: WireError tensor ")
+    assert said[0].endswith("wrong checksum")

@@ -160,12 +160,12 @@ def misuse():
 def test_calls_out_of_order_are_refused(two_ranks):
     for messages in two_ranks.run(misuse):
         assert messages == [
-            "step() after 0 of 3 backwards",
-            "loss_sum must be a scalar, got the shape (1, 4, 8, 8)",
-            "a step of 0 terms has no gradient: call skip()",
-            "step() is due: 3 backwards make an optimizer step",
-            "skip() after 3 backwards of a step",
-            "ref has no tensors of its own in a LoRA run: it is the base without adapter",
+            "step() after 0 of 3 backward passes",
+            "loss_sum must be a scalar, got shape (1, 4, 8, 8)",
+            "a step with 0 terms has no gradient: call skip_step()",
+            "call step() first: all 3 backward passes of the optimizer step are done",
+            "skip_step() after 3 backward passes of a step",
+            "ref has no tensors in a LoRA run: it is the base model without adapter",
             "True",
         ]
 
@@ -199,7 +199,7 @@ def idle_layer(config, lora, frozen):
 def test_a_layer_that_no_gradient_reaches_is_named_before_it_moves(two_ranks, config, lora):
     first, second = two_ranks.run(idle_layer, config=config, lora=lora, frozen=False)
     named = "idle.lora_A.weight, idle.lora_B.weight" if lora else "idle.weight, idle.bias"
-    assert first["said"].startswith(f"{named}: no gradient reached what is to train")
+    assert first["said"].startswith(f"{named}: trained parameters received no gradient")
     assert first == second
     assert not first["moved"]
     for part in two_ranks.run(idle_layer, config=config, lora=lora, frozen=True):
@@ -286,7 +286,7 @@ def test_guard_names_what_each_rank_was_about_to_do(two_ranks):
     assert two_ranks.run(guarded, disagree=False, extra=False) == ["agreed", "agreed"]
     messages = two_ranks.run(guarded, disagree=True, extra=False)
     assert messages[0] == messages[1]
-    assert messages[0].startswith("ranks disagree at forward 2: ")
+    assert messages[0].startswith("ranks disagree at forward pass 2: ")
     assert "'old', False" in messages[0]
     assert "'ref', False" in messages[0]
 
@@ -295,7 +295,7 @@ def test_guard_ends_one_forward_too_many_with_an_error(two_ranks):
     calm, lonely = two_ranks.run(guarded, disagree=False, extra=True, timeout_s=3)
     assert calm == "agreed"
     assert lonely.startswith(
-        "rank 1 is at forward 3 ('old', False, (4, 8, 8)), and another rank did not come within 3 s:"
+        "rank 1 is at forward pass 3 ('old', False, (4, 8, 8)), and another rank did not reach it within 3 s:"
     )
 
 

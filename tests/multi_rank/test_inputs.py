@@ -205,9 +205,9 @@ def test_an_exchanged_camera_begins_where_the_clip_does():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["model.family=null"], "data.inputs actions, domain: cosmos25 takes nothing besides text and frames"),
-        (["data.inputs=[domain]", "rollout.trajectories=data"], "steered cannot do without actions"),
-        (["data.inputs=[actions, words]"], "data.inputs words: steered takes actions, domain"),
+        (["model.family=null"], "data.inputs actions, domain: cosmos25 supports only text and frames"),
+        (["data.inputs=[domain]", "rollout.trajectories=data"], "steered needs actions: add it to data.inputs"),
+        (["data.inputs=[actions, words]"], "data.inputs words: steered supports actions, domain"),
     ],
 )
 def test_inputs_that_the_model_does_not_take_are_refused(overrides, says, tiny_pipelines, world, tmp_path):
@@ -223,9 +223,15 @@ def test_inputs_that_the_model_does_not_take_are_refused(overrides, says, tiny_p
         (["data.inputs=[]"], "rollout.trajectories: shuffle needs actions or c2w in data.inputs"),
         (["rollout.trajectories=library"], "library and trajectory_library belong together"),
         (["data.actions.normalize=quantile"], "stats and normalize belong together"),
-        (["validation.prompts=p.txt", "algorithm.min_num_conditional_frames=0"], "samples are told data.inputs"),
-        (["sampling.num_frames=1", "rollout.trajectories=data"], "actions lead from frame to frame, and .* has one"),
-        (["data.kind=cosmos"], "inputs are of kind paired, folder, webdataset or sets, not cosmos"),
+        (
+            ["validation.prompts=p.txt", "algorithm.min_num_conditional_frames=0"],
+            "samples are conditioned on data.inputs",
+        ),
+        (
+            ["sampling.num_frames=1", "rollout.trajectories=data"],
+            "data.inputs: actions needs sampling.num_frames above 1",
+        ),
+        (["data.kind=cosmos"], "inputs is for kind paired, folder, webdataset or sets, not cosmos"),
     ],
 )
 def test_recipes_whose_trajectories_do_not_fit_are_refused(overrides, says, tiny_pipelines, world, tmp_path):
@@ -237,11 +243,11 @@ def test_recipes_whose_trajectories_do_not_fit_are_refused(overrides, says, tiny
 def test_a_reward_that_needs_actions_is_refused_where_samples_are_told_none(tiny_pipelines, world, tmp_path):
     made = settings("nft", tmp_path, tiny_pipelines, world, "data.inputs=[domain]", "rollout.trajectories=data")
     recipe = recipe_file.load(Path(made["recipe"]), made["overrides"])
-    with pytest.raises(RecipeError, match=r"reward steered:Obedience needs actions: name it in data\.inputs"):
+    with pytest.raises(RecipeError, match=r"reward steered:Obedience needs actions: add it to data\.inputs"):
         check_rewards(recipe, [Prompt(id="p", text="p", metadata={"actions": "p.actions.npy"})])
     camera = "reward.functions=[{name: camera_following, options: {url: 'http://127.0.0.1:1'}}]"
     recipe = recipe_file.load(Path(made["recipe"]), [*made["overrides"], camera])
-    with pytest.raises(RecipeError, match="needs the input c2w, which samples of this model are not told"):
+    with pytest.raises(RecipeError, match="needs the input c2w, which this model does not accept"):
         check_rewards(recipe, [Prompt(id="p", text="p", metadata={"c2w": "p.c2w.npy"})])
 
 
@@ -251,5 +257,5 @@ def test_a_library_is_drawn_from(one_rank, tiny_pipelines, world, tmp_path):
     one_rank.run(train, **settings("nft", tmp_path / "out", tiny_pipelines, world, *library))
     assert json.loads((tmp_path / "out" / "result.json").read_text())["step"] == 1
     np.save(tmp_path / "library.npy", np.ones((3, FRAMES, WIDTH)))
-    with pytest.raises(Exception, match=r"has trajectories \[5, 2\], and samples of this recipe have \[4, 2\]"):
+    with pytest.raises(Exception, match=r"has trajectories of shape \[5, 2\], this recipe needs \[4, 2\]"):
         one_rank.run(train, **settings("nft", tmp_path / "other", tiny_pipelines, world, *library))

@@ -170,7 +170,7 @@ def test_heads_that_the_ranks_do_not_divide():
         sequence.check(model.network, 3)
     sequence.check(model.network, 2)
     model.config.get_text_config().layer_types[0] = "sliding_attention"
-    with pytest.raises(UserError, match="has layers with a sliding window"):
+    with pytest.raises(UserError, match="has sliding-window layers"):
         sequence.check(model.network, 2)
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from multi_rank.resuming import train_on_rank
 
 ROOT = Path(__file__).parent.parent.parent
-NOTHING = "no sample of this step teaches anything"
+NOTHING = "no gradient: every sample failed or its group has identical rewards"
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_swap_leaves_no_trace_and_nothing_trains_inside(two_ranks, stage, dtype,
         assert all(part["differ"])
         assert all(part["gradient"])
         assert len(part["refusals"]) == 3 * 4
-        assert all("inside policy(" in text for text in part["refusals"])
+        assert all("inside use_policy(" in text for text in part["refusals"])
 
 
 def merge_and_return(config, dtype):
@@ -277,5 +277,5 @@ def test_old_policy_moves_by_its_decay(two_ranks, stage, lora):
         assert all(part["copied"])
         assert all(part["middle"])
         assert len(part["refusals"]) == 4
-        assert part["refusals"][0] == "this engine has the policies train old, not ema"
+        assert part["refusals"][0] == "unknown policy ema; this engine has train old"
     assert parts[0]["copied"]

@@ -148,7 +148,7 @@ def test_the_frozen_reference_is_the_base_model_and_not_stored(two_ranks, tmp_pa
     [
         (None, "{'step': 5}"),
         ("bytes", "wfm_rank00001.safetensors cannot be read"),
-        ("targets", "holds other trained weights than this run has, e.g. "),
+        ("targets", "has other trained weights than this run, e.g. "),
     ],
 )
 def test_states_that_cannot_be_used_are_refused_by_all_ranks(two_ranks, tmp_path, damage, said):

@@ -274,18 +274,18 @@ def refusals_on_rank():
 
 
 REFUSALS = {
-    "fused": "WanTransformer3DModel cannot share its tokens among ranks: blocks.0.attn1 has fused projections; call "
+    "fused": "WanTransformer3DModel does not support sequence parallelism: blocks.0.attn1 has fused projections; call "
     "unfuse_qkv_projections() first",
-    "twice": "SanaTransformer2DModel cannot share its tokens among ranks: its attention runs LinearAttention, not "
-    "SanaLinearAttnProcessor2_0",
+    "twice": "SanaTransformer2DModel does not support sequence parallelism: its attention uses "
+    f"{sana.LinearAttention.__name__}, not SanaLinearAttnProcessor2_0",
     "one head": "engine.sequence_parallel = 2 exceeds the number of attention heads of CosmosTransformer3DModel, 1; "
     "set it to 1 or less",
-    "residuals": "SD3Transformer2DModel cannot share its tokens among ranks: ControlNet residuals "
+    "residuals": "SD3Transformer2DModel does not support sequence parallelism: ControlNet residuals "
     "(block_controlnet_hidden_states) are not supported",
-    "residuals of sana": "SanaTransformer2DModel cannot share its tokens among ranks: ControlNet residuals "
+    "residuals of sana": "SanaTransformer2DModel does not support sequence parallelism: ControlNet residuals "
     "(controlnet_block_samples) are not supported",
-    "mask": "SanaVideoTransformer3DModel cannot share its tokens among ranks: masks of self-attention (attention_mask) "
-    "are not supported",
+    "mask": "SanaVideoTransformer3DModel does not support sequence parallelism: masks of self-attention "
+    "(attention_mask) are not supported",
     "one row": "engine.sequence_parallel = 2 exceeds the number of rows of patches, 1; set it to 1 or less",
     "one frame": "engine.sequence_parallel = 2 exceeds the number of latent frames, 1; set it to 1 or less",
     "one word": "engine.sequence_parallel = 2 exceeds the number of text tokens, 1; set it to 1 or less",

@@ -20,13 +20,13 @@ SHORT = [
 ]
 SMALL = {
     # An untrained model earns nothing here, in all samples: of that nothing is learnt.
-    "moving": [
+    "shapes": [
         "rollout.prompts_per_step=4",
         "rollout.group_size=4",
         "validation.seeds=[1000001]",
         "reward.functions=[{name: jpeg_compressibility}]",
     ],
-    "world": ["rollout.prompts_per_step=4", "rollout.group_size=4", "validation.num_prompts=4"],
+    "actions": ["rollout.prompts_per_step=4", "rollout.group_size=4", "validation.num_prompts=4"],
 }
 # A worker denoises a group at a time.
 ALIKE = ["engine.max_forward_batch=4"]
@@ -35,20 +35,20 @@ ASYNC = ["rollout.mode=async", "rollout.max_staleness=0"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
-def test_a_world_learns_the_same_on_one_rank_on_two_and_with_workers(
+def test_a_demo_learns_the_same_on_one_rank_on_two_and_with_workers(
     name, one_rank, two_ranks, tiny_pipelines, tmp_path
 ):
-    world = world_of(name)
-    world.write(tmp_path / "data")
+    demo = world_of(name)
+    demo.write(tmp_path / "data")
     for where, ranks, changes in (("one", one_rank, []), ("two", two_ranks, []), ("async", one_rank, ASYNC)):
         overrides = [
             f"run.output_dir={tmp_path / where}",
-            f"model.path={tiny_pipelines(name)}",
-            f"data.path={tmp_path / 'data' / world.asked}",
-            *world.rl_overrides(tmp_path),
+            f"model.path={tiny_pipelines(demo.name)}",
+            f"data.path={tmp_path / 'data' / demo.asked}",
+            *demo.rl_overrides(tmp_path),
             *(*SHORT, *SMALL[name], *ALIKE, *changes),
         ]
-        (outcome, *_) = ranks.run(train_on_rank, recipe=str(RECIPES / name / "nft.yaml"), overrides=overrides)
+        (outcome, *_) = ranks.run(train_on_rank, recipe=str(RECIPES / demo.name / "nft.yaml"), overrides=overrides)
         assert (outcome["status"], outcome["step"]) == ("finished", 2)
     assert_same_runs(tmp_path / "one", tmp_path / "two")
     assert records(tmp_path / "async") == records(tmp_path / "one")

@@ -140,8 +140,8 @@ def test_a_refusal_is_not_waited_for(stack, folders, tmp_path):
     with ThreadPoolExecutor(len(refused)) as pool:
         errors = [str(waiting.exception()) for waiting in [pool.submit(client.attach, 600) for client in refused]]
     reasons = (
-        "the hub does not know the key bob",
-        "no handshake: the hub wants keys",
+        "the broker does not accept key bob",
+        "handshake failed: the broker requires keys",
         "only ipc:// and loopback tcp are allowed",
     )
     for error, reason in zip(errors, reasons, strict=True):
@@ -165,7 +165,7 @@ def test_a_key_that_the_hub_does_not_know_is_a_sentence_until_it_does(stack, fol
     new(bob, "bob")
     shutil.copy(folders[0] / "public" / "hub.key", bob / "public")
     client = a_client(stack, hub, client_keys(bob))
-    says(client, r"the hub does not know the key bob: copy public/bob\.key to its folder of keys")
+    says(client, r"the broker does not accept key bob: copy public/bob\.key to its key folder")
     shutil.copy(bob / "public" / "bob.key", folders[0] / "public")
     client.attach(DEADLINE_S)
     assert a_sum(client) == [30_000_000]
@@ -188,8 +188,8 @@ def test_another_hubs_key_and_no_key_are_sentences_and_nothing_is_delivered(stac
     hub = a_hub(stack, folders[0])
     new(tmp_path / "other", "hub")
     shutil.copy(tmp_path / "other" / "public" / "hub.key", folders[1] / "public")
-    says(a_client(stack, hub, client_keys(folders[1])), r"the hub has another key than public/hub\.key here")
-    says(a_client(stack, hub, None), "the hub wants keys, or this is no hub")
+    says(a_client(stack, hub, client_keys(folders[1])), r"public/hub\.key is not the broker's key")
+    says(a_client(stack, hub, None), "the broker requires keys, or this is another service")
     exchange(*folders, "ann")
     good = a_client(stack, hub, client_keys(folders[1]))
     good.attach(DEADLINE_S)
@@ -211,7 +211,7 @@ def test_workers_with_a_key_of_their_own_work_and_others_are_told_why_not(stack,
     a_worker(stack, hub, None, "without")
     client = a_client(stack, hub, client_keys(hub_folder))
     client.attach(DEADLINE_S)
-    reasons = ("does not know the key eve: copy", "the hub has another key than public/hub.key", "the hub wants keys")
+    reasons = ("does not accept key eve: copy", "public/hub.key is not the broker's key", "the broker requires keys")
     until(lambda: all(reason in caplog.text for reason in reasons))
     assert hub.workers() == []
     a_worker(stack, hub, client_keys(ann), "ann")
@@ -232,9 +232,9 @@ def test_a_name_belongs_to_the_key_that_took_it_first(stack, folders, tmp_path, 
     client.attach(DEADLINE_S)
     a_worker(stack, hub, client_keys(ann), "w")
     until(lambda: hub.workers() == ["w"])
-    says(a_client(stack, hub, client_keys(tmp_path / "eve")), "a client with another key is called run/ann")
+    says(a_client(stack, hub, client_keys(tmp_path / "eve")), "client run/ann is already attached with another key")
     a_worker(stack, hub, client_keys(tmp_path / "eve"), "w")
-    until(lambda: "a worker with another key is called w" in caplog.text)
+    until(lambda: "worker w is already connected with another key" in caplog.text)
     assert a_sum(client) == [30_000_000]
     assert hub.status().result(DEADLINE_S).counts.get("requeued", 0) == 0
     a_client(stack, hub, client_keys(hub_folder)).attach(DEADLINE_S)  # another life of the first
@@ -253,7 +253,7 @@ def test_a_hub_without_keys_is_a_sentence_for_a_client_with_some(stack, folders)
     hub = Hub(clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={})
     hub.start()
     stack.callback(lambda: hub.stop(0.0))
-    says(a_client(stack, hub, client_keys(folders[1])), "or uses none")
+    says(a_client(stack, hub, client_keys(folders[1])), "or it has none")
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://10.0.0.5:6100", "tcp://example.org:5", "tcp://[fe80::1]:5", "ipc:///x"])
@@ -263,7 +263,7 @@ def test_other_addresses_are_for_keys_alone(endpoint):
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5", "tcp://*:5", "tcp://[::]:5"])
 def test_not_even_keys_listen_everywhere(endpoint):
-    with pytest.raises(PipeError, match="name one address of this machine"):
+    with pytest.raises(PipeError, match="use one address of this machine"):
         check_endpoint(endpoint, keys=True)
 
 
@@ -282,7 +282,7 @@ def test_a_new_pair_is_private_and_never_overwritten(tmp_path):
     before = secret.read_bytes()
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (again.returncode, secret.read_bytes()) == (2, before)
-    assert again.stderr.startswith(f"error: {secret} is there already")
+    assert again.stderr.startswith(f"error: {secret} already exists")
 
 
 @pytest.mark.parametrize("there", ["ann.key_secret", "public/ann.key"])
@@ -292,7 +292,7 @@ def test_half_a_pair_is_named_and_left_as_it_is(tmp_path, there):
         (tmp_path / file).unlink()
     content = (tmp_path / there).read_bytes()
     for _ in range(2):
-        with pytest.raises(KeyFileError, match=f"{re.escape(there)} is there already"):
+        with pytest.raises(KeyFileError, match=f"{re.escape(there)} already exists"):
             new(tmp_path, "ann")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / there]
     assert (tmp_path / there).read_bytes() == content
@@ -301,7 +301,7 @@ def test_half_a_pair_is_named_and_left_as_it_is(tmp_path, there):
 @pytest.mark.parametrize("name", ["", "../x", "a b", "a/b", "x" * 65])
 def test_a_name_is_plain(tmp_path, name, capsys):
     assert keys.main(["new", str(tmp_path), name]) == 2
-    assert "is not a name for a key" in capsys.readouterr().err
+    assert "is not a valid key name" in capsys.readouterr().err
 
 
 def test_secrets_that_others_can_read_are_refused(folders):
@@ -318,7 +318,7 @@ def test_what_is_missing_or_no_key_is_named(folders, tmp_path):
     hub, ann = folders
     with pytest.raises(KeyFileError, match=r"nowhere/hub\.key_secret cannot be read as a key"):
         hub_keys(tmp_path / "nowhere")
-    with pytest.raises(KeyFileError, match=r"one key of a client is needed, NAME\.key_secret; found none"):
+    with pytest.raises(KeyFileError, match=r"expected exactly one client key NAME\.key_secret, found none"):
         client_keys(hub / "public")
     new(ann, "second")
     with pytest.raises(KeyFileError, match=r"found ann\.key_secret, second\.key_secret"):
@@ -334,7 +334,7 @@ def test_what_is_missing_or_no_key_is_named(folders, tmp_path):
     shutil.copy(hub / "public" / "hub.key", hub / "hub.key_secret")
     (hub / "hub.key_secret").chmod(0o600)
     (hub / "public" / "odd.key").unlink()
-    with pytest.raises(KeyFileError, match="holds no secret key"):
+    with pytest.raises(KeyFileError, match="has no secret key"):
         hub_keys(hub)
 
 

@@ -94,4 +94,4 @@ def test_a_task_that_does_not_fit_a_message_together_with_the_note_fails_alone(s
     while len(ends) < 2 and (outcomes := client.take(DEADLINE_S)):
         ends |= {outcome.id: outcome.reason for outcome in outcomes}
     assert ends["t"] == ""
-    assert ends["long"].startswith("cannot be sent: task: a header of ")
+    assert ends["long"].startswith("cannot be sent: task: header of ")

@@ -258,9 +258,9 @@ def test_a_worker_that_hangs_in_a_cancelled_task_is_still_noticed():
 
 def test_refusals_say_why():
     ledger = a_ledger(max_waiting=2, max_bytes=12)
-    with pytest.raises(Refused, match=r"no worker does c; known are a, b"):
+    with pytest.raises(Refused, match=r"unknown task kind c; available: a, b"):
         ledger.submit(a_task("t", kind="c"))
-    with pytest.raises(Refused, match=r"13 bytes, this hub holds 12"):
+    with pytest.raises(Refused, match=r"task too large: 13 bytes, limit 12"):
         ledger.submit(a_task("t", num_bytes=13))
     ledger.submit(a_task("t", num_bytes=10))
     with pytest.raises(Refused, match=r"^full$"):

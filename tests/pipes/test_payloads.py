@@ -78,10 +78,10 @@ def test_any_client_of_the_run_fetches_a_result_until_it_is_released(stack):
     for client in (bob, ann, bob):
         (array,) = client.fetch(["a"], DEADLINE_S)["a"].tensors()
         assert np.array_equal(array, np.arange(size, dtype=np.float32))
-    with pytest.raises(PipeError, match="the hub does not have the result a"):
+    with pytest.raises(PipeError, match="the broker does not have result a"):
         eve.fetch(["a"], DEADLINE_S)
     ann.release(["a"])
-    with pytest.raises(PipeError, match="the hub does not have the result a"):
+    with pytest.raises(PipeError, match="the broker does not have result a"):
         ann.fetch(["a"], DEADLINE_S)
 
 
@@ -94,7 +94,7 @@ def test_another_run_cannot_have_a_result_dropped(stack, word, fields):
     assert outcome(ann).ok
     eve._commands.put(lambda: eve._send_ids(word, ["a"], **fields))  # its own methods might know that it is not hers
     with pytest.raises(
-        PipeError, match="the hub does not have the result a"
+        PipeError, match="the broker does not have result a"
     ):  # answered later: a connection keeps its order
         eve.fetch(["a"], DEADLINE_S)
     assert len(ann.fetch(["a"], DEADLINE_S)["a"].tensors()[0]) == 5
@@ -126,7 +126,7 @@ def test_an_announcement_goes_with_the_tasks_leased_after_it_and_its_files_can_b
     read = np.concatenate(list(eve.read_file("v3/weights", len(content), DEADLINE_S)))
     assert np.array_equal(read, content)
     for name in ("weights", "../weights", str(tmp_path / "weights")):
-        with pytest.raises(PipeError, match="offers no file"):
+        with pytest.raises(PipeError, match="the broker has no file"):
             list(eve.read_file(name, 1, DEADLINE_S))
 
 
@@ -212,7 +212,7 @@ def test_a_release_that_is_lost_is_repeated(stack, monkeypatch):
         tick.wait(0.05)
     assert len(heard) >= 2
     assert set(map(tuple, heard)) == {("a",)}
-    with pytest.raises(PipeError, match="does not have the result a"):
+    with pytest.raises(PipeError, match="does not have result a"):
         client.fetch(["a"], DEADLINE_S)
 
 

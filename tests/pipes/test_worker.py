@@ -106,7 +106,7 @@ def test_a_task_that_was_given_back_and_leased_again_is_done_as_the_newer(hub, s
     hub.hear_mark("works", 1, 1, 2)
     hub.lease("later", 1)
     hub.say("stalled", id="later", attempt=1)
-    assert hub.hear("failed")["reason"] == "it was not begun"
+    assert hub.hear("failed")["reason"] == "not started"
     hub.lease("later", 2)
     steps.go_on.release(4)
     assert hub.hear("result")["id"] == "works"

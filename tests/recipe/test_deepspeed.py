@@ -113,32 +113,36 @@ REFUSED = {
     "clash of several": (None, {"bf16": {}, "optimizer": {}}, "bf16 .set model.dtype.*, optimizer .set optimizer in"),
     "batch": (None, {"train_batch_size": 8}, "remove train_batch_size"),
     "misspelt": ("absent", {"zero_optimisation": {"stage": 3}}, "did you mean zero_optimization"),
-    "unknown": (None, {"qqqq": 1}, "qqqq is not a key that wfm_ds supports; known are"),
+    "unknown": (None, {"qqqq": 1}, "qqqq is not supported by wfm_ds; supported keys"),
     "unknown inside": ({"stage3_prefetch_bucket": 1}, {}, "did you mean zero_optimization.stage3_prefetch_bucket_size"),
     "nothing": ("absent", {}, "zero_optimization.stage must be 1, 2 or 3"),
     "stage 0": ({"stage": 0}, {}, "zero_optimization.stage must be 1, 2 or 3"),
     "quantised": ({"stage": 3, "zero_quantized_weights": True}, {}, "remove zero_optimization.zero_quantized_weights"),
     "mics": ({"stage": 3, "mics_shard_size": 2}, {}, "MiCS is not tested"),
-    "no norm": ({"compute_grad_norm": False}, {}, "a NaN gradient would be applied"),
+    "no norm": ({"compute_grad_norm": False}, {}, "NaN gradients are detected by the norm"),
     "fast writer": (None, {"checkpoint": {"writer": {"type": "FAST"}}}, "remove checkpoint.*can lose files"),
-    "sequence parallelism of DeepSpeed": (None, {"sequence_parallel_size": 2}, "sequence_parallel_size is not a key"),
-    "tensor parallelism": (None, {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is not a key that wfm_ds"),
+    "sequence parallelism of DeepSpeed": (
+        None,
+        {"sequence_parallel_size": 2},
+        "sequence_parallel_size is not supported by wfm_ds",
+    ),
+    "tensor parallelism": (None, {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is not supported by wfm_ds"),
     "zenflow": ({"zenflow": {}}, {}, "remove zero_optimization.zenflow: ZenFlow is not tested"),
     "quantised gradients": ({"stage": 3, "zero_quantized_gradients": True}, {}, "remove .*zero_quantized_gradients"),
     "deep compile": (None, {"compile": {"deepcompile": True}}, "remove compile: DeepCompile is not tested"),
     "flops profiler": (None, {"flops_profiler": {"enabled": True}}, "remove flops_profiler"),
-    "comms logger": (None, {"comms_logger": {"enabled": True}}, "remove comms_logger: it does not see all"),
+    "comms logger": (None, {"comms_logger": {"enabled": True}}, "remove comms_logger: it misses some"),
     "hybrid": (None, {"hybrid_engine": {"enabled": True}}, "remove hybrid_engine"),
     "linear": ({"stage": 3, "memory_efficient_linear": True}, {}, "memory_efficient_linear must be false"),
     "nvme and copies": (
         {"stage": 3, "offload_optimizer": {"device": "nvme"}},
         {"zero_force_ds_cpu_optimizer": False},
-        "nvme cannot serve the copies .ema, old, ref.; use cpu",
+        "nvme does not support weight copies .ema, old, ref.: use cpu",
     ),
     "parameters on nvme": (
         {"stage": 3, "offload_param": {"device": "nvme"}},
         {"zero_force_ds_cpu_optimizer": False},
-        "nvme cannot serve the copies",
+        "nvme does not support weight copies",
     ),
     "offload": ({"offload_optimizer": {"device": "cpu"}}, {}, "needs zero_force_ds_cpu_optimizer: false"),
     "offload where": ({"offload_optimizer": {"device": "gpu"}}, {}, "device must be cpu, nvme or none, got 'gpu'"),
@@ -174,7 +178,7 @@ def test_what_needs_whole_weights_is_refused_with_shards_but_workers_have_none(k
     def sharded(**rollout):
         return merged(Recipe.model_validate({**sections, "rollout": {key: True, **rollout}}))
 
-    with pytest.raises(RecipeError, match=f"stage 3 cuts the weights into shards, and rollout.{key} "):
+    with pytest.raises(RecipeError, match=f"stage 3 shards the weights, but rollout.{key} "):
         sharded()
     assert sharded(mode="async")["zero_optimization"]["stage"] == 3
 
@@ -192,11 +196,11 @@ def test_low_precision_in_training_is_refused_where_a_stage_takes_its_use():
 
     merged(of("in eight bits", "zero3"))
     with pytest.raises(
-        RecipeError, match=r"zero3_offload.json: offload keeps the moments on the host.* set it to adamw"
+        RecipeError, match=r"zero3_offload.json: with offload the moments are on the host.* set it to adamw"
     ):
         merged(of("in eight bits", "zero3_offload"))
     merged(of("in float8", "zero2"))
-    with pytest.raises(RecipeError, match=r"zero3.json: model.fp8_training keeps weights .*: use zero1 or zero2"):
+    with pytest.raises(RecipeError, match=r"zero3.json: model.fp8_training keeps the weights .*: use zero1 or zero2"):
         merged(of("in float8", "zero3"))
 
 
@@ -217,8 +221,8 @@ def test_two_experts_train_with_these(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zero1", "zero1.json: ZeRO stage 1 cannot train a model with two experts .*; use zero2 or zero3"),
-        ("zero3_offload", "zero3_offload.json: offload_optimizer cannot serve a model with two experts .*; use zero3"),
+        ("zero1", "zero1.json: ZeRO stage 1 cannot train a model with two experts .*: use zero2 or zero3"),
+        ("zero3_offload", "zero3_offload.json: offload_optimizer does not support a model with two .*: use zero3"),
     ],
 )
 def test_settings_that_lose_gradients_of_an_idle_expert_are_refused(name, message):
@@ -237,15 +241,15 @@ def test_files_that_are_no_json_object_are_refused(tmp_path):
     path = tmp_path / "bad.json"
     for text, message in (
         ("{", "not a readable JSON file"),
-        ("[1]", "must hold a JSON object, found list"),
-        ('{"zero_optimization": {"stage": 2, "stage": 3}}', "stage stands there twice"),
+        ("[1]", "expected a JSON object, got list"),
+        ('{"zero_optimization": {"stage": 2, "stage": 3}}', "duplicate keys stage: remove one of each"),
     ):
         path.write_text(text)
         with pytest.raises(RecipeError, match=message):
             merged(recipe(path))
-    with pytest.raises(RecipeError, match=r"engine.deepspeed: no file .*absent.json"):
+    with pytest.raises(RecipeError, match=r"engine.deepspeed: .*absent.json not found"):
         find_config(str(tmp_path / "absent.json"))
-    with pytest.raises(RecipeError, match=r"zero4 is none of .*zero2"):
+    with pytest.raises(RecipeError, match=r"unknown name zero4: set one of .*zero2"):
         find_config("zero4")
 
 

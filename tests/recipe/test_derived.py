@@ -37,7 +37,7 @@ def test_candidates_are_counted_beside_the_samples_that_are_trained_on():
     sampling = recipe.sampling.model_dump(exclude_unset=True) | {"explore": {"group_size": 7, "steps": 3}}
     derived = derive(Recipe.model_validate(recipe.model_dump(exclude_unset=True) | {"sampling": sampling}), 8)
     assert (derived.samples_per_rank, derived.candidates_per_step, derived.candidates_per_rank) == (2, 28, 4)
-    assert derived.lines()[2] == "candidates per step        28 (4 a rank)"
+    assert derived.lines()[2] == "candidates per step        28 (4 per rank)"
     assert not any("candidates" in line for line in derive(recipe, 8).lines())
 
 
@@ -57,10 +57,10 @@ def test_replicas_share_out_what_ranks_do_without_sequence_parallelism():
     assert (shared.num_replicas, shared.replicas, alone.replicas) == (2, "2 replicas of 4 ranks", "2 ranks")
     assert shared.lines()[:2] == [
         "ranks                      8 (2 replicas of 4 ranks)",
-        "samples per step           16 (8 a replica)",
+        "samples per step           16 (8 per replica)",
     ]
-    assert shared.lines()[2].startswith("training terms a replica   36 per")
-    assert alone.lines()[2].startswith("training terms a rank      36 per")
+    assert shared.lines()[2].startswith("loss terms per replica     36 per")
+    assert alone.lines()[2].startswith("loss terms per rank        36 per")
     with pytest.raises(RecipeError, match=r"not divisible by 3 replicas of 2 ranks \* 1 algorithm"):
         derive(nft(sequence_parallel=2), 6)
 
@@ -69,11 +69,11 @@ def test_sequence_parallelism_divides_the_ranks_and_stays_on_a_node():
     recipe = nft(sequence_parallel=4)
     assert num_replicas(recipe, 16, ranks_per_node=8) == 4
     with pytest.raises(
-        RecipeError, match=r"sequence_parallel 4 does not divide the 6 ranks: choose a divisor of 6, or"
+        RecipeError, match=r"sequence_parallel 4 does not divide the 6 ranks: set it to a divisor of 6, or"
     ):
         num_replicas(recipe, 6)
     with pytest.raises(
-        RecipeError, match=r"does not divide the 2 ranks of a node: .* or a multiple of 4 ranks of a nod"
+        RecipeError, match=r"does not divide the 2 ranks of a node: .* or use a multiple of 4 ranks of a nod"
     ):
         num_replicas(recipe, 16, ranks_per_node=2)
     with pytest.raises(RecipeError, match="does not divide the 2 ranks"):

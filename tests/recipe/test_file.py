@@ -151,14 +151,14 @@ def test_all_errors_are_reported_sorted_by_line(errors):
         ("weight: 2", "weight: x", 12, "reward.functions.1.weight: expected a number, got 'x'"),
         ("weight: 2", "clip: [2, 1]", 12, "reward.functions.1.clip: the lower bound 2.0 must be below the upper"),
         ("weight: 2", "clip: [2]", 12, "reward.functions.1.clip: expected a list of 2, each a number, got [2]"),
-        ("weight: 2", "weight: .nan", 12, "nan is not a number to work with"),
-        ("name: ocr", "name: sharp", 9, "reward: each reward may be named once"),
+        ("weight: 2", "weight: .nan", 12, "nan is not allowed"),
+        ("name: ocr", "name: sharp", 9, "reward: each reward may be listed only once"),
         ("rollout: {group_size: 4}\n", "", 6, "algorithm diffusion_nft needs the section rollout"),
         (
             "kind: prompts",
             "kind: paired",
             4,
-            "algorithm diffusion_nft reads the media of data.kind paired where samples",
+            "algorithm diffusion_nft uses data.kind: paired only for conditioning frames",
         ),
     ],
 )
@@ -186,8 +186,8 @@ def test_settings_of_advantages_fit_the_group_and_the_reward(errors):
     assert errors(with_algorithm("best_of_n: 6"))[0].endswith("algorithm.best_of_n 6 is more than rollout.group_size 4")
     scaled = with_algorithm("combine: mean").replace("reward:\n", "reward:\n  scale: 2\n")
     assert errors(scaled)[0].endswith(
-        "reward.clip and reward.scale act on the weighted sum, which algorithm.combine: mean does not use: remove "
-        "them, or set clip in reward.functions"
+        "algorithm.combine: mean does not use the weighted sum that reward.clip and reward.scale act on: remove them, "
+        "or set clip in reward.functions"
     )
     assert "set advantage_std: group" in errors(with_algorithm("combine: gdpo"))[0]
 
@@ -214,7 +214,7 @@ def test_a_key_named_like_its_algorithm_is_an_unknown_key(errors):
         ("run: {a: 1\n", ":2: this is not YAML"),
         ("run: 1\n---\nrun: 2\n", ":2: this is not YAML"),
         ("run:\n  steps: \x01\n", ":2: this is not YAML: it contains a control character"),
-        ("run:\n  a: 1\n  a: 2\n", ":3: run.a is written twice; first at recipes/mine.yaml:2"),
+        ("run:\n  a: 1\n  a: 2\n", ":3: duplicate key run.a; first at recipes/mine.yaml:2"),
         ("run: *a\n", ":1: this is not YAML: found undefined alias 'a'"),
         ("run: &a\n  b: *a\n", ":2: run.b contains itself"),
         ("run: !!python/object:os.x {}\n", ":1: the YAML type tag:yaml.org,2002:python/object:os.x"),
@@ -228,7 +228,8 @@ def test_what_is_not_a_recipe_is_refused_with_its_line(errors, text, message):
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    for name, message in [("none.yaml", "no such recipe"), (".", "is a folder"), ("bytes.yaml", "not a text file")]:
+    messages = {"none.yaml": "recipe file not found", ".": "is a folder", "bytes.yaml": "not a UTF-8 text file"}
+    for name, message in messages.items():
         with pytest.raises(RecipeError, match=message):
             recipe_file.load(tmp_path / name)
 
@@ -268,7 +269,8 @@ def test_errors_name_the_file_that_they_are_in(errors):
 
 
 def test_defaults_go_one_level_deep_and_name_an_existing_file(errors):
-    assert errors("defaults: base.yaml\n")[0].startswith("recipes/mine.yaml:1: defaults: there is no file recipes/base")
+    missing = errors("defaults: base.yaml\n")[0]
+    assert missing.startswith("recipes/mine.yaml:1: defaults: file recipes/base.yaml not found")
     assert errors("defaults: [a]\n")[0].startswith("recipes/mine.yaml:1: defaults: expected the path of one recipe")
     assert errors("defaults: base.yaml\n", base="# x\ndefaults: mine.yaml\n")[0].startswith("recipes/base.yaml:2: ")
 
@@ -303,13 +305,13 @@ def test_an_override_of_the_algorithm_drops_its_keys_in_any_order(load, turn):
         ("run.steps", "expected section.key=value"),
         ("=3", "expected section.key=value"),
         ("run..steps=3", "expected section.key=value"),
-        ("run.steps=", "there is no value"),
+        ("run.steps=", "the value is missing"),
         ("validation.seeds=[1,", "the value is not YAML"),
-        ("optimizer.lr=.nan", "nan is not a number"),
-        ("defaults=base.yaml", "defaults belongs into a file"),
+        ("optimizer.lr=.nan", "nan is not allowed"),
+        ("defaults=base.yaml", "defaults must be in a file"),
         ("--run.steps=3", "--run is not a section; did you mean run?"),
-        ("reward.functions.2.weight=1", "reward.functions is a list that has the entries 0 to 1, it has no 2"),
-        ("reward.functions.ocr.weight=1", "reward.functions is a list that has the entries 0 to 1, it has no ocr"),
+        ("reward.functions.2.weight=1", "reward.functions is a list with entries 0 to 1: there is no entry 2"),
+        ("reward.functions.ocr.weight=1", "reward.functions is a list with entries 0 to 1: there is no entry ocr"),
         ("run.steps.x=1", "run.steps: expected a whole number > 0, got a mapping (x)"),
         ("model=null", "the section model is missing; it needs path"),
         ("algorithm.beta=x", "algorithm.beta: expected a number > 0, got 'x'"),
@@ -386,7 +388,7 @@ SFT = ["algorithm={name: sft}", "data.kind=paired", "rollout=null", "reward=null
         (["validation.holdout=0.5"], "validation.holdout"),
         ([*SFT, "sampling.solver=flow_sde"], "sampling.solver"),
         ([*SFT, "data.split=test"], "data.split"),
-        ([*SFT, "data.choose=spread"], "data.choose"),
+        ([*SFT, "data.choose=reward_std"], "data.choose"),
     ],
 )
 def test_keys_that_the_run_would_not_read_are_refused(load, errors, overrides, named):
@@ -396,17 +398,18 @@ def test_keys_that_the_run_would_not_read_are_refused(load, errors, overrides, n
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["data.choose_floor=0.2"], "choose_floor: only read with choose: spread; remove it"),
-        (["data.choose_memory=0.2"], "choose_memory: only read with choose: spread; remove it"),
-        (["data.choose=spread", "data.shuffle=false"], "shuffle: only read with choose: even"),
-        (["data.choose=spread", "data.choose_floor=0"], "expected a number > 0 and <= 1, got 0"),
-        (["data.choose=spread", "data.choose_memory=1"], "expected a number >= 0 and < 1, got 1"),
-        (["data.choose=adaptive"], "expected one of even, spread, got 'adaptive'"),
+        (["data.choose_floor=0.2"], "choose_floor: only read with choose: reward_std; remove it"),
+        (["data.choose_memory=0.2"], "choose_memory: only read with choose: reward_std; remove it"),
+        (["data.choose=reward_std", "data.shuffle=false"], "shuffle: only read with choose: even"),
+        (["data.choose=reward_std", "data.choose_floor=0"], "expected a number > 0 and <= 1, got 0"),
+        (["data.choose=reward_std", "data.choose_memory=1"], "expected a number >= 0 and < 1, got 1"),
+        (["data.choose=adaptive"], "expected one of even, reward_std, got 'adaptive'"),
     ],
 )
 def test_how_prompts_are_chosen_is_checked(load, errors, overrides, said):
     assert any(said in line for line in errors(GOOD, *overrides))
-    assert load(GOOD, "data.choose=spread", "data.choose_floor=1", "data.choose_memory=0").data.choose == "spread"
+    recipe = load(GOOD, "data.choose=reward_std", "data.choose_floor=1", "data.choose_memory=0")
+    assert recipe.data.choose == "reward_std"
 
 
 GRPO = ["algorithm={name: flow_grpo}", "sampling.solver=flow_sde"]

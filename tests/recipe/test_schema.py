@@ -39,15 +39,15 @@ GRPO = {"algorithm": {"name": "flow_grpo"}, "sampling": {**BASE["sampling"], "so
 
 def test_a_lora_is_merged_where_there_is_one_and_nobody_compares_log_probabilities():
     assert Recipe.model_validate(MERGED).rl.rollout.merge_lora
-    with pytest.raises(ValueError, match="merge_lora: without a lora section there is nothing to merge; remove"):
+    with pytest.raises(ValueError, match="merge_lora: without a lora section there is nothing to merge: remove"):
         Recipe.model_validate({**MERGED, "lora": None})
-    with pytest.raises(ValueError, match="merge_lora: algorithm flow_grpo compares the log-probabilities of its"):
+    with pytest.raises(ValueError, match="merge_lora: algorithm flow_grpo compares log-probabilities of rollouts"):
         Recipe.model_validate({**MERGED, **GRPO})
 
 
 def test_a_base_in_float8_is_one_that_does_not_train_and_is_not_merged_into():
     of_fp8 = {**RL, "model": {**RL["model"], "base_precision": "fp8"}}
-    with pytest.raises(ValueError, match="fp8 is for a base that does not train: add a lora section"):
+    with pytest.raises(ValueError, match="fp8 is only for a frozen base: add a lora section"):
         Recipe.model_validate(of_fp8)
     assert Recipe.model_validate({**of_fp8, "lora": {"rank": 4}}).model.base_precision == "fp8"
     with pytest.raises(ValueError, match="adapters cannot be merged into a base in fp8"):
@@ -86,18 +86,18 @@ def test_workers_may_keep_the_base_otherwise_where_nobody_reads_their_log_probab
     assert Recipe.model_validate({**RL, "lora": {"rank": 4}}).rollout_precision is None
     with pytest.raises(ValueError, match=r"colocated does not read rollout\.base_precision"):
         of(rollout={"mode": "colocated"})
-    with pytest.raises(ValueError, match=r"rollout\.base_precision: fp8 is for a base that does not train"):
+    with pytest.raises(ValueError, match=r"rollout\.base_precision: fp8 is only for a frozen base"):
         of(lora=None)
     with pytest.raises(ValueError, match="adapters cannot be merged into a base in fp8"):
         of(rollout={"merge_lora": True})
-    refused = r"rollout\.base_precision: algorithm flow_grpo compares the log-probabilities"
+    refused = r"rollout\.base_precision: algorithm flow_grpo compares log-probabilities"
     for keys in ({}, {"old_log_prob": "rollout"}, {"old_log_prob": "recompute"}):
         with pytest.raises(ValueError, match=refused):
             of(**GRPO | {"algorithm": {"name": "flow_grpo", **keys}})
     twice = {**RL["model"], "base_precision": "fp8_twice"}
     trained = Recipe.model_validate({**RL, "lora": {"rank": 4}, "model": twice})
     assert trained.rollout_precision == "fp8"  # the same predictions
-    with pytest.raises(ValueError, match="fp8_twice is for a backward pass"):
+    with pytest.raises(ValueError, match="fp8_twice is for backward passes"):
         of(rollout={"base_precision": "fp8_twice"})
     recomputed = GRPO | {"algorithm": {"name": "flow_grpo", "old_log_prob": "recompute"}}
     assert of(**recomputed, rollout={"max_staleness": 0}).rollout_precision == "fp8"
@@ -109,7 +109,7 @@ def test_forwards_that_exchange_are_not_recorded():
     graphs = {**RL, "rollout": {"group_size": 4, "cuda_graph": True}}
     shared = {"engine": {"sequence_parallel": 2}}
     assert Recipe.model_validate(graphs).rl.rollout.cuda_graph
-    with pytest.raises(ValueError, match="cuda_graph: a graph cannot hold the exchanges between the ranks"):
+    with pytest.raises(ValueError, match="cuda_graph: a graph cannot contain the communication between the ranks"):
         Recipe.model_validate({**graphs, **shared})
     alone = {"rollout": {"group_size": 4, "cuda_graph": True, "mode": "async"}}
     assert Recipe.model_validate({**graphs, **shared, **alone}).is_async
@@ -152,9 +152,9 @@ def test_candidates_are_for_rollouts_that_can_be_chosen_from():
         ({}, {"same_noise": True, "solver": "cps"}, {}, "remove same_noise or explore"),
         ({}, {}, {"group_size": 3}, "group_size 3 is less than rollout.group_size 4"),
         ({"rollout": {"group_size": 3}}, {}, {}, "make rollout.group_size 3 even"),
-        ({"rollout": {"group_size": 4, "mode": "async"}}, {}, {}, "sampling.explore is for colocated rollouts"),
-        ({"algorithm": {"name": "ddrl"}}, {"solver": "edm_2ab"}, {}, "explore is not for algorithm ddrl"),
-        (GRPO, {"solver": "flow_sde"}, {"regenerate": False}, "flow_grpo trains on the denoise steps of its samples"),
+        ({"rollout": {"group_size": 4, "mode": "async"}}, {}, {}, "sampling.explore is only for colocated rollouts"),
+        ({"algorithm": {"name": "ddrl"}}, {"solver": "edm_2ab"}, {}, "explore is not supported by the EDM solvers"),
+        (GRPO, {"solver": "flow_sde"}, {"regenerate": False}, "flow_grpo trains on denoising steps"),
     ],
 )
 def test_candidates_that_cannot_be_are_refused(changes, sampling, explore, said):
@@ -171,11 +171,11 @@ def test_supervised_fine_tuning_does_not_explore():
 def test_refills_are_for_prompts_and_colocated_rollouts():
     refilled = {**RL, "rollout": {"group_size": 4, "max_refills": 2}}
     assert Recipe.model_validate(refilled).chooses_samples
-    with pytest.raises(ValueError, match=re.escape("rollout.max_refills is for colocated rollouts")):
+    with pytest.raises(ValueError, match=re.escape("rollout.max_refills is only for colocated rollouts")):
         Recipe.model_validate({**RL, "rollout": {"group_size": 4, "max_refills": 2, "mode": "async"}})
     ddrl = {"algorithm": {"name": "ddrl"}, "sampling": {**BASE["sampling"], "solver": "edm_2ab"}}
     assert Recipe.model_validate({**refilled, **ddrl}).chooses_samples
-    with pytest.raises(ValueError, match=re.escape("rollout.max_refills is for data.kind: prompts, not paired")):
+    with pytest.raises(ValueError, match=re.escape("rollout.max_refills is only for data.kind: prompts, not paired")):
         Recipe.model_validate({**refilled, **ddrl, "data": {"kind": "paired", "path": "p"}})
 
 
@@ -188,17 +188,18 @@ def test_supervised_fine_tuning_has_no_such_view():
 
 
 def test_a_judge_is_held_out_and_asked_as_the_rewards_are():
-    recipe = Recipe.model_validate({**RL, "validation": {"judges": ["ocr", {"name": "digits", "workers": 2}]}})
+    held_out = ["ocr", {"name": "digits", "workers": 2}]
+    recipe = Recipe.model_validate({**RL, "validation": {"held_out_rewards": held_out}})
     assert [f.name for f in recipe.judging.functions] == ["ocr", "digits"]
     assert [f.name for f in recipe.scoring.functions] == ["color", "ocr", "digits"]
     assert [f.name for f in recipe.rl.reward.functions] == ["color"]
-    supervised = Recipe.model_validate({**SFT, "validation": {"judges": ["ocr"]}})
+    supervised = Recipe.model_validate({**SFT, "validation": {"held_out_rewards": ["ocr"]}})
     assert supervised.scoring.functions == supervised.judging.functions
     assert Recipe.model_validate(SFT).scoring is None
-    with pytest.raises(ValueError, match=r"color/two is trained on by reward.functions, so it is no held-out judge"):
-        Recipe.model_validate({**RL, "validation": {"judges": ["color/two"]}})
+    with pytest.raises(ValueError, match=r"color/two is not held out, reward.functions trains on it"):
+        Recipe.model_validate({**RL, "validation": {"held_out_rewards": ["color/two"]}})
     logged = {"functions": [{"name": "color"}, {"name": "ocr", "weight": 0}]}
-    with pytest.raises(ValueError, match=r"ocr is in reward.functions too, with weight 0: remove it there"):
-        Recipe.model_validate({**RL, "reward": logged, "validation": {"judges": ["ocr"]}})
-    with pytest.raises(ValueError, match="each may be named once"):
-        Recipe.model_validate({**RL, "validation": {"judges": ["ocr", "ocr"]}})
+    with pytest.raises(ValueError, match=r"ocr is also in reward.functions, with weight 0: remove it there"):
+        Recipe.model_validate({**RL, "reward": logged, "validation": {"held_out_rewards": ["ocr"]}})
+    with pytest.raises(ValueError, match="each may be listed only once"):
+        Recipe.model_validate({**RL, "validation": {"held_out_rewards": ["ocr", "ocr"]}})

@@ -84,10 +84,10 @@ def test_rules_of_all_algorithms_hold_for_it(load):
     ("source", "name", "says"),
     [
         (SETTINGS, "Other", "has no class 'Other'"),
-        (SETTINGS, "Bare", "the class has no Settings that is a subclass of RlSettings"),
-        ("import no_such_library", "Mine", r"fails in .*py:1: ModuleNotFoundError: No module named 'no_such_library'"),
-        ("x = 1\nx.y()", "Mine", r"fails in .*py:2: AttributeError: 'int' object has no attribute 'y'"),
-        ("def f(:", "Mine", r"fails in .*py:1: SyntaxError: "),
+        (SETTINGS, "Bare", "the class needs an attribute Settings, a subclass of RlSettings"),
+        ("import no_such_library", "Mine", r"failed in .*py:1: ModuleNotFoundError: No module named 'no_such_library'"),
+        ("x = 1\nx.y()", "Mine", r"failed in .*py:2: AttributeError: 'int' object has no attribute 'y'"),
+        ("def f(:", "Mine", r"failed in .*py:1: SyntaxError: "),
     ],
 )
 def test_a_class_that_cannot_be_used_is_one_sentence_with_its_line(load, source, name, says):

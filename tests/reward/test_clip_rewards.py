@@ -111,7 +111,7 @@ def test_aesthetic_is_the_published_head_on_the_picture_alone(clip, tmp_path):
     torch.save(
         {name: w[:, :9] if name == "layers.0.weight" else w for name, w in weights.items()}, tmp_path / "bad.pth"
     )
-    with pytest.raises(RewardError, match="not a head for embeddings of 24 numbers"):
+    with pytest.raises(RewardError, match="not a head for embeddings of size 24"):
         loaded("aesthetic", model=folder, head=str(tmp_path / "bad.pth"))
     torch.save({"layers.0.weight": weights["layers.0.weight"]}, tmp_path / "bad.pth")
     with pytest.raises(RewardError, match="is not the published head"):
@@ -199,7 +199,7 @@ def test_hpsv2_is_the_cosine_of_open_clips_model(clip, tmp_path):
 
 def test_weights_that_are_not_those_of_a_clip_are_named(clip, tmp_path):
     _, folder = clip
-    with pytest.raises(KeyError, match=r"visual\.ln_mid\.weight is no weight of open_clip's CLIP"):
+    with pytest.raises(KeyError, match=r"visual\.ln_mid\.weight is not a weight of open_clip's CLIP"):
         to_transformers({"visual.ln_mid.weight": torch.zeros(1)})
     torch.save({"state_dict": {"logit_scale": torch.zeros(())}}, tmp_path / "HPS.pt")
     with pytest.raises(RewardError, match=r"reward hpsv2: the model .*HPS\.pt cannot be loaded: .*Missing key"):
@@ -218,7 +218,7 @@ def test_letterboxing_keeps_the_whole_picture():
 
 @pytest.mark.parametrize("name", ["pickscore", "clipscore", "aesthetic", "hpsv2"])
 def test_weights_that_are_not_there_are_named_with_the_way_out(name, tmp_path):
-    with pytest.raises(RewardError, match=rf"reward {name}: the .* cannot be loaded: .* Set its option to where"):
+    with pytest.raises(RewardError, match=rf"reward {name}: the .* cannot be loaded: .* Set the option to a local"):
         loaded(name, model=str(tmp_path / "nowhere"))
 
 

@@ -95,6 +95,6 @@ def test_latents_over_http_are_scored_as_the_videos_that_they_are(vae, tmp_path)
         wide = np.zeros((1, 16, 1, 2, 2), np.float16)
         status, content, _ = http.enqueue(fields | {"prompts": ["a"], "video_infos": [{}]}, wide)
         assert (status, content["message"]) == (
-            422, "latents of 16 channels, and this service has decoders for 4: send pixels"
+            422, "latents with 16 channels; this service has decoders for 4 channels: send pixels"
         )  # fmt: skip
     assert not (tmp_path / "s").exists()

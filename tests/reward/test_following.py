@@ -73,7 +73,7 @@ def test_right_means_of_wrong_frames_follow_and_fool_neither_the_reward_nor_the_
 
 def test_a_video_of_another_world_fails_by_name():
     score = scored(loaded("brightness"), np.zeros((9, 8, 8, 3), np.uint8), actions=actions_of(MOVES))
-    assert "the video is [9, 8, 8, 3], not [9, 8, 16, 3]" in score.failure
+    assert "the video has shape [9, 8, 8, 3], not [9, 8, 16, 3]" in score.failure
 
 
 def test_following_of_actions_is_a_mean_over_transitions():
@@ -94,10 +94,10 @@ def test_a_frozen_cosmos3_reads_actions_from_frames(tiny_pipelines):
     assert one.value == again.value
     assert scored(reward, 255 - frames, actions=told).parts["mse"] != one.parts["mse"]
     assert (
-        "an action of pusht has 2 numbers, the sample's has 3"
+        "actions of pusht have 2 numbers, but the sample's have 3"
         in scored(reward, frames, actions=np.zeros((4, 3))).failure
     )
-    assert "4 actions do not lead through 3 frames" in scored(reward, frames[:3], actions=told).failure
+    assert "4 actions for 3 frames; need one less than frames" in scored(reward, frames[:3], actions=told).failure
     with pytest.raises(RewardError, match="temperature 0 and steps 2 must be above 0"):
         registry.create("action_following", "cpu", {"temperature": 0, "steps": 2})
 
@@ -149,12 +149,13 @@ def test_poses_come_from_a_service():
             told = np.stack([turned(10 * i, (i, 0, 0)) for i in range(3)])
             assert scored(reward, np.ones((3, 4, 4, 3), np.uint8), c2w=told).value == pytest.approx(1, abs=1e-3)
             assert "returned [2, 4, 4]" in scored(reward, np.ones((2, 4, 4, 3), np.uint8), c2w=told).failure
-            for kind, says in ((0, "did not answer with poses"), (2, "is no rotation"), (3, "did not answer with")):
+            no_poses = "did not return poses"
+            for kind, says in ((0, no_poses), (2, "invalid rotation matrix"), (3, no_poses)):
                 assert says in scored(reward, np.full((3, 4, 4, 3), kind, np.uint8), c2w=told).failure
         finally:
             server.shutdown()
             thread.join()
-    with pytest.raises(RewardError, match="must be an address"):
+    with pytest.raises(RewardError, match="must be an HTTP address"):
         registry.create("camera_following", "cpu", {"url": "nowhere"})
 
 
@@ -169,4 +170,4 @@ def test_consistency_falls_with_flicker_blur_and_a_seam():
     assert scored(reward, blurred).parts["sharpness"] < 0.05
     seam = np.stack([255 - wall, *steady[1:]])
     assert scored(reward, seam).parts["start_db"] < 15 < scored(reward, steady).parts["start_db"]
-    assert "flicker shows in three" in scored(reward, steady[:2]).failure
+    assert "at least three are needed" in scored(reward, steady[:2]).failure

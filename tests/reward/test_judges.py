@@ -69,14 +69,14 @@ def test_the_final_score_is_a_fifth_of_it_and_the_picture_is_sent_without_loss(s
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (said("It is fine."), "the judge gave no final score: 'It is fine.'"),
-        (said("Final Score: 9"), "the judge gave no final score"),
-        (said(None), "the judge's answer has no score: TypeError"),
-        ((200, {"choices": []}), "the judge's answer has no score: IndexError"),
-        ((200, {"error": "x"}), "the judge's answer has no score: KeyError"),
+        (said("It is fine."), "the reply has no final score: 'It is fine.'"),
+        (said("Final Score: 9"), "the reply has no final score"),
+        (said(None), "the reply has no score: TypeError"),
+        ((200, {"choices": []}), "the reply has no score: IndexError"),
+        ((200, {"error": "x"}), "the reply has no score: KeyError"),
         ((200, b"oops"), "is not JSON: oops"),
-        ((404, {"error": "no such model"}), 'answers 404: {"error": "no such model"}'),
-        ((500, b"down"), "answers 500: down"),
+        ((404, {"error": "no such model"}), 'responds with 404: {"error": "no such model"}'),
+        ((500, b"down"), "responds with 500: down"),
     ],
 )
 def test_an_answer_without_a_score_is_a_named_failure(server, answer, says):
@@ -116,7 +116,7 @@ def test_a_video_is_sent_as_a_file_with_its_speed(server):
 def test_neither_yes_nor_no_is_a_failure(server):
     server.answers = [likely(Maybe=-0.1, Perhaps=-2.0)]
     (score,) = judge("cosmos_reason1", server).score(a_batch(CLIP))
-    assert score.failure == "neither Yes nor No is likely: Maybe, Perhaps"
+    assert score.failure == "neither Yes nor No is among the likely tokens: Maybe, Perhaps"
 
 
 def test_wrong_settings_are_named(server, monkeypatch):
@@ -124,10 +124,10 @@ def test_wrong_settings_are_named(server, monkeypatch):
     with pytest.raises(RewardError, match="the environment variable MY_KEY is not set"):
         judge("unified_reward", server, api_key_env="MY_KEY")
     for options, says in [
-        ({"endpoint": "localhost:8000"}, "endpoint is 'localhost:8000', not an address"),
-        ({"endpoint": "http://x", "timeout_s": 0}, "timeout_s must be within 0 and 600"),
-        ({"endpoint": "http://x", "concurrency": 0}, "concurrency a whole number of at least 1"),
-        ({"endpoint": "http://x", "concurrency": float("nan")}, "concurrency a whole number of at least 1"),
+        ({"endpoint": "localhost:8000"}, "endpoint is 'localhost:8000'; it must start with http"),
+        ({"endpoint": "http://x", "timeout_s": 0}, r"timeout_s must be in \(0, 600\]"),
+        ({"endpoint": "http://x", "concurrency": 0}, "concurrency an integer >= 1"),
+        ({"endpoint": "http://x", "concurrency": float("nan")}, "concurrency an integer >= 1"),
         ({"endpoint": "http://x", "timeout_s": "long"}, "reward unified_reward: '<' not supported"),
         ({}, "reward unified_reward needs the option endpoint"),
     ]:

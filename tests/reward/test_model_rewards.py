@@ -78,7 +78,7 @@ def test_hpsv3_is_the_mean_and_its_deviation_a_part(monkeypatch):
     batch = a_batch(reward, pictures(2), ["a", "b"])
     assert [(s.value, s.parts) for s in reward.score(batch)] == [(9.5, {"sigma": 0.25}), (7.25, {"sigma": 0.5})]
     Inferencer.rows = torch.tensor([[9.5, 0.25]])
-    with pytest.raises(RewardError, match="for 2 pictures, not two numbers of each"):
+    with pytest.raises(RewardError, match="for 2 images, not two numbers per image"):
         reward.score(batch)
 
 
@@ -239,8 +239,8 @@ def test_what_is_excluded_spoils_the_published_test_alone():
         ({"include": [{"class": "cat"}]}, "a clause without class and count"),
         ({"include": [{"class": "cat", "count": 0}]}, "a clause without class and count"),
         ({"include": [ONE_CAT], "exclude": 3}, "`exclude` is not a list"),
-        ({"include": [ONE_CAT | {"color": "mauve"}]}, "'mauve' is none of red"),
-        ({"include": [ONE_CAT, ONE_CAT | {"position": ["above", 1]}]}, "names no earlier clause"),
+        ({"include": [ONE_CAT | {"color": "mauve"}]}, "unknown colour 'mauve'; it must be one of red"),
+        ({"include": [ONE_CAT, ONE_CAT | {"position": ["above", 1]}]}, "does not refer to an earlier clause"),
         ({"include": [ONE_CAT, ONE_CAT | {"position": ["above", 0]}]}, ""),
     ],
 )
@@ -324,7 +324,7 @@ def test_colours_are_looked_at_before_grey_within_the_box():
 
 @pytest.mark.parametrize(
     ("detector", "says"),
-    [("nowhere:X", "cannot be imported"), ("wfm_reward.base:Reward", "is no wfm_reward.rewards.geneval.Detector")],
+    [("nowhere:X", "cannot be imported"), ("wfm_reward.base:Reward", "is not a wfm_reward.rewards.geneval.Detector")],
 )
 def test_a_detector_that_is_none_is_named(detector, says):
     with pytest.raises(RewardError, match=says):

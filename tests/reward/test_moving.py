@@ -79,6 +79,6 @@ def test_what_cannot_be_judged_is_a_named_failure():
     for reward in (Moving(), NearestClip()):
         assert "[4, 32, 32, 3], not [5, 32, 32, 3]" in reward.score(batch)[0].failure
     (score,) = scores(Moving(), [draw(clips()[0])], [Clip("hexagon", "up", 0)])
-    assert "no 'hexagon' moves 'up'" in score.failure
-    with pytest.raises(RewardError, match="what 'size' is none of shape and light: name one"):
+    assert "unknown shape 'hexagon' or direction 'up'" in score.failure
+    with pytest.raises(RewardError, match="what is 'size'; it must be shape or light"):
         create("moving", "cpu", {"what": "size"})

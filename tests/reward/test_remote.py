@@ -97,7 +97,7 @@ def test_a_recipe_with_remote_rewards_gets_the_scores_of_the_service(tmp_path, m
         assert [s.value for s in reward.score(a_batch(["x"], video, fps=8.0))] == [1.0]
         monkeypatch.setenv("REMOTE_REWARD_TOKEN", "wrong")
         reward.load()
-        with pytest.raises(RewardError, match=r"refuses the token \(401\): .*the token is wrong"):
+        with pytest.raises(RewardError, match=r"rejects the token \(401\): .*the token is wrong"):
             reward.score(a_batch(["x"], video, fps=8.0))
     for i, prompt in enumerate(prompts):
         first, second = (scores[f"s{i}"][f["name"]] for f in functions)
@@ -168,14 +168,14 @@ def test_null_and_nan_are_failures_with_their_reason_if_there_is_one(server):
         server, {"x": [None, math.nan, 3.0]}, ("a", "b", "c"), failures=[{"index": 0, "reason": "too dark"}]
     )
     assert first.failure == "too dark"
-    assert second.failure == "the service has no x of it"
+    assert second.failure == "the service returned no x for this item"
     assert third.value == 3.0
 
 
 def test_minus_one_throughout_is_a_failed_video_and_a_score_of_an_image(server):
     server.answers = [(200, {"uuid": "u"}), (200, {"scores": {"a": [-1.0], "b": [-1.0]}})]
     (video,) = remote(output="a").score(a_batch(["x"], np.zeros((1, 2, 4, 4, 3), np.uint8), fps=8.0))
-    assert video.failure.startswith("the service says -1 throughout")
+    assert video.failure.startswith("the service returned -1 for all outputs")
     assert scored(server, {"a": [-1.0]}, "x")[0].value == -1.0
 
 
@@ -183,13 +183,13 @@ def test_minus_one_throughout_is_a_failed_video_and_a_score_of_an_image(server):
     ("answers", "says"),
     [
         ([(200, {"uuid": "u"}), (400, {"message": "Not found scores"})], "no scores within 1.2 s: {"),
-        ([(422, {"message": "unknown reward"})], 'an answer of status 422: {"message": "unknown reward"}'),
-        ([(500, b"oops")], "answers 500: oops"),
-        ([(200, b"<html>")], "an answer of status 200 is not JSON: <html>"),
-        ([(200, [])], "an answer of status 200 is not a JSON object"),
-        ([(200, {})], "gave no uuid"),
-        ([(302, b"")], "an answer of status 302"),
-        ([(200, b"x" * (ANSWER_BYTES + 1))], "an answer of more than"),
+        ([(422, {"message": "unknown reward"})], 'a response with status 422: {"message": "unknown reward"}'),
+        ([(500, b"oops")], "responds with 500: oops"),
+        ([(200, b"<html>")], "a response with status 200 is not JSON: <html>"),
+        ([(200, [])], "a response with status 200 is not a JSON object"),
+        ([(200, {})], "returned no uuid"),
+        ([(302, b"")], "a response with status 302"),
+        ([(200, b"x" * (ANSWER_BYTES + 1))], "a response of more than"),
     ],
 )  # fmt: skip
 def test_a_service_that_does_not_answer_fails_the_items_by_name(server, answers, says):
@@ -217,7 +217,7 @@ def test_nobody_there_is_a_failure(server, monkeypatch):
         ({"a": [1, 2], "b": [1, 2]}, "has the outputs a, b; set the option `output`"),
         ({"a": [1]}, "1 scores for 2 items"),
         ({"a": ["Good", "Bad"]}, "has the outputs ; set"),
-        (None, "the service gave no scores"),
+        (None, "the service returned no scores"),
     ],
 )
 def test_scores_that_do_not_fit_the_recipe_are_an_error(server, scores, says):
@@ -240,13 +240,13 @@ def test_each_family_of_variables_is_read(family):
 def test_the_variables_must_be_whole_and_agree():
     assert endpoint(variables(FAMILIES[0]) | variables(FAMILIES[2])) == ("http://h/e", "http://h/f", "t")
     assert endpoint(variables(FAMILIES[0]) | {"WFM_REWARD_TOKEN": "of our own service"})[2] == "t"
-    with pytest.raises(RewardError, match="of REMOTE_REWARD and WFM_REWARD differ"):
+    with pytest.raises(RewardError, match="prefixes REMOTE_REWARD and WFM_REWARD differ"):
         endpoint(variables(FAMILIES[0]) | variables(FAMILIES[1], "http://other"))
-    with pytest.raises(RewardError, match="WFM_REWARD_FETCH_URL is not set, but its sibling is"):
+    with pytest.raises(RewardError, match="WFM_REWARD_ENQUEUE_URL is set, but not WFM_REWARD_FETCH_URL"):
         endpoint({"WFM_REWARD_ENQUEUE_URL": "http://h"})
     with pytest.raises(RewardError, match="set REMOTE_REWARD_ENQUEUE_URL"):
         endpoint({})
-    with pytest.raises(RewardError, match="'ftp://h/e', not an address that begins with http"):
+    with pytest.raises(RewardError, match="'ftp://h/e'; it must start with http"):
         endpoint(variables(FAMILIES[0], "ftp://h"))
 
 

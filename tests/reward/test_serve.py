@@ -73,7 +73,7 @@ def score(reward, prompts, metadata=None, max_batch=16, shape=(4, 4, 3), value=5
     ("prompt", "failure"),
     [
         ("raise", "RuntimeError: this picture is unbearable"),
-        ("nan", "the value nan is not finite"),
+        ("nan", "non-finite value nan"),
         ("nan part", "sharpness = nan is not finite"),
         ("huge", "brightness = 7.5 is outside 0 to 1"),
         ("text", "score() returned a str instead of a Score"),
@@ -98,7 +98,7 @@ def test_scores_in_the_wrong_place_are_failures():
 def test_missing_metadata_fail_only_their_item():
     with_label, without = score("Labelled", ["", ""], [{"label": 3}, {}])
     assert with_label.value == 0.2
-    assert without.failure == "ValueError: the metadata and inputs lack label"
+    assert without.failure == "ValueError: missing metadata or inputs: label"
 
 
 def test_media_that_a_reward_does_not_know_are_named_failures():
@@ -108,7 +108,7 @@ def test_media_that_a_reward_does_not_know_are_named_failures():
     scoring = Scoring(ForVideos(), "mine", 4)
     rows = [{"id": "s", "prompt": "", "metadata": {}, "fps": None}]
     (some,) = scoring.items(rows, [np.zeros((4, 4, 3), np.uint8)])
-    assert some[0].failure == "it scores videos, this is an image"
+    assert some[0].failure == "the reward accepts only videos, but the sample is an image"
 
 
 def test_pictures_of_different_sizes_are_scored_one_by_one():
@@ -145,7 +145,7 @@ def test_tasks_that_arrive_together_are_scored_in_batches_of_one_shape_and_speed
     batches = [json.loads(line)["ids"] for line in journal.read_text().splitlines()]
     assert batches == [["a-0", "a-1"], ["b-0"], ["c-0"], ["d-0"], ["f-0", "f-1"], ["f-2"]]
     assert marks == [(done, 8) for done in range(1, 9)]
-    assert str(answers[4]) == "each item needs uint8 media of shape [H,W,3] or [T,H,W,3]"
+    assert str(answers[4]) == "each item needs a uint8 array of shape [H,W,3] or [T,H,W,3]"
     assert [a["scores"][0][0] for a in answers if isinstance(a, dict)] == [0.2, 0.4, 0.2, 0.2, 0.2]
     assert [len(a["scores"]) for a in answers if isinstance(a, dict)] == [2, 1, 1, 1, 3]
 
@@ -153,9 +153,9 @@ def test_tasks_that_arrive_together_are_scored_in_batches_of_one_shape_and_speed
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"id": None}, "row 1 does not have id of the right type"),
-        ({"prompt": 3, "metadata": []}, "row 1 does not have prompt and metadata of the right type"),
-        ({"fps": "fast"}, "row 1 does not have fps of the right type"),
+        ({"id": None}, "row 1: missing or wrong type: id"),
+        ({"prompt": 3, "metadata": []}, "row 1: missing or wrong type: prompt and metadata"),
+        ({"fps": "fast"}, "row 1: missing or wrong type: fps"),
     ],
 )
 def test_a_task_whose_rows_are_wrong_fails_alone(change, says):
@@ -205,7 +205,9 @@ def test_ranges_include_their_ends_and_never_nan():
 
 def test_an_unknown_reward_names_the_nearest_and_all():
     with pytest.raises(
-        RewardError, match=r"no reward 'color_'; did you mean color\? Known: .*aesthetic, .*clipscore, color, .*ocr"
+        RewardError,
+        match=r"unknown reward 'color_'; did you mean color\? "
+        r"Known: .*aesthetic, .*clipscore, color, .*ocr",
     ):
         registry.describe("color_")
 
@@ -217,7 +219,7 @@ def test_an_unknown_reward_names_the_nearest_and_all():
         (":X", "expected package.module:Class"),
         ("probe_rewards:Missing", "has no class 'Missing'"),
         ("probe_rewards:json", "has no class 'json'"),
-        ("wfm_reward.base:Reward", "the class lacks score"),
+        ("wfm_reward.base:Reward", "the class does not implement score"),
     ],
 )
 def test_a_class_path_that_is_none_is_named(name, says):
@@ -268,11 +270,11 @@ def test_options_are_the_keyword_parameters_of_the_constructor(sharpness):
 
 def test_a_batch_is_as_large_as_its_reward_allows(sharpness, tmp_path, capsys):
     registry.check(sharpness, "cpu", {}, 4)
-    with pytest.raises(RewardError, match="takes 4 items at once: max_batch is 5"):
+    with pytest.raises(RewardError, match="accepts at most 4 items per batch; max_batch is 5"):
         registry.check(sharpness, "cpu", {}, 5)
     config = write_config(tmp_path, {"rewards": {sharpness: {"max_batch": 5}}})
     assert serve.main([str(config), "--check"]) == 2
-    assert "error: reward users_rewards:Sharpness takes 4 items at once" in capsys.readouterr().err
+    assert "error: reward users_rewards:Sharpness accepts at most 4 items per batch" in capsys.readouterr().err
 
 
 def test_the_reward_of_the_docs_is_one(tmp_path, root, monkeypatch):
@@ -343,7 +345,7 @@ def test_check_starts_nothing_and_reports(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["rewards"] == ["color", "digits"]
     bad = write_config(tmp_path, "rewards: {colour: {}}")
     assert serve.main([str(bad), "--check"]) == 2
-    assert "error: there is no reward 'colour'; did you mean color?" in capsys.readouterr().err
+    assert "error: unknown reward 'colour'; did you mean color?" in capsys.readouterr().err
 
 
 # Starting and ending

@@ -130,11 +130,11 @@ def test_a_step_is_planned_once_and_only_when_it_is_whole():
     tasks = c.admit()
     for _, task_id in tasks[1:]:
         c.result(task_id, 0)
-    with pytest.raises(ValueError, match="not ready"):
+    with pytest.raises(ValueError, match="not complete"):
         c.plan(1)
     c.give_up(tasks[0][1], "three workers died")
     assert c.plan(1)[0].reason == "three workers died"
-    with pytest.raises(ValueError, match="not ready"):
+    with pytest.raises(ValueError, match="not complete"):
         c.plan(1)
-    with pytest.raises(ValueError, match="cannot follow"):
+    with pytest.raises(ValueError, match="expected publication 1, got 3"):
         c.publish(3)

@@ -85,7 +85,7 @@ def test_other_prompts_than_those_of_the_checkpoint_are_measured_anew(caplog):
     other = source(prompts=changed)
     with caplog.at_level(logging.WARNING):
         other.restore(state)
-    assert "the prompts are others than those of the checkpoint" in caplog.text
+    assert "the prompts differ from the checkpoint's" in caplog.text
     assert run(other, first=STEPS + 1, last=STEPS + 3) == run(source(prompts=changed), STEPS + 1, STEPS + 3)
 
 

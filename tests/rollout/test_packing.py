@@ -70,12 +70,12 @@ def test_what_is_not_finite_becomes_zero():
 @pytest.mark.parametrize(
     ("name", "change", "complaint"),
     [
-        ("clean", lambda t: t[:2], r"its clean are \[2, 2, 3, 4\] torch.float32, not \[3, 2, 3, 4\] float32"),
-        ("points", lambda t: t[..., :3], r"its latents are \[3, 2, 3, 3\]"),
-        ("log_prob", lambda t: t[..., None], r"its log_prob are \[3, 1\] torch.float32, not \[3\]"),
-        ("log_prob", lambda t: t.double(), r"its log_prob are \[3\] torch.float64"),
-        ("mean", lambda t: t.transpose(2, 3), r"its mean are \[3, 3, 2, 4\]"),
-        ("mean", None, "it has no means of its steps"),
+        ("clean", lambda t: t[:2], r"clean: expected \[3, 2, 3, 4\] float32, got \[2, 2, 3, 4\] torch.float32"),
+        ("points", lambda t: t[..., :3], r"latents: expected \[3, 2, 3, 4\] float32, got \[3, 2, 3, 3\]"),
+        ("log_prob", lambda t: t[..., None], r"log_prob: expected \[3\] float32, got \[3, 1\] torch.float32"),
+        ("log_prob", lambda t: t.double(), r"log_prob: expected \[3\] float32, got \[3\] torch.float64"),
+        ("mean", lambda t: t.transpose(2, 3), r"mean: expected \[3, 2, 3, 4\] float32, got \[3, 3, 2, 4\]"),
+        ("mean", None, "the means of the steps are missing"),
     ],
 )
 def test_arrays_that_a_plan_does_not_store_are_refused_by_name(name, change, complaint):
@@ -92,9 +92,9 @@ def test_arrays_that_a_plan_does_not_store_are_refused_by_name(name, change, com
 def test_steps_and_means_must_be_those_of_the_plan():
     plan = windowed((1, 2), keep_means=True)
     made = a_trajectory(plan)
-    with pytest.raises(ValueError, match=r"it has the steps \[1, 2\], not \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"wrong stored steps: expected \[2, 3\], got \[1, 2\]"):
         require_stored(made, 3, windowed((2, 3), keep_means=True), SHAPE)
-    with pytest.raises(ValueError, match="it has the means of its steps"):
+    with pytest.raises(ValueError, match="the means of the steps are unexpected"):
         require_stored(made, 3, windowed((1, 2)), SHAPE)
     require_stored(a_trajectory(deterministic_plan("ode", GRID)), 3, deterministic_plan("ode", GRID), SHAPE)
 
@@ -129,7 +129,7 @@ def test_the_frames_that_samples_are_given_travel_beside_their_work_and_nothing_
     assert found.data.shape == data.shape
     assert not found.data[:, count:].any()
     for wrong in (data.numpy(), data[0].numpy(), array.astype(np.float16)):
-        with pytest.raises(ValueError, match="its given frames are"):
+        with pytest.raises(ValueError, match="invalid conditioning frames"):
             ChunkWork.of_rows(rows, [wrong])
 
 
@@ -147,7 +147,7 @@ def test_inputs_travel_as_arrays_of_the_request(given):
     }
     assert (found.data is None, found.num_conditional_frames) == (not given, int(given))
     for wrong in (arrived[:1], [*arrived[:2], arrived[2].astype(np.float16)]):
-        with pytest.raises(ValueError, match=r"arrays for 3 rows|are not float32"):
+        with pytest.raises(ValueError, match=r"arrays for 3 rows|inputs must be float32"):
             ChunkWork.of_rows(rows, wrong)
 
 
@@ -162,9 +162,9 @@ def test_states_arrive_where_a_plan_keeps_them():
     require_stored(found, 3, plan, SHAPE)
     assert list(found.states) == [1, 3]
     assert all(torch.equal(found.states[k], made.states[k]) for k in (1, 3))
-    with pytest.raises(ValueError, match=r"it has the steps \[1, 3\], not \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"wrong stored steps: expected \[1, 2\], got \[1, 3\]"):
         require_stored(found, 3, edm_plan("edm_2ab", 5, CHURN, stored=(1, 2)), SHAPE)
-    with pytest.raises(ValueError, match=r"it has the steps \[\], not \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"wrong stored steps: expected \[1, 2\], got \[\]"):
         require_stored(found, 3, windowed((1, 2)), SHAPE)
     empty = nothing(members()[0], plan, SHAPE, CPU)
     assert {k: state.shape for k, state in empty.states.items()} == {1: SHAPE, 3: SHAPE}

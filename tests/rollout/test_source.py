@@ -54,7 +54,7 @@ def test_a_prompt_too_long_for_a_message_is_given_up_by_name_and_the_others_are_
             assert {chunk.group for chunk in waiting} == set(range(1, count))
             assert {chunk.group for chunk in closed} == {0}
             for chunk in closed.values():
-                assert chunk.reason.startswith("cannot be sent: submit: a header of ")
+                assert chunk.reason.startswith("cannot be sent: submit: header of ")
         sent = sum(lead.coordinator.waiting(step) for step in steps)
         until(lambda: hub.status().result(DEADLINE_S).counts.get("submitted") == sent)
     finally:

@@ -23,4 +23,4 @@ def test_a_name_that_no_message_can_carry_is_refused(capsys):
     assert wire.decode([wire.encode("hello", 1, hello)], frozenset({"hello"})).fields["worker"] == lane
     with pytest.raises(SystemExit, match="2"):
         parser().parse_args([*NEEDED, "--name", longest + "n"])
-    assert f"a name has 1 to {MAX_NAME_CHARS} characters" in capsys.readouterr().err
+    assert f"the name must have 1 to {MAX_NAME_CHARS} characters" in capsys.readouterr().err

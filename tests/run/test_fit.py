@@ -27,7 +27,7 @@ def test_the_peak_is_the_largest_phase():
     sizes = found(sampling={"weights": 4 * GB, "activations": 30 * GB}, train={"weights": 4 * GB, "activations": GB})
     assert (sizes.peak_phase, sizes.peak) == ("sampling", 34 * GB)
     table = memory_lines(sizes)
-    assert "31.66 GiB at its peak, in the phase sampling (ZeRO stage 2, 8 ranks)" in table[1]
+    assert "31.66 GiB peak, in the phase sampling (ZeRO stage 2, 8 ranks)" in table[1]
     assert [line.split()[0] for line in table[2:]] == ["GiB", "weights", "activations", "all"]
 
 
@@ -71,7 +71,7 @@ LOWER = {
     "lora.rank below 8": "lora.rank=1",
     "sampling.height, width or num_frames": "sampling.height=32",
     "engine.sequence_parallel above 1": "engine.sequence_parallel=2 rollout.cuda_graph=false",
-    "no section ema": "ema=null",
+    "no ema section": "ema=null",
 }
 
 
@@ -125,6 +125,6 @@ def test_a_recipe_that_is_light_already_is_not_told_to_be(root):
 
 def test_an_average_is_named_where_it_takes_a_copy_of_all_weights(root):
     full = recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", ["ema.decay=0.9"])
-    assert keys_of("optimizer states", "train", full)[:2] == ["a section lora", "optimizer.name: adamw8bit"]
-    assert keys_of("policies", "train", full)[:2] == ["a section lora", "no section ema"]
+    assert keys_of("optimizer states", "train", full)[:2] == ["a lora section", "optimizer.name: adamw8bit"]
+    assert keys_of("policies", "train", full)[:2] == ["a lora section", "no ema section"]
     assert "engine.micro_batch_size below 4" in keys_of("activations", "encode", full)

@@ -72,14 +72,14 @@ def test_empty_or_new_folder_is_a_new_run(recipe, tmp_path):
 def test_folder_that_only_looks_like_a_runs_is_refused(recipe, tmp_path, name, resume):
     (tmp_path / "out" / name).mkdir(parents=True)
     message = refusal(recipe(f"run.resume={resume}"))
-    assert message.startswith(f"run.output_dir {tmp_path / 'out'} holds {name} and no run that these belong to")
+    assert message.startswith(f"run.output_dir {tmp_path / 'out'} contains {name}, which belong to no run")
 
 
 @pytest.mark.parametrize("name", ["reward", "samples", "recipe.yaml"])
 def test_overwriting_deletes_nothing_that_no_run_recorded(recipe, tmp_path, name):
     mine = tmp_path / "out" / name
     mine.mkdir(parents=True)
-    with pytest.raises(RecipeError, match=rf"holds {name}, which no record of a run \(\.wfm_run\.json\) lists"):
+    with pytest.raises(RecipeError, match=rf"contains {name}, which \.wfm_run\.json does not list"):
         find_start(recipe(), 2, overwrite=True)
     output.clear_run(tmp_path / "out")
     assert mine.exists()
@@ -96,7 +96,7 @@ def test_what_a_failed_first_start_leaves_is_no_obstacle(recipe, tmp_path):
     assert layout.recorded(out) == {"reward"}
     assert find_start(recipe(), 2) == Start()
     (out / "samples").mkdir()  # by somebody, since then
-    assert "holds samples and no run" in refusal(recipe())
+    assert "contains samples, which belong to no run" in refusal(recipe())
 
 
 @pytest.mark.parametrize("name", [".git", "pyproject.toml", "setup.py"])
@@ -104,7 +104,7 @@ def test_what_a_failed_first_start_leaves_is_no_obstacle(recipe, tmp_path):
 def test_the_folder_of_a_project_is_refused(recipe, tmp_path, name, overwrite):
     (tmp_path / "out" / "reward").mkdir(parents=True)
     (tmp_path / "out" / name).touch()
-    with pytest.raises(RecipeError, match=rf"is the folder of a project \(it holds {name}\)"):
+    with pytest.raises(RecipeError, match=rf"is a project folder \(it contains {name}\)"):
         find_start(recipe(), 2, overwrite=overwrite)
 
 
@@ -120,7 +120,7 @@ def test_a_path_that_no_system_takes_is_one_sentence(recipe, root):
             with pytest.raises(RecipeError, match=r"a path has at most 3500 bytes, this one has (99999|100000)"):
                 recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", [f"{key}={path}"])
     # From a file system that takes less than the recipe allows.
-    with pytest.raises(RecipeError, match=r"\(1,002 characters\): File name too long; name another folder") as caught:
+    with pytest.raises(RecipeError, match=r"\(1,002 characters\): File name too long: set another folder") as caught:
         require_usable(Path("a" * 1000) / "b")
     assert len(str(caught.value)) < 400
 
@@ -133,7 +133,7 @@ def test_a_link_that_leads_nowhere_is_one_sentence(recipe, tmp_path):
             recipe(folder=name)
         )
     for name in ("self", "self/out"):
-        assert "Too many levels of symbolic links; name another folder" in refusal(recipe(folder=name))
+        assert "Too many levels of symbolic links: set another folder" in refusal(recipe(folder=name))
     (tmp_path / "nowhere").mkdir()
     assert find_start(recipe(folder="dangling"), 2) == Start()
 
@@ -153,7 +153,7 @@ def test_run_is_continued_from_its_newest_checkpoint(recipe, run):
 def test_never_refuses_a_folder_with_a_run(recipe, run):
     run(4)
     message = refusal(recipe("run.resume=never"))
-    assert "holds a run already (recipe.yaml, metrics.jsonl)" in message
+    assert "already contains a run (recipe.yaml, metrics.jsonl)" in message
     assert message.endswith("or pass --overwrite to replace that run")
 
 
@@ -178,7 +178,7 @@ def test_damaged_checkpoints_are_no_reason_to_begin_again(recipe, run):
     out = run(4)
     (out / "checkpoints" / "step_4" / "recipe.yaml").write_text("torn")
     message = refusal(recipe())
-    assert "whose checkpoints are all damaged (step_4: recipe.yaml has 4 bytes instead of" in message
+    assert "with only damaged checkpoints (step_4: recipe.yaml has 4 bytes instead of" in message
     assert find_start(recipe(), 2, overwrite=True) == Start()
 
 
@@ -193,7 +193,7 @@ def test_checkpoints_without_a_run_are_not_taken_for_nothing(recipe, run):
     out = run(4)
     for name in ("recipe.yaml", "metrics.jsonl"):
         (out / name).unlink()
-    assert "holds checkpoints and no run that these belong to" in refusal(recipe())
+    assert "contains checkpoints, which belong to no run" in refusal(recipe())
 
 
 def test_any_ranks_may_continue_but_with_the_same_global_batch_only(recipe, run):
@@ -203,7 +203,7 @@ def test_any_ranks_may_continue_but_with_the_same_global_batch_only(recipe, run)
     complete["facts"]["samples_per_step"] += 8
     marker.write_text(json.dumps(complete))
     message = refusal(recipe(), world_size=1)
-    assert "step_4 was written by 2 ranks with 16 samples a step; 1 ranks of this recipe make 8" in message
+    assert "step_4 was written by 2 ranks with 16 samples per step; 1 ranks with this recipe have 8" in message
 
 
 @pytest.mark.parametrize(("num_experts", "refused"), [(2, True), (1, False)])
@@ -262,12 +262,12 @@ def test_what_does_not_change_the_training_may_be_changed(recipe, run, change):
 def test_another_recipe_is_refused_naming_the_key(recipe, run, change, named):
     out = run(4)
     message = refusal(recipe(change))
-    assert message.startswith(f"{out}/checkpoints/step_4/recipe.yaml is of another recipe (")
+    assert message.startswith(f"{out}/checkpoints/step_4/recipe.yaml is a different recipe (")
     assert named in message
 
 
 def test_every_number_of_a_recipe_but_those_listed_makes_another_run(recipe):
-    here = recipe("data.choose=spread")
+    here = recipe("data.choose=reward_std")
     values = here.model_dump(mode="json")
     for section, keys in values.items():
         for key, value in (keys or {}).items():
@@ -312,13 +312,13 @@ def test_finished_run_has_nothing_to_do_unless_it_is_made_longer(recipe, run):
 def test_finished_run_without_a_checkpoint_cannot_be_made_longer(recipe, run):
     run(finished=8)
     assert find_start(recipe(), 2).finished
-    assert "finished with step 8 and kept no checkpoint" in refusal(recipe("run.steps=9"))
+    assert "finished at step 8 without a checkpoint" in refusal(recipe("run.steps=9"))
     assert "optimizer.lr" in refusal(recipe("optimizer.lr=1"))
 
 
 def test_result_that_is_not_ours_is_refused(recipe, run):
     (run(4) / "result.json").write_text("[]")
-    assert "result.json is not what a run writes" in refusal(recipe())
+    assert "result.json was not written by a run" in refusal(recipe())
 
 
 def test_checkpoint_of_another_folder_begins_a_new_run_there(recipe, run):
@@ -330,7 +330,8 @@ def test_checkpoint_of_another_folder_begins_a_new_run_there(recipe, run):
 
 
 def test_path_that_is_no_checkpoint_is_refused(recipe):
-    assert refusal(recipe("run.resume=atuo")).startswith("run.resume: atuo is no complete checkpoint; give auto, never")
+    message = refusal(recipe("run.resume=atuo"))
+    assert message.startswith("run.resume: atuo is not a complete checkpoint: set auto, never")
 
 
 def test_path_into_the_same_folder_is_refused_before_anything_is_discarded(recipe, run):
@@ -359,7 +360,7 @@ def test_overwriting_starts_anew_and_never_deletes_what_the_run_reads(recipe, ru
     out = run(4, 6)
     assert find_start(recipe(), 2, overwrite=True) == Start()
     for override in (f"model.path={out}/safetensors/step_4", f"data.path={out}/data"):
-        with pytest.raises(RecipeError, match=r"lies in run\.output_dir, which --overwrite clears"):
+        with pytest.raises(RecipeError, match=r"is inside run\.output_dir, which --overwrite clears"):
             find_start(recipe(override), 2, overwrite=True)
     assert sorted(f.name for f in (out / "checkpoints").iterdir()) == ["step_4", "step_6"]
 
@@ -370,7 +371,7 @@ def test_overwriting_knows_an_input_by_any_spelling(recipe, run, tmp_path, monke
     (out / "zero.json").write_text("{}")
     inputs = ("model.path=~/out/model", f"engine.deepspeed={out}/zero.json", "engine.deepspeed=~/out/zero.json")
     for override in (*inputs, "validation.prompts=~/out/samples"):
-        with pytest.raises(RecipeError, match=r"lies in run\.output_dir, which --overwrite clears"):
+        with pytest.raises(RecipeError, match=r"is inside run\.output_dir, which --overwrite clears"):
             find_start(recipe(override), 2, overwrite=True)
 
 
@@ -387,7 +388,7 @@ def test_folder_belongs_to_one_process_until_it_ends(recipe, run):
     code = f"from pathlib import Path; from wfm_ds.run.folder import locked\nwith locked(Path({str(out)!r})): print(1)"
     with output.locked(out):
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
-        assert "a run is going on there" in other.stderr
-        with pytest.raises(RecipeError, match="going on"), output.locked(out):
+        assert "another run is active there" in other.stderr
+        with pytest.raises(RecipeError, match="another run is active"), output.locked(out):
             pass
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)

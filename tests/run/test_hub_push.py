@@ -90,8 +90,8 @@ def test_a_hub_that_refuses_is_a_warning_with_the_command_that_sends_it_later(si
     said = [record.getMessage() for record in caplog.records if record.name.startswith("wfm_ds")]
     assert len(said) == 2
     for sentence in said:
-        assert f"{lora} was not sent (" in sentence
-        assert sentence.endswith(f"and this sends it: hf upload {REPO} '{lora}' . --private")
+        assert f"{lora} was not uploaded (" in sentence
+        assert sentence.endswith(f"To upload it, run: hf upload {REPO} '{lora}' . --private")
     assert site.commits == []
 
 

@@ -51,14 +51,14 @@ def test_a_kohya_file_gives_the_values_of_its_layers_alone(model, file):
         (
             {"key": "lora_unet_double_blocks_0_img_attn_qkv"},
             {},
-            "of its names are no layers of the denoiser (lora_unet_d",
+            "names are not layers of the denoiser (lora_unet_d",
         ),
         ({}, {"rank": 4}, "lora.rank 4 and lora.alpha 6, but"),
-        ({}, {"alpha": 2}, "has rank 2 and alpha 6: set them to these"),
-        ({}, {"rslora": True}, "has rank 2 and alpha 4.24264: set them to these"),
-        ({}, {"dora": True}, "has no magnitudes (DoRA): set it to the other"),
-        ({}, {"target_modules": ["to_q"]}, "has 1 layers that lora.target_modules does not name (transformer_blocks.0"),
-        ({"strange": torch.zeros(1)}, {}, "(strange): name the pipeline that it is for"),
+        ({}, {"alpha": 2}, "has rank 2 and alpha 6: change them"),
+        ({}, {"rslora": True}, "has rank 2 and alpha 4.24264: change them"),
+        ({}, {"dora": True}, "has no magnitudes (DoRA): set it to false"),
+        ({}, {"target_modules": ["to_q"]}, "has 1 layers that are not in lora.target_modules (transformer_blocks.0"),
+        ({"strange": torch.zeros(1)}, {}, "(strange): name the pipeline of the LoRA"),
         ({}, {"init_from": "nowhere/lora"}, "nowhere/lora does not exist; name a .safetensors file or an export"),
     ],
 )
@@ -80,11 +80,11 @@ def test_keys_that_exclude_each_other():
         "algorithm": {"name": "diffusion_nft"},
         **rl,
     }
-    with pytest.raises(ValueError, match=r"merge_lora: merges plain adapters, not lora\.dora"):
+    with pytest.raises(ValueError, match=r"merge_lora only merges plain adapters, not lora\.dora"):
         Recipe(**base, lora={"dora": True})
     sde = {"height": 32, "width": 32, "solver": "flow_sde"}
     plain = {**base, "rollout": {"group_size": 2}}
-    with pytest.raises(ValueError, match=r"lora\.dropout: algorithm flow_grpo compares the log-probabilities"):
+    with pytest.raises(ValueError, match=r"lora\.dropout: algorithm flow_grpo compares log-probabilities"):
         Recipe(**{**plain, "algorithm": {"name": "flow_grpo"}, "sampling": sde}, lora={"dropout": 0.1})
-    with pytest.raises(ValueError, match=r"lora\.dora: the norms of a base in fewer bits"):
+    with pytest.raises(ValueError, match=r"lora\.dora needs the norms of the original weights"):
         Recipe(**{**plain, "model": {"path": "unused", "base_precision": "fp8"}}, lora={"dora": True})

@@ -199,8 +199,8 @@ def test_what_fails_for_a_while_is_sent_in_the_end(s3_proxy, folder, address, fa
     assert s3_proxy.num_failed == 4
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1  # said once, however often it is tried
-    assert "this is tried again, meanwhile nothing is removed from" in warnings[0]
-    assert f"{address} takes copies again" in caplog.text
+    assert "retrying, and removing nothing from" in warnings[0]
+    assert f"{address} accepts uploads again" in caplog.text
     assert remote.newest(f"{address}/checkpoints").step == 2
 
 
@@ -246,7 +246,7 @@ def test_a_damaged_checkpoint_is_passed_over(s3_server, s3_proxy, folder, addres
     else:
         s3_server[1].put_object(Bucket=s3.BUCKET, Key=key(address, f"checkpoints/step_2/{name}"), Body=b"{")
     assert remote.newest(f"{address}/checkpoints").step == 1
-    assert "step_2 is damaged or incomplete and is passed over" in caplog.text
+    assert "step_2 is damaged or incomplete and is skipped" in caplog.text
 
 
 def test_a_checkpoint_with_another_byte_is_refused_and_leaves_nothing(s3_server, s3_proxy, folder, address, tmp_path):
@@ -261,7 +261,7 @@ def test_a_name_that_leads_out_of_the_checkpoint_is_refused(s3_proxy, folder, ad
     copied(folder, address)
     transfer.put(b"stray", f"{address}/stray")
     stray = dataclasses.replace(remote.newest(f"{address}/checkpoints"), files={"../../stray": 5})
-    with pytest.raises(StorageError, match=r"has \.\./\.\./stray, which leads out of its folder"):
+    with pytest.raises(StorageError, match=r"has \.\./\.\./stray, a path outside of its folder"):
         remote.fetch(stray, tmp_path / "again" / "step_1")
     assert not (tmp_path / "stray").exists()
 
@@ -316,7 +316,7 @@ def test_a_storage_that_is_ahead_of_the_folder_is_not_touched(s3_proxy, folder, 
     write(ahead, "result.json", "{}")
     copies.send_result()
     before = transfer.listing(address)
-    with pytest.raises(StorageError, match="holds a checkpoint of step 3, newer than all in"):
+    with pytest.raises(StorageError, match="has a checkpoint of step 3, newer than all in"):
         Mirror(folder, address, keep=1).start()
     assert transfer.listing(address) == before
 

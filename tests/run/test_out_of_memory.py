@@ -27,9 +27,7 @@ def told(error, device=CPU, phase="train"):
 def test_an_allocation_of_the_cpu_that_fails_is_one_sentence():
     with pytest.raises(OutOfMemory) as raised, explained(CPU, lambda phase: ["less"], lambda: "train"):
         torch.empty(TOO_MANY, dtype=torch.uint8)
-    assert str(raised.value).startswith(
-        "out of memory on cpu in the phase train: 1048576.0 GiB more were asked for, the"
-    )
+    assert str(raised.value).startswith("out of memory on cpu in phase train: requested 1048576.0 GiB more, the")
     assert str(raised.value).endswith("; change less")
 
 
@@ -43,8 +41,8 @@ def test_the_sentence_of_a_gpu_has_its_peak_its_total_and_what_others_hold(monke
     monkeypatch.setattr(torch.cuda, "memory_reserved", of(60 * GIB))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", of(58 * GIB))
     assert told(torch.OutOfMemoryError(ON_CUDA), GPU) == (
-        "out of memory on cuda:1 in the phase train: 2.5 GiB more were asked for, tensors had 58.0 GiB at their peak, "
-        "the GPU has 80.0 GiB, other uses of it 19.0 GiB; change a of train, or b"
+        "out of memory on cuda:1 in phase train: requested 2.5 GiB more, the peak of tensors was 58.0 GiB, "
+        "the GPU has 80.0 GiB, others use 19.0 GiB of it; change a of train, or b"
     )
     assert set(seen) == {GPU}
 
@@ -58,8 +56,8 @@ def test_the_sentence_of_a_gpu_has_its_peak_its_total_and_what_others_hold(monke
     ],
 )
 def test_other_words_for_it_are_known(error):
-    assert "more were asked for" not in told(error, phase=None)
-    assert told(error, phase=None).startswith("out of memory on cpu: the process had ")
+    assert "requested" not in told(error, phase=None)
+    assert told(error, phase=None).startswith("out of memory on cpu: the peak of the process was ")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), RunError("worker: out of memory"), KeyError("x")])

@@ -92,8 +92,8 @@ def test_a_checkpoint_without_its_mark_is_not_taken_up(recipe, leave, address):
 def test_a_run_in_the_storage_is_refused_like_one_in_the_folder(recipe, leave, address):
     leave(4)
     for change, said in (
-        ("run.resume=never", f"checkpoint.storage {address} holds a run already (recipe.yaml, metrics.jsonl)"),
-        ("optimizer.lr=1", f"{address}/checkpoints/step_4/recipe.yaml is of another recipe (optimizer.lr"),
+        ("run.resume=never", f"checkpoint.storage {address} already contains a run (recipe.yaml, metrics.jsonl)"),
+        ("optimizer.lr=1", f"{address}/checkpoints/step_4/recipe.yaml is a different recipe (optimizer.lr"),
         (f"run.resume={address}/checkpoints/step_4", "is a checkpoint of checkpoint.storage itself"),
     ):
         with pytest.raises(RecipeError) as caught:
@@ -107,13 +107,15 @@ def test_a_run_in_the_storage_is_refused_like_one_in_the_folder(recipe, leave, a
 def test_checkpoints_of_a_storage_that_lack_files_are_no_reason_to_begin_again(recipe, leave, address):
     leave(4)
     transfer.remove([f"{address}/checkpoints/step_4/recipe.yaml"])
-    with pytest.raises(RecipeError, match=r"all damaged \(step_4 lacks files of its own\).* set checkpoint\.storage"):
+    with pytest.raises(
+        RecipeError, match=r"only damaged checkpoints \(step_4: files are missing\).* set checkpoint\.storage"
+    ):
         find_start(recipe(), WORLD)
 
 
 def test_overwriting_leaves_a_storage_alone_that_no_run_recorded(recipe, leave, address):
     transfer.put(b"source", f"{address}/reward/code.py")
-    with pytest.raises(RecipeError, match=rf"checkpoint.storage {address} holds reward, which no record of a run"):
+    with pytest.raises(RecipeError, match=rf"{address} contains reward, which \.wfm_run\.json does not list"):
         find_start(recipe(), WORLD, overwrite=True)
 
 
@@ -125,12 +127,12 @@ def test_a_run_that_has_finished_elsewhere_has_nothing_to_do(recipe, leave):
 
 def test_folders_of_somebody_else_are_not_taken(recipe, address):
     transfer.put(b"somebody's", f"{address}/samples/mine.png")
-    with pytest.raises(RecipeError, match=rf"checkpoint.storage {address} holds samples and no run that these belong"):
+    with pytest.raises(RecipeError, match=rf"checkpoint.storage {address} contains samples, which belong to no run"):
         find_start(recipe(), WORLD)
 
 
 def test_inputs_in_the_storage_are_not_overwritten(root, recipe, address):
-    with pytest.raises(RecipeError, match=r"data\.path .* lies in checkpoint\.storage, which --overwrite clears"):
+    with pytest.raises(RecipeError, match=r"data\.path .* is inside checkpoint\.storage, which --overwrite clears"):
         place.require_inputs_elsewhere(
             recipe_file.load(
                 root / "recipes" / "tiny" / "sd3_sft.yaml",
@@ -144,7 +146,7 @@ def test_a_run_begins_from_a_checkpoint_at_an_address(recipe, leave, address, tm
     there = f"{address}/checkpoints/step_4"
     elsewhere = (f"run.resume={there}", f"checkpoint.storage={address}-2")
     assert find_start(recipe(*elsewhere), WORLD) == Start(checkpoint=there, step=4)
-    with pytest.raises(RecipeError, match=r"run\.resume: s3://.*/step_5 is no complete checkpoint"):
+    with pytest.raises(RecipeError, match=r"run\.resume: s3://.*/step_5 is not a complete checkpoint"):
         find_start(recipe(f"run.resume={address}/checkpoints/step_5", f"checkpoint.storage={address}-2"), WORLD)
 
 
@@ -161,9 +163,9 @@ def test_the_output_folder_is_on_this_machine(recipe, address):
 
 
 def test_the_doctor_writes_to_the_storage_and_cleans_up(recipe, address):
-    assert doctor_recipe.storage_text(recipe()) == f"{address} can be written and read"
+    assert doctor_recipe.storage_text(recipe()) == f"{address} is writable and readable"
     assert transfer.listing(address) == {}
-    with pytest.raises(StorageError, match="no such bucket"):
+    with pytest.raises(StorageError, match="the bucket does not exist"):
         doctor_recipe.storage_text(recipe("checkpoint.storage=s3://nobodys/run"))
 
 
@@ -179,15 +181,15 @@ def test_an_address_becomes_a_folder_for_as_long_as_it_is_read(leave, address, t
     with remote.on_this_machine(str(tmp_path), tmp_path) as folder:
         assert folder == tmp_path
     assert convert.main([f"{address}/nothing", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == f"error: {address}/nothing: there is nothing\n"
+    assert capsys.readouterr().err == f"error: {address}/nothing: not found\n"
 
 
 def test_what_is_missing_is_one_sentence(tmp_path):
     names = [f"samples/step_{n}/0000.png" for n in range(5)]
     copies = Copies(address="s3://b/run", missing=names, reason="it is gone")
     assert copies.sentence(tmp_path) == (
-        "s3://b/run does not have all of this run (it is gone): samples/step_0/0000.png, samples/step_1/0000.png, "
-        f"samples/step_2/0000.png and 2 more are in {tmp_path} alone; start the same command again to copy them"
+        "s3://b/run is incomplete (it is gone): samples/step_0/0000.png, samples/step_1/0000.png, "
+        f"samples/step_2/0000.png and 2 more exist only in {tmp_path}; run the same command again to copy them"
     )
 
 

@@ -206,9 +206,9 @@ def test_no_graph_is_kept():
 @pytest.mark.parametrize(
     ("solver", "num_steps", "keys", "message"),
     [
-        ("edm_heun", 5, {}, "no EDM solver 'edm_heun'"),
-        ("edm_2ab", 0, {}, "of 0 steps"),
-        ("edm_2ab", 300, {"s_churn": 30.0, "s_t_max": 20.0}, "do not fall"),
+        ("edm_heun", 5, {}, "EDM solver 'edm_heun' with 5 steps: use edm_2ab or edm_euler"),
+        ("edm_2ab", 0, {}, "with 0 steps"),
+        ("edm_2ab", 300, {"s_churn": 30.0, "s_t_max": 20.0}, "do not decrease"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(solver, num_steps, keys, message):

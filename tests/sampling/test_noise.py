@@ -79,7 +79,7 @@ def test_the_ends_of_the_path_are_exact(shape):
 @pytest.mark.parametrize(
     ("clean", "noise", "sigma", "message"),
     [
-        (torch.zeros(2, 1, 3, 3), torch.zeros(2, 1, 3, 4), torch.zeros(2), "one shape"),
+        (torch.zeros(2, 1, 3, 3), torch.zeros(2, 1, 3, 4), torch.zeros(2), "the same shape"),
         (torch.zeros(2, 1, 3, 3), torch.zeros(2, 1, 3, 3), torch.zeros(2, 1), r"sigma must be \[2\]"),
         (torch.zeros(2, 1, 3, 3), torch.zeros(2, 1, 3, 3), torch.zeros(()), r"sigma must be \[2\]"),
         (
@@ -91,7 +91,7 @@ def test_the_ends_of_the_path_are_exact(shape):
         (torch.zeros(2, 1, 3, 3).bfloat16(), torch.zeros(2, 1, 3, 3), torch.zeros(2), "float32"),
         (torch.zeros(2, 1, 3, 3).long(), torch.zeros(2, 1, 3, 3).long(), torch.zeros(2), "float32"),
         (torch.zeros(2, 9), torch.zeros(2, 9), torch.zeros(2), r"\[B,C,h,w\]"),
-        (torch.zeros(0, 1, 3, 3), torch.zeros(0, 1, 3, 3), torch.zeros(0), "not empty"),
+        (torch.zeros(0, 1, 3, 3), torch.zeros(0, 1, 3, 3), torch.zeros(0), "non-empty"),
     ],
 )
 def test_what_does_not_belong_together_is_refused(clean, noise, sigma, message):

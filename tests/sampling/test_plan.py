@@ -163,7 +163,7 @@ def test_the_loop_never_reads_a_value_from_the_device(solver):
 
 
 def test_a_noise_level_that_turns_the_sign_of_the_latents_is_refused():
-    with pytest.raises(RecipeError, match=r"noise_level 1.5 of flow_sde is too large for steps \[0"):
+    with pytest.raises(RecipeError, match=r"noise_level 1.5 is too large for flow_sde at steps \[0"):
         stochastic_plan("flow_sde", grid(*SHIFT_3), noise_level=1.5)
 
 
@@ -221,7 +221,7 @@ def test_subsets_take_every_index_equally_often():
 def test_a_range_that_cannot_hold_the_window_is_refused_and_any_other_can_be_drawn_from(num_steps, size, first, last):
     window = RandomWindow(kind="random", size=size, range=(first, last))
     if last > num_steps - 1 or last - first < size:
-        with pytest.raises(ValueError, match=rf"size {size} and the range \[{first}, {last}\] of {num_steps} steps"):
+        with pytest.raises(ValueError, match=rf"size {size} and range \[{first}, {last}\] with {num_steps} steps"):
             window.check(num_steps)
     else:
         window.check(num_steps)
@@ -231,8 +231,8 @@ def test_a_range_that_cannot_hold_the_window_is_refused_and_any_other_can_be_dra
 @pytest.mark.parametrize(
     ("window", "message"),
     [
-        ({"size": 2, "indices": [1, 9]}, r"may go to 8 when sampling\.steps is 10"),
-        ({"size": 3, "indices": [1, 2]}, "size 3 needs at least as many different indices"),
+        ({"size": 2, "indices": [1, 9]}, r"must be at most 8 with sampling\.steps 10"),
+        ({"size": 3, "indices": [1, 2]}, "size 3 needs at least 3 different indices"),
         ({"size": 1, "indices": [1, 1]}, "different indices"),
     ],
 )

@@ -72,11 +72,11 @@ def test_dpm2_weights_are_the_published_ones():
 @pytest.mark.parametrize(
     ("sigmas", "message"),
     [
-        (grid(1.0, 0.5, 0.5, 0.0), "fall strictly"),
-        (grid(0.5, 1.0, 0.0), "fall strictly"),
+        (grid(1.0, 0.5, 0.5, 0.0), "decrease strictly"),
+        (grid(0.5, 1.0, 0.0), "decrease strictly"),
         (grid(1.0, 0.5), "to 0"),
         (grid(1.5, 0.5, 0.0), "at most 1"),
-        (grid(1.0, float("nan"), 0.0), "fall strictly"),
+        (grid(1.0, float("nan"), 0.0), "decrease strictly"),
         (grid(0.0), r"\[N\+1\]"),
         (grid(1.0, 0.0).float(), "float64"),
         (grid(1.0, 0.0)[None], r"\[N\+1\]"),
@@ -89,5 +89,5 @@ def test_other_grids_are_refused(sigmas, message):
 
 
 def test_an_unknown_solver_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'heun' is no solver; the solvers are ode, dpm2"):
+    with pytest.raises(ValueError, match="unknown solver 'heun': use ode or dpm2"):
         solver_steps("heun", grid(1.0, 0.5, 0.0))

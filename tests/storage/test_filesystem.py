@@ -49,7 +49,7 @@ def test_a_range_is_exactly_its_bytes_locally_and_in_s3(s3, tmp_path):
     for address in (f"s3://{BUCKET}/dir/a.bin", str(tmp_path / "a.bin")):
         for offset, size in ((0, 1), (255, 3), (1000, 70000), (len(CONTENT) - 1, 1)):
             assert storage.read_range(address, offset, size) == CONTENT[offset : offset + size]
-        with pytest.raises(StorageError, match=r"has 2 instead of 5 bytes"):
+        with pytest.raises(StorageError, match=r"read 2 instead of 5 bytes"):
             storage.read_range(address, len(CONTENT) - 2, 5)
 
 
@@ -108,7 +108,7 @@ def test_a_version_changes_with_the_file(s3, server, tmp_path):
 @pytest.mark.parametrize(("key", "secret"), [("AKIAEXAMPLE", ""), ("", "hunter2")])
 def test_a_key_without_its_secret_is_an_error_that_shows_neither(s3, key, secret):
     s3(key=key, secret=secret)
-    with pytest.raises(StorageError, match=r"_ACCESS_KEY(_ID)? is set and PROD_S3_CHECKPOINT_\w+ is not") as raised:
+    with pytest.raises(StorageError, match=r"_ACCESS_KEY(_ID)? is set but PROD_S3_CHECKPOINT_\w+ is not") as raised:
         storage.filesystem(f"s3://{BUCKET}/a")
     assert (key or secret) not in str(raised.value)
 
@@ -141,7 +141,7 @@ def test_ranges_keep_their_digits(first, count, width):
 
 def test_ranges_multiply_and_run_forwards():
     assert storage.expand("/a{0..1}/{08..10}") == [f"/a{i}/{j}" for i in (0, 1) for j in ("08", "09", "10")]
-    with pytest.raises(StorageError, match="runs backwards"):
+    with pytest.raises(StorageError, match="is descending"):
         storage.expand("{5..3}")
 
 
@@ -150,7 +150,7 @@ def test_globs_are_sorted_and_find_something(s3, tmp_path):
         (tmp_path / name).write_bytes(b"")
     assert storage.expand(f"{tmp_path}/*.tar") == [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"]
     assert storage.expand(f"s3://{BUCKET}/dir/?.bin") == [f"s3://{BUCKET}/dir/{name}.bin" for name in "ab"]
-    with pytest.raises(DataError, match=r"\*\.zip: no file has such a name"):
+    with pytest.raises(DataError, match=r"\*\.zip: no matching files"):
         storage.expand(f"{tmp_path}/*.zip")
 
 

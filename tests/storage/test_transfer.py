@@ -80,7 +80,7 @@ def test_a_failed_upload_leaves_what_was_there_and_no_paid_for_parts(s3_server, 
 
 def test_a_byte_that_changed_on_the_way_is_noticed(s3_proxy, file):
     s3_proxy.flips = 1
-    with pytest.raises(StorageError, match="was damaged on its way: the storage has another MD5 than was sent"):
+    with pytest.raises(StorageError, match="was damaged in transit: the storage reports another MD5 than was sent"):
         transfer.upload(file, f"{ROOT}/flipped")
 
 
@@ -121,7 +121,7 @@ def test_long_lists_are_read_to_their_end(s3_proxy, monkeypatch):
 def test_a_storage_is_writable_or_says_why_not(s3_server, s3_proxy, monkeypatch):
     transfer.require_writable(ROOT)
     assert [name for name in transfer.listing(ROOT) if ".wfm_ds" in name] == []
-    with pytest.raises(StorageError, match=r"s3://nobodys/run/\.wfm_ds-\w+: there is no such bucket"):
+    with pytest.raises(StorageError, match=r"s3://nobodys/run/\.wfm_ds-\w+: the bucket does not exist"):
         transfer.require_writable("s3://nobodys/run")
     monkeypatch.setattr(transfer, "NUM_TRIES", 1)
     with socket.socket() as closed:

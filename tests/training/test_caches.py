@@ -113,7 +113,7 @@ def test_guidance_needs_its_negative_texts(sft, root, tiny_pipelines, tmp_path):
     drawn = {p.text for step in (1, 2) for p in PromptOrder(data.prompts, seed=7, shuffle=True).prompts(step, 3)}
     assert set(needed_texts(rl, model, data)) == {*drawn, "a thing that is shown", NegativeText("")}
     assert len(drawn) == 6 < len(data.prompts)
-    spread = rl.model_copy(update={"data": rl.data.model_copy(update={"choose": "spread"})})
+    spread = rl.model_copy(update={"data": rl.data.model_copy(update={"choose": "reward_std"})})
     assert set(needed_texts(spread, model, data)) >= {p.text for p in data.prompts}
     many = rl.model_copy(update={"run": rl.run.model_copy(update={"steps": 1000})})
     assert set(needed_texts(many, model, data)) >= {p.text for p in data.prompts}
@@ -156,7 +156,7 @@ def test_bad_media_are_counted_up_to_the_limit(sft, images):
     data = load_data(recipe)
     (counts,) = filled(recipe, model, data, 1)
     assert (counts["bad"], counts["new"]) == (2, 4 + 5)
-    with pytest.raises(DataError, match=r"2 media cannot be used, more than data\.max_bad_fraction 0\.2 of "):
+    with pytest.raises(DataError, match=r"2 images or videos are unreadable, more than data\.max_bad_fraction 0\.2 "):
         filled(sft("data.max_bad_fraction=0.2"), model, data, 1)
 
 
@@ -176,7 +176,7 @@ def test_each_size_of_the_buckets_has_latents_of_its_own(sft, images):
 
 @pytest.mark.parametrize("override", ["data.cache_dir=null", "data.crop=random", "data.clip=random"])
 def test_latents_that_differ_each_epoch_cannot_be_kept(sft, override):
-    with pytest.raises(RecipeError, match="cache_latents needs a cache_dir, and clip: centre and crop: centre"):
+    with pytest.raises(RecipeError, match="cache_latents needs cache_dir, clip: centre and crop: centre"):
         sft(override)
 
 
@@ -186,7 +186,7 @@ def test_an_embedding_file_holds_one_matrix(tmp_path):
     assert torch.equal(EmbeddingFile(path).load(), torch.ones(3, 4, dtype=torch.bfloat16))
     for tensors in ({"a": torch.ones(3)}, {"a": torch.ones(3, 4), "b": torch.ones(3, 4)}):
         save_file(tensors, path)
-        with pytest.raises(DataError, match=r"must hold one tensor \[n, D\]"):
+        with pytest.raises(DataError, match=r"must hold exactly one tensor \[n, D\]"):
             EmbeddingFile(path).load()
     path.write_bytes(b"short")
     with pytest.raises(DataError, match="cannot be read"):

@@ -26,21 +26,21 @@ def ranks_of(drawn):
     return [[Term(row=row, sigma=s, weight=w) for row, (s, w) in enumerate(rank)] for rank in drawn]
 
 
-def levelled(ranks, expert_of, num_experts, has_gradient=lambda term: True):
-    """The terms that each rank makes of its own; their maxima are taken here instead of by a collective."""
+def padded_terms(ranks, expert_of, num_experts, has_gradient=lambda term: True):
+    """The padded terms of each rank; the maxima over ranks are computed here instead of by a collective."""
     return [update.terms for update in updates_of(ranks, expert_of, num_experts, has_gradient)]
 
 
 def updates_of(ranks, expert_of, num_experts, has_gradient):
-    said = []
+    passed = []
 
-    def listening(values):
-        said.append(values)
+    def record(values):
+        passed.append(values)
         return values
 
     for rank in ranks:
-        level(rank, expert_of, num_experts, listening, has_gradient)
-    most = {name: max(values[name] for values in said) for name in said[0]}
+        level(rank, expert_of, num_experts, record, has_gradient)
+    most = {name: max(values[name] for values in passed) for name in passed[0]}
     return [level(rank, expert_of, num_experts, lambda _: most, has_gradient) for rank in ranks]
 
 
@@ -48,7 +48,7 @@ def updates_of(ranks, expert_of, num_experts, has_gradient):
 @settings(deadline=None)
 def test_all_ranks_get_equally_many_terms_of_each_expert_and_lose_none_that_counts(drawn):
     ranks = ranks_of(drawn)
-    after = levelled(ranks, two_experts, 2)
+    after = padded_terms(ranks, two_experts, 2)
     counts = {tuple(sum(two_experts(t.sigma) == s for t in terms) for s in (0, 1)) for terms in after}
     assert len(counts) == 1
     for before, terms in zip(ranks, after, strict=True):
@@ -65,7 +65,7 @@ def test_all_ranks_get_equally_many_terms_of_each_expert_and_lose_none_that_coun
 def test_with_one_expert_the_longest_rank_decides(weights):
     ranks = ranks_of([[(LOW, w) for w in rank] for rank in weights])
     most = int(max(sum(rank) for rank in weights))
-    for before, after in zip(ranks, levelled(ranks, one_expert, 1), strict=True):
+    for before, after in zip(ranks, padded_terms(ranks, one_expert, 1), strict=True):
         assert len(after) == most
         if all(t.weight for t in before):
             assert after == before
@@ -73,7 +73,7 @@ def test_with_one_expert_the_longest_rank_decides(weights):
 
 def test_a_rank_without_terms_of_an_expert_asks_it_at_another_ranks_noise_level():
     ranks = ranks_of([[(HIGH, 1.0)], [(LOW, 1.0)]])
-    first, second = levelled(ranks, two_experts, 2)
+    first, second = padded_terms(ranks, two_experts, 2)
     assert [(t.sigma, t.weight) for t in first] == [(HIGH, 1.0), (LOW, 0.0)]
     assert [(t.sigma, t.weight) for t in second] == [(HIGH, 0.0), (LOW, 1.0)]
 
@@ -115,7 +115,7 @@ def test_all_ranks_run_equally_many_backwards_of_terms_with_one_part_and_with_tw
         return [Term(row=row, sigma=s, weight=w, num_parts=num_parts) for row, (s, w) in enumerate(rank)]
 
     ranks = [[*terms_of(1, whole), *terms_of(2, divided)] for whole, divided in drawn]
-    cuts = [cut(terms, size, two_experts) for terms in levelled(ranks, two_experts, 2)]
+    cuts = [cut(terms, size, two_experts) for terms in padded_terms(ranks, two_experts, 2)]
     kinds = [[(len(part), expert, part[0].num_parts) for part, expert in of_rank] for of_rank in cuts]
     assert all(of_rank == kinds[0] for of_rank in kinds)
     assert all(len({(two_experts(t.sigma), t.num_parts) for t in part}) == 1 for of_rank in cuts for part, _ in of_rank)
@@ -156,18 +156,18 @@ def numbered(assembled):
     return assemble
 
 
-def test_batches_for_which_there_is_room_are_assembled_once_for_all_passes():
+def test_batches_that_fit_into_the_cache_are_assembled_once_for_all_passes():
     [terms] = ranks_of([[(LOW, 1.0)] * 7])
     assembled = []
     micros = MicroBatches(cut(terms, 2, one_expert), numbered(assembled), room=2 * 2 * 12 + 12)
     for _ in range(2):
-        assert [m.batch.sigma.tolist() for m in micros.before_others()] == [[0, 1], [2, 3], [4, 5], [6]]
+        assert [m.batch.sigma.tolist() for m in micros.iterate(release=False)] == [[0, 1], [2, 3], [4, 5], [6]]
     # Two of two terms, and the last one, which is smaller.
     assert assembled == [[0, 1], [2, 3], [4, 5], [6], [4, 5]]
     assembled.clear()
-    assert [m.batch.sigma.tolist() for m in micros] == [[0, 1], [2, 3], [4, 5], [6]]
+    assert [m.batch.sigma.tolist() for m in micros.iterate(release=True)] == [[0, 1], [2, 3], [4, 5], [6]]
     assert assembled == [[4, 5]]
-    assert len(list(micros)) == 4, "the last pass lets them go"
+    assert len(list(micros.iterate(release=True))) == 4, "the last pass empties the cache"
     assert assembled == [[4, 5], [0, 1], [2, 3], [4, 5], [6]]
 
 

@@ -117,7 +117,7 @@ def test_both_media_of_a_pair_get_one_noise_one_level_and_one_caption(root, tiny
     loop = SftLoop(job, build_supervised(recipe), None, None, None, None)
     loop.step = 1
     samples = [pair(position) for position in range(8)]
-    first, second = loop.micro_batches(samples)
+    first, second = loop.micro_batches(samples).iterate(release=True)
     for micro, part in ((first.batch, samples[:4]), (second.batch, samples[4:])):
         assert torch.equal(micro.noise[:4], micro.noise[4:])
         assert torch.equal(micro.sigma[:4], micro.sigma[4:])

@@ -56,7 +56,7 @@ def test_the_default_cache_is_filled_and_the_encoders_leave(run, cache, caplog):
     needed = needed_texts(recipe, model, data)
     assert model.parts_named("text_encoder") == {}
     assert texts.folder.parent == cache / "text"
-    assert f"all {len(needed)} texts are in {texts.folder}" in caplog.text
+    assert f"all {len(needed)} texts are cached in {texts.folder}" in caplog.text
     plain = TextCache(load_model(recipe, CPU))
     for text in needed:
         for name, row in plain.encode([text]).items():
@@ -64,7 +64,7 @@ def test_the_default_cache_is_filled_and_the_encoders_leave(run, cache, caplog):
     caplog.clear()
     _, again, _, _ = run()
     assert again.parts_named("text_encoder") == {}
-    assert "were encoded" not in caplog.text
+    assert "encoded " not in caplog.text
 
 
 def test_without_it_texts_are_encoded_when_they_are_needed(run, cache):
@@ -90,13 +90,13 @@ def test_too_many_bytes_or_texts_stay_with_the_encoders(run, monkeypatch, caplog
     monkeypatch.setattr(texts_ahead, "MAX_BYTES", 2**30)
     needed = needed_texts(recipe, model, data)
     assert too_many(recipe, model, needed, derive(recipe, 1)) is None
-    assert "draws 4 samples and there are 5000 texts" in too_many(recipe, model, needed * 1000, derive(recipe, 1))
+    assert "5000 texts but the run draws only 4 samples" in too_many(recipe, model, needed * 1000, derive(recipe, 1))
 
 
 def test_a_cache_that_cannot_be_written_ends_no_run(run, cache, caplog):
     caplog.set_level(logging.INFO)
     cache.write_text("a file where the folder should be")
-    with pytest.raises(Exception, match=r"cannot be written .*: set data\.cache_dir to a folder that can"):
+    with pytest.raises(Exception, match=r"cannot be written .*: set data\.cache_dir to a writable folder"):
         run(f"data.cache_dir={cache / 'below'}")
     _, model, _, texts = run()
     assert len(model.parts_named("text_encoder")) == 3

@@ -13,7 +13,8 @@ from wfm_ds.ulysses.install import families, install
 @pytest.mark.parametrize("denoiser", [nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))])
 def test_an_unknown_module_is_named_with_the_known_ones(denoiser):
     message = (
-        f"{type(denoiser).__name__} cannot share its tokens .* set engine.sequence_parallel to 1, or use .*CosmosTr"
+        f"{type(denoiser).__name__} does not support sequence parallelism: set engine.sequence_parallel to 1, "
+        "or use .*CosmosTr"
     )
     with pytest.raises(UserError, match=message):
         install(denoiser, None)

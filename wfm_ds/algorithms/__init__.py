@@ -1,4 +1,4 @@
-"""Losses and algorithms: pure functions and classes without deepspeed, sockets or files."""
+"""Training algorithms and their losses. Pure torch and numpy: no DeepSpeed, sockets or files."""
 
 from typing import Any, TypeAlias
 
@@ -15,8 +15,11 @@ RlAlgorithm: TypeAlias = base.RlAlgorithm[Any, Any]
 
 
 def build_rl(recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> RlAlgorithm:
-    """The algorithm that the recipe names, for this rollout grid [N+1] float64, and for the model that it is to train:
-    without one it can plan rollouts. RecipeError if it cannot work on the grid."""
+    """Build the recipe's RL algorithm for the rollout grid `sigmas` [N+1] float64.
+
+    model: the model to train; without it the algorithm can only plan rollouts. Raises RecipeError if the algorithm does
+    not support the grid.
+    """
     settings = recipe.rl.algorithm
     path = settings.implementation or settings.name
     algorithm: type[RlAlgorithm] = import_class(path, base.RlAlgorithm, key="algorithm.name", error=RecipeError)
@@ -24,7 +27,7 @@ def build_rl(recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) ->
 
 
 def build_supervised(recipe: Recipe) -> Supervised:
-    """The supervised algorithm that the recipe names."""
+    """Build the recipe's supervised algorithm."""
     settings = recipe.supervised
     path = settings.implementation
     algorithm: type[Supervised] = import_class(path, Supervised, key="algorithm.name", error=RecipeError)
@@ -32,11 +35,11 @@ def build_supervised(recipe: Recipe) -> Supervised:
 
 
 def rl_policies(recipe: Recipe) -> frozenset[str]:
-    """Copies of the weights that the recipe's algorithm compares or rolls out with."""
+    """Return the policy copies that the RL algorithm compares against or samples with."""
     return recipe.rl.algorithm.policies(recipe.rl.rollout)
 
 
 def engine_policies(recipe: Recipe) -> frozenset[str]:
-    """The copies of the weights that the engine keeps for this recipe."""
+    """Return all copies of the weights that the engine holds for this recipe."""
     algorithm = rl_policies(recipe) if recipe.is_rl else frozenset(recipe.algorithm.references)
     return algorithm | ({"ema"} if recipe.ema is not None else set())

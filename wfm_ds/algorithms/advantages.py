@@ -1,6 +1,6 @@
-"""Advantages, one per sample, from the scores of an RL step: float64 on the host, the same bits on every rank.
+"""Rewards and advantages of an RL step, computed from its scores in float64 on the host. Bit-identical on every rank.
 
-A sample whose reward failed has no reward, and a group with fewer than two rewards no advantages: None, never a number.
+Samples with a failed reward have reward None. Groups with fewer than two rewards have advantages None.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Indices: TypeAlias = npt.NDArray[np.intp]
 
 STD_OFFSET = 1e-4  # DiffusionNFT's and Flow-GRPO's
-ZERO_STD = 1e-6  # a group whose rewards spread less than this, relative to max(1, |mean|), is constant
+ZERO_STD = 1e-6  # a group is constant if its reward range is at most this, relative to max(1, |mean|)
 MODES: dict[str, Callable[[Array], Array]] = {
     "all": lambda a: a,
     "positive_only": lambda a: np.maximum(a, 0.0),
@@ -31,39 +31,39 @@ MODES: dict[str, Callable[[Array], Array]] = {
     "one_only": lambda a: (a > 0).astype(np.float64),
     "binary": np.sign,
 }
-MOSTLY = 0.5  # the share of clipped scores that is worth a warning
+MOSTLY = 0.5  # warn if a larger fraction of scores is clipped
 
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of an RL step by sample; None in both lists: the sample has none."""
+    """The rewards of an RL step, by sample. None in both lists for a sample without a reward."""
 
     totals: list[float | None]  # R = scale * clip(sum of weight * part)
-    parts: list[tuple[float, ...] | None]  # clipped scores of the functions whose weight is not 0
-    weights: tuple[float, ...]  # of these functions
-    stats: dict[str, float]  # reward/total/clipped_fraction, when the recipe clips the sum
+    parts: list[tuple[float, ...] | None]  # clipped scores of the functions with non-zero weight
+    weights: tuple[float, ...]  # weights of these functions
+    stats: dict[str, float]  # reward/total/clipped_fraction, if the recipe clips the sum
 
     def reordered(self, order: Sequence[int]) -> Rewards:
-        """Sample i gets what sample order[i] has."""
+        """Return a copy in which sample i has the rewards of sample order[i]."""
         return Rewards([self.totals[i] for i in order], [self.parts[i] for i in order], self.weights, self.stats)
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """The advantages of an RL step."""
+    """The advantages of an RL step and their metrics."""
 
-    values: list[float | None]  # by sample, clipped, after the mode; None: the sample is not trained
-    stats: dict[str, float]  # adv/* and reward/total/*; what cannot be known (no valid group) is absent
+    values: list[float | None]  # by sample, after clip and mode; None: not trained on
+    stats: dict[str, float]  # adv/* and reward/total/*; undefined ones (no valid group) are omitted
 
 
 def step_rewards(scores: Sequence[Mapping[str, Score]], recipe: RewardRecipe) -> Rewards:
-    """The rewards of samples that have a score, by function name, of every function whose weight is not 0.
+    """Combine the scores of each sample into its reward. scores: by sample and function name.
 
-    None where one of these failed, has no score, or the sum overflows.
+    The reward is None if a function with non-zero weight failed or has no score, or if the sum overflows.
     """
-    counting = [f for f in recipe.functions if f.weight != 0]
-    weights = tuple(f.weight for f in counting)
-    parts = [_parts(sample, counting) for sample in scores]
+    weighted = [f for f in recipe.functions if f.weight != 0]
+    weights = tuple(f.weight for f in weighted)
+    parts = [_parts(sample, weighted) for sample in scores]
     sums = [None if p is None else sum(w * part for w, part in zip(weights, p, strict=True)) for p in parts]
     sums = [None if s is None or not math.isfinite(s * recipe.scale) else s for s in sums]
     totals = [None if s is None else recipe.scale * _clipped(s, recipe.clip) for s in sums]
@@ -96,16 +96,17 @@ def step_advantages(
     *,
     transform: Callable[[Array], Array] | None = None,
 ) -> Advantages:
-    """Rewards centred within their group and scaled; then `transform`, the clip and the mode, in this order.
+    """Compute advantages: center rewards within their group and scale them, then apply transform, clip and mode.
 
-    settings.advantage_std: each reward is divided by its standard deviation + 1e-4 over its group or over all samples,
-    or by 1. settings.combine: `sum` compares the totals; `mean` each part, A = sum of weight * A_f / number of parts;
-    `gdpo` each part too, B = sum of weight * A_f and A = (B - mean B)/(std B + 1e-4) over all compared samples.
+    settings.advantage_std: divide each reward by std + 1e-4, with the std over its group or over all samples, or do not
+    divide. settings.combine: `sum` uses the total rewards. `mean` uses each part: A = sum of weight * A_f / number of
+    parts. `gdpo` also uses each part: B = sum of weight * A_f, A = (B - mean B)/(std B + 1e-4) over all samples of
+    valid groups.
 
-    A group in which everything that is compared is constant gets exactly 0 before `transform` (elementwise), and with
-    zero_std: drop None. best_of_n ranks what `transform` gave; of equals it takes the first as the best ones. Without
-    equals the order of the samples does not change a bit. Raises ValueError for unequal lengths and rewards that are
-    not finite.
+    Groups with constant rewards get exactly 0 before `transform` (elementwise), or None with `zero_std: drop`.
+    best_of_n ranks the values after `transform`; among equal values the first samples rank best. Without equal values
+    the result does not depend on the order of the samples, bit for bit. Raises ValueError for unequal lengths and
+    non-finite rewards.
     """
     valid, compared, columns, constant = _comparison(rewards, groups, settings)
     raw = _normalised(columns, valid, compared, settings)
@@ -115,78 +116,78 @@ def step_advantages(
 
     varied = [members for members, flat in zip(compared, constant, strict=True) if not flat]
     trained = varied if settings.drops_zero_std else compared
-    kept = {int(i) for members in trained for i in _best_and_worst(members, shaped, settings.best_of_n)}
+    chosen = {int(i) for members in trained for i in _best_and_worst(members, shaped, settings.best_of_n)}
     stats = _stats(rewards, shaped, compared, constant, settings.adv_clip_max) | {
         "adv/groups_skipped": float(len(set(groups)) - len(compared)),
-        "adv/samples_dropped": float(len(groups) - len(kept)),
+        "adv/samples_dropped": float(len(groups) - len(chosen)),
     }
-    return Advantages([float(final[i]) if i in kept else None for i in range(len(groups))], stats)
+    return Advantages([float(final[i]) if i in chosen else None for i in range(len(groups))], stats)
 
 
 def best_and_worst(
     rewards: Rewards, groups: Sequence[str], settings: RlSettings, count: int
 ) -> tuple[list[int], list[str]]:
-    """The indices, ascending, of `count` samples of each group: half of them its best and half its worst ones, as
-    best_of_n ranks them; and the groups that have something to teach, whose rewards are not all equal.
+    """Select `count` samples of each group, half of them the best and half the worst as ranked by best_of_n.
 
-    Samples without a reward are taken only where a group has fewer than `count` with one. Groups have at least `count`
-    samples; an odd count is for groups of that size. Raises ValueError as step_advantages does.
+    Returns the ascending sample indices, and the groups with different rewards. Samples without a reward are selected
+    only if a group has fewer than `count` rewards. Groups need at least `count` samples; an odd count requires groups
+    of exactly that size. Raises ValueError as compute_advantages does.
     """
     valid, compared, columns, constant = _comparison(rewards, groups, settings)
     ranked = _normalised(columns, valid, compared, settings)
-    kept: list[int] = []
+    selected: list[int] = []
     for members in _members(range(len(groups)), groups).values():
         known = [i for i in members if rewards.totals[i] is not None]
         unknown = [i for i in members if rewards.totals[i] is None]
         chosen = _best_and_worst(np.array(known, np.intp), ranked, count).tolist()
-        kept += [*chosen, *unknown[: count - len(chosen)]]
-    teaching = [groups[members[0]] for members, flat in zip(compared, constant, strict=True) if not flat]
-    return sorted(kept), teaching
+        selected += [*chosen, *unknown[: count - len(chosen)]]
+    varied = [groups[members[0]] for members, flat in zip(compared, constant, strict=True) if not flat]
+    return sorted(selected), varied
 
 
 def _comparison(
     rewards: Rewards, groups: Sequence[str], settings: RlSettings
 ) -> tuple[list[int], list[Indices], list[tuple[float, Array]], list[bool]]:
-    """The samples with a reward; those of each group that has two or more of them; what is compared, by sample; and
-    whether all of it is equal in the group."""
+    """Return (samples with a reward, samples per group with at least two rewards, weighted reward columns by sample,
+    whether each such group is constant in all columns)."""
     if len(rewards.totals) != len(groups):
-        raise ValueError(f"{len(rewards.totals)} rewards and {len(groups)} groups do not belong together")
+        raise ValueError(f"{len(rewards.totals)} rewards but {len(groups)} group ids")
     valid = [i for i, total in enumerate(rewards.totals) if total is not None]
     compared = [np.array(members) for members in _members(valid, groups).values() if len(members) >= 2]
     columns = _compared_columns(rewards, settings.combine)
     if not all(np.isfinite(values[valid]).all() for _, values in columns):
-        raise ValueError(f"rewards must be finite, a failed one is None: got {rewards.totals}")
+        raise ValueError(f"rewards must be finite, or None if failed: got {rewards.totals}")
     constant = [all(_is_constant(values[members]) for _, values in columns) for members in compared]
     return valid, compared, columns, constant
 
 
 def _compared_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array]]:
-    """The values that are compared within groups, each with its weight: by sample, NaN where there is no reward."""
+    """Return (weight, values by sample) of every column that is normalized within groups. NaN without a reward."""
     if combine == "sum":
         return [(1.0, np.array([math.nan if r is None else r for r in rewards.totals], np.float64))]
-    nothing = (math.nan,) * len(rewards.weights)
-    by_sample = np.array([nothing if p is None else p for p in rewards.parts], np.float64)
-    share = len(rewards.weights) if combine == "mean" else 1
-    return [(weight / share, by_sample[:, f]) for f, weight in enumerate(rewards.weights)]
+    missing = (math.nan,) * len(rewards.weights)
+    by_sample = np.array([missing if p is None else p for p in rewards.parts], np.float64)
+    divisor = len(rewards.weights) if combine == "mean" else 1
+    return [(weight / divisor, by_sample[:, f]) for f, weight in enumerate(rewards.weights)]
 
 
 def _normalised(
     columns: Sequence[tuple[float, Array]], valid: Sequence[int], compared: Sequence[Indices], settings: RlSettings
 ) -> Array:
-    """Advantages before transform, clip and mode; 0 where there are none."""
+    """Return advantages before transform, clip and mode, by sample; 0 for samples outside valid groups."""
     unbiased = settings.std_unbiased
     advantages = np.zeros(len(columns[0][1]))
     for weight, values in columns:
         for members in compared:
-            of_group = values[members]
-            centred = np.zeros_like(of_group) if _is_constant(of_group) else of_group - _mean(of_group)
-            scale_over = {"group": of_group, "global": values[valid], "none": None}[settings.advantage_std]
+            group_values = values[members]
+            centered = np.zeros_like(group_values) if _is_constant(group_values) else group_values - _mean(group_values)
+            scale_over = {"group": group_values, "global": values[valid], "none": None}[settings.advantage_std]
             divisor = 1.0 if scale_over is None else _std(scale_over, unbiased) + STD_OFFSET
-            advantages[members] += weight * centred / divisor
+            advantages[members] += weight * centered / divisor
     if settings.combine == "gdpo" and compared:
-        everyone = np.concatenate(compared)
-        joined = advantages[everyone]
-        advantages[everyone] = (joined - _mean(joined)) / (_std(joined, unbiased) + STD_OFFSET)
+        members = np.concatenate(compared)
+        combined = advantages[members]
+        advantages[members] = (combined - _mean(combined)) / (_std(combined, unbiased) + STD_OFFSET)
     return advantages
 
 
@@ -216,66 +217,68 @@ def _stats(
     return stats
 
 
-def _is_constant(of_group: Array) -> bool:
-    return bool(np.ptp(of_group) <= ZERO_STD * max(1.0, abs(_mean(of_group))))
+def _is_constant(values: Array) -> bool:
+    return bool(np.ptp(values) <= ZERO_STD * max(1.0, abs(_mean(values))))
 
 
 def group_variance(rewards: Sequence[float | None]) -> float | None:
-    """Return the variance of one group's rewards by n - 1, whose mean for a judge that says 0 or 1 is p (1 - p); 0 of
-    a constant group, None of fewer than two rewards."""
-    of_group = np.sort(np.array([reward for reward in rewards if reward is not None], np.float64))
-    if len(of_group) < 2:
+    """Return the unbiased variance of one group's rewards: 0 if constant, None for fewer than two rewards.
+
+    For a binary reward with success rate p its expectation is p (1 - p).
+    """
+    values = np.sort(np.array([reward for reward in rewards if reward is not None], np.float64))
+    if len(values) < 2:
         return None
-    return 0.0 if _is_constant(of_group) else float(np.var(of_group, ddof=1))
+    return 0.0 if _is_constant(values) else float(np.var(values, ddof=1))
 
 
 def reward_stats(
     scores: Sequence[Mapping[str, Score]], groups: Sequence[str], functions: Sequence[RewardFunction]
 ) -> dict[str, float]:
-    """`reward/<name>/...` of every function, those of weight 0 too: raw scores before clip and weight.
+    """Return the metrics `reward/<name>/...` of every function (weight 0 too), from raw scores before clip and weight.
 
-    mean, std (population), min, max and clipped_fraction over the scores that are numbers; group_std_mean over the
-    groups with at least two of them; failed is a count, to which a missing score adds; seconds_mean over all scores.
-    What is unknown is absent.
+    mean, std (population), min, max and clipped_fraction are over valid scores, group_std_mean over groups with at
+    least two valid scores, seconds_mean over all scores. failed counts failed and missing scores. Undefined metrics are
+    omitted.
     """
     stats: dict[str, float] = {}
     for function in functions:
         values = {i: v for i, s in enumerate(scores) if (v := _value(s, function)) is not None}
         seconds = [s[function.name].seconds for s in scores if function.name in s]
-        spreads = [_std(values[i] for i in m) for m in _members(values, groups).values() if len(m) >= 2]
-        of_function = {"failed": float(len(scores) - len(values))}
+        group_stds = [_std(values[i] for i in m) for m in _members(values, groups).values() if len(m) >= 2]
+        function_stats = {"failed": float(len(scores) - len(values))}
         if values:
-            of_function |= {
+            function_stats |= {
                 "mean": _mean(values.values()),
                 "std": _std(values.values()),
                 "min": min(values.values()),
                 "max": max(values.values()),
                 "clipped_fraction": _mean(float(_clipped(v, function.clip) != v) for v in values.values()),
             }
-        if spreads:
-            of_function["group_std_mean"] = _mean(spreads)
+        if group_stds:
+            function_stats["group_std_mean"] = _mean(group_stds)
         if seconds:
-            of_function["seconds_mean"] = _mean(seconds)
-        stats |= {f"reward/{function.name}/{what}": value for what, value in of_function.items()}
+            function_stats["seconds_mean"] = _mean(seconds)
+        stats |= {f"reward/{function.name}/{stat}": value for stat, value in function_stats.items()}
     return stats
 
 
 def reward_warnings(stats: Mapping[str, float], functions: Sequence[RewardFunction], num_samples: int) -> list[str]:
-    """One sentence for every reward that counts and cannot teach: the same for all samples, or mostly clipped.
+    """Return warnings about rewards with non-zero weight that are equal for all samples, or mostly clipped.
 
-    stats: of reward_stats, of an RL step of num_samples samples.
+    stats: result of reward_stats for an RL step of num_samples samples.
     """
     warnings = []
     for name in (f.name for f in functions if f.weight != 0):
         known = num_samples - int(stats[f"reward/{name}/failed"])
         if known >= 2 and stats[f"reward/{name}/min"] == stats[f"reward/{name}/max"]:
             value = stats[f"reward/{name}/mean"]
-            warnings.append(f"reward {name} is {value:g} for all {known} samples: there is nothing to learn from it")
+            warnings.append(f"reward {name} is {value:g} for all {known} samples: it gives no training signal")
         clipped = stats.get(f"reward/{name}/clipped_fraction", 0.0)
         if clipped > MOSTLY:
-            warnings.append(f"the clip of reward {name} changes {clipped:.0%} of its scores: widen it")
+            warnings.append(f"reward {name}: {clipped:.0%} of the scores are clipped. Widen its clip range")
     if stats.get("reward/total/clipped_fraction", 0.0) > MOSTLY:
-        warnings.append(f"reward.clip changes {stats['reward/total/clipped_fraction']:.0%} of the totals: widen it")
+        warnings.append(f"reward.clip: {stats['reward/total/clipped_fraction']:.0%} of totals are clipped. Widen it")
     return warnings
 
 
@@ -286,7 +289,7 @@ def _members(valid: Iterable[int], groups: Sequence[str]) -> dict[str, list[int]
     return members
 
 
-# Sums of sorted numbers: no order of the samples changes a bit of them.
+# Values are sorted before summation: the result does not depend on the order of the samples, bit for bit.
 def _mean(values: Iterable[float]) -> float:
     return float(np.mean(np.sort(np.fromiter(values, np.float64))))
 

@@ -1,7 +1,7 @@
-"""Advantage Weighted Matching (arXiv 2509.25050): policy gradients on the forward process.
+"""Advantage Weighted Matching (AWM, arXiv 2509.25050): policy gradients on the forward process.
 
-The flow matching loss of a clean sample, noised again, stands for the logarithm of its probability. Its ratio to the
-old policy's, at the same noise level and noise, is raised or lowered by the sample's advantage.
+The negative flow-matching loss of a re-noised clean sample serves as its log-probability. The ratio to the old policy,
+at the same noise level and noise, enters a clipped policy loss weighted by the sample's advantage.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelFacts
     from wfm_ds.recipe.schema import Recipe
 
-OFFSET = 1e-10  # of the squared error under a power, whose slope at 0 would be infinite
+OFFSET = 1e-10  # added to the squared error before the power: its slope at 0 would be infinite
 
 
 def matching_log_prob(error: Tensor, sigma: Tensor, weighting: str, power: float) -> Tensor:
-    """Return what stands for the log-probability of each sample [B], at most 0.
+    """Return the surrogate log-probability of each sample, [B], at most 0.
 
-    error: the mean squared error l of its velocity; sigma: its noise level; both [B] float32. `uniform` is -l, `sigma`
+    error: mean squared velocity error l; sigma: noise level; both [B] float32. Weightings: `uniform` is -l, `sigma`
     -sigma*l, `sigma_squared` -sigma^2*l, `ghuber` -sigma*((l + 1e-10)^power - 1e-10^power)/power. Raises ValueError for
     another weighting and for other shapes.
     """
@@ -42,7 +42,7 @@ def matching_log_prob(error: Tensor, sigma: Tensor, weighting: str, power: float
         case "ghuber":
             at_zero: float = OFFSET**power
             return -sigma * ((error + OFFSET).pow(power) - at_zero) / power
-    raise ValueError(f"{weighting!r} is no weighting of AWM; there are uniform, sigma, sigma_squared and ghuber")
+    raise ValueError(f"unknown AWM weighting {weighting!r}: use uniform, sigma, sigma_squared or ghuber")
 
 
 class Awm(ForwardProcess):
@@ -53,12 +53,12 @@ class Awm(ForwardProcess):
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
         super().__init__(recipe, sigmas, model)
-        held_to = {"ref": self.settings.kl_beta, "ema": self.settings.ema_kl_beta}
-        self.held_to = {policy: beta for policy, beta in held_to.items() if beta > 0}
+        kl_betas = {"ref": self.settings.kl_beta, "ema": self.settings.ema_kl_beta}
+        self.held_to = {policy: beta for policy, beta in kl_betas.items() if beta > 0}
         self.references = ("old", *self.held_to)
 
     def credit(self, advantage: float) -> float:
-        """The advantage, scaled."""
+        """Return the scaled advantage."""
         return advantage / self.settings.adv_clip_max * self.settings.adv_max
 
     def has_gradient(self, term: ForwardTerm, current: Set[str]) -> bool:
@@ -67,7 +67,7 @@ class Awm(ForwardProcess):
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         require_latents(velocity=velocity, clean=batch.clean, noise=batch.noise, **references)
         log_prob = self._log_prob(velocity, batch)
-        # A missing old policy has the trained weights, and so their log-probability, to the bit.
+        # Without an `old` prediction the weights are equal, so the log-probabilities are bit-identical.
         old_log_prob = self._log_prob(references["old"], batch) if "old" in references else log_prob.detach()
         log_ratio, clip = log_prob - old_log_prob, self.settings.clip_ratio
         policy = loss = clipped_policy_loss(log_ratio, batch.credit, clip, clip)
@@ -76,10 +76,10 @@ class Awm(ForwardProcess):
             "policy/log_prob_mean": log_prob.detach(),
             "policy/approx_kl": 0.5 * log_ratio.detach().square(),
         }
-        for policy_name, beta in self.held_to.items():
-            distance = sample_mean((velocity - references[policy_name]).square(), batch.free)
+        for name, beta in self.held_to.items():
+            distance = sample_mean((velocity - references[name]).square(), batch.free)
             loss = loss + beta * distance
-            stats[f"kl/{policy_name}"] = distance.detach()
+            stats[f"kl/{name}"] = distance.detach()
         if "kl/ref" in stats:
             stats["loss/kl"] = stats["kl/ref"]
         outside = outside_clip(log_ratio.detach(), clip, clip)

@@ -1,4 +1,4 @@
-"""The interface between the RL loop and an algorithm. Pure torch and numpy: no engine, no file, no collective."""
+"""Interface between the RL loop and an algorithm. Pure torch and numpy: no engine, files or collectives."""
 
 from __future__ import annotations
 
@@ -24,74 +24,81 @@ if TYPE_CHECKING:
 TermT = TypeVar("TermT", bound=Term)
 BatchT = TypeVar("BatchT", bound=TermBatch)
 Stats: TypeAlias = dict[str, "Tensor | tuple[Tensor, Tensor]"]
-"""Detached [B] by metric tag, or (value [B], mask [B]) where it counts for some terms only (meter.Meter)."""
+"""Detached values [B] by metric tag, or (value [B], mask [B]) if only some terms count (meter.Meter)."""
 
 
 class StepSamples(Protocol):
-    """The samples of one RL step that this rank generated."""
+    """The samples of one RL step on this rank."""
 
     @property
     def mine(self) -> Sequence[Rollout]: ...
 
     @property
     def first(self) -> int:
-        """Index of mine[0] among the samples of all ranks."""
+        """Return the index of local_rollouts[0] among the samples of all ranks."""
 
 
 class RlAlgorithm(ABC, Generic[TermT, BatchT]):
-    """One algorithm for one recipe, on the rollout's grid. What it decides on the host is the same on every rank."""
+    """An RL algorithm for one recipe and rollout grid. Its decisions on the host are identical on every rank."""
 
     Settings: ClassVar[type[RlSettings]]
-    """The recipe's section `algorithm`."""
+    """Settings class of the recipe section `algorithm`."""
     area: ClassVar[str]
-    """The first word of the tags of its own metrics."""
+    """Prefix of the algorithm's metric tags."""
     settings: RlSettings
     rollout_policy = "train"
-    """The policy that denoises: the trained weights, or a copy."""
+    """The policy that generates rollouts: `train` or the name of a copy."""
     references: tuple[str, ...] = ()
-    """Policies whose predictions the loss gets beside the trained one's, in the order of their forwards: of `old`,
-    `ref` and, where the recipe averages weights, `ema`. One is missing where its weights equal the trained ones: the
-    loss detaches its own prediction."""
+    """Policies that the loss compares against, in the order of their forward passes: `old`, `ref`, or `ema` (if the
+    recipe has one). A policy is omitted from the loss's `references` while its weights equal the trained ones; the loss
+    then uses its own detached prediction."""
     recalls_old = False
-    """`old` is no copy of the weights but the trained ones at the start of the RL step, asked before its first
-    update."""
+    """Whether `old` predictions come from the trained weights before the first update of the RL step, instead of from a
+    copy of the weights."""
 
-    surveys = False
-    """The loss weighs its terms by sums over all terms of the optimizer step, which no micro-batch has: a pass without
-    gradient asks `surveyed` of each term, adds up what has one `survey_key`, and puts it into `batch.survey`."""
+    uses_group_statistics = False
+    """Whether the loss needs sums over groups of terms that span micro-batches and ranks. If True, the loop calls
+    `group_statistics` on every micro-batch before the first backward pass, without gradients. It sums the results per
+    group over all ranks and stores each term's sum in `batch.group_statistics`."""
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
-        """sigmas: the rollout grid [N+1] float64, descending to 0. model: the one that is trained; None where rollouts
-        are only planned or counted. Raises RecipeError for what cannot work on the grid."""
+        """sigmas: rollout grid [N+1] float64, descending to 0. model: the model to train; None if rollouts are only
+        planned or counted. Raises RecipeError for settings that the grid does not support."""
         self.settings = recipe.rl.algorithm
         self.run_seed, self.sampling, self.grid = recipe.run.seed, recipe.sampling, sigmas
-        given = self.settings.num_conditional_frames
-        self.gives_frames = (given if model is None else model.pinned(given))[1] > 0
+        num_frames = self.settings.num_conditional_frames
+        self.gives_frames = (num_frames if model is None else model.pinned(num_frames))[1] > 0
 
     @abstractmethod
     def plan(self, step: int) -> Plan:
-        """Return how the rollouts of this RL step are denoised and which of their steps are stored."""
+        """Return the sampling plan of this RL step: how rollouts are denoised and which steps are stored."""
 
     def advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
-        """One for each sample of all ranks; None where it is not trained on."""
+        """Return one advantage per sample of all ranks; None for samples that are not trained on."""
         return step_advantages(rewards, groups, self.settings)
 
     @abstractmethod
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[TermT]]:
-        """This rank's terms of each optimizer step, equally many of each `num_parts` on every rank; of weight 0 for a
-        sample without an advantage. The loop drops what no rank needs for keeping its forwards equal to the others'."""
+        """Return this rank's loss terms for each optimizer step.
+
+        Every rank must return the same number of terms per `num_parts`. Terms of samples without an advantage have
+        weight 0; the loop drops them unless they are needed for padding.
+        """
 
     def has_gradient(self, term: TermT, current: Set[str]) -> bool:
-        """Tell if the term can move a weight while the policies `current` have the trained weights; this may say too
-        often that it can. The loop leaves out terms that cannot, and counts them all the same."""
+        """Return whether the term can have a non-zero gradient. May return True too often.
+
+        equal_policies: policies with weights equal to the trained ones. The loop skips terms without gradient but still
+        counts them in the loss denominator.
+        """
         return True
 
     @abstractmethod
     def assemble(self, terms: Sequence[TermT], rollouts: Sequence[Rollout], device: torch.device) -> BatchT:
-        """The tensors of these terms; rollouts: this rank's."""
+        """Build the batch of these terms. rollouts: all rollouts of this rank."""
 
     def conditional_frames(self, samples: Sequence[Rollout], device: torch.device) -> ConditionalFrames | None:
-        """Return the frames that these samples were given, for `assemble`; None in a run that gives none."""
+        """Return the conditioning frames of these samples, for `assemble`. None in runs without conditioning frames."""
         if not self.gives_frames:
             return None
         latents = torch.stack([sample.data for sample in samples if sample.data is not None])
@@ -100,28 +107,34 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
     @abstractmethod
     def loss(self, velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        """The loss of each term [B], unreduced, and its statistics. velocity: at (latents, sigma), guided like the
-        rollout, with gradient; references: theirs, by policy. Of a batch that is one of several parts: the part's share
-        of the loss; `loss/total` of the parts is added up, any other statistic belongs to one of them."""
+        """Return the unreduced loss of each term [B] and its statistics.
 
-    def survey_key(self, term: TermT) -> str:
-        """Return the name of the sum that the term is part of, and that its loss is told."""
-        raise NotImplementedError
+        velocity: prediction at (latents, sigma), guided like the rollout, with gradient. references: predictions of the
+        reference policies by name. For one of several parts of a batch: the part's share of the loss. The loop sums
+        `loss/total` over parts; every other statistic must come from one part only.
+        """
 
-    def surveyed(self, velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]) -> Tensor:
-        """Return the part of its sum [B] that each term is. velocity: of the weights before the step, without gradient;
-        references: as in `loss`."""
+    def group_statistics(
+        self, terms: Sequence[TermT], velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]
+    ) -> tuple[Sequence[str], Tensor]:
+        """Return the group of each term and its contribution [B] to the sum of the group.
+
+        Only called if `uses_group_statistics`. velocity: prediction of the weights before the step, without gradient;
+        references: as in `loss`.
+        """
         raise NotImplementedError
 
     def moves(self, step: int, num_updates: int) -> Mapping[str, float]:
-        """Copies that follow the trained weights at the end of this RL step, after `num_updates` optimizer steps of the
-        run: the d of `copy <- d*copy + (1-d)*theta`, by policy."""
+        """Return the decay d of each policy copy to update at the end of this RL step: copy <- d*copy + (1-d)*theta.
+
+        num_updates: optimizer steps of the run so far.
+        """
         return {}
 
     def review(self, metrics: Mapping[str, float]) -> None:
-        """Look at the metrics of an optimizer step, and warn of what the user should know."""
+        """Log warnings about the metrics of an optimizer step."""
 
 
 def shared_out(num_samples: int, first: int, num_updates: int) -> list[list[int]]:
-    """This rank's rows of each optimizer step: sample i of the RL step trains in update i mod U."""
+    """Return this rank's rows per optimizer step. Sample i of the RL step is trained in update i mod num_updates."""
     return [[row for row in range(num_samples) if (first + row) % num_updates == u] for u in range(num_updates)]

@@ -1,4 +1,4 @@
-"""The terms and batches that a training loop hands to an algorithm's loss."""
+"""Loss terms and their batches, the inputs of an algorithm's loss."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from wfm_ds.types import ConditionalFrames, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One (sample, noise level) pair to train on, decided on the host; algorithms add fields of their own."""
+    """One (sample, noise level) pair to train on. Host data; algorithms add their own fields."""
 
-    row: int  # of the sample among this rank's rollouts
+    row: int  # index of the sample among this rank's rollouts
     sigma: float
-    weight: float  # 1, or 0 for a term that only keeps ranks equal
-    num_parts: int = 1  # of its loss, each with a forward and backward of its own (TermBatch.parts)
+    weight: float  # 1, or 0 for padding that only keeps ranks equal
+    num_parts: int = 1  # parts of its loss, each with its own forward and backward pass (LossTermBatch.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermBatch:
-    """B terms as tensors, float32: what a forward needs. Algorithms add what their loss needs."""
+    """B loss terms as float32 tensors: the inputs of a forward pass. Algorithms add the inputs of their loss."""
 
-    latents: Tensor  # [B, ...], what the denoiser is asked about
+    latents: Tensor  # [B, ...], denoiser input
     sigma: Tensor  # [B]
     weight: Tensor  # [B]
-    prompts: Sequence[Prompt]  # embedded when a forward needs them: a term for each noise level would hold a copy
-    conditional_frames: ConditionalFrames | None = None  # of these samples
-    survey: Tensor | None = None  # [B], the sums that RlAlgorithm.surveys asks for
+    prompts: Sequence[Prompt]  # encoded at the forward pass, to avoid one copy per noise level
+    conditional_frames: ConditionalFrames | None = None
+    group_statistics: Tensor | None = None  # [B], see RlAlgorithm.group_statistics
 
     @property
     def free(self) -> Tensor | None:
-        """[B,1,T,1,1], 0 on conditional frames: what losses leave out. None where nothing is ever given."""
+        """Return a mask [B,1,T,1,1], 0 on conditioning frames (excluded from losses). None without such frames."""
         return None if self.conditional_frames is None else free_frames(self.conditional_frames)
 
     def parts(self) -> Sequence[TermBatch]:
-        """Return what each forward and backward is about: all of it, unless the terms have more parts than one.
+        """Return one batch per forward and backward pass: only this one unless num_parts > 1.
 
-        All parts have the weights [B] of all terms, and their losses add up to those of the terms.
+        Every part has the weights [B] of all terms. The losses of the parts sum to the losses of the terms.
         """
         return [self]
 
     def for_references(self) -> TermBatch:
-        """Return the part that other policies predict for the loss: all of it, unless an algorithm says less."""
+        """Return the part of the batch that reference policies predict. Default: all of it."""
         return self

@@ -1,16 +1,15 @@
-"""DDRL (arXiv 2512.04332): policy gradients on churned EDM rollouts, held to the data instead of to a reference.
+"""DDRL (arXiv 2512.04332): policy gradients on churned EDM rollouts, regularized by a diffusion loss on data.
 
-A rollout keeps the latents that the denoiser saw at the trained steps, and nothing else: the transition from there is
-Gaussian with a mean affine in the velocity, its noise follows from the sample's seed, and so all that the policy term
-needs besides are two numbers of the plan. Terms of the loss: ddrl_terms.py.
+A rollout only stores the denoiser input latents of the trained steps. The transition from there is Gaussian with a mean
+affine in the velocity, and its noise depends on the sample's seed. Two more numbers per step (gain and std) come from
+the plan. The loss functions are in ddrl_losses.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,29 +34,29 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.types import Rollout
 
-RANDOM_STEP = -1  # in train_on
-MIN_STD = 0.05  # of a step that a Gaussian ratio of two different policies may be trained on
+RANDOM_STEP = -1  # value of train_on: one random further step
+MIN_STD = 0.05  # smallest std of a step that may be trained on with a Gaussian ratio of two different policies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdrlTerm(Term):
-    index: int  # of the denoise step
+    index: int  # of the denoising step
     advantage: float
-    data: DataNoise | None  # the diffusion loss that goes with it
+    data: DataNoise | None  # noise of the additional diffusion loss on data
 
 
 @dataclass(frozen=True, slots=True)
 class DataNoise:
-    """The noise on a term's data."""
+    """The noise added to a term's data sample."""
 
     sigma: float
     seed: int
-    of_rollout: bool  # what the rollout's own initial noise was drawn from
+    of_rollout: bool  # `seed` gave the initial noise of the rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transitions:
-    """The transitions from the B rollout states."""
+    """The transitions that start at the B rollout states."""
 
     noise: Tensor  # [B, ...]
     gain: Tensor  # [B], d(mean)/d(velocity)/std
@@ -67,21 +66,23 @@ class Transitions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleanData:
-    """The clean data and the noise behind the D noisy ones."""
+    """Clean latents and noise of the D data samples."""
 
     clean: Tensor  # [D, ...]
     noise: Tensor  # [D, ...]
-    terms: Tensor  # [D] int64, the indices of their terms
+    terms: Tensor  # [D] int64, index of each sample's term
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdrlBatch(TermBatch):
-    """B terms, of which D have data. The denoiser is asked about B + D latents in one forward: `latents`, `sigma`,
-    `prompts` and `conditional_frames` hold the D noisy data behind the B rollout states. A divided batch has two parts
-    instead, the states and the data."""
+    """B terms, D of them with a data sample.
 
-    transitions: Transitions | None  # None in the part that is the data
-    data: CleanData | None  # None in the part that is the states, and where data does not train
+    The rows of `latents`, `sigma`, `prompts` and `conditioning_frames` are the B rollout states followed by the D noisy
+    data samples. One forward pass covers all B + D rows. A divided batch has two parts instead: states and data.
+    """
+
+    transitions: Transitions | None  # None in the data part
+    data: CleanData | None  # None in the state part, and without a data loss
     divided: bool
 
     @property
@@ -93,28 +94,41 @@ class DdrlBatch(TermBatch):
             return [self]
         states, data = slice(self.num_states), slice(self.num_states, None)
         return [
-            dataclasses.replace(self, divided=False, data=None, **self._rows(states)),
-            dataclasses.replace(self, divided=False, transitions=None, **self._rows(data)),
+            self._part(states, transitions=self.transitions, data=None),
+            self._part(data, transitions=None, data=self.data),
         ]
 
-    def for_references(self) -> TermBatch:
-        """Return the states: no other policy is asked about the data."""
-        return TermBatch(weight=self.weight, **self._rows(slice(self.num_states)))
+    def _part(self, rows: slice, *, transitions: Transitions | None, data: CleanData | None) -> DdrlBatch:
+        return DdrlBatch(
+            latents=self.latents[rows],
+            sigma=self.sigma[rows],
+            weight=self.weight,
+            prompts=self.prompts[rows],
+            conditional_frames=self._frames(rows),
+            transitions=transitions,
+            data=data,
+            divided=False,
+        )
 
-    def _rows(self, rows: slice) -> dict[str, Any]:
-        """These rows of the forward."""
+    def for_references(self) -> TermBatch:
+        """Return the rollout states only: reference policies do not predict data samples."""
+        states = slice(self.num_states)
+        return TermBatch(
+            latents=self.latents[states],
+            sigma=self.sigma[states],
+            weight=self.weight,
+            prompts=self.prompts[states],
+            conditional_frames=self._frames(states),
+        )
+
+    def _frames(self, rows: slice) -> ConditionalFrames | None:
         frames = self.conditional_frames
-        return {
-            "latents": self.latents[rows],
-            "sigma": self.sigma[rows],
-            "prompts": self.prompts[rows],
-            "conditional_frames": frames and ConditionalFrames(frames.latents[rows], frames.counts[rows]),
-        }
+        return None if frames is None else ConditionalFrames(frames.latents[rows], frames.counts[rows])
 
     def free_of(self, rows: slice) -> Tensor | None:
-        """`free` of these rows of the forward."""
-        free = self.free
-        return None if free is None else free[rows]
+        """Return the loss mask of these rows."""
+        mask = self.free
+        return None if mask is None else mask[rows]
 
 
 class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
@@ -123,7 +137,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
     settings: DdrlAlgorithm
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
-        """The grid of the family counts for nothing: EDM solvers have their own."""
+        """See RlAlgorithm. `sigmas` is not used for denoising: EDM solvers have their own grid."""
         super().__init__(recipe, sigmas, model)
         self.on_policy = recipe.rl.rollout.policy != "reference"
         self.reference = self.settings.reference
@@ -142,32 +156,33 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             raise RecipeError(f"sampling: {error}") from error
 
     def _require_noise(self) -> None:
-        train_on, possible = self.settings.train_on, self.edm.trainable()
-        silent = sorted(set(train_on) - {RANDOM_STEP} - set(possible))
-        if silent:
+        train_on, stochastic = self.settings.train_on, self.edm.trainable()
+        deterministic = sorted(set(train_on) - {RANDOM_STEP} - set(stochastic))
+        if deterministic:
             raise RecipeError(
-                f"algorithm.train_on: no noise follows the denoise steps {silent}, only {possible}: change it, "
+                f"algorithm.train_on: steps {deterministic} add no noise, only {stochastic} do. Change train_on, "
                 "sampling.s_churn, sampling.s_t_min or sampling.s_t_max"
             )
-        if RANDOM_STEP in train_on and not set(possible) - set(train_on):
+        if RANDOM_STEP in train_on and not set(stochastic) - set(train_on):
             raise RecipeError(
-                f"algorithm.train_on: -1 is one more of the steps {possible} that noise follows, but {train_on} names "
-                "all of them: remove it"
+                f"algorithm.train_on: -1 adds another one of the stochastic steps {stochastic}, but {train_on} has "
+                "all of them. Remove -1"
             )
-        quiet = [k for k in (possible if RANDOM_STEP in train_on else train_on) if self.edm.steps[k].std < MIN_STD]
-        if quiet and self.settings.ratio_norm == "gaussian" and not self.on_policy:
+        trained = stochastic if RANDOM_STEP in train_on else train_on
+        low_noise = [k for k in trained if self.edm.steps[k].std < MIN_STD]
+        if low_noise and self.settings.ratio_norm == "gaussian" and not self.on_policy:
             raise RecipeError(
-                f"algorithm.ratio_norm gaussian cannot compare two policies at the denoise steps {quiet}, whose noise "
-                f"is below {MIN_STD}: take them out of algorithm.train_on, or set rollout.policy: current"
+                f"algorithm.ratio_norm gaussian: the noise std at steps {low_noise} is below {MIN_STD}, too low to "
+                "compare two policies. Remove them from algorithm.train_on, or set rollout.policy: current"
             )
 
     def trained_steps(self, step: int) -> list[int]:
-        """The denoise steps that RL step `step` trains on, ascending; the same on every rank."""
-        named = [k for k in self.settings.train_on if k != RANDOM_STEP]
-        if len(named) < len(self.settings.train_on):
-            others = [k for k in self.edm.trainable() if k not in named]
-            named.append(others[derive_seed(self.run_seed, "extra_step", step) % len(others)])
-        return sorted(named)
+        """Return the denoising steps trained on in RL step `step`, ascending. Identical on every rank."""
+        steps = [k for k in self.settings.train_on if k != RANDOM_STEP]
+        if len(steps) < len(self.settings.train_on):
+            others = [k for k in self.edm.trainable() if k not in steps]
+            steps.append(others[derive_seed(self.run_seed, "extra_step", step) % len(others)])
+        return sorted(steps)
 
     def plan(self, step: int) -> EdmPlan:
         return self._plan(self.trained_steps(step))
@@ -217,31 +232,36 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         steps = [self.edm.steps[t.index] for t in terms]
         states = torch.stack([sample.states[t.index] for sample, t in zip(samples, terms, strict=True)])
         seeds = [step_seeds([sample.seed], t.index) for sample, t in zip(samples, terms, strict=True)]
-        seen = noised_data(terms, samples, states)
-        of_terms = [t.sigma for t in terms], [t.weight for t in terms], [t.advantage for t in terms]
-        of_steps = [step.gain for step in steps], [step.std for step in steps]
-        sigma, weight, advantage, gain, std = columns(device, *of_terms, *of_steps)
+        data = noised_data(terms, samples, states)
+        sigma, weight, advantage, gain, std = columns(
+            device,
+            [t.sigma for t in terms],
+            [t.weight for t in terms],
+            [t.advantage for t in terms],
+            [step.gain for step in steps],
+            [step.std for step in steps],
+        )
         return DdrlBatch(
-            latents=torch.cat([states, seen.latents]),
-            sigma=torch.cat([sigma, seen.sigma]),
+            latents=torch.cat([states, data.latents]),
+            sigma=torch.cat([sigma, data.sigma]),
             weight=weight,
-            prompts=[sample.prompt for sample in [*samples, *seen.samples]],
-            conditional_frames=self.conditional_frames([*samples, *seen.samples], device),
+            prompts=[sample.prompt for sample in [*samples, *data.samples]],
+            conditional_frames=self.conditional_frames([*samples, *data.samples], device),
             transitions=Transitions(
                 noise=drawn_normal(on_device(torch.cat(seeds), device), states),
                 gain=gain,
                 std=std,
                 advantage=advantage,
             ),
-            data=self._clean_data(seen, device),
+            data=self._clean_data(data, device),
             divided=any(t.num_parts > 1 for t in terms),
         )
 
-    def _clean_data(self, seen: NoisedData, device: torch.device) -> CleanData | None:
+    def _clean_data(self, data: NoisedData, device: torch.device) -> CleanData | None:
         if self.settings.data_beta == 0:
             return None
-        terms = on_device(torch.tensor(seen.rows, dtype=torch.int64), device)
-        return CleanData(clean=seen.clean, noise=seen.noise, terms=terms)
+        terms = on_device(torch.tensor(data.rows, dtype=torch.int64), device)
+        return CleanData(clean=data.clean, noise=data.noise, terms=terms)
 
     def loss(self, velocity: Tensor, batch: DdrlBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         s, count = self.settings, batch.num_states
@@ -260,31 +280,34 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
     def _policy_loss(
         self, velocity: Tensor, transitions: Transitions, references: Mapping[str, Tensor], free: Tensor | None
     ) -> tuple[Tensor, Stats]:
-        """The part of the rollout states in each term [B], with its distance to the reference."""
-        s, of = self.settings, transitions
+        """Return the policy loss of each term [B], including the KL to the reference, and its statistics."""
+        s, gain, std, advantage = self.settings, transitions.gain, transitions.std, transitions.advantage
         reference = references.get(self.reference, velocity.detach())
         old = velocity.detach() if self.on_policy else reference
-        log_rho = log_ratio(velocity, old, of.noise, of.gain, of.std, norm=s.ratio_norm, free=free)
-        loss = clipped_policy_loss(log_rho, of.advantage, s.clip_ratio, s.clip_ratio)
-        stats = {"loss/policy": loss.detach(), **self._measured(log_rho.detach(), of.advantage)}
+        log_rho = log_ratio(velocity, old, transitions.noise, gain, std, norm=s.ratio_norm, free=free)
+        loss = clipped_policy_loss(log_rho, advantage, s.clip_ratio, s.clip_ratio)
+        stats = {"loss/policy": loss.detach(), **self._measured(log_rho.detach(), advantage)}
         if s.kl_beta > 0:
-            kl = reference_kl(velocity, reference, of.gain, of.std, norm=s.ratio_norm, free=free)
+            kl = reference_kl(velocity, reference, gain, std, norm=s.ratio_norm, free=free)
             loss = loss + s.kl_beta * kl
             stats |= {"loss/kl": kl.detach()}
         return loss, stats
 
     def _data_loss(self, velocity: Tensor, batch: DdrlBatch, data: CleanData) -> tuple[Tensor, Tensor]:
-        """The data's part of each term [B], 0 where it has none, and whether it has any. velocity: of the D data."""
-        of_terms = torch.zeros_like(batch.weight)
+        """Return (data loss of each term [B], mask [B] of terms with a data sample). velocity: of the D data samples.
+
+        The loss is 0 for terms without a data sample.
+        """
+        zeros = torch.zeros_like(batch.weight)
         if len(velocity) == 0:
-            return of_terms, of_terms
+            return zeros, zeros
         rows = slice(batch.num_states, None)
         losses = data_loss(velocity, data.clean, data.noise, batch.sigma[rows], batch.free_of(rows))
-        return of_terms.index_add(0, data.terms, losses), of_terms.index_fill(0, data.terms, 1.0)
+        return zeros.index_add(0, data.terms, losses), zeros.index_fill(0, data.terms, 1.0)
 
     def _measured(self, log_rho: Tensor, advantage: Tensor) -> Stats:
-        """Measure how far the policy is from the one that rolled out; detached [B]."""
-        if self.on_policy:  # before the only update of the step the ratio is 1
+        """Return metrics of the ratio to the rollout policy, detached [B]."""
+        if self.on_policy:  # the ratio is 1 before the only update of the step
             return {}
         deviation, positive = torch.expm1(log_rho), advantage > 0
         higher, lower = deviation > self.settings.clip_ratio, deviation < -self.settings.clip_ratio
@@ -305,10 +328,10 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisedData:
-    """The data of D terms."""
+    """The noisy data samples of D terms."""
 
     samples: Sequence[Rollout]
-    rows: Sequence[int]  # of the terms
+    rows: Sequence[int]  # indices of their terms
     clean: Tensor  # [D, ...]
     noise: Tensor  # [D, ...]
     latents: Tensor  # [D, ...], noisy
@@ -316,15 +339,15 @@ class NoisedData:
 
 
 def noised_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], like: Tensor) -> NoisedData:
-    """The data of those terms that have any; `like` has its dtype, device and, from the second dimension on, shape."""
+    """Add noise to the data samples of the terms that have one. states: rollout states of their shape and dtype."""
     chosen = [(i, t.data, samples[i]) for i, t in enumerate(terms) if t.data is not None]
     if not chosen:
-        none = like[:0]
-        return NoisedData(samples=[], rows=[], clean=none, noise=none, latents=none, sigma=like.new_empty(0))
+        empty = like[:0]
+        return NoisedData(samples=[], rows=[], clean=empty, noise=empty, latents=empty, sigma=like.new_empty(0))
     clean = torch.stack([sample.data for _, _, sample in chosen if sample.data is not None])
-    seeds = [how.seed for _, how, _ in chosen]
-    (sigma,) = columns(like.device, [how.sigma for _, how, _ in chosen])
-    if chosen[0][1].of_rollout:  # a setting of the recipe: so are all
+    seeds = [data.seed for _, data, _ in chosen]
+    (sigma,) = columns(like.device, [data.sigma for _, data, _ in chosen])
+    if chosen[0][1].of_rollout:  # set by the recipe, equal for all
         noise = seeded_normal(seeds, clean.shape[1:], like.device)
         latents = noisy_latents(clean, noise, sigma)
     else:

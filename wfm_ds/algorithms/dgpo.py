@@ -1,12 +1,13 @@
-"""DGPO (arXiv 2510.08425): direct preference optimization between the samples of a group, weighted by advantages.
+"""DGPO (arXiv 2510.08425): direct group preference optimization, weighted by advantages.
 
-The errors of good samples shrink and those of bad ones grow, the more the less a group as a whole is preferred yet. All
-samples of a group have the same noise levels and noise, so that their errors can be compared.
+The loss decreases the errors of samples with positive advantage and increases the errors of other samples.
+Its weight is large while the group as a whole is not yet preferred over the reference. All samples of a group use the
+same noise levels and noise, so that their errors are comparable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class Dgpo(ForwardProcess):
-    """With l = mean((v - u)^2), A the advantage and K the group's size:
+    """DGPO loss. With l = mean((v - u)^2), advantage A and group size K, at each noise level:
 
-    loss = sigmoid(sum over the group of A beta (l - l_ref) / K) A l,   the sigmoid held constant, at each noise level
+    loss = sigmoid(sum over the group of A beta (l - l_ref) / K) A l,   with the sigmoid treated as constant
     """
 
     Settings = DgpoAlgorithm
     area = "dgpo"
     references = ("ref",)
-    surveys = True
+    uses_group_statistics = True
     settings: DgpoAlgorithm
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
@@ -45,17 +46,21 @@ class Dgpo(ForwardProcess):
     def has_gradient(self, term: ForwardTerm, current: Set[str]) -> bool:
         return term.advantage != 0
 
-    def survey_key(self, term: ForwardTerm) -> str:
-        """The noise of a group at one of its levels has a seed of its own."""
-        return str(term.noise_seed)
-
-    def surveyed(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> Tensor:
+    def group_statistics(
+        self,
+        terms: Sequence[ForwardTerm],
+        velocity: Tensor,
+        batch: ForwardBatch,
+        references: Mapping[str, Tensor],
+    ) -> tuple[list[str], Tensor]:
+        """Identify groups by noise seed: it is shared by a sample group at one noise level, and by no other terms."""
         errors, ref_errors = self._errors(velocity, batch), self._errors(references["ref"], batch)
-        return batch.credit * self.settings.beta * (errors - ref_errors) / self.group_size
+        contributions = batch.credit * self.settings.beta * (errors - ref_errors) / self.group_size
+        return [str(term.noise_seed) for term in terms], contributions
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        assert batch.survey is not None, "the loop surveys"
-        weight_B = torch.sigmoid(batch.survey)
+        assert batch.group_statistics is not None, "set by the RL loop"
+        weight_B = torch.sigmoid(batch.group_statistics)
         errors = self._errors(velocity, batch)
         stats: Stats = {
             "dgpo/group_weight": weight_B,
@@ -65,6 +70,6 @@ class Dgpo(ForwardProcess):
         return weight_B * batch.credit * errors, stats
 
     def _errors(self, velocity: Tensor, batch: ForwardBatch) -> Tensor:
-        """l of each term [B]."""
+        """Return the velocity error l of each term, [B]."""
         require_latents(velocity=velocity, clean=batch.clean, noise=batch.noise)
         return sample_mean((velocity - (batch.noise - batch.clean)).square(), batch.free)

@@ -1,7 +1,7 @@
 """DiffusionNFT (arXiv 2509.16117): reinforcement learning on the forward process, without log-probabilities.
 
-A rollout gives clean latents and a reward. The loss looks at them noised again and pulls the velocity towards what the
-old policy did well, away from what it did badly.
+A rollout gives clean latents and a reward. The loss re-noises the latents and moves the velocity towards samples with a
+high reward and away from samples with a low reward, relative to the old policy.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelFacts
     from wfm_ds.recipe.schema import Recipe
 
-# Decay of the old policy by preset: steps before the rise, value until then, rise per optimizer step, upper bound.
+# Decay of the old policy by preset: steps at the initial value, initial value, increase per optimizer step, maximum.
 OLD_DECAY_PRESETS = {
     "copy": (0, 0.0, 0.0, 0.0),
     "standard": (0, 0.0, 0.001, 0.5),
     "slow": (75, 0.0, 0.0075, 0.999),
 }
 
-NEUTRAL = 0.5  # r of the advantage 0
+NEUTRAL = 0.5  # r at advantage 0
 
 
 def nft_loss(
@@ -49,20 +49,21 @@ def nft_loss(
     ref_velocity: Tensor | None = None,
     free: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each sample [B], unreduced, and its parts: detached [B] by metric tag.
+    """Return the unreduced loss of each sample, [B], and its parts, detached [B] by metric tag.
 
-    Latents and velocities [B,C,h,w] or [B,C,T,h,w] float32, all predictions at (noisy latents, sigma) of the same
-    sample; sigma and reward_weight [B] float32, the latter in [0, 1] (reward_weights). With u = noise - clean_latents,
-    v+ = beta*v + (1-beta)*v_old, v- = (1+beta)*v_old - beta*v and e+- = sigma*(u - v+-), the x0 errors:
+    Latents and velocities are [B,C,h,w] or [B,C,T,h,w] float32; all velocities are predictions at the same (noisy
+    latents, sigma). sigma and reward_weight are [B] float32, reward_weight in [0, 1] (see reward_weights). With
+    u = noise - clean_latents, v+ = beta*v + (1-beta)*v_old, v- = (1+beta)*v_old - beta*v and the x0 errors
+    e+- = sigma*(u - v+-):
 
         l = adv_clip_max*(r*L+ + (1-r)*L-)/beta + kl_beta*mean((v - v_ref)^2),   L+- = mean(e+-^2)/mean|e+-|
 
-    where the mean|e| is a constant of at least 1e-5; wfm_kernels.nft_loss computes it. free [B,1,T,1,1]: 0 on frames
-    that count for nothing, in means and maxima; None where all count. Only `velocity` gets a gradient,
-    and sample i's depends on nothing of another sample. The maximum in nft/old_deviation_max is over the elements of a
-    sample.
-    Raises ValueError for other shapes or dtypes (a [B,1] would share the credit), beta <= 0, and a kl_beta without
-    reference or a reference without kl_beta (a forward for nothing).
+    The denominator mean|e| is a constant of at least 1e-5. wfm_kernels.nft_loss computes the loss. mask:
+    [B,1,T,1,1], 0 on frames excluded from means and maxima; None if all frames count. Only `velocity` gets a gradient,
+    and the gradient of sample i does not depend on other samples. nft/old_deviation_max is the maximum over the
+    elements of a sample.
+    Raises ValueError for other shapes or dtypes, for beta <= 0, and if exactly one of kl_beta > 0 and ref_velocity is
+    set.
     """
     latents = {"velocity": velocity, "old_velocity": old_velocity, "clean_latents": clean_latents, "noise": noise}
     require_latents(**latents, **({} if ref_velocity is None else {"ref_velocity": ref_velocity}))
@@ -70,15 +71,15 @@ def nft_loss(
     if beta <= 0 or adv_clip_max <= 0 or kl_beta < 0:
         raise ValueError(f"beta {beta} and adv_clip_max {adv_clip_max} must be above 0, kl_beta {kl_beta} at least 0")
     if (kl_beta > 0) != (ref_velocity is not None):
-        raise ValueError(f"kl_beta is {kl_beta}, the reference velocity is {'given' if kl_beta == 0 else 'missing'}")
+        raise ValueError(f"kl_beta is {kl_beta} but ref_velocity is {'set' if kl_beta == 0 else 'missing'}")
 
-    share: Tensor | float = 1.0  # of the elements that count
+    fraction: Tensor | float = 1.0  # of elements that count
     if free is not None:
-        # With zeros for the others all errors are 0 there: they leave a quotient of two means as it is, and divide any
-        # other mean by too many.
+        # With zeros all errors are 0 on excluded frames. Quotients of two means stay correct; other means have to be
+        # divided by the fraction of elements that count.
         velocity, old_velocity, clean_latents, noise = (t * free for t in latents.values())
         ref_velocity = None if ref_velocity is None else ref_velocity * free
-        share = sample_mean(free)
+        fraction = sample_mean(free)
     parts = fused_nft_loss(
         velocity, old_velocity, clean_latents, noise, sigma, reward_weight, beta=beta, ref_velocity=ref_velocity
     )
@@ -87,22 +88,22 @@ def nft_loss(
         "loss/policy": policy_B,
         "nft/loss_positive": parts.stats["loss_positive"],
         "nft/loss_negative": parts.stats["loss_negative"],
-        "nft/old_deviation": parts.stats["old_deviation"] / share,
+        "nft/old_deviation": parts.stats["old_deviation"] / fraction,
         "nft/old_deviation_max": parts.stats["old_deviation_max"],
-        "nft/x0_norm": sample_mean(clean_latents.square()) / share,
+        "nft/x0_norm": sample_mean(clean_latents.square()) / fraction,
         "nft/r_mean": reward_weight,
     }
     loss_B = policy_B
     if parts.kl is not None:
-        kl_B = parts.kl / share
-        loss_B = policy_B + kl_beta * kl_B  # not in place: loss/policy stays without it
-        deviation = parts.stats["old_ref_deviation"] / share
+        kl_B = parts.kl / fraction
+        loss_B = policy_B + kl_beta * kl_B  # not in place: loss/policy must not include it
+        deviation = parts.stats["old_ref_deviation"] / fraction
         stats |= {"loss/kl": kl_B, "kl/ref": kl_B, "nft/old_ref_deviation": deviation}
     return loss_B, {tag: value.detach() for tag, value in stats.items()}
 
 
 def reward_weights(advantages: Sequence[float] | npt.NDArray[np.float64], adv_clip_max: float) -> Tensor:
-    """r = clip(A/(2*adv_clip_max) + 1/2, 0, 1), [B] float32 on the CPU. Raises ValueError if an A is not finite."""
+    """Return r = clip(A/(2*adv_clip_max) + 1/2, 0, 1), [B] float32 on the CPU. Raises ValueError for a non-finite A."""
     advantage_B = np.asarray(advantages, dtype=np.float64)
     if advantage_B.ndim != 1 or not np.isfinite(advantage_B).all():
         raise ValueError(f"advantages must be finite, one per sample, got {advantages}")
@@ -110,16 +111,19 @@ def reward_weights(advantages: Sequence[float] | npt.NDArray[np.float64], adv_cl
 
 
 def old_decay(setting: str | DecaySchedule, num_updates: int) -> float:
-    """d of `old <- d*old + (1-d)*theta` after `num_updates` optimizer steps of the run. ValueError: no such preset."""
+    """Return the decay d of `old <- d*old + (1-d)*theta` after `num_updates` optimizer steps of the run.
+
+    Raises ValueError for an unknown preset.
+    """
     if not isinstance(setting, str):
-        flat_steps, initial, slope, highest = setting.flat_steps, setting.initial, setting.slope, setting.max
+        flat_steps, initial, slope, maximum = setting.flat_steps, setting.initial, setting.slope, setting.max
     elif setting in OLD_DECAY_PRESETS:
-        flat_steps, initial, slope, highest = OLD_DECAY_PRESETS[setting]
+        flat_steps, initial, slope, maximum = OLD_DECAY_PRESETS[setting]
     else:
-        raise ValueError(f"{setting!r} is no decay of the old policy; there are {', '.join(OLD_DECAY_PRESETS)}")
+        raise ValueError(f"unknown old policy decay {setting!r}: use {', '.join(OLD_DECAY_PRESETS)} or a schedule")
     if num_updates < flat_steps:
         return initial
-    return min(initial + (num_updates - flat_steps) * slope, highest)
+    return min(initial + (num_updates - flat_steps) * slope, maximum)
 
 
 class DiffusionNft(ForwardProcess):
@@ -133,11 +137,11 @@ class DiffusionNft(ForwardProcess):
         self.references = ("old", "ref") if self.settings.kl_beta > 0 else ("old",)
 
     def credit(self, advantage: float) -> float:
-        """r, in [0, 1]."""
+        """Return the reward weight r in [0, 1]."""
         return float(reward_weights([advantage], self.settings.adv_clip_max)[0])
 
     def has_gradient(self, term: ForwardTerm, current: Set[str]) -> bool:
-        """At v = v_old the two halves of the loss pull equally hard against each other where r is 1/2."""
+        """Return False if v = v_old, r = 1/2 and there is no KL term: the two halves of the loss then cancel."""
         return self.settings.kl_beta > 0 or "old" not in current or self.credit(term.advantage) != NEUTRAL
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:

@@ -1,10 +1,10 @@
-"""Policy gradients on denoise steps: Flow-GRPO (arXiv 2505.05470), and as settings of it Flow-GRPO-Fast, MixGRPO
+"""Flow-GRPO (arXiv 2505.05470): policy gradients on denoising steps. Settings also cover Flow-GRPO-Fast, MixGRPO
 (2507.21802), DanceGRPO (2505.07818), GRPO-Guard (2510.22319) and Flow-DPPO (2606.11025).
 
-A stochastic solver makes each noisy step a draw x' ~ N(mu, s^2) with mu = c_x*x + c_v*v. The rollout, by the trained
-weights themselves, keeps (x, x', log-probability); the loss asks the denoiser again at x and raises or lowers the
-probability of x' by the sample's advantage. Log-probabilities are means over a sample's elements, so a ratio is the
-n-th root of the true one.
+With a stochastic solver each noisy step is a draw x' ~ N(mu, s^2) with mu = c_x*x + c_v*v. The rollout uses the trained
+weights and stores (x, x', log-probability). The loss runs the denoiser again at x and increases or decreases the
+probability of x' according to the sample's advantage. Log-probabilities are averaged over the n elements of a sample,
+so ratios are the n-th root of the true ratios.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-START_DEVIATION = 0.1  # of the trust region, by which a policy may miss itself before the first update of an RL step
+START_DEVIATION = 0.1  # fraction of the trust region; larger initial deviations are logged
 
 
 def drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> Tensor:
-    """|log p_old - log p_rollout| of each term [B] in units of the clip range, constant: how far the weights have moved
-    since they made the sample. Both [B] float32, means over elements as everywhere here: no importance weight follows
-    from them, since the true ratio is their n-th power, for n elements, and says only that a sample is all or nothing.
+    """Return |log p_old - log p_rollout| / clip_range of each term, [B], detached: how stale the sample is.
+
+    Both log-probabilities are [B] float32, averaged over the n elements of a sample. They are not usable as importance
+    weights: the true ratio is their n-th power, practically 0 or infinite.
     """
     require_vectors(old_log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
     return ((old_log_prob - rollout_log_prob).abs() / clip_range).detach()
@@ -60,20 +61,22 @@ def drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> 
 def guarded_log_ratio(
     mean: Tensor, old_mean: Tensor, next_latents: Tensor, std: Tensor, free: Tensor | None = None
 ) -> Tensor:
-    """GRPO-Guard's [B]: (log p - log p_old + mean((mu - mu_old)^2)/(2 s^2)) * s, the ratio's bias taken off and its
-    scale evened, in the equal form mean(z*(mu - mu_old)), z = (x' - mu_old)/s, which is exactly 0 when the means agree.
+    """Return GRPO-Guard's log ratio [B]: (log p - log p_old + mean((mu - mu_old)^2)/(2 s^2)) * s.
 
-    Latents and means [B, ...] of one shape, std [B]; free as in sample_mean; gradient by `mean` alone.
+    It removes the bias of the log ratio and normalizes its scale across steps. Computed in the equal form
+    mean(z*(mu - mu_old)), z = (x' - mu_old)/s, which is exactly 0 for equal means.
+
+    Latents and means are [B, ...] with one shape, std is [B]. mask: as in sample_mean. Gradients flow to `mean`.
     """
     old = old_mean.detach()
     return sample_mean((next_latents - old) * (mean - old), free) / std
 
 
 def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
-    """The factor of mean((v - v_ref)^2) that makes it the distance of this kind, [B] float64; dt [B] = s' - s < 0.
+    """Return the factor that turns mean((v - v_ref)^2) into the KL of this kind, [B] float64. dt: [B] = s' - s < 0.
 
-    The means of two steps of equal std differ by c_v*(v - v_ref): `gaussian` is c_v^2/(2 s^2), `flow_grpo` has the
-    diffusion g^2 = s^2/-dt in place of s^2, `velocity` is 1. Raises ValueError for another kind.
+    The means of two steps with equal std differ by c_v*(v - v_ref). `gaussian` is c_v^2/(2 s^2), `flow_grpo` uses the
+    diffusion g^2 = s^2/-dt instead of s^2, `velocity` is 1. Raises ValueError for another kind.
     """
     gaussian = coefficients[:, 1].square() / (2 * coefficients[:, STD].square())
     match kind:
@@ -83,28 +86,28 @@ def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
             return gaussian
         case "flow_grpo":
             return gaussian * -dt
-    raise ValueError(f"{kind!r} is no distance to the reference; there are velocity, gaussian and flow_grpo")
+    raise ValueError(f"unknown KL type {kind!r}: use velocity, gaussian or flow_grpo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionTerm(Term):
-    index: int  # of the denoise step
-    place: int  # of its transition in the rollout
+    index: int  # of the denoising step
+    place: int  # index of its transition in the rollout
     advantage: float
-    first: bool  # in the first update of its RL step: the weights are still the rollout's
+    first: bool  # in the first update of the RL step: the rollout weights are still current
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionBatch(TermBatch):
-    """B stored steps."""
+    """A batch of B stored steps."""
 
     next_latents: Tensor  # [B, ...]
     coefficients: Tensor  # [B,5] float64
     dt: Tensor  # [B], negative
     kl_scale: Tensor  # [B]
     advantage: Tensor  # [B]
-    index: Tensor  # [B] int64, of the denoise step
-    steps: tuple[int, ...]  # all that the RL step trains on
+    index: Tensor  # [B] int64, of the denoising step
+    steps: tuple[int, ...]  # all trained steps of the RL step
     rollout_log_prob: Tensor  # [B]
     rollout_mean: Tensor | None  # [B, ...]
     first: bool
@@ -112,14 +115,14 @@ class TransitionBatch(TermBatch):
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """B terms under the trained weights and under the old ones: [B] float32, with gradient by `log_ratio` alone."""
+    """B terms under the trained and the old policy. [B] float32; only `log_ratio` has a gradient."""
 
     log_prob: Tensor
     old_log_prob: Tensor
-    log_ratio: Tensor  # the guarded one, with the guard
-    divergence: Tensor | None  # from the old policy, where the trust region is about it
-    drift: Tensor | None  # of the old policy from the rollout's, in sizes of the trust region, where samples are stale
-    start: Tensor | None  # divergence from the rollout before the first update, where both are known
+    log_ratio: Tensor  # GRPO-Guard's log ratio, if enabled
+    divergence: Tensor | None  # from the old policy, for trust_region: divergence
+    drift: Tensor | None  # of the old from the rollout policy, relative to the trust region, if samples may be stale
+    start: Tensor | None  # divergence from the rollout policy before the first update, if known
 
 
 class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
@@ -130,8 +133,8 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
         super().__init__(recipe, sigmas, model)
         s = self.settings
-        # Samples of older weights: ratios are either to the weights that sampled (`rollout`), or to those at the start
-        # of the RL step, and then terms that these weights no longer make are dropped.
+        # Stale samples: ratios are relative either to the weights that generated them (`rollout`), or to the weights at
+        # the start of the RL step. In the second case terms that are unlikely under these weights are dropped.
         self.stale = recipe.is_async and recipe.rl.rollout.max_staleness > 0
         self.drops_stale = self.stale and s.old_log_prob != "rollout"
         self.recalls_old = s.old_log_prob == "recompute" or self.drops_stale
@@ -139,25 +142,24 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         self.clip_low, self.clip_high = s.clip_ratio_low or s.clip_ratio, s.clip_ratio_high or s.clip_ratio
         self.by_divergence = s.trust_region == "divergence"
         self.compares_means = s.guard or self.by_divergence
-        # A comparison in the first update needs no stored mean unless it is to be with the rollout's.
+        # The first update only needs stored means if it compares against the rollout policy.
         with_rollout = s.old_log_prob == "rollout" or (
             s.old_log_prob == "auto" and s.updates_per_rollout > 1 and not self.recalls_old
         )
         self.keep_means = (self.compares_means and with_rollout) or (self.by_divergence and self.drops_stale)
-        # What a step is when it is noisy does not depend on the window.
-        everywhere = self._plan(self.sampling.model_copy(update={"window": None}), step=1)
-        self.table, self.steps = everywhere.table, everywhere.steps
+        # The coefficients of a noisy step do not depend on the window.
+        all_noisy = self._plan(self.sampling.model_copy(update={"window": None}), step=1)
+        self.table, self.steps = all_noisy.table, all_noisy.steps
         self._require_noise()
 
     def _require_noise(self) -> None:
-        least, sampling = self.settings.min_step_std, self.sampling
+        min_std, sampling = self.settings.min_step_std, self.sampling
         possible = possible_steps(sampling.window, sampling.steps)
-        quiet = {k: round(float(self.table[k, STD]), 4) for k in possible if self.table[k, STD] < max(least, 1e-12)}
-        if quiet:
+        low_std = {k: round(float(self.table[k, STD]), 4) for k in possible if self.table[k, STD] < max(min_std, 1e-12)}
+        if low_std:
             raise RecipeError(
-                f"the noise of {sampling.solver} at the denoise steps {quiet} (by step: std) is below "
-                f"algorithm.min_step_std {least}: choose a sampling.window without them, more noise or fewer "
-                f"sampling.steps, or lower the bound"
+                f"{sampling.solver}: the noise std of steps {low_std} is below algorithm.min_step_std {min_std}. "
+                f"Exclude these steps with sampling.window, use more noise or fewer sampling.steps, or lower the bound"
             )
 
     def plan(self, step: int) -> Plan:
@@ -177,7 +179,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def updates(
         self, rollouts: StepSamples, advantages: Sequence[float | None], step: int
     ) -> list[list[TransitionTerm]]:
-        rows_of = shared_out(len(rollouts.mine), rollouts.first, self.settings.updates_per_rollout)
+        rows_by_update = shared_out(len(rollouts.mine), rollouts.first, self.settings.updates_per_rollout)
         return [
             [
                 term
@@ -186,103 +188,105 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
                     row, rollouts.mine[row], advantages[rollouts.first + row], step=step, first=u == 0
                 )
             ]
-            for u, rows in enumerate(rows_of)
+            for u, rows in enumerate(rows_by_update)
         ]
 
     def _terms(
         self, row: int, rollout: Rollout, advantage: float | None, *, step: int, first: bool
     ) -> list[TransitionTerm]:
         seed = derive_seed(self.run_seed, "timesteps", step, rollout.seed)
-        places = trained_step_indices(len(rollout.transitions), self.settings.timestep_fraction, seed)
+        transition_indices = trained_step_indices(len(rollout.transitions), self.settings.timestep_fraction, seed)
         return [
             TransitionTerm(
                 row=row,
-                sigma=self.steps[rollout.transitions[place].index].sigma,
+                sigma=self.steps[rollout.transitions[i].index].sigma,
                 weight=0.0 if advantage is None else 1.0,
-                index=rollout.transitions[place].index,
-                place=place,
+                index=rollout.transitions[i].index,
+                place=i,
                 advantage=advantage or 0.0,
                 first=first,
             )
-            for place in places
+            for i in transition_indices
         ]
 
     def assemble(
         self, terms: Sequence[TransitionTerm], rollouts: Sequence[Rollout], device: torch.device
     ) -> TransitionBatch:
-        stored = [rollouts[t.row].transitions[t.place] for t in terms]
+        transitions = [rollouts[t.row].transitions[t.place] for t in terms]
         indices = [t.index for t in terms]
         coefficients = self.table[indices]
         dt = [self.steps[k].sigma_next - self.steps[k].sigma for k in indices]
         scale = kl_scale(self.settings.kl_type, coefficients, torch.tensor(dt, dtype=torch.float64))
-        means = [t.mean for t in stored if t.mean is not None]
-        of_terms = [t.sigma for t in terms], [t.weight for t in terms], [t.advantage for t in terms]
-        sigma, weight, advantage, dt_B, scale_B = columns(device, *of_terms, dt, scale.tolist())
+        means = [t.mean for t in transitions if t.mean is not None]
+        numbers = [t.sigma for t in terms], [t.weight for t in terms], [t.advantage for t in terms]
+        sigma, weight, advantage, dt_B, scale_B = columns(device, *numbers, dt, scale.tolist())
         return TransitionBatch(
-            latents=torch.stack([t.latents for t in stored]),
+            latents=torch.stack([t.latents for t in transitions]),
             sigma=sigma,
             weight=weight,
             prompts=[rollouts[t.row].prompt for t in terms],
             conditional_frames=self.conditional_frames([rollouts[t.row] for t in terms], device),
-            next_latents=torch.stack([t.next_latents for t in stored]),
+            next_latents=torch.stack([t.next_latents for t in transitions]),
             coefficients=on_device(coefficients, device),
             dt=dt_B,
             kl_scale=scale_B,
             advantage=advantage,
             index=on_device(torch.tensor(indices), device),
             steps=tuple(t.index for t in rollouts[0].transitions),
-            rollout_log_prob=torch.stack([t.log_prob for t in stored]),
+            rollout_log_prob=torch.stack([t.log_prob for t in transitions]),
             rollout_mean=torch.stack(means) if means else None,
             first=terms[0].first,
         )
 
     def loss(self, velocity: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        s, compared = self.settings, self._compared(velocity, batch, references)
-        policy = self._policy_loss(compared, batch.advantage)
+        s, comparison = self.settings, self._compared(velocity, batch, references)
+        policy = self._policy_loss(comparison, batch.advantage)
         if s.guard and s.guard_reweight:
             policy = policy / -batch.dt
         staleness: Stats = {}
-        if compared.drift is not None:
-            dropped = compared.drift > s.max_drift
+        if comparison.drift is not None:
+            dropped = comparison.drift > s.max_drift
             policy = policy.masked_fill(dropped, 0.0)
-            staleness = {"policy/drift": compared.drift, "policy/dropped_fraction": dropped.float()}
+            staleness = {"policy/drift": comparison.drift, "policy/dropped_fraction": dropped.float()}
         loss, stats = policy, {"loss/policy": policy.detach()}
         if "ref" in references:
             kl = batch.kl_scale * sample_mean((velocity - references["ref"]).square(), batch.free)
             loss = policy + s.kl_beta * kl
             stats |= {"loss/kl": kl.detach(), "kl/ref": kl.detach()}
-        return loss, stats | staleness | self._measured(compared, batch)
+        return loss, stats | staleness | self._measured(comparison, batch)
 
-    def _policy_loss(self, compared: Compared, advantage: Tensor) -> Tensor:
-        if compared.divergence is None:
-            return clipped_policy_loss(compared.log_ratio, advantage, self.clip_low, self.clip_high)
-        return divergence_policy_loss(compared.log_ratio, compared.divergence, advantage, self.settings.divergence)
+    def _policy_loss(self, comparison: Compared, advantage: Tensor) -> Tensor:
+        log_ratio, divergence = comparison.log_ratio, comparison.divergence
+        if divergence is None:
+            return clipped_policy_loss(log_ratio, advantage, self.clip_low, self.clip_high)
+        return divergence_policy_loss(log_ratio, divergence, advantage, self.settings.divergence)
 
     def _compared(self, velocity: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Compared:
         log_prob, std = self._log_prob(velocity, batch), batch.coefficients[:, STD].float()
         old_log_prob = self._old_log_prob(log_prob, batch, references)
-        log_ratio, divergence, moved, start = log_prob - old_log_prob, None, None, None
+        log_ratio, divergence, staleness, start = log_prob - old_log_prob, None, None, None
         if self.compares_means:
-            free = batch.free
+            mask = batch.free
             mean = self._mean(velocity, batch)
             old_mean = self._old_mean(mean, batch, references)
             if self.settings.guard:
-                log_ratio = guarded_log_ratio(mean, old_mean, batch.next_latents, std, free)
+                log_ratio = guarded_log_ratio(mean, old_mean, batch.next_latents, std, mask)
             if self.by_divergence:
-                divergence = step_divergence(mean, old_mean, std, free)
+                divergence = step_divergence(mean, old_mean, std, mask)
                 if self.drops_stale:
-                    moved = step_divergence(old_mean, _stored(batch.rollout_mean), std, free) / self.settings.divergence
+                    rollout_divergence = step_divergence(old_mean, _stored(batch.rollout_mean), std, mask)
+                    staleness = rollout_divergence / self.settings.divergence
                 if batch.first and batch.rollout_mean is not None:
-                    start = step_divergence(mean, batch.rollout_mean, std, free)
+                    start = step_divergence(mean, batch.rollout_mean, std, mask)
         if self.drops_stale and not self.by_divergence:
-            moved = drift(old_log_prob, batch.rollout_log_prob, min(self.clip_low, self.clip_high))
-        return Compared(log_prob.detach(), old_log_prob.detach(), log_ratio, divergence, moved, start)
+            staleness = drift(old_log_prob, batch.rollout_log_prob, min(self.clip_low, self.clip_high))
+        return Compared(log_prob.detach(), old_log_prob.detach(), log_ratio, divergence, staleness, start)
 
     def _log_prob(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
         return transition_log_prob(velocity, batch.latents, batch.next_latents, batch.coefficients, batch.free)
 
     def _old(self, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Literal["own", "rollout", "recomputed"]:
-        """Name the source of the probabilities under the weights of the rollout; `own`: these are still the weights."""
+        """Return the source of the old policy's probabilities. `own`: its weights equal the trained ones."""
         if self.recalls_old:
             return "recomputed" if "old" in references else "own"
         return "own" if self.settings.old_log_prob == "auto" and batch.first else "rollout"
@@ -308,44 +312,45 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def _mean(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
         return transition_mean(velocity, batch.latents, batch.coefficients)
 
-    def _outside(self, compared: Compared) -> tuple[Tensor, Tensor]:
-        """Tell which terms [B] have left the trust region towards a higher, and which towards a lower probability."""
-        log_ratio = compared.log_ratio.detach()
-        if compared.divergence is None:
+    def _outside(self, comparison: Compared) -> tuple[Tensor, Tensor]:
+        """Return two masks [B]: terms that left the trust region with a higher, and with a lower probability."""
+        log_ratio = comparison.log_ratio.detach()
+        if comparison.divergence is None:
             return outside_clip(log_ratio, self.clip_low, self.clip_high)
-        far = compared.divergence >= self.settings.divergence
-        return far & (log_ratio > 0), far & (log_ratio < 0)
+        outside = comparison.divergence >= self.settings.divergence
+        return outside & (log_ratio > 0), outside & (log_ratio < 0)
 
-    def _measured(self, compared: Compared, batch: TransitionBatch) -> Stats:
-        """Measure how far the policy has moved; all detached [B]."""
-        log_prob, deviation = compared.log_prob, torch.expm1(compared.log_ratio.detach())
-        stats = ratio_stats(compared.log_ratio.detach(), *self._outside(compared), batch.advantage) | {
-            "policy/approx_kl": 0.5 * (log_prob - compared.old_log_prob).square(),
+    def _measured(self, comparison: Compared, batch: TransitionBatch) -> Stats:
+        """Return metrics of the change from the old policy, detached [B]."""
+        log_prob, log_ratio = comparison.log_prob, comparison.log_ratio.detach()
+        deviation = torch.expm1(log_ratio)
+        stats = ratio_stats(log_ratio, *self._outside(comparison), batch.advantage) | {
+            "policy/approx_kl": 0.5 * (log_prob - comparison.old_log_prob).square(),
             "policy/log_prob_mean": log_prob,
         }
-        if compared.divergence is not None:
-            stats |= {"policy/divergence": compared.divergence, "policy/divergence_max": compared.divergence}
+        if comparison.divergence is not None:
+            stats |= {"policy/divergence": comparison.divergence, "policy/divergence_max": comparison.divergence}
         for k in batch.steps:
             stats[f"policy/step{k}/ratio_std"] = deviation, (batch.index == k).float()
         if batch.first:
             stats["policy/ratio_start_abs_dev"] = torch.expm1(log_prob - batch.rollout_log_prob).abs()
-        if compared.start is not None:
-            stats["policy/divergence_start"] = compared.start
+        if comparison.start is not None:
+            stats["policy/divergence_start"] = comparison.start
         return stats
 
     def review(self, metrics: Mapping[str, float]) -> None:
         if self.by_divergence:
-            missed, what = metrics.get("policy/divergence_start", 0.0), "policies diverge by"
+            deviation, what = metrics.get("policy/divergence_start", 0.0), "the divergence is"
             bound, region = self.settings.divergence, "algorithm.divergence"
         else:
-            missed, what = metrics.get("policy/ratio_start_abs_dev", 0.0), "ratios miss 1 by"
+            deviation, what = metrics.get("policy/ratio_start_abs_dev", 0.0), "|ratio - 1| is"
             bound, region = min(self.clip_low, self.clip_high), "the clip range"
-        if missed > START_DEVIATION * bound and not (self.stale or self.recalls_old):
+        if deviation > START_DEVIATION * bound and not (self.stale or self.recalls_old):
             log.warning(
-                "before the first update %s %.1e on average, over %.0f %% of %s %.1e: "
-                "rollout and training disagree about log-probabilities; set algorithm.old_log_prob to recompute",
+                "before the first update %s %.1e on average, more than %.0f %% of %s %.1e: "
+                "rollout and training compute different log-probabilities. Set algorithm.old_log_prob: recompute",
                 what,
-                missed,
+                deviation,
                 100 * START_DEVIATION,
                 region,
                 bound,
@@ -353,5 +358,5 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
 
 
 def _stored(mean: Tensor | None) -> Tensor:
-    assert mean is not None  # the plan keeps means where they are compared
+    assert mean is not None  # the plan stores means if they are needed
     return mean

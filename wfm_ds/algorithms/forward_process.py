@@ -1,7 +1,7 @@
-"""The common part of algorithms on the forward process: a rollout gives clean latents and a reward, the loss looks at
-them noised again. How they were denoised, and at which noise levels, does not matter to it.
+"""Base class of RL algorithms on the forward process: their loss re-noises the clean latents of a rollout.
 
-A child has its settings, `loss`, and where it needs them `credit`, `references` and `moves`.
+The solver and the noise levels of the rollout do not matter. Subclasses define `settings` and `loss`, and optionally
+`credit_from_advantage`, `references` and `policy_decays`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardTerm(Term):
-    """A sample at a noise level. Equal seeds are equal noise."""
+    """A sample at a noise level. Equal noise seeds give equal noise."""
 
     noise_seed: int
-    advantage: float  # 0 for a sample that has none, whose weight is 0
+    advantage: float  # 0 for a sample without an advantage (its weight is 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch(TermBatch):
-    """B terms: clean latents, and the noise that makes `latents` of them, [B, ...]; credit [B]."""
+    """B terms: clean latents and the noise that gives `latents`, both [B, ...]; credit [B]."""
 
     clean: Tensor
     noise: Tensor
-    credit: Tensor  # what ForwardProcess.credit makes of the advantages
+    credit: Tensor  # from ForwardProcess.credit_from_advantage
 
 
 class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
@@ -61,32 +61,36 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         return rollout_plan(self.sampling, self.grid, run_seed=self.run_seed, step=step)
 
     def credit(self, advantage: float) -> float:
-        """Return what the loss takes for this advantage, in the precision of the host: batch.credit. Here itself."""
+        """Return the loss coefficient `batch.credit` of this advantage. Default: the advantage itself."""
         return advantage
 
     def key(self, rollout: Rollout) -> tuple[int | str, ...]:
-        """Return what a sample's noise levels and noise follow from within an RL step: here its own seed. Samples with
-        equal keys are trained on equal levels and noise."""
+        """Return the key of a sample's noise levels and noise within an RL step. Default: its seed.
+
+        Samples with equal keys are trained at equal noise levels with equal noise.
+        """
         return (rollout.seed,)
 
     def levels(self, step: int, *key: int | str) -> list[tuple[int, float]]:
-        """The noise levels of the samples with this key in the order of training, each with its number: of the
-        rollout's denoise step, or of the part of (0, 1)."""
+        """Return the (index, sigma) pairs of the samples with this key, in training order.
+
+        The index is the denoising step of the rollout (`levels: grid`) or the stratum of (0, 1).
+        """
         if self.settings.levels == "grid":
             seed = derive_seed(self.run_seed, "timesteps", step, *key)
             return [(k, self.sigmas[k]) for k in drawn_steps(len(self.sigmas), self.num_levels, seed)]
-        assert self.shift is not None, "built to plan rollouts: it was not told the model's shift"
+        assert self.shift is not None, "built without a model: the timestep shift is unknown"
         return list(enumerate(stratified_sigmas(self.num_levels, self.shift, self.run_seed, step, *key)))
 
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[ForwardTerm]]:
-        rows_of = shared_out(len(rollouts.mine), rollouts.first, self.settings.updates_per_rollout)
+        rows_by_update = shared_out(len(rollouts.mine), rollouts.first, self.settings.updates_per_rollout)
         return [
             [
                 term
                 for row in rows
                 for term in self._terms(row, rollouts.mine[row], advantages[rollouts.first + row], step)
             ]
-            for rows in rows_of
+            for rows in rows_by_update
         ]
 
     def _terms(self, row: int, rollout: Rollout, advantage: float | None, step: int) -> list[ForwardTerm]:
@@ -103,7 +107,7 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         ]
 
     def assemble(self, terms: Sequence[ForwardTerm], rollouts: Sequence[Rollout], device: torch.device) -> ForwardBatch:
-        """Noise follows from each term's seed."""
+        """Build the batch. Noise depends only on each term's seed."""
         samples = [rollouts[t.row] for t in terms]
         clean = torch.stack([s.clean_latents for s in samples])
         numbers = [t.sigma for t in terms], [t.weight for t in terms], [self.credit(t.advantage) for t in terms]

@@ -1,4 +1,4 @@
-"""The plan of an RL step's rollouts, made from the recipe's sampling section."""
+"""Sampling plans of an RL step's rollouts, from the recipe's sampling section."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def noise_level(sampling: SamplingRecipe) -> float:
-    """Return the noise level of a stochastic solver: the recipe's, else the published one."""
+    """Return the noise level of a stochastic solver: the recipe's, or the published default."""
     return NOISE_LEVELS[sampling.solver] if sampling.noise_level is None else sampling.noise_level
 
 
@@ -29,23 +29,28 @@ def rollout_plan(
     keep_means: bool = False,
     gaussian: bool = True,
 ) -> FlowPlan:
-    """Solver, noise and window of RL step `step` on the grid [N+1]. store: keep the steps that can be trained on, with
-    the means of their Gaussians if `keep_means`. gaussian: see stochastic_plan. Raises RecipeError as it does."""
+    """Return the sampling plan of RL step `step` on the grid `sigmas` [N+1].
+
+    store_steps: store the trainable steps, with the means of their Gaussians if `keep_means`. gaussian: see
+    stochastic_plan. Raises RecipeError as stochastic_plan does.
+    """
     if not sampling.is_stochastic:
         return deterministic_plan(sampling.solver, sigmas)
-    trained = noisy_steps(sampling.window, sampling.steps, run_seed=run_seed, step=step)
+    trainable = noisy_steps(sampling.window, sampling.steps, run_seed=run_seed, step=step)
     return stochastic_plan(
         sampling.solver,
         sigmas,
         noise_level=noise_level(sampling),
-        noisy=None if sampling.window is None else trained,
-        stored=trained if store else (),
+        noisy=None if sampling.window is None else trainable,
+        stored=trainable if store else (),
         keep_means=keep_means,
         gaussian=gaussian,
     )
 
 
 def exploring_plan(sampling: SamplingRecipe, sigmas: Tensor) -> FlowPlan:
-    """The candidates' plan on their own grid [N+1], of fewer steps than the rollout's: its solver without noise, which
-    belongs to the steps of the rollout."""
+    """Return the plan for the candidates of sampling.explore, on their own shorter grid `sigmas` [N+1].
+
+    Uses the rollout's solver, or `ode` if that is stochastic.
+    """
     return deterministic_plan("ode" if sampling.is_stochastic else sampling.solver, sigmas)

@@ -1,4 +1,4 @@
-"""Reinforce Adjoint Matching (RAM, arXiv 2605.10759): flow matching towards a reference that the reward tilts."""
+"""Reinforce Adjoint Matching (RAM, arXiv 2605.10759): flow matching towards a reward-tilted reference."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
 def ram_loss(
     velocity: Tensor, ref_velocity: Tensor, clean: Tensor, noise: Tensor, tilt: Tensor, free: Tensor | None = None
 ) -> Tensor:
-    """mean((v - target)^2) of each sample [B], with the constant target v_ref + R*(u - v), u = noise - clean.
+    """Return mean((v - target)^2) of each sample, [B], with the constant target v_ref + R*(u - v), u = noise - clean.
 
-    Velocities and latents [B,C,h,w] or [B,C,T,h,w] float32, both velocities at the same noisy latents; tilt R [B]
-    float32; free as in sample_mean. Raises ValueError for other shapes and dtypes.
+    Velocities and latents are [B,C,h,w] or [B,C,T,h,w] float32, both velocities at the same noisy latents. tilt: R, [B]
+    float32. mask: as in sample_mean. Raises ValueError for other shapes and dtypes.
     """
     require_latents(velocity=velocity, ref_velocity=ref_velocity, clean=clean, noise=noise)
     require_vectors(velocity, tilt=tilt)
@@ -35,18 +35,18 @@ class Ram(ForwardProcess):
     references = ("ref",)
 
     def credit(self, advantage: float) -> float:
-        """R, the tilt."""
+        """Return the tilt R."""
         tilt = self.settings.multiplier * advantage
         return math.expm1(tilt) if self.settings.tilt == "exp" else tilt
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        free = batch.free
-        loss = ram_loss(velocity, references["ref"], batch.clean, batch.noise, batch.credit, free)
-        kept = velocity.detach()
-        distance = sample_mean((kept - references["ref"]).square(), free)
+        mask = batch.free
+        loss = ram_loss(velocity, references["ref"], batch.clean, batch.noise, batch.credit, mask)
+        detached = velocity.detach()
+        distance = sample_mean((detached - references["ref"]).square(), mask)
         return loss, {
             "loss/policy": loss.detach(),
             "kl/ref": distance,
-            "ram/velocity_error": sample_mean((kept - (batch.noise - batch.clean)).square(), free),
+            "ram/velocity_error": sample_mean((detached - (batch.noise - batch.clean)).square(), mask),
             "ram/tilt_abs_mean": batch.credit.abs(),
         }

@@ -1,7 +1,7 @@
-"""States that were cut over some ranks, put together for others: any world size, any ZeRO stage, or none at all.
+"""Training states sharded over some ranks, read for other ranks: any world size, any ZeRO stage, or without DeepSpeed.
 
-Each rank's file holds flat tensors and, as metadata, which elements of which parameter lie where in them. Whoever wants
-elements of a parameter reads them from wherever they are.
+Each rank's file holds flat tensors and, as metadata, the slices of parameters in them. A reader finds the elements of a
+parameter in whichever files have them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wfm_ds.engine.policy import Piece
 from wfm_ds.errors import UserError
 
 Layout = Mapping[str, Piece]
-"""By parameter name."""
+"""Slices by parameter name."""
 
 
 def file_name(rank: int) -> str:
@@ -30,7 +30,7 @@ def file_name(rank: int) -> str:
 
 
 def key(state: str, group: int) -> str:
-    """The name of a flat in the file of a rank."""
+    """Return the name of a flat tensor in a rank's file."""
     return f"{state}.{group}"
 
 
@@ -39,7 +39,7 @@ def layout_to_json(layout: Layout) -> dict[str, list[int]]:
 
 
 class CutStates:
-    """The files of all ranks of a checkpoint; each is opened when something in it is wanted."""
+    """The files of all ranks of a checkpoint, each opened at first use."""
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self.folder, self.num_ranks = folder, num_ranks
@@ -54,18 +54,19 @@ class CutStates:
         self._held.close()
 
     def plain(self, rank: int) -> dict[str, Any]:
-        """Read what the rank noted besides tensors, as JSON values. Raises UserError as `gather` does."""
+        """Return the metadata that the rank saved with its tensors, as JSON values. Raises UserError like
+        `gather_states`."""
         with self._readable(rank):
             return {name: json.loads(text) for name, text in self._file(rank).metadata().items()}
 
     def layout(self, rank: int) -> Layout:
-        """Return the layout of this rank's flats."""
+        """Return the layout of this rank's flat tensors."""
         if rank not in self._layouts:
             self._layouts[rank] = {name: Piece(*numbers) for name, numbers in self.plain(rank)["layout"].items()}
         return self._layouts[rank]
 
     def sizes(self) -> dict[str, int]:
-        """Number of elements of each parameter, over all ranks."""
+        """Return the number of elements of each parameter over all ranks."""
         sizes: dict[str, int] = {}
         for rank in range(self.num_ranks):
             for name, piece in self.layout(rank).items():
@@ -73,19 +74,22 @@ class CutStates:
         return sizes
 
     def gather(self, layout: Layout, lengths: Sequence[int], rank: int) -> dict[str, list[Tensor]]:
-        """The flats of every state, cut as `layout` says: for each state one float32 tensor per group, on the CPU.
+        """Return the flat tensors of every state, partitioned as in `layout`: per state one float32 CPU tensor per
+        group.
 
-        lengths: of each group's flat; what no parameter fills is 0. rank: the one whose file is likely to be cut like
-        that; then the others need not be opened. A state that is one number per group (AdamW's step) is the same in all
-        of them. Raises UserError if a file cannot be read, or holds other parameters.
+        lengths: length of each group's flat tensor; elements outside all parameters are 0. rank: the rank whose file
+        probably
+        has the same layout, so that the other files need not be opened. A state that is one number per group (AdamW's
+        step) is
+        the same in all groups. Raises UserError if a file cannot be read or has other parameters.
         """
         ranks: Sequence[int] = [rank]
         if self.layout(rank) != layout:
             ranks = range(self.num_ranks)
-            if others := sorted(self.sizes().keys() ^ layout.keys()):
+            if differing := sorted(self.sizes().keys() ^ layout.keys()):
                 raise UserError(
-                    f"{self.folder} holds other trained weights than this run has, e.g. {others[0]}: it is of another "
-                    "model, or of a version that trained others"
+                    f"{self.folder} has other trained weights than this run, e.g. {differing[0]}: it is from another "
+                    "model, or from a version that trained other weights"
                 )
         flats: dict[str, list[Tensor]] = {}
         for state in self.state_names():
@@ -100,37 +104,39 @@ class CutStates:
         return flats
 
     def whole(self, state: str, name: str, shape: Sequence[int]) -> Tensor:
-        """One parameter's state on the CPU, float32, from wherever its elements lie. Raises UserError as `gather` does,
-        and if it has another number of elements."""
-        whole = torch.zeros(math.prod(shape))
+        """Return one parameter's state as a float32 CPU tensor, collected from all files.
+
+        Raises UserError like `gather_states`, and if the number of elements differs.
+        """
+        tensor = torch.zeros(math.prod(shape))
         try:
-            self._fill(whole, state, name, 0, range(self.num_ranks))
+            self._fill(tensor, state, name, 0, range(self.num_ranks))
         finally:
             self._let_go()
-        return whole.view(*shape)
+        return tensor.view(*shape)
 
     def state_names(self) -> list[str]:
-        """The states that the checkpoint holds: train, other policies, optimizer.NAME."""
+        """Return the names of the checkpoint's states: train, other policies, optimizer.NAME."""
         with self._readable(0):
             names = self._file(0).keys()
             return sorted({name.rpartition(".")[0] for name in names})
 
     def _fill(self, out: Tensor, state: str, name: str, start: int, ranks: Sequence[int]) -> None:
-        """out <- the elements from `start` on of a parameter's state."""
-        found = 0
+        """Fill `out` with the elements of a parameter's state from `start` on."""
+        count = 0
         for rank in ranks:
-            there = self.layout(rank).get(name)
-            if there is None:
+            piece = self.layout(rank).get(name)
+            if piece is None:
                 break
-            low, high = max(start, there.start), min(start + len(out), there.start + there.numel)
+            low, high = max(start, piece.start), min(start + len(out), piece.start + piece.numel)
             if low < high:
-                offset = there.low - there.start
+                offset = piece.low - piece.start
                 with self._readable(rank):
-                    flat = self._file(rank).get_slice(key(state, there.group))
+                    flat = self._file(rank).get_slice(key(state, piece.group))
                     out[low - start : high - start] = flat[low + offset : high + offset]
-                found += high - low
-        if found != len(out):
-            raise UserError(f"{self.folder} holds {found} of {len(out)} values of {name}: it is of another model")
+                count += high - low
+        if count != len(out):
+            raise UserError(f"{self.folder} has {count} of {len(out)} values of {name}: it is from another model")
 
     def _number(self, state: str) -> Tensor | None:
         with self._readable(0):
@@ -145,7 +151,8 @@ class CutStates:
         return self._files[rank]
 
     def _let_go(self) -> None:
-        """Close the files: they are mapped, and what was read of them counts as this process's memory until then."""
+        """Close the files. They are memory-mapped, and the pages read count as this process's memory while they are
+        open."""
         self._files.clear()
         self._held.close()
 
@@ -155,6 +162,6 @@ class CutStates:
             yield
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{self.folder / file_name(rank)} cannot be read ({error}): remove {self.folder}, and the same command "
-                "continues an older checkpoint"
+                f"{self.folder / file_name(rank)} cannot be read ({error}): remove {self.folder}, and the same "
+                "command resumes from an older checkpoint"
             ) from error

@@ -1,4 +1,4 @@
-"""Weights that others wrote, as an export asks for them: DeepSpeed's own checkpoints. LoRA files: lora_file.py."""
+"""DeepSpeed's own checkpoints as a source of weights for an export. For LoRA files see lora_file.py."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.engine.engine import persistent_buffers
 from wfm_ds.errors import UserError, is_out_of_memory
 
-WRAPPERS = ("module.", "transformer.")  # what training frameworks put before a denoiser's own names
-# What reading a pickle raises when it is damaged, or of classes that are not here.
+WRAPPERS = ("module.", "transformer.")  # prefixes that training frameworks add to the denoiser's parameter names
+# Raised when a pickle is damaged or needs classes that are not installed.
 PICKLE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, EOFError, ImportError, AttributeError, TypeError)
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Return whether DeepSpeed saved something here, or in the folder that its file `latest` names."""
+    """Return whether DeepSpeed saved a checkpoint here, or in the folder named in its file `latest`."""
     return (folder / "latest").is_file() or any(folder.glob("*_optim_states.pt"))
 
 
 class DeepSpeedWeights:
-    """The float32 weights in a checkpoint that DeepSpeed's own save_checkpoint wrote, at any ZeRO stage."""
+    """The float32 weights in a checkpoint written by DeepSpeed's save_checkpoint, at any ZeRO stage."""
 
     lora = False
 
     def __init__(self, folder: Path, target: ExportTarget) -> None:
-        """Read everything into memory: its files are pickles, and can run code. Raises UserError if that fails."""
+        """Read everything into memory. The files are pickles and can execute code. Raises UserError if reading
+        fails."""
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         root, tag = (folder, None) if (folder / "latest").is_file() else (folder.parent, folder.name)
@@ -44,7 +45,7 @@ class DeepSpeedWeights:
         return None
 
     def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors; buffers that it leaves out are the base folder's."""
+        """Yield the checkpoint's tensors, and the base folder's buffers if the checkpoint does not have them."""
         (part,) = self.target.parts
         yield from self.states.items()
         stored = self.target.stored(part)
@@ -54,9 +55,9 @@ class DeepSpeedWeights:
 
 
 def own_names(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without the prefixes that all of them have."""
-    found = dict(states)
+    """Return the tensors without the prefixes that all names share."""
+    tensors = dict(states)
     for prefix in WRAPPERS:
-        if found and all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-    return found
+        if tensors and all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors

@@ -1,4 +1,4 @@
-"""The pipeline that a LoRA is for: the names of its layers, and its weights where a layout depends on them."""
+"""The pipeline that a LoRA belongs to: names of its layers, and its weights for layouts that depend on them."""
 
 from __future__ import annotations
 
@@ -22,37 +22,41 @@ def names_of(family: type[DiffusionModel]) -> Names:
 
 
 def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, Names | None]:
-    """A LoRA of any layout, and the names of its family: that of `base`, a pipeline folder, or the only family whose
-    layers it can name. None: several can, and its names are diffusers' own. Raises ModelError."""
+    """Read a LoRA of any layout. Returns it with the layer names of its family.
+
+    The family of the pipeline folder `base` or, without a base, the only family with all of its layers is used. The
+    names
+    are None if several families fit and the LoRA uses diffusers' names. Raises ModelError.
+    """
     if base is not None:
         names = names_of(registry.family_of(base))
         return LoraSource(path, names.table, weights_of(base)), names
-    fitting = {name: found for name, family in registry.families().items() if (found := _read_as(path, family))}
-    layouts = {names.table.names: (source, names) for source, names in fitting.values()}
+    sources = {name: found for name, family in registry.families().items() if (found := _read_as(path, family))}
+    layouts = {names.table.names: (source, names) for source, names in sources.values()}
     if len(layouts) == 1:
         return next(iter(layouts.values()))
     return LoraSource(path), None
 
 
 def _read_as(path: Path, family: type[DiffusionModel]) -> tuple[LoraSource, Names] | None:
-    """The LoRA as one of this family; None if its table does not name every layer."""
+    """Read the LoRA as one of this family; None if the family's table does not have every layer."""
     names = names_of(family)
     try:
         source = LoraSource(path, names.table)
     except ModelError:
         return None
-    known = all(names.table.original(module) for layers in source.layers.values() for module in layers)
-    return (source, names) if known else None
+    names_all_layers = all(names.table.original(module) for layers in source.layers.values() for module in layers)
+    return (source, names) if names_all_layers else None
 
 
 def denoiser_parts(base: Path) -> tuple[str, ...]:
-    """The parts of the denoiser that a pipeline folder has. Raises ModelError for one of no known family."""
-    there = components(read_index(base))
-    return tuple(part for part in registry.family_of(base).denoiser_parts if there.get(part, (None, None))[1])
+    """Return the parts of the denoiser in a pipeline folder. Raises ModelError if its family is unknown."""
+    classes = components(read_index(base))
+    return tuple(part for part in registry.family_of(base).denoiser_parts if classes.get(part, (None, None))[1])
 
 
 def weights_of(base: Path) -> Callable[[str], Weight]:
-    """The weights of a pipeline's parts, by part and layer, read one by one."""
+    """Return a function that gives, for each part of a pipeline, a reader of single layer weights."""
     return lambda part: functools.partial(_weight, ExportTarget(base, ()).stored(part))
 
 

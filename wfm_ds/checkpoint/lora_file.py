@@ -1,8 +1,8 @@
-"""LoRA files of any origin, read into layers by diffusers' names: the layouts of diffusers, PEFT, kohya and ComfyUI.
+"""Reading of LoRA files in the layouts of diffusers, PEFT, kohya and ComfyUI, into layers with diffusers' names.
 
-A key is a prefix, the name of a layer and a suffix. Tools differ in all three, and in where the scale is: in the header
-(diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI). How they are written is
-lora_layouts.py.
+A key consists of a prefix, the name of a layer and a suffix. Tools differ in all three, and in the location of the
+scale: the header (diffusers), adapter_config.json (PEFT) or `.alpha` tensors (kohya, ComfyUI). lora_layouts.py writes
+these layouts.
 """
 
 from __future__ import annotations
@@ -35,20 +35,23 @@ KEY = re.compile(
     r"|(?P<other>alpha|dora_scale|lora_magnitude_vector)(?:\.default)?(?:\.weight)?)"
 )
 MATRICES = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B"}
-Weight = Callable[[str], Tensor]  # of a layer of the base, by its name in diffusers
+Weight = Callable[[str], Tensor]  # reads the weight of a base layer, by its diffusers name
 
 
 class LoraSource:
-    """A LoRA on disk as an export's source. parts: of the denoiser, with a file each."""
+    """A LoRA on disk as a tensor source for an export. It has one file per part of the denoiser."""
 
     lora = True
 
     def __init__(
         self, path: Path, table: NameTable | None = None, weight: Callable[[str], Weight] | None = None
     ) -> None:
-        """path: a file, or a folder with one. table: the names of the family that it is for; without, names must be
-        those of diffusers. weight: of a part, the base's weights, which a `dora_scale` needs. Raises ModelError for
-        what is no LoRA, or has layers that the table does not have."""
+        """path: a file, or a folder with one. table: layer names of its family; without it, names must be diffusers'.
+        weight:
+        returns a reader of a part's base weights, needed for a `dora_scale`. Raises ModelError if it is not a LoRA, or
+        has
+        layers that are not in the table.
+        """
         self.path = path
         files = lora_files(path)
         self.parts = tuple(files)
@@ -58,14 +61,14 @@ class LoraSource:
         for part, file in files.items():
             tensors, header = read_tensors(file)
             settings = header or self.config
-            layers, rest = _layers(tensors, file, settings, table, None if weight is None else weight(part))
+            layers, whole_layers = _layers(tensors, file, settings, table, None if weight is None else weight(part))
             self.layers[part] = layers
-            beside = file.parent / SAVED_FILES[part]
-            self.saved[part] = rest | (read_tensors(beside)[0] if beside.is_file() else {})
+            whole_layer_file = file.parent / SAVED_FILES[part]
+            self.saved[part] = whole_layers | (read_tensors(whole_layer_file)[0] if whole_layer_file.is_file() else {})
 
     @property
     def base(self) -> str | None:
-        """The model that it says it is for."""
+        """The base model named in adapter_config.json."""
         return None if self.config is None else self.config.get("base_model_name_or_path")
 
     @property
@@ -73,14 +76,14 @@ class LoraSource:
         return settings_of(self.layers, self.saved, self.config)
 
     def described(self) -> str:
-        """Layers, rank and alpha in words."""
-        layers = [layer for of_part in self.layers.values() for layer in of_part.values()]
+        """Return the number of layers, rank and alpha as text."""
+        layers = [layer for part_layers in self.layers.values() for layer in part_layers.values()]
         ranks, alphas = ({getattr(layer, name) for layer in layers} for name in ("rank", "alpha"))
         rank, alpha = (f"{next(iter(v)):g}" if len(v) == 1 else f"{min(v):g} to {max(v):g}" for v in (ranks, alphas))
         return f"{len(layers)} layers, rank {rank}, alpha {alpha}"
 
     def bake_alpha(self) -> None:
-        """Multiply alpha / rank into B, so that alpha is the rank."""
+        """Multiply alpha / rank into B, so that alpha equals the rank."""
         self.layers = {p: {n: layer.baked() for n, layer in layers.items()} for p, layers in self.layers.items()}
 
     def lora_config(self) -> Any:
@@ -92,12 +95,12 @@ class LoraSource:
                 yield name if len(self.parts) == 1 else f"{part}.{name}", tensor
 
     def tensors(self, part: str) -> Iterator[tuple[str, Tensor]]:
-        """A part's tensors under the names that an engine gives them."""
+        """Yield a part's tensors with the names that an engine uses."""
         yield from named_tensors(self.layers[part], self.saved[part])
 
 
 def named_tensors(layers: LoraLayers, saved: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Name the tensors of a LoRA as an engine does (`named_full_tensors`)."""
+    """Yield the tensors of a LoRA with the names that an engine uses (`iter_full_tensors`)."""
     for module, layer in layers.items():
         yield f"{module}.lora_A.weight", layer.A
         yield f"{module}.lora_B.weight", layer.B
@@ -111,42 +114,44 @@ def named_tensors(layers: LoraLayers, saved: Mapping[str, Tensor]) -> Iterator[t
 def settings_of(
     parts: Mapping[str, LoraLayers], saved: Mapping[str, Mapping[str, Tensor]], known: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The settings of the peft.LoraConfig that these layers are, what is already known of it kept. One rank and alpha
-    for most layers, patterns for the others."""
-    layers = {name: layer for of_part in parts.values() for name, layer in of_part.items()}
+    """Return the settings of the peft.LoraConfig for these layers, keeping known settings.
+
+    The most frequent rank and alpha become the defaults; other layers get patterns.
+    """
+    layers = {name: layer for part_layers in parts.values() for name, layer in part_layers.items()}
     (rank, alpha), _ = Counter((layer.rank, layer.alpha) for layer in layers.values()).most_common(1)[0]
-    kept = {k: v for k, v in (known or {}).items() if k in peft.LoraConfig.__dataclass_fields__}
-    own = {
+    known_settings = {k: v for k, v in (known or {}).items() if k in peft.LoraConfig.__dataclass_fields__}
+    derived = {
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "use_rslora": False,  # the alphas have it
+        "use_rslora": False,  # already included in the alphas
         "use_dora": any(layer.magnitude is not None for layer in layers.values()),
         "rank_pattern": {name: layer.rank for name, layer in layers.items() if layer.rank != rank},
         "alpha_pattern": {name: layer.alpha for name, layer in layers.items() if layer.alpha != alpha},
         "modules_to_save": sorted({n.rpartition(".")[0] for of in saved.values() for n in of}) or None,
     }
-    return {"target_modules": sorted(layers)} | kept | own
+    return {"target_modules": sorted(layers)} | known_settings | derived
 
 
 def lora_files(path: Path) -> dict[str, Path]:
-    """The file of each part of the denoiser in a LoRA folder, an export or a file alone. Raises ModelError."""
+    """Return the file of each part of the denoiser in a LoRA folder, an export or a single file. Raises ModelError."""
     if path.is_file():
         return {LORA_PREFIX: path}
     for folder in (path, path / LORA_FOLDER):
-        found = {part: folder / name for part, name in LORA_FILES.items() if (folder / name).is_file()}
-        if LORA_PREFIX in found:
-            return found
+        files = {part: folder / name for part, name in LORA_FILES.items() if (folder / name).is_file()}
+        if LORA_PREFIX in files:
+            return files
         if (folder / PEFT_FILE).is_file():
             return {LORA_PREFIX: folder / PEFT_FILE}
-        alone = sorted(folder.glob("*.safetensors"))
-        if len(alone) == 1:
-            return {LORA_PREFIX: alone[0]}
-    problem = "has no LoRA in it" if path.is_dir() else "does not exist"
+        candidates = sorted(folder.glob("*.safetensors"))
+        if len(candidates) == 1:
+            return {LORA_PREFIX: candidates[0]}
+    problem = "does not contain a LoRA" if path.is_dir() else "does not exist"
     raise ModelError(f"{path} {problem}; name a .safetensors file or an export such as safetensors/step_40")
 
 
 def is_lora(path: Path) -> bool:
-    """True for a LoRA's file, and for a folder with one whose settings are beside it."""
+    """Return whether this is a LoRA file, or a folder with a LoRA file and its settings."""
     if path.is_file():
         return path.suffix == ".safetensors"
     names = (*LORA_FILES.values(), PEFT_FILE)
@@ -157,32 +162,34 @@ def is_lora(path: Path) -> bool:
 
 
 def stated_base(path: Path) -> str | None:
-    """The model that a LoRA says it is for, in adapter_config.json beside it. Raises ModelError as LoraSource does."""
+    """Return the base model named in the adapter_config.json of a LoRA. Raises ModelError like LoraSource."""
     config = _config(path)
     return None if config is None else config.get("base_model_name_or_path")
 
 
 def _config(path: Path) -> dict[str, Any] | None:
-    """adapter_config.json beside the files, None if there is none; it says nothing of a file with a name of its own.
-    Raises ModelError if it does not say the scale."""
+    """Return the content of adapter_config.json next to the files, None if there is none.
+
+    It is ignored for a file with a non-standard name. Raises ModelError if it does not contain the scale.
+    """
     if path.is_file() and path.name not in (*LORA_FILES.values(), PEFT_FILE):
         return None
     folder = path.parent if path.is_file() else path
     for file in (folder / ADAPTER_CONFIG, folder / LORA_FOLDER / ADAPTER_CONFIG):
         if file.is_file():
             config = read_json(file)
-            if lacking := [name for name in ("r", "lora_alpha") if name not in config]:
-                raise ModelError(f"{file} does not say {' and '.join(lacking)}; copy the LoRA again")
+            if missing := [name for name in ("r", "lora_alpha") if name not in config]:
+                raise ModelError(f"{file} has no {' or '.join(missing)}; copy the LoRA again")
             return config
     return None
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """A file's tensors, and the adapter's settings in its header. Raises ModelError if it cannot be read."""
+    """Return a file's tensors and the adapter's settings from its header. Raises ModelError if it cannot be read."""
     try:
-        with safe_open(file, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no mapping
-            header = (opened.metadata() or {}).get(METADATA)
+        with safe_open(file, "pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118, it is not a mapping
+            header = (handle.metadata() or {}).get(METADATA)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} cannot be read ({error}); copy the LoRA again") from error
     if header is None:
@@ -198,67 +205,75 @@ def _layers(
     table: NameTable | None,
     weight: Weight | None,
 ) -> tuple[LoraLayers, dict[str, Tensor]]:
-    """The layers of a file by diffusers' names, and the whole modules that it holds besides (modules_to_save)."""
-    found, whole, strange = _grouped(tensors, settings)
-    unknown = sorted({module for module in found if not _members(module, table)} | strange)
-    if unknown or not found:
+    """Return a file's layers by diffusers' names, and its fully trained modules (modules_to_save)."""
+    groups, whole, unknown_keys = _grouped(tensors, settings)
+    unknown = sorted({module for module in groups if not _members(module, table)} | unknown_keys)
+    if unknown or not groups:
         raise ModelError(
-            f"{file}: {len(unknown)} of its names are no layers of the denoiser "
-            f"({', '.join(unknown[:3]) or 'it is empty'}): name the pipeline that it is for, or use a LoRA of such a "
-            "model"
+            f"{file}: {len(unknown)} names are not layers of the denoiser "
+            f"({', '.join(unknown[:3]) or 'it is empty'}): name the pipeline of the LoRA, or use a LoRA for "
+            "this model"
         )
     layers: LoraLayers = {}
-    for module, group in found.items():
+    for module, group in groups.items():
         if not {"A", "B"} <= group.keys():
-            raise ModelError(f"{file}: {module} has one of a LoRA's two matrices only ({', '.join(sorted(group))})")
+            raise ModelError(f"{file}: {module} has only one of the two LoRA matrices ({', '.join(sorted(group))})")
         members = [name for name, _ in _members(module, table)]
         layer = _layer(group, _bare(module), settings)
         _require_pair(layer, f"{file}: {module}")
         if settings is not None and "alpha" not in group and layer.rank != rank_of(settings, _bare(module)):
-            stated = rank_of(settings, _bare(module))
-            raise ModelError(f"{file}: {module} has rank {layer.rank}, its settings say {stated}; copy the LoRA again")
+            settings_rank = rank_of(settings, _bare(module))
+            raise ModelError(
+                f"{file}: {module} has rank {layer.rank}, but its settings have {settings_rank}; copy the LoRA again"
+            )
         parts = split(layer, len(members)) if len(members) > 1 else [layer]
-        added = {name: part for name, part in zip(members, parts, strict=True) if part is not None}
+        part_layers = {name: part for name, part in zip(members, parts, strict=True) if part is not None}
         if "dora_scale" in group and not module.startswith(FLAT):
-            added = {name: _with_own_magnitude(part, name, weight, file) for name, part in added.items()}
-        layers |= added
+            part_layers = {name: _with_own_magnitude(part, name, weight, file) for name, part in part_layers.items()}
+        layers |= part_layers
     return layers, whole
 
 
 def _grouped(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], set[str]]:
-    """The tensors of each layer of a file, by their role; those of whole modules, by diffusers' names; other names."""
-    saved = tuple((settings or {}).get("modules_to_save") or ())
-    found: dict[str, dict[str, Tensor]] = {}
+    """Return each layer's tensors by role, tensors of fully trained modules by diffusers' names, and unknown names."""
+    saved_modules = tuple((settings or {}).get("modules_to_save") or ())
+    groups: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
-    strange: set[str] = set()
+    unknown_keys: set[str] = set()
     for key, tensor in tensors.items():
         match = KEY.fullmatch(key)
         if match is not None:
             role = MATRICES.get(match["matrix"] or "", match["other"])
-            found.setdefault(match["module"], {})[role] = tensor
-        elif _bare(key).rpartition(".")[0].endswith(saved or ("\0",)):
+            groups.setdefault(match["module"], {})[role] = tensor
+        elif _bare(key).rpartition(".")[0].endswith(saved_modules or ("\0",)):
             whole[_bare(key)] = tensor
         else:
-            strange.add(key)
-    return found, whole, strange
+            unknown_keys.add(key)
+    return groups, whole, unknown_keys
 
 
 def _bare(name: str) -> str:
-    """A name without what tools put before those of the denoiser."""
+    """Return a name without the prefixes that tools add to the denoiser's names."""
     for prefix in DOTTED:
         name = name.removeprefix(prefix)
     return name
 
 
 def _members(module: str, table: NameTable | None) -> list[tuple[str, object]]:
-    """The layers of diffusers that a layer of a file is, in the order of its rows; [] if that is not known."""
+    """Return the diffusers layers that a layer of a file consists of, in row order; [] if unknown."""
     name = _bare(module)
     if module.startswith(FLAT):
         flat = next(module.removeprefix(prefix) for prefix in FLAT if module.startswith(prefix))
-        own = None if table is None else table.diffusers(flat)
-        return [] if table is None else [(own, None)] if own is not None else list(table.members(flat))
+        diffusers_name = None if table is None else table.diffusers(flat)
+        return (
+            []
+            if table is None
+            else [(diffusers_name, None)]
+            if diffusers_name is not None
+            else list(table.members(flat))
+        )
     if module.startswith(OF_TEXT):
         return []
     if table is not None and (originals := table.members(name)):
@@ -269,7 +284,7 @@ def _members(module: str, table: NameTable | None) -> list[tuple[str, object]]:
 
 
 def _layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any] | None) -> LoraLayer:
-    """A layer of a file. Its alpha is a tensor beside it, or what the settings say, or the rank."""
+    """Build a layer of a file. Its alpha comes from a tensor, else from the settings, else it equals the rank."""
     A, B, rank = group["A"], group["B"], len(group["A"])
     if "alpha" in group:
         alpha = float(group["alpha"])
@@ -280,18 +295,23 @@ def _layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any]
 
 
 def _require_pair(layer: LoraLayer, where: str) -> None:
-    """Raise ModelError for matrices that do not fit each other, and for a magnitude that is not one of outputs."""
+    """Raise ModelError for matrices that do not fit each other, or a magnitude that is not per output."""
     if layer.A.ndim < 2 or layer.B.ndim < 2 or layer.B.shape[1] != layer.rank:
-        raise ModelError(f"{where}: A {list(layer.A.shape)} and B {list(layer.B.shape)} are no pair of a LoRA")
+        raise ModelError(f"{where}: A {list(layer.A.shape)} and B {list(layer.B.shape)} are not a LoRA pair")
     if layer.magnitude is not None and len(layer.magnitude) != len(layer.B):
-        raise ModelError(f"{where}: its dora_scale is one of inputs; only one of outputs is known here")
+        raise ModelError(f"{where}: its dora_scale is per input; only a scale per output is supported")
 
 
 def _with_own_magnitude(layer: LoraLayer, name: str, weight: Weight | None, file: Path) -> LoraLayer:
-    """DoRA as ComfyUI has it: the sum of W and the adapter is multiplied by dora_scale / norm(W), not divided by its
-    own norm (comfy/weight_adapter/base.py of 0.3.77). With the base's weight that is a magnitude."""
+    """Convert ComfyUI's DoRA scale to a magnitude, using the base weight.
+
+    ComfyUI multiplies W plus the adapter by dora_scale / norm(W), instead of dividing by its own norm
+    (comfy/weight_adapter/base.py of 0.3.77).
+    """
     assert layer.magnitude is not None
     if weight is None:
-        raise ModelError(f"{file} has DoRA scales that depend on the base's weights: name the pipeline by --base")
-    own = weight(name)
-    return replace(layer, magnitude=layer.magnitude * row_norms(own.float() + layer.delta()) / row_norms(own))
+        raise ModelError(f"{file} has DoRA scales that depend on the base weights: name the pipeline with --base")
+    base_weight = weight(name)
+    return replace(
+        layer, magnitude=layer.magnitude * row_norms(base_weight.float() + layer.delta()) / row_norms(base_weight)
+    )

@@ -1,4 +1,4 @@
-"""The layers of a LoRA, whatever file they come from: what each adds to its weight, and fusing and splitting them."""
+"""LoRA layers from any file format: their weight updates, and fusing and splitting of layers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from torch import Tensor
 
 from wfm_ds.errors import ModelError
 
-LoraLayers = dict[str, "LoraLayer"]  # by the layer's name in diffusers
+LoraLayers = dict[str, "LoraLayer"]  # by diffusers layer name
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """The update of one layer by a LoRA: alpha / rank * B A is added to its weight W. With a magnitude m (DoRA) the
-    sum is scaled row by row to the norm m (arXiv 2402.09353)."""
+    """The LoRA update of one layer: alpha / rank * B A is added to its weight W.
 
-    A: Tensor  # [rank, in], of a convolution [rank, in, kh, kw]
-    B: Tensor  # [out, rank], of a convolution [out, rank, 1, 1]
+    With a magnitude m (DoRA, arXiv 2402.09353), each row of the sum is scaled to the norm m.
+    """
+
+    A: Tensor  # [rank, in]; for a convolution [rank, in, kh, kw]
+    B: Tensor  # [out, rank]; for a convolution [out, rank, 1, 1]
     alpha: float
     magnitude: Tensor | None = None  # [out]
 
@@ -36,26 +38,26 @@ class LoraLayer:
 
     @property
     def weight_shape(self) -> torch.Size:
-        """The shape of the only weight that the matrices fit."""
+        """The only weight shape that the matrices fit."""
         return torch.Size([len(self.B), *self.A.shape[1:]])
 
     def delta(self) -> Tensor:
-        """The sum that the weight gets, before a magnitude scales it; float32, in the weight's shape."""
+        """Return the update of the weight, before a magnitude scales it: float32, in the weight's shape."""
         product: Tensor = self.B.float().flatten(1) @ self.A.float().flatten(1)
         return product.view(self.weight_shape) * self.scale
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The weight with the adapter in it, float32."""
-        whole = weight.float() + self.delta()
-        return whole if self.magnitude is None else whole * by_row(self.magnitude.float() / row_norms(whole), whole)
+        """Return the weight with the adapter merged, float32."""
+        merged = weight.float() + self.delta()
+        return merged if self.magnitude is None else merged * by_row(self.magnitude.float() / row_norms(merged), merged)
 
     def baked(self) -> LoraLayer:
-        """The same with alpha = rank: for readers that do not look for an alpha."""
+        """Return an equal layer with alpha = rank, for readers that ignore alpha."""
         return replace(self, B=self.B * self.scale, alpha=float(self.rank))
 
 
 def row_norms(weight: Tensor) -> Tensor:
-    """The norm of each output's weights, [out]."""
+    """Return the norm of each output's weights, [out]."""
     norms: Tensor = weight.float().flatten(1).norm(dim=1)
     return norms
 
@@ -65,8 +67,10 @@ def by_row(values: Tensor, like: Tensor) -> Tensor:
 
 
 def fused(members: Sequence[LoraLayer | None]) -> LoraLayer:
-    """One layer that adds what `members` add to equal ranges of its rows, in their order: A stacked, B block-diagonal.
-    None stands for rows that no member adapts; with zeros in its place the ranks stay equal."""
+    """Fuse layers into one that updates equal ranges of its rows by each member: A is stacked, B is block-diagonal.
+
+    None marks rows without an adapter; zero matrices replace them, so that the ranks stay equal.
+    """
     first = next(member for member in members if member is not None)
     rows, scales = len(first.B), {member.scale for member in members if member is not None}
     filled = [_nothing(first) if member is None else member for member in members]
@@ -76,11 +80,11 @@ def fused(members: Sequence[LoraLayer | None]) -> LoraLayer:
         filled = [replace(member, alpha=first.scale * member.rank) for member in filled]
     magnitudes = [member.magnitude for member in members if member is not None and member.magnitude is not None]
     if magnitudes and len(magnitudes) < len(members):
-        raise ModelError("DoRA of some of the layers that are one in the original cannot be fused; target all of them")
+        raise ModelError("cannot fuse DoRA of only some layers that form one original layer; target all of them")
     B = first.B.new_zeros(rows * len(filled), sum(member.rank for member in filled), *first.B.shape[2:])
     column = 0
-    for place, member in enumerate(filled):
-        B[place * rows : (place + 1) * rows, column : column + member.rank] = member.B
+    for index, member in enumerate(filled):
+        B[index * rows : (index + 1) * rows, column : column + member.rank] = member.B
         column += member.rank
     return LoraLayer(
         torch.cat([member.A for member in filled]),
@@ -95,39 +99,42 @@ def _nothing(like: LoraLayer) -> LoraLayer:
 
 
 def split(layer: LoraLayer, shares: int) -> list[LoraLayer | None]:
-    """The inverse of `fused`, for a layer of any origin: what it adds to each of `shares` equal ranges of its rows.
-    Where each range has ranks of its own, as `fused` makes them, members get these alone; None: nothing is added."""
+    """Split a layer of any origin into `num_parts` layers for equal ranges of its rows: the inverse of `fuse_layers`.
+
+    If each range uses its own ranks, as after `fuse_layers`, each part gets only those. None for a range without
+    update.
+    """
     rows, rank = len(layer.B) // shares, layer.rank // shares
     parts = [layer.B[i * rows : (i + 1) * rows] for i in range(shares)]
     magnitudes = [None] * shares if layer.magnitude is None else list(layer.magnitude.chunk(shares))
-    own = [part[:, i * rank : (i + 1) * rank] for i, part in enumerate(parts)]
+    blocks = [part[:, i * rank : (i + 1) * rank] for i, part in enumerate(parts)]
     block_diagonal = layer.rank % shares == 0 and all(
-        torch.count_nonzero(part) == torch.count_nonzero(block) for part, block in zip(parts, own, strict=True)
+        torch.count_nonzero(part) == torch.count_nonzero(block) for part, block in zip(parts, blocks, strict=True)
     )
     if not block_diagonal:
         return [replace(layer, B=part, magnitude=m) for part, m in zip(parts, magnitudes, strict=True)]
     members = [
         LoraLayer(layer.A[i * rank : (i + 1) * rank], block, layer.alpha * rank / layer.rank, magnitudes[i])
-        for i, block in enumerate(own)
+        for i, block in enumerate(blocks)
     ]
     return [None if m.magnitude is None and not m.A.any() and not m.B.any() else m for m in members]
 
 
 def alpha_of(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """The alpha that, over the rank, is the scale which PEFT's settings give to a layer."""
+    """Return a layer's alpha by PEFT's settings, such that alpha / rank is its scale."""
     patterns = settings.get("alpha_pattern") or {}
     alpha = float(patterns.get(get_pattern_key(list(patterns), module), settings["lora_alpha"]))
     return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
 
 
 def rank_of(settings: Mapping[str, Any], module: str) -> int:
-    """The rank that PEFT's settings give to a layer."""
+    """Return a layer's rank by PEFT's settings."""
     patterns = settings.get("rank_pattern") or {}
     return int(patterns.get(get_pattern_key(list(patterns), module), settings["r"]))
 
 
 def same(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
-    """True if both add the same to every layer: bit for bit, or within the rounding of float32."""
+    """Return whether both LoRAs have the same update for every layer: bit for bit, or within float32 rounding."""
     if ours.keys() != theirs.keys():
         return False
     for name, layer in ours.items():

@@ -1,6 +1,7 @@
-"""A LoRA written in the key layouts of other tools: kohya, ComfyUI and PEFT. Diffusers' own is export.py's.
+"""Writing of a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. export.py writes diffusers' own layout.
 
-What reads what, as their sources say, is in docs/exports.md. Each file is read back and compared before it is kept.
+docs/exports.md lists which tool reads which layout, according to their sources. Each file is read back and compared
+before it is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models.lora_names import Names
 from wfm_ds.storage import atomic
 
-NOISE = {"transformer": "high_noise", "transformer_2": "low_noise"}  # experts, as files for ComfyUI call them
+NOISE = {"transformer": "high_noise", "transformer_2": "low_noise"}  # names of the experts in file names for ComfyUI
 
 
 def write_layout(
@@ -35,45 +36,53 @@ def write_layout(
     bake_alpha: bool,
     weight: Callable[[str], Weight] | None = None,
 ) -> list[Path]:
-    """Write a LoRA in the layout `kohya` or `comfyui` as `out`, a .safetensors file; two experts get two files, with
-    their names in them. weight: of a part, the base's weights, for DoRA in ComfyUI. Returns the files. Raises
-    ModelError for layers that the layout has no names for, and for modules that trained whole, which it has no place
-    for; OSError."""
+    """Write a LoRA to `out`, a .safetensors file, in the layout `kohya` or `comfyui`. Returns the files.
+
+    Two experts get two files, with their names in the file names. weight: returns a reader of a part's base weights,
+    for
+    DoRA in ComfyUI. Raises ModelError for layers without a name in the layout and for fully trained modules, which it
+    does
+    not support; OSError if writing fails.
+    """
     if any(source.saved.values()):
         raise ModelError(
-            f"{source.path} has layers that trained whole (lora.modules_to_save), which layout {layout} has no place "
-            "for: convert it with --merge, or write the layout diffusers or peft"
+            f"{source.path} has fully trained layers (lora.modules_to_save), which layout {layout} does not "
+            "support: convert it with --merge, or write the layout diffusers or peft"
         )
     files = expert_files(out, list(source.layers))
     for part, layers in source.layers.items():
-        of_part = None if weight is None else weight(part)
-        shown = {name: layer.baked() for name, layer in layers.items()} if bake_alpha else layers
-        tensors = kohya(shown, names) if layout == "kohya" else comfyui(shown, names, of_part)
+        read_weight = None if weight is None else weight(part)
+        written_layers = {name: layer.baked() for name, layer in layers.items()} if bake_alpha else layers
+        tensors = kohya(written_layers, names) if layout == "kohya" else comfyui(written_layers, names, read_weight)
         if bake_alpha:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
-        with atomic.new_file(files[part]) as making:
-            save_file(tensors, making, metadata={"format": "pt"})
-            back = LoraSource(making, names.table, _always(of_part)).layers[LORA_PREFIX]
-            if not same(layers, back):
-                raise ModelError(f"{files[part]}: the layout {layout} cannot say what {source.path} adds: not written")
+        with atomic.new_file(files[part]) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            read_layers = LoraSource(temporary, names.table, _always(read_weight)).layers[LORA_PREFIX]
+            if not same(layers, read_layers):
+                raise ModelError(
+                    f"{files[part]}: layout {layout} cannot represent the update of {source.path}: not written"
+                )
     return list(files.values())
 
 
 def _always(weight: Weight | None) -> Callable[[str], Weight] | None:
-    """The base's weights for a file alone, whichever part it is of."""
+    """Return a function that gives this reader for any part, for reading a single file."""
     return None if weight is None else lambda part: weight
 
 
 def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
-    """The file of each part: `out` itself, or for two experts `NAME_high_noise` and `NAME_low_noise`."""
+    """Return the file of each part: `out` itself, or for two experts `NAME_high_noise` and `NAME_low_noise`."""
     if len(parts) == 1:
         return {parts[0]: out}
     return {part: out.with_name(f"{out.stem}_{NOISE[part]}{out.suffix}") for part in parts}
 
 
 def kohya(layers: LoraLayers, names: Names) -> dict[str, Tensor]:
-    """`lora_unet_` and the original's name with underscores; down, up and alpha. DoRA as LyCORIS has it: the magnitude
-    as `dora_scale` [out, 1]."""
+    """Return the tensors in kohya's layout: `lora_unet_` and the original name with underscores; down, up and alpha.
+
+    DoRA as in LyCORIS: the magnitude as `dora_scale` [out, 1].
+    """
     tensors: dict[str, Tensor] = {}
     for module, layer in originals(layers, names).items():
         tensors |= of_layer(layer, "lora_unet_" + module.replace(".", "_"), ("lora_down", "lora_up"))
@@ -81,21 +90,25 @@ def kohya(layers: LoraLayers, names: Names) -> dict[str, Tensor]:
 
 
 def comfyui(layers: LoraLayers, names: Names, weight: Weight | None) -> dict[str, Tensor]:
-    """The names that ComfyUI maps onto the family's model: diffusers' own where it has a table of them, else the
-    original's; A, B and alpha. DoRA: `dora_scale` [out, 1], which it divides by the norms of W alone."""
+    """Return the tensors with names that ComfyUI maps to the family's model; A, B and alpha.
+
+    These are diffusers' names if ComfyUI has a table for them, otherwise the original names. DoRA: `dora_scale` [out,
+    1],
+    which ComfyUI divides by the norms of W alone.
+    """
     if any(layer.magnitude is not None for layer in layers.values()):
         layers = {name: _with_comfyui_scale(layer, name, weight) for name, layer in layers.items()}
-    of_diffusers = names.comfyui_prefix == LORA_PREFIX
-    if of_diffusers:
+    uses_diffusers_names = names.comfyui_prefix == LORA_PREFIX
+    if uses_diffusers_names:
         _require_known(layers, names)
     tensors: dict[str, Tensor] = {}
-    for module, layer in (layers if of_diffusers else originals(layers, names)).items():
+    for module, layer in (layers if uses_diffusers_names else originals(layers, names)).items():
         tensors |= of_layer(layer, f"{names.comfyui_prefix}.{module}", ("lora_A", "lora_B"))
     return tensors
 
 
 def of_layer(layer: LoraLayer, key: str, matrices: tuple[str, str]) -> dict[str, Tensor]:
-    """The tensors of a layer where each has its own alpha. matrices: the names of A and B."""
+    """Return the tensors of a layer for layouts with one alpha per layer. matrices: the names of A and B."""
     tensors = {
         f"{key}.{matrices[0]}.weight": stored(layer.A),
         f"{key}.{matrices[1]}.weight": stored(layer.B),
@@ -110,23 +123,27 @@ def _with_comfyui_scale(layer: LoraLayer, name: str, weight: Weight | None) -> L
     if layer.magnitude is None:
         return layer
     if weight is None:
-        raise ModelError("DoRA in ComfyUI depends on the base's weights: name the pipeline by --base")
-    own = weight(name)
-    return replace(layer, magnitude=layer.magnitude * row_norms(own) / row_norms(own.float() + layer.delta()))
+        raise ModelError("DoRA in ComfyUI depends on the base weights: name the pipeline with --base")
+    base_weight = weight(name)
+    return replace(
+        layer, magnitude=layer.magnitude * row_norms(base_weight) / row_norms(base_weight.float() + layer.delta())
+    )
 
 
 def originals(layers: LoraLayers, names: Names) -> LoraLayers:
-    """The layers as the original has them. Raises ModelError for those that its table does not name."""
+    """Return the layers as in the original model. Raises ModelError for layers that are not in its name table."""
     _require_known(layers, names)
     groups: dict[str, dict[int, LoraLayer]] = defaultdict(dict)
-    shares: dict[str, int] = {}
+    num_members: dict[str, int] = {}
     for module, layer in layers.items():
-        found = names.table.original(module)
-        assert found is not None
-        groups[found[0]][found[1].place] = layer
-        shares[found[0]] = found[1].shares
+        original = names.table.original(module)
+        assert original is not None
+        groups[original[0]][original[1].place] = layer
+        num_members[original[0]] = original[1].shares
     return {
-        module: group[0] if shares[module] == 1 else fused([group.get(place) for place in range(shares[module])])
+        module: group[0]
+        if num_members[module] == 1
+        else fused([group.get(index) for index in range(num_members[module])])
         for module, group in groups.items()
     }
 
@@ -134,22 +151,23 @@ def originals(layers: LoraLayers, names: Names) -> LoraLayers:
 def _require_known(layers: LoraLayers, names: Names) -> None:
     if unknown := [module for module in layers if names.table.original(module) is None]:
         raise ModelError(
-            f"{len(unknown)} layers of the LoRA have no name in the original {names.family} here "
+            f"{len(unknown)} layers of the LoRA have no name in the original {names.family} "
             f"({', '.join(unknown[:3])}): convert it to the layout peft or diffusers"
         )
 
 
 def write_peft(source: LoraSource, folder: Path) -> None:
-    """Write a folder that peft.PeftModel.from_pretrained loads onto the bare network; of two experts a folder each."""
+    """Write a folder that peft.PeftModel.from_pretrained loads onto the network; with two experts one folder for
+    each."""
     for part in source.layers:
-        inside = folder if len(source.layers) == 1 else folder / part
-        inside.mkdir(parents=True, exist_ok=True)
+        part_folder = folder if len(source.layers) == 1 else folder / part
+        part_folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             f"base_model.model.{diffusers_name(name).replace('.modules_to_save.', '.')}": stored(tensor)
             for name, tensor in named_tensors(source.layers[part], source.saved[part])
         }
-        save_file(tensors, inside / PEFT_FILE, metadata={"format": "pt"})
-        atomic.write_text(inside / ADAPTER_CONFIG, _json(source.settings | {"peft_type": "LORA"}))
+        save_file(tensors, part_folder / PEFT_FILE, metadata={"format": "pt"})
+        atomic.write_text(part_folder / ADAPTER_CONFIG, _json(source.settings | {"peft_type": "LORA"}))
 
 
 def stored(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A diffusers pipeline on disk: which folders belong to it, and a second folder that shares the unchanged files."""
+"""A diffusers pipeline on disk: its folders, and copies of it that share the unchanged files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from wfm_ds.errors import ModelError
 log = logging.getLogger(__name__)
 
 INDEX = "model_index.json"
-CALL = "call.json"  # our own note beside the index: arguments with which the pipeline is called
+CALL = "call.json"  # written by wfm_ds next to the index: call arguments of the pipeline
 
-# Another file system, one without hard links, too many links, or a file of another user (fs.protected_hardlinks).
+# Another file system, no support for hard links, too many links, or another user's file (fs.protected_hardlinks).
 NOT_LINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The content of model_index.json. Raises ModelError if it is missing or not a JSON object."""
+    """Return the content of model_index.json. Raises ModelError if it is missing or not a JSON object."""
     path = folder / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
@@ -35,19 +35,21 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def components(index: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
-    """(library, class) of each component by name; (None, None) for one that the pipeline does without."""
+    """Return (library, class) of each component by name; (None, None) for a component that the pipeline does not
+    use."""
     pairs = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
     return {name: (value[0], value[1]) for name, value in pairs.items()}
 
 
 def share_unchanged(base: Path, out: Path, *, changed: Collection[str]) -> None:
-    """Give `out` the index, call.json if there is one, and all components of `base` but the `changed` ones.
+    """Share the index, call.json if it exists, and all components of `base` except the `changed` ones with `out`.
 
-    Files are hard-linked with symbolic links resolved (a link into a hub cache must not be all that an export holds),
-    so they cost no space and must not be opened for writing. Where linking is impossible they are copied, with one
-    warning. Raises ModelError if `base` is not a pipeline folder, OSError if files cannot be read or written.
+    Files are hard-linked after resolving symbolic links (an export must not consist of links into a Hub cache), so they
+    cost no space and must not be opened for writing. If linking is not possible, they are copied with one warning.
+    Raises
+    ModelError if `base` is not a pipeline folder, OSError if files cannot be read or written.
     """
-    present = [name for name, (_, kind) in components(read_index(base)).items() if kind is not None]
+    present = [name for name, (_, class_name) in components(read_index(base)).items() if class_name is not None]
     files = [base / INDEX, *(base / name for name in (CALL,) if (base / name).exists())]
     for name in present:
         if name not in changed:
@@ -56,7 +58,7 @@ def share_unchanged(base: Path, out: Path, *, changed: Collection[str]) -> None:
 
 
 def share_files(base: Path, out: Path, files: Iterable[Path]) -> None:
-    """Give `out` these files below `base`, hard-linked or copied as `share_unchanged` says."""
+    """Share these files of `base` with `out`, hard-linked or copied as in `link_unchanged_files`."""
     copied, copied_bytes = 0, 0
     for file in files:
         source, target = file.resolve(strict=True), out / file.relative_to(base)
@@ -66,8 +68,8 @@ def share_files(base: Path, out: Path, files: Iterable[Path]) -> None:
             copied, copied_bytes = copied + 1, copied_bytes + target.stat().st_size
     if copied:
         log.warning(
-            "%s: %d unchanged files (%.1f MiB) had to be copied, they cannot be hard-linked from %s; every export "
-            "costs that space again",
+            "%s: %d unchanged files (%.1f MiB) were copied, because they cannot be hard-linked from %s; "
+            "every export uses that space again",
             out,
             copied,
             copied_bytes / 2**20,
@@ -77,9 +79,9 @@ def share_files(base: Path, out: Path, files: Iterable[Path]) -> None:
 
 def _files_below(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
-        raise ModelError(f"{folder}: the model index names this component, but the folder does not exist")
-    for where, _, names in os.walk(folder, followlinks=True):
-        yield from (Path(where, name) for name in sorted(names))
+        raise ModelError(f"{folder}: the model index lists this component, but the folder does not exist")
+    for directory, _, names in os.walk(folder, followlinks=True):
+        yield from (Path(directory, name) for name in sorted(names))
 
 
 def _link(source: Path, target: Path) -> bool:

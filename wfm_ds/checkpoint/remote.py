@@ -1,10 +1,10 @@
-"""Checkpoints in S3: complete or absent there too. Local ones are store.py's.
+"""Checkpoints in S3, complete or absent. store.py has the local ones.
 
     s3://bucket/run/checkpoints/step_400/wfm_rank00000.safetensors, ...    the files of the local folder
     s3://bucket/run/checkpoints/step_400/COMPLETE                          the local one, and each file's SHA-256
 
-S3 renames nothing, so that COMPLETE alone decides: it goes first when a checkpoint is replaced or removed, and comes
-last.
+S3 has no rename, so only COMPLETE marks a complete checkpoint: it is removed first when a checkpoint is replaced or
+removed, and written last.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """An address below which all files are there, in the sizes that they were written in."""
+    """A remote folder with all of its files, in the sizes that were written."""
 
     path: str
     step: int
     world_size: int
     facts: Mapping[str, Any]
-    files: Mapping[str, int]  # bytes by name, COMPLETE left out
-    sha256: Mapping[str, str]  # by name; of what this module sent, all are there
+    files: Mapping[str, int]  # bytes by name, without COMPLETE
+    sha256: Mapping[str, str]  # by name; complete for checkpoints that this module published
     complete: str  # the text of COMPLETE
 
 
@@ -47,29 +47,31 @@ def read(address: str) -> RemoteCheckpoint | None:
 
 
 def newest(root: str) -> RemoteCheckpoint | None:
-    """Return the complete checkpoint with the highest step below `root`. What it passes over is logged. Raises
-    StorageError."""
+    """Return the complete checkpoint with the highest step below `root`. Skipped ones are logged.
+
+    Raises StorageError.
+    """
     names = transfer.listing(root)
     for step in sorted(_steps(names), reverse=True):
-        found = _read_step(root, step, names)
-        if found is not None:
-            return found
-        log.warning("%s/step_%d is damaged or incomplete and is passed over", root, step)
+        checkpoint = _read_step(root, step, names)
+        if checkpoint is not None:
+            return checkpoint
+        log.warning("%s/step_%d is damaged or incomplete and is skipped", root, step)
     return None
 
 
 def flaws(root: str) -> list[str]:
-    """Name the checkpoints below `root` that were complete once and are not any more. Raises StorageError."""
+    """Describe the checkpoints below `root` that have a COMPLETE but are damaged. Raises StorageError."""
     names = transfer.listing(root)
-    marked = [step for step in sorted(_steps(names)) if f"step_{step}/{COMPLETE}" in names]
-    return [f"step_{step} lacks files of its own" for step in marked if _read_step(root, step, names) is None]
+    completed_steps = [step for step in sorted(_steps(names)) if f"step_{step}/{COMPLETE}" in names]
+    return [f"step_{step}: files are missing" for step in completed_steps if _read_step(root, step, names) is None]
 
 
 def _read_step(root: str, step: int, names: Mapping[str, int]) -> RemoteCheckpoint | None:
-    """Return the checkpoint of a step; `names`: all objects below `root`, with sizes."""
+    """Return the checkpoint of a step. names: all objects below `root`, with sizes."""
     folder = f"step_{step}/"
-    inside = {name.removeprefix(folder): size for name, size in names.items() if name.startswith(folder)}
-    return _read(f"{root}/step_{step}", inside)
+    sizes = {name.removeprefix(folder): size for name, size in names.items() if name.startswith(folder)}
+    return _read(f"{root}/step_{step}", sizes)
 
 
 def _read(address: str, sizes: Mapping[str, int]) -> RemoteCheckpoint | None:
@@ -78,7 +80,7 @@ def _read(address: str, sizes: Mapping[str, int]) -> RemoteCheckpoint | None:
     text = transfer.read_text(f"{address}/{COMPLETE}")
     try:
         marker = json.loads(text)
-        found = RemoteCheckpoint(
+        checkpoint = RemoteCheckpoint(
             address,
             int(marker["step"]),
             int(marker["world_size"]),
@@ -87,9 +89,9 @@ def _read(address: str, sizes: Mapping[str, int]) -> RemoteCheckpoint | None:
             dict(marker.get("sha256", {})),
             text,
         )
-    except (ValueError, KeyError, TypeError):  # any of them: this is none
+    except (ValueError, KeyError, TypeError):  # not a valid checkpoint
         return None
-    return found if all(sizes.get(name) == size for name, size in found.files.items()) else None
+    return checkpoint if all(sizes.get(name) == size for name, size in checkpoint.files.items()) else None
 
 
 def _steps(names: Mapping[str, int]) -> set[int]:
@@ -97,49 +99,53 @@ def _steps(names: Mapping[str, int]) -> set[int]:
 
 
 def fetch(found: RemoteCheckpoint, folder: Path, *, moved: Moved = ignore) -> Checkpoint:
-    """Make `folder` this checkpoint, complete or absent, each file compared with its SHA-256; one that is there is
-    replaced. Raises StorageError."""
-    making = folder.with_name(f"{folder.name}.tmp")
+    """Download a checkpoint to `folder`, complete or absent, and compare each file with its SHA-256.
+
+    An existing folder is replaced. Raises StorageError.
+    """
+    temporary = folder.with_name(f"{folder.name}.tmp")
     try:
-        if making.exists():
-            shutil.rmtree(making)
-        making.mkdir(parents=True)
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
         for name, size in found.files.items():
-            file = _inside(making, name, found.path)
+            file = _inside(temporary, name, found.path)
             file.parent.mkdir(parents=True, exist_ok=True)
             transfer.download(f"{found.path}/{name}", file, size=size, sha256=found.sha256.get(name), moved=moved)
-        atomic.write_text(making / COMPLETE, found.complete)
+        atomic.write_text(temporary / COMPLETE, found.complete)
         if folder.exists():
             shutil.rmtree(folder)
-        making.rename(folder)
+        temporary.rename(folder)
         atomic.sync(folder.parent)
     except StorageError:
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     except OSError as error:
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise StorageError(f"{found.path} could not be copied to {folder} ({error}): free space there") from error
     return Checkpoint(folder, found.step, found.world_size, found.facts)
 
 
 @contextlib.contextmanager
 def on_this_machine(place: str, beside: Path) -> Iterator[Path]:
-    """Yield a path as it is, and what lies at an s3:// address as a temporary folder near `beside`, a checkpoint
-    compared with its digests. Raises StorageError."""
+    """Yield a local path unchanged, and an s3:// address as a temporary copy near `beside`.
+
+    Files of a checkpoint are compared with their digests. Raises StorageError.
+    """
     if not is_remote(place):
         yield Path(place)
         return
     address, sizes = place.rstrip("/"), transfer.listing(place.rstrip("/"))
     if not sizes:
-        raise StorageError(f"{address}: there is nothing")
-    found = _read(address, sizes)
-    if found is None and COMPLETE in sizes:
-        raise StorageError(f"{address} is damaged: files are missing or were cut off; choose another checkpoint")
-    near = next(path for path in (beside.absolute(), *beside.absolute().parents) if path.is_dir())
-    with tempfile.TemporaryDirectory(prefix=".wfm-", dir=near) as temporary:
+        raise StorageError(f"{address}: not found")
+    checkpoint = _read(address, sizes)
+    if checkpoint is None and COMPLETE in sizes:
+        raise StorageError(f"{address} is damaged: files are missing or truncated; choose another checkpoint")
+    parent = next(path for path in (beside.absolute(), *beside.absolute().parents) if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".wfm-", dir=parent) as temporary:
         folder = Path(temporary) / address.rpartition("/")[2]
-        if found is not None:
-            fetch(found, folder)
+        if checkpoint is not None:
+            fetch(checkpoint, folder)
         else:
             _fetch_files(address, sizes, folder)
         yield folder
@@ -158,16 +164,17 @@ def _fetch_files(address: str, sizes: Mapping[str, int], folder: Path) -> None:
 def _inside(folder: Path, name: str, address: str) -> Path:
     file = folder / name
     if not file.resolve().is_relative_to(folder.resolve()):
-        raise StorageError(f"{address} has {name}, which leads out of its folder: no run wrote that")
+        raise StorageError(f"{address} has {name}, a path outside of its folder: no run wrote it")
     return file
 
 
 def publish(
     found: Checkpoint, address: str, *, before_complete: Callable[[], None], moved: Moved = ignore
 ) -> dict[str, int]:
-    """Send a local checkpoint; `before_complete()` is called when all but COMPLETE is there. The bytes by name.
+    """Upload a local checkpoint. Returns the bytes of each file by name.
 
-    Raises StorageError, and OSError when the local files cannot be read.
+    before_complete: called after all files except COMPLETE were uploaded. Raises StorageError, and OSError if the local
+    files cannot be read.
     """
     marker = json.loads((found.path / COMPLETE).read_text(encoding="utf-8"))
     sizes: dict[str, int] = marker["files"]
@@ -183,12 +190,16 @@ def publish(
 
 
 def prune(root: str, *, newest: int, keep: int) -> None:
-    """Remove all but the `keep` last complete checkpoints up to step `newest`, which is the caller's own, and what is
-    not complete beyond it; a complete one beyond it is another run's, and stays. Raises StorageError."""
+    """Keep the last `keep` complete checkpoints up to step `newest`, and remove other ones.
+
+    Beyond `newest`, which is the caller's own checkpoint, incomplete ones are removed; complete ones belong to another
+    run
+    and stay. Raises StorageError.
+    """
     names = transfer.listing(root)
     complete = {step for step in _steps(names) if f"step_{step}/{COMPLETE}" in names}
-    others = {step for step in complete if step > newest and _read_step(root, step, names) is not None}
-    for step in _steps(names) - kept_steps(complete, newest=newest, keep=keep) - others:
-        inside = [name for name in names if name.startswith(f"step_{step}/")]
-        first = sorted(inside, key=lambda name: not name.endswith(f"/{COMPLETE}"))
-        transfer.remove(f"{root}/{name}" for name in first)
+    newer_complete = {step for step in complete if step > newest and _read_step(root, step, names) is not None}
+    for step in _steps(names) - kept_steps(complete, newest=newest, keep=keep) - newer_complete:
+        objects = [name for name in names if name.startswith(f"step_{step}/")]
+        ordered = sorted(objects, key=lambda name: not name.endswith(f"/{COMPLETE}"))
+        transfer.remove(f"{root}/{name}" for name in ordered)

@@ -1,11 +1,11 @@
-"""Checkpoint folders that are complete or absent, whatever kills the run. What is in them is state.py's business.
+"""Local checkpoint folders, complete or absent even if the run is killed. rank_state.py defines their content.
 
-    checkpoints/step_400.tmp/      while it is written: the files of all ranks, and rank_00000.ok, rank_00001.ok, ...
-    checkpoints/step_400/          renamed when all is on disk; COMPLETE lists every file with its size
-    checkpoints/LATEST             the name of the newest one, for people and scripts; nothing here reads it
+    checkpoints/step_400.tmp/      during writing: the files of all ranks, and rank_00000.ok, rank_00001.ok, ...
+    checkpoints/step_400/          renamed when everything is on disk; COMPLETE lists every file with its size
+    checkpoints/LATEST             the name of the newest one, for people and scripts; not read here
 
-A folder without a COMPLETE that fits its files is no checkpoint: it is passed over, and replaced when its step comes
-again; a step_N.tmp that a killed run left goes when the next save begins. All ranks share one file system.
+A folder with files that do not match its COMPLETE is not a checkpoint: it is skipped, and replaced when its step is
+saved again. A step_N.tmp of a killed run is removed at the start of the next save. All ranks share one file system.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMPLETE, LATEST = "COMPLETE", "LATEST"
-MAKING = ".tmp"  # ends the name of a folder that is being written
+MAKING = ".tmp"  # suffix of a folder that is being written
 STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder whose files are all there, in the sizes that they were written in."""
+    """A folder with all of its files, in the sizes that were written."""
 
     path: Path
     step: int
     world_size: int
-    facts: Mapping[str, Any]  # what the writer noted in COMPLETE
+    facts: Mapping[str, Any]  # additional data in COMPLETE
 
 
 class Save:
-    """A checkpoint that is being written by a thread of each rank, while training goes on. Every rank calls all."""
+    """A checkpoint that is written by a thread on each rank while training continues. Collective: all methods."""
 
     def __init__(
         self,
@@ -57,38 +57,45 @@ class Save:
         keep: int,
         spared: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """Begin `root/step_<step>`.
+        """Start writing `root/step_<step>`.
 
-        `write(folder)` runs in the thread, on every rank; it must not communicate, and returns the files that this rank
-        wrote below the folder; OSError and UserError are errors that it may raise. `facts`: JSON, rank 0's are kept.
-        `keep`: how many checkpoints stay, this one included; besides them those steps that `spared()` names, on rank
-        0, stay. Raises UserError on all ranks if the folder cannot be made.
+        write: `write(folder)` runs in the thread on every rank, without communication, and returns the files that this
+        rank
+        wrote below the folder; it may raise OSError and UserError. metadata: JSON; rank 0's is stored. keep: number of
+        checkpoints to keep, including this one. protected_steps: called on rank 0; returns additional steps to keep.
+        Raises
+        UserError on all ranks if the folder cannot be created.
         """
         self.root, self.step, self.world, self.facts = root, step, world, facts
         self.keep, self.spared = keep, spared
-        making = self.making = root / f"step_{step}{MAKING}"
-        world.checked(lambda: _writable(making, lambda: _begin(making)), on="main")
+        temporary_folder = self.making = root / f"step_{step}{MAKING}"
+        world.checked(lambda: _writable(temporary_folder, lambda: _begin(temporary_folder)), on="main")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._share = self._thread.submit(_writable, making, lambda: _write_share(making, world.rank, write))
+        self._share = self._thread.submit(
+            _writable, temporary_folder, lambda: _write_share(temporary_folder, world.rank, write)
+        )
 
     def share_is_written(self) -> bool:
-        """Return whether this rank has written its share, or failed to: a local fact."""
+        """Return whether this rank has finished or failed writing its files. Local, may differ between ranks."""
         return self._share.done()
 
     def commit(self) -> Path:
-        """Wait for all shares, mark the checkpoint as complete, prune older ones; returns its path.
+        """Wait for all ranks, mark the checkpoint as complete, and remove old ones. Returns its path.
 
         Raises UserError on all ranks if any failed; all older checkpoints are then intact.
         """
-        world, making = self.world, self.making
+        world, temporary_folder = self.world, self.making
         try:
             world.checked(self._share.result)
             world.checked(
-                lambda: _writable(making, lambda: _commit(making, self.step, world.size, self.facts)), on="main"
+                lambda: _writable(
+                    temporary_folder, lambda: _commit(temporary_folder, self.step, world.size, self.facts)
+                ),
+                on="main",
             )
         except UserError:
             if world.is_main:
-                shutil.rmtree(making, ignore_errors=True)  # half a checkpoint may be what fills the disk
+                shutil.rmtree(temporary_folder, ignore_errors=True)  # a partial checkpoint may be what fills the disk
             raise
         finally:
             self._thread.shutdown()
@@ -102,16 +109,16 @@ def _writable(making: Path, work: Callable[[], None]) -> None:
         work()
     except OSError as error:
         raise UserError(
-            f"{making.with_suffix('')}: the checkpoint could not be written ({error}); earlier ones are intact: free "
-            "space or repair the folder, then start the same command again"
+            f"{making.with_suffix('')}: the checkpoint could not be written ({error}); earlier ones are "
+            "intact: free space or repair the folder, then start the same command again"
         ) from error
 
 
 def _begin(making: Path) -> None:
-    if making.exists():  # of a writer that was killed
+    if making.exists():  # left by a killed run
         shutil.rmtree(making)
     making.mkdir(parents=True)
-    for entry in making.parent.iterdir():  # of others, which the next start may have left at another step
+    for entry in making.parent.iterdir():  # also left by killed runs, at other steps
         if entry != making and entry.suffix == MAKING and STEP_FOLDER.fullmatch(entry.stem):
             _remove(entry)
 
@@ -119,12 +126,12 @@ def _begin(making: Path) -> None:
 def _remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
-    except OSError as error:  # what is complete is safe; disk space is not worth a run
+    except OSError as error:  # complete checkpoints are safe, and the run should not fail for disk space
         log.warning("%s could not be removed (%s)", folder, error)
 
 
 def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]]) -> None:
-    """Put this rank's files on disk, and then the list of them."""
+    """Write this rank's files to disk, then a list of them."""
     files = write(making)
     for path in files:
         atomic.sync(path)
@@ -135,17 +142,17 @@ def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]
 
 
 def _commit(making: Path, step: int, world_size: int, facts: Mapping[str, Any]) -> None:
-    """Check, mark as complete and rename, on rank 0, once every rank has left its list."""
+    """Check the files, mark the checkpoint as complete and rename it. On rank 0, after every rank wrote its list."""
     files: dict[str, int] = {}
     for rank in range(world_size):
         files |= json.loads((making / ok_name(rank)).read_text(encoding="utf-8"))
-    torn = [name for name, size in files.items() if (making / name).stat().st_size != size]
-    if torn:
-        raise OSError(f"files have changed their size since they were written: {', '.join(torn)}")
+    changed = [name for name, size in files.items() if (making / name).stat().st_size != size]
+    if changed:
+        raise OSError(f"files changed their size after they were written: {', '.join(changed)}")
     complete = {"step": step, "world_size": world_size, "facts": dict(facts), "files": files}
     atomic.write_text(making / COMPLETE, json.dumps(complete, indent=1) + "\n")
     final = making.with_suffix("")
-    if final.exists():  # damaged, or it would have been continued from
+    if final.exists():  # it is damaged, otherwise the run would have resumed from it
         shutil.rmtree(final)
     making.rename(final)
     atomic.sync(final.parent)
@@ -157,53 +164,54 @@ def ok_name(rank: int) -> str:
 
 
 def read(path: Path) -> Checkpoint | None:
-    """Return the checkpoint in this folder; None if it is not complete, for a reason that `flaw` says."""
-    found = _examined(path)
-    return found if isinstance(found, Checkpoint) else None
+    """Return the checkpoint in this folder; None if it is not complete. `find_flaw` returns the reason."""
+    result = _examined(path)
+    return result if isinstance(result, Checkpoint) else None
 
 
 def flaw(path: Path) -> str | None:
-    """Return why this folder is no complete checkpoint, as a clause; None if it is one."""
-    found = _examined(path)
-    return found if isinstance(found, str) else None
+    """Return the reason why this folder is not a complete checkpoint; None if it is one."""
+    result = _examined(path)
+    return result if isinstance(result, str) else None
 
 
 def _examined(path: Path) -> Checkpoint | str:
-    """Return the checkpoint, or why it is none: COMPLETE is missing, or files are, or their sizes differ from what it
-    says."""
+    """Return the checkpoint, or the reason why it is not complete.
+
+    COMPLETE or another file is missing, or the size of a file differs from COMPLETE.
+    """
     try:
         marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
-        found = Checkpoint(path, int(marker["step"]), int(marker["world_size"]), dict(marker["facts"]))
+        checkpoint = Checkpoint(path, int(marker["step"]), int(marker["world_size"]), dict(marker["facts"]))
         sizes = dict(marker["files"])
     except OSError as error:
         return f"{COMPLETE} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{COMPLETE} is garbled"
+        return f"{COMPLETE} is damaged"
     for name, size in sizes.items():
         try:
-            there = (path / name).stat().st_size
+            actual = (path / name).stat().st_size
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        if there != size:
-            return f"{name} has {there} bytes instead of {size}"
-    return found
+        if actual != size:
+            return f"{name} has {actual} bytes instead of {size}"
+    return checkpoint
 
 
 def newest(root: Path) -> Checkpoint | None:
-    """Return the complete checkpoint with the highest step below `root`. What it passes over is logged. Changes
-    nothing."""
+    """Return the complete checkpoint with the highest step below `root`. Skipped ones are logged. Changes nothing."""
     for step in sorted(steps(root), reverse=True):
-        found = read(root / f"step_{step}")
-        if found is not None:
-            return found
-        log.warning("%s is passed over: %s", root / f"step_{step}", flaw(root / f"step_{step}"))
+        checkpoint = read(root / f"step_{step}")
+        if checkpoint is not None:
+            return checkpoint
+        log.warning("%s is skipped: %s", root / f"step_{step}", flaw(root / f"step_{step}"))
     return None
 
 
 def flaws(root: Path) -> list[str]:
-    """Say of each checkpoint folder below `root` that is not complete what is wrong with it."""
-    found = ((f"step_{step}", flaw(root / f"step_{step}")) for step in sorted(steps(root)))
-    return [f"{name}: {why}" for name, why in found if why is not None]
+    """Describe the flaw of each incomplete checkpoint folder below `root`."""
+    folder_flaws = ((f"step_{step}", flaw(root / f"step_{step}")) for step in sorted(steps(root)))
+    return [f"{name}: {reason}" for name, reason in folder_flaws if reason is not None]
 
 
 def steps(root: Path) -> list[int]:
@@ -214,14 +222,16 @@ def steps(root: Path) -> list[int]:
 
 
 def kept_steps(known: Collection[int], *, newest: int, keep: int) -> set[int]:
-    """Return the `keep` last ones up to `newest`."""
+    """Return the last `keep` steps up to `newest`."""
     return set(sorted((step for step in known if step <= newest), reverse=True)[:keep])
 
 
 def prune(root: Path, *, newest: int, keep: int, spared: Collection[int] = ()) -> None:
-    """Remove all but the `keep` last checkpoints up to step `newest` and those spared, and all beyond it, which were
-    passed over."""
-    known = set(steps(root))
-    kept = kept_steps(known, newest=newest, keep=keep) | {step for step in spared if step <= newest}
-    for step in known - kept:
+    """Keep the last `keep` checkpoints up to step `newest` and the protected ones, and remove the others.
+
+    Folders beyond `newest` are removed too: the run skipped them as damaged.
+    """
+    all_steps = set(steps(root))
+    steps_kept = kept_steps(all_steps, newest=newest, keep=keep) | {step for step in spared if step <= newest}
+    for step in all_steps - steps_kept:
         _remove(root / f"step_{step}")

@@ -1,7 +1,7 @@
-"""safetensors files that are written tensor by tensor, so that no more than one of them needs to be in memory.
+"""safetensors files written tensor by tensor, so that only one tensor needs to be in memory.
 
-The header of such a file follows from names, shapes and dtypes alone, and with it the place of each tensor. What is
-written is byte for byte what safetensors' own `save_file` writes, which wants all tensors of a file at once.
+The header of a safetensors file, and with it the position of each tensor, follows from names, shapes and dtypes alone.
+The result is byte-identical to the output of safetensors' own `save_file`, which needs all tensors of a file at once.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-# By torch's dtype: its name in the header, in the order in which tensors lie in a file.
+# Names of torch's dtypes in the header, in the order of tensors in a file.
 DTYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -31,11 +31,11 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 RANKS = {dtype: place for place, dtype in enumerate(DTYPES)}
-ALIGNMENT = 8  # bytes, of the first tensor
+ALIGNMENT = 8  # of the first tensor, in bytes
 
 
 class Spec(NamedTuple):
-    """The dtype and shape of a tensor before it is there."""
+    """The dtype and shape of a tensor that does not exist yet."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -48,14 +48,16 @@ class Spec(NamedTuple):
 class TensorFile:
     """A new safetensors file, filled in any order and complete at the end of its `with` block.
 
-    with TensorFile(path, {"a": Spec(torch.float32, torch.Size([2]))}) as file:
-        file.write("a", torch.zeros(2))
+    Example::
+
+        with TensorFile(path, {"a": StoredTensorSpec(torch.float32, torch.Size([2]))}) as file:
+            file.write("a", torch.zeros(2))
     """
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
-        """Write the header. Raises OSError, and KeyError for a dtype that such files do not have."""
+        """Write the header. Raises OSError, and KeyError for a dtype that the format does not support."""
         self.path, self._specs = path, dict(specs)
-        # As save_file sorts: the widest first, so that every tensor is aligned.
+        # The same order as save_file: the widest dtype first, so that every tensor is aligned.
         order = sorted(specs, key=lambda name: (RANKS[specs[name].dtype], name))
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
         self._offsets: dict[str, int] = {}
@@ -72,18 +74,22 @@ class TensorFile:
         self._put(0, memoryview(len(text).to_bytes(8, "little") + text))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor into its place; it may be on any device. Raises OSError, KeyError for a name that is not of this
-        file or was written already, ValueError for another dtype or shape than was announced."""
+        """Write a tensor, from any device, to its position.
+
+        Raises OSError; KeyError for an unknown name or one that was already written; ValueError if dtype or shape
+        differ from
+        the specification.
+        """
         spec = self._specs[name]
         if (tensor.dtype, tensor.shape) != (spec.dtype, spec.shape):
-            found, wanted = (f"{DTYPES.get(d)} {list(s)}" for d, s in ((tensor.dtype, tensor.shape), spec))
-            raise ValueError(f"{self.path}: {name} is {found}, {wanted} was announced")
+            actual, expected = (f"{DTYPES.get(d)} {list(s)}" for d, s in ((tensor.dtype, tensor.shape), spec))
+            raise ValueError(f"{self.path}: {name} is {actual}, expected {expected}")
         del self._specs[name]
         flat = tensor.detach().cpu().contiguous().view(-1)
         self._put(self._begin + self._offsets[name], flat.view(torch.uint8).numpy().data)
 
     def _put(self, offset: int, data: memoryview) -> None:
-        while data:  # one write() of a raw file takes at most 2 GiB
+        while data:  # one write() to a raw file writes at most 2 GiB
             written = os.pwrite(self._file.fileno(), data, offset)
             data, offset = data[written:], offset + written
 
@@ -93,7 +99,7 @@ class TensorFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Flush to the disk. Raises ValueError if tensors are missing, OSError."""
+        """Flush to disk. Raises ValueError if tensors are missing, OSError if writing fails."""
         with self._file:
             if kind is None:
                 if self._specs:

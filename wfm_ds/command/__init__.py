@@ -1,1 +1,1 @@
-"""The command `wfm`: one name for the programs of this package, and no second way of doing anything."""
+"""The command `wfm`, which runs all programs of this package."""

@@ -1,4 +1,4 @@
-"""`wfm answer MODEL --image a.png "question"`: what a vision-language model answers, token by token the likeliest."""
+"""`wfm answer MODEL --image a.png "question"`: ask a vision-language model. Greedy decoding."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ ADAPTER_CONFIG = "adapter_config.json"
 def parser() -> Parser:
     p = Parser(
         prog="wfm answer",
-        description="Ask a vision-language model, with or without what a run exported.",
+        description="Ask a vision-language model about images and videos.",
         epilog='Example: %(prog)s outputs/run/safetensors/step_100 --image a.png "what is this?"',
     )
     p.add_argument(
         "model",
-        help="what a run exported, safetensors/step_N or its lora/; another model's folder; owner/name; tiny:...",
+        help="an export (safetensors/step_N or its lora/), a model folder, owner/name on the Hub, or tiny:FAMILY",
     )
-    p.add_argument("question", help="<image> and <video> in it are the places of media, which else come first")
-    p.add_argument("--image", action="append", default=[], metavar="FILE", help="may be given several times")
-    p.add_argument("--video", action="append", default=[], metavar="FILE", help="may be given several times")
-    p.add_argument("--system", metavar="TEXT", help="the system turn (default: the chat template's)")
-    p.add_argument("--tokens", type=positive, default=256, metavar="N", help="at most, of the answer (default 256)")
-    p.add_argument("--revision", help="branch, tag or commit of a model of the hub (default main)")
+    p.add_argument("question", help="use <image> and <video> to place the files; otherwise they come first")
+    p.add_argument("--image", action="append", default=[], metavar="FILE", help="image file; repeat for several")
+    p.add_argument("--video", action="append", default=[], metavar="FILE", help="video file; repeat for several")
+    p.add_argument("--system", metavar="TEXT", help="system message (default: from the chat template)")
+    p.add_argument(
+        "--tokens", type=positive, default=256, metavar="N", help="maximum tokens of the answer (default 256)"
+    )
+    p.add_argument("--revision", help="branch, tag or commit on the Hub (default main)")
     p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
-    p.add_argument("--device", help="default: cuda if there is one, else cpu")
+    p.add_argument("--device", help="default: cuda if available, else cpu")
     return p
 
 
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def answer(args: argparse.Namespace) -> str:
-    """Return what the model answers. Raises UserError for a model, or media, that cannot be used."""
+    """Load the model and return its answer. Raises UserError if the model or a file cannot be used."""
     from wfm_ds.engine.preparation import DTYPES
     from wfm_ds.language import model as language_model
     from wfm_ds.language.annotations import BadConversation, Conversation, parsed
@@ -68,8 +70,8 @@ def answer(args: argparse.Namespace) -> str:
     turns = [{"from": "human", "value": args.question}, {"from": "gpt", "value": ""}]
     row = {"images": args.image, "videos": args.video, "conversations": turns}
     try:
-        asked = parsed(row, "question", system_prompt=args.system)
-        sample = reader.read_question(Conversation("question", asked.turns[:-1]))
+        conversation = parsed(row, "question", system_prompt=args.system)
+        sample = reader.read_question(Conversation("question", conversation.turns[:-1]))
     except BadConversation as error:
         raise UserError(str(error)) from error
     network: Any = model.network
@@ -81,7 +83,7 @@ def answer(args: argparse.Namespace) -> str:
 
 
 def places(path: str) -> tuple[str, Path | None]:
-    """Return the model that is loaded, and the folder of the adapter on it, if the path is one's. Raises ModelError."""
+    """Return (model, adapter folder). For an adapter, the model is its base model. Raises ModelError if it has none."""
     from wfm_ds.models.loading import read_json
 
     folder = Path(path).expanduser()
@@ -89,12 +91,12 @@ def places(path: str) -> tuple[str, Path | None]:
         return path, None
     base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str):
-        raise ModelError(f"{folder / ADAPTER_CONFIG} names no base model; export the adapter again")
+        raise ModelError(f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path; export the adapter again")
     return base, folder
 
 
 def answered(network: Any, model: Any, sample: Any, max_tokens: int, device: Any) -> str:
-    """Decode the likeliest tokens, up to the end mark or `max_tokens`."""
+    """Decode the answer greedily, up to the end token or `max_tokens`."""
     import torch
 
     from wfm_ds.language.rows import stacked
@@ -103,7 +105,7 @@ def answered(network: Any, model: Any, sample: Any, max_tokens: int, device: Any
     media = {name: tensor.to(device) for name, tensor in stacked([sample]).items()}
     seconds = {"second_per_grid_ts": torch.tensor(sample.seconds_per_time)} if sample.seconds_per_time else {}
     with torch.no_grad():
-        found = network.generate(
+        output = network.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             mm_token_type_ids=sample.types(model.pad_ids).to(device),
@@ -112,4 +114,4 @@ def answered(network: Any, model: Any, sample: Any, max_tokens: int, device: Any
             **media,
             **seconds,
         )
-    return str(model.tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+    return str(model.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()

@@ -1,7 +1,6 @@
-"""Runs from Python, for notebooks: `wfm_ds.Run.from_recipe("tiny/sd3_sft").train().samples()`.
+"""Python API for runs, for notebooks: `wfm_ds.Run.from_recipe("tiny/sd3_sft").train().samples()`.
 
-It starts the command that `wfm train` is, in a process of its own, and reads the folder that it leaves: there is no
-second trainer, and a notebook's kernel has no part in the run.
+Training starts `wfm train` in a separate process. Results are read from the output folder of the run.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.yaml_text import to_yaml
 
-LAST_LINES = 20  # of the command's output that an error repeats
+LAST_LINES = 20  # of the output, repeated in errors
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A picture or video of a run's validation."""
+    """An image or video from the validation of a run."""
 
     file: Path
     step: int
@@ -38,31 +37,32 @@ class Sample:
 
 
 class Run:
-    """One run: a recipe, and the folder that training by it fills. Many may be open on one folder; one trains."""
+    """A run: a recipe and its output folder. Any number of objects may read the same folder; only one may train."""
 
     def __init__(self, recipe: Recipe, start: list[str] | None = None) -> None:
-        """Use `from_recipe` or `open`. start: what follows `wfm train`; None: the run is only read."""
+        """Use `from_recipe` or `open` instead. train_arguments: recipe and overrides for `wfm train`; None:
+        read-only."""
         self.recipe, self._start = recipe, start
 
     @classmethod
     def from_recipe(cls, recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Run:
-        """Read a recipe: a YAML file, the name of a shipped one, or the values themselves by section.
+        """Create a run from a recipe: a YAML file, the name of a shipped recipe, or a mapping of sections.
 
-        overrides: values by `section.key`, which replace the recipe's. Raises RecipeError as `wfm check` says it.
+        overrides: values by `section.key` that replace those of the recipe. Raises RecipeError for an invalid recipe.
         """
-        words = [f"{key}={_word(value)}" for key, value in (overrides or {}).items()]
+        arguments = [f"{key}={_word(value)}" for key, value in (overrides or {}).items()]
         if isinstance(recipe, Mapping):
             with _written(recipe) as path:
-                resolved = recipe_file.load(path, words)
+                resolved = recipe_file.load(path, arguments)
             return cls(resolved, [])
-        return cls(recipe_file.load(Path(recipe), words), [str(recipe), *words])
+        return cls(recipe_file.load(Path(recipe), arguments), [str(recipe), *arguments])
 
     @classmethod
     def open(cls, output_dir: str | Path) -> Run:
-        """Open the folder of a run that goes on or has ended. Raises RecipeError if there is none."""
+        """Open the output folder of a running or finished run. Raises RecipeError if it has no recipe."""
         from wfm_ds.run.layout import RECIPE
 
-        return cls(recipe_file.load(Path(output_dir) / RECIPE, [f"run.output_dir={output_dir}"]))
+        return cls(recipe_file.load_stored_recipe(Path(output_dir) / RECIPE, [f"run.output_dir={output_dir}"]))
 
     @property
     def output_dir(self) -> Path:
@@ -70,38 +70,39 @@ class Run:
 
     @property
     def page(self) -> Path:
-        """The run's page, for a browser."""
+        """Path of the HTML page of the run."""
         from wfm_ds.run.layout import PAGE
 
         return self.output_dir / PAGE
 
     def train(self, gpus: int | str = "all", *, overwrite: bool = False, show: bool = True) -> Run:
-        """Train, or go on from the newest checkpoint, until the run ends; return the run itself.
+        """Train, or resume from the newest checkpoint, until the run ends. Return self.
 
-        gpus: of this machine (on a CPU `all` is one process). overwrite: replace a run that is in the folder already.
-        show: write the command's output to this process's. An interrupt stops the run as Ctrl-C does a command: it
-        saves a checkpoint first. Raises UserError for what `wfm train` refuses, RunError for a run that failed.
+        gpus: number of GPUs of this machine (`all` on a CPU: one process). overwrite: replace an existing run in the
+        folder. show: print the output of the command. A KeyboardInterrupt stops the run after saving a checkpoint.
+        Raises UserError for errors that `wfm train` reports, RunError if the run fails.
         """
         if self._start is None:
-            raise UserError(f"{self.output_dir} was opened to be read: make the run by Run.from_recipe to train it")
+            raise UserError(f"{self.output_dir} is read-only: to train, create the run with Run.from_recipe")
         options = ["--gpus", str(gpus), *(["--overwrite"] if overwrite else [])]
-        with contextlib.ExitStack() as held:
-            words = self._start or [str(held.enter_context(_written(self.recipe)))]
-            _command([sys.executable, "-m", "wfm_ds", "train", *words, *options], show)
+        with contextlib.ExitStack() as stack:
+            arguments = self._start or [str(stack.enter_context(_written(self.recipe)))]
+            _command([sys.executable, "-m", "wfm_ds", "train", *arguments, *options], show)
         return self
 
     def result(self) -> dict[str, Any]:
-        """The end of the run (result.json): status, step, metrics, artifacts. UserError while it has not."""
+        """Return result.json: status, step, metrics, artifacts. Raises UserError before the run has ended."""
         from wfm_ds.run.layout import RESULT
 
         path = self.output_dir / RESULT
         if not path.is_file():
-            raise UserError(f"{self.output_dir} has no {RESULT}: the run has not ended, or not begun")
+            raise UserError(f"{self.output_dir} has no {RESULT}: the run has not finished, or not started")
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return result
 
     def metrics(self, *tags: str) -> list[dict[str, float]]:
-        """The rows of metrics.jsonl so far, in their order. tags: only these and `step`, of rows that have one."""
+        """Return the rows of metrics.jsonl in order. tags: keep only these and `step`, and only rows with one of
+        them."""
         from wfm_ds.run.layout import METRICS
 
         rows = list(_rows(self.output_dir / METRICS))
@@ -110,21 +111,21 @@ class Run:
         return [{k: v for k, v in row.items() if k in ("step", *tags)} for row in rows if any(t in row for t in tags)]
 
     def samples(self, step: int | None = None) -> list[Sample]:
-        """Samples of validations so far, oldest first; of one step, if it is given."""
+        """Return the validation samples, oldest first. step: only samples of this step."""
         from wfm_ds.monitoring.samples import TABLE
 
         folders = (self.output_dir / "samples").glob("step_*")
         steps = {int(folder.name.removeprefix("step_")): folder for folder in folders}
         return [
-            Sample(steps[at] / row["file"], at, row["prompt"], row.get("seed"), row.get("rewards") or {})
-            for at in sorted(steps)
-            if step in (None, at)
-            for row in _rows(steps[at] / TABLE)
+            Sample(steps[number] / row["file"], number, row["prompt"], row.get("seed"), row.get("rewards") or {})
+            for number in sorted(steps)
+            if step in (None, number)
+            for row in _rows(steps[number] / TABLE)
         ]
 
 
 def _command(words: list[str], show: bool) -> None:
-    """Run it to its end, its output shown as it comes. Raises UserError and RunError by its exit code."""
+    """Run a command and stream its output. Raises UserError or RunError depending on the exit code."""
     last: deque[str] = deque(maxlen=LAST_LINES)
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
@@ -139,15 +140,15 @@ def _command(words: list[str], show: bool) -> None:
             raise
     if process.returncode == 0:
         return
-    told = next((line for line in reversed(last) if line.startswith("error: ")), None)
-    if process.returncode == 2 and told is not None:
-        raise UserError(told.removeprefix("error: ").strip())
-    raise RunError(f"the run ended with exit code {process.returncode}; its last lines:\n{''.join(last)}")
+    error_line = next((line for line in reversed(last) if line.startswith("error: ")), None)
+    if process.returncode == 2 and error_line is not None:
+        raise UserError(error_line.removeprefix("error: ").strip())
+    raise RunError(f"the run ended with exit code {process.returncode}; last lines:\n{''.join(last)}")
 
 
 @contextlib.contextmanager
 def _written(recipe: Recipe | Mapping[str, Any]) -> Iterator[Path]:
-    """Yield a recipe as a file, as long as the context."""
+    """Write a recipe to a temporary file and yield its path."""
     text = recipe_file.dump(recipe) if isinstance(recipe, Recipe) else to_yaml(dict(recipe))
     with tempfile.TemporaryDirectory(prefix="wfm-recipe-") as folder:
         path = Path(folder) / "recipe.yaml"
@@ -156,12 +157,12 @@ def _written(recipe: Recipe | Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _word(value: Any) -> str:
-    """A value as an override has it: JSON is YAML."""
+    """Format a value for an override on the command line, as JSON (which is valid YAML)."""
     return str(value) if isinstance(value, Path) else json.dumps(value)
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file, but for one that is being written."""
+    """Yield the rows of a JSONL file, without an incomplete last line."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)

@@ -1,4 +1,4 @@
-"""`wfm check`: what `python -m wfm_ds.train RECIPE --check` does, for as many GPUs as are asked for."""
+"""`wfm check`: the checks of `python -m wfm_ds.train RECIPE --check`, for any number of GPUs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from wfm_ds.program import Parser
 def parser() -> Parser:
     p = Parser(
         prog="wfm check",
-        description="Validate a recipe, its data, its model and its rewards; print the derived numbers, train nothing.",
+        description="Check a recipe, its data, model and rewards without training. Prints the derived numbers.",
         epilog="Example: %(prog)s tiny/sd3_nft run.steps=4 --gpus 2",
     )
-    p.add_argument("recipe", type=Path, help="a YAML recipe, or the name of a shipped one (wfm recipes)")
-    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
-    p.add_argument("--gpus", type=at_least_one, metavar="N", help="of the run (default: those here, else the fewest)")
-    p.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
-    p.add_argument("--overwrite", action="store_true", help="as of wfm train: a run that is there does not count")
+    p.add_argument("recipe", type=Path, help="recipe file (YAML), or name of a shipped recipe (see wfm recipes)")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
+    p.add_argument(
+        "--gpus", type=at_least_one, metavar="N", help="number of GPUs (default: all here, else the minimum)"
+    )
+    p.add_argument("--json", action="store_true", help="print one JSON object with sizes in bytes")
+    p.add_argument(
+        "--overwrite", action="store_true", help="ignore an existing run in the output folder, like wfm train"
+    )
     return p
 
 
@@ -39,10 +43,10 @@ def run(args: argparse.Namespace) -> None:
 
     ranks = args.gpus or visible_gpus() or recipe.engine.sequence_parallel
     with deterministic(recipe.engine.deterministic):
-        found = check(recipe, ranks, overwrite=args.overwrite)
+        report = check(recipe, ranks, overwrite=args.overwrite)
     if args.json:
-        sys.stdout.write(json.dumps(found.numbers()) + "\n")
+        sys.stdout.write(json.dumps(report.numbers()) + "\n")
         return
-    sys.stdout.write(f"{found}\n")
+    sys.stdout.write(f"{report}\n")
     processes = f"{ranks} process{'' if ranks == 1 else 'es'}"
     sys.stdout.write(f"ready: {processes}, {recipe.run.steps} steps; next: wfm train {args.recipe} --gpus {ranks}\n")

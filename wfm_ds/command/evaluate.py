@@ -1,6 +1,6 @@
-"""`wfm evaluate`: models on the same prompts and seeds, their scores compared pair by pair, and a verdict.
+"""`wfm evaluate`: compare models on the same prompts and seeds, with paired statistics and a verdict.
 
-Exit codes as of all commands, and 3 for a verdict that --fail-on names.
+Exit codes: those of all commands, and 3 for the verdict given by --fail-on.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from wfm_ds.rollout.rewards import RewardClient
     from wfm_ds.types import Prompt, Score
 
-    Item = tuple[Prompt, int]  # and seed
+    Item = tuple[Prompt, int]  # prompt and seed
 
 PAGE, JSON, CSV = "index.html", "evaluation.json", "evaluation.csv"
 VERDICT = 3  # exit code
 VERDICTS = ("hacked", "improved", "unconfirmed", "no gain", "cannot tell")
-OF_SAMPLING = {  # options and the keys of a run's section `sampling` that they take their value from
+OF_SAMPLING = {  # option: recipe key (section `sampling`) that provides its default
     "height": "height",
     "width": "width",
     "frames": "num_frames",
@@ -52,53 +52,62 @@ OF_MODEL = (
     *("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention"),
     "embedded_guidance",
 )
-MAX_ITEMS = 16  # that a reward scores at once
+MAX_ITEMS = 16  # per reward request
 
 
 def parser() -> Parser:
     p = Parser(
         prog="wfm evaluate",
-        description="Draw the same prompts with the same seeds by several models, score them, and compare each model "
-        "with the first: intervals over prompts, diversity, and a verdict on reward hacking.",
+        description="Generate samples from several models with the same prompts and seeds, score them, and compare "
+        "each model with the first: confidence intervals over prompts, diversity, and a verdict on reward hacking.",
         epilog="Example: %(prog)s tiny:sd3 outputs/mine --prompts prompts.txt --rewards color --judges "
-        "jpeg_compressibility --seeds 4. Size, steps and guidance are those of the run's recipe unless they are given.",
+        "jpeg_compressibility --seeds 4. Size, steps and guidance default to those of the run's recipe.",
     )
     p.add_argument(
         "models",
         nargs="+",
         metavar="MODEL_OR_EXPORT",
-        help="the base first: a pipeline folder, owner/name of the hub, tiny:FAMILY; then exports "
-        "(safetensors/step_N, ../lora, s3://...) or runs. A LoRA or run alone brings its base along",
+        help="first the base model: a pipeline folder, owner/name on the Hub, or tiny:FAMILY; then exports "
+        "(safetensors/step_N, ../lora, s3://...) or runs. For a single LoRA or run, the base is added automatically",
     )
-    p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="a prompt a line (.txt), or .jsonl")
-    p.add_argument("--rewards", metavar="A,B", type=names, help="what to measure (default: what the run trained on)")
-    p.add_argument("--judges", metavar="C,D", type=names, default=[], help="more rewards, which nothing was trained on")
-    p.add_argument("--seeds", type=positive, default=4, metavar="N", help="each prompt is drawn with 0 to N-1 (4)")
-    p.add_argument("--out", metavar="DIR", type=Path, default=Path("evaluation"), help="new or empty (evaluation)")
+    p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="one prompt per line (.txt), or .jsonl")
+    p.add_argument("--rewards", metavar="A,B", type=names, help="rewards to measure (default: those of the run)")
+    p.add_argument("--judges", metavar="C,D", type=names, default=[], help="held-out rewards, not used for training")
+    p.add_argument("--seeds", type=positive, default=4, metavar="N", help="seeds 0 to N-1 for each prompt (default 4)")
     p.add_argument(
-        "--diversity", default="auto", metavar="EYE", help="rgb, a folder of an image model, or auto: DINOv2"
+        "--out", metavar="DIR", type=Path, default=Path("evaluation"), help="a new or empty folder (default evaluation)"
     )
-    p.add_argument("--fail-on", choices=VERDICTS, metavar="VERDICT", help=f"exit with {VERDICT} on it, e.g. hacked")
-    p.add_argument("--timeout", type=positive, default=600, metavar="S", help="seconds for a sample's scores (600)")
-    p.add_argument("--revision", help="branch, tag or commit of a first model of the hub (default main)")
+    p.add_argument(
+        "--diversity",
+        default="auto",
+        metavar="EYE",
+        help="embedding for the diversity: rgb, folder of an image model, or auto (DINOv2)",
+    )
+    p.add_argument(
+        "--fail-on", choices=VERDICTS, metavar="VERDICT", help=f"exit with code {VERDICT} on this verdict, e.g. hacked"
+    )
+    p.add_argument(
+        "--timeout", type=positive, default=600, metavar="S", help="seconds to wait for scores (default 600)"
+    )
+    p.add_argument("--revision", help="branch, tag or commit of the first model on the Hub (default main)")
     add_sampling(p, sized=False)
-    p.set_defaults(**dict.fromkeys((*OF_SAMPLING, *OF_MODEL)))  # unset: the recipe's, then as of wfm generate
+    p.set_defaults(**dict.fromkeys((*OF_SAMPLING, *OF_MODEL)))  # unset: from the recipe, else from wfm generate
     return p
 
 
 def names(text: str) -> list[str]:
-    """Reward names with commas between them."""
-    found = [word.strip() for word in text.split(",") if word.strip()]
-    if not found or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of different names")
-    return found
+    """Parse comma-separated names. Raises ArgumentTypeError for none or duplicates."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or len(set(parts)) < len(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a list of distinct names")
+    return parts
 
 
 def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quieten_libraries
 
-    quieten_libraries()  # before they are imported: they say most of it then
+    quieten_libraries()  # before importing them: they log most during import
     choose_accelerator()
     from wfm_ds.command.evaluated import entries_of
     from wfm_ds.data.prompts import load_prompt_file
@@ -106,19 +115,21 @@ def run(args: argparse.Namespace) -> int:
 
     prompts = load_prompt_file(args.prompts)
     require_empty(args.out)
-    with contextlib.ExitStack() as held:
-        entries = entries_of(args.models, args.out.absolute(), args.revision, held)
+    with contextlib.ExitStack() as stack:
+        entries = entries_of(args.models, args.out.absolute(), args.revision, stack)
         recipe = next((entry.recipe for entry in entries if entry.recipe is not None), None)
         fill_in(args, entries[0], recipe)
         functions = functions_of(args, entries, prompts)
-        found = evaluated(args, entries, prompts, functions)
-    write(args.out, found)
-    return VERDICT if any(other.verdict.name == args.fail_on for other in found.others) else 0
+        evaluation = evaluated(args, entries, prompts, functions)
+    write(args.out, evaluation)
+    return VERDICT if any(other.verdict.name == args.fail_on for other in evaluation.others) else 0
 
 
 def fill_in(args: argparse.Namespace, base: Entry, recipe: Recipe | None) -> None:
-    """Give the options that are unset the recipe's values, a size the pipeline's own, all else generate's defaults.
-    Raises UserError if nobody knows a size."""
+    """Set unset options to the values of the recipe, else to the defaults of `wfm generate`.
+
+    The size falls back to the default of the pipeline. Raises UserError if no size is known.
+    """
     from wfm_ds import generate
     from wfm_ds.models import registry
     from wfm_ds.models.loading import stored_call
@@ -131,19 +142,19 @@ def fill_in(args: argparse.Namespace, base: Entry, recipe: Recipe | None) -> Non
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.height is None or args.width is None:
-        own = stored_call(registry.resolve(base.model, args.family, base.revision, weights=False))
+        call_defaults = stored_call(registry.resolve(base.model, args.family, base.revision, weights=False))
         for name in ("height", "width"):
-            value = getattr(args, name) or own.get(name)
+            value = getattr(args, name) or call_defaults.get(name)
             if value is None:
-                raise UserError(f"--{name}: neither a recipe beside the exports nor {base.given}/call.json says it")
+                raise UserError(f"--{name} is required: no run recipe found, and {base.given}/call.json has no {name}")
             setattr(args, name, value)
 
 
 def functions_of(
     args: argparse.Namespace, entries: Sequence[Entry], prompts: Sequence[Prompt]
 ) -> dict[str, RewardFunction]:
-    """The rewards to be measured, with the options that a run gave them. Raises UserError for one that is unknown or
-    cannot score these prompts, and for a judge that a run was trained on."""
+    """Return the rewards to measure, with the options from the runs. Raises UserError if a reward is unknown or cannot
+    score these prompts, or if a held-out reward was used for training."""
     from wfm_ds.models import registry
     from wfm_ds.recipe.sections import RewardFunction
     from wfm_ds.training.preflight import check_needs
@@ -153,26 +164,28 @@ def functions_of(
     for entry in entries:
         for function in asked_by(entry.recipe):
             if known.setdefault(function.name, function).options != function.options:
-                raise UserError(f"{entry.given}: its run gave {function.name} other options: evaluate the runs apart")
+                raise UserError(
+                    f"{entry.given}: its run uses other options for {function.name}: evaluate the runs separately"
+                )
     trained = {name for entry in entries for name in trained_on(entry.recipe)}
-    wanted = list(known) if args.rewards is None else args.rewards
-    if not wanted:
-        raise UserError("--rewards: name what to measure, e.g. --rewards pickscore; wfm rewards lists them")
+    reward_names = list(known) if args.rewards is None else args.rewards
+    if not reward_names:
+        raise UserError("--rewards is required, e.g. --rewards pickscore; see wfm rewards")
     for name in args.judges:
-        if name in (trained or wanted):
-            raise UserError(f"--judges: {name} was trained on, so it is no held-out judge: name it under --rewards")
-    found: dict[str, RewardFunction] = {}
+        if name in (trained or reward_names):
+            raise UserError(f"--judges: {name} was used for training, so it is not held out: move it to --rewards")
+    functions: dict[str, RewardFunction] = {}
     video = registry.family_of(registry.resolve(entries[0].model, args.family, entries[0].revision), args.family).video
-    for name in dict.fromkeys([*wanted, *args.judges]):
+    for name in dict.fromkeys([*reward_names, *args.judges]):
         rewards.describe(name)
         options = known[name].options if name in known else {}
-        found[name] = RewardFunction(name=name, options=options)
-        check_needs(found[name], prompts, local=True, video=video)
-    return found
+        functions[name] = RewardFunction(name=name, options=options)
+        check_needs(functions[name], prompts, local=True, video=video)
+    return functions
 
 
 def asked_by(recipe: Recipe | None) -> list[RewardFunction]:
-    """The rewards that a run trained on or logged."""
+    """Return the rewards of a run, including those with weight 0."""
     return [] if recipe is None or recipe.reward is None else recipe.reward.functions
 
 
@@ -186,7 +199,7 @@ def evaluated(
     prompts: Sequence[Prompt],
     functions: Mapping[str, RewardFunction],
 ) -> Evaluation:
-    """Draw and score with each model in turn; one is in memory at a time."""
+    """Generate and score the samples of one model after another. Only one model is in memory at a time."""
     from wfm_ds.evaluation.diversity import open_eye
     from wfm_ds.evaluation.results import evaluation
     from wfm_ds.generate import lighter, summary
@@ -214,8 +227,8 @@ def evaluated(
         rewards=list(functions),
         base=base,
         others=[
-            (one, trained_of(entry.recipe, args, list(functions), base))
-            for one, entry in zip(others, entries[1:], strict=True)
+            (other, trained_of(entry.recipe, args, list(functions), base))
+            for other, entry in zip(others, entries[1:], strict=True)
         ],
         eye=eye.name,
         settings=settings,
@@ -225,21 +238,29 @@ def evaluated(
 def sampler_of(args: argparse.Namespace, entry: Entry) -> Sampler:
     from wfm_ds.generate import load_sampler
 
+    check_draws_from_texts(args, entry)
     sys.stderr.write(f"loading {entry.given}\n")
-    given = {**vars(args), "model": entry.model, "pipeline": None, "lora": entry.lora, "revision": entry.revision}
-    sampler = load_sampler(argparse.Namespace(**given))
-    needs = [name for name, taken in sampler.model.takes.items() if taken.required]
-    needs += ["a first frame"] if min(sampler.model.conditional_frames) > 0 else []
+    options = {**vars(args), "model": entry.model, "pipeline": None, "lora": entry.lora, "revision": entry.revision}
+    return load_sampler(argparse.Namespace(**options))
+
+
+def check_draws_from_texts(args: argparse.Namespace, entry: Entry) -> None:
+    """Raise UserError if a model needs inputs other than text. Does not load its weights."""
+    from wfm_ds.models import registry
+
+    folder = registry.resolve(entry.model, args.family, entry.revision, weights=False)
+    family = registry.family_of(folder, args.family)
+    needs = [name for name, spec in family.takes.items() if spec.required]
+    needs += ["a first frame"] if family.needs_first_frame(folder) else []
     if needs:
         raise UserError(
-            f"{entry.given}: {sampler.model.family} makes no video without {', '.join(needs)}, and evaluation draws "
-            "from texts alone; use the validation of a run"
+            f"{entry.given}: {family.family} needs {', '.join(needs)}, but wfm evaluate supports only text prompts; "
+            "use the validation of a run"
         )
-    return sampler
 
 
 def free_memory() -> None:
-    """Give back what the last model held, before the next is loaded."""
+    """Free the memory of the last model before loading the next."""
     import torch
 
     gc.collect()
@@ -249,8 +270,7 @@ def free_memory() -> None:
 
 @contextlib.contextmanager
 def scoring(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[RewardClient]:
-    """Rewards of processes of their own, while inside; their log stays where they could not start. Raises
-    RewardError."""
+    """Start a reward service and yield a client. If the service fails to start, its log is kept. Raises RewardError."""
     from wfm_ds.recipe.sections import RewardRecipe
     from wfm_ds.rollout.rewards import RewardClient, RewardService
 
@@ -266,7 +286,7 @@ def scoring(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[R
 
 
 class Drawing:
-    """Samples of one model: drawn, written below --out, scored while the next ones are drawn."""
+    """Generate the samples of one model, write them to --out, and score them while the next ones are generated."""
 
     def __init__(
         self,
@@ -282,7 +302,7 @@ class Drawing:
         self.failed: dict[str, dict[str, Score]] = {}
 
     def measure(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Measured:
-        """Draw each prompt with each seed. Raises UserError if the files cannot be written."""
+        """Generate every prompt with every seed. Raises UserError if the files cannot be written."""
         from wfm_ds.evaluation.diversity import diversity
         from wfm_ds.evaluation.results import Measured
         from wfm_ds.monitoring.samples import write_media, write_table
@@ -298,7 +318,7 @@ class Drawing:
             vectors.append(self.eye.vector(sample.frames) if finite else None)
             sys.stderr.write(f"{self.entry.name}: {len(lines)} of {len(items)}\n")
         scores = self.rewards.wait() | self.failed
-        samples = [scores[str(place)] for place in range(len(items))]
+        samples = [scores[str(index)] for index in range(len(items))]
         values = [{name: score.value for name, score in sample.items()} for sample in samples]
         write_table(self.folder, [{**line, "rewards": value} for line, value in zip(lines, values, strict=True)])
         return Measured(
@@ -311,16 +331,17 @@ class Drawing:
         )
 
     def submitted(self, items: Sequence[Item]) -> Iterator[tuple[ShownSample, bool]]:
-        """Yield samples, in order, and whether their latents were finite; they are sent to the rewards by the batch."""
+        """Yield (sample, whether its latents are finite) in order. Batches are sent to the reward service on the
+        way."""
         from wfm_ds.generate import drawn
 
-        waiting: list[tuple[ShownSample, bool]] = []
-        for number, found in enumerate(drawn(self.sampler, items, self.batch), 1):
-            waiting.append(found)
-            if len(waiting) == MAX_ITEMS or number == len(items) or number % self.batch == 0:
-                self.submit(waiting, number - len(waiting), items)
-                waiting = []
-            yield found
+        pending: list[tuple[ShownSample, bool]] = []
+        for number, sample in enumerate(drawn(self.sampler, items, self.batch), 1):
+            pending.append(sample)
+            if len(pending) == MAX_ITEMS or number == len(items) or number % self.batch == 0:
+                self.submit(pending, number - len(pending), items)
+                pending = []
+            yield sample
 
     def submit(self, found: Sequence[tuple[ShownSample, bool]], first: int, items: Sequence[Item]) -> None:
         import numpy as np
@@ -332,27 +353,27 @@ class Drawing:
             self.names,
             np.stack([sample.media for sample, _ in found]),
             [finite for _, finite in found],
-            [str(first + place) for place in range(len(found))],
+            [str(first + offset) for offset in range(len(found))],
             [prompt for prompt, _ in items[first : first + len(found)]],
             found[0][0].fps,
         )
 
 
 def trained_of(recipe: Recipe | None, args: argparse.Namespace, measured: Sequence[str], base: Measured) -> Trained:
-    """Rewards that a model was trained on: by its run's recipe, or, where there is none, what --rewards names."""
+    """Return the rewards that a model was trained on: from its recipe, or --rewards if it has no recipe."""
     from wfm_ds.evaluation.results import Trained
     from wfm_ds.evaluation.scores import by_reward, without_weights
 
     names = trained_on(recipe) if recipe is not None else list(args.rewards or [])
-    here = [name for name in names if name in measured]
+    measured_names = [name for name in names if name in measured]
     reward: RewardRecipe | None = None
-    if recipe is not None and recipe.reward is not None and here:
-        counted = [function for function in recipe.reward.functions if function.name in here]
-        reward = recipe.reward.model_copy(update={"functions": counted})
-    elif here:
-        reward = without_weights(here, by_reward(base.samples, args.seeds))
-    networks = {network_of(name) for name in names} - {""}
-    related = frozenset(name for name in measured if name not in names and network_of(name) in networks)
+    if recipe is not None and recipe.reward is not None and measured_names:
+        functions = [function for function in recipe.reward.functions if function.name in measured_names]
+        reward = recipe.reward.model_copy(update={"functions": functions})
+    elif measured_names:
+        reward = without_weights(measured_names, by_reward(base.samples, args.seeds))
+    backbones = {network_of(name) for name in names} - {""}
+    related = frozenset(name for name in measured if name not in names and network_of(name) in backbones)
     return Trained(names=names, reward=reward, related=related)
 
 

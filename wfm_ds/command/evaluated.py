@@ -1,4 +1,4 @@
-"""Models as `wfm evaluate` is given them: a pipeline, a LoRA on one, an export, or a run; and the recipe behind it."""
+"""Resolve the model arguments of `wfm evaluate`: pipelines, LoRAs, exports and runs, with the recipe of the run."""
 
 from __future__ import annotations
 
@@ -21,95 +21,95 @@ from wfm_ds.storage.filesystem import is_remote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One model to be evaluated."""
+    """One model to evaluate."""
 
-    given: str
-    name: str  # for tables and folders
-    model: str  # a pipeline; of a LoRA, the one that it is for
+    given: str  # as on the command line
+    name: str  # in tables and folder names
+    model: str  # the pipeline; for a LoRA, its base
     lora: Path | None = None
-    recipe: Recipe | None = None  # of the run that exported it
+    recipe: Recipe | None = None  # of its run
     revision: str | None = None  # of `model`
 
 
 def entries_of(given: Sequence[str], out: Path, revision: str | None, held: contextlib.ExitStack) -> list[Entry]:
-    """Find what was given, the base first; a LoRA that comes first brings its run's base along. What lies in a storage
-    is there as long as `held`. Raises UserError."""
-    found: list[Entry] = []
-    for place in given:
-        recipe = recipe_of(place)
-        folder = place if is_remote(place) else str(exported(Path(place), recipe is not None))
-        here = held.enter_context(on_this_machine(folder, out.parent))
-        lora = adapter_in(here)
+    """Resolve the models, base first. If the first one is a LoRA, the base model of its run is inserted before it.
+
+    Remote exports are copied to this machine until `stack` closes. Raises UserError.
+    """
+    models: list[Entry] = []
+    for argument in given:
+        recipe = recipe_of(argument)
+        folder = argument if is_remote(argument) else str(exported(Path(argument), recipe is not None))
+        local = held.enter_context(on_this_machine(folder, out.parent))
+        lora = adapter_in(local)
         if lora is None:
-            path = folder if not here.exists() else str(here)
-            if here.is_dir() and not (here / INDEX).exists():
-                raise UserError(f"{place} is no pipeline ({INDEX}), no export of a run and no run")
+            path = folder if not local.exists() else str(local)
+            if local.is_dir() and not (local / INDEX).exists():
+                raise UserError(f"{argument} is not a pipeline (no {INDEX}), an export or a run")
             if len(given) == 1 and recipe is not None and recipe.model.denoiser_init == "pretrained":
-                found.append(base_of(place, recipe))
-            found.append(
-                Entry(given=place, name=short(place), model=path, recipe=recipe, revision=None if found else revision)
-            )
+                models.append(base_of(argument, recipe))
+            name, model_revision = short(argument), None if models else revision
+            models.append(Entry(given=argument, name=name, model=path, recipe=recipe, revision=model_revision))
             continue
-        adapter_names(adapter_file(lora))  # before anything is drawn
-        if not found:
-            found.append(base_of(place, recipe))
-        base = found[0]
+        adapter_names(adapter_file(lora))  # fails early if the file is damaged
+        if not models:
+            models.append(base_of(argument, recipe))
+        base = models[0]
         if base.lora is not None:
-            raise UserError(f"{place} is a LoRA, and so is {base.given}: name the model that they are for first")
-        found.append(replace(base, given=place, name=short(place), lora=lora, recipe=recipe))
-    return named_apart(found)
+            raise UserError(f"{argument} and {base.given} are LoRAs: put their base model first")
+        models.append(replace(base, given=argument, name=short(argument), lora=lora, recipe=recipe))
+    return named_apart(models)
 
 
 def recipe_of(place: str) -> Recipe | None:
-    """The recipe of the run that an export, or a run's folder, belongs to; None if there is none beside it."""
+    """Return the recipe of the run that an export or folder belongs to; None if there is none."""
     full = place.rstrip("/") if is_remote(place) else str(Path(place).absolute())
-    root, inside, _ = full.partition(f"/{EXPORTS}/")
-    return read_recipe(root)[1] if inside or (Path(root) / RECIPE).is_file() else None
+    root, separator, _ = full.partition(f"/{EXPORTS}/")
+    return read_recipe(root)[1] if separator or (Path(root) / RECIPE).is_file() else None
 
 
 def exported(folder: Path, is_known: bool) -> Path:
-    """The newest export of a run's folder; another folder as it is. Raises UserError if the run has none."""
+    """Return the newest export of a run folder; other folders unchanged. Raises UserError if the run has no export."""
     if not is_known or not (folder / RECIPE).is_file():
         return folder
-    steps = [(int(m[1]), one) for one in (folder / EXPORTS).glob("step_*") if (m := STEP_FOLDER.fullmatch(one.name))]
+    exports = (folder / EXPORTS).glob("step_*")
+    steps = [(int(m[1]), export) for export in exports if (m := STEP_FOLDER.fullmatch(export.name))]
     if not steps:
-        raise UserError(
-            f"{folder} is a run without an export in {EXPORTS}/: let it finish, or set checkpoint.export_every"
-        )
+        raise UserError(f"{folder} has no export in {EXPORTS}/: let the run finish, or set checkpoint.export_every")
     return max(steps)[1]
 
 
 def adapter_in(folder: Path) -> Path | None:
-    """The LoRA folder that this is or holds; None if there is none."""
+    """Return the LoRA folder: the folder itself or its lora/; None if there is none."""
     name = LORA_FILES[LORA_PREFIX]
     if (folder / INDEX).exists():
         return None
-    return next((one for one in (folder, folder / LORA_FOLDER) if (one / name).is_file()), None)
+    return next((path for path in (folder, folder / LORA_FOLDER) if (path / name).is_file()), None)
 
 
 def base_of(place: str, recipe: Recipe | None) -> Entry:
-    """The model that a run trained its LoRA on."""
+    """Return the base model of a run. Raises UserError if there is no recipe."""
     if recipe is None:
-        raise UserError(f"{place} is a LoRA: name the model that it was trained on before it")
+        raise UserError(f"{place} is a LoRA without a run: put its base model first")
     path = str(recipe.model.path)
     return Entry(given=path, name=short(path), model=path, revision=recipe.model.revision)
 
 
 def short(place: str) -> str:
-    """The word for a model in tables: the last of its path that tells something."""
-    words = [word for word in place.rstrip("/").split("/") if word not in (LORA_FOLDER, "")]
-    return re.sub(r"[^\w.-]", "_", words[-1] if words else "model")
+    """Return a short name for tables: the last meaningful component of the path."""
+    parts = [part for part in place.rstrip("/").split("/") if part not in (LORA_FOLDER, "")]
+    return re.sub(r"[^\w.-]", "_", parts[-1] if parts else "model")
 
 
 def named_apart(found: Sequence[Entry]) -> list[Entry]:
-    """Entries of one name get their run's name before it, or a number behind."""
-    names = [one.name for one in found]
-    runs = [one.given.partition(f"/{EXPORTS}/") for one in found]
-    longer = [
-        f"{short(run)}_{name}" if inside and names.count(name) > 1 else name
-        for (run, inside, _), name in zip(runs, names, strict=True)
+    """Make names unique: prefix duplicates with the name of their run, or append a number."""
+    names = [model.name for model in found]
+    runs = [model.given.partition(f"/{EXPORTS}/") for model in found]
+    long_names = [
+        f"{short(run)}_{name}" if separator and names.count(name) > 1 else name
+        for (run, separator, _), name in zip(runs, names, strict=True)
     ]
     return [
-        replace(one, name=name if longer.count(name) == 1 else f"{name}_{place}")
-        for place, (one, name) in enumerate(zip(found, longer, strict=True), 1)
+        replace(model, name=name if long_names.count(name) == 1 else f"{name}_{number}")
+        for number, (model, name) in enumerate(zip(found, long_names, strict=True), 1)
     ]

@@ -1,7 +1,6 @@
-"""`wfm COMMAND ...`: which module a word of it means. Each has `parser()` and `run(args)`, as `program` wants them.
+"""Entry point of `wfm COMMAND ...`. Every command is a module with `parser()` and `run(args)`.
 
-Nothing heavy is imported before the arguments are read, so that `--help` of each costs a blink. Exit codes as of all
-commands (program.py).
+Heavy packages are imported only after the arguments are parsed, so that `--help` is fast. Exit codes: see `program.py`.
 """
 
 from __future__ import annotations
@@ -16,39 +15,39 @@ from wfm_ds.errors import UserError
 from wfm_ds.program import exit_code, program
 
 COMMANDS = {
-    "init": ("wfm_ds.command.init", "look at data and a model, and write a recipe for them"),
-    "train": ("wfm_ds.command.train", "train a recipe on the GPUs of this machine, or of several"),
-    "check": ("wfm_ds.command.check", "validate a recipe, its data, model and rewards; print the numbers"),
-    "recipes": ("wfm_ds.command.recipes", "list, show or copy the recipes that come with wfm_ds"),
-    "models": ("wfm_ds.command.models", "list the model families, or tell what a pipeline folder is"),
-    "models check": ("wfm_ds.models.check", "check a model family of yours against the stock pipeline"),
-    "rewards": ("wfm_ds.command.rewards", "list the rewards, or tell what one measures and takes"),
-    "generate": ("wfm_ds.generate", "draw prompts with a pipeline, with or without what a run exported"),
-    "evaluate": ("wfm_ds.command.evaluate", "compare models on the same prompts and seeds, and tell who was fooled"),
+    "init": ("wfm_ds.command.init", "write a recipe for your data and a model"),
+    "train": ("wfm_ds.command.train", "train a recipe on one or several machines"),
+    "check": ("wfm_ds.command.check", "check a recipe, its data, model and rewards without training"),
+    "recipes": ("wfm_ds.command.recipes", "list, show or copy the shipped recipes"),
+    "models": ("wfm_ds.command.models", "list the model families, or describe a pipeline folder"),
+    "models check": ("wfm_ds.models.check", "check your own model family against its diffusers pipeline"),
+    "rewards": ("wfm_ds.command.rewards", "list the rewards, or describe one and its options"),
+    "generate": ("wfm_ds.generate", "generate images or videos with a pipeline or an export"),
+    "evaluate": ("wfm_ds.command.evaluate", "compare models on the same prompts and seeds; detects reward hacking"),
     "answer": ("wfm_ds.command.answer", "ask a vision-language model about images and videos"),
-    "convert": ("wfm_ds.convert", "turn a checkpoint or LoRA into files that diffusers or another tool loads"),
-    "page": ("wfm_ds.monitoring.page", "write the page of runs that ended before there was one"),
-    "doctor": ("wfm_ds.doctor.command", "check this machine, and what a recipe needs of it"),
-    "migrate": ("wfm_ds.migrate.command", "translate a configuration of Cosmos-RL into a recipe"),
-    "quickstart": ("wfm_ds.quickstart.command", "train a small world from nothing, improve it by RL"),
-    "data": ("wfm_ds.data.__main__", "show how a folder of images or videos and captions is read"),
-    "data captions": ("wfm_ds.data.captions", "write captions for the images and videos of a folder"),
-    "data digits": ("wfm_ds.data.digits", "write the quickstart's digits as a data folder"),
-    "data moving": ("wfm_ds.data.moving", "write the quickstart's moving shapes as a data folder"),
-    "data room": ("wfm_ds.data.room", "write clips of a room with the paths of their camera as a data folder"),
-    "data brightness": ("wfm_ds.data.brightness", "write the quickstart's clips with actions as a data folder"),
+    "convert": ("wfm_ds.convert", "convert a checkpoint or LoRA for diffusers or other tools"),
+    "page": ("wfm_ds.monitoring.page", "write the HTML page of a finished run"),
+    "doctor": ("wfm_ds.doctor.command", "check this machine and the requirements of a recipe"),
+    "migrate": ("wfm_ds.migrate.command", "convert a Cosmos-RL configuration to a recipe"),
+    "quickstart": ("wfm_ds.quickstart.command", "train a small demo model from scratch and improve it with RL"),
+    "data": ("wfm_ds.data.__main__", "show how a folder of images or videos with captions is read"),
+    "data captions": ("wfm_ds.data.captions", "write captions for the images and videos in a folder"),
+    "data digits": ("wfm_ds.data.digits", "write the digits data of the image quickstart"),
+    "data moving": ("wfm_ds.data.moving", "write the moving shapes data of the video quickstart"),
+    "data room": ("wfm_ds.data.room", "write room clips with camera paths"),
+    "data brightness": ("wfm_ds.data.brightness", "write the clips with actions of the action quickstart"),
 }
-"""What stands behind `wfm`, in the order of its help: the module, and what it does."""
+"""Commands in the order of the help: (module, description)."""
 EXAMPLE = "wfm train tiny/sd3_nft --gpus 2"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: run(words))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: run(arguments))
 
 
 def run(words: Sequence[str]) -> int:
-    """Do what the words say. Raises UserError if they name no command."""
+    """Run a command. Raises UserError if the command is unknown."""
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(overview())
         return 0
@@ -64,20 +63,20 @@ def run(words: Sequence[str]) -> int:
 
 def overview() -> str:
     width = max(map(len, COMMANDS)) + 2
-    lines = (f"  {name:{width}}{what}\n" for name, (_, what) in COMMANDS.items())
+    lines = (f"  {name:{width}}{description}\n" for name, (_, description) in COMMANDS.items())
     return (
         f"usage: wfm COMMAND ...\n\nPost-train diffusion world models (wfm_ds {__version__}).\n\n{''.join(lines)}"
-        f"\nwfm COMMAND --help tells more of each. Example: {EXAMPLE}\n"
+        f"\nRun wfm COMMAND --help for details. Example: {EXAMPLE}\n"
     )
 
 
 def named_by(words: Sequence[str]) -> str:
-    """The command that the first words are. Raises UserError with what may have been meant."""
+    """Return the command that the arguments start with. Raises UserError with suggestions."""
     for count in (2, 1):
         if (name := " ".join(words[:count])) in COMMANDS:
             return name
-    meant = difflib.get_close_matches(words[0], COMMANDS, n=2)
+    close = difflib.get_close_matches(words[0], COMMANDS, n=2)
     raise UserError(
-        f"wfm {words[0]}: there is no such command; "
-        + (f"did you mean wfm {' or wfm '.join(meant)}?" if meant else f"they are {', '.join(COMMANDS)}")
+        f"wfm {words[0]}: unknown command; "
+        + (f"did you mean wfm {' or wfm '.join(close)}?" if close else f"commands: {', '.join(COMMANDS)}")
     )

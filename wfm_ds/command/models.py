@@ -1,4 +1,4 @@
-"""`wfm models`: the families that can be trained, and which of them a folder is."""
+"""`wfm models`: list the supported model families, or describe a pipeline folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ GB = 10**9
 def parser() -> Parser:
     p = Parser(
         prog="wfm models",
-        description="List the model families and their pipelines, or tell what a pipeline folder is.",
+        description="List the supported model families and their pipelines, or describe a pipeline folder.",
         epilog="Example: %(prog)s tiny:sd3",
     )
-    p.add_argument("path", nargs="?", help="a diffusers pipeline folder, owner/name of the hub, or tiny:FAMILY")
-    p.add_argument("--revision", help="branch, tag or commit of one of the hub (default main)")
-    p.add_argument("--download", action="store_true", help="fetch the weights of one of the hub, too")
+    p.add_argument("path", nargs="?", help="a diffusers pipeline folder, owner/name on the Hub, or tiny:FAMILY")
+    p.add_argument("--revision", help="branch, tag or commit on the Hub (default main)")
+    p.add_argument("--download", action="store_true", help="also download the weights from the Hub")
     return p
 
 
@@ -37,12 +37,17 @@ def all_families() -> str:
     rows = [(name, family.pipeline_classes) for name, family in sorted(registry.families().items())]
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:{width}}{', '.join(classes)}" for name, classes in rows]
-    return "\n".join([*lines, "", f"random ones to try: {', '.join(f'tiny:{name}' for name in tiny.FAMILIES)}"]) + "\n"
+    return (
+        "\n".join([*lines, "", f"tiny random models for tests: {', '.join(f'tiny:{name}' for name in tiny.FAMILIES)}"])
+        + "\n"
+    )
 
 
 def facts(path: str, revision: str | None = None, *, weights: bool = False) -> str:
-    """Tell what a folder holds, or a repository of the hub, of which `weights` fetches these too. Raises ModelError if
-    it is no pipeline, or of no known family."""
+    """Describe a pipeline folder or Hub repository. weights: also download the weights.
+
+    Raises ModelError if it is not a pipeline or its family is not supported.
+    """
     from wfm_ds.models import registry
     from wfm_ds.models.loading import read_json
 
@@ -55,12 +60,12 @@ def facts(path: str, revision: str | None = None, *, weights: bool = False) -> s
         "folder": str(folder),
         "LoRA on": ", ".join(family.default_lora_targets) + " (lora.targets)",
     }
-    listed = (name for name, value in index.items() if isinstance(value, list) and value[0] is not None)
-    sizes = {name: weight_bytes(folder / name) for name in listed}
+    components = (name for name, value in index.items() if isinstance(value, list) and value[0] is not None)
+    sizes = {name: weight_bytes(folder / name) for name in components}
     parts = [f"  {name:18}{size / GB:.3f} GB\n" for name, size in sizes.items() if size]
     return "".join(f"{name:10}{text}\n" for name, text in rows.items()) + "weights\n" + "".join(parts)
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of the safetensors files of a part."""
+    """Return the total size of the safetensors files in a folder."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

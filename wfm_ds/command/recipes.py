@@ -1,4 +1,4 @@
-"""`wfm recipes`: the recipes that come with the package."""
+"""`wfm recipes`: list, show or copy the shipped recipes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 120
 def parser() -> Parser:
     p = Parser(
         prog="wfm recipes",
-        description="List the shipped recipes, or those with each WORD in their line; show one; copy one to a file.",
+        description="List the shipped recipes (only those that match all WORDs), show one, or copy one to a file.",
         epilog="Example: %(prog)s copy tiny/sd3_nft mine.yaml",
         usage="%(prog)s [list [WORD ...] | show NAME | copy NAME [FILE]]",
     )
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
         return
     fewest, most = 1, 2 if args.action == "copy" else 1
     if not fewest <= len(args.words) <= most:
-        raise UserError(f"wfm recipes {args.action} takes NAME{' [FILE]' if most == 2 else ''}; wfm recipes lists all")
+        raise UserError(f"usage: wfm recipes {args.action} NAME{' [FILE]' if most == 2 else ''}; wfm recipes lists all")
     path = shipped.require(args.words[0])
     if args.action == "show":
         sys.stdout.write(path.read_text("utf-8"))
@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def listed(words: list[str]) -> str:
-    """One line for each recipe with all of these words in it."""
-    wanted = [word.lower() for word in words]
+    """Return one line per recipe that contains all words. Raises UserError if there is none."""
+    lower_words = [word.lower() for word in words]
     rows = [(name, shipped.purpose(shipped.require(name))) for name in shipped.names()]
-    rows = [row for row in rows if all(word in " ".join(row).lower() for word in wanted)]
+    rows = [row for row in rows if all(word in " ".join(row).lower() for word in lower_words)]
     if not rows:
-        raise UserError(f"no shipped recipe has the words {' '.join(words)}; wfm recipes lists all")
+        raise UserError(f"no shipped recipe matches {' '.join(words)}; wfm recipes lists all")
     width = max(len(name) for name, _ in rows) + 2
-    return "".join(f"{name:{width}}{shortened(what, WIDTH - width)}\n" for name, what in rows)
+    return "".join(f"{name:{width}}{shortened(purpose, WIDTH - width)}\n" for name, purpose in rows)
 
 
 def shortened(text: str, width: int) -> str:
@@ -57,11 +57,11 @@ def shortened(text: str, width: int) -> str:
 
 
 def copy(path: Path, out: Path) -> None:
-    """Write a shipped recipe to a new file. Raises UserError if there is one, or no folder for it."""
+    """Copy a shipped recipe to a new file. Raises UserError if the file exists or its folder does not."""
     if not out.parent.is_dir():
-        raise UserError(f"{out}: there is no folder {out.parent}")
+        raise UserError(f"{out}: folder {out.parent} not found")
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(shipped.copied(path))
     except FileExistsError as error:
-        raise UserError(f"{out} exists: name another file, or remove it first") from error
+        raise UserError(f"{out} exists: choose another file, or remove it first") from error

@@ -1,4 +1,4 @@
-"""`wfm rewards`: what the built-in rewards measure, and what they take."""
+"""`wfm rewards`: list the built-in rewards, or describe one and its options."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def parser() -> Parser:
     p = Parser(
         prog="wfm rewards",
-        description="List the built-in rewards, or tell what one of them measures and which options it takes.",
+        description="List the built-in rewards, or describe one and its options.",
         epilog="Example: %(prog)s ocr",
     )
-    p.add_argument("name", nargs="?", help="NAME, or package.module:Class of your own")
+    p.add_argument("name", nargs="?", help="name of a built-in reward, or package.module:Class of your own")
     return p
 
 
@@ -41,28 +41,28 @@ def media(reward: type[Reward]) -> str:
 
 
 def summary(reward: type[Reward]) -> str:
-    """The first line of its docstring."""
+    """Return the first line of the docstring."""
     return (inspect.getdoc(reward) or "").partition("\n")[0]
 
 
 def facts(reward: type[Reward]) -> str:
-    """Everything that its class states, a line each."""
+    """Return the properties of a reward, one per line, and its docstring."""
     parameters = reward.options().values()
-    given = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
+    options = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
     rows = {
         "scores": media(reward),
         "value": reward.primary,
         "outputs": ", ".join(f"{name} {limits(range_)}" for name, range_ in reward.outputs.items()),
-        "options": given or "none",
-        "needs": ", ".join((*reward.needs, *reward.needs_inputs)) or "nothing in a prompt's metadata",
-        "at once": f"{reward.max_batch} items at most",
+        "options": options or "none",
+        "needs": ", ".join((*reward.needs, *reward.needs_inputs)) or "no metadata or inputs",
+        "max batch": f"{reward.max_batch} items",
     }
-    body = "".join(f"  {name:9}{text}\n" for name, text in rows.items())
-    about = inspect.getdoc(reward) or ""
-    return f"{reward.name}\n{body}\n{about}\n"
+    body = "".join(f"  {name:11}{text}\n" for name, text in rows.items())
+    docstring = inspect.getdoc(reward) or ""
+    return f"{reward.name}\n{body}\n{docstring}\n"
 
 
 def limits(range_: Range) -> str:
-    low = "below" if math.isinf(range_.low) else f"{range_.low:g}"
-    high = "above" if math.isinf(range_.high) else f"{range_.high:g}"
-    return "without limits" if math.isinf(range_.low) and math.isinf(range_.high) else f"{low} to {high}"
+    low = "-inf" if math.isinf(range_.low) else f"{range_.low:g}"
+    high = "inf" if math.isinf(range_.high) else f"{range_.high:g}"
+    return "unbounded" if math.isinf(range_.low) and math.isinf(range_.high) else f"{low} to {high}"

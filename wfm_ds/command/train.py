@@ -1,4 +1,4 @@
-"""`wfm train`: the line of the `deepspeed` command that a recipe needs, started by launch.py with little said by it."""
+"""`wfm train`: build the `deepspeed` command line for a recipe and run it with reduced launcher output."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ ALL = "all"
 def parser() -> Parser:
     p = Parser(
         prog="wfm train",
-        description="Post-train a diffusers pipeline as a recipe says, a process for each GPU.",
+        description="Train a recipe with one process per GPU.",
         epilog="Example: %(prog)s tiny/sd3_nft run.steps=4 --gpus 2",
     )
-    p.add_argument("recipe", type=Path, help="a YAML recipe, or the name of a shipped one (wfm recipes)")
-    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
-    p.add_argument("--gpus", type=gpus, default=ALL, metavar="N|all", help="of each machine (default: all; CPU: 1)")
-    p.add_argument("--hostfile", type=Path, metavar="F", help="run on the machines named in it (docs/multi-node.md)")
-    p.add_argument("--nodes", type=at_least_one, metavar="N", help="only so many machines of the hostfile")
-    p.add_argument("--overwrite", action="store_true", help="replace a run that is in the output folder already")
-    p.add_argument("--dry-run", action="store_true", help="print the deepspeed line, start nothing")
-    p.add_argument("-v", "--verbose", action="store_true", help="show what DeepSpeed's launcher says")
+    p.add_argument("recipe", type=Path, help="recipe file (YAML), or name of a shipped recipe (see wfm recipes)")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
+    p.add_argument(
+        "--gpus", type=gpus, default=ALL, metavar="N|all", help="GPUs per machine (default: all; CPU: 1 process)"
+    )
+    p.add_argument("--hostfile", type=Path, metavar="F", help="run on the machines in this file (docs/multi-node.md)")
+    p.add_argument("--nodes", type=at_least_one, metavar="N", help="use only the first N machines of the hostfile")
+    p.add_argument("--overwrite", action="store_true", help="replace an existing run in the output folder")
+    p.add_argument("--dry-run", action="store_true", help="print the deepspeed command and exit")
+    p.add_argument("-v", "--verbose", action="store_true", help="show the output of the DeepSpeed launcher")
     return p
 
 
@@ -40,7 +42,7 @@ def gpus(text: str) -> str:
 
 def at_least_one(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -48,35 +50,35 @@ def run(args: argparse.Namespace) -> int:
     from wfm_ds import launch
     from wfm_ds.recipe import file as recipe_file
 
-    recipe_file.load(args.recipe, args.overrides)  # a mistake in it is said before anything is started
-    line = launcher_words(args)
+    recipe_file.load(args.recipe, args.overrides)  # report recipe errors before starting anything
+    command_line = launcher_words(args)
     if args.dry_run:
-        sys.stdout.write(f"{shlex.join(['deepspeed', *line])}\n")
+        sys.stdout.write(f"{shlex.join(['deepspeed', *command_line])}\n")
         return 0
     sys.stderr.write(f"wfm_ds {__version__}: starting {args.recipe}\n")
-    return launch.run(line)
+    return launch.run(command_line)
 
 
 def launcher_words(args: argparse.Namespace) -> list[str]:
-    """The words behind `deepspeed`, as they work with the stock command too. Raises UserError."""
+    """Return the arguments of the `deepspeed` command. Raises UserError for invalid options."""
     if args.nodes is not None and args.hostfile is None:
-        raise UserError("--nodes: name the machines by --hostfile")
+        raise UserError("--nodes requires --hostfile")
     if args.hostfile is not None and not args.hostfile.is_file():
-        raise UserError(f"--hostfile: there is no file {args.hostfile}")
-    words = [] if args.verbose else ["--quiet"]
+        raise UserError(f"--hostfile: file {args.hostfile} not found")
+    arguments = [] if args.verbose else ["--quiet"]
     if args.hostfile is not None:
-        words += ["--hostfile", str(args.hostfile)]
+        arguments += ["--hostfile", str(args.hostfile)]
     if args.nodes is not None:
-        words += ["--num_nodes", str(args.nodes)]
+        arguments += ["--num_nodes", str(args.nodes)]
     number = "1" if args.gpus == ALL and args.hostfile is None and not has_gpus() else args.gpus
     if number != ALL:
-        words += ["--num_gpus", number]
-    words += ["--module", "wfm_ds.train", str(args.recipe), *args.overrides]
-    return [*words, *(["--overwrite"] if args.overwrite else [])]
+        arguments += ["--num_gpus", number]
+    arguments += ["--module", "wfm_ds.train", str(args.recipe), *args.overrides]
+    return [*arguments, *(["--overwrite"] if args.overwrite else [])]
 
 
 def has_gpus() -> bool:
-    """Return whether the launcher would count any."""
+    """Return True if the DeepSpeed launcher would find GPUs."""
     from wfm_ds.distributed.accelerator import accelerator_present
 
     return accelerator_present() and os.environ.get("DS_ACCELERATOR") != "cpu"

@@ -1,4 +1,4 @@
-"""The contract of a model family, as checks on a tiny pipeline of its: `python -m wfm_ds.models.check`.
+"""Checks of a model family against its contract, on a tiny pipeline: `python -m wfm_ds.models.check`.
 
-The reference is always the stock diffusers pipeline of the same folder.
+The reference is always the diffusers pipeline of the same folder.
 """

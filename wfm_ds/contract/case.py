@@ -1,4 +1,4 @@
-"""The facts that the checks need about a family besides its class, and calls of its stock pipeline."""
+"""Settings that the checks need in addition to a family's class, and calls of its diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -28,67 +28,66 @@ Inputs: TypeAlias = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, kw_only=True)
 class StockInputs:
-    """A call of the stock pipeline that tells one sample its inputs."""
+    """A call of the diffusers pipeline for one sample with inputs."""
 
     size: tuple[int, int, int]
-    """Height, width, frames: the call may know few."""
+    """Height, width, frames. The call may support only a few sizes."""
     call: Callable[[Path, Tensor], tuple[Any, Inputs, dict[str, Any]]]
-    """(folder, pixels of a sample) -> the pipeline, what the sample is told, and arguments of the call."""
+    """Maps (folder, pixels of a sample) to the pipeline, the sample's inputs, and call arguments."""
     conditional_frames: int = 0
-    """How many first latent frames of the pixels the call gives."""
+    """How many first latent frames of the pixels the call is conditioned on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One tiny pipeline: what its stock call takes and gives where that differs from most."""
+    """Settings of one tiny pipeline that differ from the defaults."""
 
     size: tuple[int, int, int] | None = None
-    """Height, width, frames. None: the smallest that are unlike, and for videos two latent frames."""
+    """Height, width, frames. None: the smallest different height and width, and two latent frames for videos."""
     load_options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of registry.load."""
+    """Arguments of registry.load_model."""
     stock_parts: Mapping[str, Any] = field(default_factory=dict)
-    """Parts that plain diffusers needs besides the folder."""
+    """Components that diffusers needs in addition to the folder."""
     euler: bool = False
-    """The stock scheduler is Euler on float times: what our solver `ode` does."""
+    """The pipeline's scheduler is Euler with float timesteps, like our solver `ode`."""
     given: Callable[..., tuple[Any, dict[str, Any]]] | None = None
-    """(folder, pixels, count) -> the stock pipeline and arguments of its call for given frames."""
+    """Maps (folder, pixels, count) to the diffusers pipeline and its call arguments for conditioning frames."""
     inputs: Callable[[int, int, int], Sequence[Inputs]] | None = None
-    """(height, width, frames) -> arrays by name, as `takes` has them, of two unlike samples. Families that state
-    `takes` need it."""
+    """Maps (height, width, frames) to the input arrays of two different samples, by name. Required for families with
+    `input_specs`."""
     stock_inputs: StockInputs | None = None
-    """None: inputs are not compared with the stock pipeline."""
+    """None: skip comparing inputs with the diffusers pipeline."""
     sigmas: tuple[tuple[float, float], ...] = ((0.9, 0.3),)
-    """Noise levels of two samples, for each expert."""
+    """Sigmas of two samples, for each expert."""
     blocks: tuple[str, ...] = ()
-    """The lists of the denoiser that hold its blocks. (): not compared."""
+    """Names of the denoiser's block lists. (): skip comparing them with block_classes."""
     without_gradient: tuple[str, ...] = ()
-    """Parameters whose gradient is rounding alone: no loss depends on them, but autograd does not know. Those that it
-    does not reach are the family's `frozen`."""
+    """Parameters with a mathematically zero gradient that autograd computes with rounding errors. Parameters without
+    any gradient belong to the family's `unused_parameter_patterns`."""
     negative_prompt: bool = True
-    """The stock call takes one."""
+    """Whether the diffusers pipeline takes a negative prompt."""
     one_by_one: bool = False
-    """The stock call draws one sample."""
+    """The diffusers pipeline generates only one sample per call."""
     shared: tuple[str, ...] = ()
-    """Arguments of the stock call that are lists, but not of one for each sample."""
+    """List arguments of the call that do not have one item per sample."""
     asked: Callable[[Tensor], Mapping[str, Any]] | None = None
-    """(pixels of two samples) -> arguments of the stock call for their inputs and the frames that it cannot do without,
-    in lists."""
+    """Maps the pixels of two samples to call arguments (lists) for required inputs and conditioning frames."""
     unpack: Callable[[DiffusionModel, Tensor], Tensor] | None = None
-    """(model, what the stock call gives as latents) -> latents as the family has them. None: they are."""
+    """Maps (model, latents of the diffusers pipeline) to latents in our layout. None: the layouts are equal."""
     frame_axis: bool = False
-    """The VAE of this family of images is one of videos."""
+    """This image family uses a video VAE."""
     close: float = 1e-5
-    """How far from the stock pipeline's numbers ours may be, in latents and pixels."""
+    """Maximum absolute difference from the diffusers pipeline, for latents and pixels."""
 
 
 class GridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
-    """Euler on a given grid, with float times: makes a stock pipeline step as our `ode` does."""
+    """Euler on fixed sigmas with float timesteps, so that a diffusers pipeline steps like our `ode`."""
 
     def on(self, sigmas: Sequence[float] | Tensor) -> GridEuler:
         self.grid = [float(sigma) for sigma in sigmas[:-1]]
         return self
 
-    # diffusers looks for `sigmas` among the names of the arguments.
+    # diffusers checks whether the signature has `sigmas`.
     def set_timesteps(
         self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None, **_: Any
     ) -> None:
@@ -96,7 +95,7 @@ class GridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
 
 
 def stock(folder: Path, case: Case, pipeline_class: Any = DiffusionPipeline) -> Any:
-    """The plain diffusers pipeline of a folder: of the class that it names, or of another one."""
+    """Load the diffusers pipeline of a folder, with its own class or another one."""
     with without_progress_bars():
         pipeline = pipeline_class.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, **case.stock_parts
@@ -115,7 +114,7 @@ def denoise_latents(
     guidance_scale: float | Mapping[int, float] = 1.0,
     uncond: Conditioning | None = None,
 ) -> Tensor:
-    """Our own clean latents. guidance_scale: a number, or one for each expert."""
+    """Sample clean latents with our loop. guidance_scale: one number, or one per expert."""
 
     def predict(latents: Tensor, sigma: float) -> Tensor:
         sigma_B, expert = torch.full((len(latents),), sigma), model.expert_of(sigma)
@@ -130,36 +129,40 @@ def denoise_latents(
 
 
 def draw(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: Any) -> Tensor:
-    """Return what a stock pipeline makes of PROMPTS, or more["prompt"], on this grid: images [B,C,H,W], frames
-    [B,C,F,H,W], or latents as it has them. more: arguments of its call."""
+    """Run a diffusers pipeline for PROMPTS or more["prompt"] with these sigmas.
+
+    Returns images [B,C,H,W], videos [B,C,F,H,W], or latents in the pipeline's layout. more: call arguments.
+    """
     if not case.euler:
         pipeline.scheduler = GridEuler(shift=1.0).on(sigmas)
     call: dict[str, Any] = {"prompt": PROMPTS, "output_type": "latent", "num_inference_steps": len(sigmas) - 1, **more}
     count = len(call["prompt"])
     if isinstance(call.get("negative_prompt"), str):
         call["negative_prompt"] = [call["negative_prompt"]] * count
-    call = {name: list(value) if isinstance(value, list) else value for name, value in call.items()}  # some write in it
+    call = {
+        name: list(value) if isinstance(value, list) else value for name, value in call.items()
+    }  # pipelines may modify lists
     shared = {name: call.pop(name) for name in case.shared if name in call}
     calls = [shared | {name: _of_one(value, i) for name, value in call.items()} for i in range(count)]
     call |= shared
-    drawn = (
+    output = (
         torch.cat([_of_batch(_drawn(pipeline(**one))) for one in calls])
         if case.one_by_one
         else _drawn(pipeline(**call))
     )
-    return drawn.movedim(2, 1) if call["output_type"] == "pt" and drawn.ndim == 5 else drawn
+    return output.movedim(2, 1) if call["output_type"] == "pt" and output.ndim == 5 else output
 
 
 def _drawn(output: Any) -> Tensor:
-    drawn: Tensor = next(getattr(output, name) for name in ("images", "frames", "video") if hasattr(output, name))
-    return drawn
+    tensor: Tensor = next(getattr(output, name) for name in ("images", "frames", "video") if hasattr(output, name))
+    return tensor
 
 
 def _of_batch(video: Tensor) -> Tensor:
-    """One video's latents [1,C,T,h,w] as they are, its frames [F,C,H,W] with an axis more."""
+    """Add a batch axis to a video's frames [F,C,H,W]; return latents [1,C,T,h,w] unchanged."""
     return video if video.ndim == 5 else video[None]
 
 
 def _of_one(value: Any, i: int) -> Any:
-    """The share of sample `i` in an argument that has one for each."""
+    """Return the item of sample `i` of a per-sample argument."""
     return value[i] if isinstance(value, list) else value

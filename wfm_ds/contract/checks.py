@@ -1,4 +1,4 @@
-"""All checks in the order in which they are run. A check takes a Subject, and raises Broken with one sentence."""
+"""All checks, in the order in which they run. A check takes a FamilyUnderTest and raises CheckFailed."""
 
 from __future__ import annotations
 
@@ -51,29 +51,29 @@ class Finding:
 
     check: str
     sentence: str | None
-    """None: the family keeps it."""
+    """None: the check passed."""
     applies: bool = True
-    """False: the family does not have what it is about, and the sentence says what."""
+    """False: the check does not apply to this family; the message says why."""
 
 
 def examine(subject: Subject, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
-    """Run each check. What a family's own code raises is a finding too: it is code that nobody has tried yet."""
+    """Run the checks and yield their results. Any exception in the family's code is a failure too."""
     for check in checks:
-        name = check.__name__.replace("_", " ")
+        name = check.__name__.removeprefix("check_").replace("_", " ")
         try:
             check(subject)
         except DoesNotApply as reason:
             yield Finding(name, str(reason), applies=False)
-        except Broken as broken:
-            yield Finding(name, str(broken))
-        except Exception as error:  # noqa: BLE001, whatever a user's class raises is a finding
+        except Broken as failure:
+            yield Finding(name, str(failure))
+        except Exception as error:  # noqa: BLE001, any exception of a user's class is a failure
             yield Finding(name, f"{type(error).__name__} in {_place(error)}: {' '.join(str(error).split())}")
         else:
             yield Finding(name, None)
 
 
 def _place(error: Exception) -> str:
-    """File and line of the last frame: where to look."""
+    """Return file and line of the last traceback frame."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""Checks of one call of the denoiser, of its layers, and of its gradients."""
+"""Checks of the denoiser: calls, layers and gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wfm_ds.models.conditional_frames import MASK
 if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
 
-NAMED = 3  # parameters in a sentence
+NAMED = 3  # in a message
 
 WRONG: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, Any]], str], ...] = (
     ("sigma [2, 1]", lambda x, s, c: (x, s[:, None], c), "sigma must be float32"),
@@ -34,99 +34,107 @@ WRONG: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, Any]], str], .
     ("a missing key", lambda x, s, c: (x, s, dict(list(c.items())[1:])), "conditioning must hold"),
     ("one row of text", lambda x, s, c: (x, s, {n: t[:1] for n, t in c.items()}), "has 1 rows, the latents have 2"),
 )
-"""Arguments of `denoise` that must be refused, how they are made of right ones, and words that the sentence has."""
+"""Invalid arguments of `denoise`: description, change to valid arguments, and expected words in the error message."""
 
 
 def a_batch_is_its_samples(subject: Subject) -> None:
-    """A batch of two, of unlike prompts and noise levels, equals the two alone."""
+    """A batch of two different prompts and sigmas equals the single samples."""
     model = subject.model
     latents, sigma, conditioning = subject.one_call(model)
     with torch.no_grad():
         batch = model.denoise(latents, sigma, conditioning)
         for i in range(2):
             row = {name: tensor[i : i + 1] for name, tensor in conditioning.items()} | model.encode_text([PROMPTS[i]])
-            alone = model.denoise(latents[i : i + 1], sigma[i : i + 1], row)
-            require_close(f"sample {i} of a batch", batch[i : i + 1], alone, subject.case.close)
+            single = model.denoise(latents[i : i + 1], sigma[i : i + 1], row)
+            require_close(f"sample {i} of a batch", batch[i : i + 1], single, subject.case.close)
 
 
 def wrong_arguments(subject: Subject) -> None:
-    """Arguments of `denoise` that are not as documented are refused with the name of what is wrong."""
+    """`denoise` rejects invalid arguments and names the problem."""
     model = subject.model
-    right = subject.one_call(model)
-    for what, change, says in WRONG:
-        refused(what, model.denoise, *change(*right), says=says)
+    valid = subject.one_call(model)
+    for description, change, message in WRONG:
+        refused(description, model.denoise, *change(*valid), says=message)
 
 
 def frames_given_to_others(subject: Subject) -> None:
-    """Half of the tensors of given frames, or all for a family that takes none, are refused."""
+    """Incomplete conditioning frames are rejected, and any for a family without support."""
     model = subject.model
     conditioning = model.encode_text(PROMPTS) | {MASK: torch.zeros(2, 1, 1, 1, 1)}
-    says = "both of" if model.may_pin else "must hold"
-    refused("a mask without frames", model.denoise, subject.noise(), torch.ones(2), conditioning, says=says)
+    message = "both of" if model.may_pin else "must hold"
+    refused("a mask without frames", model.denoise, subject.noise(), torch.ones(2), conditioning, says=message)
 
 
 def texts_are_lists(subject: Subject) -> None:
-    """No prompts, or a string in place of a list, are refused."""
-    for what, prompts in (("an empty list", []), ("a string", "a red circle")):
-        refused(what, subject.model.encode_text, prompts, says="list of at least one text")
+    """An empty list of prompts and a string are rejected."""
+    for description, prompts in (("an empty list", []), ("a string", "a red circle")):
+        refused(description, subject.model.encode_text, prompts, says="list of at least one text")
 
 
 def blocks(subject: Subject) -> None:
-    """block_classes find the blocks: those that the network lists, where the case names the lists."""
+    """block_classes match the network's blocks, and the block lists of the case if it names them."""
     model, case = subject.model, subject.case
-    found = [m for m in model.denoiser.modules() if isinstance(m, model.block_classes)]
-    for kind in model.block_classes:
-        require(any(isinstance(block, kind) for block in found), f"the denoiser has no {kind.__name__}")
+    matches = [m for m in model.denoiser.modules() if isinstance(m, model.block_classes)]
+    for block_class in model.block_classes:
+        require(any(isinstance(m, block_class) for m in matches), f"the denoiser has no {block_class.__name__}")
     if case.blocks:
         networks = [getattr(model.pipeline, part) for part in model.denoiser_parts]
-        listed = [block for network in networks for name in case.blocks for block in getattr(network, name)]
-        require(found == listed, f"{len(found)} blocks of block_classes are not the {len(listed)} that are listed")
+        listed_blocks = [block for network in networks for name in case.blocks for block in getattr(network, name)]
+        require(
+            matches == listed_blocks,
+            f"{len(matches)} modules match block_classes, but the block lists have {len(listed_blocks)}",
+        )
 
 
 def tokens(subject: Subject) -> None:
-    """num_tokens is a whole number that grows with the area."""
+    """num_tokens is an integer proportional to the area."""
     model, frames = subject.model, subject.size[2]
-    side = 2 * model.size_multiple(frames)  # patches may overhang the smallest size
-    few, more = (model.num_tokens(model.latent_shape(side * n, side, frames)) for n in (1, 2))
-    require(isinstance(few, int) and few > 0, f"num_tokens gives {few!r}")
-    require(more == 2 * few, f"num_tokens gives {few}, and {more} for twice the height")
+    side = 2 * model.size_multiple(frames)  # the smallest size may be less than one patch
+    num_small, num_large = (model.num_tokens(model.latent_shape(side * n, side, frames)) for n in (1, 2))
+    require(isinstance(num_small, int) and num_small > 0, f"num_tokens returns {num_small!r}")
+    require(num_large == 2 * num_small, f"num_tokens returns {num_small}, but {num_large} for twice the height")
 
 
 def lora_and_checkpointing(subject: Subject) -> None:
-    """LoRA reaches every target, and recomputed activations change no gradient."""
+    """LoRA matches every target, and gradient checkpointing does not change gradients."""
     model = subject.fresh()
     for target in model.default_lora_targets:
         require(bool(adapted_names(model.denoiser, [target])), f"no linear layer's name ends with {target}")
     add_adapter(model, b_std=0.3)
     plain, recomputed = (gradients(subject, model, checkpointing=on) for on in (False, True))
     for name in plain:
-        frozen = f"{name.split('.lora_')[0]}.weight" in subject.model.frozen_names()
-        reached = float(plain[name].abs().max()) > 0
-        is_so, listed = "has a" if reached else "gets no", "is" if frozen else "is not"
-        require(reached != frozen, f"{name} {is_so} gradient, and its layer {listed} among those of `frozen`")
-        require_close(f"the recomputed gradient of {name}", recomputed[name], plain[name], 1e-9, rtol=1e-6)
+        is_unused = f"{name.split('.lora_')[0]}.weight" in subject.model.frozen_names()
+        has_gradient = float(plain[name].abs().max()) > 0
+        verb, verdict = "has a" if has_gradient else "has no", "matches" if is_unused else "does not match"
+        require(
+            has_gradient != is_unused,
+            f"{name} {verb} gradient, but its layer {verdict} unused_parameter_patterns",
+        )
+        require_close(f"the gradient of {name} with checkpointing", recomputed[name], plain[name], 1e-9, rtol=1e-6)
 
 
 def frozen_is_what_no_loss_reaches(subject: Subject) -> None:
-    """One backward pass of full training gives a gradient to all parameters but those that `frozen` names: any other
-    would be moved by weight decay alone."""
+    """unused_parameter_patterns match exactly the parameters without gradient in full training.
+
+    Weight decay would shrink other parameters without gradient.
+    """
     model = subject.fresh()
     model.denoiser.requires_grad_(True)
-    reached = {name for name, gradient in gradients(subject, model, checkpointing=False).items() if gradient.any()}
-    rounding = subject.case.without_gradient
-    names = {n for n, _ in model.denoiser.named_parameters() if not any(layer in n for layer in rounding)}
-    frozen = model.frozen_names()
-    _none("get no gradient, and `frozen` does not name them", names - reached - frozen)
-    _none("have a gradient, and `frozen` names them", reached & frozen)
+    used = {name for name, gradient in gradients(subject, model, checkpointing=False).items() if gradient.any()}
+    ignored = subject.case.without_gradient
+    names = {n for n, _ in model.denoiser.named_parameters() if not any(layer in n for layer in ignored)}
+    unused = model.frozen_names()
+    _none("have no gradient but do not match unused_parameter_patterns", names - used - unused)
+    _none("have a gradient but match unused_parameter_patterns", used & unused)
 
 
-def _none(what: str, names: set[str] | frozenset[str]) -> None:
-    some = ", ".join(sorted(names)[:NAMED])
-    require(not names, f"{len(names)} parameters {what}, e.g. {some}")
+def _none(problem: str, names: set[str] | frozenset[str]) -> None:
+    examples = ", ".join(sorted(names)[:NAMED])
+    require(not names, f"{len(names)} parameters {problem}, e.g. {examples}")
 
 
 def add_adapter(model: DiffusionModel, b_std: float) -> None:
-    """Add LoRA of rank 2, alpha 6 to the family's targets; B random of this deviation."""
+    """Add LoRA (rank 2, alpha 6) to the family's targets, with random B of this std."""
     module: Any = model.denoiser
     targets = for_peft(module, model.default_lora_targets)
     module.requires_grad_(False)
@@ -138,7 +146,7 @@ def add_adapter(model: DiffusionModel, b_std: float) -> None:
 
 
 def gradients(subject: Subject, model: DiffusionModel, *, checkpointing: bool) -> dict[str, Tensor]:
-    """Gradients of a loss on each expert, by name; 0 where autograd gives none."""
+    """Return gradients by parameter name, with a loss on each expert; zeros for parameters without gradient."""
     for part in model.denoiser_parts:
         getattr(model.pipeline, part).gradient_checkpointing = False
     module: Any = model.denoiser

@@ -1,4 +1,4 @@
-"""Checks of exports: plain diffusers draws what the trained model draws, and training goes on from them."""
+"""Checks of exports: diffusers generates the same as the trained model, and exported adapters can be loaded again."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from wfm_ds.contract.subject import Subject, require, require_close
 if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
 
-MATTERS = 1e-2  # how far training must have moved the latents for the comparison to say something
+MATTERS = 1e-2  # minimum change of the latents by training, so that the comparison is meaningful
 
 
 @dataclass
 class Source:
-    """The part of an engine that an export asks, for a denoiser in one process."""
+    """The engine methods that an export uses, for a denoiser in one process."""
 
     model: DiffusionModel
     lora: bool
@@ -42,7 +42,7 @@ class Source:
 
 
 def lora_export(subject: Subject) -> None:
-    """Plain diffusers draws a LoRA's latents from its export, and a model of ours the same to the last bit."""
+    """diffusers generates the same latents from an exported LoRA, and our own loading is bit-identical."""
     model = subject.fresh()
     before = subject.sampled(model)
     model.freeze_all_but(model.default_lora_targets)
@@ -53,16 +53,16 @@ def lora_export(subject: Subject) -> None:
         for part in model.denoiser_parts:
             load_part(pipeline, part, out / LORA_FILES[part])
         active = pipeline.transformer.active_adapters()
-        require(active == ["default"], f"plain diffusers has the adapters {active} after loading one")
+        require(active == ["default"], f"diffusers has adapters {active} after loading one")
         _same_pictures(subject, pipeline, model, before)
-        again = subject.fresh()
-        load_adapter(again, out)
-        equal = torch.equal(subject.sampled(again), subject.sampled(model))
-        require(equal, "a model of ours that loads the LoRA draws other latents")
+        reloaded = subject.fresh()
+        load_adapter(reloaded, out)
+        equal = torch.equal(subject.sampled(reloaded), subject.sampled(model))
+        require(equal, "loading the exported LoRA changes the latents")
 
 
 def full_export(subject: Subject) -> None:
-    """Plain diffusers draws the trained model's latents from the export of all weights."""
+    """diffusers generates the same latents from an export of all weights."""
     model = subject.fresh()
     before = subject.sampled(model)
     generator = torch.Generator().manual_seed(1)
@@ -82,6 +82,6 @@ def export_to(out: Path, model: DiffusionModel, *, lora: bool) -> Path:
 def _same_pictures(subject: Subject, pipeline: Any, model: DiffusionModel, before: Tensor) -> None:
     want = subject.sampled(model)
     got = subject.drawn(pipeline, model.sigmas(3, subject.shape), **subject.call(1.0))
-    require_close("the latents that plain diffusers draws from the export", got, want, subject.case.close)
+    require_close("the latents that diffusers generates from the export", got, want, subject.case.close)
     moved = float((got - before).abs().max())
-    require(moved > MATTERS, f"the trained weights moved the latents by {moved:.1g} only")
+    require(moved > MATTERS, f"the trained weights changed the latents by only {moved:.1g}")

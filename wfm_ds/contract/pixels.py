@@ -1,4 +1,4 @@
-"""Checks of sizes, of pixels on their way to latents, and of the precision of the parts."""
+"""Checks of sizes, encoding and decoding of pixels, and the precision of components."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from torch import Tensor
 
 from wfm_ds.contract.subject import Broken, Subject, require, require_close
 
-MOST_BF16 = {"denoiser": 2e-2, "vae": 5e-2}  # relative to the norm, as far as bfloat16 may be from float32
+MOST_BF16 = {"denoiser": 2e-2, "vae": 5e-2}  # maximum difference of bfloat16 and float32, relative to the norm
 
 
-def refused(what: str, call: Callable[..., Any], *arguments: Any, says: str) -> None:
-    """Raise Broken unless the call raises a ValueError whose sentence has these words."""
+def refused(description: str, call: Callable[..., Any], *arguments: Any, says: str) -> None:
+    """Raise CheckFailed unless the call raises a ValueError with this text in its message."""
     try:
         call(*arguments)
     except ValueError as error:
-        require(says in str(error), f"{what} is refused without the words {says!r}: {error}")
+        require(says in str(error), f"{description} is rejected without the words {says!r}: {error}")
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        raise Broken(
-            f"{what} ends in {type(error).__name__} ({error}); check it before, and raise a ValueError"
-        ) from error
+        raise Broken(f"{description} raises {type(error).__name__} ({error}); raise a ValueError instead") from error
     else:
-        raise Broken(f"{what} is not refused; raise a ValueError")
+        raise Broken(f"{description} is not rejected; raise a ValueError")
 
 
 def sizes_are_multiples(subject: Subject) -> None:
-    """Heights and widths are the multiples of one number, and others are refused with it."""
+    """Heights and widths are multiples of one number, and other sizes are rejected with that number."""
     model, frames = subject.model, subject.size[2]
     multiple = model.size_multiple(frames)
     for size in range(1, 2 * multiple + 2):
@@ -43,44 +41,44 @@ def sizes_are_multiples(subject: Subject) -> None:
 
 
 def shapes_agree(subject: Subject) -> None:
-    """Latents of pixels have the shape of latent_shape, float32, and decode to pixels of the same size."""
+    """Encoded latents are float32 with the shape of latent_shape, and decode to pixels of the same size."""
     model, (height, width, frames) = subject.model, subject.size
     pixels = subject.pixels()
     latents = model.encode_pixels(pixels)
     require(latents.shape == (2, *subject.shape), f"latents {list(latents.shape)}, not {[2, *subject.shape]}")
     require(latents.dtype == torch.float32, f"latents are {latents.dtype}, not float32")
     decoded = model.decode(latents).shape
-    require(decoded == pixels.shape, f"pixels {list(pixels.shape)} come back as {list(decoded)}")
+    require(decoded == pixels.shape, f"pixels {list(pixels.shape)} are decoded to {list(decoded)}")
     for wrong in ((height + 1, width, frames), (height, 0, frames), (height, width, frames + 1)):
         refused(f"the size {wrong}", model.latent_shape, *wrong, says="must be")
 
 
 def encoding_is_the_inverse_of_decoding(subject: Subject) -> None:
-    """Not the pixels themselves, which a random VAE loses: the normalisations of decoding and encoding cancel."""
+    """The normalizations of encoding and decoding cancel. (A random VAE does not reconstruct the pixels.)"""
     model, vae = subject.model, subject.model.pipeline.vae
     pixels = subject.pixels()
-    shown = 2 * (pixels[:, :, None] if subject.case.frame_axis else pixels) - 1
+    scaled = 2 * (pixels[:, :, None] if subject.case.frame_axis else pixels) - 1
     with torch.no_grad():
-        raw = vae.encode(shown)
+        raw = vae.encode(scaled)
         z = raw.latent_dist.mode() if hasattr(raw, "latent_dist") else raw[0]
         decoded: Tensor = vae.decode(z, return_dict=False)[0]
     want = ((decoded[:, :, 0] if subject.case.frame_axis else decoded) / 2 + 0.5).clamp(0, 1)
     require_close(
-        "pixels that were encoded and decoded", model.decode(model.encode_pixels(pixels)), want, subject.case.close
+        "pixels after encoding and decoding", model.decode(model.encode_pixels(pixels)), want, subject.case.close
     )
 
 
 def bfloat16_denoiser(subject: Subject) -> None:
-    """In bfloat16 the velocity is float32 and near; what the network wants in float32 stays, and so do other parts."""
+    """A bfloat16 denoiser returns a close float32 velocity. Its float32 modules and other components stay float32."""
     low = subject.fresh(torch.bfloat16)
-    kept = low.pipeline.transformer._keep_in_fp32_modules or []
+    float32_modules = low.pipeline.transformer._keep_in_fp32_modules or []
     for name, parameter in low.denoiser.named_parameters():
-        expected = torch.float32 if any(part in name.split(".") for part in kept) else torch.bfloat16
+        expected = torch.float32 if any(part in name.split(".") for part in float32_modules) else torch.bfloat16
         require(parameter.dtype == expected, f"{name} is {parameter.dtype}, not {expected}")
-    # A text encoder that is stored with the denoiser is loaded with it.
-    together = list(low.text_parts().values()) if {*low.text_folders()} & {*low.denoiser_parts} else []
-    others = {p.dtype for part in low.frozen_parts() if part not in together for p in part.parameters()}
-    require(others == {torch.float32}, f"parts beside the denoiser are {others}, not float32 alone")
+    # A text encoder stored with the denoiser is loaded with it.
+    stored_together = list(low.text_parts().values()) if {*low.text_folders()} & {*low.denoiser_parts} else []
+    others = {p.dtype for part in low.frozen_parts() if part not in stored_together for p in part.parameters()}
+    require(others == {torch.float32}, f"components other than the denoiser are {others}, not all float32")
     arguments = subject.one_call(low)
     with torch.no_grad():
         want, got = subject.model.denoise(*arguments), low.denoise(*arguments)
@@ -88,23 +86,22 @@ def bfloat16_denoiser(subject: Subject) -> None:
 
 
 def bfloat16_vae(subject: Subject) -> None:
-    """A bfloat16 VAE takes and gives float32, near that of float32, and its latents are cached apart."""
+    """A bfloat16 VAE takes and returns float32, close to a float32 VAE, and its latents have another cache key."""
     model, low = subject.model, subject.fresh(vae_dtype=torch.bfloat16)
     pixels = subject.pixels()
     latents = model.encode_pixels(pixels)
     _near("the latents of a bfloat16 VAE", low.encode_pixels(pixels), latents, MOST_BF16["vae"])
     _near("the pixels of a bfloat16 VAE", low.decode(latents), model.decode(latents), MOST_BF16["vae"])
-    require({p.dtype for p in low.pipeline.vae.parameters()} == {torch.bfloat16}, "the VAE is not bfloat16 alone")
+    require({p.dtype for p in low.pipeline.vae.parameters()} == {torch.bfloat16}, "the VAE is not all bfloat16")
     parts = [part for part in low.frozen_parts() if part is not low.pipeline.vae]
     dtypes = {p.dtype for part in [*parts, low.denoiser] for p in part.parameters()}
-    require(dtypes == {torch.float32}, f"parts beside the VAE are {dtypes}, not float32 alone")
-    require(low.latent_identity() != model.latent_identity(), "latent_identity does not tell the VAE's precision")
-    require(low.text_identity() == model.text_identity(), "text_identity depends on the VAE")
+    require(dtypes == {torch.float32}, f"components other than the VAE are {dtypes}, not all float32")
+    require(low.latent_identity() != model.latent_identity(), "latent_cache_key does not depend on the VAE's dtype")
+    require(low.text_identity() == model.text_identity(), "text_cache_key depends on the VAE")
 
 
-def _near(what: str, got: Tensor, want: Tensor, most: float) -> None:
-    require(got.dtype == torch.float32, f"{what} is {got.dtype}, not float32")
+def _near(description: str, got: Tensor, want: Tensor, most: float) -> None:
+    require(got.dtype == torch.float32, f"{description} is {got.dtype}, not float32")
     distance = float((got - want).norm() / want.norm())
-    require(
-        0 < distance < most, f"{what} is {distance:.2g} away, relative to the norm; between 0 and {most:g} is right"
-    )
+    message = f"{description}: relative difference {distance:.2g}, must be between 0 and {most:g}"
+    require(0 < distance < most, message)

@@ -1,1 +1,1 @@
-"""Captioned media and prompts: found, checked, framed, ordered and dealt to the ranks."""
+"""Training data: find and check captioned media and prompts, crop and order them, and shard them over the ranks."""

@@ -1,4 +1,4 @@
-"""`wfm data DIR` (`python -m wfm_ds.data DIR`): how a folder of media is read, what it holds, and three captions."""
+"""`wfm data DIR` (`python -m wfm_ds.data DIR`): print layout, contents and three captions of a folder."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 NUM_CAPTIONS = 3
 READINGS = {
-    "cosmos": "a Cosmos folder",
-    "webdataset": "tar shards",
-    "table": "a table of captions",
-    "hf": "a data set of the library datasets",
-    "media": "media with captions beside them",
+    "cosmos": "Cosmos folder",
+    "webdataset": "tar shards (WebDataset)",
+    "table": "caption table",
+    "hf": "Hugging Face dataset",
+    "media": "images or videos with caption files",
 }
 
 
 def parser() -> Parser:
     p = Parser(
         prog="wfm data",
-        description="Show how data.kind: folder reads a folder, and three captions of it.",
-        epilog="Example: %(prog)s my_pictures",
+        description="Show how data.kind: folder reads a folder, its contents and three captions.",
+        epilog="Example: %(prog)s my_images",
     )
-    p.add_argument("folder", type=Path, help="a folder with images or videos and their captions (docs/data.md)")
-    p.add_argument("--prompt", help="data.prompt: the caption of media that have none")
-    p.add_argument("--caption-column", metavar="NAME", help="data.caption_column of a table")
+    p.add_argument("folder", type=Path, help="folder with images or videos and their captions (docs/data.md)")
+    p.add_argument("--prompt", help="data.prompt: caption for images and videos without one")
+    p.add_argument("--caption-column", metavar="NAME", help="data.caption_column: table column with the captions")
     return p
 
 
@@ -48,21 +48,21 @@ def run(args: argparse.Namespace) -> None:
 
     layout = recognise(args.folder)
     recipe = DataRecipe(kind="folder", path=str(args.folder), prompt=args.prompt, caption_column=args.caption_column)
-    found = folder_set(recipe, args.folder, layout)
-    lines = [f"{found.source}: {READINGS[layout.reading]} ({layout.sign})", *described(found)]
+    dataset = folder_set(recipe, args.folder, layout)
+    lines = [f"{dataset.source}: {READINGS[layout.reading]} ({layout.sign})", *described(dataset)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
 def described(found: SampleSet) -> list[str]:
-    """Return what a data set holds, in lines."""
+    """Return the summary of a data set, one line each."""
     from wfm_ds.data.samples import IMAGE_SUFFIXES, REASONS
 
     kinds = Counter("images" if s.media.suffix in IMAGE_SUFFIXES else "videos" for s in found.samples)
     lines = [f"samples    {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}"]
     lines += [f"note       {note}" for note in found.notes]
     lines += [f"skipped    {len(names)}, {REASONS[why]}, e.g. {names[0]}" for why, names in found.bad.items()]
-    shown = found.samples[:: max(1, len(found.samples) // NUM_CAPTIONS)][:NUM_CAPTIONS]
-    return [*lines, *(f"{sample.id}: {json.dumps(sample.prompt.text, ensure_ascii=False)}" for sample in shown)]
+    examples = found.samples[:: max(1, len(found.samples) // NUM_CAPTIONS)][:NUM_CAPTIONS]
+    return [*lines, *(f"{sample.id}: {json.dumps(sample.prompt.text, ensure_ascii=False)}" for sample in examples)]
 
 
 if __name__ == "__main__":

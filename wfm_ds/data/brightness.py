@@ -1,7 +1,7 @@
-"""`python -m wfm_ds.data.brightness OUT_DIR`: the action quickstart's data, grey frames that actions brighten.
+"""`python -m wfm_ds.data.brightness OUT_DIR`: write the brightness demo, grey clips that actions brighten or darken.
 
-Half of the clips tell a wrong trajectory: what learns from them alone half listens, and reinforcement learning has
-something to mend.
+Half of the clips come with a wrong trajectory, so that a model after SFT follows actions only partly and RL has
+something to improve.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from wfm_ds.seeds import derive_seed
 from wfm_reward.brightness_world import STARTS, Frames, actions_of, draw_moves, levels_of, pixels
 
 NUM_CLIPS, NUM_HELD_OUT = 2048, 256
-WRONG = 0.5  # of the clips to learn from
-PROMPT = json.dumps({"caption": "a grey wall"})  # a JSON object, as captions of actions are: taken as it is, so short
+WRONG = 0.5  # share of training clips with a wrong trajectory
+PROMPT = json.dumps({"caption": "a grey wall"})  # action models use JSON captions without further templates
 PROMPTS, START = "prompts.txt", "start.png"
 
 
 def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
-    """Write NNNN.mkv, .json and .actions.npy, and return the frames; with this probability the actions are others."""
-    draw = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
-    moves, others = draw_moves(draw), draw_moves(draw)
-    stem, frames = f"{number:04}", pixels(levels_of(draw.uniform(-STARTS, STARTS), moves))
+    """Write NNNN.mkv, .json and .actions.npy and return the frames. wrong: probability of unrelated actions."""
+    generator = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
+    moves, wrong_moves = draw_moves(generator), draw_moves(generator)
+    stem, frames = f"{number:04}", pixels(levels_of(generator.uniform(-STARTS, STARTS), moves))
     write_video(folder / f"{stem}.mkv", frames, FPS)
-    np.save(folder / f"{stem}.actions.npy", actions_of(others if draw.random() < wrong else moves))
+    np.save(folder / f"{stem}.actions.npy", actions_of(wrong_moves if generator.random() < wrong else moves))
     (folder / f"{stem}.json").write_text(json.dumps({"prompt": PROMPT, "actions": f"{stem}.actions.npy"}) + "\n")
     return frames
 
 
 def write_brightness(out: Path) -> int:
-    """Write clips/NNNN.mkv with .json and .actions.npy (2048 clips, half of which tell a wrong trajectory), held_out/
-    (256, all true), prompts.txt, and start.png, the first frame of the last of these; return the number of clips to
-    learn from. The same bytes on every run with the same versions.
+    """Write the demo and return the number of training clips.
 
-    Raises DataError if the folder exists and is not empty.
+    clips/: 2048 clips NNNN.mkv with .json and .actions.npy, half of them with a wrong trajectory. held_out/: 256 clips
+    with correct trajectories. prompts.txt: the prompt. start.png: the first frame of the last held-out clip. The files
+    are bitwise reproducible with the same library versions. Raises DataError if the folder exists and is not empty.
     """
     require_new(out)
     for name, count, wrong in (("clips", NUM_CLIPS, WRONG), ("held_out", NUM_HELD_OUT, 0.0)):
@@ -60,8 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm_ds.data.brightness", description="Write the action quickstart's data.")
-    p.add_argument("out_dir", type=Path, help="a new or empty folder; gets clips/ (SFT and RL) and held_out/")
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.data.brightness", description="Write the data of the brightness demo (action quickstart)."
+    )
+    p.add_argument("out_dir", type=Path, help="new or empty folder for clips/ (SFT and RL) and held_out/")
     return p
 
 

@@ -1,8 +1,8 @@
-"""`wfm data captions DIR` (`python -m wfm_ds.data.captions DIR`): writes a caption for each image and video.
+"""`wfm data captions DIR` (`python -m wfm_ds.data.captions DIR`): write a caption file for each image and video.
 
---prompt "..." gives all of them one caption, --from FILE.csv or FILE.jsonl each its own: columns or keys `file` (a path
-below DIR) and `prompt`; all others become metadata. --layout says where captions go: NAME.json or NAME.txt beside the
-medium, or the metas/NAME.txt of a Cosmos folder.
+--prompt "..." sets one caption for all. --from FILE.csv or FILE.jsonl reads one per file: columns or keys `file` (path
+below DIR) and `prompt`; other columns become metadata. --layout selects the caption files: NAME.json or NAME.txt next
+to each image or video, or metas/NAME.txt of a Cosmos folder.
 """
 
 from __future__ import annotations
@@ -26,75 +26,79 @@ NUM_SHOWN = 10
 LAYOUTS = {"json": "NAME.json", "txt": "NAME.txt", "cosmos": "metas/NAME.txt"}
 
 Caption = Mapping[str, Any]
-"""Content of a NAME.json: `prompt`, and any metadata."""
+"""Content of a NAME.json: `prompt` and any metadata."""
 
 
 def media_files(folder: Path) -> list[Path]:
-    """Return all images and videos below the folder, sorted. DataError if there is none."""
+    """Return all images and videos below the folder, sorted. Raises DataError if there are none."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder")
-    found = sorted(path for path in walk(folder) if path.suffix.lower() in MEDIA_SUFFIXES)
-    if not found:
-        raise DataError(f"{folder} holds no image or video")
-    return found
+    files = sorted(path for path in walk(folder) if path.suffix.lower() in MEDIA_SUFFIXES)
+    if not files:
+        raise DataError(f"{folder} has no images or videos")
+    return files
 
 
 def read_table(table: Path) -> dict[str, Caption]:
-    """Read captions by file, from a CSV file with a header line or a JSONL file, both UTF-8.
+    """Read captions by file from a UTF-8 CSV file with a header line or a UTF-8 JSONL file.
 
-    DataError, with the line, for a row without `file` or `prompt`, and for a file that comes twice.
+    Raises DataError, with the line, for a row without `file` or `prompt` and for a duplicate file.
     """
     captions: dict[str, Caption] = {}
-    for found in table_rows(table):
-        row, where = dict(found.values), f"{table}: {found.place}"
+    for table_row in table_rows(table):
+        row, where = dict(table_row.values), f"{table}: {table_row.place}"
         file, prompt = row.pop("file", None), row.get("prompt")
         if not isinstance(file, str) or not file or not isinstance(prompt, str) or not prompt.strip():
             raise DataError(f"{where} has no `file` or no `prompt`")
         if not is_encodable(row):
-            raise DataError(f"{where} has text that UTF-8 cannot encode")
+            raise DataError(f"{where} has text that cannot be encoded as UTF-8")
         if file in captions:
-            raise DataError(f"{where} names {file} again")
+            raise DataError(f"{where} repeats the file {file}")
         captions[file] = row
     return captions
 
 
 def planned(folder: Path, captions: Mapping[str, Caption], layout: str = "json") -> dict[Path, Caption]:
-    """Return the caption files to be written. DataError if the table and the folder do not name the same media, or if
-    the layout has no place for a caption."""
+    """Return the caption files to write.
+
+    Raises DataError if the files of the table and the folder differ, or if the layout cannot hold a caption.
+    """
     media = {path.relative_to(folder).as_posix(): path for path in media_files(folder)}
     for problem, names in (
         ("are in the table but not in", sorted(captions.keys() - media.keys())),
-        ("have no line in the table for", sorted(media.keys() - captions.keys())),
+        ("have no row in the table for", sorted(media.keys() - captions.keys())),
     ):
         if names:
             raise DataError(f"{len(names)} files {problem} {folder}, e.g. {', '.join(names[:NUM_SHOWN])}")
-    more = sorted({key for caption in captions.values() for key in caption if key != "prompt"})
-    if more and layout != "json":
-        raise DataError(f"--layout {layout} keeps captions alone, and the table has {', '.join(more)}: use json")
+    metadata_keys = sorted({key for caption in captions.values() for key in caption if key != "prompt"})
+    if metadata_keys and layout != "json":
+        raise DataError(
+            f"--layout {layout} stores only captions, but the table also has {', '.join(metadata_keys)}: use json"
+        )
     plan = {place_of(folder, media[name], layout): caption for name, caption in captions.items()}
     if len(plan) < len(media):
-        raise DataError(f"{folder}: media of the same name but another suffix share one caption")
+        raise DataError(f"{folder}: files with equal names and different suffixes would share one caption")
     return plan
 
 
 def place_of(folder: Path, medium: Path, layout: str) -> Path:
-    """Return the caption file of a medium. DataError for a medium that a Cosmos folder cannot hold where it is."""
+    """Return the caption file of an image or video. Raises DataError if it is misplaced in a Cosmos folder."""
     if layout != "cosmos":
         return medium.with_suffix(f".{layout}")
-    top, *below = medium.relative_to(folder).parts
-    if not below or medium.suffix.lower() not in MEDIA_FOLDERS.get(top, ()):
+    top, *inner = medium.relative_to(folder).parts
+    if not inner or medium.suffix.lower() not in MEDIA_FOLDERS.get(top, ()):
         raise DataError(
-            f"{medium}: a Cosmos folder has its videos in {folder / 'videos'} and its images in {folder / 'images'}: "
-            "move it there"
+            f"{medium}: a Cosmos folder has videos in {folder / 'videos'} and images in {folder / 'images'}. Move the "
+            "file there"
         )
-    return folder.joinpath("metas", *below).with_suffix(".txt")
+    return folder.joinpath("metas", *inner).with_suffix(".txt")
 
 
 def write_captions(plan: Mapping[Path, Caption], *, overwrite: bool) -> int:
-    """Write all of them and return their number; DataError, before any is written, if one exists and may not go."""
-    there = [path for path in plan if path.exists()]
-    if there and not overwrite:
-        raise DataError(f"{len(there)} captions exist, e.g. {there[0]}: --overwrite replaces them")
+    """Write all captions and return their number. Raises DataError before writing if one exists without `overwrite`."""
+    existing = [path for path in plan if path.exists()]
+    if existing and not overwrite:
+        raise DataError(f"{len(existing)} captions exist, e.g. {existing[0]}. Replace them with --overwrite")
     for path, caption in plan.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, content_of(path, caption))
@@ -111,16 +115,21 @@ def parser() -> Parser:
     p = Parser(
         prog="wfm data captions",
         description="Write a caption for each image and video of a folder.",
-        epilog='Example: %(prog)s my_pictures --prompt "a robot" --layout txt',
+        epilog='Example: %(prog)s my_images --prompt "a robot" --layout txt',
     )
-    p.add_argument("folder", type=Path, help="a folder with images and videos, at any depth")
+    p.add_argument("folder", type=Path, help="folder with images and videos at any depth")
     source = p.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="the caption of all of them")
-    source.add_argument("--from", dest="table", type=Path, metavar="FILE", help=".csv or .jsonl with file and prompt")
-    p.add_argument(
-        "--layout", choices=list(LAYOUTS), default="json", help="NAME.json or NAME.txt beside each, or metas/NAME.txt"
+    source.add_argument("--prompt", help="one caption for all")
+    source.add_argument(
+        "--from", dest="table", type=Path, metavar="FILE", help=".csv or .jsonl with columns file and prompt"
     )
-    p.add_argument("--overwrite", action="store_true", help="replace captions that exist")
+    p.add_argument(
+        "--layout",
+        choices=list(LAYOUTS),
+        default="json",
+        help="NAME.json or NAME.txt next to each file, or metas/NAME.txt",
+    )
+    p.add_argument("--overwrite", action="store_true", help="replace existing captions")
     return p
 
 
@@ -133,7 +142,7 @@ def run(args: argparse.Namespace) -> None:
         captions: Mapping[str, Caption] = read_table(args.table)
     else:
         if not args.prompt.strip() or not is_encodable(args.prompt):
-            raise DataError("--prompt is blank, or text that UTF-8 cannot encode")
+            raise DataError("--prompt is blank or cannot be encoded as UTF-8")
         names = [path.relative_to(args.folder).as_posix() for path in media_files(args.folder)]
         captions = {name: {"prompt": args.prompt.strip()} for name in names}
     count = write_captions(planned(args.folder, captions, args.layout), overwrite=args.overwrite)

@@ -1,4 +1,4 @@
-"""The Cosmos folder: metas/NAME.txt, videos/NAME.mp4 or images/NAME.jpg, and text embeddings where there are some."""
+"""The Cosmos folder: metas/NAME.txt, videos/NAME.mp4 or images/NAME.jpg, and optional text embeddings."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ SAFE_SUFFIX, PICKLE_SUFFIXES = ".safetensors", (".pickle", ".pkl")
 
 
 class CosmosFolder(SampleSet):
-    """Captioned media of a Cosmos folder. An id is NAME, which may be a path below the three folders."""
+    """Captioned media of a Cosmos folder. Ids are NAME, possibly a path below metas/, videos/ and images/."""
 
     def __init__(
         self, folder: Path, *, allow_pickle: bool = False, max_bad_fraction: float, cache_dir: Path | None = None
     ) -> None:
-        """`allow_pickle`: embeddings in pickles count, too; a safetensors file of the same name goes first.
-        `cache_dir`: where captions are kept for the next scan (caption_cache.py); None: nowhere.
+        """Scan the folder.
 
-        Raises DataError if there is no usable sample, or if more than this share of the entries is bad.
+        allow_pickle: also use embeddings in pickle files; a safetensors file of the same name has priority.
+        cache_dir: folder of the caption cache; None: no cache.
+        Raises DataError without a usable sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(str(folder))
         if not (folder / "metas").is_dir() or not any((folder / name).is_dir() for name in MEDIA_FOLDERS):
-            raise DataError(f"{folder} is not a Cosmos folder: it must hold metas/ and videos/ (or images/)")
-        kept = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
+            raise DataError(f"{folder} is not a Cosmos folder: it must contain metas/ and videos/ (or images/)")
+        cache = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
         captions = files_by_id(folder / "metas", frozenset({".txt"}))
         media = [files_by_id(folder / name, suffixes) for name, suffixes in MEDIA_FOLDERS.items()]
         embeddings = find_embeddings(folder, allow_pickle=allow_pickle)
         for sample_id in sorted(set(captions).union(*media)):
             LIVENESS.advance()
-            found = [path for files in media for path in files.get(sample_id, [])]
-            self._add(sample_id, captions.get(sample_id, []), found, embeddings.get(sample_id), kept)
-        if kept is not None:
-            kept.save()
+            paths = [path for files in media for path in files.get(sample_id, [])]
+            self._add(sample_id, captions.get(sample_id, []), paths, embeddings.get(sample_id), cache)
+        if cache is not None:
+            cache.save()
         self.check(max_bad_fraction)
 
     def _add(
@@ -65,21 +66,19 @@ class CosmosFolder(SampleSet):
 
 
 def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
-    """Find files with text embeddings by id; safetensors before pickles, the first of EMBEDDING_FOLDERS before the
-    other."""
+    """Return text embedding files by id. Priority: safetensors before pickle, then the order of EMBEDDING_FOLDERS."""
     suffixes = (SAFE_SUFFIX, *(PICKLE_SUFFIXES if allow_pickle else ()))
-    found: dict[str, Path] = {}
+    embeddings: dict[str, Path] = {}
     for suffix in suffixes:
         for name in EMBEDDING_FOLDERS:
             for sample_id, paths in files_by_id(folder / name, frozenset({suffix})).items():
-                if paths[0].is_file():  # not a pipe, in which a read would wait for ever
-                    found.setdefault(sample_id, paths[0])
-    return found
+                if paths[0].is_file():  # skip pipes, which would block the read
+                    embeddings.setdefault(sample_id, paths[0])
+    return embeddings
 
 
 def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]:
-    """Return files with one of these suffixes by their path below the folder without it; none if there is no such
-    folder."""
+    """Return files with one of these suffixes by path below the folder, without suffix. Empty if it does not exist."""
     files: dict[str, list[Path]] = {}
     if folder.is_dir():
         for path in sorted(walk(folder)):
@@ -89,7 +88,7 @@ def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]
 
 
 def text_of(data: bytes) -> str | None:
-    """Return a caption file's text, stripped; None if it is empty or not UTF-8."""
+    """Decode and strip the text of a caption file. None if it is empty or not UTF-8."""
     try:
         return data.decode("utf-8-sig").strip() or None
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""The data that a recipe names: found by a scan, divided, framed, and opened as a source of batches."""
+"""Data of a recipe: scan it, split off validation samples, choose sizes, and build the source of batches."""
 
 from __future__ import annotations
 
@@ -44,31 +44,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Cached: TypeAlias = Callable[[Media, Framing], Any]  # the kept latents of a medium, None where there are none
+Cached: TypeAlias = Callable[[Media, Framing], Any]  # the cached latents of an image or video, or None
 
 
 class SizedModel(Protocol):
-    """Sizes that a model can make (models/base.py)."""
+    """Size constraints of a model (models/base.py)."""
 
     def latent_shape(self, height: int, width: int, num_frames: int, /) -> tuple[int, ...]:
-        """Return the shape of the latents. Raises ValueError for a size that the family cannot make."""
+        """Return the shape of the latents. Raises ValueError for a size the model does not support."""
         ...
 
     def size_multiple(self, num_frames: int, /) -> int:
-        """Return the number that heights and widths must be multiples of."""
+        """Return the number that divides valid heights and widths."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """Content of a recipe's data section. SFT: media for training and validation; RL: prompts, or captioned media."""
+    """Data of a run. SFT: captioned media for training and validation. RL: prompts or captioned media."""
 
-    prompts: list[Prompt]  # RL: to train on; the captions, where there are samples
-    samples: list[Sample]  # to train on
-    bad: Mapping[str, Sequence[str]]  # what else the training data holds: names by reason, of REASONS
-    held_out: list[Sample]  # for validation: SFT, of its loss; what draws begin with, where samples are given frames
-    shown: list[Prompt]  # what validation samples
-    actions: Actions | None = None  # None: samples are told none
+    prompts: list[Prompt]  # RL: training prompts; with samples, their captions
+    samples: list[Sample]  # for training
+    bad: Mapping[str, Sequence[str]]  # rejected entries of the training data: names by reason (REASONS)
+    held_out: list[Sample]  # for the validation loss (SFT) and conditioning frames of validation samples
+    shown: list[Prompt]  # prompts sampled in validation
+    actions: Actions | None = None  # None: the model is not conditioned on actions
 
     @property
     def num_samples(self) -> int:
@@ -76,62 +76,64 @@ class TrainingData:
 
 
 def load_data(recipe: Recipe) -> TrainingData:
-    """Read the data of a recipe. Raises DataError when a folder or file is missing, empty or too broken."""
+    """Load the data of a recipe. Raises DataError if a folder or file is missing, empty or has too many bad entries."""
     data, validation = recipe.data, recipe.validation
     prompts: list[Prompt] = []
     samples: list[Sample] = []
     held_out: list[Sample] = []
     bad: Mapping[str, Sequence[str]] = {}
     if data.streaming:
-        HfStream(data)  # raises what is wrong with it before a model is loaded
+        HfStream(data)  # validates the dataset before a model is loaded
         held_out = [] if validation.path is None else held_out_folder(data, Path(validation.path))
     elif data.kind == "prompts":
         prompts = load_prompts(data.folder, data.name, data.split)
     elif recipe.is_rl:
-        found = scanned(data, data.shards, pairs=False)
-        samples, bad = found.drawn(found.samples), found.bad
+        scan = scanned(data, data.shards, pairs=False)
+        samples, bad = scan.drawn(scan.samples), scan.bad
         prompts = [sample.prompt for sample in samples]
         if validation.path is not None:
             held_out = scanned(data, [validation.path], pairs=False).samples
     else:
-        found = scanned(data, data.shards, pairs=recipe.algorithm.takes_pairs)
-        (samples, held_out), bad = divided(found, recipe), found.bad
-    of_data = distinct(held_out or samples) if samples or data.streaming else prompts
-    if of_data is not prompts and (recipe.algorithm.num_conditional_frames[1] > 0 or data.inputs):
-        # Two media of one caption are two beginnings, or are told different things.
-        of_data = list({sample.prompt.id: sample.prompt for sample in held_out or samples}.values())
-    shown = load_prompt_file(validation.prompts) if validation.prompts else of_data
-    shown = shown[: validation.num_prompts]
+        scan = scanned(data, data.shards, pairs=recipe.algorithm.takes_pairs)
+        (samples, held_out), bad = divided(scan, recipe), scan.bad
+    data_prompts = distinct(held_out or samples) if samples or data.streaming else prompts
+    if data_prompts is not prompts and (recipe.algorithm.num_conditional_frames[1] > 0 or data.inputs):
+        # Samples with equal captions still differ in their conditioning frames or inputs.
+        data_prompts = list({sample.prompt.id: sample.prompt for sample in held_out or samples}.values())
+    examples = load_prompt_file(validation.prompts) if validation.prompts else data_prompts
+    examples = examples[: validation.num_prompts]
     actions = actions_of(recipe, [*samples, *held_out])
-    return TrainingData(prompts=prompts, samples=samples, bad=bad, held_out=held_out, shown=shown, actions=actions)
+    return TrainingData(prompts=prompts, samples=samples, bad=bad, held_out=held_out, shown=examples, actions=actions)
 
 
 def held_out_folder(data: DataRecipe, folder: Path) -> list[Sample]:
-    """Return the samples of a folder of any layout, for a stream. Raises DataError as `folder_set` does."""
+    """Load the validation folder (any layout) of a streamed dataset. Raises DataError like `load_folder`."""
     return logged(folder_set(data.model_copy(update={"options": {}}), folder)).samples
 
 
 def divided(found: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
-    """Return the samples that SFT trains on, and those that it holds out."""
+    """Return the training samples of one epoch and the held-out samples."""
     data, validation = recipe.data, recipe.validation
     if validation.path is not None:
         return found.drawn(found.samples), scanned(data, [validation.path], pairs=recipe.algorithm.takes_pairs).samples
     samples, held_out = found.split(validation.holdout)
     if not samples:
-        raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves nothing to train on: lower it")
+        raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves no training samples: lower it")
     return found.drawn(samples), held_out
 
 
 def scanned(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
-    """Scan these paths, one unless they name tar shards; log what cannot be used. `pairs`: the algorithm needs them,
-    else single media. Raises DataError where a kind of the user's own has the other."""
-    found = sample_set(data, paths)
-    check_pairs(found, pairs)
-    return logged(found)
+    """Scan the data at these paths and log the rejected entries. Only tar shards may have several paths.
+
+    pairs: whether the algorithm trains on preference pairs. Raises DataError if the samples do not match.
+    """
+    dataset = sample_set(data, paths)
+    check_pairs(dataset, pairs)
+    return logged(dataset)
 
 
 def logged(found: SampleSet) -> SampleSet:
-    """Log what a scan found that cannot be used, or that the user should know."""
+    """Log the notes and rejected entries of a scan."""
     for note in found.notes:
         log.warning("%s: %s", found.source, note)
     for reason, names in found.bad.items():
@@ -140,10 +142,11 @@ def logged(found: SampleSet) -> SampleSet:
 
 
 def check_pairs(found: SampleSet, pairs: bool) -> None:
-    wrong = next((sample for sample in found.samples if (sample.rejected is not None) != pairs), None)
-    if wrong is not None:
-        wanted = "a pair: give it the medium `rejected`" if pairs else "one medium: leave out `rejected`"
-        raise DataError(f"{found.source}: for this algorithm {wrong.id} must be {wanted}")
+    """Raise DataError unless all samples are pairs, or all are single images or videos."""
+    mismatch = next((sample for sample in found.samples if (sample.rejected is not None) != pairs), None)
+    if mismatch is not None:
+        wanted = "a pair: set `rejected`" if pairs else "a single image or video: omit `rejected`"
+        raise DataError(f"{found.source}: this algorithm needs {mismatch.id} to be {wanted}")
 
 
 def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
@@ -155,7 +158,7 @@ def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
         if list(paths) != data.shards:  # validation.path: one folder
             return folder_set(data, Path(paths[0]))
         return SeveralSets(
-            {name: (sample_set(one, one.shards), weight) for name, (one, weight) in data.parts().items()}
+            {name: (sample_set(part, part.shards), weight) for name, (part, weight) in data.parts().items()}
         )
     if data.kind == "hf":
         return hf_set(data, paths[0])
@@ -172,7 +175,7 @@ def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    """Scan by the user's class. Raises DataError where that is not one, or takes other options than the recipe's."""
+    """Scan with the user's SampleSet subclass. Raises DataError if it is invalid or data.options do not fit it."""
     key = "data.kind"
     make: Callable[..., SampleSet] = import_class(data.kind, SampleSet, key=key, error=DataError)
     arguments: dict[str, Any] = {"max_bad_fraction": data.max_bad_fraction, **data.options}
@@ -181,20 +184,22 @@ def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
     except TypeError as error:
         raise DataError(f"{key} {data.kind}: data.options do not fit its constructor: {error}") from error
     try:
-        found: SampleSet = make(list(paths), **arguments)
+        dataset: SampleSet = make(list(paths), **arguments)
     except OSError as error:
         raise DataError(f"{key} {data.kind}: {', '.join(paths)} cannot be read: {error}") from error
-    found.samples.sort(key=lambda sample: sample.id)
-    ids = [sample.id for sample in found.samples]
-    if repeated := next((one for one, after in itertools.pairwise(ids) if one == after), None):
-        raise DataError(f"{key} {data.kind}: it has two samples of the id {repeated}; give each its own")
-    if unknown := sorted(found.bad.keys() - REASONS.keys()):
-        raise DataError(f"{key} {data.kind}: it rejects for {', '.join(unknown)}; reasons are {', '.join(REASONS)}")
-    return found
+    dataset.samples.sort(key=lambda sample: sample.id)
+    ids = [sample.id for sample in dataset.samples]
+    if duplicate := next((current for current, following in itertools.pairwise(ids) if current == following), None):
+        raise DataError(f"{key} {data.kind}: two samples have the id {duplicate}; ids must be unique")
+    if unknown := sorted(dataset.bad.keys() - REASONS.keys()):
+        raise DataError(
+            f"{key} {data.kind}: unknown reject reasons {', '.join(unknown)}; valid are {', '.join(REASONS)}"
+        )
+    return dataset
 
 
 def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
-    """Return the training sizes of the recipe. Raises RecipeError for a size that the model cannot make."""
+    """Return the training sizes of the recipe. Raises RecipeError for a size the model does not support."""
     data, size = recipe.data, recipe.sampling
     sizes = [(size.height, size.width)]
     if data.buckets == "auto":
@@ -205,7 +210,7 @@ def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
         try:
             model.latent_shape(height, width, size.num_frames)
         except ValueError as error:
-            raise RecipeError(f"data.buckets: the size [{height}, {width}] cannot be trained on: {error}") from error
+            raise RecipeError(f"data.buckets: size [{height}, {width}] is not supported: {error}") from error
     num_frames = frames_read(recipe, model)
     framing = Framing(
         height=size.height,
@@ -222,14 +227,17 @@ def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
 
 
 def trains_on_data(recipe: Recipe) -> bool:
-    """Return whether the data is part of what an RL run learns from, not only of what its samples begin with."""
+    """Return whether an RL run trains on the data itself, not only on samples conditioned on it."""
     algorithm = recipe.rl.algorithm
     return algorithm.num_data(algorithm.terms_per_sample(recipe.sampling)) > 0
 
 
 def frames_read(recipe: Recipe, model: SizedModel) -> int:
-    """Return the number of frames of a clip of the data: where rollouts are trained on and nothing else, those that
-    samples are given, so that an image is enough for one; else those of a sample."""
+    """Return the number of frames to read per clip.
+
+    RL that trains on rollouts alone reads only the conditioning frames, so a single image can suffice. All others read
+    sampling.num_frames.
+    """
     size, (_, most) = recipe.sampling, recipe.algorithm.num_conditional_frames
     if not recipe.is_rl or most == 0 or trains_on_data(recipe):
         return size.num_frames
@@ -238,30 +246,30 @@ def frames_read(recipe: Recipe, model: SizedModel) -> int:
 
 
 def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: int) -> list[int]:
-    """Return the bucket of each sample, by index; collective: each rank reads the sizes of its share."""
+    """Return the bucket index of each sample. Collective: each rank reads the sizes of its shard."""
     if len(buckets.sizes) == 1:
         return [0] * len(samples)
 
-    def bucket(sample: Sample) -> int:
+    def find_bucket(sample: Sample) -> int:
         LIVENESS.advance()
         return buckets.index_of(sample.media)
 
-    def measure() -> list[int]:
+    def measure_shard() -> list[int]:
         with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(bucket, samples[world.rank :: world.size]))
+            return list(pool.map(find_bucket, samples[world.rank :: world.size]))
 
-    parts = world.gather(world.checked(measure))
-    found = [parts[i % world.size][i // world.size] for i in range(len(samples))]
-    counts = Counter(found)
+    parts = world.gather(world.checked(measure_shard))
+    indices = [parts[i % world.size][i // world.size] for i in range(len(samples))]
+    counts = Counter(indices)
     shares = ", ".join(f"{h} x {w}: {counts[i]}" for i, (h, w) in enumerate(buckets.sizes) if counts[i])
     log.info("samples by size: %s", shares)
-    return found
+    return indices
 
 
 def inputs_of(recipe: Recipe, model: TellableModel, data: TrainingData) -> InputReader | None:
-    """Return the reader of what the samples are told; None if that is nothing."""
-    known = data.actions
-    width, scaling = (None, None) if known is None else (known.width, known.scaling)
+    """Return the reader of conditioning inputs, or None if the run has none."""
+    actions = data.actions
+    width, scaling = (None, None) if actions is None else (actions.width, actions.scaling)
     return InputReader.of(recipe, model, width=width, scaling=scaling)
 
 
@@ -275,12 +283,10 @@ def readable(
     what: str = "samples",
     inputs: InputReader | None = None,
 ) -> list[Sample]:
-    """Return the first `count` samples whose media can be decoded, and whose inputs read, which is tried: with the
-    inputs of their middles in their prompts. Broken ones are left out and logged.
+    """Return the first `count` samples that can be decoded, with the inputs of their centre crop in their prompts.
 
-    DataError if none of the samples can be decoded, or if the broken ones are more than data.max_bad_fraction of
-    `whole`, the number of samples of the data set that these are from: a few of them say little about it. `what` is
-    what a message calls them.
+    Bad samples are skipped and logged. Raises DataError if none is usable, or if more than data.max_bad_fraction of
+    `dataset_size` samples are bad. what: name of the samples in messages.
     """
     usable, broken = list[Sample](), list[BadMedia]()
     for sample in samples:
@@ -298,20 +304,19 @@ def readable(
             usable.append(sample if inputs is None else dataclasses.replace(sample, prompt=prompt))
     names, allowed = "; ".join(map(str, broken[:NUM_SHOWN])), recipe.data.max_bad_fraction
     if broken and not usable:
-        raise DataError(f"none of the {len(broken)} {what} can be used; repair at least one: {names}")
+        raise DataError(f"all {len(broken)} {what} are invalid; repair at least one: {names}")
     if len(broken) > allowed * whole:
         raise DataError(
-            f"{len(broken)} of the {len(usable) + len(broken)} {what} that were tried cannot be used, more than the "
-            f"{int(allowed * whole)} that data.max_bad_fraction {allowed:g} allows of all {whole}; repair the first: "
-            f"{names}"
+            f"{len(broken)} of {len(usable) + len(broken)} tested {what} are invalid, data.max_bad_fraction "
+            f"{allowed:g} allows {int(allowed * whole)} of {whole}. First: {names}"
         )
     for bad in broken:
-        log.warning("left out: %s", bad)
+        log.warning("skipped %s", bad)
     return usable
 
 
 def distinct(samples: Sequence[Sample]) -> list[Prompt]:
-    """Return one prompt per caption, in order."""
+    """Return one prompt per distinct caption, in order."""
     return list({sample.prompt.text: sample.prompt for sample in samples}.values())
 
 
@@ -326,8 +331,11 @@ def batch_source(
     cached: Cached | None,
     inputs: InputReader | None = None,
 ) -> Reader:
-    """Return the batches of `global_batch` samples that a run trains on, over all ranks; each `unit` of neighbours has
-    one size. `cached`: latents that the run keeps; `inputs`: see inputs_of. Collective; to be closed in the end."""
+    """Return the source of training batches. The caller closes it. Collective.
+
+    global_batch: samples per optimizer step over all ranks. unit: number of consecutive samples with one size.
+    cached_latents: lookup of cached latents. inputs: from `build_input_reader`.
+    """
     if recipe.data.streaming:
         return StreamSource(
             functools.partial(HfStream, recipe.data),

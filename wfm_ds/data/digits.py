@@ -1,8 +1,8 @@
-"""`python -m wfm_ds.data.digits OUT_DIR`: the quickstart's data, 8x8 digits of scikit-learn, written on this machine.
+"""`python -m wfm_ds.data.digits OUT_DIR`: write the digits demo of the quickstart, 8x8 digits from scikit-learn.
 
-Even indices become the SFT folder; odd ones are for judges alone (reward `digits`) and never enter training. The images
-come with scikit-learn; they are the test set of E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits,
-UCI Machine Learning Repository, 1998.
+Images with even indices form the SFT folder. Images with odd indices only fit the classifier of the `digits` reward and
+are never trained on. Source: the test set of E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI
+Machine Learning Repository, 1998.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Split = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 
 def sft_split() -> Split:
-    """The even indices: what is trained on."""
+    """Return the images with even indices, for training."""
     images, labels = all_digits()
     return images[::2], labels[::2]
 
 
 def reward_split() -> Split:
-    """The odd indices: what the reward's classifier is fitted on."""
+    """Return the images with odd indices, for the reward's classifier."""
     images, labels = all_digits()
     return images[1::2], labels[1::2]
 
 
 def all_digits() -> Split:
-    """All 1797, with the published levels 0 to 16 spread over 0 to 255."""
-    from sklearn.datasets import load_digits  # a second of import that --help need not pay
+    """Return all 1797 images, with grey levels 0 to 16 rescaled to 0 to 255."""
+    from sklearn.datasets import load_digits  # slow import, not needed for --help
 
     digits = load_digits()
     return np.rint(digits.images * 255 / 16).astype(np.uint8), digits.target.astype(np.int64)
@@ -49,17 +49,18 @@ def caption(digit: int) -> dict[str, str | int]:
 
 
 def pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str | int]:
-    """Return the line of pairs.jsonl about the image with this index."""
-    others = np.flatnonzero(np.roll(labels, -number) != labels[number])
-    files = [f"images/{index % len(labels) + 1:04}.png" for index in (number, number + int(others[0]))]
+    """Return the line of pairs.jsonl for the image with this index."""
+    other_digits = np.flatnonzero(np.roll(labels, -number) != labels[number])
+    files = [f"images/{index % len(labels) + 1:04}.png" for index in (number, number + int(other_digits[0]))]
     return {**caption(int(labels[number])), "chosen": files[0], "rejected": files[1]}
 
 
 def write_digits(out: Path) -> int:
-    """Write images/NNNN.png and .json (899 captioned images), prompts/train.jsonl, and pairs.jsonl, in which each image
-    is preferred to the next one of another digit; return the number of images.
+    """Write the demo and return the number of images.
 
-    The same bytes on every run with the same versions. Raises DataError if the folder exists and is not empty.
+    images/: 899 images NNNN.png with .json captions. prompts/train.jsonl: 10 prompts. pairs.jsonl: each image preferred
+    to the next image of another digit. The files are bitwise reproducible with the same library versions. Raises
+    DataError if the folder exists and is not empty.
     """
     require_new(out)
     images, labels = sft_split()
@@ -80,9 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm_ds.data.digits", description="Write the quickstart's data.")
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.data.digits", description="Write the data of the digits demo (quickstart)."
+    )
     p.add_argument(
-        "out_dir", type=Path, help="a new or empty folder; gets images/ (SFT), pairs.jsonl (DPO) and prompts/ (RL)"
+        "out_dir", type=Path, help="new or empty folder for images/ (SFT), pairs.jsonl (DPO) and prompts/ (RL)"
     )
     return p
 

@@ -1,7 +1,7 @@
-"""Text embeddings that come with a Cosmos folder, and `python -m wfm_ds.data.embeddings FOLDER --from-pickle`.
+"""`python -m wfm_ds.data.embeddings FOLDER --from-pickle`: convert the text embeddings of a Cosmos folder.
 
-The command writes NAME.safetensors beside each NAME.pickle, so that no run has to open a pickle. A pickle is a program;
-here it can build numpy arrays of numbers, lists and plain values, and nothing else.
+The command writes NAME.safetensors next to each NAME.pickle, so that training never opens a pickle. Pickles can execute
+code; the unpickler here builds only numpy arrays of numbers, lists and plain values.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from wfm_ds.program import program, say_error
 from wfm_ds.storage import atomic
 from wfm_ds.storage.regular import read_regular
 
-KEY = "prompt_embeds"  # of the tensor in a safetensors file
-# What numpy's own pickles name, before version 2 and since, protocols 3 to 5.
+KEY = "prompt_embeds"  # name of the tensor in the safetensors file
+# Names in numpy's pickles, before and since numpy 2, protocols 3 to 5.
 ADMITTED = frozenset(
     {
         ("numpy", "ndarray"),
@@ -40,7 +40,7 @@ ADMITTED = frozenset(
         ),
     }
 )
-# What a crafted pickle may raise besides: it calls the admitted names with arguments of its choice.
+# Errors of crafted pickles, which may call the allowed names with any arguments.
 PICKLE_ERRORS = (
     UnpicklingError,
     OSError,
@@ -54,40 +54,42 @@ PICKLE_ERRORS = (
     MemoryError,
     OverflowError,
     RecursionError,
-    SystemError,  # of a dtype whose state has another length
-    SyntaxError,  # of a dtype whose name is no literal
+    SystemError,  # dtype state of wrong length
+    SyntaxError,  # dtype name that is not a literal
 )
 
 
 class ArrayUnpickler(Unpickler):
-    """Unpickler that refuses every name but those of numpy's array reconstruction."""
+    """Unpickler that allows only the names of numpy's array reconstruction."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ADMITTED:
-            raise UnpicklingError(f"it asks for {module}.{name}")
+            raise UnpicklingError(f"{module}.{name} is not allowed")
         return super().find_class(module, name)
 
 
 def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
-    """Read the embedding [n, D] of a pickle that holds an array of floats, or a list of one. DataError for anything
-    else."""
+    """Read the embedding [n, D] from a pickle with one array of floats, or a list with one array.
+
+    Raises DataError for any other content.
+    """
     try:
         content = ArrayUnpickler(io.BytesIO(read_regular(path))).load()
     except PICKLE_ERRORS as error:
-        raise DataError(f"{path} holds no plain arrays, so it is not opened: {error}") from error
+        raise DataError(f"{path} rejected, a pickle may contain only plain arrays: {error}") from error
     if isinstance(content, list | tuple) and len(content) == 1:
         (content,) = content
     if not isinstance(content, np.ndarray) or not np.issubdtype(content.dtype, np.floating):
-        raise DataError(f"{path} holds no array of floats and no list of one")
+        raise DataError(f"{path} contains neither an array of floats nor a list with one")
     embedding = content[0] if content.ndim == 3 and len(content) == 1 else content
     if embedding.ndim != 2:
-        raise DataError(f"{path} holds an array of shape {list(content.shape)}, an embedding is [n, D]")
+        raise DataError(f"{path} contains an array of shape {list(content.shape)}, expected [n, D]")
     return np.ascontiguousarray(embedding)
 
 
 def convert(folder: Path) -> tuple[int, list[str]]:
-    """Write what is missing beside the pickles of a Cosmos folder: the number of files written, and what is wrong."""
-    written, wrong = 0, list[str]()
+    """Write the missing safetensors files of a Cosmos folder's pickles. Return the number written and the errors."""
+    num_written, errors = 0, list[str]()
     for name in EMBEDDING_FOLDERS:
         for paths in files_by_id(folder / name, frozenset(PICKLE_SUFFIXES)).values():
             safe = paths[0].with_suffix(SAFE_SUFFIX)
@@ -95,10 +97,10 @@ def convert(folder: Path) -> tuple[int, list[str]]:
                 continue
             try:
                 write_safetensors(safe, read_pickle(paths[0]))
-                written += 1
+                num_written += 1
             except DataError as error:
-                wrong.append(str(error))
-    return written, wrong
+                errors.append(str(error))
+    return num_written, errors
 
 
 def write_safetensors(path: Path, embedding: npt.NDArray[np.floating[Any]]) -> None:
@@ -114,18 +116,20 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="wfm_ds.data.embeddings", description="Convert a Cosmos folder's pickled text embeddings."
     )
-    p.add_argument("folder", type=Path, help=f"a Cosmos folder with {' or '.join(EMBEDDING_FOLDERS)}")
-    p.add_argument("--from-pickle", action="store_true", required=True, help="read NAME.pickle, write NAME.safetensors")
+    p.add_argument("folder", type=Path, help=f"Cosmos folder with {' or '.join(EMBEDDING_FOLDERS)}")
+    p.add_argument(
+        "--from-pickle", action="store_true", required=True, help="convert each NAME.pickle to NAME.safetensors"
+    )
     return p
 
 
 def run(args: argparse.Namespace) -> int:
     folder = args.folder
     if not any((folder / name).is_dir() for name in EMBEDDING_FOLDERS):
-        raise DataError(f"{folder} has no folder {' or '.join(EMBEDDING_FOLDERS)}")
-    written, wrong = convert(folder)
-    sys.stdout.write(f"{written} embeddings written below {folder}\n")
-    return max((say_error(sentence) for sentence in wrong), default=0)
+        raise DataError(f"{folder} has no subfolder {' or '.join(EMBEDDING_FOLDERS)}")
+    num_written, errors = convert(folder)
+    sys.stdout.write(f"{num_written} embeddings written below {folder}\n")
+    return max((say_error(message) for message in errors), default=0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`data.kind: folder`: a folder read as what it is, or a sentence with the nearest right layout."""
+"""`data.kind: folder`: load a folder by its detected layout, with messages that suggest the nearest valid layout."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ KOHYA = re.compile(r"(\d+)_.+")
 
 
 def folder_set(data: DataRecipe, folder: Path, layout: Layout | None = None) -> SampleSet:
-    """Scan a folder as what it is recognised to be, or as `layout` says. Raises DataError as the readings do."""
-    found = layout or recognise(folder)
+    """Scan a folder by the given or detected layout. Raises DataError like the SampleSet classes."""
+    detected = layout or recognise(folder)
     limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache()
-    if found.reading == "cosmos":
+    if detected.reading == "cosmos":
         return CosmosFolder(folder, allow_pickle=data.allow_pickle, max_bad_fraction=limit, cache_dir=cache_dir)
-    if found.reading == "webdataset":
+    if detected.reading == "webdataset":
         return TarShards([str(folder / "*.tar")], cache_dir=data.cache_dir, max_bad_fraction=limit)
-    if found.reading == "table":
-        return CaptionTable(found.path, column=data.caption_column, max_bad_fraction=limit)
-    if found.reading == "hf":
+    if detected.reading == "table":
+        return CaptionTable(detected.path, column=data.caption_column, max_bad_fraction=limit)
+    if detected.reading == "hf":
         return hf_set(data, str(folder))
     default = None if data.prompt is None else data.prompt.strip()
     return MediaFolder(folder, max_bad_fraction=limit, cache_dir=cache_dir, default=default)
 
 
 def hf_set(data: DataRecipe, path: str) -> HfRows:
-    """Load a data set of the library `datasets`. Raises DataError."""
+    """Load a dataset with the `datasets` library. Raises DataError."""
     return HfRows(
         path,
         data.split,
@@ -54,7 +54,7 @@ def hf_set(data: DataRecipe, path: str) -> HfRows:
 
 
 class MediaFolder(PairedFolder):
-    """A paired folder whose layout nobody stated: where captions are missing, the message says what there is."""
+    """A captioned folder with a detected layout. Its errors for missing captions describe the folder's contents."""
 
     def described_empty(self) -> str:
         return empty_sentence(self.folder, self.source)
@@ -63,57 +63,57 @@ class MediaFolder(PairedFolder):
         try:
             super().check(max_bad_fraction)
         except DataError as error:
-            bare = self.bad.get("no_json", [])
-            if 2 * len(bare) <= sum(map(len, self.bad.values())):
-                raise  # most of what is wrong is something else
+            uncaptioned = self.bad.get("no_json", [])
+            if 2 * len(uncaptioned) <= sum(map(len, self.bad.values())):
+                raise  # missing captions are not the main problem
             captioned = [sample.media.name for sample in self.samples] + self.bad.get("no_prompt", [])
-            sentence = missing_captions(self.folder, self.source, bare, captioned, self.lone_texts)
-            raise DataError(f"{sentence} {PAGE}") from error
+            message = missing_captions(self.folder, self.source, uncaptioned, captioned, self.lone_texts)
+            raise DataError(f"{message} {PAGE}") from error
 
 
 def missing_captions(
     folder: Path, source: str, bare: Sequence[str], captioned: Sequence[str], lone_texts: Sequence[str]
 ) -> str:
-    """Return the sentence for media without captions: `bare` are these, `captioned` the others of the folder."""
+    """Return the message about media without captions. uncaptioned: these files. captioned: the other files."""
 
-    def below(path: str) -> str:
+    def relative(path: str) -> str:
         return printable(os.path.relpath(path, folder))
 
     what = kind_of([*bare, *captioned])
     if captioned:
-        shown = ", ".join(map(below, bare[:NUM_NAMED]))
+        examples = ", ".join(map(relative, bare[:NUM_NAMED]))
         return (
             f"{source}: {len(bare)} of {counted(len(bare) + len(captioned), what)} have no NAME.txt or NAME.json "
-            f"({shown}): write them, remove the {what}, or set data.prompt for the rest"
+            f"({examples}). Write them, remove the {what}, or set data.prompt for the rest"
         )
-    found = counted(len(bare), what)
+    count = counted(len(bare), what)
     if lone_texts:
         return (
-            f"{source}: {found}, {len(lone_texts)} .txt files, no name in common ({below(bare[0])}, "
-            f"{below(lone_texts[0])}): a caption must be named as its image, beside it"
+            f"{source}: {count} and {len(lone_texts)} .txt files have no names in common ({relative(bare[0])}, "
+            f"{relative(lone_texts[0])}). Put each caption next to its image, with the same name"
         )
-    if "videos" in listed(folder) and all(below(path).startswith("videos/") for path in bare):
+    if "videos" in listed(folder) and all(relative(path).startswith("videos/") for path in bare):
         command = f'{COMMAND} {source} --layout cosmos --prompt "..."'
-        return f"{source} has videos/ and no metas/: {command} writes metas/NAME.txt"
+        return f"{source} has videos/ but no metas/. Create metas/NAME.txt: {command}"
     return (
-        f"{source}: {found}, no captions: put NAME.txt beside each, or set data.prompt to one caption for all, or: "
+        f"{source}: {count} without captions. Put NAME.txt next to each, set data.prompt to one caption for all, or: "
         f'{COMMAND} {source} --prompt "..."'
     )
 
 
 def empty_sentence(folder: Path, source: str) -> str:
-    """Return the sentence for a folder without an image, a video or a JSON file that could be a caption."""
+    """Return the message for a folder without images, videos and JSON captions."""
     suffixes = Counter(os.path.splitext(path)[1].lower() for path in files_below(folder))
-    unread = [(count, suffix) for suffix, count in suffixes.items() if suffix in NOT_READ]
-    if unread:
-        count, suffix = max(unread)
-        return f"{source}: {counted(count, 'files')} {suffix}, which are not read: convert them to .png or .jpg {PAGE}"
+    unsupported = [(count, suffix) for suffix, count in suffixes.items() if suffix in NOT_READ]
+    if unsupported:
+        count, suffix = max(unsupported)
+        return f"{source}: {counted(count, f'{suffix} files')}, an unsupported format. Convert to .png or .jpg {PAGE}"
     if suffixes[".tar"]:
         inner = next(path for path in sorted(files_below(folder)) if path.lower().endswith(".tar"))
         return (
-            f"{source} holds no images or videos; {printable(inner)} is a tar file: name its folder in data.path {PAGE}"
+            f"{source} has no images or videos, but a tar file {printable(inner)}: set data.path to its folder {PAGE}"
         )
-    return f"{source} holds no images or videos: put NAME.txt beside each NAME.png or NAME.mp4 {PAGE}"
+    return f"{source} has no images or videos: put NAME.txt next to each NAME.png or NAME.mp4 {PAGE}"
 
 
 def kind_of(paths: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""Data sets of the library `datasets`: by their id on the Hugging Face hub, saved to disk, or as parquet shards.
+"""Hugging Face datasets: by Hub id, from `save_to_disk`, or as parquet shards.
 
-The library writes what it loads to arrow files once, in its own cache, and media are read from these by row: order, ids
-and resuming are those of any other kind, and other ranks need the files and no network.
+The `datasets` library writes arrow files to its own cache, and media are read from them by row. Order, ids and resuming
+work as for the other kinds of data. Ranks other than rank 0 need the arrow files but no network.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.types import Prompt
 
-DEFAULT_SUFFIX = {"Image": ".png", "Video": ".mp4"}  # of bytes without a name: pictures are known by their content
+DEFAULT_SUFFIX = {"Image": ".png", "Video": ".mp4"}  # for bytes without a file name; images are detected by content
 NEGATIVE = "negative_prompt"
 
 
 @dataclass(frozen=True, slots=True)
 class HfSource:
-    """A column of arrow files with media."""
+    """A media column of arrow files."""
 
     files: tuple[str, ...]
     column: str
@@ -35,7 +35,7 @@ class HfSource:
 
 @dataclass(frozen=True, slots=True)
 class HfMedium:
-    """Media in a row of a data set."""
+    """An image or video in a row of a Hugging Face dataset."""
 
     source: HfSource
     row: int
@@ -55,20 +55,20 @@ class HfMedium:
 
 @functools.lru_cache(maxsize=8)
 def opened(source: HfSource) -> Any:
-    """Return the column as a data set whose rows are bytes and a name, memory-mapped; once a process."""
+    """Return the memory-mapped column as a dataset with rows of bytes and path. Cached per process."""
     from datasets import Dataset, concatenate_datasets
 
-    found = concatenate_datasets([Dataset.from_file(file) for file in source.files]).select_columns([source.column])
-    return undecoded(found, source.column)
+    dataset = concatenate_datasets([Dataset.from_file(file) for file in source.files]).select_columns([source.column])
+    return undecoded(dataset, source.column)
 
 
 def undecoded(dataset: Any, column: str) -> Any:
-    """Return the data set with the bytes of its media instead of what the library would make of them."""
+    """Return the dataset with raw bytes in this column instead of decoded images or videos."""
     return dataset.cast_column(column, type(dataset.features[column])(decode=False))
 
 
 class HfRows(SampleSet):
-    """Captioned media of one split. An id is the split and the row: 000000012 of train is train/000000012."""
+    """Captioned media of one split. Ids are SPLIT/ROW, e.g. train/000000012."""
 
     def __init__(
         self,
@@ -80,11 +80,12 @@ class HfRows(SampleSet):
         caption_column: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`options`: more arguments of load_dataset, e.g. name and revision. The columns: None, the only one with
-        images or videos, and the first of CAPTION_COLUMNS.
+        """Load the split.
 
-        Raises DataError where the library cannot load it, or it lacks a column, if there is no usable sample, or if
-        more than this share of the rows is bad.
+        image_column: None uses the only column with images or videos. caption_column: None uses the first of
+        CAPTION_COLUMNS. options: further arguments of load_dataset, e.g. name and revision.
+        Raises DataError if the dataset cannot be loaded, a column is missing, there is no usable sample, or more than
+        max_bad_fraction of the rows are bad.
         """
         super().__init__(path)
         dataset = loaded(path, split, dict(options or {}))
@@ -93,22 +94,22 @@ class HfRows(SampleSet):
         files = tuple(entry["filename"] for entry in dataset.cache_files)
         source = HfSource(files, media_column)
         media = media_of(dataset, source, DEFAULT_SUFFIX[kind])
-        others = plain_columns(dataset, {media_column, text_column})
-        for row, (medium, text) in enumerate(zip(media, dataset.data.column(text_column).to_pylist(), strict=True)):
+        extra_columns = plain_columns(dataset, {media_column, text_column})
+        for row, (item, caption) in enumerate(zip(media, dataset.data.column(text_column).to_pylist(), strict=True)):
             LIVENESS.advance()
-            self._add(f"{split}/{row:09}", medium, text, {name: column[row] for name, column in others.items()})
+            self._add(f"{split}/{row:09}", item, caption, {name: column[row] for name, column in extra_columns.items()})
         self.check(max_bad_fraction)
 
     def _add(self, sample_id: str, medium: Media | None, text: Any, metadata: dict[str, Any]) -> None:
-        found = sample_of(sample_id, medium, text, metadata)
-        if isinstance(found, Sample):
-            self.samples.append(found)
+        result = sample_of(sample_id, medium, text, metadata)
+        if isinstance(result, Sample):
+            self.samples.append(result)
         else:
-            self.reject(found, f"{self.source} {sample_id}")
+            self.reject(result, f"{self.source} {sample_id}")
 
 
 def sample_of(sample_id: str, medium: Media | None, text: Any, metadata: dict[str, Any]) -> Sample | str:
-    """Return the sample of a row, or why it is none, a key of REASONS. `metadata`: the other columns."""
+    """Return the sample of a row, or the reason it is unusable (a key of REASONS). metadata: the other columns."""
     negative = metadata.pop(NEGATIVE, None)
     if medium is None:
         return "no_media"
@@ -119,43 +120,44 @@ def sample_of(sample_id: str, medium: Media | None, text: Any, metadata: dict[st
 
 
 def loaded(path: str, split: str, options: dict[str, Any]) -> Any:
-    """Load one split, from a folder that save_to_disk wrote, or by load_dataset. Raises DataError."""
+    """Load one split from a `save_to_disk` folder or with `load_dataset`. Raises DataError."""
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f'{path} needs the library datasets: pip install "wfm_ds[datasets]"') from error
-    folder = os.path.isdir(path)
+        raise DataError(f'{path} needs the `datasets` library: pip install "wfm_ds[datasets]"') from error
+    is_folder = os.path.isdir(path)
     try:
-        if folder and (saved(path) or os.path.isfile(os.path.join(path, "dataset_dict.json"))):
-            found = datasets.load_from_disk(path)
-            if isinstance(found, datasets.DatasetDict):
-                if split not in found:
-                    raise DataError(f"{path} has the splits {', '.join(found)}: name one in data.split {PAGE}")
-                found = found[split]
+        if is_folder and (saved(path) or os.path.isfile(os.path.join(path, "dataset_dict.json"))):
+            dataset = datasets.load_from_disk(path)
+            if isinstance(dataset, datasets.DatasetDict):
+                if split not in dataset:
+                    raise DataError(f"{path} has the splits {', '.join(dataset)}: set data.split to one of them {PAGE}")
+                dataset = dataset[split]
         else:
-            found = datasets.load_dataset(path, split=split, **options)
+            dataset = datasets.load_dataset(path, split=split, **options)
     except DataError:
         raise
     except (OSError, ValueError, TypeError, RuntimeError, LookupError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
-        fetch = "" if folder else f"; on a machine with a network: hf download --repo-type dataset {path}"
-        raise DataError(f"{path} cannot be loaded by the library datasets ({reason}){fetch} {PAGE}") from error
-    return found.flatten_indices() if getattr(found, "_indices", None) is not None else found
+        fetch = "" if is_folder else f". On a machine with network access: hf download --repo-type dataset {path}"
+        raise DataError(f"{path} cannot be loaded by the `datasets` library ({reason}){fetch} {PAGE}") from error
+    return dataset.flatten_indices() if getattr(dataset, "_indices", None) is not None else dataset
 
 
 def saved(path: str) -> bool:
+    """Return whether `save_to_disk` wrote this folder (one split)."""
     return all(os.path.isfile(os.path.join(path, name)) for name in SAVED)
 
 
 def media_column_of(features: Mapping[str, Any], source: str, wanted: str | None) -> tuple[str, str]:
-    """Return the column with the media, and `Image` or `Video`. Raises DataError where there is none, or several."""
+    """Return the media column and its type, `Image` or `Video`. Raises DataError unless there is exactly one choice."""
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
-    found = [name for name, kind in kinds.items() if kind in DEFAULT_SUFFIX]
-    if wanted is not None and wanted not in found:
-        raise DataError(f"{source}: {listing(found)}, not in data.image_column {wanted} {PAGE}")
-    if wanted is None and len(found) != 1:
-        raise DataError(f"{source}: {listing(found)}; name the one to train on in data.image_column {PAGE}")
-    column = wanted or found[0]
+    candidates = [name for name, kind in kinds.items() if kind in DEFAULT_SUFFIX]
+    if wanted is not None and wanted not in candidates:
+        raise DataError(f"{source}: {listing(candidates)}, not in data.image_column {wanted} {PAGE}")
+    if wanted is None and len(candidates) != 1:
+        raise DataError(f"{source}: {listing(candidates)}; set data.image_column to the one to train on {PAGE}")
+    column = wanted or candidates[0]
     return column, kinds[column]
 
 
@@ -164,23 +166,24 @@ def listing(columns: Sequence[str]) -> str:
 
 
 def text_column_of(columns: Sequence[str], source: str, wanted: str | None) -> str:
-    there = f"{source} has the columns {', '.join(columns)}"
+    """Return the caption column. Raises DataError if there is none."""
+    prefix = f"{source} has the columns {', '.join(columns)}"
     if wanted is not None and wanted not in columns:
-        raise DataError(f"{there}: none is data.caption_column {wanted} {PAGE}")
-    found = wanted or next((name for name in CAPTION_COLUMNS if name in columns), None)
-    if found is None:
-        raise DataError(f"{there}: none is text, prompt or caption; name it with data.caption_column {PAGE}")
-    return found
+        raise DataError(f"{prefix}, but not data.caption_column {wanted} {PAGE}")
+    column = wanted or next((name for name in CAPTION_COLUMNS if name in columns), None)
+    if column is None:
+        raise DataError(f"{prefix}, but not text, prompt or caption; set data.caption_column {PAGE}")
+    return column
 
 
 def media_of(dataset: Any, source: HfSource, default: str) -> list[Media | None]:
-    """Return the medium of each row, None of one that has none, without reading any bytes."""
+    """Return the media of all rows, None for empty rows. Does not read the bytes."""
     import pyarrow.compute as pc
 
     column = undecoded(dataset, source.column).data.column(source.column)
     names = pc.struct_field(column, "path").to_pylist()
     empty = pc.is_null(pc.struct_field(column, "bytes")).to_pylist()
-    return [medium(source, row, *facts, default) for row, facts in enumerate(zip(names, empty, strict=True))]
+    return [medium(source, row, *cells, default) for row, cells in enumerate(zip(names, empty, strict=True))]
 
 
 def medium(source: HfSource, row: int, name: str | None, empty: bool, default: str) -> Media | None:
@@ -195,13 +198,13 @@ def suffix_of(name: str | None, default: str) -> str:
 
 
 def plain_columns(dataset: Any, used: set[str]) -> dict[str, list[Any]]:
-    """Return the other columns whose values JSON has a form for: they become metadata."""
+    """Return the other columns with values that JSON can represent, used as metadata."""
     columns = {name: dataset.data.column(name) for name in dataset.column_names if name not in used}
     return {name: column.to_pylist() for name, column in columns.items() if is_plain(column.type)}
 
 
 def is_plain(arrow_type: Any) -> bool:
-    """Return whether JSON has a form for values of this type of arrow."""
+    """Return whether JSON can represent values of this arrow type."""
     from pyarrow import types
 
     plain = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)

@@ -1,5 +1,7 @@
-"""The reading of a folder that `data.kind: folder` names: what its top shows, in a fixed order of which the first sign
-counts. Lists at most three folders and opens nothing."""
+"""Layout detection for `data.kind: folder`, from file names. The first matching sign decides.
+
+Lists at most three folders and opens no file.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,25 @@ Reading = Literal["cosmos", "webdataset", "table", "hf", "media"]
 
 TABLES = tuple(f"metadata.{suffix}" for suffix in ("jsonl", "csv", "parquet"))
 PAGE = "(see docs/data.md)"
-SAVED = ("state.json", "dataset_info.json")  # what datasets' save_to_disk writes
+SAVED = ("state.json", "dataset_info.json")  # written by save_to_disk of `datasets`
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Reading of a folder, and the sign that says so."""
+    """Layout of a folder, and the sign it was detected by."""
 
     reading: Reading
     sign: str
-    path: Path  # the table; else the folder
+    path: Path  # of the table, or of the folder for other layouts
 
 
 def recognise(folder: Path) -> Layout:
-    """Return how a folder is to be read. Raises DataError where there is no folder that can be listed."""
+    """Detect the layout of a folder. Raises DataError if the folder cannot be listed."""
     names = listed(folder)
-    if (found := cosmos_sign(folder, names)) is not None:
-        return Layout("cosmos", found, folder)
+    if (sign := cosmos_sign(folder, names)) is not None:
+        return Layout("cosmos", sign, folder)
     if names and all(name.lower().endswith(".tar") for name in names):
-        return Layout("webdataset", f"{len(names)} tar files and nothing else", folder)
+        return Layout("webdataset", f"only tar files: {len(names)}", folder)
     for parent in (folder, folder / "train"):
         for table in TABLES:
             if os.path.isfile(parent / table):
@@ -42,15 +44,15 @@ def recognise(folder: Path) -> Layout:
         return Layout("hf", " and ".join(SAVED), folder)
     if (shards := parquet_sign(folder, names)) is not None:
         return Layout("hf", shards, folder)
-    return Layout("media", "no sign of another layout", folder)
+    return Layout("media", "default layout", folder)
 
 
 def listed(folder: Path) -> list[str]:
-    """Return the names in a folder that do not begin with a dot, sorted."""
+    """Return the names in a folder, sorted, without hidden ones. Raises DataError if it cannot be listed."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except NotADirectoryError as error:
-        raise DataError(f"{shortened(folder)} is a file: data.path names a folder for kind folder") from error
+        raise DataError(f"{shortened(folder)} is a file: data.kind folder needs a folder in data.path") from error
     except FileNotFoundError as error:
         raise DataError(missing(folder)) from error
     except OSError as error:
@@ -58,20 +60,21 @@ def listed(folder: Path) -> list[str]:
 
 
 def missing(folder: Path) -> str:
-    """Return the sentence for a folder that does not exist, with the nearest thing that could be meant."""
-    shown = shortened(folder)
-    if (made := maker_of(folder)) is not None:
-        return f"{shown} is not there: {made} makes it"
-    return f"{shown} is no folder here; for a data set of the Hugging Face hub set data.kind: hf {PAGE}"
+    """Return the message for a folder that does not exist, with a suggestion."""
+    path = shortened(folder)
+    if (command := maker_of(folder)) is not None:
+        return f"{path} not found. Create it: {command}"
+    return f"{path} not found. For a dataset of the Hugging Face Hub set data.kind: hf {PAGE}"
 
 
 def maker_of(folder: Path) -> str | None:
-    """Return the command that makes the quickstart's digits where a missing folder is or lies in theirs; else None."""
-    root = next((place for place in (folder, folder.parent) if place.name == "digits"), None)
+    """Return the command that writes the digits demo if the missing folder belongs to it, else None."""
+    root = next((candidate for candidate in (folder, folder.parent) if candidate.name == "digits"), None)
     return None if root is None else f"wfm data digits {shortened(root)}"
 
 
 def cosmos_sign(folder: Path, names: list[str]) -> str | None:
+    """Return the sign of a Cosmos folder, or None."""
     media = next((name for name in ("videos", "images") if name in names), None)
     if media is None or "metas" not in names or not os.path.isdir(folder / "metas"):
         return None
@@ -80,9 +83,9 @@ def cosmos_sign(folder: Path, names: list[str]) -> str | None:
 
 
 def parquet_sign(folder: Path, names: list[str]) -> str | None:
-    """Return the sign of a data set in parquet shards, at the top or in data/; None without any."""
+    """Return the sign of a dataset in parquet shards, at the top or in data/, or None."""
     inner = listed(folder / "data") if "data" in names and os.path.isdir(folder / "data") else []
-    for place, found in (("", names), ("data/", inner)):
-        if shards := [name for name in found if name.lower().endswith(".parquet")]:
-            return f"{place}{shards[0]}" + (f" and {len(shards) - 1} more" if shards[1:] else "")
+    for prefix, files in (("", names), ("data/", inner)):
+        if shards := [name for name in files if name.lower().endswith(".parquet")]:
+            return f"{prefix}{shards[0]}" + (f" and {len(shards) - 1} more" if shards[1:] else "")
     return None

@@ -1,4 +1,4 @@
-"""Decoding of one medium, image or video, to the pixels that are trained on."""
+"""Decoding of an image or video to training pixels."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from wfm_ds.data.video import load_clip, video_size
 
 
 def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """Decode to uint8 [H,W,3] of an image, [F,H,W,3] of a video. Raises BadMedia.
+    """Decode to uint8 [H,W,3] for an image, [F,H,W,3] for a video.
 
-    An image where a clip is wanted is `too_short`; where an image is wanted, a video gives one of its frames.
+    If framing.num_frames is 1, a video yields one of its frames. Raises BadMedia; an image is `too_short` for a clip.
     """
     if media.suffix not in IMAGE_SUFFIXES:
         return load_clip(media, framing, draw)
     if framing.num_frames > 1:
-        raise BadMedia("too_short", media.name, f"an image, a clip has {framing.num_frames} frames")
+        raise BadMedia("too_short", media.name, f"an image, but clips have {framing.num_frames} frames")
     return load_image(media, framing, draw)
 
 

@@ -1,7 +1,7 @@
-"""`python -m wfm_ds.data.moving OUT_DIR`: the video quickstart's data, shapes that move, drawn on this machine.
+"""`python -m wfm_ds.data.moving OUT_DIR`: write the moving-shapes demo of the video quickstart.
 
-Every clip of the world (wfm_reward/moving_world.py) as a lossless video, twenty times. A third of the captions name a
-wrong direction: what learns from them alone moves wrong as often, and reinforcement learning has something to mend.
+Each possible clip is written 20 times as a lossless video. 7 of the 20 captions name a wrong direction, so that a model
+after SFT moves shapes the wrong way about as often and RL has something to improve.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wfm_ds.program import program
 from wfm_reward.moving_world import DIRECTIONS, SHAPES, Clip, clips, draw, pixels
 
 COPIES = 20
-WRONG = 7  # of each clip's captions
+WRONG = 7  # of the COPIES captions of a clip
 FPS = 8
 
 
@@ -26,17 +26,17 @@ def caption(clip: Clip) -> dict[str, str]:
 
 
 def captions(clip: Clip) -> list[dict[str, str]]:
-    """Return the captions of a clip's copies: the first WRONG name the other directions in turn."""
-    others = [direction for direction in DIRECTIONS if direction != clip.direction]
-    wrong = [Clip(clip.shape, others[k % len(others)], clip.place) for k in range(WRONG)]
-    return [caption(one) for one in [*wrong, *[clip] * (COPIES - WRONG)]]
+    """Return the captions of all copies of a clip. The first NUM_WRONG cycle through the other directions."""
+    other_directions = [direction for direction in DIRECTIONS if direction != clip.direction]
+    wrong = [Clip(clip.shape, other_directions[k % len(other_directions)], clip.place) for k in range(WRONG)]
+    return [caption(variant) for variant in [*wrong, *[clip] * (COPIES - WRONG)]]
 
 
 def write_moving(out: Path) -> int:
-    """Write videos/NNNN.mkv and .json (960 captioned videos) and prompts/train.jsonl, the 12 prompts; return the number
-    of videos.
+    """Write the demo and return the number of videos.
 
-    Raises DataError if the folder exists and is not empty.
+    videos/: 960 videos NNNN.mkv with .json captions. prompts/train.jsonl: the 12 prompts. Raises DataError if the
+    folder exists and is not empty.
     """
     require_new(out)
     (out / "videos").mkdir(parents=True)
@@ -58,8 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm_ds.data.moving", description="Write the video quickstart's data.")
-    p.add_argument("out_dir", type=Path, help="a new or empty folder; gets videos/ (SFT) and prompts/ (RL)")
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.data.moving", description="Write the data of the moving-shapes demo (video quickstart)."
+    )
+    p.add_argument("out_dir", type=Path, help="new or empty folder for videos/ (SFT) and prompts/ (RL)")
     return p
 
 

@@ -1,6 +1,6 @@
-"""The order of samples, the same at any world size and number of workers, and the batches cut from that order.
+"""Order of the training samples, independent of the world size and the number of workers, and batches in that order.
 
-The order is pure; what touches files is in data/reading.py.
+The order is a pure function of its arguments; files are read in batch_reader.py.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ T = TypeVar("T")
 
 
 def sample_index(position: int, num_samples: int, seed: int, shuffle: bool) -> int:
-    """The sample at this position of an endless pass over the data, position 0 being the first of epoch 0.
+    """Return the index of the sample at a position of the endless pass over the data. Position 0 starts epoch 0.
 
-    Each epoch shows every sample once; shuffled, in an order of its own that depends on (seed, epoch) alone.
+    Each epoch contains every sample once. With shuffle, its order depends only on (seed, epoch).
     """
     epoch, offset = divmod(position, num_samples)
     return int(epoch_order(num_samples, seed, epoch)[offset]) if shuffle else offset
 
 
-@functools.lru_cache(maxsize=4)  # an epoch and its neighbour, for training and for validation
+@functools.lru_cache(maxsize=4)  # two adjacent epochs for each of training and validation
 def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """A permutation of range(num_samples), read-only."""
+    """Return the read-only permutation of range(num_samples) for an epoch."""
     order = permuted(num_samples, derive_seed(seed, "data_order", epoch))
     order.flags.writeable = False
     return order
 
 
 def permuted(count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return range(count) in an order that follows from the seed.
+    """Return a permutation of range(count) that depends only on the seed.
 
-    Sorting raw 64-bit draws: numpy guarantees the raw stream of a bit generator, but not what `permutation` does with
-    it, and a resumed run must see the same order after an upgrade.
+    It sorts raw 64-bit draws, because numpy guarantees the raw stream of a bit generator across versions but not the
+    result of `Generator.permutation`, and resumed runs must see the same order after an upgrade.
     """
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place of a sample in the order that its bucket has in an epoch."""
+    """Position of a sample in its bucket's order of an epoch."""
 
     bucket: int
     epoch: int
@@ -62,16 +62,16 @@ class Place:
 
 
 class BucketOrder:
-    """The endless pass over samples of several buckets, cut into units of positions that have one bucket each.
+    """Endless pass over samples in several buckets, split into units of consecutive positions from one bucket.
 
-    The samples are dealt to their buckets in the order of `sample_index`, epoch after epoch. When `unit` of them are in
-    a bucket they leave it and are the next unit; what an epoch leaves in the buckets waits there for the next one. So
-    every sample is shown equally often, and with one bucket this is that order itself. No position needs the ones
-    before it: n samples of a bucket have filled epochs * n // unit units of it, whatever their order.
+    Samples enter their buckets in the order of `sample_index`, epoch after epoch. Whenever a bucket contains `unit`
+    samples, they form the next unit. Samples left at the end of an epoch stay in the bucket for the next one, so every
+    sample appears equally often. With one bucket, the order equals `sample_index`. Any position can be computed
+    directly: a bucket with n samples has filled epochs * n // unit units after that many epochs, in any order.
     """
 
     def __init__(self, buckets: Sequence[int], *, unit: int, seed: int, shuffle: bool) -> None:
-        """`buckets`: of each sample, numbers from 0."""
+        """buckets: bucket index of each sample, from 0."""
         self.buckets = np.asarray(buckets, dtype=np.int64)
         self.counts = [int(count) for count in np.bincount(self.buckets)]  # samples by bucket
         self.unit, self.seed, self.shuffle = unit, seed, shuffle
@@ -79,18 +79,18 @@ class BucketOrder:
         self._units = computed_once(self._filled, maxsize=2)
 
     def place(self, position: int) -> Place:
-        """Return the place of the sample at this position, from 0."""
-        unit, within = divmod(position, self.unit)
-        epoch = unit * self.unit // len(self.buckets)  # in which at the earliest it is filled
+        """Return the bucket position of the sample at this position, from 0."""
+        unit, offset = divmod(position, self.unit)
+        epoch = unit * self.unit // len(self.buckets)  # earliest epoch in which the unit can be filled
         while self._units_before(epoch + 1) <= unit:
             epoch += 1
         buckets, numbers = self._units(epoch)
         index = unit - self._units_before(epoch)
         bucket, number = int(buckets[index]), int(numbers[index])
-        return Place(bucket, *divmod(number * self.unit + within, self.counts[bucket]))
+        return Place(bucket, *divmod(number * self.unit + offset, self.counts[bucket]))
 
     def sample(self, place: Place) -> int:
-        """The index of the sample that stands there."""
+        """Return the index of the sample at a bucket position."""
         order, offsets = self._epoch(place.epoch)
         return int(order[offsets[place.bucket][place.offset]])
 
@@ -98,15 +98,17 @@ class BucketOrder:
         return sum(epoch * count // self.unit for count in self.counts)
 
     def _dealt(self, epoch: int) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-        """The order of an epoch, and where in it the samples of each bucket are, ascending."""
+        """Return the order of an epoch and the ascending offsets in it of each bucket's samples."""
         num_samples = len(self.buckets)
         order = epoch_order(num_samples, self.seed, epoch) if self.shuffle else np.arange(num_samples)
         by_bucket = np.argsort(self.buckets[order], kind="stable")
         return order, np.split(by_bucket, np.cumsum(self.counts)[:-1])
 
     def _filled(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """The buckets, and the numbers among their units, of the units that are filled in this epoch, in the order of
-        the last sample of each."""
+        """Return bucket index and number within its bucket for each unit filled in this epoch.
+
+        Units are ordered by their last sample.
+        """
         _, offsets = self._epoch(epoch)
         numbers = [np.arange(epoch * n // self.unit, (epoch + 1) * n // self.unit) for n in self.counts]
         ends = [
@@ -114,26 +116,26 @@ class BucketOrder:
             for bucket, count in enumerate(self.counts)
         ]
         order = np.argsort(np.concatenate(ends), kind="stable")
-        buckets = np.repeat(np.arange(len(numbers), dtype=np.int32), [len(of_bucket) for of_bucket in numbers])
+        buckets = np.repeat(np.arange(len(numbers), dtype=np.int32), [len(unit_numbers) for unit_numbers in numbers])
         return buckets[order], np.concatenate(numbers)[order]
 
 
 def computed_once(function: Callable[[int], T], maxsize: int) -> Callable[[int], T]:
-    """`function` of the last few epochs, kept; threads that want the same one wait for the first of them."""
+    """Wrap `function` with a cache of the last epochs; concurrent threads compute each value only once."""
     cached, lock = functools.lru_cache(maxsize=maxsize)(function), threading.Lock()
 
-    def of(epoch: int) -> T:
+    def lookup(epoch: int) -> T:
         with lock:
             return cached(epoch)
 
-    return of
+    return lookup
 
 
 class BatchSource(Reader):
-    """Batches of samples that are all known, in the order of BucketOrder.
+    """Batches of a fully indexed dataset, in the order of BucketOrder.
 
-    What a position shows depends on the position alone: a file that cannot be decoded is replaced by a substitute
-    derived from its place in the epoch and of the same bucket, so all ranks keep doing the same number of forwards.
+    The sample at a position depends only on the position: a file that cannot be decoded is replaced by a substitute
+    from the same bucket, chosen by its offset in the epoch. So all ranks run the same number of forward passes.
     """
 
     def __init__(
@@ -152,15 +154,15 @@ class BatchSource(Reader):
         rejected: Mapping[str, int] = MappingProxyType({}),
         inputs: InputReader | None = None,
     ) -> None:
-        """`global_batch`: samples of one optimizer step over all ranks; `buckets`: of each sample, its index among
-        `framings`, None if that is 0; `unit`: neighbouring positions that have one bucket; `workers`: threads that
-        decode; `cached`: the latents of a medium if there are some, else None; with them it is not decoded;
-        `rejected`: entries of the data set by reason that are no samples; `inputs`: reads what samples are told.
+        """global_batch: samples per optimizer step over all ranks. buckets: index in `framings` of each sample; None:
+        all 0. unit: number of consecutive positions with one bucket. workers: decoding threads. cached_latents: return
+        the latents of an image or video, or None to decode it. rejected: number of rejected dataset entries by reason.
+        inputs: reader of conditioning inputs.
         """
         if global_batch % unit:
-            raise ValueError(f"a global batch of {global_batch} samples cannot be cut into units of {unit}")
+            raise ValueError(f"a global batch of {global_batch} samples cannot be split into units of {unit}")
         if not samples:
-            raise DataError("there is no training sample: every one of them is held out, or the data set is empty")
+            raise DataError("no training samples: all are held out, or the dataset is empty")
         super().__init__(
             global_batch=global_batch,
             seed=seed,
@@ -177,7 +179,9 @@ class BatchSource(Reader):
         self.framings = framings
 
     def _candidates(self, position: int) -> Iterator[Candidate]:
-        due = self.order.place(position)
-        for offset in places(due.offset, self.order.counts[due.bucket]):
-            place = dataclasses.replace(due, offset=offset)
-            yield Candidate(self.samples[self.order.sample(place)], self.framings[place.bucket], place.epoch)
+        scheduled = self.order.place(position)
+        for offset in places(scheduled.offset, self.order.counts[scheduled.bucket]):
+            candidate = dataclasses.replace(scheduled, offset=offset)
+            yield Candidate(
+                self.samples[self.order.sample(candidate)], self.framings[candidate.bucket], candidate.epoch
+            )

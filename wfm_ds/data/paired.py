@@ -1,4 +1,4 @@
-"""The SFT folder: NAME.txt or NAME.json beside NAME.png or NAME.mp4. Finds and pairs files, decodes nothing."""
+"""Captioned folder: NAME.txt or NAME.json next to NAME.png or NAME.mp4. Matches files by name, decodes nothing."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ SUFFIXES = MEDIA_SUFFIXES | TEXT_SUFFIXES | {".json"}
 
 
 class PairedFolder(SampleSet):
-    """Captioned media of a folder. An id is the path below it, without the last suffix, with forward slashes.
+    """Captioned media of a folder. Ids are the paths below it, without the last suffix, with forward slashes.
 
-    The caption is `prompt` of NAME.json, else the text of NAME.txt or NAME.caption, and a JSON without `prompt` is then
-    its metadata. Any depth and any case of suffix; other files, and whatever starts with a dot, are ignored. Links to
+    The caption is `prompt` of NAME.json, else the text of NAME.txt or NAME.caption; a JSON without `prompt` then only
+    adds metadata. Files may be at any depth, with suffixes in any case. Hidden and other files are ignored. Links to
     folders are followed.
     """
 
     def __init__(
         self, folder: Path, *, max_bad_fraction: float, cache_dir: Path | None = None, default: str | None = None
     ) -> None:
-        """`cache_dir`: where captions are kept for the next scan (caption_cache.py); None: nowhere. `default`: the
-        caption of media that have none beside them; None: they cannot be used.
+        """Scan the folder.
 
-        Raises DataError if there is no usable sample, or if more than this share of the entries is bad.
+        cache_dir: folder of the caption cache; None: no cache. default: caption for media without one; None: reject
+        them. Raises DataError without a usable sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(str(folder))
         self.folder, self.default = folder, default
         self.num_default = 0
-        self._num_objects = self._num_texts = 0  # JSON files, and media whose caption is a text file's
-        self.lone_texts: list[str] = []  # text files without a medium of their name: notes and licences, or captions
-        if not os.path.isdir(folder):  # not an error where we may not look
-            if not os.path.lexists(folder) and (made := maker_of(folder)) is not None:
-                raise DataError(f"{shortened(folder)} is not there: {made} makes it")
+        self._num_objects = self._num_texts = 0  # JSON files, and media with a text caption
+        self.lone_texts: list[str] = []  # text files without media of that name: notes, or captions of missing files
+        if not os.path.isdir(folder):  # False too without permission
+            if not os.path.lexists(folder) and (command := maker_of(folder)) is not None:
+                raise DataError(f"{shortened(folder)} not found. Create it: {command}")
             raise DataError(
-                f"{shortened(folder)} is not a folder: name one with NAME.txt or NAME.json beside each NAME.png or "
-                "NAME.mp4"
+                f"{shortened(folder)} is not a folder. Use a folder with NAME.txt or NAME.json next to each NAME.png "
+                "or NAME.mp4"
             )
         self._kept = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
         entries = group_by_stem(folder)
@@ -69,12 +69,12 @@ class PairedFolder(SampleSet):
         if self._kept is not None:
             self._kept.save()
         if self.num_default:
-            self.notes.append(f"{self.num_default} media without a caption get data.prompt")
+            self.notes.append(f"{self.num_default} files without a caption use data.prompt")
         self.check(max_bad_fraction)
 
     def described_empty(self) -> str:
-        """Return the sentence for a folder without media and captions."""
-        return f"{self.source} holds no captioned media: put NAME.txt or NAME.json beside each NAME.png or NAME.mp4"
+        """Return the message for a folder without media and captions."""
+        return f"{self.source} has no captioned media: put NAME.txt or NAME.json next to each NAME.png or NAME.mp4"
 
     def _add(self, sample_id: str, files: list[str]) -> None:
         suffixes = [os.path.splitext(path)[1].lower() for path in files]
@@ -110,15 +110,17 @@ class PairedFolder(SampleSet):
             self.reject("no_json", medium)
 
     def _judge_lone_texts(self) -> None:
-        """Reject text files without a medium where captions are text files, and most of these: elsewhere they are
-        notes."""
+        """Reject text files without media if captions are text files; otherwise such files are notes.
+
+        Captions count as text files if there are no JSON files and most text files have media.
+        """
         if not self._num_objects and len(self.lone_texts) < self._num_texts:
             for path in self.lone_texts:
                 self.reject("no_media", path)
 
 
 def group_by_stem(folder: Path) -> dict[str, list[str]]:
-    """Return captions and media below the folder by id; paths in sorted order."""
+    """Return the caption and media files below the folder by id, with sorted paths."""
     entries: dict[str, list[str]] = {}
     start = len(os.path.join(folder, ""))
     for path in sorted(files_below(folder)):
@@ -129,24 +131,24 @@ def group_by_stem(folder: Path) -> dict[str, list[str]]:
 
 
 def file_id(path: Path, folder: Path) -> str:
-    """Return the path below the folder without its last suffix, as text that UTF-8 can encode."""
+    """Return the path below the folder without its last suffix, encodable as UTF-8."""
     return printable(path.relative_to(folder).with_suffix("").as_posix())
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Yield all files below, as `files_below` does."""
+    """Yield all files below the folder as Path objects."""
     return map(Path, files_below(folder))
 
 
 def files_below(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files below, each folder once even if links form a circle."""
-    seen: set[str] = set()
+    """Yield the paths of all files below the folder. Visits each folder once, also if links form a cycle."""
+    visited: set[str] = set()
     for parent, folders, files in os.walk(folder, followlinks=True, onerror=_unreadable):
-        real = os.path.realpath(parent)
-        if real in seen:
+        real_path = os.path.realpath(parent)
+        if real_path in visited:
             folders.clear()
             continue
-        seen.add(real)
+        visited.add(real_path)
         folders[:] = [name for name in folders if not name.startswith(".")]
         LIVENESS.advance()
         yield from (os.path.join(parent, name) for name in files if not name.startswith("."))
@@ -157,21 +159,23 @@ def _unreadable(error: OSError) -> None:
 
 
 def read_json(path: str, sample_id: str, kept: CaptionCache | None) -> tuple[Prompt | None, dict[str, Any]]:
-    """Return the prompt of one JSON file, or None and the object, which is then metadata of a caption elsewhere; an
-    empty one for a file that cannot be read or holds no object."""
+    """Read a JSON caption file. Return its prompt, or None and the object as metadata for a text caption.
 
-    def packed(data: bytes) -> list[Any] | dict[str, Any] | None:
+    The metadata is empty if the file cannot be read or is not a JSON object.
+    """
+
+    def pack_content(data: bytes) -> list[Any] | dict[str, Any] | None:
         prompt = parse_caption(data, sample_id)
         return parse_object(data) if prompt is None else pack_prompt(prompt)[1:]
 
-    found = read_caption(path, kept, packed)
-    if isinstance(found, list):
-        return unpack_prompt([sample_id, *found]), {}
-    return None, found or {}
+    content = read_caption(path, kept, pack_content)
+    if isinstance(content, list):
+        return unpack_prompt([sample_id, *content]), {}
+    return None, content or {}
 
 
 def one_line(data: bytes) -> str | None:
-    """Return the caption of a text file: its lines, joined by spaces. None if it is empty or not UTF-8."""
+    """Decode a text caption and join its lines with spaces. None if it is empty or not UTF-8."""
     try:
         lines = data.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError:

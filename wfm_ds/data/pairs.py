@@ -1,4 +1,4 @@
-"""Preference pairs: two images or videos of one prompt, of which one is preferred. Finds them, decodes nothing."""
+"""Preference pairs: a preferred and a rejected image or video per prompt. Scans files, decodes nothing."""
 
 from __future__ import annotations
 
@@ -21,29 +21,33 @@ ROLES = ("chosen", "rejected")
 
 
 def pair_set(paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> SampleSet:
-    """Scan the pairs of one table, FILE.jsonl, or of tar shards. Raises DataError as their classes do."""
+    """Scan preference pairs in one FILE.jsonl or in tar shards. Raises DataError like PairTable and PairShards."""
     if len(paths) == 1 and paths[0].lower().endswith(TABLE_SUFFIX):
         return PairTable(Path(paths[0]), max_bad_fraction=max_bad_fraction)
     return PairShards(paths, cache_dir=cache_dir, max_bad_fraction=max_bad_fraction)
 
 
 class PairTable(SampleSet):
-    """Pairs of a JSONL file: a line has `prompt`, `chosen` and `rejected`, the last two paths relative to the file.
+    """Pairs of a JSONL file. Each line has `prompt`, `chosen` and `rejected`, the last two relative to the file.
 
-    An id is the line's `id`, else `CHOSEN > REJECTED` as they are written: it stays when lines are added or moved.
-    Other keys become metadata.
+    Ids are the line's `id`, else `CHOSEN > REJECTED`, so they do not change when lines are added or moved. Other keys
+    become metadata.
     """
 
     def __init__(self, table: Path, *, max_bad_fraction: float) -> None:
-        """Raises DataError for a table that cannot be read, if there is no usable pair, or if more than this share of
-        the lines is bad."""
+        """Read the table.
+
+        Raises DataError if it cannot be read, has no usable pair, or more than max_bad_fraction of the lines are bad.
+        """
         super().__init__(str(table))
         try:
             lines = read_regular(table).split(b"\n")
         except OSError as error:
-            raise DataError(f"{self.source} cannot be read ({error.strerror}): name a {TABLE_SUFFIX} file") from error
+            raise DataError(
+                f"{self.source} cannot be read ({error.strerror}): expected a {TABLE_SUFFIX} file"
+            ) from error
         self._folder = table.parent
-        # A listing of each folder once: a question for each file would be two for each pair.
+        # List each folder only once instead of checking two files per pair.
         self._names = functools.cache(names_in)
         self._seen: set[str] = set()
         for number, line in enumerate(lines, start=1):
@@ -51,7 +55,7 @@ class PairTable(SampleSet):
             if line.strip():
                 self._add(f"{table}:{number}", line)
         if not self.samples and not self.bad:
-            raise DataError(f"{self.source} has no line: write one object with prompt, chosen and rejected a line")
+            raise DataError(f"{self.source} is empty: write one JSON object with prompt, chosen and rejected per line")
         self.samples.sort(key=lambda sample: sample.id)
         self.check(max_bad_fraction)
 
@@ -61,13 +65,13 @@ class PairTable(SampleSet):
             self.reject("no_prompt", where)
             return
         metadata = dict(prompt.metadata)
-        written = [metadata.pop(role, None) for role in ROLES]
-        paths = [self._path(name) for name in written]
+        names = [metadata.pop(role, None) for role in ROLES]
+        paths = [self._path(name) for name in names]
         if None in paths or paths[0] == paths[1]:
             self.reject("no_pair", where)
             return
-        own = metadata.pop("id", None)
-        pair_id = " > ".join(written) if own is None else str(own)
+        explicit_id = metadata.pop("id", None)
+        pair_id = " > ".join(names) if explicit_id is None else str(explicit_id)
         if pair_id in self._seen:
             self.reject("ambiguous", where)
             return
@@ -77,7 +81,7 @@ class PairTable(SampleSet):
         self.samples.append(Sample(id=pair_id, media=chosen, prompt=prompt, rejected=rejected))
 
     def _path(self, name: Any) -> str | None:
-        """The path of an image or video that is there; None for anything else."""
+        """Return the path of an existing image or video, None for anything else."""
         if not isinstance(name, str) or "\0" in name or os.path.splitext(name)[1].lower() not in MEDIA_SUFFIXES:
             return None
         path = os.path.normpath(self._folder / name)
@@ -86,7 +90,7 @@ class PairTable(SampleSet):
 
 
 def names_in(folder: str) -> frozenset[str]:
-    """Names of the entries of a folder; none of one that cannot be read."""
+    """Return the names in a folder; empty if it cannot be listed."""
     try:
         return frozenset(os.listdir(folder))
     except OSError:
@@ -94,7 +98,7 @@ def names_in(folder: str) -> frozenset[str]:
 
 
 class PairShards(TarShards):
-    """Pairs of tar files: a sample is KEY.chosen.EXT, KEY.rejected.EXT and a caption, KEY.json or KEY.txt."""
+    """Pairs in tar files. A sample is KEY.chosen.EXT, KEY.rejected.EXT and the caption KEY.json or KEY.txt."""
 
     content = "pairs (NAME.chosen.EXT and NAME.rejected.EXT)"
 
@@ -106,7 +110,7 @@ class PairShards(TarShards):
         name, sample_id = f"{shard}#{key}", f"{prefix}/{key}"
         if not captions and not any(media.values()):
             return
-        if again or any(len(found) > 1 for found in media.values()):
+        if again or any(len(entries) > 1 for entries in media.values()):
             self.reject("ambiguous", name)
         elif not all(media.values()):
             self.reject("no_pair", name)
@@ -115,11 +119,11 @@ class PairShards(TarShards):
         elif (prompt := prompt_of(captions.get("json"), captions.get("txt"), sample_id)) is None:
             self.reject("no_prompt", name)
         else:
-            chosen, rejected = (TarMember(shard, index.version, found) for (found,) in media.values())
+            chosen, rejected = (TarMember(shard, index.version, entries) for (entries,) in media.values())
             self.samples.append(Sample(id=sample_id, media=chosen, prompt=prompt, rejected=rejected))
 
 
 def is_medium(member: IndexEntry, role: str) -> bool:
-    """Tell if this is the image or video of a pair that has this role."""
+    """Return whether this is the image or video with this role in its pair."""
     stem, suffix = os.path.splitext(member.field)
     return stem == role and suffix in MEDIA_SUFFIXES

@@ -1,4 +1,4 @@
-"""Pixels of the training size: how media are framed, and one image decoded. Nothing of captions, order or batches."""
+"""Resizing and cropping to the training size, and decoding of images."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from PIL import ExifTags, Image, ImageOps
 from wfm_ds.data.samples import Media
 from wfm_ds.errors import DataError, UserError
 
-# Only what a training folder may hold: Pillow would otherwise try every format it knows, some through other programs.
+# Supported formats. By default Pillow tries all its formats, some of them through external programs.
 FORMATS = ("JPEG", "PNG", "WEBP")
-QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
-BAD_MEDIA = ("decode", "too_small", "too_short", "low_fps", "bad_actions", "bad_input")  # the reasons of BadMedia
-# What Pillow's decoders and its EXIF reader raise on damaged files: OSError for most, the others for some headers.
+QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
+BAD_MEDIA = ("decode", "too_small", "too_short", "low_fps", "bad_actions", "bad_input")  # values of BadMedia.reason
+# Errors of Pillow's decoders and EXIF reader for damaged files: mostly OSError, others for some headers.
 DECODE_ERRORS: tuple[type[Exception], ...] = (
     OSError,
     ValueError,
@@ -36,35 +36,35 @@ DECODE_ERRORS: tuple[type[Exception], ...] = (
 
 
 Draw = Callable[[str], float]
-"""A number in [0, 1) for one purpose (`clip`, `crop_x`, `crop_y`), always the same for the same sample and epoch."""
+"""Random number in [0, 1) for a purpose (`clip`, `crop_x`, `crop_y`), fixed per sample and epoch."""
 
 
 def centre(purpose: str) -> float:
-    """The Draw that takes the middle of everything."""
+    """Return 0.5: the Draw for centre crops and middle clips."""
     return 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """Selection of the pixels of a medium that are trained on."""
+    """How an image or video is resized, cropped and cut to training pixels."""
 
     height: int
     width: int
     num_frames: int = 1
-    fps: float | None = None  # of the clip; None: successive frames of the source
-    clip: Literal["random", "centre"] = "random"  # where in the source the clip begins
+    fps: float | None = None  # of the clip; None: consecutive frames of the file
+    clip: Literal["random", "centre"] = "random"  # position of the clip in the video
     crop: Literal["random", "centre"] = "centre"
-    max_upscale: float = 2.0  # media enlarged by more teach blur
-    allow_repeats: bool = False  # a source slower than fps shows frames twice
-    span: int | None = None  # frames that a clip's trajectory has, where its pixels have fewer: it begins earlier
+    max_upscale: float = 2.0  # larger factors would teach blur
+    allow_repeats: bool = False  # repeat frames of videos slower than fps
+    span: int | None = None  # frames covered by the inputs, if only the first num_frames of them are decoded
 
     def place(self, draw: Draw) -> tuple[float, float]:
-        """Return the place of the crop, across and down: 0 left or top, 1 right or bottom."""
+        """Return the (x, y) position of the crop: 0 is left or top, 1 is right or bottom."""
         return (draw("crop_x"), draw("crop_y")) if self.crop == "random" else (0.5, 0.5)
 
 
 class BadMedia(DataError):
-    """One medium that cannot be used: skipped and counted under `reason`, one of BAD_MEDIA."""
+    """An unusable image or video. It is skipped and counted under `reason`, one of BAD_MEDIA_REASONS."""
 
     def __init__(self, reason: str, name: str, detail: str) -> None:
         super().__init__(f"{name}: {detail} ({reason})")
@@ -74,7 +74,7 @@ class BadMedia(DataError):
 
 @contextlib.contextmanager
 def decoding(media: Media, errors: tuple[type[Exception], ...] = DECODE_ERRORS) -> Iterator[None]:
-    """Turn what damaged files raise in the block into BadMedia `decode`. A storage that fails is no damaged file."""
+    """Context manager: convert errors of damaged files to BadMedia `decode`. UserErrors of the storage pass."""
     try:
         yield
     except UserError:
@@ -84,13 +84,11 @@ def decoding(media: Media, errors: tuple[type[Exception], ...] = DECODE_ERRORS) 
 
 
 def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """Decode an image to uint8 [height, width, 3], RGB: upright, scaled to cover the size (bicubic, antialias),
-    cropped.
+    """Decode an image to uint8 RGB [height, width, 3]: rotate upright, resize to cover (bicubic, antialiased), crop.
 
-    An image that has the size is returned exactly. Alpha is laid over white, 16-bit grey is rounded to 8 bits, of an
-    animation the first picture counts. Raises BadMedia: `decode` for a file that is missing, truncated, of another
-    format than JPEG, PNG and WebP or beyond Pillow's limit for decompression bombs; `too_small` if it would have to be
-    enlarged by more than max_upscale.
+    An image of exactly this size is returned unchanged. Alpha is blended over white, 16-bit grey is rounded to 8 bits,
+    and animations yield their first frame. Raises BadMedia: `decode` if the file is missing, truncated, not JPEG, PNG
+    or WebP, or above Pillow's decompression bomb limit; `too_small` if it needs more than max_upscale.
     """
     with decoding(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         rgb = to_rgb(ImageOps.exif_transpose(image))
@@ -99,43 +97,43 @@ def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """Return height and width of an image as load_image sees it, upright. Reads its header only. Raises BadMedia."""
+    """Return height and width of an image after upright rotation. Reads only the header. Raises BadMedia."""
     with decoding(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
-        # Of the base class: a PNG's own decodes all of it in search of an orientation behind the pixels.
-        turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in QUARTER_TURNS
-        return (image.width, image.height) if turned else (image.height, image.width)
+        # Use the base class: PNG's override decodes the whole image to find an orientation after the pixels.
+        is_rotated = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in QUARTER_TURNS
+        return (image.width, image.height) if is_rotated else (image.height, image.width)
 
 
 def check_size(media: Media, framing: Framing, height: int, width: int) -> None:
-    """Raise BadMedia `too_small` if this many pixels do not suffice."""
+    """Raise BadMedia `too_small` if an image of this size needs more than max_upscale."""
     scale = max(framing.height / height, framing.width / width)
     if scale > framing.max_upscale:
         raise BadMedia(
             "too_small",
             media.name,
-            f"{height} x {width} pixels would be enlarged {scale:.2f} times to cover {framing.height} x "
-            f"{framing.width}, at most {framing.max_upscale:g} times is allowed",
+            f"{height} x {width} pixels need {scale:.2f} times upscaling to {framing.height} x {framing.width}, "
+            f"data.max_upscale allows {framing.max_upscale:g}",
         )
 
 
 def cover(rgb: Image.Image, framing: Framing, place: tuple[float, float]) -> Image.Image:
-    """Return the picture scaled until it covers height x width, and cut to it at this place."""
+    """Resize the image to cover height x width and crop it at this position."""
     if rgb.size == (framing.width, framing.height):
         return rgb
     return ImageOps.fit(rgb, (framing.width, framing.height), method=Image.Resampling.BICUBIC, centering=place)
 
 
 def crop_box(size: tuple[int, int], framing: Framing, place: tuple[float, float]) -> tuple[float, float, float, float]:
-    """Return what `cover` cuts out of a picture of this height and width: left, top, right and bottom in its pixels."""
+    """Return the box (left, top, right, bottom) that `crop_to_cover` keeps, in pixels of an image (height, width)."""
     height, width = size
-    kept_h = min(height, width * framing.height / framing.width)
-    kept_w = min(width, height * framing.width / framing.height)
-    left, top = (width - kept_w) * place[0], (height - kept_h) * place[1]
-    return left, top, left + kept_w, top + kept_h
+    crop_height = min(height, width * framing.height / framing.width)
+    crop_width = min(width, height * framing.width / framing.height)
+    left, top = (width - crop_width) * place[0], (height - crop_height) * place[1]
+    return left, top, left + crop_width, top + crop_height
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert any mode of a JPEG, PNG or WebP to RGB; what is transparent becomes white."""
+    """Convert any mode of JPEG, PNG or WebP to RGB. Transparent pixels become white."""
     if image.mode.startswith("I;16"):
         return grey16_to_rgb(image)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -145,7 +143,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def grey16_to_rgb(image: Image.Image) -> Image.Image:
-    """Convert 16-bit grey to RGB; Pillow's own conversion clips values at 255, which turns such images white."""
+    """Convert 16-bit grey to RGB. Pillow's conversion would clip values at 255 and turn most images white."""
     levels = np.asarray(image).astype(np.uint32)
     grey = (levels * 255 + 32767) // 65535
     transparent = image.info.get("transparency")

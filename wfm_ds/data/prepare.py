@@ -1,7 +1,7 @@
-"""`python -m wfm_ds.data.prepare RECIPE [section.key=value ...]`: compute ahead what a recipe keeps in data.cache_dir.
+"""`python -m wfm_ds.data.prepare RECIPE [section.key=value ...]`: fill the cache of text embeddings and latents.
 
-Under the `deepspeed` command its ranks share the work. Whatever was written stays: a run that was stopped goes on where
-it was. Exit codes as of wfm_ds.train.
+Under the `deepspeed` launcher the ranks share the work. Written entries are kept, so an interrupted run continues where
+it stopped. Exit codes: see wfm_ds.train.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.schema import Recipe
 
 T = TypeVar("T")
-TIMEOUT_S = 24 * 3600.0  # that ranks wait for the last of them
+TIMEOUT_S = 24 * 3600.0  # maximum wait for the slowest rank
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="wfm_ds.data.prepare", description="Compute text embeddings and latents of a recipe into data.cache_dir."
+        prog="wfm_ds.data.prepare", description="Fill data.cache_dir with the text embeddings and latents of a recipe."
     )
-    p.add_argument("recipe", type=Path, help="a YAML recipe (docs/recipes.md)")
-    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
+    p.add_argument("recipe", type=Path, help="YAML recipe (docs/recipes.md)")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     from wfm_ds.distributed.lifecycle import fail_as_rank, strip_launcher_args
 
-    words = strip_launcher_args(sys.argv[1:] if argv is None else argv)
-    return program(parser(), load_and_run, words, fail=fail_as_rank)
+    arguments = strip_launcher_args(sys.argv[1:] if argv is None else argv)
+    return program(parser(), load_and_run, arguments, fail=fail_as_rank)
 
 
 def load_and_run(args: argparse.Namespace) -> int:
@@ -49,9 +49,9 @@ def load_and_run(args: argparse.Namespace) -> int:
     choose_accelerator()
     recipe = recipe_file.load(args.recipe, args.overrides)
     if recipe.data.cache_dir is None:
-        raise RecipeError(f"{args.recipe}: data.cache_dir is not set, so there is nothing to prepare")
+        raise RecipeError(f"{args.recipe}: nothing to prepare, data.cache_dir is not set")
     if recipe.data.streaming:
-        raise RecipeError(f"{args.recipe}: data.streaming knows no captions ahead: there is nothing to prepare")
+        raise RecipeError(f"{args.recipe}: nothing to prepare, data.streaming does not know the samples in advance")
     lifecycle.watch_parent()
     return run(recipe)
 
@@ -63,17 +63,16 @@ def run(recipe: Recipe) -> int:
     from wfm_ds.distributed.world import World
 
     world = World.join(TIMEOUT_S)
-    sentence = prepare(recipe, world)
+    summary = prepare(recipe, world)
     if world.is_main:
-        sys.stdout.write(sentence + "\n")
+        sys.stdout.write(summary + "\n")
         lifecycle.write_status("finished", 0)
     dist.destroy_process_group()
     return 0
 
 
 def prepare(recipe: Recipe, world: World) -> str:
-    """Fill the caches, every rank its share, and return a sentence for the user. Raises UserError on all ranks
-    alike."""
+    """Fill the caches, each rank its shard, and return a summary. Collective. Raises UserError on all ranks."""
     from wfm_ds.data.datasets import load_data
     from wfm_ds.data.shared import read_on_main
     from wfm_ds.run.fit import keys_of
@@ -83,24 +82,24 @@ def prepare(recipe: Recipe, world: World) -> str:
     from wfm_ds.training.build import freeze_base
     from wfm_ds.training.caches import Filler
 
-    def checked(work: Callable[[], T]) -> T:
-        def explaining() -> T:
+    def run_on_all_ranks(work: Callable[[], T]) -> T:
+        def explain_memory_errors() -> T:
             with explained(world.device, lambda phase: keys_of("activations", "encode", recipe), lambda: None):
                 return work()
 
-        found: T = world.checked(explaining)
-        return found
+        result: T = world.checked(explain_memory_errors)
+        return result
 
     recipe = agreed_commit(recipe, world, overwrite=False)
     fetch(recipe, world)
     data = read_on_main(world, lambda: load_data(recipe))
-    model = checked(lambda: load_model(recipe, world.device))
+    model = run_on_all_ranks(lambda: load_model(recipe, world.device))
     freeze_base(model, recipe)
     filler = world.checked(lambda: Filler(recipe, model, data, world.rank, world.size))
-    counts = world.sums(checked(lambda: filler.fill(show=world.is_main)))
+    counts = world.sums(run_on_all_ranks(lambda: filler.fill(show=world.is_main)))
     return (
-        f"{recipe.data.cache_dir}: {counts['new']:.0f} entries written, {counts['kept']:.0f} were there, "
-        f"{counts['bad']:.0f} media cannot be used"
+        f"{recipe.data.cache_dir}: {counts['new']:.0f} entries written, {counts['kept']:.0f} already cached, "
+        f"{counts['bad']:.0f} invalid images or videos"
     )
 
 

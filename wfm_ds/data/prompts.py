@@ -1,7 +1,7 @@
-"""Prompt sets for reinforcement learning and validation: files of prompts, and the order in which they are asked.
+"""Prompt sets for RL and validation: prompt files and the order of prompts in training.
 
-None is shipped; the formats are those of the published sets. A line that cannot be used is an error, not a skip: ids
-hold line numbers, and a set of prompts is small enough to repair.
+Supports the file formats of published prompt sets; none is included. An invalid line is an error and not skipped,
+because ids contain line numbers and prompt files are small enough to repair.
 """
 
 from __future__ import annotations
@@ -24,98 +24,103 @@ QUOTED = re.compile(r'"([^"]*)"')
 NUM_SHOWN = 10
 
 ParseLine = Callable[[str, str], Prompt]
-"""(id, stripped line) to a prompt; raises ValueError with what is wrong with the line."""
+"""Parse (id, stripped line) to a prompt. Raises ValueError with the problem of the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Storage of one published set: its file, by preference if it has several names, and the meaning of a line."""
+    """File format of a published prompt set: its file names in order of preference, and the line parser."""
 
     files: tuple[str, ...] = ("{split}.txt", "{split}.jsonl")
-    parse: ParseLine | None = None  # None: as PARSERS has it for the suffix
+    parse: ParseLine | None = None  # None: chosen by suffix (PARSERS)
 
 
 def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
-    """Read the prompts of set `name` in its published format; ids are `name/split/line number`.
+    """Read the prompt set `name` in its published format. Ids are `name/split/line number`.
 
-    pickscore: {split}.txt, a prompt a line. ocr: the same, with the text in the first double quotes as metadata
-    `ocr_target`. geneval: {split}_metadata.jsonl or {split}.jsonl, the whole object as metadata. dance_grpo_t2v:
-    {split}.txt, else video_prompts.txt. Any other name: {split}.txt, or {split}.jsonl with `prompt`, where
-    `negative_prompt` is understood and the other keys are metadata. UTF-8; blank lines are skipped.
-    Raises DataError for a missing folder or file, an empty file, and lines that cannot be used (with their numbers).
+    pickscore: {split}.txt with one prompt per line. ocr: the same, with the text in the first double quotes as metadata
+    `ocr_target`. geneval: {split}_metadata.jsonl or {split}.jsonl, with the whole object as metadata. dance_grpo_t2v:
+    {split}.txt, else video_prompts.txt. Any other name: {split}.txt, or {split}.jsonl with `prompt`, optional
+    `negative_prompt`, and metadata in the other keys. Files are UTF-8; blank lines are skipped.
+    Raises DataError for a missing folder or file, an empty file, and invalid lines (with their numbers).
     """
     if not folder.is_dir():
-        raise DataError(f"data.path {folder} is not a folder: it must hold the prompt file of the set {name}")
-    known = FORMATS.get(name)
-    how = known or Format()
-    candidates = [folder / file.format(split=split) for file in how.files]
-    found = [path for path in candidates if path.is_file()]
-    if not found:
-        wanted = " nor ".join(path.name for path in candidates)
-        there = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in PARSERS)[:NUM_SHOWN]) or "none"
-        raise DataError(f"{folder} has no {wanted} (data.name {name}, data.split {split}); prompt files there: {there}")
-    if known is None and len(found) > 1:
-        raise DataError(f"{folder} has both {found[0].name} and {found[1].name}: remove one, or use another data.split")
-    return read_prompts(found[0], f"{name}/{split}", how.parse)
+        raise DataError(f"data.path {folder} is not a folder: it must contain the prompt file of {name}")
+    published_format = FORMATS.get(name)
+    prompt_format = published_format or Format()
+    candidates = [folder / file.format(split=split) for file in prompt_format.files]
+    files = [path for path in candidates if path.is_file()]
+    if not files:
+        wanted = " or ".join(path.name for path in candidates)
+        available = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in PARSERS)[:NUM_SHOWN]) or "none"
+        raise DataError(f"{folder} has no {wanted} (data.name {name}, data.split {split}); prompt files: {available}")
+    if published_format is None and len(files) > 1:
+        raise DataError(f"{folder} has both {files[0].name} and {files[1].name}: remove one or change data.split")
+    return read_prompts(files[0], f"{name}/{split}", prompt_format.parse)
 
 
 def load_prompt_file(path: Path) -> list[Prompt]:
-    """Read the prompts of any .txt file (a prompt a line) or .jsonl file (`prompt` in each object).
+    """Read the prompts of a .txt file (one per line) or .jsonl file (`prompt` in each object).
 
-    Ids are `file name without suffix/line number`. Raises DataError as load_prompts does.
+    Ids are `file name without suffix/line number`. Raises DataError like load_prompts.
     """
     if path.suffix not in PARSERS:
-        raise DataError(f"{path} is neither a .txt (a prompt a line) nor a .jsonl (objects with `prompt`) file")
+        raise DataError(
+            f"{path} is neither a .txt file (one prompt per line) nor a .jsonl file (objects with `prompt`)"
+        )
     return read_prompts(path, printable(path.stem), None)
 
 
 class PromptOrder:
-    """Order of the prompts of RL steps. Every prompt once per epoch; where an epoch ends inside a step, the next
-    begins.
+    """Order of the prompts in RL training. Each epoch contains every prompt once.
 
-    A step that spans two epochs, or is longer than one, may hold a prompt twice.
+    An epoch can end within a step, so a step that spans two epochs or more may contain a prompt twice.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:
-            raise DataError("there is no prompt to ask for")
+            raise DataError("the prompt set is empty")
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
-        """Return the prompts of RL step `step` (from 1), `count` in each step; the same on every rank."""
+        """Return the `count` prompts of RL step `step` (from 1). Identical on every rank."""
         return self._at((step - 1) * count, count, self._seed)
 
     def further(self, step: int, count: int, attempt: int) -> list[Prompt]:
-        """Return `count` more prompts for that step, other ones for each `attempt`, from 1: of an order of its own, in
-        which each comes once an epoch too, or without shuffling those that follow. They follow from the arguments."""
+        """Return `count` additional prompts for a refill of the step, different for each `attempt` (from 1).
+
+        With shuffle, each attempt has a separate order with every prompt once per epoch; without, the prompts after the
+        step's are used. Depends only on the arguments.
+        """
         return self._at((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
 
     def _at(self, position: int, count: int, seed: int) -> list[Prompt]:
-        places = range(position, position + count)
-        return [self._prompts[sample_index(p, len(self._prompts), seed, self._shuffle)] for p in places]
+        positions = range(position, position + count)
+        return [self._prompts[sample_index(p, len(self._prompts), seed, self._shuffle)] for p in positions]
 
 
 def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Prompt]:
+    """Read all prompts of a file. Raises DataError with the invalid lines."""
     parse = parse or PARSERS[path.suffix]
     prompts: list[Prompt] = []
-    wrong: list[str] = []
+    errors: list[str] = []
     for number, line in numbered_lines(path):
         try:
             prompts.append(parse(f"{id_prefix}/{number}", line))
         except ValueError as error:
-            wrong.append(f"line {number}: {error}")
-    if wrong:
-        more = f"; and {len(wrong) - NUM_SHOWN} more lines" if len(wrong) > NUM_SHOWN else ""
-        raise DataError(f"{path}: {'; '.join(wrong[:NUM_SHOWN])}{more}")
+            errors.append(f"line {number}: {error}")
+    if errors:
+        rest = f"; and {len(errors) - NUM_SHOWN} more lines" if len(errors) > NUM_SHOWN else ""
+        raise DataError(f"{path}: {'; '.join(errors[:NUM_SHOWN])}{rest}")
     if not prompts:
-        raise DataError(f"{path} holds no prompt: it is empty or blank")
+        raise DataError(f"{path} has no prompts: the file is empty or blank")
     return prompts
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield stripped lines that are not blank, with their numbers from 1. Only line feeds separate lines."""
+    """Yield (line number from 1, stripped line) for non-blank lines. Only line feeds separate lines."""
     try:
         raw = read_regular(path)
     except OSError as error:
@@ -124,7 +129,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         try:
             text = line.decode().strip()
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}: line {number} is not UTF-8; save the file in that encoding") from error
+            raise DataError(f"{path}: line {number} is not UTF-8; save the file as UTF-8") from error
         if text:
             yield number, text
 
@@ -136,7 +141,7 @@ def plain_line(prompt_id: str, line: str) -> Prompt:
 def ocr_line(prompt_id: str, line: str) -> Prompt:
     quoted = QUOTED.search(line)
     if quoted is None or not quoted[1].strip():
-        raise ValueError("no text between double quotes to be drawn")
+        raise ValueError("no text in double quotes to render")
     return Prompt(id=prompt_id, text=line, metadata={"ocr_target": quoted[1].strip()})
 
 
@@ -155,7 +160,7 @@ def geneval_line(prompt_id: str, line: str) -> Prompt:
 
 
 def json_object(line: str) -> dict[str, Any]:
-    """Parse one JSON object with a non-empty string `prompt`; else ValueError."""
+    """Parse a JSON object with a non-empty string `prompt`. Raises ValueError for anything else."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -165,10 +170,10 @@ def json_object(line: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     if not is_encodable(record):
-        raise ValueError("text that UTF-8 cannot encode (half of a surrogate pair, \\ud800 to \\udfff)")
+        raise ValueError("text that cannot be encoded as UTF-8 (half of a surrogate pair, \\ud800 to \\udfff)")
     text = record.get("prompt")
     if not isinstance(text, str) or not text.strip():
-        raise ValueError("no `prompt`, which must be a non-empty string")
+        raise ValueError("no `prompt` (must be a non-empty string)")
     return record
 
 

@@ -1,5 +1,7 @@
-"""Samples decoded ahead in threads, position by position, and the count of bad files met on the way. What a position
-shows is a child's matter."""
+"""Prefetching of decoded samples in threads, with substitution and counting of bad files.
+
+Subclasses decide which sample belongs to a position.
+"""
 
 from __future__ import annotations
 
@@ -26,35 +28,35 @@ from wfm_ds.types import Prompt
 logger = logging.getLogger(__name__)
 
 MAX_SUBSTITUTES = 10
-WINDOW = 1000  # tried files over which the share of bad ones is judged
+WINDOW = 1000  # number of recent files over which the share of bad ones is checked
 NUM_SHOWN = 10
-READ_TIMEOUT_S = 300.0  # for one sample; a file system that hangs becomes an error instead of a silent stop
+READ_TIMEOUT_S = 300.0  # per sample, so that a hanging file system causes an error
 
 
 def places(offset: int, num_samples: int) -> list[int]:
-    """Return the offsets to try for a usable sample: the offset, then its substitutes, half an epoch away."""
-    half = (num_samples + 1) // 2
-    return [offset, *((offset + half + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
+    """Return the offsets to try: the offset itself, then its substitutes half an epoch away."""
+    half_epoch = (num_samples + 1) // 2
+    return [offset, *((offset + half_epoch + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
     """One decoded sample of a batch."""
 
-    sample_id: str  # of the substitute, where one stands in for a bad file
+    sample_id: str  # of the substitute if the file was bad
     epoch: int
-    position: int  # over all epochs; unique in a run, so noise and noise level are keyed by it
+    position: int  # over all epochs; unique in a run, seeds noise and noise level
     prompt: Prompt
-    media: Media | None  # None on a rank that does not read, as the framing
+    media: Media | None  # None on ranks that do not read; the same for framing
     framing: Framing | None  # of its pixels or latents
-    pixels: npt.NDArray[np.uint8] | None  # [H,W,3] of an image, [F,H,W,3] of a video; None if there are latents
-    latents: Any = None  # as the source's `cached` has them
-    rejected: TrainingSample | None = None  # of a pair: the same with the other medium, framed alike
+    pixels: npt.NDArray[np.uint8] | None  # [H,W,3] of an image, [F,H,W,3] of a video; None with cached latents
+    latents: Any = None  # from cached_latents
+    rejected: TrainingSample | None = None  # rejected sample of a pair, with the same framing
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Result of reading one position: the sample, unless all substitutes were bad, and the bad files met on the way."""
+    """Result of reading a position: the sample (None if all candidates were bad) and the bad files."""
 
     sample: TrainingSample | None
     failures: tuple[BadMedia, ...]
@@ -62,7 +64,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sample that a position may show, the framing of its pixels, and the pass over the data that it is met in."""
+    """A sample to try at a position, with its framing and epoch."""
 
     sample: Sample
     framing: Framing
@@ -70,10 +72,10 @@ class Candidate:
 
 
 class Reader(ABC):
-    """Batches of an endless pass over data: optimizer step s trains positions (s-1) * global_batch up to
-    s * global_batch, cut by rank. Ranks are data-parallel ones.
+    """Batches of an endless pass over the data.
 
-    `bad` counts the bad files met by this rank by reason, repeated meetings included.
+    Optimizer step s uses positions (s-1) * global_batch to s * global_batch, partitioned over the data-parallel ranks.
+    `bad` counts the bad files read by this rank by reason, including repeats.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Reader(ABC):
         rejected: Mapping[str, int] = MappingProxyType({}),
         inputs: InputReader | None = None,
     ) -> None:
-        """`num_samples`: of the data set, None where that is not known; the others are those of BatchSource."""
+        """num_samples: size of the dataset; None if unknown. For other arguments see BatchSource."""
         self.global_batch = global_batch
         self.seed = seed
         self.max_bad_fraction = max_bad_fraction
@@ -98,38 +100,39 @@ class Reader(ABC):
         self.inputs = inputs
         self.bad: Counter[str] = Counter()
         self._logged: dict[str, str] = {}
-        self._recent: deque[bool] = deque(maxlen=WINDOW)  # True: this try met a bad file
+        self._recent: deque[bool] = deque(maxlen=WINDOW)  # True: a bad file
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="media")
         self._ahead: dict[int, Future[Loaded]] = {}  # by position
 
     @abstractmethod
     def _candidates(self, position: int) -> Iterator[Candidate]:
-        """Yield what this position may show: its own sample, then the substitutes, should it be bad. Runs in the pool:
-        changes nothing."""
+        """Yield the sample of a position, then its substitutes. Runs in worker threads and must not change state."""
 
     def batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """This rank's contiguous share of the global batch of optimizer step `step` (from 1), in order.
+        """Return this rank's contiguous shard of the global batch of optimizer step `step` (from 1), in order.
 
-        Raises DataError when more than max_bad_fraction of the last WINDOW tried files were bad, or when a file and
-        all its substitutes are. That is a local fact: the caller has to agree on it with the other ranks.
+        Raises DataError on this rank only, if too many files were bad (max_bad_fraction) or a file and all its
+        substitutes are bad. The caller must propagate the error to the other ranks.
         """
-        here, after = (self._positions(s, rank, world_size) for s in (step, step + 1))
-        return self.at(here, ahead=after)
+        positions, next_positions = (self._positions(s, rank, world_size) for s in (step, step + 1))
+        return self.at(positions, ahead=next_positions)
 
     def at(self, positions: Sequence[int], *, ahead: Sequence[int] = ()) -> list[TrainingSample]:
-        """The samples at these positions of the endless pass over the data, in order; those at `ahead`, which a next
-        call is going to ask for, are read meanwhile. Raises DataError as `batch` does."""
+        """Return the samples at these positions of the endless pass, in order. Raises DataError like `read_batch`.
+
+        ahead: positions of the next call, prefetched in the background.
+        """
         futures = self._reading(positions)
         self._ahead = self._reading(ahead)
         return [self._take(position, future) for position, future in futures.items()]
 
     def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
-        """`data/bad/REASON`: what the scan rejected, and what the ranks met since. Collective, as `world_sums` is."""
-        met = world_sums({f"data/bad/{reason}": self.bad[reason] for reason in BAD_MEDIA})
-        return met | {f"data/bad/{reason}": count for reason, count in self.rejected.items()}
+        """Return `data/bad/REASON`: entries rejected by the scan and bad files read by all ranks. Collective."""
+        counts = world_sums({f"data/bad/{reason}": self.bad[reason] for reason in BAD_MEDIA})
+        return counts | {f"data/bad/{reason}": count for reason, count in self.rejected.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank knows of bad files, as JSON. The next samples follow from the step alone."""
+        """Return this rank's record of bad files as JSON. The order of samples needs no state."""
         return {
             "bad": dict(self.bad),
             "logged": dict(self._logged),
@@ -142,7 +145,7 @@ class Reader(ABC):
         self._recent.extend(bool(bad) for bad in state["recent"])
 
     def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
-        """Take up what the ranks of a run knew, however many they were: nothing is logged or counted twice."""
+        """Restore from the states of all ranks, for any old world size. No file is logged or counted twice."""
         if len(states) == world_size:
             self.restore(states[rank])
             return
@@ -151,7 +154,7 @@ class Reader(ABC):
         self.restore({"bad": counts if rank == 0 else {}, "logged": logged, "recent": []})
 
     def close(self) -> None:
-        """Stop reading ahead; a read that hangs is not waited for."""
+        """Stop prefetching without waiting for running reads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _positions(self, step: int, rank: int, world_size: int) -> range:
@@ -168,7 +171,7 @@ class Reader(ABC):
         return {p: ahead.pop(p) if p in ahead else self._pool.submit(self._load, p) for p in positions}
 
     def _load(self, position: int) -> Loaded:
-        """Read the first usable one of the candidates. Runs in the pool: changes nothing."""
+        """Read the first usable candidate. Runs in worker threads and must not change state."""
         failures: list[BadMedia] = []
         for candidate in self._candidates(position):
             try:
@@ -178,12 +181,12 @@ class Reader(ABC):
         return Loaded(None, tuple(failures))
 
     def _decode(self, candidate: Candidate, position: int) -> TrainingSample:
-        """Raises BadMedia."""
+        """Decode a candidate, both sides of a pair. Raises BadMedia."""
         sample, framing, epoch = candidate.sample, candidate.framing, candidate.epoch
         draw = self._draw(epoch, sample.id)
         prompt = sample.prompt if self.inputs is None else self.inputs.prompt(sample, framing, draw)
 
-        def decoded(media: Media, rejected: TrainingSample | None = None) -> TrainingSample:
+        def decode_media(media: Media, rejected: TrainingSample | None = None) -> TrainingSample:
             pixels = None
             with decoding(media):
                 latents = None if self.cached is None else self.cached(media, framing)
@@ -201,7 +204,7 @@ class Reader(ABC):
                 rejected=rejected,
             )
 
-        return decoded(sample.media, None if sample.rejected is None else decoded(sample.rejected))
+        return decode_media(sample.media, None if sample.rejected is None else decode_media(sample.rejected))
 
     def _draw(self, epoch: int, sample_id: str) -> Draw:
         return lambda purpose: uniform(self.seed, purpose, epoch, sample_id)
@@ -210,11 +213,13 @@ class Reader(ABC):
         try:
             loaded = future.result(timeout=READ_TIMEOUT_S)
         except TimeoutError as error:
-            raise DataError(f"the sample at position {position} was not read within {READ_TIMEOUT_S:g} s") from error
+            raise DataError(f"reading the sample at position {position} exceeded {READ_TIMEOUT_S:g} s") from error
         for failure in loaded.failures:
             self._count(failure)
         if loaded.sample is None:
-            raise DataError(f"{len(loaded.failures)} files in a row cannot be used: {self._shown()}")
+            raise DataError(
+                f"a file and all its substitutes are invalid ({len(loaded.failures)} files): {self._shown()}"
+            )
         self._recent.append(False)
         return loaded.sample
 
@@ -226,14 +231,14 @@ class Reader(ABC):
         self._recent.append(True)
         if self.num_samples is not None and len(self._logged) > self.max_bad_fraction * self.num_samples:
             raise DataError(
-                f"{len(self._logged)} of {self.num_samples} media cannot be used, more than "
-                f"data.max_bad_fraction {self.max_bad_fraction:g}; repair the first: {self._shown()}"
+                f"{len(self._logged)} of {self.num_samples} samples are invalid "
+                f"(data.max_bad_fraction: {self.max_bad_fraction:g}). First: {self._shown()}"
             )
-        # Of WINDOW tries, also while there were fewer: the first bad file alone is no reason to stop.
+        # Relative to WINDOW from the start, so that a first bad file does not stop the run.
         if sum(self._recent) > self.max_bad_fraction * WINDOW:
             raise DataError(
-                f"{sum(self._recent)} of the last {len(self._recent)} files cannot be used, more than "
-                f"data.max_bad_fraction {self.max_bad_fraction:g} of {WINDOW}; repair the first: {self._shown()}"
+                f"{sum(self._recent)} of the last {len(self._recent)} files are invalid, more than "
+                f"data.max_bad_fraction {self.max_bad_fraction:g} of {WINDOW}. First: {self._shown()}"
             )
 
     def _shown(self) -> str:

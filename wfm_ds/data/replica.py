@@ -1,4 +1,4 @@
-"""Data for a whole replica: its leader reads files, and the other ranks learn from it what they must know."""
+"""Data of a replica: its leader (first rank) reads files and sends the other ranks their metadata."""
 
 from __future__ import annotations
 
@@ -12,26 +12,30 @@ from wfm_ds.distributed.world import World
 
 
 def read_once(world: World, read: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
-    """Return the samples that `read` gives on the leader, on every rank of its replica; collective. Only the leader's
-    have media, pixels or latents. A UserError that a leader raises is raised on all ranks."""
+    """Run `read` on each replica leader and return its samples on every rank of the replica. Collective.
+
+    Only the leader's samples have media, pixels or latents. A leader's UserError is raised on all ranks.
+    """
     samples: list[TrainingSample] | None = world.checked(read, on="leaders")
     packed = world.share(None if samples is None else [pack_sample(sample) for sample in samples])
     return [unpack_sample(sample) for sample in packed] if samples is None else samples
 
 
 def chosen_once(world: World, samples: Sequence[Sample], choose: Callable[[], list[Sample]]) -> list[Sample]:
-    """Return the samples that `choose` gives on the leader, on every rank of its replica; collective, as `read_once`
-    is."""
+    """Run `choose` on each replica leader and return the chosen samples on every rank of the replica. Collective.
+
+    samples: all samples, identical on every rank. A leader's UserError is raised on all ranks.
+    """
     chosen: list[Sample] | None = world.checked(choose, on="leaders")
     if chosen is not None:
-        places = {sample.id: place for place, sample in enumerate(samples)}  # ids are unique in a data set
-        world.share([[places[sample.id], pack_prompt(sample.prompt)] for sample in chosen])
+        indices = {sample.id: index for index, sample in enumerate(samples)}  # ids are unique in a dataset
+        world.share([[indices[sample.id], pack_prompt(sample.prompt)] for sample in chosen])
         return chosen
-    return [replace(samples[place], prompt=unpack_prompt(packed)) for place, packed in world.share(None)]
+    return [replace(samples[index], prompt=unpack_prompt(packed)) for index, packed in world.share(None)]
 
 
 def pack_sample(sample: TrainingSample) -> list[Any]:
-    """Return the JSON form of a sample, without its media."""
+    """Return the sample as JSON, without its media."""
     return [sample.sample_id, sample.epoch, sample.position, pack_prompt(sample.prompt)]
 
 

@@ -1,6 +1,6 @@
-"""`python -m wfm_ds.data.room OUT_DIR`: clips of a tiled room and the paths of the camera that saw them, drawn here.
+"""`python -m wfm_ds.data.room OUT_DIR`: write the room demo, rendered clips of a tiled room with their camera paths.
 
-Small enough for tests and for a first try of a model that is told a camera; poses and lens are those of the drawing.
+Small enough for tests and for trying camera-conditioned models. Poses and intrinsics are exact.
 """
 
 from __future__ import annotations
@@ -21,49 +21,51 @@ from wfm_ds.seeds import derive_seed
 
 Floats = npt.NDArray[np.float64]
 
-NUM_CLIPS, NUM_FRAMES, SIDE = 24, 9, 32  # of square pixels
+NUM_CLIPS, NUM_FRAMES, SIDE = 24, 9, 32  # SIDE: height and width in pixels
 FPS = 8
 LENS = (24.0, 24.0, SIDE / 2, SIDE / 2)  # fx, fy, cx, cy in pixels
-HALF = np.array([2.0, 1.0, 2.0])  # the room, from its middle to its walls, in metres: x right, y down, z ahead
+HALF = np.array([2.0, 1.0, 2.0])  # half the size of the room in metres: x right, y down, z forward
 TILE = 0.5
 WALLS = np.array([[[220, 70, 60], [70, 170, 80]], [[230, 220, 200], [90, 80, 70]], [[60, 90, 210], [240, 180, 40]]])
-TURN, STEP = 5.0, 0.08  # at most, of a frame: degrees, metres
+TURN, STEP = 5.0, 0.08  # maximum per frame: degrees, metres
 
 
 def path_of(turn: float, ahead: float, aside: float) -> Floats:
-    """Return camera-to-world poses [9,4,4] with the axes of OpenCV, of a camera that turns by so many degrees a frame
-    and goes so many metres."""
+    """Return camera-to-world poses [9,4,4] in OpenCV axes.
+
+    turn: degrees per frame; forward, sideways: metres per frame.
+    """
     poses = np.tile(np.eye(4), (NUM_FRAMES, 1, 1))
-    for before, pose, angle in zip(poses, poses[1:], np.radians(turn) * np.arange(1, NUM_FRAMES), strict=False):
+    for previous, pose, angle in zip(poses, poses[1:], np.radians(turn) * np.arange(1, NUM_FRAMES), strict=False):
         pose[:3, :3] = [[np.cos(angle), 0, np.sin(angle)], [0, 1, 0], [-np.sin(angle), 0, np.cos(angle)]]
-        pose[:3, 3] = before[:3, 3] + pose[:3, :3] @ [aside, 0, ahead]
+        pose[:3, 3] = previous[:3, 3] + pose[:3, :3] @ [aside, 0, ahead]
     return poses
 
 
 def seen(poses: Floats) -> npt.NDArray[np.uint8]:
-    """Return what cameras [F,4,4] in the room see, frames [F,32,32,3]."""
+    """Render the room from camera poses [F,4,4] to frames [F,32,32,3]."""
     fx, fy, cx, cy = LENS
     y, x = np.mgrid[:SIDE, :SIDE] + 0.5
     rays = np.stack([(x - cx) / fx, (y - cy) / fy, np.ones_like(x)], axis=-1)
-    ways = np.einsum("fij,hwj->fhwi", poses[:, :3, :3], rays)
-    ways = np.where(np.abs(ways) < 1e-9, 1e-9, ways)
-    eyes = poses[:, None, None, :3, 3]
-    distances = (np.copysign(HALF, ways) - eyes) / ways  # to each of the three walls that a ray may meet
+    directions = np.einsum("fij,hwj->fhwi", poses[:, :3, :3], rays)
+    directions = np.where(np.abs(directions) < 1e-9, 1e-9, directions)
+    origins = poses[:, None, None, :3, 3]
+    distances = (np.copysign(HALF, directions) - origins) / directions  # to the one wall per axis that the ray can hit
     axis = distances.argmin(axis=-1)
-    points = eyes + distances.min(axis=-1)[..., None] * ways
-    along = np.arange(3) != axis[..., None]  # a wall's tiles are counted along its own two axes
+    points = origins + distances.min(axis=-1)[..., None] * directions
+    along = np.arange(3) != axis[..., None]  # tiles are counted along the two axes of the wall
     dark = (np.floor(points / TILE) * along).sum(axis=-1) % 2
-    ahead = np.take_along_axis(ways, axis[..., None], axis=-1)[..., 0] > 0
-    colours = WALLS[axis, ahead.astype(np.int64)]
+    is_forward = np.take_along_axis(directions, axis[..., None], axis=-1)[..., 0] > 0
+    colours = WALLS[axis, is_forward.astype(np.int64)]
     frames: npt.NDArray[np.uint8] = np.rint(colours * (1 - 0.4 * dark[..., None])).astype(np.uint8)
     return frames
 
 
 def write_clip(folder: Path, number: int) -> tuple[Floats, npt.NDArray[np.uint8]]:
-    """Write NNNN.mkv, .c2w.npy and .json; return the camera's poses and its frames."""
-    draw = np.random.Generator(np.random.PCG64(derive_seed(0, "room", number)))
-    turn, ahead, aside = draw.uniform(-1, 1, 3) * [TURN, STEP, STEP]
-    poses, stem = path_of(turn, ahead, aside), f"{number:04}"
+    """Write NNNN.mkv, .c2w.npy and .json. Return the camera poses and the frames."""
+    generator = np.random.Generator(np.random.PCG64(derive_seed(0, "room", number)))
+    turn, forward, sideways = generator.uniform(-1, 1, 3) * [TURN, STEP, STEP]
+    poses, stem = path_of(turn, forward, sideways), f"{number:04}"
     frames = seen(poses)
     write_video(folder / f"{stem}.mkv", frames, FPS)
     np.save(folder / f"{stem}.c2w.npy", poses.astype(np.float32))
@@ -74,9 +76,10 @@ def write_clip(folder: Path, number: int) -> tuple[Floats, npt.NDArray[np.uint8]
 
 
 def write_room(out: Path) -> int:
-    """Write clips/NNNN.mkv with .c2w.npy and .json; of the last of them start.png, its first frame, camera.json and
-    prompts.txt, for `wfm generate`. Return the number of clips. The same bytes on every run with the same versions.
+    """Write the demo and return the number of clips.
 
+    clips/: clips NNNN.mkv with .c2w.npy and .json. start.png, camera.json and prompts.txt: first frame, camera and
+    prompt of the last clip for `wfm generate`. The files are bitwise reproducible with the same library versions.
     Raises DataError if the folder exists and is not empty.
     """
     require_new(out)
@@ -94,8 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm_ds.data.room", description="Write clips of a room with the camera's paths.")
-    p.add_argument("out_dir", type=Path, help="a new or empty folder; gets clips/ (SFT and RL) and a camera for one")
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.data.room", description="Write the data of the room demo: clips with camera paths."
+    )
+    p.add_argument("out_dir", type=Path, help="new or empty folder for clips/ (SFT and RL) and an example camera")
     return p
 
 

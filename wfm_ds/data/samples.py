@@ -1,4 +1,4 @@
-"""Samples of SFT data: captioned media, the place of their bytes, and the entries of a data set that are bad."""
+"""Captioned images and videos, where their bytes are stored, and the rejected entries of a dataset."""
 
 from __future__ import annotations
 
@@ -21,40 +21,39 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".mkv", ".mov", ".avi"})
 MEDIA_SUFFIXES = IMAGE_SUFFIXES | VIDEO_SUFFIXES
 REASONS = {
-    "no_prompt": "no caption in it: unreadable, empty, text that UTF-8 cannot encode, or a JSON object without a "
-    "non-empty string `prompt`",
-    "no_media": "a caption without an image or video of the same name",
-    "no_json": "an image or video without a caption of the same name",
-    "ambiguous": "more than one image, video or caption has this name",
-    "shard": "a tar file that is cut short or damaged: what stands before that is used",
-    "no_pair": "no two images or videos to compare: `chosen` or `rejected` is missing, or both are one file",
+    "no_prompt": "caption unreadable, empty, not encodable as UTF-8, or JSON without a non-empty string `prompt`",
+    "no_media": "caption without image or video of the same name",
+    "no_json": "image or video without caption of the same name",
+    "ambiguous": "several images, videos or captions with this name",
+    "shard": "truncated or damaged tar file; only samples before the damage are used",
+    "no_pair": "pair without two different files: `chosen` or `rejected` is missing, or they are the same",
 }
 NUM_SHOWN = 10
 
 
 class Media(Protocol):
-    """One image or video, wherever its bytes are."""
+    """An image or video file in any storage."""
 
     @property
     def name(self) -> str:
-        """Path or address, for messages."""
+        """Path or address for messages."""
 
     @property
     def suffix(self) -> str:
-        """Suffix in lower case, with its dot; one of MEDIA_SUFFIXES."""
+        """Lower-case suffix with its dot, one of MEDIA_SUFFIXES."""
 
     def open(self) -> BinaryIO:
         """Open a seekable stream of the bytes. Raises OSError."""
 
     def identity(self) -> tuple[str | int, ...]:
-        """Return a key that changes when the bytes do, as far as that shows without reading them. Raises OSError."""
+        """Return a key that changes with the content, without reading the bytes. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """Media in a file of its own."""
+    """An image or video in a local file."""
 
-    file: str | Path  # text where there are many: a Path takes ten times the memory, and the time
+    file: str | Path  # str for large datasets: Path needs ten times the memory and time
 
     @property
     def path(self) -> Path:
@@ -77,7 +76,7 @@ class LocalFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """Media in a file of a storage, s3://..."""
+    """An image or video in a remote file, s3://..."""
 
     address: str
 
@@ -97,19 +96,20 @@ class StoredFile:
 
 
 def file_at(address: str) -> Media:
-    """The file of this path or address."""
+    """Return the file at a path or address."""
     return StoredFile(address) if is_remote(address) else LocalFile(address)
 
 
 def printable(name: str) -> str:
-    r"""Return a name of the file system as text that UTF-8 can encode: it need not be UTF-8, but ids are hashed and
-    messages are written. A byte that is none becomes \udcNN."""
+    r"""Return a file name as text that can be encoded as UTF-8, for ids and messages. Invalid bytes become \udcNN."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def is_encodable(value: Any) -> bool:
-    r"""Return whether UTF-8 can encode all text of a JSON value. JSON may name half of a surrogate pair, "\ud800",
-    which is no character: no tokenizer takes it, and no file or message can hold it."""
+    r"""Return whether all text of a JSON value can be encoded as UTF-8.
+
+    JSON can contain half of a surrogate pair ("\ud800"), which tokenizers, files and messages cannot represent.
+    """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError):
@@ -118,79 +118,78 @@ def is_encodable(value: Any) -> bool:
 
 
 def file_identity(path: Path) -> tuple[str | int, ...]:
-    """Return (path, size, time of the last change). Raises OSError."""
+    """Return (path, size, modification time in ns). Raises OSError."""
     status = path.stat()
     return str(path.resolve()), status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One captioned image or video, or a pair of them, not yet decoded."""
+    """A captioned image or video, or a preference pair, not yet decoded."""
 
     id: str
     media: Media
     prompt: Prompt
-    embedding: Path | None = None  # of the caption, precomputed: safetensors, or a pickle if the recipe allows it
-    rejected: Media | None = None  # the one that `media` is preferred to, where samples are pairs
-    files: Mapping[str, Media] = field(default_factory=dict)  # others of its tar by name: .npy, for data/inputs.py
+    embedding: Path | None = None  # precomputed text embedding: safetensors, or pickle if data.allow_pickle
+    rejected: Media | None = None  # for pairs: the image or video that `media` is preferred to
+    files: Mapping[str, Media] = field(default_factory=dict)  # .npy files of the same tar by name, for inputs
 
     @property
     def all_media(self) -> list[Media]:
-        """The image or video; of a pair the chosen one and the rejected one."""
+        """The image or video, or the chosen and the rejected one of a pair."""
         return [self.media] if self.rejected is None else [self.media, self.rejected]
 
 
 class SampleSet:
-    """Samples and bad entries of a data set, found by one scan; a kind of data set is a subclass whose constructor
-    scans.
+    """Samples and rejected entries of a dataset. Subclasses scan one kind of dataset in their constructor.
 
-    `samples` is sorted by id; `bad` lists what cannot be used by reason (keys of REASONS), in the order of the scan.
+    `samples` is sorted by id. `bad` lists the rejected entries by reason (keys of REASONS), in scan order.
     """
 
     def __init__(self, source: str) -> None:
-        """`source` names the data set in messages."""
+        """source: name of the dataset in messages."""
         self.source = printable(source)
         self.samples: list[Sample] = []
         self.bad: dict[str, list[str]] = {}
-        self.notes: list[str] = []  # what the user should know of a data set that is otherwise fine, for the log
+        self.notes: list[str] = []  # remarks for the log
 
     def reject(self, reason: str, name: str) -> None:
+        """Record a rejected entry. reason: a key of REASONS."""
         self.bad.setdefault(reason, []).append(printable(name))
 
     def check(self, max_bad_fraction: float) -> None:
-        """Raise DataError if there is no usable sample, or if more than this share of the entries is bad."""
+        """Raise DataError without a usable sample, or if more than max_bad_fraction of the entries are bad."""
         num_bad = sum(map(len, self.bad.values()))
         num_entries = len(self.samples) + num_bad
         if not self.samples or num_bad > max_bad_fraction * num_entries:
-            shown = [f"{name} ({REASONS[reason]})" for reason, names in self.bad.items() for name in names][:NUM_SHOWN]
+            entries = [f"{name} ({REASONS[reason]})" for reason, names in self.bad.items() for name in names]
             raise DataError(
-                f"{self.source}: {num_bad} of {num_entries} entries cannot be used, data.max_bad_fraction allows "
-                f"{max_bad_fraction:g}; repair or remove the first: {'; '.join(shown)}"
+                f"{self.source}: {num_bad} of {num_entries} samples are invalid "
+                f"(data.max_bad_fraction: {max_bad_fraction:g}). First: {'; '.join(entries[:NUM_SHOWN])}"
             )
 
     def drawn(self, training: Sequence[Sample]) -> list[Sample]:
-        """Return the samples of an epoch: those that are trained on, some of them perhaps several times."""
+        """Return the samples of one epoch, possibly with repeats of the training samples."""
         return list(training)
 
     def split(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
-        """Return (training, held-out) samples, both sorted by id; `holdout` is the expected share of the second, in [0,
-        1).
+        """Return (training, held-out) samples, both sorted by id. holdout: expected held-out share, in [0, 1).
 
-        A hash of the id decides, so a sample keeps its side when others are added or removed. From two samples on,
-        neither side is empty unless holdout is 0: the smallest hash is then held out, the largest trained on.
+        A hash of the id decides, so samples keep their side when others are added or removed. With two or more samples
+        and holdout > 0, both sides are non-empty: the smallest hash is held out and the largest is trained on.
         """
         if holdout == 0 or len(self.samples) < 2:
             return list(self.samples), []
         draws = {sample.id: uniform(0, "holdout", sample.id) for sample in self.samples}
-        ordered = sorted(draws.values())
-        limit = min(max(holdout, ordered[0]), ordered[-2])
+        sorted_draws = sorted(draws.values())
+        limit = min(max(holdout, sorted_draws[0]), sorted_draws[-2])
         held_out = [sample for sample in self.samples if draws[sample.id] <= limit]
         training = [sample for sample in self.samples if draws[sample.id] > limit]
         return training, held_out
 
 
 def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
-    """Return the prompt of a JSON caption, or None if it has none. Keys besides the two texts become metadata."""
+    """Parse a JSON caption. Other keys than prompt and negative_prompt become metadata. None without a prompt."""
     caption = parse_object(content)
     if caption is None:
         return None
@@ -201,21 +200,21 @@ def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
 
 
 def parse_object(content: bytes) -> dict[str, Any] | None:
-    """Return a JSON object whose text UTF-8 can encode, or None."""
+    """Parse a JSON object with text that can be encoded as UTF-8. None for anything else."""
     try:
-        found = json.loads(content)  # bytes: UTF-8, 16 or 32, with or without a mark
+        value = json.loads(content)  # accepts UTF-8, UTF-16 and UTF-32, with or without BOM
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and is_encodable(found) else None
+    return value if isinstance(value, dict) and is_encodable(value) else None
 
 
 def pack_prompt(prompt: Prompt) -> list[Any]:
-    """Return the JSON form of a prompt that came from a JSON file."""
+    """Return a prompt as JSON."""
     packed = [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
     return [*packed, pack_arrays(prompt.inputs)] if prompt.inputs else packed
 
 
 def unpack_prompt(packed: Sequence[Any]) -> Prompt:
     prompt_id, text, negative_text, metadata, *inputs = packed
-    told = unpack_arrays(inputs[0]) if inputs else {}
-    return Prompt(id=prompt_id, text=text, negative_text=negative_text, metadata=metadata, inputs=told)
+    arrays = unpack_arrays(inputs[0]) if inputs else {}
+    return Prompt(id=prompt_id, text=text, negative_text=negative_text, metadata=metadata, inputs=arrays)

@@ -1,4 +1,4 @@
-"""A data set that one rank reads and all have: a scan of many files is made once, not by every rank at each start."""
+"""Broadcast of a scanned dataset from rank 0, so that only one rank scans the files."""
 
 from __future__ import annotations
 
@@ -22,38 +22,41 @@ from wfm_ds.pipes.arrays import pack_arrays, unpack_arrays
 
 
 class _OwnMediaError(Exception):
-    """Media of a kind that only its own reader can describe."""
+    """Media of a user-defined class, which cannot be sent to other ranks."""
 
 
 def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData:
-    """Return what `read` gives on rank 0, on every rank; collective. Media of a user's own kind cannot be sent: each
-    rank then reads for itself. A UserError of rank 0 is raised on all ranks."""
-    found = list[TrainingData]()
-    world.patiently(lambda: found.append(read()))
-    packed = world.broadcast(pack(found[0]) if found and world.size > 1 else None)
+    """Run `read` on rank 0 and return its data on every rank. Collective.
+
+    If the data contains user-defined media classes, every rank runs `read`. A UserError of rank 0 is raised on all
+    ranks.
+    """
+    results = list[TrainingData]()
+    world.patiently(lambda: results.append(read()))
+    packed = world.broadcast(pack(results[0]) if results and world.size > 1 else None)
     if world.is_main and (packed is not None or world.size == 1):
-        return found[0]
-    if packed is None:  # as on all ranks
-        data: TrainingData = world.checked(lambda: found[0] if found else read())
+        return results[0]
+    if packed is None:  # the same on all ranks
+        data: TrainingData = world.checked(lambda: results[0] if results else read())
         return data
     return unpack(packed)
 
 
 def pack(data: TrainingData) -> dict[str, Any] | None:
-    """Return the data as JSON; None if it has media of a kind that is not known here."""
+    """Return the data as JSON, or None if it contains user-defined media classes."""
     versions: dict[str, list[str | int]] = {}
     try:
         samples, held_out = ([_pack_sample(s, versions) for s in part] for part in (data.samples, data.held_out))
     except _OwnMediaError:
         return None
-    # Captions of samples are prompts too, and the same ones.
-    of_samples = len(data.prompts) == len(data.samples) and all(
+    # If the prompts are the samples' prompts, send them only once.
+    prompts_from_samples = len(data.prompts) == len(data.samples) and all(
         prompt is sample.prompt for prompt, sample in zip(data.prompts, data.samples, strict=True)
     )
     return {
         "samples": samples,
         "held_out": held_out,
-        "prompts": None if of_samples else [pack_prompt(prompt) for prompt in data.prompts],
+        "prompts": None if prompts_from_samples else [pack_prompt(prompt) for prompt in data.prompts],
         "shown": [pack_prompt(prompt) for prompt in data.shown],
         "bad": {reason: list(names) for reason, names in data.bad.items()},
         "versions": versions,
@@ -92,7 +95,7 @@ def _unpack_actions(packed: Sequence[Any]) -> Actions:
 
 def _pack_sample(sample: Sample, versions: dict[str, list[str | int]]) -> list[Any]:
     embedding = None if sample.embedding is None else str(sample.embedding)
-    media = [_pack_media(medium, versions) for medium in sample.all_media]
+    media = [_pack_media(item, versions) for item in sample.all_media]
     files = {name: _pack_media(file, versions) for name, file in sample.files.items()}
     return [sample.id, media, pack_prompt(sample.prompt), embedding, files]
 
@@ -112,7 +115,7 @@ def _pack_media(media: Media, versions: dict[str, list[str | int]]) -> Any:
 
 def _unpack_sample(row: Sequence[Any], versions: dict[str, tuple[str | int, ...]]) -> Sample:
     sample_id, packed, prompt, embedding, files = row
-    media, *rejected = (_unpack_media(medium, versions) for medium in packed)
+    media, *rejected = (_unpack_media(item, versions) for item in packed)
     path = None if embedding is None else Path(embedding)
     return Sample(
         id=sample_id,

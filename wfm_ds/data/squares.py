@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.data.squares OUT_DIR`: questions about coloured squares, to try a vision-language model on."""
+"""`python -m wfm_ds.data.squares OUT_DIR`: write the squares demo for vision-language models."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ NUM_IMAGES = 40
 
 
 def picture(number: int, colour: tuple[int, int, int]) -> Image.Image:
-    """A square of this colour on grey, at a place and of a size that follow from the number."""
+    """Draw a square of this colour on grey. Its position and size depend on the number."""
     pixels = np.full((SIDE, SIDE, 3), 128, np.uint8)
-    size, place = 20 + number * 7 % 16, number * 5 % 20
-    pixels[place : place + size, place : place + size] = colour
+    size, offset = 20 + number * 7 % 16, number * 5 % 20
+    pixels[offset : offset + size, offset : offset + size] = colour
     return Image.fromarray(pixels)
 
 
 def row(number: int, names: Sequence[str]) -> dict[str, Any]:
-    """A LLaVA row about image `number`, of one question; every fourth has a second, about the next image too."""
+    """Return the LLaVA row of image `number` with one question; every fourth has a second one about the next image."""
     turns = [
         {"from": "human", "value": "<image>\nthe square is"},
         {"from": "gpt", "value": f"{names[number]} square"},
@@ -49,14 +49,14 @@ def row(number: int, names: Sequence[str]) -> dict[str, Any]:
 
 
 def write_squares(out: Path) -> int:
-    """Write images/NNN.png and annotations.json; return the number of images. The same bytes on every run.
+    """Write images/NNN.png and annotations.json. Return the number of images. The files are bitwise reproducible.
 
     Raises DataError if the folder exists and is not empty.
     """
     require_new(out)
     (out / "images").mkdir(parents=True)
-    known = list(COLOURS)
-    names = [known[number % len(known)] for number in range(NUM_IMAGES)]
+    colours = list(COLOURS)
+    names = [colours[number % len(colours)] for number in range(NUM_IMAGES)]
     for number, name in enumerate(names):
         picture(number, COLOURS[name]).save(out / "images" / f"{number:03}.png")
     rows = [row(number, names) for number in range(NUM_IMAGES)]
@@ -69,14 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm_ds.data.squares", description="Write questions about coloured squares.")
-    p.add_argument("out_dir", type=Path, help="a new or empty folder; gets images/ and annotations.json")
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.data.squares", description="Write the data of the squares demo: questions about coloured squares."
+    )
+    p.add_argument("out_dir", type=Path, help="new or empty folder for images/ and annotations.json")
     return p
 
 
 def run(args: argparse.Namespace) -> None:
     count = write_squares(args.out_dir)
-    sys.stdout.write(f"{count} images, and conversations about them in {args.out_dir / 'annotations.json'}\n")
+    sys.stdout.write(
+        f"{count} images in {args.out_dir / 'images'}, conversations in {args.out_dir / 'annotations.json'}\n"
+    )
 
 
 if __name__ == "__main__":

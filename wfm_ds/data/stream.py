@@ -1,5 +1,4 @@
-"""`data.streaming`: rows of a data set of the library `datasets` in the order in which they are stored, from its shards
-where they are, written to no disk."""
+"""`data.streaming`: rows of a Hugging Face dataset in stored order, streamed from its shards without a local copy."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# What the library raises where rows cannot be read, or no longer: those of pyarrow are ValueErrors or OSErrors.
+# Errors of `datasets` for unreadable rows. Errors of pyarrow are ValueErrors or OSErrors.
 READ_ERRORS = (OSError, ValueError, TypeError, RuntimeError, LookupError, EOFError)
 
 
 @dataclass(frozen=True, slots=True)
 class RowMedia:
-    """Media whose bytes are in memory."""
+    """An image or video in memory."""
 
     name: str
     suffix: str
@@ -52,44 +51,46 @@ class RowMedia:
 
 @dataclass(frozen=True, slots=True)
 class StreamedRow:
-    """A usable row, and how often the stream was read to its end before."""
+    """A usable row and its epoch, the number of complete passes before it."""
 
     sample: Sample
     epoch: int
 
 
 class HfStream:
-    """Usable rows of one split, from the first to the last and again, in the stream's order. Ids are those of HfRows.
+    """Endless stream of the usable rows of one split, in stored order. Ids are the same as in HfDataset.
 
-    A mark, JSON, names the next row: a stream that goes there reads what this one would have read.
+    The state is JSON. A stream restored from it continues with the same rows.
     """
 
     def __init__(self, data: DataRecipe) -> None:
-        """Open the stream of data.path; no row is read. Raises DataError as HfRows does, and for data sets that cannot
-        be streamed exactly."""
+        """Open the stream of data.path without reading a row.
+
+        Raises DataError like HfDataset, and for datasets that cannot be streamed reproducibly.
+        """
         assert isinstance(data.path, str)
         self.source, self._split, self._max_bad_fraction = printable(data.path), data.split, data.max_bad_fraction
         self._version = version(data.path, data.options)
-        found = loaded(data.path, data.split, {**data.options, "streaming": True})
-        if found.features is None:
+        dataset = loaded(data.path, data.split, {**data.options, "streaming": True})
+        if dataset.features is None:
             raise DataError(
-                f"{self.source}: its files do not say which columns they have: remove data.streaming {PAGE}"
+                f"{self.source}: cannot be streamed, its files declare no columns: remove data.streaming {PAGE}"
             )
-        self._media_column, kind = media_column_of(found.features, self.source, data.image_column)
+        self._media_column, kind = media_column_of(dataset.features, self.source, data.image_column)
         self._suffix = DEFAULT_SUFFIX[kind]
-        self._text_column = text_column_of(list(found.features), self.source, data.caption_column)
+        self._text_column = text_column_of(list(dataset.features), self.source, data.caption_column)
         used = (self._media_column, self._text_column)
-        plain = {name: getattr(feature, "pa_type", None) for name, feature in found.features.items()}
+        plain = {name: getattr(feature, "pa_type", None) for name, feature in dataset.features.items()}
         self._others = [name for name, kind in plain.items() if name not in used and kind and is_plain(kind)]
-        self._dataset, self._columns = undecoded(found, self._media_column), [*used, *self._others]
-        self._epoch = self._row = self._met = 0  # _row: rows of this epoch that were read, _met: of all
+        self._dataset, self._columns = undecoded(dataset, self._media_column), [*used, *self._others]
+        self._epoch = self._row = self._met = 0  # number of rows read in this epoch (_row) and in total
         self._rejected = Counter[str]()
         self._open(None)
 
     def read(self, count: int) -> list[StreamedRow]:
-        """Return the next `count` usable rows. Raises DataError where rows cannot be read, or too many are bad."""
-        found: list[StreamedRow] = []
-        while len(found) < count:
+        """Return the next `count` usable rows. Raises DataError if rows cannot be read or too many are bad."""
+        rows: list[StreamedRow] = []
+        while len(rows) < count:
             row = self._next()
             if row is None:
                 self._begin_again()
@@ -99,41 +100,41 @@ class HfStream:
             sample = sample_of(sample_id, self._medium(sample_id, row), row[self._text_column], metadata)
             self._row, self._met = self._row + 1, self._met + 1
             if isinstance(sample, Sample):
-                found.append(StreamedRow(sample, self._epoch))
+                rows.append(StreamedRow(sample, self._epoch))
             else:
                 self._reject(sample, sample_id)
-        return found
+        return rows
 
     def mark(self) -> dict[str, Any]:
-        """Return the place of the next row, as JSON, and what is known of the rows before."""
+        """Return the position of the next row and the counts of previous rows, as JSON."""
         return {
             "version": self._version,
             "epoch": self._epoch,
             "row": self._row,
             "met": self._met,
             "rejected": dict(self._rejected),
-            "state": self._rows.state_dict() if self._row else None,  # of the library; None: the first row
+            "state": self._rows.state_dict() if self._row else None,  # of `datasets`; None: first row
         }
 
     def go_to(self, mark: Mapping[str, Any]) -> None:
-        """Go to the place of a mark. Raises DataError where the data set is another one since."""
+        """Continue from a state. Raises DataError if the dataset has changed."""
         if mark["version"] != self._version:
             raise DataError(
-                f"{self.source} is not what the run was reading ({mark['version']}, now {self._version}): put the "
-                "files back, or start a new run"
+                f"{self.source} has changed since the checkpoint ({mark['version']}, now {self._version}): restore "
+                "the files or start a new run"
             )
         self._epoch, self._row, self._met = mark["epoch"], mark["row"], mark["met"]
         self._rejected = Counter(mark["rejected"])
         self._open(mark["state"])
 
     def _open(self, state: Mapping[str, Any] | None) -> None:
-        self._rows = self._dataset.select_columns(self._columns)  # without a place yet
+        self._rows = self._dataset.select_columns(self._columns)  # at the first row
         if state is not None:
             self._rows.load_state_dict(state)
         self._iterator: Iterator[Mapping[str, Any]] = iter(self._rows)
 
     def _next(self) -> Mapping[str, Any] | None:
-        """Return the next row, None after the last one."""
+        """Return the next row, or None after the last one."""
         try:
             return next(self._iterator, None)
         except READ_ERRORS as error:
@@ -143,7 +144,7 @@ class HfStream:
 
     def _begin_again(self) -> None:
         if self._met == sum(self._rejected.values()):
-            raise DataError(f"{self.source}: none of the {self._met} rows of split {self._split} can be used {PAGE}")
+            raise DataError(f"{self.source}: all {self._met} rows of split {self._split} are invalid {PAGE}")
         self._epoch, self._row = self._epoch + 1, 0
         self._open(None)
 
@@ -156,8 +157,8 @@ class HfStream:
             return RowMedia(f"{self.source}#{sample_id}", suffix_of(name, self._suffix), content)
         if name is not None and "://" in name:
             raise DataError(
-                f"{self.source}: its rows name files ({printable(name)}) and do not hold their bytes; stream a data "
-                f"set in parquet shards, or remove data.streaming {PAGE}"
+                f"{self.source}: cannot be streamed, rows refer to files ({printable(name)}) instead of containing "
+                f"their bytes. Use parquet shards or remove data.streaming {PAGE}"
             )
         return LocalFile(name) if name is not None and os.path.isfile(name) else None
 
@@ -166,24 +167,26 @@ class HfStream:
         num_bad, allowed = sum(self._rejected.values()), self._max_bad_fraction
         if num_bad > allowed * max(self._met, WINDOW):
             raise DataError(
-                f"{self.source}: {num_bad} of the first {self._met} rows cannot be used, data.max_bad_fraction allows "
-                f"{allowed:g}; the last: {sample_id} ({REASONS[reason]})"
+                f"{self.source}: {num_bad} of the first {self._met} rows are invalid (data.max_bad_fraction: "
+                f"{allowed:g}). Last: {sample_id} ({REASONS[reason]})"
             )
 
 
 def version(path: str, options: Mapping[str, Any]) -> str:
-    """Name what a stream reads, so that a run never goes on in another one: the commit of a data set of the hub; names
-    and sizes of a folder's files. Raises DataError."""
+    """Return the version of a streamed dataset, checked when a run resumes.
+
+    It is the commit for a dataset on the Hub, or a hash of file names and sizes for a folder. Raises DataError.
+    """
     if os.path.isdir(path):
         if saved(path) or os.path.isfile(os.path.join(path, "dataset_dict.json")):
-            raise DataError(f"{path} was written by save_to_disk, and is read in place as it is: remove data.streaming")
+            raise DataError(f"{path} was written by save_to_disk and needs no streaming: remove data.streaming")
         files = sorted(file for file in Path(path).rglob("*") if file.is_file())
         listing = "".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files)
         return f"{len(files)} files, {hashlib.sha256(os.fsencode(listing)).hexdigest()[:16]}"
     revision = str(options.get("revision", ""))
     if not COMMIT.fullmatch(revision):
         raise DataError(
-            f"{path} is streamed again by each run that goes on, and must be the same then: set data.options to "
-            f"{{revision: COMMIT}}, the 40 letters of one of https://huggingface.co/datasets/{path}/commits/main"
+            f"{path}: streaming needs a fixed revision, so that a resumed run reads the same data. Set data.options to "
+            f"{{revision: COMMIT}}, a 40-digit hash from https://huggingface.co/datasets/{path}/commits/main"
         )
     return revision

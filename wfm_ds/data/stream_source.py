@@ -1,4 +1,4 @@
-"""Batches of a stream: the same ones at any number of ranks, as every replica reads all rows and decodes its share."""
+"""Batches of a stream, identical for any number of ranks. Every replica reads all rows and decodes its shard."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from wfm_ds.data.stream import HfStream, StreamedRow
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Rows of one optimizer step, and the mark behind them."""
+    """Rows of one optimizer step, and the stream state after them."""
 
     rows: Sequence[StreamedRow]
     mark: dict[str, Any]
 
 
 class StreamSource(Reader):
-    """Batches of a stream, step by step: position p shows usable row p of the endless stream.
+    """Batches of a stream, in step order. Position p uses the usable row p of the endless stream.
 
-    A file that cannot be decoded is replaced by another row of the same step: which one follows from the step's rows
-    alone. Rows of two steps, not decoded, are in memory.
+    A file that cannot be decoded is replaced by another row of the same step, chosen from the step's rows alone. The
+    undecoded rows of two steps are in memory.
     """
 
     def __init__(
@@ -40,41 +40,41 @@ class StreamSource(Reader):
         workers: int = 2,
         inputs: InputReader | None = None,
     ) -> None:
-        """`opened`: opens the stream at its first row; called at the first batch, and so by leaders alone."""
+        """open_stream: open the stream at its first row. Called with the first batch, so only on replica leaders."""
         super().__init__(
             global_batch=global_batch, seed=seed, max_bad_fraction=max_bad_fraction, workers=workers, inputs=inputs
         )
         self._opened, self._framing = opened, framing
         self._stream: HfStream | None = None
-        self._mark: dict[str, Any] | None = None  # behind the last batch; None: the first row
+        self._mark: dict[str, Any] | None = None  # state after the last batch; None: first row
         self._rank = 0
         self._pulls: dict[int, Future[Pulled]] = {}  # by step
-        self._puller = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one: in order
+        self._puller = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one thread keeps the order
 
     def batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return what Reader.batch does; steps follow each other."""
+        """Return the batch like BatchReader.read_batch. Steps must be consecutive."""
         if self._pulls and step not in self._pulls:
-            raise ValueError(f"a stream is read step by step: {min(self._pulls)} is next, not {step}")
-        for due in (step, step + 1):
-            if due not in self._pulls:
-                self._pulls[due] = self._puller.submit(self._pull)
-        found = super().batch(step, rank, world_size)
+            raise ValueError(f"a stream is read step by step: the next step is {min(self._pulls)}, not {step}")
+        for wanted in (step, step + 1):
+            if wanted not in self._pulls:
+                self._pulls[wanted] = self._puller.submit(self._pull)
+        samples = super().batch(step, rank, world_size)
         self._rank, self._mark = rank, self._pulls.pop(step).result().mark
-        return found
+        return samples
 
     def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
-        # Every replica meets all rows: those of the first one count.
-        known = self._mark["rejected"] if self._mark is not None and self._rank == 0 else {}
-        rejected = world_sums({f"data/bad/{reason}": known.get(reason, 0) for reason in REASONS})
+        # Every replica reads all rows, so only the first one counts them.
+        counts = self._mark["rejected"] if self._mark is not None and self._rank == 0 else {}
+        rejected = world_sums({f"data/bad/{reason}": counts.get(reason, 0) for reason in REASONS})
         return super().bad_counts(world_sums) | rejected
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank knows of bad files, and the place of the next row, as JSON."""
+        """Return this rank's record of bad files and the stream state, as JSON."""
         return {**super().state(), "stream": self._mark}
 
     def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
         super().restore_from_ranks(states, rank, world_size)
-        self._rank, self._mark = rank, states[0]["stream"]  # the same one of all
+        self._rank, self._mark = rank, states[0]["stream"]  # identical in all states
 
     def close(self) -> None:
         super().close()
@@ -91,5 +91,5 @@ class StreamSource(Reader):
     def _candidates(self, position: int) -> Iterator[Candidate]:
         step, offset = divmod(position, self.global_batch)
         rows = self._pulls[step + 1].result().rows
-        for place in places(offset, len(rows)):
-            yield Candidate(rows[place].sample, self._framing, rows[place].epoch)
+        for index in places(offset, len(rows)):
+            yield Candidate(rows[index].sample, self._framing, rows[index].epoch)

@@ -1,4 +1,4 @@
-"""Captions in a table: metadata.jsonl, .csv or .parquet beside the media that it names."""
+"""Caption tables: metadata.jsonl, .csv or .parquet in the folder of the images and videos."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from wfm_ds.types import Prompt
 FILE_COLUMNS = ("file_name", "file", "image_path", "video_path", "image")
 CAPTION_COLUMNS = ("text", "prompt", "caption")
 MAX_COLUMNS_SHOWN = 12
-PLAIN = str | int | float | bool | None  # a value that a table of any kind can hold, and JSON too
+PLAIN = str | int | float | bool | None  # values that JSON can represent
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One line of a table."""
 
-    place: str  # for messages: `line 7`
+    place: str  # for messages, e.g. `line 7`
     values: dict[str, Any]
 
 
 class CaptionTable(SampleSet):
-    """Media that a table names, with their captions. An id is the medium's path below the table's folder, without the
-    last suffix: that of the same medium with a NAME.txt beside it.
+    """Captioned media listed in a table. Ids are the paths below the table's folder, without the last suffix.
 
-    Columns besides file, caption and `negative_prompt` become metadata. Media without a line are not looked at.
+    A captioned folder would use the same ids. Columns other than file, caption and `negative_prompt` become metadata.
+    Files that are not in the table are ignored.
     """
 
     def __init__(self, table: Path, *, column: str | None = None, max_bad_fraction: float) -> None:
-        """`column`: the one with the captions; None: the first of CAPTION_COLUMNS that there is.
+        """Read the table.
 
-        Raises DataError for a table that cannot be read or lacks a column, if there is no usable sample, or if more
-        than this share of the lines is bad.
+        column: caption column; None uses the first of CAPTION_COLUMNS. Raises DataError if the table cannot be read, a
+        column is missing, there is no usable sample, or more than max_bad_fraction of the lines are bad.
         """
         super().__init__(str(table.parent))
         self.table = table
         rows = table_rows(table)
         if not rows:
-            raise DataError(f"{table} has no line: write one with file_name and text for each image or video {PAGE}")
+            raise DataError(f"{table} is empty: write a line with file_name and text for each image or video {PAGE}")
         self._file_column, self._caption_column = columns_of(table, rows, column)
-        self._names = functools.cache(names_in)  # a listing of each folder once
+        self._names = functools.cache(names_in)  # list each folder only once
         self._seen: set[str] = set()
         self._missing: list[str] = []
         self._outside: list[str] = []
@@ -62,9 +62,7 @@ class CaptionTable(SampleSet):
             self._add(row)
         if self._outside:
             count = len(self._outside)
-            self.notes.append(
-                f"{table.name} names {count} files outside of {self.source}, the first {self._outside[0]}"
-            )
+            self.notes.append(f"{table.name} lists {count} files outside of {self.source}, first: {self._outside[0]}")
         self.samples.sort(key=lambda sample: sample.id)
         self.check(max_bad_fraction)
 
@@ -73,7 +71,7 @@ class CaptionTable(SampleSet):
             super().check(max_bad_fraction)
         except DataError as error:
             if self._missing:
-                raise DataError(f"{self._missing[0]}, which is not in {self.source} {PAGE}") from error
+                raise DataError(f"{self._missing[0]} not found in {self.source} {PAGE}") from error
             raise
 
     def _add(self, row: Row) -> None:
@@ -83,7 +81,7 @@ class CaptionTable(SampleSet):
         where = f"{self.table.name} {row.place}"
         if not isinstance(name, str) or not self._is_there(name):
             if isinstance(name, str):
-                self._missing.append(f"{where} names {printable(name)}")
+                self._missing.append(f"{where}: {printable(name)}")
             self.reject("no_media", f"{where}: {name}")
         elif not isinstance(text, str) or not text.strip() or not is_encodable([text, negative, values]):
             self.reject("no_prompt", f"{where}: {name}")
@@ -109,33 +107,33 @@ class CaptionTable(SampleSet):
         return file in self._names(folder)
 
     def _id(self, name: str) -> str:
-        """Return the id of a medium; notes one that lies elsewhere."""
+        """Return the id of an image or video, and record files outside of the table's folder."""
         path, top = self._path(name), os.path.normpath(self.table.parent)
-        inside = os.path.commonpath([os.path.abspath(path), os.path.abspath(top)]) == os.path.abspath(top)
-        if not inside:
+        is_inside = os.path.commonpath([os.path.abspath(path), os.path.abspath(top)]) == os.path.abspath(top)
+        if not is_inside:
             self._outside.append(printable(name))
-        relative = os.path.relpath(path, top) if inside else os.path.normpath(name)
+        relative = os.path.relpath(path, top) if is_inside else os.path.normpath(name)
         return printable(os.path.splitext(relative)[0])
 
 
 def columns_of(table: Path, rows: Sequence[Row], column: str | None) -> tuple[str, str]:
-    """Return the columns with file and caption. Raises DataError where the table has none."""
-    known = list(dict.fromkeys(name for row in rows for name in row.values))
-    more = f" and {len(known) - MAX_COLUMNS_SHOWN} more" if len(known) > MAX_COLUMNS_SHOWN else ""
-    there = printable(f"{table.name} has the columns {', '.join(known[:MAX_COLUMNS_SHOWN])}{more}")
-    file_column = next((name for name in FILE_COLUMNS if name in known), None)
+    """Return the file column and the caption column. Raises DataError if one is missing."""
+    names = list(dict.fromkeys(name for row in rows for name in row.values))
+    rest = f" and {len(names) - MAX_COLUMNS_SHOWN} more" if len(names) > MAX_COLUMNS_SHOWN else ""
+    prefix = printable(f"{table.name} has the columns {', '.join(names[:MAX_COLUMNS_SHOWN])}{rest}")
+    file_column = next((name for name in FILE_COLUMNS if name in names), None)
     if file_column is None:
-        raise DataError(f"{there}: none is file_name; rename the one with the paths of the media {PAGE}")
-    if column is not None and column not in known:
-        raise DataError(f"{there}: none is data.caption_column {column} {PAGE}")
-    caption_column = column or next((name for name in CAPTION_COLUMNS if name in known), None)
+        raise DataError(f"{prefix}, but not file_name; rename the column with the file paths {PAGE}")
+    if column is not None and column not in names:
+        raise DataError(f"{prefix}, but not data.caption_column {column} {PAGE}")
+    caption_column = column or next((name for name in CAPTION_COLUMNS if name in names), None)
     if caption_column is None:
-        raise DataError(f"{there}: none is text, prompt or caption; name it with data.caption_column {PAGE}")
+        raise DataError(f"{prefix}, but not text, prompt or caption; set data.caption_column {PAGE}")
     return file_column, caption_column
 
 
 def table_rows(table: Path) -> list[Row]:
-    """Read the rows of a .jsonl, .csv (both UTF-8) or .parquet file. Raises DataError, with the line."""
+    """Read the rows of a .jsonl or .csv file (UTF-8) or a .parquet file. Raises DataError with the line."""
     suffix = table.suffix.lower()
     if suffix == ".parquet":
         return parquet_rows(table)
@@ -169,7 +167,7 @@ def csv_row(table: Path, number: int, row: Mapping[str | None, Any]) -> dict[str
 
 
 def parquet_rows(table: Path) -> list[Row]:
-    """Read the rows of a parquet file; values that JSON has no form for are left out."""
+    """Read the rows of a parquet file without the values that JSON cannot represent."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -1,6 +1,6 @@
-"""Index of a tar file: one pass over its headers, kept on disk if there is a folder for it.
+"""Index of a tar file from one pass over its headers, optionally cached on disk.
 
-Nothing is extracted; a member's name is a key and never becomes a path.
+Nothing is extracted, and member names are never used as paths.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from wfm_ds.storage import filesystem as storage
 
 CAPTION_FIELDS = ("json", "txt")
 MAX_CAPTION_BYTES = 1 << 20
-BLOCK_BYTES = 1 << 20  # of S3, read ahead at once: more than a header, less than a video
-FORMAT = 2  # of the index files
+BLOCK_BYTES = 1 << 20  # S3 read-ahead: larger than a header, smaller than a video
+FORMAT = 2  # version of the index files
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One file in a tar: all before the first dot of its name is the key, all after it the field."""
+    """A file in a tar. The first dot of its name separates key and field."""
 
     key: str
     field: str  # in lower case, e.g. "mp4" or "left.png"
-    offset: int  # of its first byte in the tar
+    offset: int  # position of its first byte in the tar
     size: int  # bytes
-    text: str | None = None  # of caption fields, if they are UTF-8 of a sensible length
+    text: str | None = None  # content of caption fields in UTF-8, up to MAX_CAPTION_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class TarIndex:
-    """The members of one tar in their order. Not intact: damaged after the last of them."""
+    """The members of one tar in order. intact: False if the tar is damaged after the last member."""
 
     version: tuple[str | int, ...]
     members: list[IndexEntry]
@@ -45,28 +45,27 @@ class TarIndex:
 
 
 def tar_index(address: str, cache_dir: Path | None) -> TarIndex:
-    """Return the index of a local or S3 tar; from cache_dir if this version of the tar has one there, else read and put
-    there.
+    """Return the index of a local or S3 tar, from cache_dir if it is cached for this version of the file.
 
-    Raises DataError for a file that is missing or no uncompressed tar, StorageError where the storage fails.
+    Raises DataError if the file is missing or not an uncompressed tar, and StorageError for storage failures.
     """
     try:
         version = storage.version(address)
     except FileNotFoundError as error:
-        raise DataError(f"{address} does not exist: data.path must name tar files") from error
+        raise DataError(f"{address} not found: data.path must list tar files") from error
     digest = hashlib.sha256(json.dumps([FORMAT, *version]).encode()).hexdigest()
-    kept = cache_dir / "tars" / digest[:2] / f"{digest}.json" if cache_dir else None
-    if kept is not None and (stored := read_stored(kept, version)) is not None:
-        return stored
+    cache_file = cache_dir / "tars" / digest[:2] / f"{digest}.json" if cache_dir else None
+    if cache_file is not None and (cached_index := read_stored(cache_file, version)) is not None:
+        return cached_index
     index = read_tar(address, version)
-    if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(kept, json.dumps(asdict(index)))
+    if cache_file is not None:
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(cache_file, json.dumps(asdict(index)))
     return index
 
 
 def read_stored(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
-    """Read an index from its file, or None if there is none for this version."""
+    """Read a cached index file. None if there is none for this version."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -77,7 +76,7 @@ def read_stored(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
 
 
 def read_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
-    """Read all headers and captions in one pass, which skips the media."""
+    """Read all headers and captions in one pass that skips the media."""
     fs, path = storage.filesystem(address)
     members: list[IndexEntry] = []
     intact, size = True, int(version[1])
@@ -92,7 +91,7 @@ def read_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
                     if info.isreg() and not info.issparse() and (member := member_of(tar, info)) is not None:
                         members.append(member)
                 else:
-                    # tarfile takes any header that it cannot read for the end, which is a block of zeros.
+                    # tarfile also stops at an unreadable header; only a block of zeros is the real end.
                     file.seek(tar.offset)
                     intact = file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
         except (tarfile.TarError, EOFError) as error:
@@ -103,7 +102,7 @@ def read_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
 
 
 def member_of(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IndexEntry | None:
-    """Return the entry of a member; None for names that begin with a dot or have none."""
+    """Return the entry of a member. None for hidden files and names without a dot."""
     folder, name = os.path.split(info.name.removeprefix("./"))
     stem, _, field = name.partition(".")
     if not stem or not field:
@@ -111,9 +110,11 @@ def member_of(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IndexEntry | None:
     field, text = field.lower(), None
     if field in CAPTION_FIELDS and info.size <= MAX_CAPTION_BYTES:
         file = tar.extractfile(info)
-        assert file is not None  # it is a regular file
+        assert file is not None  # regular files always have content
         text = decoded(file.read())
-    key = os.path.join(folder, stem).encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8, ids must
+    key = (
+        os.path.join(folder, stem).encode("utf-8", "backslashreplace").decode()
+    )  # ids must be UTF-8, tar names need not
     return IndexEntry(key, field, info.offset_data, info.size, text)
 
 

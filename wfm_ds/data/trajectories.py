@@ -1,4 +1,4 @@
-"""Actions and camera paths of a clip: composed, scaled, cropped. Pure but for the file of stats."""
+"""Actions and camera paths of a clip: composition over skipped frames, scaling, and cropping of intrinsics."""
 
 from __future__ import annotations
 
@@ -18,118 +18,127 @@ from wfm_ds.recipe.data import ActionsRecipe
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 ACTIONS, POSES, INTRINSICS, DOMAIN = "actions", "c2w", "intrinsics", "domain"
-RIGID = 1e-3  # to which a rotation is orthonormal: printed with four digits it still is
-POSE_WIDTH = 9  # of an action that is a pose: translation [3], and the first two columns of its rotation [6]
-KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # of a stats file, [D] each
+RIGID = 1e-3  # tolerance of orthonormal rotations; allows four printed digits
+POSE_WIDTH = 9  # numbers of a pose action: translation [3] and the first two columns of the rotation [6]
+KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists in the stats file, [D] each
 
 
 def composed(actions: Floats, frames: Sequence[int], compose: str | None) -> Floats:
-    """Return the actions [len(frames)-1,D] that move each of these frames to the next: row i of `actions` [N-1,D] moves
-    frame i to i + 1.
+    """Return the actions [len(frames)-1,D] between consecutive selected frames.
 
-    compose: how several become one, `sum` or `pose` (see `pose_product`); None refuses to. Raises ValueError.
+    Row i of `actions` [N-1,D] moves frame i to i + 1. compose: how to combine the actions between two frames, `sum` or
+    `pose` (see `pose_product`); None raises ValueError if frames are skipped or repeated.
     """
     spans = list(itertools.pairwise(frames))
     if compose is None and any(stop != start + 1 for start, stop in spans):
         strides = sorted({stop - start for start, stop in spans})
         if 0 in strides:
             raise ValueError(
-                "the clip shows a frame twice in a row, and no action lies between: set data.actions.compose, whose "
-                "action is then the one that does not move, or data.allow_repeats: false"
+                "the clip repeats a frame, with no action in between. Set data.actions.compose to use the identity "
+                "action, or data.allow_repeats: false"
             )
         raise ValueError(
-            f"the clip's frames are {', '.join(map(str, strides))} apart, and so several actions lie between two of "
-            "them: set data.actions.compose, or the data.fps of the file"
+            f"the clip's frames are {', '.join(map(str, strides))} apart, with several actions in between. Set "
+            "data.actions.compose, or data.fps to the rate of the file"
         )
     if compose == "pose":
         if actions.shape[1] != POSE_WIDTH:
-            raise ValueError(f"data.actions.compose: pose needs {POSE_WIDTH} numbers an action, not {actions.shape[1]}")
+            raise ValueError(
+                f"data.actions.compose: pose needs {POSE_WIDTH} numbers per action, got {actions.shape[1]}"
+            )
         return np.stack([pose_product(actions[start:stop]) for start, stop in spans])
     return np.stack([actions[start:stop].sum(0, dtype=np.float64) for start, stop in spans]).astype(np.float32)
 
 
 def pose_product(poses: Floats) -> Floats:
-    """Return the one relative pose [9] that equals these [n,9], each in the frame of the one before; without any the
-    pose that does not move. A rotation is its first two columns, made orthonormal (Zhou et al., CVPR 2019)."""
-    turned, moved = np.eye(3), np.zeros(3)
+    """Compose relative poses [n,9] to one [9]; each is relative to the previous one. n = 0 yields the identity.
+
+    A rotation is stored as its first two columns (Zhou et al., CVPR 2019).
+    """
+    orientation, translation = np.eye(3), np.zeros(3)
     for pose in poses.astype(np.float64):
-        moved = moved + turned @ pose[:3]
-        turned = turned @ rotation(pose[3:6], pose[6:])
-    return np.concatenate([moved, turned[:, 0], turned[:, 1]]).astype(np.float32)
+        translation = translation + orientation @ pose[:3]
+        orientation = orientation @ rotation(pose[3:6], pose[6:])
+    return np.concatenate([translation, orientation[:, 0], orientation[:, 1]]).astype(np.float32)
 
 
 def rotation(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the rotation [3,3] whose first two columns are these, made orthonormal. Raises ValueError where they do
-    not span a plane."""
+    """Return the rotation matrix [3,3] from its first two columns by Gram-Schmidt. Raises ValueError if parallel."""
     x = first / (np.linalg.norm(first) or 1)
     y = second - (x @ second) * x
     if np.linalg.norm(x) == 0 or np.linalg.norm(y) < 1e-6 * np.linalg.norm(second) or not second.any():
-        raise ValueError("an action's rotation has two columns of one direction")
+        raise ValueError("an action's rotation has two parallel columns")
     y = y / np.linalg.norm(y)
     return np.stack([x, y, np.cross(x, y)], axis=1)
 
 
 def require_rigid(poses: Floats) -> None:
-    """Raises ValueError unless each of the poses [F,4,4] is a rotation and a translation: orthonormal to RIGID, with
-    determinant 1, and the last row 0 0 0 1."""
-    turns = poses[:, :3, :3].astype(np.float64)
-    products = np.einsum("fji,fjk->fik", turns, turns)
-    if np.abs(products - np.eye(3)).max() > RIGID or (np.linalg.det(turns) < 0).any():
-        raise ValueError("a pose has no orthonormal rotation of determinant 1: give rotations without scale or shear")
+    """Raise ValueError unless all poses [F,4,4] are rigid.
+
+    Rotations must be orthonormal to RIGID_TOLERANCE with determinant 1, and the last row must be 0 0 0 1.
+    """
+    rotations = poses[:, :3, :3].astype(np.float64)
+    products = np.einsum("fji,fjk->fik", rotations, rotations)
+    if np.abs(products - np.eye(3)).max() > RIGID or (np.linalg.det(rotations) < 0).any():
+        raise ValueError("a pose's rotation is not orthonormal with determinant 1: remove scale and shear")
     if np.abs(poses[:, 3] - np.array([0, 0, 0, 1], np.float32)).max() > RIGID:
         raise ValueError("the last row of a pose is not 0 0 0 1")
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """(actions - low) / spread - offset: what `data.actions.normalize` does. low and spread are [D] float64."""
+    """Normalisation of data.actions.normalize: (actions - low) / scale - offset. low and scale are float64 [D]."""
 
     low: npt.NDArray[np.float64]
     spread: npt.NDArray[np.float64]
     offset: float
 
     def __call__(self, actions: Floats) -> Floats:
-        """A number that never changes becomes 0."""
-        still = self.spread == 0
-        scaled = (actions - self.low) / np.where(still, 1, self.spread) - self.offset
-        return np.where(still, 0, scaled).astype(np.float32)
+        """Scale actions [N,D]. Constant components (scale 0) become 0."""
+        constant = self.spread == 0
+        scaled = (actions - self.low) / np.where(constant, 1, self.spread) - self.offset
+        return np.where(constant, 0, scaled).astype(np.float32)
 
 
 def scaling_of(actions: ActionsRecipe) -> Scaling | None:
-    """Read the stats of data.actions; None where actions stay as they are. Raises DataError for a file that has not
-    the lists that data.actions.normalize needs."""
+    """Load the scaling from data.actions.stats. None without normalisation.
+
+    Raises DataError if the file does not contain the lists needed by data.actions.normalize.
+    """
     if actions.normalize == "none" or actions.stats is None:
         return None
     first, second = KEYS[actions.normalize]
     try:
-        found = json.loads(Path(actions.stats).read_bytes())
-        a, b = (np.asarray(found[key], np.float64) for key in (first, second))
+        stats = json.loads(Path(actions.stats).read_bytes())
+        a, b = (np.asarray(stats[key], np.float64) for key in (first, second))
     except OSError as error:
         raise DataError(f"data.actions.stats: {actions.stats} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"data.actions.stats: {actions.stats} must be a JSON object with the lists {first} and {second}, a number "
-            "for each of an action's"
+            f"data.actions.stats: {actions.stats} must be a JSON object with the lists {first} and {second}, one "
+            "entry per action component"
         ) from error
     if a.ndim != 1 or a.shape != b.shape:
-        raise DataError(f"data.actions.stats: {first} and {second} of {actions.stats} are not two equally long lists")
+        raise DataError(f"data.actions.stats: {first} and {second} in {actions.stats} must be lists of equal length")
     if not np.isfinite([a, b]).all():
-        raise DataError(f"data.actions.stats: {first} and {second} of {actions.stats} have NaN or infinite numbers")
+        raise DataError(f"data.actions.stats: {first} or {second} in {actions.stats} has NaN or infinite numbers")
     if actions.normalize == "quantile" and (a > b).any():
-        raise DataError(f"data.actions.stats: {first} of {actions.stats} is above {second} in number {above(a, b)}")
+        raise DataError(f"data.actions.stats: {first} in {actions.stats} exceeds {second} at index {above(a, b)}")
     if actions.normalize == "meanstd" and (b < 0).any():
-        raise DataError(f"data.actions.stats: {second} of {actions.stats} is negative in number {above(0 * b, b)}")
+        raise DataError(f"data.actions.stats: {second} in {actions.stats} is negative at index {above(0 * b, b)}")
     return Scaling(a, (b - a) / 2, 1.0) if actions.normalize == "quantile" else Scaling(a, b, 0.0)
 
 
 def above(low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> int:
-    """Return the first place where `low` is the higher one."""
+    """Return the first index with low > high."""
     return int(np.argmax(low > high))
 
 
 def cropped_intrinsics(intrinsics: Floats, box: tuple[float, float, float, float], size: tuple[int, int]) -> Floats:
-    """Return [fx, fy, cx, cy] [F,4] of pixels that were cut to `box` (left, top, right, bottom) and scaled to `size`
-    (height, width). 0 is the left or upper edge of the first pixel."""
+    """Return intrinsics fx, fy, cx, cy [F,4] after cropping to `box` and resizing to `size`.
+
+    box: left, top, right, bottom; size: height, width. Coordinate 0 is the left or upper edge of the first pixel.
+    """
     left, top, right, bottom = box
     sx, sy = size[1] / (right - left), size[0] / (bottom - top)
     fx, fy, cx, cy = np.moveaxis(intrinsics.astype(np.float64), -1, 0)
@@ -137,5 +146,5 @@ def cropped_intrinsics(intrinsics: Floats, box: tuple[float, float, float, float
 
 
 def is_numeric(array: Any) -> bool:
-    """Return whether it is an array of real numbers."""
+    """Return whether this is a numpy array of real numbers."""
     return isinstance(array, np.ndarray) and array.dtype.kind in "biuf"

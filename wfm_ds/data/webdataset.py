@@ -1,4 +1,4 @@
-"""Tar shards, local or in S3: captioned media that stay where they are and are read by byte range."""
+"""Tar shards (WebDataset), local or in S3. Members are read by byte range and never extracted."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from wfm_ds.storage import filesystem as storage
 from wfm_ds.types import Prompt
 
 ARRAY_SUFFIX = "npy"  # actions and camera paths (data/inputs.py)
-NUM_READERS = 16  # tars indexed at once: most of it is waiting
+NUM_READERS = 16  # tars indexed in parallel, mostly waiting for I/O
 
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """Media inside a tar."""
+    """An image, video or array inside a tar."""
 
     shard: str
-    version: tuple[str | int, ...]  # of the tar
+    version: tuple[str | int, ...]  # version of the tar
     member: IndexEntry
 
     @property
@@ -45,19 +45,21 @@ class TarMember:
 
 
 class TarShards(SampleSet):
-    """Captioned media of tar files. A sample is a run of members with one key: one image or video, and `json` with
-    `prompt`, or `txt`; of both, the text is the prompt and the object metadata.
+    """Captioned media in tar files. A sample is a group of consecutive members with one key.
 
-    An id is the name of the shard's folder, that of the shard without .tar, and the key.
+    It has one image or video and a caption: `json` with `prompt`, or `txt`. With `txt` and a `json` without `prompt`,
+    the JSON object is metadata. Ids are FOLDER/SHARD/KEY, with the name of the shard's folder and the shard without
+    .tar.
     """
 
-    content: ClassVar = "captioned media"  # in messages
+    content: ClassVar = "captioned media"  # for messages
 
     def __init__(self, patterns: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> None:
-        """`patterns`: paths and s3:// addresses with {000..123} and globs. Their indices are kept in cache_dir.
+        """Index the shards.
 
-        Raises DataError if a shard is missing, if two have one name in folders of one name, if there is no usable
-        sample, or if more than this share of the entries is bad.
+        patterns: paths and s3:// addresses with {000..123} and globs. cache_dir: folder for cached indices.
+        Raises DataError if a shard is missing, two shards have the same name in folders of the same name, there is no
+        usable sample, or more than max_bad_fraction of the entries are bad.
         """
         super().__init__(", ".join(patterns))
         shards = list(dict.fromkeys(address for pattern in patterns for address in storage.expand(pattern)))
@@ -72,10 +74,10 @@ class TarShards(SampleSet):
         self.check(max_bad_fraction)
 
     def _add_shard(self, shard: str, prefix: str, index: TarIndex) -> None:
-        seen: set[str] = set()
+        seen_keys: set[str] = set()
         for key, members in itertools.groupby(index.members, key=lambda member: member.key):
-            self._add(shard, prefix, index, key, list(members), again=key in seen)
-            seen.add(key)
+            self._add(shard, prefix, index, key, list(members), again=key in seen_keys)
+            seen_keys.add(key)
         if not index.intact:
             self.reject("shard", shard)
 
@@ -111,7 +113,7 @@ class TarShards(SampleSet):
 
 
 def prompt_of(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:
-    """Return the prompt of a sample that has one of the two captions, or both."""
+    """Return the prompt from the json and txt captions of a sample, or None if neither is valid."""
     if json_text is not None and (prompt := parse_caption(json_text.encode(), sample_id)) is not None:
         return prompt
     if plain_text is None or not plain_text.strip():
@@ -125,16 +127,17 @@ def prompt_of(json_text: str | None, plain_text: str | None, sample_id: str) -> 
 
 
 def shard_names(shards: Sequence[str]) -> list[str]:
-    """Return each shard's folder and name without .tar, whatever other shards there are: an id must not change with
-    them.
+    """Return FOLDER/NAME of each shard, without .tar. Independent of the other shards, so that ids are stable.
 
-    Raises DataError if two have the same.
+    Raises DataError if two shards have the same name.
     """
-    shard_of: dict[str, str] = {}
+    shard_by_name: dict[str, str] = {}
     for shard in shards:
         path = PurePosixPath(shard)
         name = printable(f"{path.parent.name}/{path.name.removesuffix('.tar')}")
-        if name in shard_of:
-            raise DataError(f"{shard_of[name]} and {shard} both give samples with ids {name}/...: rename a folder")
-        shard_of[name] = shard
-    return list(shard_of)
+        if name in shard_by_name:
+            raise DataError(
+                f"{shard_by_name[name]} and {shard} would have the same sample ids {name}/...: rename a folder"
+            )
+        shard_by_name[name] = shard
+    return list(shard_by_name)

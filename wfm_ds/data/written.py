@@ -1,4 +1,4 @@
-"""Pieces that the writers of small data sets share: a folder of their own, and videos without loss."""
+"""Helpers for writing demo datasets: check the output folder, write lossless videos."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from wfm_ds.errors import DataError
 
 
 def require_new(out: Path) -> None:
-    """Raise DataError if a folder that is to be written exists and is not empty."""
+    """Raise DataError if the output folder exists and is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} exists and is not an empty folder: name a new one, or remove it")
+        raise DataError(f"{out} exists and is not an empty folder: use a new folder or remove it")
 
 
 def write_video(path: Path, frames: npt.NDArray[np.uint8], fps: int) -> None:
-    """Write frames [T,H,W,3] without loss (FFV1 in Matroska). The same bytes on every run."""
+    """Write frames [T,H,W,3] losslessly (FFV1 in Matroska). The file is bitwise reproducible."""
     options = {"fflags": "+bitexact"}  # no random identifier in the file
     with av.open(str(path), "w", format="matroska", options=options) as container:
         stream = container.add_stream("ffv1", rate=Fraction(fps))
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "bgr0"
         stream.codec_context.thread_count = 1
-        for picture in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="bgr0")))
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24").reformat(format="bgr0")))
         container.mux(stream.encode(None))

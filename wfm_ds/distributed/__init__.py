@@ -1,1 +1,1 @@
-"""The processes of a run: who they are, how they start and stop, and who is to blame if one does not answer."""
+"""The processes of a run: ranks and collectives, startup and shutdown, logs, and detection of failed ranks."""

@@ -1,5 +1,7 @@
-"""The accelerator of this machine, if it has one, and whether this process computes on it: one answer for DeepSpeed and
-for all of this project. Costs no import of torch at first."""
+"""Detect the accelerator of this machine and whether this process uses it, consistently with DeepSpeed.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,28 @@ DEVICE_NODES = (
 
 
 def accelerator_present(devices: Path = Path("/dev")) -> bool:
-    """Return whether any device node of a GPU or another accelerator exists. Costs no import of torch."""
+    """Return whether a device node of a GPU or another accelerator exists. Does not import torch."""
     return any(next(devices.glob(pattern), None) is not None for pattern in DEVICE_NODES)
 
 
 def uses_cuda() -> bool:
-    """Return whether this process computes on GPUs: it has some, and DS_ACCELERATOR, which DeepSpeed obeys, does not
-    name another device."""
+    """Return whether this process computes on GPUs: CUDA is available and DS_ACCELERATOR names no other device."""
     import torch
 
     return os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.is_available()
 
 
 def choose_accelerator() -> None:
-    """Tell DeepSpeed to use the CPU if there is no CUDA device; a user's own DS_ACCELERATOR stays."""
+    """Make DeepSpeed use the CPU if there is no CUDA device. A DS_ACCELERATOR set by the user is kept."""
     if "DS_ACCELERATOR" not in os.environ and not uses_cuda():
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context in which this device is the current one of the thread, for code that asks for no other: libraries,
-    kernels, streams. A new thread's is GPU 0, whatever device its tensors are on."""
+    """Return a context that makes this device the thread's current one, for libraries, kernels and streams.
+
+    A new thread starts with GPU 0 as its current device.
+    """
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

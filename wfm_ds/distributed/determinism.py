@@ -1,4 +1,4 @@
-"""`engine.deterministic`: kernels that give equal bits each time, in this process."""
+"""`engine.deterministic`: bitwise reproducible kernels in this process."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from contextlib import contextmanager
 from wfm_ds.errors import RecipeError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-FIXED = (":4096:8", ":16:8")  # workspaces with which cuBLAS promises equal bits, by its documentation
+FIXED = (":4096:8", ":16:8")  # values for which cuBLAS documents reproducible results
 
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Inside, torch takes deterministic kernels alone, and raises for an operation that has none; all is as before
-    afterwards. Enter it before the first work on a GPU.
+    """Make torch use only deterministic kernels inside the context, and restore the settings afterwards.
 
-    Raises RecipeError if the environment asks cuBLAS for something else, or CUDA was used too early to be asked.
+    Operations without a deterministic kernel raise an error. Enter it before the first use of a GPU. Raises RecipeError
+    if CUBLAS_WORKSPACE_CONFIG has another value, or if CUDA is initialized and it is not set.
     """
     if not wanted:
         yield
         return
     import torch
 
-    given, cudnn = os.environ.get(CUBLAS), torch.backends.cudnn
-    if given is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    configured, cudnn = os.environ.get(CUBLAS), torch.backends.cudnn
+    if configured is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RecipeError(
-            f"engine.deterministic: CUDA was used before {CUBLAS} could be set: set it to {FIXED[0]} in the environment"
+            f"engine.deterministic: CUDA was used before {CUBLAS} was set; set {CUBLAS}={FIXED[0]} in the environment"
         )
-    if given is not None and given not in FIXED:
+    if configured is not None and configured not in FIXED:
         raise RecipeError(
-            f"engine.deterministic: {CUBLAS}={given} lets cuBLAS give other bits each time: unset it, or set it to "
+            f"engine.deterministic: {CUBLAS}={configured} makes cuBLAS nondeterministic; unset it, or set it to "
             f"{' or '.join(FIXED)}"
         )
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    of_cudnn = cudnn.benchmark, cudnn.deterministic
+    torch_before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn_before = cudnn.benchmark, cudnn.deterministic
     os.environ.setdefault(CUBLAS, FIXED[0])
     torch.use_deterministic_algorithms(True)
-    cudnn.benchmark, cudnn.deterministic = False, True  # which convolution is fastest differs from start to start
+    cudnn.benchmark, cudnn.deterministic = False, True  # the benchmark may select other kernels at each start
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        cudnn.benchmark, cudnn.deterministic = of_cudnn
-        if given is None:
+        torch.use_deterministic_algorithms(torch_before[0], warn_only=torch_before[1])
+        cudnn.benchmark, cudnn.deterministic = cudnn_before
+        if configured is None:
             del os.environ[CUBLAS]

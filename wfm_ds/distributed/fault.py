@@ -1,7 +1,7 @@
-"""The rank at fault when a run of several ranks cannot go on, from what the ranks report, and one sentence about it.
+"""Find the rank that caused the failure of a multi-rank run, from the ranks' reports.
 
-Pure: no socket, no clock. heartbeat.py feeds it on rank 0. Three things end a run: a rank whose process or machine is
-gone, a rank that failed by itself, and a rank that runs but does not advance while the others wait for it.
+No sockets, no clock: heartbeat.py feeds it on rank 0. Three kinds of faults end a run: a rank that is gone (process or
+machine), a rank that failed with an error, and a stuck rank that the others wait for.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-SETTLE_S = 2.0  # after a first failure: one dead rank makes all others fail, and which of them speaks first is chance
-NUM_NAMED = 8  # ranks in one sentence
+SETTLE_S = 2.0  # wait after the first failure: other ranks fail as a consequence and may report it first
+NUM_NAMED = 8  # ranks listed in one message
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why the run ends. `ranks`: those to blame; `stuck`: they run, so that they can show where they are."""
+    """Why the run ends. `ranks`: the cause; `stuck`: they still run and can print their stack traces."""
 
     ranks: tuple[int, ...]
     text: str
@@ -25,10 +25,10 @@ class Fault:
 
 @dataclass(slots=True)
 class RankRecord:
-    """A rank as it last reported."""
+    """The last reported state of a rank."""
 
     rank: int
-    where: str  # for the reader: host and process id
+    where: str  # host and process id, for messages
     heard_at_s: float
     advanced_at_s: float
     num_begun: int = -1
@@ -36,28 +36,30 @@ class RankRecord:
     doing: str = "start"
     state: Literal["runs", "done", "gone", "failed"] = "runs"
     reason: str = ""
-    is_secondary: bool = False  # it failed because another rank did not answer
+    is_secondary: bool = False  # it failed because communication with another rank failed
 
     def name(self) -> str:
         return f"rank {self.rank} ({self.where})"
 
 
 class RankStates:
-    """The ranks of one run, from the first that reports to the fault that ends it."""
+    """The states of all ranks, from the first report to the fault that ends the run."""
 
     def __init__(self, size: int, *, silent_s: float, stuck_s: float, awake_s: float) -> None:
-        """silent_s: how long a rank may say nothing. stuck_s: how long no rank may advance. awake_s: a longer time
-        between two looks counts as sleep of this process (the whole job was suspended) and is blamed on no rank."""
+        """silent_s: limit for the time without a report of a rank. stuck_s: limit for the time without progress.
+
+        max_gap_s: a longer time between two calls of `find_fault` means that the job was suspended; it does not count.
+        """
         self.size, self.silent_s, self.stuck_s, self.awake_s = size, silent_s, stuck_s, awake_s
         self.looked_at_s: float | None = None
         self.members: dict[int, RankRecord] = {}
-        self.ended_at_s: float | None = None  # the first that is gone or failed
+        self.ended_at_s: float | None = None  # time of the first gone or failed rank
 
     def joined(self, rank: int, where: str, now_s: float) -> None:
         self.members[rank] = RankRecord(rank, where, heard_at_s=now_s, advanced_at_s=now_s)
 
     def beat(self, rank: int, num_begun: int, num_advances: int, doing: str, now_s: float) -> None:
-        """num_begun is compared between ranks; num_advances only shows that the rank works."""
+        """Record a report. num_started is compared between ranks; num_advances only shows that the rank is working."""
         member = self.members[rank]
         member.heard_at_s = now_s
         if (num_begun, num_advances) != (member.num_begun, member.num_advances):
@@ -65,17 +67,17 @@ class RankStates:
             member.doing, member.advanced_at_s = doing, now_s
 
     def done(self, rank: int) -> None:
-        """Record that the rank has finished its part and will report no more."""
+        """Record that the rank has finished and sends no more reports."""
         self.members[rank].state = "done"
 
     def failed(self, rank: int, reason: str, is_secondary: bool, now_s: float) -> None:
-        """Record the end of a rank by its own error, or (`is_secondary`) because an exchange with others broke."""
+        """Record that a rank failed by its own error, or (is_secondary) because communication with others failed."""
         member = self.members[rank]
         member.state, member.reason, member.is_secondary = "failed", reason, is_secondary
         self._ended(now_s)
 
     def gone(self, rank: int, reason: str, now_s: float) -> None:
-        """Record that its connection closed although it had not reported its end."""
+        """Record that a rank's connection closed before it reported its end."""
         member = self.members[rank]
         if member.state == "runs":
             member.state, member.reason = "gone", reason
@@ -85,7 +87,7 @@ class RankStates:
         self.ended_at_s = now_s if self.ended_at_s is None else self.ended_at_s
 
     def fault(self, now_s: float) -> Fault | None:
-        """Return the fault; None while there is none, and for SETTLE_S after a first failure."""
+        """Return the fault; None if there is none, and for SETTLE_S after the first failure."""
         self._forgive_sleep(now_s)
         for member in self._in_state("runs"):
             if now_s - member.heard_at_s > self.silent_s:
@@ -95,14 +97,16 @@ class RankStates:
         return self._blame_stuck(now_s)
 
     def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
-        """Return whether the cause is known: when all failures are secondary, only once each other rank has reported
-        since, or has been silent for too long."""
+        """Return whether the cause is certain.
+
+        If all failures are secondary, every other rank must have reported since, or count as gone.
+        """
         running, ended = self._in_state("runs"), [*self._in_state("gone"), *self._in_state("failed")]
         is_known = not all(member.is_secondary for member in ended) or all(m.heard_at_s > ended_at_s for m in running)
         return is_known and now_s - ended_at_s >= SETTLE_S
 
     def _forgive_sleep(self, now_s: float) -> None:
-        """Shift the times by the sleep of this process: messages that waited meanwhile count as received now."""
+        """Shift all times by the time this process was suspended: messages that arrived meanwhile count as new."""
         slept_s = 0.0 if self.looked_at_s is None else now_s - self.looked_at_s - self.awake_s
         self.looked_at_s = now_s
         if slept_s > 0:
@@ -111,7 +115,7 @@ class RankStates:
                 member.advanced_at_s = min(now_s, member.advanced_at_s + slept_s)
 
     def _blame_ended(self) -> Fault:
-        """Name the ranks that are gone without a report, else one that failed by itself, else those it waited for."""
+        """Blame the ranks that are gone; else one that failed by its own error; else the ranks it waited for."""
         gone = self._in_state("gone")
         if gone:
             reasons = " and ".join(dict.fromkeys(member.reason for member in gone))
@@ -120,7 +124,7 @@ class RankStates:
         first = next((member for member in failed if not member.is_secondary), failed[0])
         most = max(member.num_begun for member in failed)
         behind = [member for member in self._in_state("runs") if member.num_begun < most]
-        if first.is_secondary and behind:  # they did not reach the operation in which the others failed
+        if first.is_secondary and behind:  # they have not reached the operation in which the others failed
             least = min(member.num_begun for member in behind)
             last = [member for member in behind if member.num_begun == least]
             return Fault(
@@ -137,7 +141,7 @@ class RankStates:
         least = min(member.num_begun for member in running)
         last = [member for member in running if member.num_begun == least]
         still_s = now_s - max(member.advanced_at_s for member in last)
-        others = "all ranks are there" if len(last) == self.size else "the others are further and wait"
+        others = "all ranks are at this operation" if len(last) == self.size else "the other ranks wait for it"
         text = f"{names(last)} stuck: no progress for {still_s:.0f} s at {last[0].doing}; {others}"
         return Fault(ranks(last), text, stuck=True)
 
@@ -150,7 +154,7 @@ def ranks(members: Sequence[RankRecord]) -> tuple[int, ...]:
 
 
 def names(members: Sequence[RankRecord]) -> str:
-    """`rank 1 (...) is`, or `rank 1 (...), rank 2 (...) are`."""
-    listed = ", ".join(member.name() for member in members[:NUM_NAMED])
+    """Return `rank 1 (...) is`, or `rank 1 (...), rank 2 (...) are`."""
+    first_names = ", ".join(member.name() for member in members[:NUM_NAMED])
     more = f" and {len(members) - NUM_NAMED} more" if len(members) > NUM_NAMED else ""
-    return f"{listed}{more} {'is' if len(members) == 1 else 'are'}"
+    return f"{first_names}{more} {'is' if len(members) == 1 else 'are'}"

@@ -1,13 +1,13 @@
-"""Each rank tells rank 0 every few seconds that it lives and how far it is; a missing rank ends the run by name.
+"""Heartbeats: each rank reports its progress to rank 0 every few seconds. A fault ends the run and names its rank.
 
-Without it a dead rank on another machine shows as a broken or endless exchange on all others, and neither says whose
-fault it was. A thread of rank 0 keeps the state of each rank (fault.py); a thread of every rank, of rank 0 too, beats
-over TCP. A killed process closes its connection and is known at once; a stopped one, or a machine that lost power,
-after SILENT_S. The fault goes to all ranks, and each ends with exit code 1.
+Without heartbeats, a dead rank on another machine appears as a failed or hanging collective on all other ranks, which
+does not show the cause. A thread on rank 0 tracks the state of each rank (fault.py). A thread on every rank, including
+rank 0, sends heartbeats over TCP. A killed process is detected immediately because its connection closes; a suspended
+process or a machine without power after SILENCE_TIMEOUT_S. The fault is sent to all ranks, which exit with code 1.
 
-It listens on a free port, and believes only peers that bring the token which the ranks got over their own group. On one
-machine it listens on the address of rank 0 that the launcher gave (MASTER_ADDR); for several on all addresses, since a
-machine may know itself under one that no other reaches (Debian has its own name as 127.0.1.1 in /etc/hosts).
+Rank 0 listens on a free port and accepts only peers with a token that was broadcast over the process group. On one
+machine it listens on MASTER_ADDR, the address set by the launcher. With several machines it listens on all addresses,
+since a machine may resolve its own name to an address that is unreachable from others (127.0.1.1 on Debian).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from wfm_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 BEAT_S = 5.0
-SILENT_S = 45.0  # a swapping machine is not dead, and a dead run should end within a minute
+SILENT_S = 45.0  # tolerates a swapping machine, but ends a dead run within a minute
 CONNECT_S = 60.0
-LOOK_S = 0.5  # how often rank 0 looks at the states
-FLUSH_S = 10.0  # for the fault to reach all ranks before rank 0 goes
-EXIT_S = 20.0  # for the main thread to end by itself once it knows the fault
+LOOK_S = 0.5  # between checks of the states on rank 0
+FLUSH_S = 10.0  # for the fault to reach all ranks before rank 0 exits
+EXIT_S = 20.0  # for the main thread to exit after it receives the fault
 MAX_LINE = 1 << 16
 
 
 class Line:
-    """JSON objects over a connected socket, one a line. Sending is safe from several threads."""
+    """JSON objects over a connected socket, one per line. Sending is thread-safe."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -52,37 +52,39 @@ class Line:
         self._rest = b""
 
     def send(self, **message: Any) -> bool:
-        """False if the connection is broken, or if the peer has read nothing for so long that no line fits."""
+        """Send a message. Returns False if the connection is broken or its send buffer is full."""
         with self._lock, contextlib.suppress(OSError):
             self.sock.sendall(json.dumps(message).encode() + b"\n", socket.MSG_DONTWAIT)
             return True
         return False
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """The messages that have come, [] for a part of one; None once the peer has closed, or writes nonsense. Call
-        it when the socket can be read."""
+        """Return the received messages, possibly []; None if the peer closed the connection or sent invalid data.
+
+        Call it when the socket is readable.
+        """
         try:
             chunk = self.sock.recv(MAX_LINE)
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             messages = [json.loads(line) for line in lines]
         except (OSError, ValueError):
             return None
-        nonsense = len(self._rest) > MAX_LINE or not all(isinstance(message, dict) for message in messages)
-        return None if nonsense or not chunk else messages
+        is_invalid = len(self._rest) > MAX_LINE or not all(isinstance(message, dict) for message in messages)
+        return None if is_invalid or not chunk else messages
 
     def close(self) -> None:
         self.sock.close()
 
 
 class RankRegistry:
-    """Rank 0's side: a thread that receives from all ranks, finds the fault, and sends it to them."""
+    """The thread on rank 0 that receives heartbeats, finds the fault, and sends it to all ranks."""
 
     def __init__(self, states: RankStates, host: str, *, everywhere: bool = False) -> None:
-        """everywhere: listen on all addresses, not on this one alone."""
+        """Start the thread. all_addresses: listen on all addresses instead of `host`."""
         self.token = secrets.token_hex(16)
         self._states = states
         self._lines: dict[int, Line] = {}  # by rank
-        self._unknown: list[Line] = []  # connected, no token yet
+        self._unknown: list[Line] = []  # connected, but no token received yet
         self._stopping = threading.Event()
         self._server = listen_everywhere() if everywhere else listen(host)
         self.port: int = self._server.getsockname()[1]
@@ -90,7 +92,7 @@ class RankRegistry:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after a run that ended well here, and tell the ranks that are still connected."""
+        """Stop after a successful run and notify the ranks that are still connected."""
         self._stopping.set()
         self._thread.join(timeout=FLUSH_S)
 
@@ -99,23 +101,23 @@ class RankRegistry:
         self._thread.join(timeout=FLUSH_S)
 
     def _serve(self) -> None:
-        told_at_s = time.monotonic()
+        last_sent_s = time.monotonic()
         with self._server:
             while not self._stopping.is_set():
                 self._hear(LOOK_S)
                 now_s = time.monotonic()
                 if (fault := self._states.fault(now_s)) is not None:
                     self._tell(fault=[list(fault.ranks), fault.text, fault.stuck])
-                    if not fault.stuck:  # they will not answer
+                    if not fault.stuck:  # they are gone
                         for rank in set(fault.ranks) & self._lines.keys():
                             self._lines.pop(rank).close()
                     break
-                if now_s - told_at_s >= BEAT_S:
+                if now_s - last_sent_s >= BEAT_S:
                     self._tell(alive=True)
-                    told_at_s = now_s
+                    last_sent_s = now_s
             else:
                 self._tell(bye=True)
-            # A socket that is closed with unread bytes resets the connection, and the peer may lose the last line.
+            # Closing a socket with unread data resets the connection; the peer may lose the last line.
             until_s = time.monotonic() + FLUSH_S
             while self._lines and time.monotonic() < until_s:
                 self._hear(LOOK_S)
@@ -123,18 +125,18 @@ class RankRegistry:
             line.close()
 
     def _tell(self, **message: Any) -> None:
-        for _, line in sorted(self._lines.items(), reverse=True):  # rank 0's own process ends with its copy
+        for _, line in sorted(self._lines.items(), reverse=True):  # rank 0 last: it exits upon receipt
             line.send(**message)
 
     def _hear(self, timeout_s: float) -> None:
         readable = readable_of([self._server, *self._sockets()], timeout_s)
         if self._server in readable:
-            with contextlib.suppress(OSError):  # it may have gone again
+            with contextlib.suppress(OSError):  # the peer may have disconnected
                 self._unknown.append(Line(self._server.accept()[0]))
         for rank, line in list(self._lines.items()):
             if line.sock in readable:
                 self._attend(rank, line)
-        # Last: a rank that is admitted has been read from, and another read might wait for ever.
+        # Last: admitting a rank reads from its socket, and a second read could block forever.
         for line in [line for line in self._unknown if line.sock in readable]:
             self._welcome(line)
 
@@ -142,7 +144,7 @@ class RankRegistry:
         yield from (line.sock for line in (*self._unknown, *self._lines.values()))
 
     def _welcome(self, line: Line) -> None:
-        """Admit a rank whose first line holds the token."""
+        """Admit a rank if its first line has the token; otherwise close the connection."""
         self._unknown.remove(line)
         first = line.receive()
         rank = known_rank(first, self.token, self._states.size)
@@ -174,24 +176,23 @@ class RankRegistry:
 
 
 def listen(host: str) -> socket.socket:
-    """Listen on a free port of this address, or of all where it is not this machine's own (address translation)."""
+    """Listen on a free port of this address; of all addresses if it is not local (address translation)."""
     try:
         return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
-        log.warning("heartbeat: cannot listen on %s (%s), so on all addresses of this machine", host, error)
+        log.warning("heartbeat: cannot listen on %s (%s); listening on all addresses of this machine", host, error)
         return listen_everywhere()
 
 
 def listen_everywhere() -> socket.socket:
-    """Listen on a free port of all addresses. The token shuts out all but the ranks."""
+    """Listen on a free port of all addresses. Only ranks have the token, so other peers are rejected."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
 
 
 def readable_of(sockets: list[socket.socket], timeout_s: float) -> set[socket.socket]:
-    """Return the sockets that can be read, once there are any. Not select(), which takes descriptors below 1024
-    alone."""
+    """Wait up to timeout_s and return the readable sockets. Uses poll() because select() is limited to 1024 files."""
     poll = select.poll()
     by_number = {sock.fileno(): sock for sock in sockets}
     for number in by_number:
@@ -200,7 +201,7 @@ def readable_of(sockets: list[socket.socket], timeout_s: float) -> set[socket.so
 
 
 def known_rank(messages: list[dict[str, Any]] | None, token: str, size: int) -> int | None:
-    """The rank that a first line names, if it brings the token."""
+    """Return the rank in a first line if its token is valid, else None."""
     if not messages or not hmac.compare_digest(str(messages[0].get("token")), token):
         return None
     rank = messages[0].get("rank")
@@ -208,7 +209,7 @@ def known_rank(messages: list[dict[str, Any]] | None, token: str, size: int) -> 
 
 
 class Heartbeat:
-    """This rank's side: a thread that beats, receives the fault, and ends the process."""
+    """The thread on every rank that sends heartbeats, receives the fault, and ends the process."""
 
     def __init__(
         self,
@@ -222,8 +223,11 @@ class Heartbeat:
         exit_process: Callable[[int], object] = os._exit,
         silent_s: float = SILENT_S,
     ) -> None:
-        """Connects; UserError if rank 0 cannot be reached. on_end: called with the fault before the process ends,
-        unless the main thread waits for it. registry: on rank 0."""
+        """Connect to rank 0. Raises UserError if it is unreachable.
+
+        on_end: called with the fault's text before the process exits, unless the main thread waits for the fault.
+        registry: on rank 0 only.
+        """
         self.rank, self.registry, self._liveness, self._silent_s = rank, registry, liveness, silent_s
         self._on_end, self._exit = on_end, exit_process
         self._stopping, self._decided, self._main_waits = threading.Event(), threading.Event(), threading.Event()
@@ -233,7 +237,7 @@ class Heartbeat:
         except OSError as error:
             raise UserError(
                 f"rank {rank} on {socket.gethostname()} cannot reach rank 0 at {address[0]}:{address[1]} ({error}); "
-                "the machines of a run must reach each other on all ports"
+                "allow connections between the machines on all ports"
             ) from error
         self._line.send(token=token, rank=rank, where=f"process {os.getpid()} on {socket.gethostname()}")
         self._address = address
@@ -242,7 +246,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the heartbeat of a rank that ends without error; the others are not told to end."""
+        """Stop the heartbeat of a rank that finished without error. The other ranks continue."""
         self._stopping.set()
         self._line.send(bye=True)
         self._waker.send(b".")
@@ -252,17 +256,17 @@ class Heartbeat:
             self.registry.stop()
 
     def failed(self, reason: str, *, is_secondary: bool) -> Fault | None:
-        """Report an error of the main thread, and return the fault that ends the run; None if none comes in time.
+        """Report an error of the main thread and return the fault that ends the run; None if none arrives in time.
 
-        is_secondary: an exchange with other ranks broke, so that another rank is likely to be the cause.
+        is_secondary: communication with other ranks failed, so another rank is probably the cause.
         """
         self._main_waits.set()
-        self._beat()  # how far it came
+        self._beat()  # the latest progress
         self._line.send(failed=reason, secondary=is_secondary)
-        known = self._decided.wait(self._silent_s + EXIT_S)
+        has_ended = self._decided.wait(self._silent_s + EXIT_S)
         if self.registry is not None:
             self.registry.join()
-        return self._fault if known else None
+        return self._fault if has_ended else None
 
     def _run(self) -> None:
         heard_at_s = last_s = time.monotonic()
@@ -272,7 +276,7 @@ class Heartbeat:
             if self._stopping.is_set():
                 return
             now_s = time.monotonic()
-            heard_at_s += max(0.0, now_s - last_s - 2 * BEAT_S)  # this process slept: the job was suspended
+            heard_at_s += max(0.0, now_s - last_s - 2 * BEAT_S)  # exclude the time the job was suspended
             last_s = now_s
             messages = self._line.receive() if self._line.sock in readable else []
             if messages:
@@ -294,7 +298,7 @@ class Heartbeat:
                 return
 
     def _beat(self) -> None:
-        """Send the state of this rank. A broken line shows in receive."""
+        """Send the progress of this rank. `receive` detects a broken connection."""
         liveness = self._liveness
         self._line.send(beat=liveness.num_begun, signs=liveness.num_advances, doing=liveness.doing)
 
@@ -302,8 +306,7 @@ class Heartbeat:
         return Fault((0,), f"rank 0 ({self._address[0]}) is gone: {reason}")
 
     def _end(self, fault: Fault) -> None:
-        """Let the main thread end the process if it waits for that, else do it: it may hang for ever, and so may what
-        on_end writes to."""
+        """Let a waiting main thread exit, else end the process. A timer exits if the main thread or on_end hangs."""
         last_resort = threading.Timer(EXIT_S + FLUSH_S, self._exit, (1,))
         last_resort.daemon = True
         last_resort.start()
@@ -311,11 +314,11 @@ class Heartbeat:
         self._decided.set()
         self._line.close()
         if fault.stuck and self.rank in fault.ranks:
-            faulthandler.dump_traceback(2, all_threads=True)  # where this rank hangs
+            faulthandler.dump_traceback(2, all_threads=True)  # show where this rank hangs
         if not self._main_waits.is_set():
             try:
                 self._on_end(fault.text)
-            except Exception:  # noqa: BLE001, whatever it is (a full disk, say), the process has to end
+            except Exception:  # noqa: BLE001, the process must exit whatever fails (e.g. a full disk)
                 traceback.print_exc()
             if self.registry is not None:
                 self.registry.join()
@@ -328,9 +331,10 @@ class Heartbeat:
 def start(
     world: Any, *, stuck_s: float, on_end: Callable[[str], None], exit_process: Callable[[int], object] = os._exit
 ) -> Heartbeat | None:
-    """Start this rank's heartbeat; None for a rank alone. Collective. stuck_s: the run ends if no rank advances for it.
+    """Start this rank's heartbeat; returns None for a single rank. Collective.
 
-    Raises UserError on all ranks if one of them cannot reach rank 0.
+    stuck_s: the run ends if no rank makes progress for this long. Raises UserError on all ranks if any rank cannot
+    reach rank 0.
     """
     from wfm_ds.distributed.world import ranks_per_node
 
@@ -341,27 +345,26 @@ def start(
     everywhere = world.size > ranks_per_node(world.size)
     registry = RankRegistry(states, host, everywhere=everywhere) if world.is_main else None
     port, token = world.broadcast([registry.port, registry.token] if registry is not None else None)
-    started: list[Heartbeat] = []
+    heartbeats: list[Heartbeat] = []
 
-    def join() -> None:
-        started.append(
+    def connect() -> None:
+        heartbeats.append(
             Heartbeat((host, port), token, world.rank, on_end=on_end, registry=registry, exit_process=exit_process)
         )
 
     try:
-        world.checked(join)
-    except UserError:  # of some rank: an end of all, which no heartbeat shall name otherwise
-        if started:
-            started[0].stop()
+        world.checked(connect)
+    except UserError:  # all ranks raise it; stop, so that no heartbeat reports another cause
+        if heartbeats:
+            heartbeats[0].stop()
         elif registry is not None:
             registry.stop()
         raise
-    return started[0]
+    return heartbeats[0]
 
 
 def is_broken_exchange(error: BaseException | None) -> bool:
-    """Return whether an error says that an exchange with other ranks failed: then another rank is likely to be the
-    cause."""
+    """Return whether an error is a failed communication with other ranks: another rank is probably the cause."""
     import torch.distributed as dist
 
     while error is not None:

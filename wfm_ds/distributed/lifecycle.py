@@ -1,6 +1,6 @@
-"""Life of a rank process under its launcher: stop on request, end with its parents, report, fail with one message.
+"""Lifecycle of a rank process: stop on signals, exit with its launcher, report the final status, fail with one message.
 
-launch.py is the other side: it forwards signals, sets WFM_LAUNCH_PID and WFM_STATUS_FILE, and judges the exit.
+launch.py is the counterpart: it forwards signals, sets WFM_LAUNCH_PID and WFM_STATUS_FILE, and checks the exit status.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ import psutil
 
 from wfm_ds.program import USER_ERROR
 
-ORPHANED = 77  # exit code of a rank whose launcher is gone
+ORPHANED = 77  # exit code of a rank after its launcher has died
 PARENT_CHECK_S = 5.0
-END_WAIT_S = 15.0  # the launcher looks at its ranks every second, then ends them one after the other
+END_WAIT_S = 15.0  # the launcher polls its ranks every second and ends them one by one
 
 
 class StopFlag:
-    """Up once SIGTERM or SIGINT came; and whether SIGUSR1 asked for a checkpoint. Local facts: ranks must agree on them
-    before they act on them."""
+    """Records SIGTERM or SIGINT (stop) and SIGUSR1 (save a checkpoint).
+
+    The state is local: ranks must agree before they act on it.
+    """
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -42,31 +44,31 @@ class StopFlag:
 
     @property
     def signal_name(self) -> str | None:
-        """SIGTERM or SIGINT, whichever came first; None before that."""
+        """Return the first stop signal, SIGTERM or SIGINT; None if there is none."""
         return None if self._signal is None else self._signal.name
 
     def raise_flag(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler, and nothing but an assignment: the launcher may send the signal again at any time."""
+        """Signal handler. Only assigns, because the launcher may repeat the signal at any time."""
         if self._signal is None:
             self._signal = signal.Signals(number)
 
     def ask_for_save(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler."""
+        """Signal handler."""
         self._save = True
 
     def take_save(self) -> bool:
-        """Return whether a checkpoint was asked for since the last call."""
-        asked, self._save = self._save, False
-        return asked
+        """Return whether a checkpoint was requested since the last call."""
+        requested, self._save = self._save, False
+        return requested
 
 
-_STOP = StopFlag()  # signals belong to the process, so there is one
+_STOP = StopFlag()  # one per process, like the signal handlers
 
 
 def install_signal_handlers() -> StopFlag:
-    """Make SIGTERM and SIGINT only raise the returned flag, and SIGUSR1 ask it for a save; the same flag at every call.
+    """Record SIGTERM, SIGINT and SIGUSR1 in the returned flag, which is the same at every call.
 
-    Call it from the main thread before heavy imports: until then a signal kills the process.
+    Call it in the main thread before heavy imports: until then, signals kill the process.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _STOP.raise_flag)
@@ -75,10 +77,10 @@ def install_signal_handlers() -> StopFlag:
 
 
 class ParentWatch:
-    """A daemon thread that ends this process with code 77 when its parent or its launcher is gone.
+    """A daemon thread that exits the process with code 77 when its parent or launcher has died.
 
-    Needed because a killed launcher (kill -9, out of memory) takes no rank with it: without this, ranks would hold
-    the devices for ever. `os._exit`, because the main thread may hang in a collective.
+    A killed launcher (kill -9, out of memory) does not stop its ranks, which would block the devices forever. Uses
+    os._exit because the main thread may hang in a collective.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -89,21 +91,21 @@ class ParentWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch; returns when the thread has ended."""
+        """Stop the thread and wait for it."""
         self._stopped.set()
         self._thread.join(timeout=END_WAIT_S)
 
     def _watch(self, interval_s: float) -> None:
         while not self._stopped.wait(interval_s):
             if os.getppid() != self._parent_pid or not _is_alive(self._launcher):
-                os.write(2, f"process {os.getpid()} ends: its launcher is gone\n".encode())
+                os.write(2, f"process {os.getpid()} exits: its launcher has died\n".encode())
                 os._exit(ORPHANED)
 
 
 def watch_parent(interval_s: float = PARENT_CHECK_S) -> ParentWatch | None:
-    """Start the watch if a launcher started this process, else return None: a run from a shell may outlive it.
+    """Start a ParentWatch if a launcher started this process, else return None: a run may outlive its shell.
 
-    Call it before `World.join`, which gives a lone process the environment of a rank.
+    Call it before `World.join`, which sets the environment variables of a rank.
     """
     if "LOCAL_RANK" not in os.environ and "WFM_LAUNCH_PID" not in os.environ:
         return None
@@ -111,18 +113,18 @@ def watch_parent(interval_s: float = PARENT_CHECK_S) -> ParentWatch | None:
 
 
 def _launcher_process() -> psutil.Process | None:
-    """The process of WFM_LAUNCH_PID; None under the stock launcher or on another node, where it is not set."""
+    """Return the process WFM_LAUNCH_PID; None if it is unset (DeepSpeed's own launcher, or another node)."""
     if "WFM_LAUNCH_PID" not in os.environ:
         return None
     try:
         return psutil.Process(int(os.environ["WFM_LAUNCH_PID"]))
     except psutil.NoSuchProcess:
-        os.write(2, f"process {os.getpid()} ends: its launcher is gone\n".encode())
+        os.write(2, f"process {os.getpid()} exits: its launcher has died\n".encode())
         os._exit(ORPHANED)
 
 
 def _is_alive(process: psutil.Process | None) -> bool:
-    """Return whether it runs: not another one with its id, and not a zombie that nobody has reaped."""
+    """Return whether the process is running: not a zombie, and not another process with a reused id."""
     if process is None:
         return True
     try:
@@ -132,14 +134,14 @@ def _is_alive(process: psutil.Process | None) -> bool:
 
 
 def seconds_since_start() -> float:
-    """Seconds since this process was started, imports included."""
+    """Return the seconds since this process started, including imports."""
     return time.time() - psutil.Process().create_time()
 
 
 def write_status(status: Literal["finished", "preempted"], step: int) -> None:
-    """Tell the launcher that all is done; rank 0's very last act. Without WFM_STATUS_FILE (stock launcher): nothing.
+    """Write the final status for the launcher, as the last action of rank 0. Does nothing without WFM_STATUS_FILE.
 
-    A job of wfm_ds that exits with 0 but wrote no status counts as failed.
+    launch.py treats a job that exits with 0 but without a status as failed.
     """
     target = os.environ.get("WFM_STATUS_FILE")
     if not target:
@@ -150,11 +152,10 @@ def write_status(status: Literal["finished", "preempted"], step: int) -> None:
 
 
 def user_error_exit(message: str, rank: int, *, speaks: bool | None = None) -> NoReturn:
-    """End a run that a user's mistake makes impossible: `error: MESSAGE` once on stderr, exit code 2.
+    """End a run because of a user error: print `error: MESSAGE` on one rank and exit with code 2.
 
-    Every rank calls it, from its main thread. Rank 0 (or the one that `speaks`, where the mistake shows on one rank
-    alone) writes and exits, upon which the launcher ends the others; they wait for that, so that no other exit is seen
-    first, and say nothing. Raises SystemExit.
+    Every rank calls it in its main thread. Rank 0 (or the rank with `prints`, for an error seen by one rank only)
+    prints the message and exits; the launcher then ends the other ranks, which wait silently. Raises SystemExit.
     """
     if speaks if speaks is not None else rank == 0:
         sys.stderr.write(f"error: {message}\n")
@@ -165,15 +166,15 @@ def user_error_exit(message: str, rank: int, *, speaks: bool | None = None) -> N
 
 
 def fail_as_rank(message: str) -> NoReturn:
-    """End this rank by a mistake that all ranks see alike, such as one in the recipe, before they know each other."""
+    """End this rank because of an error that all ranks see, e.g. in the recipe, before the process group exists."""
     user_error_exit(message, int(os.environ.get("RANK", "0")))
 
 
 def _wait_for_signal(timeout_s: float) -> None:
-    """Return at SIGTERM or SIGINT, past ones included, or after `timeout_s`.
+    """Wait for SIGTERM or SIGINT, up to timeout_s. Returns immediately if one has already arrived.
 
-    Not sigtimedwait: torch's threads do not block the signal, so the kernel may hand it to one of them. The wake-up
-    descriptor is written to whichever thread gets it.
+    Does not use sigtimedwait: the kernel may deliver the signal to a thread of torch that does not block it. The
+    wake-up descriptor works for all threads.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -188,31 +189,31 @@ def _wait_for_signal(timeout_s: float) -> None:
 
 
 def strip_launcher_args(argv: Sequence[str]) -> list[str]:
-    """The arguments without `--local_rank=N` (or `--local-rank`, or with N as the next word), which launchers add."""
-    kept: list[str] = []
+    """Remove `--local_rank=N`, `--local-rank=N` and the two-argument form, which launchers add."""
+    arguments: list[str] = []
     skip = False
-    for word in argv:
-        name, equals, _ = word.partition("=")
+    for argument in argv:
+        name, equals, _ = argument.partition("=")
         if skip:
             skip = False
         elif name in ("--local_rank", "--local-rank"):
             skip = not equals
         else:
-            kept.append(word)
-    return kept
+            arguments.append(argument)
+    return arguments
 
 
 def entry(program: Callable[[], int]) -> NoReturn:
-    """Run it and leave with its exit code, whatever threads of gloo or NCCL still live.
+    """Run the program and exit with its exit code by os._exit.
 
-    An ordinary exit tears the interpreter down around them, and they may abort the process with a code of their own.
+    During a normal interpreter shutdown, running gloo or NCCL threads may abort the process with another exit code.
     """
     try:
         code = program()
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception:
-        logging.getLogger("wfm_ds").exception("the run failed")  # the console is rank 0's
+        logging.getLogger("wfm_ds").exception("the run failed")  # only rank 0 logs to the console
         if os.environ.get("RANK", "0") != "0":
             traceback.print_exc()
         code = 1

@@ -1,17 +1,15 @@
-"""A count of the operations that the main thread of this process has begun: forwards, steps, exchanges between ranks.
+"""Count the operations started by the main thread: forward passes, steps, collectives.
 
-A rank that runs while its count stands still has hung; of several, the others wait for the one with the lowest count.
-heartbeat.py sends the counts to rank 0.
-
-Long work without any of these operations (a scan, a cache, an export) advances a second number, which says that the
-rank is not stuck and nothing more: ranks do different amounts of such work, so this number is never compared.
+heartbeat.py sends the counts to rank 0. A running rank with a constant count hangs; the others wait for the rank with
+the lowest count. Long work without such operations (scans, caches, exports) increases a second count. It only shows
+that the rank is not stuck and is never compared, because ranks do different amounts of this work.
 """
 
 from __future__ import annotations
 
 
 class Liveness:
-    """Written by the main thread (`advance` by its helpers too), read by the heartbeat's thread."""
+    """Operation counts: written by the main thread (`record_progress` by any thread), read by the heartbeat thread."""
 
     def __init__(self) -> None:
         self.num_begun = 0
@@ -19,15 +17,15 @@ class Liveness:
         self.doing = "start"
 
     def begin(self, what: str) -> None:
-        """Count an operation before it begins. Every rank calls it for the same operations in the same order."""
+        """Count an operation before it starts. All ranks must call it for the same operations in the same order."""
         self.num_begun += 1
         self.doing = what
 
     def advance(self, what: str | None = None) -> None:
-        """Count a piece of long work that is done, or about to be; any rank, any number of times, from any thread."""
-        self.num_advances += 1  # two threads may count one: it only has to change
+        """Record progress of long work. Any rank, any number of times, from any thread."""
+        self.num_advances += 1  # not atomic; it only has to change
         if what is not None:
             self.doing = what
 
 
-LIVENESS = Liveness()  # of this process, so there is one
+LIVENESS = Liveness()  # one per process

@@ -1,4 +1,4 @@
-"""Destinations of log lines: one file per rank, and rank 0's console. What is logged is the business of each module."""
+"""Log destinations: one file per rank, and the console of rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOISY = (
     "peft",
     "accelerate",
     "huggingface_hub",
-    "httpx2",  # its client: a line for each file
+    "httpx2",  # used by huggingface_hub: logs a line per file
     "torch",
     "torch.distributed",
     "torch._dynamo",
@@ -30,27 +30,26 @@ NOISY = (
     "PIL",
     "matplotlib",
 )
-"""Libraries whose INFO lines say nothing about a run; their warnings are kept."""
+"""Libraries with irrelevant INFO lines; only their warnings are logged."""
 
 
 class _Owned(logging.Handler):
-    """Marks the handlers that a second call of `setup_logging` replaces."""
+    """Marks handlers that `close_logging` removes."""
 
 
 class _FileHandler(logging.FileHandler, _Owned):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Go on without this line where the disk is full: what the run cannot do without says so itself."""
+        """Drop the line on an OSError such as a full disk. Essential files report such errors themselves."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the same for lines that were not flushed
+        with contextlib.suppress(OSError):  # same for unflushed lines
             super().close()
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO], _Owned):
-    """Looks sys.stderr up for each line: while a progress line is shown, rich puts something else there that prints
-    above it."""
+    """Looks up sys.stderr for each line: rich replaces it while a progress bar is shown, to print above the bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -62,22 +61,21 @@ class _Formatter(logging.Formatter):
         super().__init__(
             f"%(asctime)s.%(msecs)03dZ rank {rank} %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
         )
-        self.converter = time.gmtime  # machines of one run may be in several time zones
+        self.converter = time.gmtime  # UTC: the machines of a run may be in different time zones
 
 
 def _for_console(record: logging.LogRecord) -> bool:
-    ours = record.name.split(".", 1)[0] in ("wfm_ds", "wfm_reward")
-    return ours or record.levelno >= logging.WARNING
+    is_ours = record.name.split(".", 1)[0] in ("wfm_ds", "wfm_reward")
+    return is_ours or record.levelno >= logging.WARNING
 
 
 def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
-    """Send this process's log to `output_dir/logs/rank_<R>.log` (INFO and above) and, on rank 0, to stderr.
+    """Log to `output_dir/logs/rank_<R>.log` (INFO and above) and, on rank 0, to stderr.
 
-    The console shows INFO of our packages and warnings of all others, in a short form; without `console`, errors only.
-    Without an `output_dir` there is no file. Python warnings are logged too. Noisy libraries are quieted and lose the
-    handlers that they gave themselves; as they do that when imported, call it after the heavy imports. Another call
-    replaces the first.
-    Raises UserError if the file cannot be written.
+    The console shows INFO lines of wfm_ds and wfm_reward and warnings of other packages; with console=False, only
+    errors. output_dir None: no file. Python warnings are logged too. Noisy libraries log only warnings and lose their
+    own handlers, which they install on import: call this function after heavy imports. A further call replaces the
+    handlers. Raises UserError if the file cannot be written.
     """
     root = logging.getLogger()
     close_logging()
@@ -85,21 +83,21 @@ def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
     if output_dir is not None:
         root.addHandler(_file_handler(output_dir / "logs" / f"rank_{rank}.log", rank))
     if rank == 0:
-        shown = _ConsoleHandler()
-        shown.setLevel(logging.INFO if console else logging.ERROR)
-        shown.addFilter(_for_console)
-        shown.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
-        root.addHandler(shown)
+        handler = _ConsoleHandler()
+        handler.setLevel(logging.INFO if console else logging.ERROR)
+        handler.addFilter(_for_console)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+        root.addHandler(handler)
     elif not root.handlers:
-        root.addHandler(logging.NullHandler())  # else logging's last resort prints the warnings of every rank
+        root.addHandler(logging.NullHandler())  # else logging prints the warnings of every rank
     logging.captureWarnings(True)
     for name in NOISY:
-        if not (name.startswith("torch") and "TORCH_LOGS" in os.environ):  # the user asked for torch's own logs
+        if not (name.startswith("torch") and "TORCH_LOGS" in os.environ):  # the user enabled torch's logs
             _quiet(logging.getLogger(name))
 
 
 def close_logging() -> None:
-    """Flush and remove what `setup_logging` installed."""
+    """Flush and remove the handlers of `setup_logging`."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h, _Owned)]:
         root.removeHandler(handler)
@@ -119,15 +117,15 @@ def _file_handler(path: Path, rank: int) -> logging.Handler:
 
 
 def _quiet(library: logging.Logger) -> None:
-    # Libraries print to stdout or stderr with handlers of their own, on every rank; ours do it once, with the rank.
+    # The libraries' own handlers print on every rank; ours print only on rank 0.
     library.handlers.clear()
     library.propagate = True
     library.setLevel(logging.WARNING)
 
 
 def quieten_libraries() -> None:
-    """Hide what libraries say of their own affairs at each start; a user's own setting stays."""
+    """Hide start-up messages of libraries. Environment variables set by the user are kept."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
+    warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended

@@ -1,21 +1,21 @@
-"""The command line of DeepSpeed's runner, read as its own parser reads it: options, then a script or module, its words.
+"""Parse the command line of DeepSpeed's runner as its own parser does: options, a script or module, its arguments.
 
-Pure, and light: it is read whenever a `deepspeed` command starts (hook.py).
+No heavy imports: this module is loaded whenever a `deepspeed` command starts (hook.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-VERSION = "--wfm-version"  # asks launch.py, and nobody else, which one it is
+VERSION = "--wfm-version"  # prints the version of launch.py; not an option of DeepSpeed
 SWITCHES = frozenset(
     (
         *("--module", "--no_python", "--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid"),
         *("--bind_cores_to_rank", "-q", "--quiet", "-h", "--help"),
     )
 )
-"""The runner's options that take no value; all others take one. Compared with the runner's parser by a test."""
-# Options with a value that decide something here.
+"""The runner's options without a value; all others have one. A test compares this set with the runner's parser."""
+# Options with a value that this package reads.
 READ_HERE = (
     *("--hostfile", "--node_rank", "--master_port"),
     *("--num_gpus", "--num_accelerators", "--num_nodes", "--include", "--exclude"),
@@ -24,26 +24,26 @@ SHORT = {"-m": "--module", "-H": "--hostfile", "-i": "--include", "-e": "--exclu
 
 
 def scan(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]], int | None]:
-    """The options of the runner's part as {full name: (index, value)}, and the index of the script or module name.
+    """Return the runner's options as {full name: (index, value)}, and the index of the script or module name.
 
-    Read as argparse does: `--name=value`, unambiguous beginnings of long options, values glued to short ones.
+    Like argparse, accepts `--name=value`, unambiguous prefixes of long options, and `-Xvalue`.
     """
-    given: dict[str, tuple[int, str]] = {}
+    options: dict[str, tuple[int, str]] = {}
     i = 0
     while i < len(argv) and argv[i].startswith("-"):
-        word, equals, value = argv[i].partition("=")
-        width = 1
-        if not word.startswith("--") and len(word) > len("-H"):
-            word, value = argv[i][:2], argv[i][2:]  # -Hfile
-        elif not equals and full_name(word) not in SWITCHES:
-            value, width = " ".join(argv[i + 1 : i + 2]), 2
-        given[full_name(word)] = (i, value)
-        i += width
-    return given, i if i < len(argv) else None
+        option, equals, value = argv[i].partition("=")
+        num_arguments = 1
+        if not option.startswith("--") and len(option) > len("-H"):
+            option, value = argv[i][:2], argv[i][2:]  # -Hfile
+        elif not equals and full_name(option) not in SWITCHES:
+            value, num_arguments = " ".join(argv[i + 1 : i + 2]), 2
+        options[full_name(option)] = (i, value)
+        i += num_arguments
+    return options, i if i < len(argv) else None
 
 
-def full_name(word: str) -> str:
-    """`--node_r` is --node_rank and -m is --module; options that decide nothing here stay as they are."""
-    if word.startswith("--") and word not in SWITCHES:
-        word = next((name for name in (*sorted(SWITCHES), *READ_HERE) if name.startswith(word)), word)
-    return SHORT.get(word, word)
+def full_name(option: str) -> str:
+    """Return --node_rank for `--node_r`, --module for -m. Options not read here are returned unchanged."""
+    if option.startswith("--") and option not in SWITCHES:
+        option = next((name for name in (*sorted(SWITCHES), *READ_HERE) if name.startswith(option)), option)
+    return SHORT.get(option, option)

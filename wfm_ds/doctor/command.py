@@ -1,6 +1,6 @@
-"""`python -m wfm_ds.doctor [RECIPE [section.key=value ...]]`: is this machine, and is a recipe on it, ready to train?
+"""`python -m wfm_ds.doctor [RECIPE [section.key=value ...]]`: check whether this machine can train, or run a recipe.
 
-Exit codes: 0 nothing stands in the way; 2 something does.
+Exit codes: 0 without errors, 2 if there are errors.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ from wfm_ds.doctor.finding import Finding
 from wfm_ds.errors import UserError
 from wfm_ds.program import USER_ERROR, Parser, program
 
-MASTER_PORT = 29500  # the launcher's, where several machines must agree on one
+MASTER_PORT = 29500  # default of the launcher for several machines
 COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def parser() -> Parser:
     p = Parser(
-        prog="python -m wfm_ds.doctor", description="Check the machine, and what a recipe needs of it, before a run."
+        prog="python -m wfm_ds.doctor", description="Check the machine and the requirements of a recipe before a run."
     )
-    p.add_argument("recipe", nargs="?", type=Path, help="a YAML recipe; without one, the machine only")
-    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
-    p.add_argument("--ranks", type=int, help="processes of the run; default: the GPUs of this machine, or the fewest")
-    p.add_argument("--hostfile", type=Path, help="also check the hosts in it, over ssh")
+    p.add_argument("recipe", nargs="?", type=Path, help="YAML recipe (default: check the machine only)")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="recipe overrides")
     p.add_argument(
-        "--master_port", type=int, default=MASTER_PORT, help="port at which ranks meet (default %(default)s)"
+        "--ranks", type=int, help="number of ranks (default: the GPUs of this machine, or the minimum of the recipe)"
     )
-    p.add_argument("--fix", action="store_true", help="only put the deepspeed command of this environment right")
+    p.add_argument("--hostfile", type=Path, help="also check the hosts in this hostfile over ssh")
+    p.add_argument(
+        "--master_port", type=int, default=MASTER_PORT, help="port for the ranks' rendezvous (default %(default)s)"
+    )
+    p.add_argument(
+        "--fix", action="store_true", help="only repair the deepspeed command of this environment, without other checks"
+    )
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
 
@@ -50,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
         return fix()
     quieten_libraries()
     choose_accelerator()
-    found = list(findings(args))
-    sys.stdout.write(as_json(found)) if args.json else print_table(found)
-    return USER_ERROR if any(finding.level == "error" for finding in found) else 0
+    results = list(findings(args))
+    sys.stdout.write(as_json(results)) if args.json else print_table(results)
+    return USER_ERROR if any(finding.level == "error" for finding in results) else 0
 
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
@@ -102,7 +106,7 @@ def print_table(found: Sequence[Finding]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("", "what", "found", "what to do", show_lines=False)
+    table = Table("", "check", "result", "what to do", show_lines=False)
     for finding in found:
         level = f"[{COLORS[finding.level]}]{finding.level}[/]"
         table.add_row(level, escape(finding.name), escape(finding.text), escape(finding.advice))

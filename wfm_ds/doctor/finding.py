@@ -1,4 +1,4 @@
-"""Findings of `python -m wfm_ds.doctor`: one statement each, whether it stands in the way, and what to do."""
+"""Findings of `python -m wfm_ds.doctor`: the result of one check, its severity, and advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`error`: a run cannot work; `warning`: it may fail or be slow."""
+    """Result of one check. `error`: a run cannot work; `warning`: it may fail or be slow."""
 
     name: str
     level: Level
@@ -22,7 +22,7 @@ class Finding:
 
 
 def attempt(name: str, action: Callable[[], str], advice: str = "") -> Finding:
-    """Return whether an action, whose result says what it found, raises what a user can cause."""
+    """Run a check and return its text as an `ok` finding, or its UserError as an `error` finding."""
     try:
         return Finding(name, "ok", action())
     except UserError as error:

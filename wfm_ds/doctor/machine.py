@@ -1,4 +1,4 @@
-"""Findings of doctor.py about this machine and the others of a hostfile; none of them needs a recipe."""
+"""Checks of this machine and of the hosts in a hostfile. No recipe is needed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from wfm_ds.monitoring.stopwatch import GIB
 PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "triton")
 OPTIONAL = ("triton",)
 TESTED_DEEPSPEED = "0.19.8"
-CONSTRAINTS = Path(__file__).parent.parent.parent / "constraints.txt"  # the versions that the tests ran with
-MIN_SHM_BYTES = GIB  # NCCL takes some ten MiB of it for each pair of ranks on a machine
-MIN_OPEN_FILES = 4096  # a rank holds sockets, shards of data and checkpoint files
+CONSTRAINTS = Path(__file__).parent.parent.parent / "constraints.txt"  # the tested versions
+MIN_SHM_BYTES = GIB  # NCCL uses about 10 MiB for each pair of ranks on a machine
+MIN_OPEN_FILES = 4096  # for sockets, data shards and checkpoint files of a rank
 SSH_TIMEOUT_S = 10
-MAX_CLOCK_DIFFERENCE_S = 2.0  # more, and logs and timestamps of checkpoints of several hosts mislead
+MAX_CLOCK_DIFFERENCE_S = 2.0  # a larger one makes logs and checkpoint times of several hosts hard to compare
 
 
 def machine_findings() -> Iterator[Finding]:
@@ -47,32 +47,31 @@ def python_finding() -> Finding:
 
 
 def version_finding(package: str) -> Finding:
-    """The installed version, against what wfm_ds and the package itself ask for."""
+    """Check the installed version of a package, and the package's own requirements."""
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         if package in OPTIONAL:
-            return Finding(package, "warning", "not installed: kernels are plain torch", f"pip install {package}")
+            return Finding(package, "warning", "not installed: using eager torch", f"pip install {package}")
         return Finding(package, "error", "not installed", 'pip install -e ".[dev]" in the repository')
-    wrong = [
-        f"{asker} asks for {requirement}, {found or 'which is missing'} is there"
-        for asker in ("wfm_ds", package)
-        for requirement, found in unmet(asker)
-        if asker == package or requirement.name == package
+    conflicts = [
+        f"{dependent} requires {requirement}, {f'found {installed}' if installed else 'which is not installed'}"
+        for dependent in ("wfm_ds", package)
+        for requirement, installed in unmet(dependent)
+        if dependent == package or requirement.name == package
     ]
-    if wrong:
-        return Finding(package, "error", f"{version}: {'; '.join(wrong)}", "pip install -e . -c constraints.txt")
+    if conflicts:
+        return Finding(package, "error", f"{version}: {'; '.join(conflicts)}", "pip install -e . -c constraints.txt")
     tested = tested_versions(CONSTRAINTS).get(package)
     if package == "deepspeed" and version.partition("+")[0] != TESTED_DEEPSPEED:
-        text = f"{version}: the engine relies on internals of DeepSpeed, and was tested with {TESTED_DEEPSPEED} only"
+        text = f"{version}: the engine depends on DeepSpeed internals and was only tested with {TESTED_DEEPSPEED}"
         return Finding(package, "warning", text, f"pip install deepspeed=={TESTED_DEEPSPEED}")
     is_other = tested is not None and tested != version.partition("+")[0]
-    return Finding(package, "ok", f"{version}{f', tests ran with {tested}' if is_other else ''}")
+    return Finding(package, "ok", f"{version}{f' (tested with {tested})' if is_other else ''}")
 
 
 def unmet(package: str) -> Iterator[tuple[Requirement, str | None]]:
-    """List the requirements of a package that this machine does not meet, with the version that is there; extras left
-    out."""
+    """Yield the unmet requirements of a package with the installed version, or None. Extras are ignored."""
     try:
         texts = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -81,20 +80,20 @@ def unmet(package: str) -> Iterator[tuple[Requirement, str | None]]:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
-            continue  # written by the package's authors; pip had its say
+            continue  # invalid metadata of the package; pip has accepted it
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            found = importlib.metadata.version(requirement.name)
+            installed = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             yield requirement, None
             continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            yield requirement, found
+        if not requirement.specifier.contains(installed, prereleases=True):
+            yield requirement, installed
 
 
 def tested_versions(path: Path) -> dict[str, str]:
-    """{package: version} of a constraints file; empty where the repository is not at hand."""
+    """Return {package: version} from a constraints file; empty if it does not exist (installed from a wheel)."""
     if not path.is_file():
         return {}
     lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
@@ -115,21 +114,21 @@ def gpu_finding() -> Finding:
         text = f"{len(names)} x {models}, at least {free:.1f} GiB free each; CUDA {torch.version.cuda}, NCCL {nccl}"
         return Finding("gpu", "ok", text)
     if not accelerator_present():
-        return Finding("gpu", "warning", "none: runs take the CPU and gloo, which is for small models")
+        return Finding("gpu", "warning", "none: runs use the CPU and gloo, for small models only")
     if torch.cuda.is_available():
-        return Finding("gpu", "warning", f"not used, as DS_ACCELERATOR={os.environ['DS_ACCELERATOR']} says")
+        return Finding("gpu", "warning", f"not used because of DS_ACCELERATOR={os.environ['DS_ACCELERATOR']}")
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     return Finding(
         "gpu",
         "error",
-        f"this machine has an accelerator that torch {torch.__version__} ({build}) cannot use",
-        "install the torch build for the driver (nvidia-smi names its CUDA version)",
+        f"torch {torch.__version__} ({build}) cannot use the accelerator of this machine",
+        "install the torch build for the driver's CUDA version (see nvidia-smi)",
     )
 
 
 def shm_finding(folder: Path = Path("/dev/shm")) -> Finding:
     if not folder.is_dir():
-        return Finding("shared memory", "warning", f"there is no {folder}", "NCCL needs it: mount a tmpfs there")
+        return Finding("shared memory", "warning", f"{folder} does not exist", "mount a tmpfs there: NCCL needs it")
     free = shutil.disk_usage(folder).free
     text = f"{free / GIB:.2f} GiB free in {folder}"
     if free < MIN_SHM_BYTES:
@@ -145,15 +144,14 @@ def open_files_finding() -> Finding:
 
 
 def port_finding(port: int, *, is_needed: bool) -> Finding:
-    """Return whether the port at which ranks meet is free here. Launches on one machine choose a free one by
-    themselves."""
+    """Check whether the port is free. is_needed: for several machines; launches on one machine choose a free port."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", port))
         except OSError as error:
             level: Level = "error" if is_needed else "warning"
-            return Finding("master port", level, f"{port}: {error.strerror}", "pass another one: --master_port PORT")
+            return Finding("master port", level, f"{port}: {error.strerror}", "choose another port: --master_port PORT")
     return Finding("master port", "ok", f"{port} is free on this machine")
 
 
@@ -161,25 +159,25 @@ def port_finding(port: int, *, is_needed: bool) -> Finding:
 
 
 def host_findings(hostfile: Path) -> list[Finding]:
-    """Check that each host answers without a password and that its clock agrees. Raises RecipeError for the file."""
+    """Check ssh without a password and the clock of each host. Raises RecipeError if the hostfile is invalid."""
     hosts = hosts_of(hostfile)
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
         return list(pool.map(host_finding, hosts))
 
 
 def hosts_of(hostfile: Path) -> list[str]:
-    """The names in DeepSpeed's format, `NAME slots=N` a line."""
+    """Return the host names in a DeepSpeed hostfile, with lines `NAME slots=N`. Raises RecipeError."""
     try:
         text = hostfile.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{hostfile}: cannot be read: {error}") from error
     lines = [line.split("#")[0].split() for line in text.splitlines()]
-    hosts = [words[0] for words in lines if words]
+    hosts = [fields[0] for fields in lines if fields]
     if not hosts:
-        raise RecipeError(f"{hostfile}: no host is named; expected lines like `node1 slots=8`")
-    wrong = [words[0] for words in lines if words and not any(word.startswith("slots=") for word in words[1:])]
-    if wrong or any(host.startswith("-") for host in hosts):
-        raise RecipeError(f"{hostfile}: expected lines like `node1 slots=8`, got {(wrong or hosts)[0]}")
+        raise RecipeError(f"{hostfile}: no hosts; expected lines like `node1 slots=8`")
+    invalid = [fields[0] for fields in lines if fields and not any(f.startswith("slots=") for f in fields[1:])]
+    if invalid or any(host.startswith("-") for host in hosts):
+        raise RecipeError(f"{hostfile}: expected lines like `node1 slots=8`, got {(invalid or hosts)[0]}")
     return hosts
 
 
@@ -188,28 +186,28 @@ def host_finding(host: str) -> Finding:
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}", host, "date", "+%s.%N"]
     before = time.time()
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=2 * SSH_TIMEOUT_S, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
-        return Finding(name, "error", "there is no ssh on this machine", "install it: the launcher needs it too")
+        return Finding(name, "error", "ssh is not installed on this machine", "install it: the launcher needs it too")
     except subprocess.TimeoutExpired:
         return Finding(name, "error", f"no answer in {2 * SSH_TIMEOUT_S} s", f"try: ssh {host} true")
     after = time.time()
-    if done.returncode:
-        reason = (done.stderr.strip() or f"ssh ended with {done.returncode}").splitlines()[-1]
+    if process.returncode:
+        reason = (process.stderr.strip() or f"ssh exited with {process.returncode}").splitlines()[-1]
         return Finding(name, "error", reason, f"ssh {host} true must work without a password: ssh-copy-id {host}")
     try:
-        clock = float(done.stdout.split()[-1])
+        clock = float(process.stdout.split()[-1])
     except (IndexError, ValueError):
-        return Finding(name, "warning", "answers, but does not tell the time", f"try: ssh {host} date +%s.%N")
+        return Finding(name, "warning", "reachable, but `date` does not work", f"try: ssh {host} date +%s.%N")
     return clock_finding(name, clock, before, after)
 
 
 def clock_finding(name: str, clock: float, before: float, after: float) -> Finding:
-    """A clock that was read at some time between `before` and `after`, all in seconds."""
-    difference = max(before - clock, clock - after, 0.0)  # what the travel time does not explain
-    text = f"answers in {after - before:.1f} s, its clock differs by {difference:.1f} s at least"
+    """Check a host's clock. clock: its time, read between the local times `before` and `after`, all in seconds."""
+    difference = max(before - clock, clock - after, 0.0)  # not explained by the response time
+    text = f"answered in {after - before:.1f} s, clock differs by at least {difference:.1f} s"
     if difference > MAX_CLOCK_DIFFERENCE_S:
-        return Finding(name, "warning", text, "let chrony or ntpd set the clocks: times in logs would mislead")
+        return Finding(name, "warning", text, "synchronize the clocks with chrony or ntpd")
     return Finding(name, "ok", text)

@@ -1,4 +1,4 @@
-"""Findings about what a recipe needs: the checks of training/preflight.py one by one, and memory and disk space."""
+"""Checks of a recipe: the checks of training/preflight.py one by one, memory, and disk space."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ from wfm_ds.run.stored import require_storage
 from wfm_ds.storage.filesystem import ACCESS_KEY, ENDPOINT, REGION, SECRET_KEY
 from wfm_ds.training import language_build, preflight
 
-SERVICE_TIMEOUT_S = 15.0  # for a service that runs already; one that is to be started has the recipe's time
+SERVICE_TIMEOUT_S = 15.0  # for a reward service that is already running; one started here has the recipe's timeout
 STORAGE_ADVICE = (
-    f"create the bucket, and set {ACCESS_KEY}, {SECRET_KEY}, {ENDPOINT} and {REGION}, or AWS's own variables, to what "
-    "may list, read, write and delete there"
+    f"create the bucket, and set {ACCESS_KEY}, {SECRET_KEY}, {ENDPOINT} and {REGION}, or AWS's own variables, to "
+    "credentials that may list, read, write and delete there"
 )
 
 
 def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
-    """Yield the findings in the order in which a user would mend them. Starts the reward service if the recipe does.
-    Writes and removes an object at checkpoint.storage, nothing else."""
+    """Yield the findings in the order in which to fix them. Starts the reward service if the recipe does.
+
+    Writes nothing except a temporary object at checkpoint.storage.
+    """
     yield from (Finding("recipe", "warning", doubt) for doubt in recipe.algorithm.doubts())
     yield attempt("batch", lambda: batch(recipe, world_size))
     if recipe.algorithm.trains_language:
@@ -63,7 +65,7 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
 
 
 def places(recipe: Recipe, world_size: int) -> Iterator[Finding]:
-    """Yield findings about the folder and the storage that the run would write to."""
+    """Yield findings about the output folder and checkpoint.storage."""
     yield attempt("output", lambda: preflight.beginning(find_start(recipe, world_size)))
     if recipe.checkpoint.storage is not None:
         yield attempt("storage", lambda: storage_text(recipe), STORAGE_ADVICE)
@@ -96,21 +98,21 @@ def reward_text(recipe: Recipe) -> str:
     data = load_data(recipe)
     preflight.check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.shown]}.values()))
     preflight.check_spawned_rewards(recipe)
-    asked = recipe.scoring.functions if recipe.scoring is not None else []
-    return f"{', '.join(function.name for function in asked)}: ready"
+    functions = recipe.scoring.functions if recipe.scoring is not None else []
+    return f"{', '.join(function.name for function in functions)}: ready"
 
 
 def storage_text(recipe: Recipe) -> str:
     assert recipe.checkpoint.storage is not None
     require_storage(recipe)
-    return f"{recipe.checkpoint.storage} can be written and read"
+    return f"{recipe.checkpoint.storage} is writable and readable"
 
 
 # ---- memory and disk space
 
 
 def estimated(recipe: Recipe, world_size: int) -> Estimate:
-    """Estimate from the configuration of the pipeline: no weight is read or made. Raises UserError."""
+    """Estimate memory and disk space from the pipeline's configuration, without loading weights. Raises UserError."""
     settings = recipe.model
     model = load_empty(
         settings.path,
@@ -123,42 +125,42 @@ def estimated(recipe: Recipe, world_size: int) -> Estimate:
         embedded_guidance=settings.embedded_guidance,
     )
     device = "cuda" if uses_cuda() else "cpu"
-    off = recipe.data.cache_text == "off" and recipe.data.cache_dir is None
-    keeps_encoders = off or recipe.data.streaming
+    is_uncached = recipe.data.cache_text == "off" and recipe.data.cache_dir is None
+    keeps_encoders = is_uncached or recipe.data.streaming
     return estimate(recipe, model, world_size, device=device, keeps_encoders=keeps_encoders)
 
 
 def memory_finding(recipe: Recipe, sizes: Estimate) -> Finding:
-    """Compare the memory that a rank needs with its own GPU's; without GPUs, that of all ranks with the host's."""
+    """Compare the estimated peak of a rank with free GPU memory; on CPUs, of all ranks with free host memory."""
     if uses_cuda():
         free, needed = torch.cuda.mem_get_info()[0], sizes.peak
-        where = "of a GPU"
+        device = "on a GPU"
     else:
         free, needed = psutil.virtual_memory().available, sizes.peak * sizes.world_size
-        where = f"of this machine for {sizes.world_size} ranks"
+        device = f"on this machine for {sizes.world_size} ranks"
     phase = sizes.phases[sizes.peak_phase]
     parts = ", ".join(f"{phase[part] / GIB:.2f} {part}" for part in sorted(phase, key=lambda name: -phase[name])[:4])
     text = (
-        f"{needed / GIB:.2f} GiB at the peak (estimated), {free / GIB:.2f} GiB {where} are free; a rank in the phase "
+        f"estimated peak {needed / GIB:.2f} GiB, free {free / GIB:.2f} GiB {device}; a rank in the phase "
         f"{sizes.peak_phase}: {parts}"
     )
     if not fits(needed, free):
         return Finding("memory", "error", text, f"change {', '.join(advice(recipe, sizes))}")
     if needed > ROOMY * free:
-        return Finding("memory", "warning", text, f"little is left: {', '.join(advice(recipe, sizes)[:2])} would help")
+        return Finding("memory", "warning", text, f"little margin: consider {', '.join(advice(recipe, sizes)[:2])}")
     return Finding("memory", "ok", text)
 
 
 def space_finding(recipe: Recipe, sizes: Estimate) -> Finding:
-    """The checkpoints that are kept, one more while it is written, and all exports."""
+    """Compare the free disk space with checkpoint.keep + 1 checkpoints (one is being written) and all exports."""
     folder = recipe.run.output_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    keep = recipe.checkpoint
-    exports = 1 + (recipe.run.steps // keep.export_every if keep.export_every else 0)
-    needed = (keep.keep + 1) * sizes.checkpoint_bytes + exports * sizes.export_bytes
+    settings = recipe.checkpoint
+    exports = 1 + (recipe.run.steps // settings.export_every if settings.export_every else 0)
+    needed = (settings.keep + 1) * sizes.checkpoint_bytes + exports * sizes.export_bytes
     text = (
-        f"{needed / GIB:.2f} GiB for {keep.keep + 1} checkpoints and {exports} exports, {free / GIB:.2f} GiB free "
+        f"{needed / GIB:.2f} GiB for {settings.keep + 1} checkpoints and {exports} exports, {free / GIB:.2f} GiB free "
         f"at {existing}"
     )
     if needed > free:

@@ -1,4 +1,4 @@
-"""The `deepspeed` script of this environment: does it understand `-m`, and how to put that right."""
+"""Check and repair of the `deepspeed` script of this environment, which must support `-m`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wfm_ds.distributed.hook import PTH, SCRIPT
 from wfm_ds.distributed.runner_line import VERSION
 from wfm_ds.doctor.finding import Finding
 
-TWIN = "deepspeed.pt"  # DeepSpeed installs the same script by this name too
+TWIN = "deepspeed.pt"  # DeepSpeed also installs the script under this name
 ANSWER_TIMEOUT_S = 60
 NAME = "deepspeed command"
 ADVICE = "wfm doctor --fix; meanwhile wfm train, or deepspeed --module wfm_ds.train"
@@ -30,27 +30,27 @@ def packages_folder() -> Path:
 
 
 def script_finding(scripts: Path) -> Finding:
-    """Return whether `deepspeed -m wfm_ds.train` works with the script in this folder: it is asked for our version."""
+    """Check that `deepspeed -m wfm_ds.train` works, by running the script in this folder with the version option."""
     script = scripts / SCRIPT
     if not script.is_file():
-        return Finding(NAME, "warning", f"there is no {script}", ADVICE)
+        return Finding(NAME, "warning", f"{script} does not exist", ADVICE)
     try:
-        told = subprocess.run(
+        process = subprocess.run(
             [script, VERSION], capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, stdin=subprocess.DEVNULL
         )
     except (subprocess.TimeoutExpired, OSError) as error:
         return Finding(NAME, "warning", f"{script} does not run: {error}", REINSTALL)
-    if told.stdout == f"wfm_ds {__version__}\n":
-        return Finding(NAME, "ok", f"{script} knows -m")
-    if told.stdout.startswith("wfm_ds "):
-        return Finding(NAME, "warning", f"{script} starts another version, {told.stdout.strip()}", ADVICE)
-    return Finding(NAME, "warning", f"{script} does not know -m", ADVICE)
+    if process.stdout == f"wfm_ds {__version__}\n":
+        return Finding(NAME, "ok", f"{script} supports -m")
+    if process.stdout.startswith("wfm_ds "):
+        return Finding(NAME, "warning", f"{script} starts another version: {process.stdout.strip()}", ADVICE)
+    return Finding(NAME, "warning", f"{script} does not support -m", ADVICE)
 
 
 def mend(scripts: Path, packages: Path) -> Iterator[str]:
-    """Put back what the command needs and lacks, and say what was done; nothing where nothing was to do.
+    """Restore the missing hook and script, and yield a message for each change.
 
-    The hook may have been removed by hand, the script by the uninstall of a version of wfm_ds that had one of its own.
+    The script may be missing after uninstalling a version of wfm_ds that installed its own.
     """
     hook = packages / PTH.name
     if not hook.is_file() or hook.read_bytes() != PTH.read_bytes():
@@ -67,8 +67,8 @@ def mend(scripts: Path, packages: Path) -> Iterator[str]:
 
 
 def fix() -> int:
-    """Mend this environment and print what was done and found. Returns 0 if the command works then."""
-    done = list(mend(scripts_folder(), packages_folder()))
-    found = script_finding(scripts_folder())
-    sys.stdout.write("".join(f"{line}\n" for line in done) + f"{found.text}\n")
-    return 0 if found.level == "ok" else 1
+    """Repair the command, print the changes and the check's result, and return 0 if the command works."""
+    messages = list(mend(scripts_folder(), packages_folder()))
+    finding = script_finding(scripts_folder())
+    sys.stdout.write("".join(f"{message}\n" for message in messages) + f"{finding.text}\n")
+    return 0 if finding.level == "ok" else 1

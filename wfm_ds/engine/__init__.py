@@ -1,1 +1,1 @@
-"""DeepSpeed around the denoiser, and the policies that its weights can show."""
+"""The DeepSpeed engine around the denoiser, and the policies that it can compute with."""

@@ -1,8 +1,8 @@
-"""The sum of the gradients of an optimizer step's micro-steps: in float32, whatever dtype the weights have.
+"""Gradient accumulation in float32 at ZeRO stage 1, whatever the dtype of the weights.
 
-At ZeRO stages 2 and 3 a key of DeepSpeed's does it (recipe/deepspeed.py writes it). At stage 1 that key would select
-BF16_Optimizer, whose masters lie elsewhere than the policies look for them, and without the key gradients are summed in
-the weights' dtype: in bfloat16 a sum of 512 equal numbers stops growing after 256 of them.
+At ZeRO stages 2 and 3 a key in the DeepSpeed JSON (written by recipe/deepspeed.py) does the same. At stage 1 that key
+would select BF16_Optimizer, which keeps its master weights in a place that `Shards` does not support. Without the key,
+gradients are summed in the dtype of the weights: in bfloat16 a sum of equal numbers stops growing after 256 of them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
 def accumulate_in_float32(ds: Any) -> None:
-    """Make the optimizer of ZeRO stage 1 sum gradients in float32; call it before the first backward.
+    """Make the optimizer of ZeRO stage 1 sum gradients in float32. Call it before the first backward pass.
 
-    These are the attributes that the optimizer's own constructor sets when it is given float32 for its sums, and
-    nothing that it built before reads them.
+    Sets the same attributes as the optimizer's constructor does for float32 accumulation. Nothing that the constructor
+    built before reads them.
     """
     optimizer = ds.optimizer
     if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.partition_gradients:
@@ -27,5 +27,5 @@ def accumulate_in_float32(ds: Any) -> None:
     for group in optimizer.bit16_groups:
         for parameter in group:
             parameter.grad_accum = None
-    if not optimizer._grad_acc_hooks:  # they are made for some settings of the JSON only
+    if not optimizer._grad_acc_hooks:  # the constructor creates them only for some settings of the JSON
         optimizer.create_gradient_handling_hooks()

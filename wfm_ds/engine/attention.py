@@ -1,7 +1,7 @@
-"""The kernel that computes the denoiser's attention: chosen and checked here, then given to every attention layer.
+"""Choice of the attention kernel for the denoiser, and its installation in every attention layer.
 
-Trainer, rollout workers and `generate` ask this module, so that a recipe means the same to all of them. Kernels are
-those of diffusers' dispatcher (diffusers.models.attention_dispatch); `native` leaves every layer as it is.
+The trainer, rollout workers and `generate` all use this module, so a recipe has the same effect in each of them. The
+kernels come from diffusers' dispatcher (diffusers.models.attention_dispatch). `native` leaves every layer unchanged.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from wfm_ds.ulysses.sd3 import JointAttention
 
 Capability = tuple[int, int]
 
-FASTER_FROM: Capability = (9, 0)  # where cuDNN's kernel is the faster one, and `auto` takes it
+FASTER_FROM: Capability = (9, 0)  # from here on cuDNN's kernel is the faster one, and `auto` selects it
 PROCESSORS: Mapping[type, Any] = {JointAttnProcessor2_0: JointAttention, CosmosAttnProcessor2_0: CosmosAttention}
-"""For stock processors that name no kernel to the dispatcher, or do not ask it: those of ours in their place."""
-# Processors that hide padding of the text by a mask.
+"""Replacements for diffusers' processors that do not go through the dispatcher, or do not pass it a backend."""
+# Processors that mask the padding of the text.
 MASKED = frozenset(
     {
         SanaAttnProcessor2_0,
@@ -46,12 +46,12 @@ MASKED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A kernel for bfloat16 on a GPU, and the attention that it can compute. None takes a mask."""
+    """An attention kernel for bfloat16 on a GPU and the attention that it supports. No kernel supports a mask."""
 
     backend: AttentionBackendName
-    capabilities: tuple[Capability, Capability]  # of the GPU: from, below
-    head_sizes: range  # channels of a head
-    package: str = ""  # to install, in words; empty: part of torch
+    capabilities: tuple[Capability, Capability]  # compute capability of the GPU: lowest supported, first unsupported
+    head_sizes: range  # channels per head
+    package: str = ""  # how to install it; empty: part of torch
     has_backward: bool = True
 
 
@@ -87,10 +87,10 @@ KERNELS: Mapping[AttentionName, Kernel] = {
 def choose(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, device: torch.device, *, trains: bool
 ) -> AttentionName:
-    """The kernel for this denoiser in this dtype on this device: `name`, or what `auto` means there.
+    """Return the kernel for this denoiser, dtype and device: `name` itself, or the one that `auto` selects.
 
-    trains: whether gradients are wanted. Raises UserError, which says why and what to do, for a named one that cannot
-    serve. Changes nothing; the weights may be on the meta device.
+    trains: whether gradients are needed. Changes nothing; the weights may be on the meta device. Raises UserError, with
+    the reason and a fix, if a kernel that was named explicitly cannot be used.
     """
     if name == "native":
         return name
@@ -108,37 +108,44 @@ def choose(
 def obstacle(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, capability: Capability | None, *, trains: bool
 ) -> str | None:
-    """The first reason why a kernel cannot serve, with the way out; None if it can. capability: of the GPU, if any."""
+    """Return the first reason why a kernel cannot be used, followed by a fix; None if it can.
+
+    capability: compute capability of the GPU, None on a CPU.
+    """
     kernel, layers = KERNELS[name], list(attention_layers(denoiser))
     if trains and not kernel.has_backward:
-        return "has no backward pass here, so nothing trains with it: keep it for rollout workers and generate"
+        return "has no backward pass and cannot be used for training: use it for rollout workers and generate"
     if not layers:
-        return f"serves diffusers' attention layers, and {type(denoiser).__name__} has none: choose another model"
+        return (
+            f"supports diffusers' attention layers only, and {type(denoiser).__name__} has none: choose another model"
+        )
     for layer_name, layer in layers:
         processor = type(layer.processor)
         if processor in MASKED:
-            return f"takes no mask, and {layer_name} has one ({processor.__name__}): choose another model"
+            return f"does not support masks, and {layer_name} has one ({processor.__name__}): choose another model"
         if processor not in PROCESSORS and not hasattr(processor, "_attention_backend"):
             own = f"which computes its attention itself ({processor.__name__})"
-            return f"cannot serve {layer_name}, {own}: choose another model"
+            return f"does not support {layer_name}, {own}: choose another model"
         if not (hasattr(layer, "inner_dim") and hasattr(layer, "heads")):
-            return f"cannot serve {layer_name}, which does not state the size of its heads: choose another model"
+            return f"does not support {layer_name}, which does not define the size of its heads: choose another model"
         head_size = layer.inner_dim // layer.heads
         if head_size not in kernel.head_sizes:
             least, most, step = kernel.head_sizes[0], kernel.head_sizes[-1], kernel.head_sizes.step
             return (
-                f"takes heads of {least} to {most} channels in steps of {step}, and {layer_name} has {head_size}: "
-                "choose another model"
+                f"supports heads of {least} to {most} channels in steps of {step}, and {layer_name} has "
+                f"{head_size}: choose another model"
             )
     if torch.are_deterministic_algorithms_enabled():
-        return "may add in any order, which engine.deterministic forbids: remove that key"
+        return "is not deterministic, which engine.deterministic requires: remove that key"
     if kernel.package and not is_installed(kernel.backend):
         return f"is not installed: install {kernel.package}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"does not compute in {str(dtype).removeprefix('torch.')}: set model.dtype: bfloat16"
+        return f"does not support {str(dtype).removeprefix('torch.')}: set model.dtype: bfloat16"
     least_capability, too_new = kernel.capabilities
     if capability is None or not least_capability <= capability < too_new:
-        here = "this device is none" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+        here = (
+            "this device is not a CUDA GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+        )
         return (
             f"needs a CUDA GPU of compute capability {least_capability[0]}.{least_capability[1]} or newer, below "
             f"{too_new[0]}.{too_new[1]}, and {here}: use another device"
@@ -147,25 +154,26 @@ def obstacle(
 
 
 def is_installed(backend: AttentionBackendName) -> bool:
-    """Tell if diffusers found the package behind one of its kernels, in a version that it takes."""
+    """Return whether diffusers finds the package of a kernel, in a supported version."""
     try:
         with attention_backend(backend):
             return True
-    except RuntimeError:  # what its check of the requirements raises
+    except RuntimeError:  # raised by diffusers' check of the requirements
         return False
 
 
 def attention_layers(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers whose processor computes attention, by name."""
+    """Yield the layers with an attention processor, with their names."""
     for name, layer in denoiser.named_modules():
         if isinstance(layer, Attention | AttentionModuleMixin) and hasattr(layer, "processor"):
             yield name, layer
 
 
 def use(denoiser: nn.Module, name: AttentionName) -> None:
-    """Compute all attention with a kernel that `choose` chose. After `ulysses.install`, if that is called at all.
+    """Compute all attention with the kernel that `choose_kernel` returned. Call it after `ulysses.install`, if that is
+    used.
 
-    diffusers' own set_attention_backend would change what every other model of the process does, too.
+    diffusers' own set_attention_backend is not used because it would also change every other model in the process.
     """
     if name == "native":
         return
@@ -177,6 +185,6 @@ def use(denoiser: nn.Module, name: AttentionName) -> None:
 
 
 def in_use(denoiser: nn.Module) -> AttentionName:
-    """The kernel that `use` gave to a denoiser."""
+    """Return the kernel that `use_kernel` set for a denoiser."""
     backends = {getattr(layer.processor, "_attention_backend", None) for _, layer in attention_layers(denoiser)}
     return next((name for name, kernel in KERNELS.items() if kernel.backend in backends), "native")

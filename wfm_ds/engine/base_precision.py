@@ -1,6 +1,6 @@
-"""The base of a LoRA run in fewer bits: which of a denoiser's layers are kept so, and in what.
+"""Low-precision base weights for LoRA runs: which layers of the denoiser are quantised, and to which format.
 
-The one place that knows the values of the recipe's base_precision; each has a class of layers (fp8.py, low_bit.py).
+Maps each value of the recipe's base_precision to a layer class (fp8_linear.py, low_bit_linear.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYERS: dict[BasePrecision, type[FrozenLinear]] = {
     "int8": Int8Linear,
     "nf4": Nf4Linear,
 }
-SIDES = 16  # torch._scaled_mm takes matrices whose sides are multiples of it
+SIDES = 16  # torch._scaled_mm requires matrix sides that are multiples of it
 
 
 def quantise_base(
@@ -35,13 +35,17 @@ def quantise_base(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Replace the linear layers of a denoiser's blocks, one after the other, by frozen ones of this precision on the
-    device; None replaces none. Returns the number of weights that they hold.
+    """Replace the linear layers of the denoiser's blocks, one by one, by frozen layers of this precision on the device.
 
-    Before adapters are added and before anything is moved or cut up: no second copy of a weight is ever whole. Left as
-    they are: embeddings and the last layer (outside blocks), modulation (its numbers scale whole blocks), what the
-    family keeps in float32, and sides that are no multiple of 16. Raises RecipeError for a precision that the device
-    does not have and for a denoiser without such a layer.
+    With precision None nothing is replaced. Returns the number of quantised weights.
+
+    Call it before adapters are added and before weights are moved or partitioned; at no time are there two full copies
+    of
+    more than one weight. These layers are not quantised: embeddings and the last layer (outside blocks), modulation
+    (its
+    outputs scale whole blocks), layers that the family keeps in float32, and layers with a side that is not a multiple
+    of
+    16. Raises RecipeError if the device does not support the precision, or if no layer qualifies.
     """
     if precision is None:
         return 0
@@ -62,21 +66,23 @@ def quantise_base(
 
 
 def require_some(layers: Sequence[object], key: str, denoiser: nn.Module) -> None:
-    """Raises RecipeError, naming the key that asks, unless there are layers."""
+    """Raise RecipeError, naming the recipe key, if there are no layers."""
     if not layers:
         raise RecipeError(
-            f"{key} finds no linear layer in the blocks of {type(denoiser).__name__} whose sides are multiples of "
-            f"{SIDES}: remove the key"
+            f"{key}: the blocks of {type(denoiser).__name__} have no linear layer with sides that are "
+            f"multiples of {SIDES}: remove the key"
         )
 
 
 def eligible_layers(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]) -> list[tuple[str, nn.Linear]]:
-    """The layers to quantise, with their paths: the linear ones of blocks but modulation, what the family keeps in
-    float32, and sides that are no multiple of 16."""
+    """Return the layers to quantise, with their paths: linear layers inside blocks.
+
+    Excludes modulation, layers that the family keeps in float32, and sides that are not multiples of 16.
+    """
     blocks = tuple(block_classes)
-    kept = [getattr(part, "_keep_in_fp32_modules", None) or () for part in denoiser.modules()]
-    in_float32 = {name for names in kept for name in names}
-    found = []
+    float32_names = [getattr(part, "_keep_in_fp32_modules", None) or () for part in denoiser.modules()]
+    in_float32 = {name for names in float32_names for name in names}
+    eligible = []
     for block_path, block in denoiser.named_modules():
         if not isinstance(block, blocks):
             continue
@@ -85,5 +91,5 @@ def eligible_layers(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]
             modulates = any("norm" in part or part in in_float32 for part in inside)
             fits = type(layer) is nn.Linear and not layer.in_features % SIDES and not layer.out_features % SIDES
             if fits and not modulates:
-                found.append((path, layer))
-    return found
+                eligible.append((path, layer))
+    return eligible

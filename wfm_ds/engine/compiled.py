@@ -1,8 +1,8 @@
 """Compilation of the denoiser's repeated blocks by torch.compile, one block at a time.
 
-Blocks of one structure share their compiled code, and hooks of a block stay outside it. What is compiled depends on the
-shapes of a forward, on the adapters that compute and on whether a gradient is kept, never on what came before: a run
-that continues from a checkpoint computes what it would have computed.
+Blocks of the same structure share their compiled code, and hooks on a block are not compiled. The choice of the
+compiled code depends only on the shapes of a forward pass, the active adapters and whether gradients are enabled, not
+on earlier passes. So a run that resumes from a checkpoint computes the same results as one without interruption.
 """
 
 from __future__ import annotations
@@ -18,39 +18,47 @@ from torch import nn
 from wfm_ds.errors import UserError
 
 MOST_GRAPHS = 256
-"""Versions of one block class that a process may compile: kinds of blocks x shapes x policies, with and without a
-gradient. torch stops at 8, and a run has more: then, as beyond this number, a forward raises instead of going on
-uncompiled."""
+"""Versions of one block class that a process may compile: kinds of blocks x shapes x policies, with and without
+gradient.
 
-# Values of half precision are rounded where eager kernels round them, also between operators that are fused. Without it
-# a forward with a gradient, which keeps other intermediate values than one without, has other results in bfloat16, and
-# the ratio of two equal policies is not 1.
+torch's default limit of 8 is too low for a run. Beyond the limit a forward pass raises instead of continuing without
+compilation.
+"""
+
+# Round half-precision values inside fused operators at the same places as eager kernels do. Without this, a forward
+# pass with gradient, which keeps other intermediate values than one without, has different results in bfloat16, and the
+# ratio of two equal policies is not 1.
 OPTIONS = {"emulate_precision_casts": True}
 
 
 def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]) -> int:
-    """Compile each block of these classes, when it first runs, as one graph without a break. Returns their number.
+    """Compile each block of these classes as one graph without breaks, at its first use. Returns the number of blocks.
 
-    The last change of a denoiser before DeepSpeed: after adapters, checkpointing and attention. Raises UserError for a
-    denoiser without such blocks.
+    This is the last change to a denoiser before DeepSpeed: after adapters, checkpointing and attention kernels. Raises
+    UserError if the denoiser has no such block.
     """
     blocks = [part for part in denoiser.modules() if isinstance(part, tuple(block_classes))]
     if not blocks:
         names = ", ".join(block.__name__ for block in block_classes) or "nothing"
         raise UserError(
-            f"engine.compile: {type(denoiser).__name__} has no block of the family's block_classes ({names}): remove "
-            "the key, or name the classes of its repeated blocks in the family"
+            f"engine.compile: {type(denoiser).__name__} has no block of the family's block_classes ({names}): "
+            "remove the key, or add the classes of its repeated blocks to the family"
         )
     for block in blocks:
-        # Not block.compile(): that would compile the hooks of the block too, DeepSpeed's and those of token sharing.
+        # Not block.compile(): that would also compile the hooks of the block, set by DeepSpeed and by sequence
+        # parallelism.
         compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=dict(OPTIONS))
         block.forward = with_limits(compiled)
     return len(blocks)
 
 
 def with_limits(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call, with torch's limits raised in whatever thread makes it: torch keeps them for each thread, rollout
-    workers denoise in several, and autograd recomputes blocks in its own."""
+    """Wrap a compiled function to raise torch's recompile limits in the calling thread.
+
+    torch stores the limits per thread. Rollout workers denoise in several threads, and autograd recomputes blocks in
+    its
+    own thread.
+    """
 
     @functools.wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Dropout of the trained adapter: in forwards with gradient alone, and the same in a run that was resumed."""
+"""Dropout of the trained adapter: only in forward passes with gradient, and reproducible after a resume."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from wfm_ds.seeds import derive_seed
 class AdapterDropout:
     """The dropout layers of the adapter `default`.
 
-    Their masks follow from the run's seed, the rank, the optimizer step and the place of the forward in it: nothing of
-    them has to be kept in a checkpoint. Blocks that are computed again in the backward pass drop the same, because
-    torch's checkpointing puts the generators back.
+    Masks are seeded by the run's seed, the rank, the optimizer step and the index of the forward pass within it, so
+    checkpoints need not store them. Blocks that are recomputed in the backward pass use the same masks, because torch's
+    checkpointing restores the random state.
     """
 
     def __init__(self, denoiser: nn.Module, seed: int, rank: int) -> None:
-        """Switch all dropout off, that of other policies for good: PEFT makes it in train mode."""
+        """Disable all dropout, which PEFT creates in train mode. For adapters of other policies this is permanent."""
         layers = [dict(layer.lora_dropout) for layer in adapted_layers(denoiser)]
         for dropout in (dropout for by_adapter in layers for dropout in by_adapter.values()):
             dropout.training = False
-        found = (by_adapter.get("default") for by_adapter in layers)
-        self._layers: list[Any] = [layer for layer in found if isinstance(layer, nn.Dropout)]
+        trained = (by_adapter.get("default") for by_adapter in layers)
+        self._layers: list[Any] = [layer for layer in trained if isinstance(layer, nn.Dropout)]
         self._seed, self._rank = seed, rank
         self._step, self._forwards = -1, 0
 
     @contextlib.contextmanager
     def drawn(self, step: int, device: torch.device) -> Iterator[None]:
-        """Have the forward inside drop if it has a gradient. step: optimizer steps before it, skipped ones too."""
-        differentiated = torch.is_grad_enabled()
+        """Enable dropout for the forward pass inside, if gradients are enabled.
+
+        step: number of optimizer steps before it, including skipped ones.
+        """
+        with_gradient = torch.is_grad_enabled()
         for layer in self._layers:
-            layer.training = differentiated
-        if not differentiated:
+            layer.training = with_gradient
+        if not with_gradient:
             yield
             return
         self._forwards = self._forwards + 1 if step == self._step else 0

@@ -1,8 +1,8 @@
 """DenoiserEngine: DeepSpeed around the denoiser.
 
-Owns the scale of the loss, the optimizer step, the learning rate, which policy the weights show, and the way from
-shards to whole tensors. Knows no algorithm, no family and no file. Words: theta is the policy `train`; old, ref and ema
-are the others (policy.py). An update is an optimizer step that was applied.
+Handles the scale of the loss, optimizer steps, the learning rate, the active policy, and gathering
+of full tensors from shards. Does not depend on algorithms, model families or files. Terms: theta is the policy `train`;
+old, ref and ema are the other policies (policies.py). An update is an optimizer step that was applied.
 """
 
 from __future__ import annotations
@@ -36,24 +36,26 @@ from wfm_ds.recipe.deepspeed import deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.ulysses.install import install
 
-MERGED = "merged"  # the active policy, whichever it is, while its adapter is in the weights
-OPTIMIZER = "optimizer."  # before the names of the optimizer's states
+MERGED = "merged"  # the active policy, of any name, while its adapter is merged into the weights
+OPTIMIZER = "optimizer."  # prefix of the names of the optimizer's states
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The outcome of an optimizer step. The same on every rank."""
 
-    applied: bool  # False: a gradient was not finite somewhere, or there was no term; nothing moved on any rank
+    # False if a gradient was not finite on some rank, or if there were no terms; no weight changed on any rank
+    applied: bool
     grad_norm: float  # global, before clipping, unscaled; NaN if not applied
     clipped: bool
-    lr: float  # the rate of this step, or the one that it would have had
+    lr: float  # learning rate of this step, also if it was not applied
 
 
 class EngineForward:
-    """The denoiser as a family sees it: calls go through DeepSpeed, attributes (config, dtype, ...) are the module's.
+    """The denoiser as a model family sees it: calls go through DeepSpeed, attributes (config, dtype, ...) are the
+    module's.
 
-    DeepSpeed must see each forward whose output is differentiated, and its own `config` would hide diffusers'.
+    DeepSpeed must run every forward pass that needs a gradient, but its own `config` attribute would hide diffusers'.
     """
 
     def __init__(self, engine: DenoiserEngine) -> None:
@@ -67,7 +69,7 @@ class EngineForward:
 
 
 class DenoiserEngine:
-    """One denoiser, its DeepSpeed engine and its policies. Every method marked collective is called by all ranks."""
+    """One denoiser, its DeepSpeed engine and its policies. All ranks must call the methods marked "Collective"."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class DenoiserEngine:
         adapters: Adapters | None,
         reached: Reached,
     ) -> None:
-        """Use `build`. `ds`: what deepspeed.initialize returned for `module`. adapters: of a LoRA run."""
+        """Use `build` instead. ds: result of deepspeed.initialize for `module`. adapters: None in full training."""
         self.ds = ds
         self.module = module
         self.recipe = recipe
@@ -99,16 +101,16 @@ class DenoiserEngine:
         self.copies = {name: ShardedCopy(self.shards) for name in sorted(policy_copies(policies, lora=self.lora))}
         self._adapters = adapters
         self._reached = reached
-        self._unpublished: set[str] = set()  # copies that have moved since their adapters were written
-        wanted = recipe.rollout is not None and recipe.rollout.cuda_graph
-        self._replays = Replays(ds, module.parameters) if wanted else None
+        self._unpublished: set[str] = set()  # copies that changed after their adapters were last written
+        uses_graphs = recipe.rollout is not None and recipe.rollout.cuda_graph
+        self._replays = Replays(ds, module.parameters) if uses_graphs else None
         self._replaying = False
-        drops = recipe.lora is not None and recipe.lora.dropout > 0
-        self._dropout = AdapterDropout(module, recipe.run.seed, world.rank) if drops else None
+        uses_dropout = recipe.lora is not None and recipe.lora.dropout > 0
+        self._dropout = AdapterDropout(module, recipe.run.seed, world.rank) if uses_dropout else None
         self._guard = Guard(world) if recipe.engine.guard else None
         self._num_backwards = 0  # since the last step
         self._due_backwards = self.accumulation
-        self._ema_seen = 0  # the update that the average saw last
+        self._ema_seen = 0  # the last update that was included in the average
 
     @classmethod
     def build(
@@ -128,21 +130,30 @@ class DenoiserEngine:
         share: Share = install,
         part_of: PartOf = one_part,
     ) -> DenoiserEngine:
-        """Collective. Prepare the denoiser for training (preparation.py), then DeepSpeed and copies.
+        """Prepare the denoiser for training (preparation.py) and create the DeepSpeed engine and the policy copies.
+        Collective.
 
-        denoiser: a diffusers model with equal weights on all ranks; it is changed in place. lora_targets: suffixes of
-        layers, unless the recipe names its own. policies: those wanted of old, ref, ema. accumulation: backward passes
-        per optimizer step. total_updates: optimizer steps of the run, where the schedule ends. block_classes: the
-        repeated blocks, for engine.compile. frozen: names of parameters that full training leaves as they are.
-        start: initial values of the adapter's tensors, by their names in `named_full_tensors`.
-        counts_work: note the FLOPs of forwards, whose arguments must have a row for each sample. share: has the ranks
-        of a replica share a sample's tokens. part_of: by a parameter's name, the part of the network that a step may
-        leave out (reached.py). Raises RecipeError for a DeepSpeed JSON or LoRA targets that cannot work, UserError for
-        a denoiser whose tokens the ranks of a replica cannot share, or that an attention kernel cannot serve.
+        denoiser: a diffusers model with equal weights on all ranks; changed in place. lora_targets: name suffixes of
+        the
+        layers to adapt; target_modules in the recipe override them. policies: a subset of old, ref, ema. accumulation:
+        backward passes per optimizer step. total_updates: optimizer steps of the run, which is the length of the
+        learning rate
+        schedule. block_classes: classes of the repeated blocks, for engine.compile. frozen: names of parameters that
+        full
+        training does not train. initial_adapter: initial values of adapter tensors, named as in `iter_full_tensors`.
+        count_flops: count the FLOPs of forward passes; their tensor arguments must have one row per sample.
+        shard_tokens:
+        installs the sharding of a sample's tokens over the ranks of a replica. find_part: maps a parameter's name to
+        the part
+        of the network that a step may leave out (gradient_watch.py).
+
+        Raises RecipeError for a DeepSpeed JSON or LoRA targets that cannot work. Raises UserError for a denoiser that
+        does
+        not support sequence parallelism or the attention kernel.
         """
         unknown = policies - {"old", "ref", "ema"}
         if unknown:
-            raise ValueError(f"there are the policies old, ref and ema, not {', '.join(sorted(unknown))}")
+            raise ValueError(f"policies must be old, ref or ema, not {', '.join(sorted(unknown))}")
         config = deepspeed_config(
             recipe,
             accumulation=accumulation,
@@ -152,7 +163,7 @@ class DenoiserEngine:
         )
         dtype = DTYPES[recipe.model.dtype]
         targets = (recipe.lora and recipe.lora.target_modules) or list(lora_targets)
-        # While it is whole.
+        # Before the weights are partitioned.
         work = WorkCounter.of(denoiser, recipe, targets, frozen) if world.is_main and counts_work else None
         names = sorted(policy_copies(policies, lora=True))
         adapters = prepare(
@@ -174,14 +185,17 @@ class DenoiserEngine:
             accumulate_in_float32(ds)
         return cls(ds, denoiser, recipe, world, policies, total_updates, work, adapters, reached)
 
-    # Forwards
+    # Forward passes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective. Run the denoiser under the active policy. All ranks do the same forwards in one order."""
-        LIVENESS.begin("a forward of the denoiser")
+        """Run the denoiser with the active policy. Collective.
+
+        All ranks must run the same forward passes in the same order.
+        """
+        LIVENESS.begin("a forward pass of the denoiser")
         if self._work is not None:
-            bare = self.lora and self.active in ("ref", MERGED)
-            self._work.note(args, kwargs, differentiated=torch.is_grad_enabled(), adapters=not bare)
+            is_base = self.lora and self.active in ("ref", MERGED)
+            self._work.note(args, kwargs, differentiated=torch.is_grad_enabled(), adapters=not is_base)
         if self._replaying and self._replays is not None:
             return self._replays(self.active, args, kwargs)
         if self._dropout is not None and self.active == "train":
@@ -191,7 +205,7 @@ class DenoiserEngine:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Run the forwards inside, which have no gradient, from CUDA graphs if the recipe says so (replay.py)."""
+        """Run the forward passes inside, without gradient, from CUDA graphs if enabled (cuda_graphs.py)."""
         self._replaying = True
         if self._replays is not None:
             self._replays.begin()
@@ -201,27 +215,32 @@ class DenoiserEngine:
             self._replaying = False
 
     def take_work(self) -> Work | None:
-        """FLOPs of this rank's forwards since the last call, on rank 0, which stands for all; None elsewhere."""
+        """Return the FLOPs of this rank's forward passes since the last call on rank 0, None on other ranks."""
         return None if self._work is None else self._work.take()
 
     def forget_work(self) -> None:
-        """Leave the forwards so far out of what `take_work` says next: they belong to no step."""
+        """Discard the FLOPs counted so far, because they do not belong to a step."""
         if self._work is not None:
             self._work.clear()
 
     def guard_check(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Raise on all ranks unless all are about to do the same (lockstep.py); without engine.guard, do nothing."""
+        """Raise on all ranks if the ranks are about to run different forward passes (rank_guard.py).
+
+        Does nothing without engine.guard.
+        """
         if self._guard is not None:
             self._guard.check(*what, inputs=inputs)
 
     @contextlib.contextmanager
     def policy(self, name: str, *, merge: bool = False) -> Iterator[None]:
-        """Collective. Use this policy for the forwards inside, without gradient unless it is `train`. Does not nest.
+        """Use this policy for the forward passes inside, without gradient except for `train`. Collective. Cannot be
+        nested.
 
-        Group forwards by phase: each change of policy costs an exchange of weights, or ZeRO-3's prefetch order.
-        merge: with its adapter in the weights (merging.py) and without gradient; for a LoRA that is not at ZeRO-3.
+        Each change of policy costs an exchange of weights, or ZeRO-3's prefetch order, so group forward passes by
+        policy.
+        merge: merge the policy's adapter into the weights (adapter_merge.py), without gradient; not for LoRA at ZeRO-3.
         """
-        self._require_train(f"policy({name!r})")
+        self._require_train(f"use_policy({name!r})")
         if name == "train" and not merge:
             yield
             return
@@ -254,42 +273,54 @@ class DenoiserEngine:
     # Optimization
 
     def expect(self, num_backwards: int) -> None:
-        """Expect this many backwards in the next optimizer step, not `accumulation`. Collective, before the first."""
+        """Set the number of backward passes of the next optimizer step, in place of `accumulation`. Collective.
+
+        Call it before the first of them.
+        """
         if num_backwards < 1 or self._num_backwards:
-            raise RuntimeError(f"cannot expect {num_backwards} backwards after {self._num_backwards} of a step")
+            raise RuntimeError(
+                f"cannot expect {num_backwards} backward passes: {self._num_backwards} of the step are done"
+            )
         self._due_backwards = num_backwards
 
     def backward(self, loss_sum: Tensor, num_terms: int) -> None:
-        """Collective. Back-propagate a micro-step so that all of a step's give the gradient of (1/N) sum l.
+        """Back-propagate a micro-step. All micro-steps of a step together give the gradient of (1/N) sum l. Collective.
 
-        loss_sum: the sum of this rank's terms in this micro-step, fp32 scalar, equal on the ranks of a replica.
-        num_terms: N, the valid terms of the whole optimizer step over all replicas and micro-steps, at least 1: a step
-        without any is `skip`.
+        loss_sum: sum of this rank's loss terms in this micro-step, fp32 scalar, equal on the ranks of a replica.
+        num_terms: N, the number of valid terms of the whole optimizer step over all replicas and micro-steps. At least
+        1:
+        call `skip_step` for a step without terms.
         """
         self._require_train("backward")
         if loss_sum.ndim != 0:
-            raise ValueError(f"loss_sum must be a scalar, got the shape {tuple(loss_sum.shape)}")
+            raise ValueError(f"loss_sum must be a scalar, got shape {tuple(loss_sum.shape)}")
         if num_terms < 1:
-            raise ValueError(f"a step of {num_terms} terms has no gradient: call skip()")
+            raise ValueError(f"a step with {num_terms} terms has no gradient: call skip_step()")
         if self._num_backwards == self._due_backwards:
-            raise RuntimeError(f"step() is due: {self._due_backwards} backwards make an optimizer step")
+            raise RuntimeError(
+                f"call step() first: all {self._due_backwards} backward passes of the optimizer step are done"
+            )
         self._num_backwards += 1
-        LIVENESS.begin("a backward of the denoiser")
+        LIVENESS.begin("a backward pass of the denoiser")
         last = self._num_backwards == self._due_backwards
         self.ds.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over ranks and divides by its own number of micro-steps, however many there are. The ranks
-        # of a replica hold parts of one gradient, which add up: the factor is all ranks, not the replicas.
+        # DeepSpeed averages over ranks and divides by its own number of micro-steps, whatever the actual number. The
+        # ranks of a replica hold parts of one gradient, which are summed, so the factor is the number of ranks, not of
+        # replicas.
         scale = self.world.size * self.accumulation / num_terms
         self.ds.backward(loss_sum * scale)
         if not last:
-            self.ds.step()  # counts the micro-step, nothing else
+            self.ds.step()  # only counts the micro-step
 
     def step(self) -> StepResult:
-        """Collective, after `accumulation` backwards. Update the weights, unless a gradient is not finite on any rank:
-        then nothing moves on any. Raises ModelError if no backward reached some of what trains."""
+        """Update the weights. Collective, after all backward passes of the step.
+
+        If a gradient is not finite on any rank, no weight changes on any rank. Raises ModelError if some of the trained
+        parameters received no gradient.
+        """
         self._require_train("step")
         if self._num_backwards != self._due_backwards:
-            raise RuntimeError(f"step() after {self._num_backwards} of {self._due_backwards} backwards")
+            raise RuntimeError(f"step() after {self._num_backwards} of {self._due_backwards} backward passes")
         self._num_backwards, self._due_backwards = 0, self.accumulation
         self._reached.check(self.world)
         LIVENESS.begin("an optimizer step")
@@ -306,10 +337,11 @@ class DenoiserEngine:
         return StepResult(applied=True, grad_norm=grad_norm, clipped=0 < bound < grad_norm, lr=lr)
 
     def skip(self) -> StepResult:
-        """Call on all ranks instead of a step's backwards and `step` if no rank has a term: no weight changes."""
-        self._require_train("skip")
+        """Skip an optimizer step without loss terms: no weight changes. All ranks call it instead of `backward` and
+        `step`."""
+        self._require_train("skip_step")
         if self._num_backwards:
-            raise RuntimeError(f"skip() after {self._num_backwards} backwards of a step")
+            raise RuntimeError(f"skip_step() after {self._num_backwards} backward passes of a step")
         self.num_skipped += 1
         lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
         return StepResult(applied=False, grad_norm=math.nan, clipped=False, lr=lr)
@@ -317,17 +349,20 @@ class DenoiserEngine:
     # Policies
 
     def update_policy(self, name: str, decay: float) -> None:
-        """Collective. Move a copy: copy <- decay * copy + (1 - decay) * theta for `old` or `ema`; 0 copies theta."""
+        """Update the copy of a policy, `old` or `ema`: copy <- decay * copy + (1 - decay) * theta. Collective.
+
+        Decay 0 copies theta.
+        """
         self._require_train("update_policy")
         if name == "ref":
             raise ValueError("ref is frozen: only old and ema follow the trained weights")
         self._require_known(name)
         self.copies[name].lerp_(decay)
         if self.lora:
-            self._unpublished.add(name)  # its adapter is written when a forward asks for it
+            self._unpublished.add(name)  # its adapter is written at the next forward pass that needs it
 
     def update_ema(self) -> None:
-        """Collective, after each step. Move `ema` by the recipe's schedule, unless the step was not applied."""
+        """Update `ema` by the recipe's schedule, if the last step was applied. Collective, after each step."""
         options, update = self.recipe.ema, self.num_updates
         if options is None or update == self._ema_seen:
             return
@@ -336,7 +371,7 @@ class DenoiserEngine:
             self.update_policy("ema", ema_decay(options.decay, update))
 
     def distance(self, policy: str) -> float:
-        """Collective. Return norm(theta - policy) / norm(policy) over the trained tensors."""
+        """Return norm(theta - policy) / norm(policy) over the trained tensors. Collective."""
         masters, flats = self.shards.masters(), self._flats(policy)
         sums = torch.zeros(2, dtype=torch.float64, device=masters[0].device)
         for parameter in self.shards.pieces:
@@ -347,10 +382,12 @@ class DenoiserEngine:
         return math.sqrt(total["difference"] / total["norm"])
 
     def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
-        """Collective, item by item: all ranks exhaust it. Yield names with tensors on rank 0's CPU, None elsewhere.
+        """Yield names and full tensors of a policy: on rank 0's CPU, None on other ranks. Collective: all ranks must
+        exhaust it.
 
-        Trained tensors in fp32, from the masters of the policy. Full run: all parameters and persistent buffers under
-        their diffusers names. LoRA run: the adapter of the policy, without the adapter's name
+        Trained tensors are fp32, from the policy's master weights. Full training: all parameters and persistent buffers
+        with
+        their diffusers names. LoRA: the adapter of the policy, named without the adapter's name
         (`transformer_blocks.0.attn.to_k.lora_A.weight`).
         """
         flats = self._flats(policy)
@@ -365,23 +402,28 @@ class DenoiserEngine:
     # Checkpoints
 
     def counters(self) -> dict[str, int]:
-        """The engine's counters, the same on every rank."""
+        """Return the engine's counters. Identical on every rank."""
         return {"updates": self.num_updates, "skipped": self.num_skipped, "ema_seen": self._ema_seen}
 
     def states(self) -> dict[str, list[Tensor]]:
-        """This rank's share of all that training changes, by name: `train`, the policies that follow it, and the
-        optimizer's states as `optimizer.NAME`. Of each name one tensor per optimizer group, cut as `shards.layout()`
-        says; [] if it is one number for the whole group (AdamW's step). Views: they change with the next step."""
+        """Return this rank's shard of everything that training changes, by name.
+
+        Names: `train`, the policies that follow it, and the optimizer's states as `optimizer.NAME`. Each has one tensor
+        per
+        optimizer group, partitioned as in `shards.slices_by_name()`; a 0-dimensional tensor is one number for the whole
+        group
+        (AdamW's step). The tensors are views and change with the next step.
+        """
         states = {"train": self.shards.masters(), **{n: list(copy.flats) for n, copy in self._moving_copies().items()}}
-        of_groups = self.shards.optimizer_states()
-        for name in of_groups[0]:
-            states[OPTIMIZER + name] = [of_group[name].detach() for of_group in of_groups]
+        group_states = self.shards.optimizer_states()
+        for name in group_states[0]:
+            states[OPTIMIZER + name] = [state[name].detach() for state in group_states]
         return states
 
     @torch.no_grad()
     def restore(self, counters: Mapping[str, int], states: Mapping[str, Flats]) -> None:
-        """Collective. Take up what `counters` and `states` gave; the forwards follow."""
-        self._require_train("restore")
+        """Restore the values of `step_counters` and `shard_states`, and update the weights to match. Collective."""
+        self._require_train("restore_state")
         self.num_updates, self.num_skipped = counters["updates"], counters["skipped"]
         self._ema_seen = counters["ema_seen"]
         masters = self.shards.masters()
@@ -389,40 +431,40 @@ class DenoiserEngine:
         self.shards.install(masters)
         for name, copy in self._moving_copies().items():
             torch._foreach_copy_(copy.flats, list(states[name]))
-        of_optimizer = {n.removeprefix(OPTIMIZER): flats for n, flats in states.items() if n.startswith(OPTIMIZER)}
-        if of_optimizer:
-            self.shards.take_up(of_optimizer)
+        optimizer_states = {n.removeprefix(OPTIMIZER): flats for n, flats in states.items() if n.startswith(OPTIMIZER)}
+        if optimizer_states:
+            self.shards.take_up(optimizer_states)
         if self.lora:
             self._unpublished |= self.copies.keys()
 
     def _moving_copies(self) -> dict[str, ShardedCopy]:
-        """Copies of all policies but `ref`, which is what the engine was built with."""
+        """Return the copies of all policies except `ref`, which never changes."""
         return {name: copy for name, copy in self.copies.items() if name != "ref"}
 
     def lora_config(self) -> peft.LoraConfig | None:
-        """The configuration of the adapter; None in a full run."""
+        """Return the configuration of the adapter; None in full training."""
         return cast(Any, self.module).peft_config["default"] if self.lora else None
 
     def _flats(self, policy: str) -> Sequence[Tensor]:
-        """This rank's fp32 values of a policy, as masters or copy."""
+        """Return this rank's fp32 values of a policy."""
         if policy == "train":
             return self.shards.masters()
         if self.lora and policy == "ref":
-            raise ValueError("ref has no tensors of its own in a LoRA run: it is the base without adapter")
+            raise ValueError("ref has no tensors in a LoRA run: it is the base model without adapter")
         self._require_known(policy)
         return self.copies[policy].flats
 
     def _require_known(self, name: str) -> None:
         if name not in self.policies:
-            raise ValueError(f"this engine has the policies train {' '.join(sorted(self.policies))}, not {name}")
+            raise ValueError(f"unknown policy {name}; this engine has train {' '.join(sorted(self.policies))}")
 
     def _require_train(self, what: str) -> None:
         if self.active != "train":
-            raise RuntimeError(f"{what} inside policy({self.active!r}): the weights are swapped")
+            raise RuntimeError(f"{what} inside use_policy({self.active!r}): the weights of another policy are in use")
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to a model's files (SD3's pos_embed.pos_embed is one), by name."""
+    """Yield the names and values of buffers that are part of a model's files, such as SD3's pos_embed.pos_embed."""
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:

@@ -1,7 +1,7 @@
-"""Floating-point operations of a module, counted operator by operator on the meta device.
+"""Floating-point operations of a module, counted per operator on the meta device.
 
-2 per multiply-add of linear layers, attention and convolutions; pointwise work does not count. Nothing is computed and
-no memory is taken, so the counts of a 14-billion-parameter model take seconds on a laptop.
+Counts 2 FLOPs per multiply-add of linear layers, attention and convolutions, and none for pointwise operations.
+Nothing is computed and no memory is allocated, so counting a model of 14 billion parameters takes seconds on a laptop.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Costs of one forward of a denoiser and of its backward pass."""
+    """FLOPs of one forward pass of a denoiser and of its backward pass."""
 
     forward: int
-    backward: int  # to everything that trains; what is frozen passes gradients on and gets none
-    recompute: int  # forwards repeated in the backward pass, if blocks are checkpointed
-    forward_without_adapters: int  # equals forward where there are none
+    backward: int  # with respect to everything that trains; frozen weights pass gradients through but receive none
+    recompute: int  # forward passes repeated in the backward pass, if blocks are checkpointed
+    forward_without_adapters: int  # equals `forward` if there are no adapters
 
 
 def convolution_backward(
@@ -41,21 +41,27 @@ def convolution_backward(
     output_mask: Sequence[bool],
     **_: Any,
 ) -> int:
-    """FLOPs of a backward: each of the two gradients costs as much as the forward. Torch's own
-    formula forgets the groups in that of the weights."""
+    """Return the FLOPs of a convolution's backward pass: each of the two gradients costs the same as the forward pass.
+
+    torch's own formula ignores the groups in the gradient of the weights.
+    """
     return conv_flop_count(x_shape, w_shape, grad_out_shape, transposed) * sum(output_mask[:2])
 
 
 def counting() -> FlopCounterMode:
-    """A context that counts; its own formula replaces one of torch's."""
+    """Return a context manager that counts FLOPs, with a corrected formula for convolutions."""
     return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: convolution_backward})
 
 
 def flops_of(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointing: bool) -> Flops:
-    """Count `predict`, a forward of `denoiser` on the meta device, as the denoiser stands: its adapters compute, and
-    what requires gradients gets them. checkpointing: recompute block activations in the backward pass."""
+    """Count the FLOPs of `predict`, a forward pass of `denoiser` on the meta device.
 
-    def differentiated() -> tuple[int, int]:
+    Counts with the denoiser's active adapters and its requires_grad flags. checkpointing: recompute block activations
+    in
+    the backward pass.
+    """
+
+    def count_passes() -> tuple[int, int]:
         with counting() as counter:
             prediction = predict()
             forward = counter.get_total_flops()
@@ -63,17 +69,17 @@ def flops_of(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointin
         return forward, counter.get_total_flops() - forward
 
     module: Any = denoiser
-    forward, backward = differentiated()
+    forward, backward = count_passes()
     recompute = 0
     if checkpointing:
         module.enable_gradient_checkpointing()
-        recompute = differentiated()[1] - backward
+        recompute = count_passes()[1] - backward
         module.disable_gradient_checkpointing()
     return Flops(forward, backward, recompute, without_adapters(denoiser, predict) or forward)
 
 
 def without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -> int | None:
-    """FLOPs of `predict` while the adapters of `denoiser` are off; None if it has none."""
+    """Return the FLOPs of `predict` with the denoiser's adapters disabled; None if it has none."""
     adapters = adapted_layers(denoiser)
     if not adapters:
         return None
@@ -87,12 +93,12 @@ def without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -> int 
 
 
 def adapted_layers(denoiser: nn.Module) -> list[Any]:
-    """The layers that have adapters, in their order."""
+    """Return the layers that have adapters, in module order."""
     return [part for part in denoiser.modules() if isinstance(part, BaseTunerLayer)]
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have shapes and no values."""
+    """Return a copy with parameters and buffers on the meta device: shapes without values."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

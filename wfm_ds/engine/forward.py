@@ -1,6 +1,6 @@
-"""The one way to a forward of the denoiser: counted by purpose, and where that is asked for compared between ranks.
+"""Forward passes of the denoiser, counted by purpose and optionally compared between ranks.
 
-Which policy computes and whether a gradient is kept is the caller's matter (engine.py).
+The caller chooses the policy and whether gradients are enabled (engine.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Denoise(Protocol):
-    """DiffusionModel.denoise: the velocity eps - x0 in float32, in the shape of the latents."""
+    """DiffusionModel.denoise: returns the velocity eps - x0 in float32, in the shape of the latents."""
 
     def __call__(
         self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
@@ -25,7 +25,7 @@ class Denoise(Protocol):
 
 
 class Forward(Protocol):
-    """One forward, for a purpose: rollout, policy, old, ref, validation, uncond, ..."""
+    """One forward pass for a purpose: rollout, policy, old, ref, validation, uncond, ..."""
 
     def __call__(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
@@ -33,27 +33,32 @@ class Forward(Protocol):
 
 
 class CountedForward:
-    """A `Forward` that counts, by purpose, since it was last cleared: `counts` has the forwards of this rank,
-    `num_samples` the samples in them, which do not depend on how they were batched."""
+    """A `ForwardFunction` that counts by purpose since the last reset.
+
+    `counts` has this rank's forward passes. `num_samples` has the samples in them, which do not depend on the batch
+    sizes.
+    """
 
     def __init__(self, denoise: Denoise, engine: DenoiserEngine | None = None, *, one_size: bool = True) -> None:
-        """engine: of a training run, whose guard compares the ranks. one_size: all replicas work on media of one height
-        and width, which the guard may then compare too."""
+        """engine: the engine of a training run, for its comparison of the ranks. one_size: all replicas use the same
+        height and
+        width, so that these are compared too.
+        """
         self._denoise, self._engine, self._one_size = denoise, engine, one_size
         self.counts: Counter[str] = Counter()
         self.num_samples: Counter[str] = Counter()
 
     def clear(self) -> None:
-        """Count from zero again."""
+        """Reset all counts to zero."""
         self.counts.clear()
         self.num_samples.clear()
 
     def __call__(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
     ) -> Tensor:
-        """Velocity [B, ...] float32 of latents [B, ...] at sigma [B] under the policy in use.
+        """Return the velocity [B, ...] float32 for latents [B, ...] at sigma [B] under the active policy.
 
-        expert: the one that all of sigma belong to; None: the model looks it up.
+        expert: the expert that all of sigma belong to; None: the model looks it up.
         """
         self.counts[purpose] += 1
         self.num_samples[purpose] += len(sigma)

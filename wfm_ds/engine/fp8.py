@@ -1,8 +1,8 @@
-"""A frozen base in float8 e4m3 under trained adapters: half the bytes of bfloat16, and on a GPU faster products.
+"""Linear layers with a frozen float8 e4m3 weight for LoRA: half the memory of bfloat16, and faster products on a GPU.
 
-Every policy of a run (trained, old, reference) computes with this one base, so that two equal policies predict equal
-bits and the ratios of a first update are exactly 1. A row of a weight and a row of an input has a scale of its own
-(wfm_kernels.quantise_rows): what a sample becomes depends on no other sample of its batch.
+Every policy of a run (trained, old, reference) uses the same base, so two equal policies predict identical bits and
+the ratios of a first update are exactly 1. Each row of a weight and each row of an input has its own scale
+(wfm_kernels.quantise_rows), so a sample's result does not depend on the other samples in its batch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from wfm_ds.errors import RecipeError
 from wfm_kernels import quantise_rows
 
 E4M3 = torch.float8_e4m3fn
-CAPABILITY = (8, 9)  # of the first GPUs with products in float8
+CAPABILITY = (8, 9)  # of the first GPUs with float8 matrix products
 
 
 class Fp8Linear(FrozenLinear):
-    """A linear layer whose frozen weight [N, K] is kept as e4m3 bytes and a float32 scale for each of its rows.
+    """A linear layer with a frozen weight [N, K], stored as e4m3 bytes and one float32 scale per row.
 
-    y = (xq @ Wq^T) * scale(x) * scale(W)^T + bias, in the dtype of x [..., K]. The gradient of x is that of the layer
-    with the dequantised weight in the dtype of the gradient; the weight gets none. On a CPU the products are emulated
-    in float64, where sums of such products are exact.
+    y = (xq @ Wq^T) * scale(x) * scale(W)^T + bias, in the dtype of x [..., K]. The gradient of x uses the dequantised
+    weight in the dtype of the gradient; the weight gets no gradient. On a CPU the products are emulated in float64, in
+    which sums of these products are exact.
     """
 
     weight_bytes: Tensor
@@ -38,7 +38,7 @@ class Fp8Linear(FrozenLinear):
 
     @property
     def quantised(self) -> tuple[Tensor, Tensor]:
-        """The values of the weight, e4m3 [N, K], and their scales, float32 [N, 1]. Views."""
+        """The e4m3 values of the weight [N, K] and their float32 scales [N, 1]. Views."""
         return self.weight_bytes.view(dtype=E4M3), self.scale_bits.view(dtype=torch.float32)
 
     @property
@@ -51,8 +51,10 @@ class Fp8Linear(FrozenLinear):
 
 
 class Fp8TwiceLinear(Fp8Linear):
-    """The same layer to the bit, with a second copy of the weight, whose columns have scales: the gradient of x is a
-    product in float8 too, of the rows of the gradient and of that copy."""
+    """A layer with the same outputs as Fp8Linear that also computes the gradient of x in float8.
+
+    Stores a second copy of the weight, with one scale per column, for the product with the rows of the gradient.
+    """
 
     back_bytes: Tensor
     back_scale_bits: Tensor
@@ -80,7 +82,7 @@ class _Product(torch.autograd.Function):
         back: Tensor | None = None,
         back_scale: Tensor | None = None,
     ) -> Tensor:
-        """back, back_scale: e4m3 [K, N] and float32 [K, 1], for a gradient by a product in float8."""
+        """back, back_scale: e4m3 [K, N] and float32 [K, 1], for computing the gradient of x in float8."""
         ctx.in_float8 = back is not None
         ctx.save_for_backward(*((values, scale) if back is None else (back, back_scale)))
         rows, row_scale = quantise_rows(x)
@@ -91,22 +93,24 @@ class _Product(torch.autograd.Function):
         values, scale = ctx.saved_tensors
         if ctx.in_float8:
             rows, row_scale = quantise_rows(gradient.contiguous())
-            of_x = scaled_product(rows, row_scale, values, scale, None, gradient.dtype)
+            x_gradient = scaled_product(rows, row_scale, values, scale, None, gradient.dtype)
         else:
-            of_x = gradient @ dequantised(values, scale, gradient.dtype)
-        return of_x, None, None, None, None, None
+            x_gradient = gradient @ dequantised(values, scale, gradient.dtype)
+        return x_gradient, None, None, None, None, None
 
 
 def dequantised(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """values * scale, rounded once to `dtype`."""
+    """Return values * scale, rounded once to `dtype`."""
     return (values.float() * scale).to(dtype)
 
 
 def scaled_product(
     rows: Tensor, row_scale: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """(rows * row_scale) @ (values * scale)^T + bias in `dtype`: rows e4m3 [..., K] with scales [..., 1], values e4m3
-    [N, K] with scales [N, 1]."""
+    """Return (rows * row_scale) @ (values * scale)^T + bias in `dtype`.
+
+    rows: e4m3 [..., K] with scales [..., 1]. values: e4m3 [N, K] with scales [N, 1].
+    """
     if rows.device.type != "cpu":
         return torch._scaled_mm(
             rows.view(-1, rows.shape[-1]),
@@ -115,18 +119,19 @@ def scaled_product(
             scale_b=scale.t(),
             bias=bias,
             out_dtype=dtype,
-            use_fast_accum=False,  # it would add up in 14 bits
+            use_fast_accum=False,  # fast accumulation has 14 bits only
         ).view(*rows.shape[:-1], len(values))
     product = rows.double() @ values.double().t() * row_scale * scale.squeeze(1)
     return (product if bias is None else product + bias).to(dtype)
 
 
 def require_fp8(key: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises RecipeError, naming the key that asks, where a GPU cannot multiply in float8, or not into this dtype."""
+    """Raise RecipeError, naming the recipe key, if a GPU does not support float8 products with outputs in this
+    dtype."""
     if device.type != "cuda":
         return
     if torch.cuda.get_device_capability(device) < CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        raise RecipeError(f"{key} needs a GPU of compute capability 8.9 or newer, {name} is older")
+        raise RecipeError(f"{key} needs a GPU of compute capability 8.9 or newer; {name} is older")
     if dtype != torch.bfloat16:
         raise RecipeError(f"{key} computes in bfloat16 on a GPU: set model.dtype: bfloat16")

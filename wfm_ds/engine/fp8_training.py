@@ -1,9 +1,9 @@
-"""Full fine-tuning with products in float8, by torchao or TransformerEngine: weights stay plain parameters, cast anew
-in each forward.
+"""Full fine-tuning with float8 products, by torchao or TransformerEngine.
 
-So DeepSpeed, optimizer, policies, checkpoints and exports see what they see without it. Scales are taken from the
-numbers at hand, never from earlier steps, so equal weights predict equal bits. torchao's are a row's, of weights and
-inputs alike: a sample's prediction depends on no other sample of its batch. TransformerEngine's are in te_linear.py.
+Weights stay ordinary parameters and are cast in every forward pass, so DeepSpeed, the optimizer, policies, checkpoints
+and exports work unchanged. Scales are computed from the current values, never from earlier steps, so equal weights
+predict identical bits. torchao uses one scale per row for weights and inputs, so a sample's prediction does not depend
+on the other samples in its batch. For TransformerEngine see transformer_engine_linear.py.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ def train_in_float8(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Replace the linear layers of a denoiser's blocks, those of `eligible_layers`, by the library's, with the very
-    same parameters; None replaces none. Returns their number. On a CPU torchao's products are emulated, for tests.
+    """Replace the denoiser's `eligible_layers` by layers of the library that share the same parameters.
 
-    Raises RecipeError where the library is not installed or cannot be imported, where a GPU cannot multiply in float8,
-    and for a denoiser without such layers.
+    With library None nothing is replaced. Returns the number of replaced layers. On a CPU torchao emulates the
+    products,
+    for tests. Raises RecipeError if the library is not installed or cannot be imported, if the GPU does not support
+    float8, or if the denoiser has no eligible layer.
     """
     if library is None:
         return 0
     key = f"model.fp8_training: {library}"
     require_package(library, key)
     require_fp8(key, dtype, device)
-    of_library = torchao_linear(device) if library == "torchao" else te_linear(key, device)
+    convert = torchao_linear(device) if library == "torchao" else te_linear(key, device)
     layers = eligible_layers(denoiser, block_classes)
     require_some(layers, key, denoiser)
     for path, layer in layers:
         parent, _, name = path.rpartition(".")
-        setattr(denoiser.get_submodule(parent), name, of_library(layer))
+        setattr(denoiser.get_submodule(parent), name, convert(layer))
     how = ", emulated: on a CPU this is for tests" if device.type == "cpu" else ""
-    logger.info("%d linear layers train in float8 by %s%s", len(layers), library, how)
+    logger.info("%d linear layers train in float8 with %s%s", len(layers), library, how)
     return len(layers)
 
 
 def torchao_linear(device: torch.device) -> Callable[[nn.Linear], nn.Module]:
-    """Return what makes a layer of torchao of a torch one, with the very same parameters."""
+    """Return a function that converts a torch linear layer to a torchao layer with the same parameters."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name("rowwise"),
         emulate=device.type == "cpu",
-        pad_inner_dim=True,  # the gradient of a weight sums over tokens, whose number need not be a multiple of 16
+        pad_inner_dim=True,  # the gradient of a weight sums over tokens, and their number need not be a multiple of 16
     )
     return lambda layer: Float8Linear.from_float(layer, config=config)

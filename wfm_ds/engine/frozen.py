@@ -1,4 +1,4 @@
-"""A linear layer that does not train, its weight kept in fewer bits: what every way of keeping it has in common."""
+"""Base class of frozen linear layers that store their weight in fewer bits."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from torch import Tensor, nn
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer without a weight among its parameters: a subclass says what is kept of it, and computes with that.
+    """A linear layer without a weight parameter. Subclasses define how the weight is stored and how to compute with it.
 
-    What is kept belongs in buffers of integers, outside of state dicts: whoever casts the module to bfloat16, saves it
-    or cuts up its parameters means weights in another form.
+    The stored weight must be in integer buffers outside of state dicts, so that casting the module to bfloat16, saving
+    it
+    or partitioning its parameters does not touch it.
     """
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
-        """Stand for a layer that would compute in `dtype`: its weight, rounded to that first, whatever it is stored in,
-        is kept on the device."""
+        """Replace a layer that computes in `dtype`.
+
+        The weight is rounded to `dtype`, whatever its stored dtype, and then stored on the device.
+        """
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.bias = layer.bias
@@ -23,10 +26,10 @@ class FrozenLinear(nn.Linear):
         self.keep(layer.weight.detach().to(device, dtype))
 
     def keep(self, weight: Tensor) -> None:
-        """Set the buffers that stand for a weight [N, K]."""
+        """Set the buffers that store a weight [N, K]."""
         raise NotImplementedError
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]  # peft asks for its device and dtype
-        """The weight [N, K] that the layer stands for, made anew, in the dtype of the model."""
+    def weight(self) -> Tensor:  # type: ignore[override]  # peft reads its device and dtype
+        """The weight [N, K] in the dtype of the model, restored at each access."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Bytes of the tensors that are alive while a block of code runs, and their peak: on a CPU, and on the meta device.
+"""Current and peak bytes of live tensors while a block of code runs, on a CPU or on the meta device.
 
-A tensor on the meta device has a storage with a size and a lifetime and takes no memory, so what a forward and a
-backward of a model keep alive can be counted for sizes that the machine could never hold.
+A tensor on the meta device has a storage with a size and a lifetime but uses no memory. So the memory of a forward and
+backward pass can be measured for models that do not fit into the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the tensors of one device that operators have made within the block and that are alive."""
+    """Count the bytes of live tensors on one device that were created by operators inside the context."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -27,17 +27,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        input_ids = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor) or tensor.device.type != self._device:
                 continue
-            if id_of(tensor) not in given:
+            if id_of(tensor) not in input_ids:
                 self._add(tensor.untyped_storage())
-        return made
+        return result
 
     def knows(self, key: int) -> bool:
-        """Tell if the storage with this id is among those that are counted."""
+        """Return whether the storage with this id is counted."""
         return key in self._known
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -60,21 +60,21 @@ def id_of(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def attention_as_on_a_gpu() -> Iterator[None]:
-    """Inside, attention on the meta device keeps what a GPU's kernels keep; torch would choose the textbook formula
-    there, with its table of every token with every other.
+    """Make attention on the meta device keep the same tensors as a GPU's kernels do.
 
-    The function itself is replaced: a mode of torch's would not see what a backward pass recomputes.
+    There torch would use the textbook formula, with its matrix of all pairs of tokens. The function itself is replaced,
+    because a torch mode would miss recomputation in a backward pass.
     """
-    stock = functional.scaled_dot_product_attention
+    original = functional.scaled_dot_product_attention
 
-    def chosen(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return (fused_attention if query.device.type == "meta" else stock)(query, *args, **kwargs)
+    def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return (fused_attention if query.device.type == "meta" else original)(query, *args, **kwargs)
 
-    functional.scaled_dot_product_attention = chosen
+    functional.scaled_dot_product_attention = attention
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = stock
+        functional.scaled_dot_product_attention = original
 
 
 def fused_attention(
@@ -87,20 +87,23 @@ def fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Scaled dot-product attention that keeps its inputs, its output and one number a row; on the meta device only."""
+    """Compute scaled dot-product attention that keeps its inputs, its output and one number per row.
+
+    For the meta device only.
+    """
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    kept: torch.Tensor
+    output: torch.Tensor
     if attn_mask is None:
-        kept, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        output, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
         )
-        return kept
+        return output
     if attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
     bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    kept, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+    output, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
     )
-    return kept
+    return output

@@ -1,7 +1,7 @@
-"""Frozen layers that keep a weight in eight or four bits and compute with what it stands for, made anew for each use.
+"""Frozen linear layers with an 8-bit or 4-bit weight, which is restored at each use.
 
-They take the memory, not the time: a product is that of the model's dtype, after the weight was restored. Inputs are
-not rounded, so their error is smaller than that of float8, and any GPU will do.
+They save memory but not time: products use the dtype of the model, after the weight was restored. Inputs are not
+rounded, so the error is smaller than with float8, and any GPU is supported.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch.nn import functional
 from wfm_ds.engine.frozen import FrozenLinear
 from wfm_ds.engine.packages import require_package
 
-MOST = 127  # of int8, on both sides of 0
-BLOCK = 64  # elements of a weight with one scale in NF4
+MOST = 127  # int8 range is [-127, 127]
+BLOCK = 64  # weight elements per scale in NF4
 
 
 class StoredLinear(FrozenLinear):
-    """y = x W^T + bias with the restored weight, in the dtype of the model; so is the gradient of x. Neither keeps it:
-    the backward pass restores it once more."""
+    """Compute y = x W^T + bias with the restored weight, in the dtype of the model.
+
+    The restored weight is not kept: the backward pass restores it again for the gradient of x.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         product: Tensor = _Product.apply(input, self.bias, self)  # type: ignore[no-untyped-call]
@@ -31,7 +33,7 @@ class StoredLinear(FrozenLinear):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: StoredLinear) -> Tensor:
-        ctx.layer = layer  # frozen: nothing of it is saved
+        ctx.layer = layer  # frozen, so nothing needs to be saved
         return functional.linear(x, layer.weight, bias)
 
     @staticmethod
@@ -40,7 +42,7 @@ class _Product(torch.autograd.Function):
 
 
 class Int8Linear(StoredLinear):
-    """A weight [N, K] as integers from -127 to 127 and a float32 scale for each of its rows."""
+    """A weight [N, K] stored as integers from -127 to 127 with one float32 scale per row."""
 
     codes: Tensor
     scale_bits: Tensor
@@ -57,8 +59,10 @@ class Int8Linear(StoredLinear):
 
 
 class Nf4Linear(StoredLinear):
-    """A weight [N, K] in NF4 (QLoRA, arXiv 2305.14314) by bitsandbytes: four bits an element, and a float32 scale for
-    each 64 that follow each other."""
+    """A weight [N, K] stored in NF4 (QLoRA, arXiv 2305.14314) by bitsandbytes.
+
+    Uses four bits per element and one float32 scale per 64 consecutive elements.
+    """
 
     codes: Tensor
     scale_bits: Tensor
@@ -71,7 +75,7 @@ class Nf4Linear(StoredLinear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        # A block a row: the library's kernel for CPUs begins a block with each row.
+        # One block per row, because the CPU kernel of the library starts a new block at each row.
         shape = (self.in_features * self.out_features // BLOCK, BLOCK)
         scale = self.scale_bits.view(dtype=torch.float32)
         restored: Tensor = nf4_operators().dequantize_4bit(self.codes, scale, BLOCK, "nf4", shape, self.dtype)
@@ -79,7 +83,7 @@ class Nf4Linear(StoredLinear):
 
 
 def nf4_operators() -> Any:
-    """The library's operators. Raises RecipeError where it is not installed."""
+    """Return the operators of bitsandbytes. Raises RecipeError if it is not installed."""
     require_package("bitsandbytes", "base_precision: nf4")
     import bitsandbytes  # noqa: F401, registers them
 

@@ -1,8 +1,8 @@
-"""A LoRA added into the weights of its layers for a while, so that forwards are those of a model without adapters.
+"""Temporary merging of a LoRA into the weights of its layers, so that forward passes run without adapters.
 
-Afterwards the weights are what they were, bit for bit: a copy of each adapted layer's weight lies aside meanwhile, on
-the same device. PEFT's own way back subtracts what it added, which rounds. Merged weights are written where the weights
-lie, so that whatever knows their address (a captured graph) finds them there.
+Afterwards the weights are restored bit for bit from copies on the same device. PEFT's unmerge subtracts the update
+instead, which rounds. Merged weights are written in place, so a captured CUDA graph, which uses their addresses, stays
+valid.
 """
 
 from __future__ import annotations
@@ -16,35 +16,40 @@ from torch import Tensor
 
 
 class AdapterMerge:
-    """The adapted layers of a denoiser (flops.adapted_layers), and their own weights while one is in them. The layers
-    are whole: not for ZeRO-3. Which adapter computes besides is the caller's matter: none should."""
+    """The adapted layers of a denoiser (flops.find_adapter_layers) and, while an adapter is merged, their original
+    weights.
+
+    The layers must not be partitioned: not for ZeRO-3. The caller must disable all adapters meanwhile.
+    """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
-        self._kept: list[Tensor] = []  # empty: the layers have their own weights
+        self._kept: list[Tensor] = []  # empty if no adapter is merged
 
     @torch.no_grad()
     def put_in(self, adapter: str) -> None:
-        """Add this adapter into the layers' own weights, in place of one that is in them. Added up in float32 and
-        rounded once."""
+        """Merge this adapter into the original weights. Replaces an adapter that was merged before.
+
+        The sum is computed in float32 and rounded once.
+        """
         if not self._kept:
             self._kept = [layer.get_base_layer().weight.detach().clone() for layer in self._layers]
-        for layer, own in zip(self._layers, self._kept, strict=True):
-            merged = own.float() + layer.get_delta_weight(adapter).float()
+        for layer, original in zip(self._layers, self._kept, strict=True):
+            merged = original.float() + layer.get_delta_weight(adapter).float()
             layer.get_base_layer().weight.copy_(merged)
 
     @torch.no_grad()
     def take_out(self) -> None:
-        """Give the layers their own weights back, if an adapter is in them, and free the copies."""
-        kept, self._kept = self._kept, []
-        if kept:
-            for layer, own in zip(self._layers, kept, strict=True):
-                layer.get_base_layer().weight.copy_(own)
+        """Restore the original weights if an adapter is merged, and free the copies."""
+        originals, self._kept = self._kept, []
+        if originals:
+            for layer, original in zip(self._layers, originals, strict=True):
+                layer.get_base_layer().weight.copy_(original)
 
 
 @contextlib.contextmanager
 def merged(layers: Sequence[Any], adapter: str) -> Iterator[None]:
-    """Have this adapter in the weights of its layers inside."""
+    """Merge this adapter into the weights of its layers inside the context."""
     merge = AdapterMerge(layers)
     try:
         merge.put_in(adapter)

@@ -1,8 +1,9 @@
-"""The optimizer of all that trains, and its states in the one form that checkpoints hold, whatever it keeps them in.
+"""The optimizer of the trained parameters, and one format of its states for checkpoints.
 
-That form is AdamW's own: `step`, a single number, and `exp_avg` and `exp_avg_sq`, float32, an element for each of the
-master's, so that a checkpoint may be continued by ranks that cut the masters otherwise. Eight-bit states add a scale
-for each element, from which the very codes come back wherever a block holds the elements that it held.
+The format is AdamW's: `step`, a single number, and `exp_avg` and `exp_avg_sq`, float32, with one element per element
+of the master weights. So a run can resume with another number of ranks, which partition the master weights
+differently. 8-bit states add the scale of each element; the exact codes can be restored from it if a block contains
+the same elements as before.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from torch.nn import functional
 from wfm_ds.engine.packages import require_package
 from wfm_ds.recipe.sections import OptimizerRecipe
 
-MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # bitsandbytes calls them state1 and state2
-SCALE = ".scale"  # after a moment's name
-BLOCK = 256  # elements of a state with one scale, in bitsandbytes
+MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # named state1 and state2 in bitsandbytes
+SCALE = ".scale"  # suffix of a moment's name
+BLOCK = 256  # state elements per scale in bitsandbytes
 
 
 def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch.device) -> torch.optim.Optimizer:
-    """The recipe's optimizer of all that trains. On a GPU one kernel updates everything; elsewhere torch chooses.
-    Raises RecipeError where its package is not installed."""
+    """Return the recipe's optimizer for all trained parameters.
+
+    On a GPU one kernel updates all of them; elsewhere torch chooses. Raises RecipeError if its package is not
+    installed.
+    """
     trained = [parameter for parameter in denoiser.parameters() if parameter.requires_grad]
     settings: dict[str, Any] = {
         "lr": options.lr,
@@ -42,38 +46,44 @@ def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch
 
 
 def fused(device: torch.device) -> bool | None:
-    """The argument `fused` of torch's AdamW for a denoiser on this device. None on a CPU: fused arithmetic rounds
-    otherwise there, and runs would not repeat those before."""
+    """Return the argument `fused` of torch's AdamW for a denoiser on this device.
+
+    None on a CPU, where fused arithmetic rounds differently and would change the results of earlier runs.
+    """
     return True if device.type == "cuda" else None
 
 
 def shown_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """The states of one master by AdamW's names; empty before the first step. AdamW's own are the very tensors; others
-    are copies on the CPU."""
+    """Return the optimizer's states of one master tensor by AdamW's names; empty before the first step.
+
+    AdamW's states are returned themselves; other states are copies on the CPU.
+    """
     state: dict[str, Any] = optimizer.state[flat]
     if "state1" not in state:
         return state
-    shown = {"step": torch.tensor(float(state["step"]))}
+    states = {"step": torch.tensor(float(state["step"]))}
     for name, number in MOMENTS.items():
         values = state[f"state{number}"].cpu()
-        scale = torch.zeros_like(values, dtype=torch.float32)  # 0: not in codes, as the library leaves small tensors
+        # 0: not quantised; the library leaves small tensors in float32
+        scale = torch.zeros_like(values, dtype=torch.float32)
         if values.dtype == torch.uint8:
             values, scale = decoded(values, state[f"absmax{number}"].cpu(), state[f"qmap{number}"].cpu())
-        shown |= {name: values, name + SCALE: scale}
-    return shown
+        states |= {name: values, name + SCALE: scale}
+    return states
 
 
 def take_up_states(optimizer: torch.optim.Optimizer, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
-    """Give one master the states that `shown_states` gave for elements like its own."""
+    """Set the states of one master tensor to the result of `read_states` for the same elements."""
     state = optimizer.state[flat]
     if "fused" in optimizer.defaults:
-        on_device = optimizer.defaults["fused"]  # then the count of steps lies beside the masters
+        on_device = optimizer.defaults["fused"]  # then the step counter is on the device of the master weights
         state |= {name: value.to(flat.device) if value.ndim or on_device else value for name, value in saved.items()}
         return
     group = optimizer.param_groups[0]
-    held, group["params"] = group["params"], [flat]  # ZeRO-3 lends the optimizer one master at a time, and only to step
+    # ZeRO-3 gives the optimizer one master tensor at a time, and only during a step
+    group_params, group["params"] = group["params"], [flat]
     optimizer.init_state(group, flat, 0, 0)  # type: ignore[attr-defined]
-    group["params"] = held
+    group["params"] = group_params
     state["step"] = int(saved["step"])
     for name, number in MOMENTS.items():
         values = saved[name]
@@ -84,20 +94,25 @@ def take_up_states(optimizer: torch.optim.Optimizer, flat: Tensor, saved: Mappin
 
 
 def decoded(codes: Tensor, absmax: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
-    """The values that codes [n] stand for, and the scale of each: float32 [n]. absmax: a scale for each block;
-    code_book: ascending numbers from -1 to 1."""
+    """Return the values of the codes [n] and the scale of each element, float32 [n].
+
+    absmax: one scale per block. code_book: ascending numbers from -1 to 1.
+    """
     scale = absmax.repeat_interleave(BLOCK)[: len(codes)]
     return code_book[codes.int()] * scale, scale
 
 
 def encoded(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [n] and the scale of each block, for values and their scales as `decoded` gave them. A block that holds
-    elements of another one too is scaled anew, by its largest value. A scale of 0 belongs to nothing."""
+    """Return codes [n] and one scale per block for values and scales as returned by `decode_blocks`.
+
+    A block with elements from several former blocks is rescaled by its largest value. Elements with scale 0 were not
+    quantised.
+    """
     missing = -len(values) % BLOCK
     rows, scales = (functional.pad(x, (0, missing)).view(-1, BLOCK) for x in (values, scale))
     highest = scales.amax(1)
     lowest = torch.where(scales > 0, scales, torch.inf).amin(1)
     absmax = torch.where(highest == lowest, highest, rows.abs().amax(1))
     middles = (code_book[1:] + code_book[:-1]) / 2
-    shares = rows / absmax.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
-    return torch.bucketize(shares, middles).to(torch.uint8).view(-1)[: len(values)], absmax
+    fractions = rows / absmax.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    return torch.bucketize(fractions, middles).to(torch.uint8).view(-1)[: len(values)], absmax

@@ -1,7 +1,7 @@
-"""Peak rates of devices by name: the most operations a second, against which utilisation is measured.
+"""Peak FLOP/s of devices by name, for computing the utilisation.
 
-Dense matrix products in TFLOP/s, from the makers' data sheets. A device that is not in the table has no peak: a recipe
-may state one (`logging.peak_tflops`).
+Dense matrix products in TFLOP/s, from the manufacturers' data sheets. For a device that is not in the table, a recipe
+may set the peak (`logging.peak_tflops`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """TFLOP/s of one device by the kind of numbers, accumulated in float32."""
+    """TFLOP/s of one device by number format, accumulated in float32."""
 
     bfloat16: float
     tf32: float
     float32: float
 
 
-# Words that a device's name holds, and its peak; the first row that fits counts, so the special ones stand first.
+# Words in a device's name, and its peak. The first matching row wins, so specific rows come first.
 PEAKS = (
     ({"B200"}, Peak(2250.0, 1125.0, 75.0)),
     ({"H200", "NVL"}, Peak(835.5, 417.5, 60.0)),
@@ -44,15 +44,15 @@ PEAKS = (
 
 
 def peak_of(name: str) -> Peak | None:
-    """The peak of the device with this name (`torch.cuda.get_device_name`); None if the table lacks it."""
+    """Return the peak of the device with this name (`torch.cuda.get_device_name`); None if it is not in the table."""
     words = set(re.split(r"[\s\-]+", name))
-    if "Laptop" in words:  # another chip under the same name
+    if "Laptop" in words:  # a different chip with the same name
         return None
-    return next((peak for known, peak in PEAKS if known <= words), None)
+    return next((peak for required, peak in PEAKS if required <= words), None)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The most that the device's matrix products in this dtype can reach; None where no peak is known."""
+    """Return the peak TFLOP/s of the device's matrix products in this dtype; None if it is unknown."""
     peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if peak is None:
         return None

@@ -1,7 +1,7 @@
-"""The denoiser's weights, from the pages of their files to where training wants them, one parameter after the other.
+"""Placement of the denoiser's weights, one parameter at a time, from mapped files to their training device.
 
-models/loading.py maps the files into memory without a copy, so that all ranks of a machine share their pages. At ZeRO-3
-each rank copies only its shard out of them; else the whole parameter, in its final dtype on its final device. No rank
+models/loading.py maps the files into memory without a copy, so all ranks of a machine share the pages. At ZeRO-3 each
+rank copies only its shard; otherwise it copies the whole parameter, in its final dtype to its final device. No rank
 ever holds two copies of more than one parameter, on the host or on the device.
 """
 
@@ -17,12 +17,12 @@ from torch import nn
 
 
 def place(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-    """Collective, before adapters are added. Move the weights to their device, or cut them at ZeRO-3.
+    """Move the weights to their device, or partition them at ZeRO-3. Collective, before adapters are added.
 
-    `config`: what deepspeed.initialize gets. Every rank must have loaded the same weights: nothing is sent.
+    config: the config for deepspeed.initialize. Every rank must have loaded the same weights; nothing is broadcast.
     """
     zero = config["zero_optimization"]
-    on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"  # DeepSpeed sets its swapping up itself
+    on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"  # DeepSpeed sets up its swapping itself
     if zero["stage"] == 3 and not on_nvme:
         partition(denoiser, config, dtype)
     else:
@@ -32,29 +32,30 @@ def place(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, de
 
 
 def move(denoiser: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Move whole weights to their device, in the dtype that they compute in, on ranks and rollout workers alike."""
+    """Move full weights to the device and to the dtype for computing. Used by trainer ranks and rollout workers."""
     for parameter in denoiser.parameters():
         parameter.data = parameter.data.to(device, dtype)
     move_buffers(denoiser, device)
 
 
 def move_buffers(denoiser: nn.Module, device: torch.device) -> None:
-    """Move the buffers, in the dtypes that they have."""
+    """Move the buffers and keep their dtypes."""
     for part in denoiser.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
 
 
 def partition(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Leave this rank its ZeRO-3 shard of every parameter.
+    """Keep only this rank's ZeRO-3 shard of every parameter.
 
-    DeepSpeed's own zero.Init(module=...) would bring each parameter to the device and send rank 0's to all; here
-    everybody cuts his own, and of the mapped file only the pages of the shard are read.
+    DeepSpeed's own zero.Init(module=...) would move each parameter to the device and broadcast it from rank 0. Here
+    every
+    rank takes its own shard, and only the shard's pages of the mapped file are read.
     """
     init = deepspeed.zero.Init(
         config_dict_or_path=dict(config),
         dtype=dtype,
-        # A group that an earlier engine of this process made (hpZ) is used again.
+        # Reuse the group (hpZ) of an earlier engine in this process.
         zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
     )
     parameter: Any
@@ -62,12 +63,12 @@ def partition(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype
         parameter.data = parameter.data.to(dtype)
         init._convert_to_deepspeed_param(parameter)
         parameter.partition()
-        # What is left of it is empty. DeepSpeed gathers a single parameter to where that lies.
+        # The remaining tensor is empty. Its device decides where DeepSpeed gathers a single parameter.
         parameter.data = parameter.data.to(init.local_device)
 
 
 def cast_unplaced(denoiser: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the adapters that were added to a partitioned denoiser: DeepSpeed no longer does it beside shards."""
+    """Cast adapters that were added to a partitioned denoiser, which DeepSpeed does not do for partitioned models."""
     for parameter in denoiser.parameters():
         if not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype)

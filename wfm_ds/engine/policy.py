@@ -1,13 +1,15 @@
-"""The policies of one denoiser: theta (trained), old, ref and ema, as sharded fp32 copies and as LoRA adapters.
+"""The policies of one denoiser (theta, which is trained, old, ref and ema) as sharded fp32 copies and as LoRA adapters.
 
-Owns where this rank's masters lie inside DeepSpeed's ZeRO optimizers, copies cut like them, and which adapter is
-active. Does not know when policies move: engine.py and the loops decide. "Master": the fp32 value that ZeRO updates.
+Locates this rank's master weights inside DeepSpeed's ZeRO optimizers, keeps copies with the same partitioning, and
+switches adapters. engine.py and the training loops decide when policies change. "Master" means the fp32 value that
+ZeRO updates.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +27,15 @@ from wfm_ds.engine.targets import for_peft
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import LoraRecipe
 
-Flats = Sequence[Tensor]  # one flat fp32 tensor per optimizer group: this rank's share, padding included
+Flats = Sequence[Tensor]  # one flat fp32 tensor per optimizer group: this rank's shard, padding included
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """This rank's share of one parameter: flats[group][low : low + numel] holds its elements from `start` on."""
+    """This rank's part of one parameter.
+
+    `flats[group][flat_start : flat_start + numel]` holds the parameter's elements from `parameter_start` on.
+    """
 
     group: int
     low: int
@@ -39,7 +44,8 @@ class Piece:
 
 
 class Shards:
-    """Shards of an initialised DeepSpeed engine: where its fp32 masters lie, at ZeRO stages 1, 2 and 3."""
+    """The shards of an initialised DeepSpeed engine, with the location of its fp32 master weights at ZeRO stages 1, 2
+    and 3."""
 
     def __init__(self, ds: Any) -> None:
         self.ds = ds
@@ -47,22 +53,24 @@ class Shards:
         self.pieces: dict[nn.Parameter, Piece] = dict(self._pieces_3() if self.stage == 3 else self._pieces_1_2())
 
     def masters(self) -> list[Tensor]:
-        """This rank's fp32 masters. Views: they change with the next optimizer step."""
+        """Return this rank's fp32 master weights. The tensors are views and change with the next optimizer step."""
         return [flat.detach() for flat in self._flats()]
 
     def optimizer_states(self) -> list[dict[str, Tensor]]:
-        """The optimizer's states of each master (optimizer.py); empty before its first step. A tensor as long as the
-        master belongs to its elements, a single number (`step`) to all of them."""
+        """Return the optimizer's states of each master tensor (optimizer.py); empty before its first step.
+
+        A tensor as long as the master holds one value per element; a single number (`step`) applies to all elements.
+        """
         return [shown_states(self.ds.optimizer.optimizer, flat) for flat in self._flats()]
 
     def take_up(self, states: Mapping[str, Flats]) -> None:
-        """Give the optimizer the states of each master by name, as `optimizer_states` told them apart."""
+        """Set the optimizer's states of each master tensor, by name as in `optimizer_states`."""
         for group, flat in enumerate(self._flats()):
-            own = {name: flats[group] for name, flats in states.items()}
-            take_up_states(self.ds.optimizer.optimizer, flat, own)
+            group_states = {name: flats[group] for name, flats in states.items()}
+            take_up_states(self.ds.optimizer.optimizer, flat, group_states)
 
     def _flats(self) -> Sequence[Tensor]:
-        """The very tensors that the optimizer steps."""
+        """Return the tensors that the optimizer updates."""
         optimizer = self.ds.optimizer
         flats: Sequence[Tensor] = (
             optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
@@ -70,68 +78,73 @@ class Shards:
         return flats
 
     def layout(self) -> dict[str, Piece]:
-        """Return the pieces of each parameter that lie in this rank's flats, by the parameter's name."""
+        """Return this rank's slice of each parameter by the parameter's name."""
         names = {parameter: name for name, parameter in self.ds.module.named_parameters()}
         return {names[parameter]: piece for parameter, piece in self.pieces.items()}
 
     def _pieces_3(self) -> Iterator[tuple[nn.Parameter, Piece]]:
         rank = dist.get_rank()
-        for index, group in enumerate(self.ds.optimizer.fp16_groups):  # that is its name in bf16 and fp32 too
+        # the attribute has this name in bf16 and fp32 too
+        for index, group in enumerate(self.ds.optimizer.fp16_groups):
             low = 0
             for parameter in group:
-                share = parameter.partition_numel()
-                start = rank * share
-                # The last shares are padded with whatever the memory held: only numel of them is the parameter.
-                yield parameter, Piece(index, low, start, max(0, min(share, parameter.ds_numel - start)))
-                low += share
+                shard_numel = parameter.partition_numel()
+                start = rank * shard_numel
+                # The last shards are padded with uninitialised memory: only numel elements belong to the parameter.
+                yield parameter, Piece(index, low, start, max(0, min(shard_numel, parameter.ds_numel - start)))
+                low += shard_numel
 
     def _pieces_1_2(self) -> Iterator[tuple[nn.Parameter, Piece]]:
         optimizer = self.ds.optimizer
         for index, group in enumerate(optimizer.round_robin_bit16_groups):
-            share = optimizer.partition_size[index]
-            begin = dist.get_rank(optimizer.real_dp_process_group[index]) * share
+            shard_numel = optimizer.partition_size[index]
+            shard_start = dist.get_rank(optimizer.real_dp_process_group[index]) * shard_numel
             for parameter, offset in zip(group, optimizer.round_robin_bit16_offsets[index], strict=True):
-                first, last = max(offset, begin), min(offset + parameter.numel(), begin + share)
-                yield parameter, Piece(index, max(0, first - begin), max(0, first - offset), max(0, last - first))
+                first, last = max(offset, shard_start), min(offset + parameter.numel(), shard_start + shard_numel)
+                yield parameter, Piece(index, max(0, first - shard_start), max(0, first - offset), max(0, last - first))
 
     def own(self, parameter: nn.Parameter, flats: Flats) -> Tensor:
-        """This rank's elements of a parameter in a set of flats, [numel]; a view."""
+        """Return this rank's elements of a parameter in a list of flats: a view [numel]."""
         piece = self.pieces[parameter]
         return flats[piece.group][piece.low : piece.low + piece.numel]
 
     def gather(self, parameter: nn.Parameter, flats: Flats, device: torch.device) -> Tensor | None:
-        """One whole parameter in fp32, on rank 0's CPU; None elsewhere. Every rank calls; memory: one parameter."""
+        """Return one full parameter in fp32 on rank 0's CPU, None on other ranks. Collective.
+
+        Needs memory for one parameter.
+        """
         piece, shape = self.pieces[parameter], getattr(parameter, "ds_shape", parameter.shape)
         whole = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
         whole[piece.start : piece.start + piece.numel] = self.own(parameter, flats).to(device)
-        dist.reduce(whole, dst=0)  # every element has one owner, all others add 0: exact
+        dist.reduce(whole, dst=0)  # every element has one owner and all others add 0, so the sum is exact
         return whole.view(shape).cpu() if dist.get_rank() == 0 else None
 
     def forget_gradients(self) -> None:
-        """Make the gradients 0 after an optimizer step, for parameters that no micro-step of the next one uses.
+        """Zero the gradients after an optimizer step, for parameters that no micro-step of the next step uses.
 
-        ZeRO-3 overwrites the sums of the step before in its first micro-step only, and only for what that one uses: an
-        expert that comes later, or not at all, would be stepped with old gradients.
+        ZeRO-3 overwrites the sums of the previous step only in the first micro-step, and only for parameters used
+        there. An
+        expert that is used later, or not at all, would be updated with old gradients.
         """
         if self.stage == 3:
             self.ds.optimizer.grad_partitions_flat_buffer.zero_()
 
     @torch.no_grad()
     def install(self, flats: Flats) -> None:
-        """Make the module compute with these weights, rounded to its dtype. Every rank calls."""
+        """Set the module's weights to these values, rounded to its dtype. Collective."""
         optimizer = self.ds.optimizer
         if self.stage == 3:
             shard: Any
             for shard in self.pieces:
-                own = self.own(shard, flats)
-                shard.ds_tensor[: own.numel()].copy_(own)
+                values = self.own(shard, flats)
+                shard.ds_tensor[: values.numel()].copy_(values)
             refresh_gathered(list(self.pieces))
             return
         for parts, flat, group in zip(
             optimizer.parallel_partitioned_bit16_groups, flats, optimizer.real_dp_process_group, strict=True
         ):
             parts[dist.get_rank(group)].copy_(flat)
-        all_gather_dp_groups(  # the gather with which the optimizer's own step ends
+        all_gather_dp_groups(  # the same gather as at the end of the optimizer's own step
             groups_flat=optimizer.bit16_groups_flat,
             partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
             dp_process_group=optimizer.real_dp_process_group,
@@ -141,14 +154,15 @@ class Shards:
 
 
 def refresh_gathered(parameters: Sequence[Any]) -> None:
-    """Forget what still shows old weights of these parameters, after their shards changed at ZeRO-3. Every rank calls.
+    """Discard cached old weights of these parameters after their shards changed at ZeRO-3. Collective.
 
-    That is parameters that stay gathered, and with zero_hpz_partition_size the copies that each node keeps, from which
-    DeepSpeed gathers in place of the shards until its own optimizer step.
+    These caches are parameters that stay gathered and, with zero_hpz_partition_size, the copies on each node, from
+    which
+    DeepSpeed gathers instead of the shards until its next optimizer step.
     """
     persistent = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
     if persistent:
-        persistent[0].partition(persistent)  # this may make the node's copy of the old weights once more
+        persistent[0].partition(persistent)  # this may copy the old weights to the node's copy again
     for parameter in parameters:
         parameter.ds_secondary_tensor = None
     if persistent:
@@ -156,7 +170,8 @@ def refresh_gathered(parameters: Sequence[Any]) -> None:
 
 
 class ShardedCopy:
-    """An fp32 copy of the masters, cut like them: 1/world of the memory, moved without communication."""
+    """An fp32 copy of the master weights with the same sharding: 1/world of the memory, updated without
+    communication."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
@@ -164,27 +179,36 @@ class ShardedCopy:
 
     @torch.no_grad()
     def lerp_(self, decay: float) -> None:
-        """Move the copy: copy <- decay * copy + (1 - decay) * theta, in fp32."""
+        """Update the copy in fp32: copy <- decay * copy + (1 - decay) * theta."""
         masters = self.shards.masters()
-        if decay == 0:  # a lerp of weight 1 keeps a NaN of the copy, and costs a multiplication
+        if decay == 0:  # lerp with weight 1 would keep a NaN in the copy, and costs a multiplication
             torch._foreach_copy_(self.flats, masters)
         else:
             torch._foreach_lerp_(self.flats, masters, 1 - decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the module compute with this copy inside. Every rank enters and leaves together, by an agreed error too;
-        after one of its own a rank keeps this copy."""
+        """Use this copy as the module's weights inside the context. Collective at entry and exit.
+
+        After an error that all ranks agreed on, the trained weights are restored; after a local error this rank keeps
+        the copy.
+        """
         self.shards.install(self.flats)
-        together = True
+        is_agreed = True
         try:
             yield
         except Exception as error:
-            together = getattr(error, "agreed", False)  # else the others are in another exchange
+            is_agreed = getattr(error, "agreed", False)  # otherwise the other ranks are in another collective
             raise
         finally:
-            if together:  # the module's weights are the rounded masters: nothing to stash
+            if is_agreed:  # the trained weights are the rounded masters, so nothing had to be saved
                 self.shards.install(self.shards.masters())
+
+
+def train_all_but(denoiser: nn.Module, frozen: AbstractSet[str]) -> None:
+    """Set requires_grad: False for the frozen names, True for all other parameters."""
+    for name, parameter in denoiser.named_parameters():
+        parameter.requires_grad_(name not in frozen)
 
 
 def add_adapters(
@@ -195,10 +219,12 @@ def add_adapters(
     seed: int,
     start: Mapping[str, Tensor] | None = None,
 ) -> Adapters:
-    """Add the adapter `default` and equal ones called `names`; only `default` trains. Before DeepSpeed starts.
+    """Add the adapter `default` and equal adapters called `names`; only `default` trains. Call it before DeepSpeed
+    starts.
 
-    Raises RecipeError if no layer can be adapted. `seed`: of the initial A matrices. start: initial values of tensors
-    of the adapter, by their names without the adapter's; all must be there.
+    seed: for the initial A matrices. start: initial values of adapter tensors, named without the adapter's name; all
+    must
+    exist. Raises RecipeError if no layer can be adapted.
     """
     denoiser.requires_grad_(False)
     config = peft.LoraConfig(
@@ -216,9 +242,9 @@ def add_adapters(
     try:
         for name in ("default", *names):
             with torch.random.fork_rng(list(devices)):
-                torch.manual_seed(seed)  # the same for each: all start as one policy, on every rank
+                torch.manual_seed(seed)  # the same for each adapter, so that all start equal on every rank
                 module.add_adapter(config, adapter_name=name)
-    except ValueError as error:  # what PEFT raises for names that match nothing, or a layer that it cannot adapt
+    except ValueError as error:  # raised by PEFT if no name matches, or for a layer type that it does not support
         raise RecipeError(
             f"lora.target_modules: {', '.join(targets)} cannot be adapted in {type(denoiser).__name__}: {error}"
         ) from error
@@ -229,34 +255,35 @@ def add_adapters(
 
 @torch.no_grad()
 def take_over(denoiser: nn.Module, start: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    """Write these values, by names as `named_full_tensors` gives them, into the adapters of all `names`."""
-    places = dict(denoiser.named_parameters())
-    own = {name.replace(".default.", "."): name for name in places if ".default." in name}
+    """Write these values, named as in `iter_full_tensors`, into all adapters called `names`."""
+    parameters = dict(denoiser.named_parameters())
+    adapter_names = {name.replace(".default.", "."): name for name in parameters if ".default." in name}
     for name, value in start.items():
         for adapter in names:
-            places[own[name].replace(".default.", f".{adapter}.")].copy_(value)
+            parameters[adapter_names[name].replace(".default.", f".{adapter}.")].copy_(value)
 
 
 class Adapters:
-    """The adapters of a denoiser, and which of them computes. Only `default` ever requires gradients.
+    """The adapters of a denoiser and the choice of the active one. Only `default` requires gradients.
 
-    PEFT's own switch visits all modules and sets what requires gradients anew, for each of thousands of parameters. A
-    policy is entered many times a step: here the adapted layers are found once, and what differs is flipped.
+    PEFT's own switch visits all modules and sets requires_grad of thousands of parameters. A policy is entered many
+    times
+    per step, so this class finds the adapted layers once and changes only what differs.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
-        """Find the adapted layers of a denoiser whose adapters are all there, and compute with `default`."""
+        """Find the adapted layers of a denoiser that has all its adapters, and activate `default`."""
         module: Any = denoiser
         module.enable_adapters()
         module.set_adapter("default")
-        for name, parameter in denoiser.named_parameters():  # PEFT has just set the flags of the adapters alone
+        for name, parameter in denoiser.named_parameters():  # PEFT has just set the flags of the adapters only
             parameter.requires_grad_(".default." in name)
         self.layers = adapted_layers(denoiser)
         self._copied = [part for part in denoiser.modules() if isinstance(part, ModulesToSaveWrapper)]
         self.use("default")
 
     def use(self, name: str | None) -> None:
-        """Compute with the adapter of this name, None: with none."""
+        """Activate the adapter of this name; None: disable all adapters."""
         for layer in (*self.layers, *self._copied):
             layer._disable_adapters = name is None
             if name is not None:
@@ -264,7 +291,7 @@ class Adapters:
 
 
 def publish_to_adapter(denoiser: nn.Module, copy: ShardedCopy, name: str) -> None:
-    """Write a copy of the masters, rounded, into the frozen adapter of that name. Every rank calls."""
+    """Write a copy of the master weights, rounded, into the frozen adapter of that name. Collective."""
     parameters: dict[str, Any] = dict(denoiser.named_parameters())
     pairs = [(parameters[n.replace(".default.", f".{name}.")], q) for n, q in parameters.items() if ".default." in n]
     with torch.no_grad(), copy.applied():

@@ -1,4 +1,4 @@
-"""The denoiser on its way into DeepSpeed: placed, adapted, shared among ranks, given its kernels."""
+"""Preparation of the denoiser for DeepSpeed: weight placement, adapters, sequence parallelism and kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.engine.compiled import compile_blocks
 from wfm_ds.engine.fp8_training import train_in_float8
 from wfm_ds.engine.placement import cast_unplaced, place
-from wfm_ds.engine.policy import Adapters, add_adapters
+from wfm_ds.engine.policy import Adapters, add_adapters, train_all_but
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
 from wfm_ds.ulysses.install import install
@@ -41,14 +41,15 @@ def prepare(
     start: Mapping[str, Tensor] | None = None,
     share: Share = install,
 ) -> Adapters | None:
-    """Collective. Change a denoiser in place: a base in fewer bits, weights to their place, adapters or full training,
-    checkpointing, sequence parallelism, attention kernel and compiled blocks, in this order: each finds what came
-    before.
+    """Prepare a denoiser in place for training. Collective.
 
-    config: what deepspeed.initialize will get. names: of the adapters beside `default`. frozen: parameters that
-    full training leaves as they are. start: initial values of the adapters (policy.add_adapters). share: has the ranks
-    of a replica share a sample's tokens. Returns the adapters,
-    None in full training. Raises as `DenoiserEngine.build`.
+    Steps, in an order in which each relies on the previous ones: low-precision base, weight placement, adapters or full
+    training, gradient checkpointing, sequence parallelism, attention kernel, compiled blocks.
+
+    config: the config for deepspeed.initialize. names: additional adapters next to `default`. frozen: parameters that
+    full training leaves unchanged. initial_adapter: initial values of the adapters (policies.add_adapters).
+    shard_tokens: installs the sharding of a sample's tokens over the ranks of a replica. Returns the adapters, None in
+    full training. Raises the same errors as `DenoiserEngine.build`.
     """
     module: Any = denoiser
     dtype = DTYPES[recipe.model.dtype]
@@ -56,8 +57,7 @@ def prepare(
     place(denoiser, config, dtype, world.device)
     adapters: Adapters | None = None
     if recipe.lora is None:
-        for name, parameter in denoiser.named_parameters():
-            parameter.requires_grad_(name not in frozen)
+        train_all_but(denoiser, frozen)
         train_in_float8(denoiser, block_classes, recipe.model.fp8_training, dtype, world.device)
     else:
         seed = derive_seed(recipe.run.seed, "lora_init")
@@ -72,5 +72,5 @@ def prepare(
     attention.use(denoiser, kernel)
     if recipe.engine.compile:
         compile_blocks(denoiser, block_classes)
-    logger.info("attention by %s%s", kernel, ", blocks compiled at first use" if recipe.engine.compile else "")
+    logger.info("attention kernel: %s%s", kernel, ", blocks are compiled at first use" if recipe.engine.compile else "")
     return adapters

@@ -1,6 +1,6 @@
-"""The watch over trained parameters that no backward pass reaches.
+"""Detection of trained parameters that no backward pass reaches.
 
-Such a one has no gradient, and AdamW moves it all the same, by weight decay alone: a silent loss of weights.
+These have no gradient, but AdamW still moves them by weight decay: a silent loss of weights.
 """
 
 from __future__ import annotations
@@ -15,31 +15,36 @@ from wfm_ds.distributed.world import World
 from wfm_ds.errors import ModelError
 
 PartOf = Callable[[str], str]
-NAMED = 3  # in the error, of however many there are
+NAMED = 3  # maximum number of names in the error
 
 
 def one_part(name: str) -> str:
-    """Return the part of a network that every step runs as a whole."""
+    """Return the same part for all parameters, for networks that every step runs as a whole."""
     return ""
 
 
 class Reached:
-    """Notes the parameters that get a gradient, by hooks that are gone after the first optimizer step, or after the
-    first that runs their part of the network.
+    """Record which parameters receive a gradient.
 
-    A gradient of zeros is a gradient: LoRA's A has no other in the first step. Hooks run on the host, beside autograd;
-    no device is waited for.
+    Uses hooks, which are removed after the first optimizer step or, for each part of the network, after the first step
+    that runs it. A gradient of zeros counts as one: LoRA's A has only zeros in the first step. Hooks run on the host
+    during
+    autograd and cause no synchronization with the device.
     """
 
     def __init__(
         self, module: nn.Module, *, frozen: AbstractSet[str] = frozenset(), part_of: PartOf = one_part
     ) -> None:
-        """Watch all of a module that trains but adapters of layers whose weight is in `frozen`: they do nothing, and
-        B stays 0. part_of: the part of the network of a parameter's name; a step may leave whole parts out."""
+        """Watch all trained parameters of a module.
+
+        Excluded are adapters of layers with a weight in `frozen`: they have no effect and their B stays 0. find_part:
+        maps a
+        parameter's name to its part of the network; a step may leave out whole parts.
+        """
         self._part_of = part_of
         self._watched: dict[str, Any] = {}
         self._seen: set[str] = set()
-        self._judged = False  # some part
+        self._judged = False  # for at least one part
         parameter: Any
         for name, parameter in module.named_parameters():
             layer, adapter, _ = name.partition(".lora_")
@@ -50,24 +55,27 @@ class Reached:
         return lambda _: self._seen.add(name)
 
     def check(self, world: World) -> None:
-        """Collective, before an optimizer step. Raises ModelError, on all ranks alike, for parameters of which no rank
-        has a gradient, though it has one of their part of the network."""
+        """Check the gradients before an optimizer step. Collective.
+
+        Raises ModelError on all ranks if no rank has a gradient for a parameter, although its part of the network was
+        run.
+        """
         if not self._watched:
             return
-        seen = world.maxima({name: float(name in self._seen) for name in self._watched})
-        parts = {self._part_of(name) for name, reached in seen.items() if reached}
-        if not parts and not self._judged:  # else the step ran a part that was judged before
-            parts = set(map(self._part_of, seen))
+        reached = world.maxima({name: float(name in self._seen) for name in self._watched})
+        parts = {self._part_of(name) for name, has_gradient in reached.items() if has_gradient}
+        if not parts and not self._judged:  # otherwise the step ran a part that was checked before
+            parts = set(map(self._part_of, reached))
         self._judged = True
-        judged = [name for name in seen if self._part_of(name) in parts]
-        for name in judged:
+        checked = [name for name in reached if self._part_of(name) in parts]
+        for name in checked:
             self._watched.pop(name).remove()
-        if missed := [name.replace(".default", "") for name in judged if not seen[name]]:
+        if missed := [name.replace(".default", "") for name in checked if not reached[name]]:
             more = f" and {len(missed) - NAMED} more" if len(missed) > NAMED else ""
             error = ModelError(
-                f"{', '.join(missed[:NAMED])}{more}: no gradient reached what is to train, and weight decay alone "
-                "would move it; name it in the family's `frozen` (a reasoner's in language.freeze), or leave its layer "
-                "out of lora.target_modules"
+                f"{', '.join(missed[:NAMED])}{more}: trained parameters received no gradient, and weight decay "
+                "alone would change them; add them to the family's `frozen` (for a reasoner: language.freeze), "
+                "or remove their layers from lora.target_modules"
             )
             error.agreed = True
             raise error

@@ -1,4 +1,4 @@
-"""The schedules of a run, as functions of the update alone. An update is an optimizer step that was applied."""
+"""The schedules of a run as functions of the update. An update is an optimizer step that was applied."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from wfm_ds.recipe.sections import OptimizerRecipe
 
 
 def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
-    """Rate of update 1, 2, ..., total_updates.
+    """Return the learning rate of update 1, 2, ..., total_updates.
 
-    The warm-up line leaves 0 at update 0 and reaches lr at update `warmup_steps`; linear and cosine then fall from lr,
-    in the first update after a run's start or at the end of the warm-up, to final_lr_fraction * lr in the last update.
+    The warm-up is linear from 0 at update 0 to lr at update `warmup_steps`. The linear and cosine schedules then decay
+    from
+    lr, at the end of the warm-up or in the first update, to final_lr_fraction * lr in the last update.
     """
     if update < recipe.warmup_steps:
         return recipe.lr * update / recipe.warmup_steps
@@ -23,5 +24,5 @@ def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> f
 
 
 def ema_decay(largest: float, update: int) -> float:
-    """Decay of the average after update j = 1, 2, ...: min((1 + j) / (10 + j), largest)."""
+    """Return the EMA decay after update j = 1, 2, ...: min((1 + j) / (10 + j), largest)."""
     return min((1 + update) / (10 + update), largest)

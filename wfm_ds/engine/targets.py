@@ -1,4 +1,4 @@
-"""The layers that adapters are put on, by the names that a recipe or a family gives them."""
+"""The layers that get adapters, selected by target names of a recipe or a family."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 
 BLOCK = "{}"
-"""Stands in a target for the number of a block."""
+"""Placeholder for the number of a block in a target."""
 
 
 def adapted_names(network: nn.Module, targets: Iterable[str]) -> list[str]:
-    """The linear layers whose names end with a target, as PEFT matches them: whole names between dots."""
+    """Return the linear layers that match a target by a suffix of their name, at dots, as PEFT matches them."""
     return [name for name, part in _named(network, targets) if isinstance(part, nn.Linear)]
 
 
 def for_peft(network: nn.Module, targets: Sequence[str]) -> list[str]:
-    """The targets as PEFT takes them: in place of each with BLOCK the names of its layers, which may be none."""
-    found: list[str] = []
+    """Return the targets for PEFT: targets with the BLOCK_NUMBER placeholder are replaced by their matching layers, if
+    any."""
+    names: list[str] = []
     for target in targets:
-        found += [name for name, _ in _named(network, [target])] if BLOCK in target else [target]
-    return found
+        names += [name for name, _ in _named(network, [target])] if BLOCK in target else [target]
+    return names
 
 
 def _named(network: nn.Module, targets: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -1,8 +1,9 @@
-"""Linear layers of TransformerEngine around the parameters of torch's: the only module that imports the package.
+"""Linear layers of TransformerEngine that use the parameters of torch layers. Only this module imports the package.
 
-It cannot be imported without CUDA, so it is imported when a layer is asked for. Scales are a tensor's, taken from the
-numbers at hand (Float8CurrentScaling): equal weights predict equal bits for equal batches, but a sample's prediction
-depends on the others of its batch, and the recipe keeps such layers away from algorithms that compare predictions.
+The package cannot be imported without CUDA, so it is imported when the first layer is built. There is one scale per
+tensor, computed from the current values (Float8CurrentScaling): equal weights predict identical bits for equal batches,
+but a sample's prediction depends on the other samples in its batch. So the recipe does not allow these layers for
+algorithms that compare predictions.
 """
 
 from __future__ import annotations
@@ -16,49 +17,51 @@ from torch.nn import functional
 
 from wfm_ds.errors import RecipeError
 
-ROWS = 16  # products take a multiple of it, and the gradient of a weight sums over rows
+ROWS = 16  # products need a multiple of it, because the gradient of a weight sums over rows
 
 
 def te_linear(key: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
-    """Return what makes a layer of TransformerEngine of a torch one: with the very same parameters, the same names in
-    state dicts and none beside them, for inputs [..., in_features] of any number of rows.
+    """Return a function that converts a torch linear layer to a TransformerEngine layer.
 
-    Raises RecipeError, naming the key that asks, on another device than a GPU and where the package cannot be imported.
+    The new layer has the same parameters, with the same names in state dicts and no additional ones, for inputs
+    [..., in_features] with any number of rows. Raises RecipeError, naming the recipe key, if the device is not a GPU or
+    the
+    package cannot be imported.
     """
     if device.type != "cuda":
-        raise RecipeError(f"{key} needs a GPU, and this is {device.type}: torchao's products are emulated there")
+        raise RecipeError(f"{key} needs a GPU, but the device is {device.type}: torchao's products are emulated there")
     try:
         import transformer_engine.pytorch as te
         from transformer_engine.common.recipe import Float8CurrentScaling
     except (ImportError, OSError) as error:
-        raise RecipeError(f"{key}: the package transformer_engine cannot be imported here: {error}") from error
+        raise RecipeError(f"{key}: the package transformer_engine cannot be imported: {error}") from error
     recipe = Float8CurrentScaling()
 
     class TeLinear(te.Linear):  # type: ignore[misc]
-        # A recipe without a history has nothing to keep. The library's own would add `_extra_state` to state dicts,
-        # which no checkpoint and no plain pipeline knows.
+        # This scaling recipe has no history to save. The library's own methods would add `_extra_state` to state dicts,
+        # which checkpoints and diffusers pipelines do not have.
         get_extra_state = nn.Module.get_extra_state
         set_extra_state = nn.Module.set_extra_state
 
         def forward(self, inp: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             rows = inp.reshape(-1, self.in_features)
             if missing := -len(rows) % ROWS:
-                rows = functional.pad(rows, (0, 0, 0, missing))  # zeros change neither the scale nor a gradient
+                rows = functional.pad(rows, (0, 0, 0, missing))  # zero rows change neither the scale nor the gradients
             with te.autocast(enabled=True, recipe=recipe):
                 product: Tensor = super().forward(rows, *args, **kwargs)
             if missing:
                 product = product[:-missing]
             return product.view(*inp.shape[:-1], self.out_features)
 
-    def around(layer: nn.Linear) -> nn.Module:
-        made: nn.Module = TeLinear(
+    def convert(layer: nn.Linear) -> nn.Module:
+        converted: nn.Module = TeLinear(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
             params_dtype=layer.weight.dtype,
-            device="meta",  # neither allocated nor drawn: the next line replaces them
+            device="meta",  # neither allocated nor initialised, because the next line replaces the parameters
         )
-        made.weight, made.bias = layer.weight, layer.bias
-        return made.train(layer.training)
+        converted.weight, converted.bias = layer.weight, layer.bias
+        return converted.train(layer.training)
 
-    return around
+    return convert

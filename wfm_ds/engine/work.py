@@ -1,7 +1,8 @@
-"""The FLOPs of the forwards that an engine ran.
+"""FLOPs of the forward passes of an engine.
 
-Forwards are noted with the shapes of their arguments, and each kind of them is counted once, on a copy of the denoiser
-on the meta device that was taken before DeepSpeed cut it up. So every size and length of text counts as it was.
+Forward passes are recorded with the shapes of their arguments. The FLOPs of each combination of shapes are counted
+once, on a copy of the denoiser on the meta device that was made before DeepSpeed partitioned it. So every image size
+and text length counts as it was.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wfm_ds.engine.flops import Flops, flops_of, on_meta
-from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine.policy import add_adapters, train_all_but
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.recipe.schema import Recipe
 
@@ -28,10 +29,10 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """FLOPs of some forwards and their backward passes."""
+    """FLOPs of some forward passes and their backward passes."""
 
-    needed: int = 0  # by the mathematics
-    repeated: int = 0  # by gradient checkpointing
+    needed: int = 0  # needed mathematically
+    repeated: int = 0  # additionally computed by gradient checkpointing
 
     def __add__(self, other: Work) -> Work:
         return Work(self.needed + other.needed, self.repeated + other.repeated)
@@ -39,18 +40,18 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Forwards of which a sample costs the same."""
+    """Forward passes with the same FLOPs per sample."""
 
     shapes: Hashable
     differentiated: bool
-    adapters: bool  # they compute, if there are any
+    adapters: bool  # adapters are active, if there are any
 
 
 class WorkCounter:
-    """Notes the forwards of one rank; `take` says what they cost, and counts each kind of them only once."""
+    """Records the forward passes of one rank; `pop_count` returns their FLOPs and counts each kind only once."""
 
     def __init__(self, shadow: nn.Module, *, checkpointing: bool) -> None:
-        """shadow: the denoiser on the meta device, with its adapters and its flags of what trains."""
+        """meta_denoiser: the denoiser on the meta device, with its adapters and requires_grad flags."""
         self._shadow, self._checkpointing = shadow, checkpointing
         self._samples: Counter[Kind] = Counter()
         self._examples: dict[Hashable, Arguments] = {}
@@ -61,14 +62,16 @@ class WorkCounter:
     def of(
         cls, denoiser: nn.Module, recipe: Recipe, targets: list[str], frozen: AbstractSet[str] = frozenset()
     ) -> WorkCounter:
-        """Copy a denoiser that is still whole and has no adapters. targets: where the recipe's adapters will be.
-        frozen: parameters that full training leaves as they are."""
+        """Create a counter from a denoiser that is not partitioned and has no adapters.
+
+        targets: layers that will get the recipe's adapters. frozen: parameters that full training leaves unchanged.
+        """
         shadow = on_meta(denoiser)
         make_trainable(shadow, recipe, targets, [], frozen)
         return cls(shadow, checkpointing=recipe.model.gradient_checkpointing)
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, differentiated: bool, adapters: bool) -> None:
-        """A forward with these arguments is run. The first tensor among them has a row for each sample."""
+        """Record a forward pass with these arguments. The first tensor among them must have one row per sample."""
         batch = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         shapes = (tuple(map(_shape, args)), tuple((name, _shape(value)) for name, value in kwargs.items()))
         self._samples[Kind(shapes, differentiated, adapters)] += batch
@@ -76,20 +79,22 @@ class WorkCounter:
             self._examples[shapes] = tuple(map(_single, args)), {name: _single(v) for name, v in kwargs.items()}
 
     def take(self) -> Work | None:
-        """The work of all forwards since the last call; None for a denoiser that needs values, which are not there on
-        the meta device."""
+        """Return the FLOPs of all forward passes since the last call.
+
+        None for a denoiser that needs the values of tensors, which the meta device does not have.
+        """
         try:
             return sum((self._work_of(kind, samples) for kind, samples in self._samples.items()), Work())
         except RuntimeError as error:
             if not self._warned:
-                log.warning("the FLOPs of this denoiser cannot be counted, so no speed in TFLOP/s is shown: %s", error)
+                log.warning("cannot count the FLOPs of this denoiser, so TFLOP/s are not reported: %s", error)
             self._warned = True
             return None
         finally:
             self.clear()
 
     def clear(self) -> None:
-        """Forget the forwards since the last call of `take`."""
+        """Discard the forward passes since the last call of `pop_count`."""
         self._samples.clear()
 
     def _work_of(self, kind: Kind, samples: int) -> Work:
@@ -112,12 +117,12 @@ def make_trainable(
     names: Sequence[str],
     frozen: AbstractSet[str] = frozenset(),
 ) -> None:
-    """Give a copy on the meta device the adapters, flags and dtype that the engine gives the denoiser itself, which may
-    be stored in another dtype. names: of the adapters beside `default`. frozen: parameters that full training leaves
-    as they are."""
+    """Give a copy on the meta device the same adapters, requires_grad flags and dtype as the engine gives the denoiser.
+
+    names: additional adapters next to `default`. frozen: parameters that full training leaves unchanged.
+    """
     if recipe.lora is None:
-        for name, parameter in shadow.named_parameters():
-            parameter.requires_grad_(name not in frozen)
+        train_all_but(shadow, frozen)
     else:
         with torch.device("meta"):
             add_adapters(shadow, recipe.lora, targets, names, seed=0)
@@ -126,10 +131,11 @@ def make_trainable(
 
 
 def _shape(value: Any) -> Hashable:
-    """The part of an argument that FLOPs of a sample depend on: the shape without the batch, or the value itself."""
+    """Return what determines the FLOPs per sample: a tensor's shape without the batch and its dtype, or another
+    argument's value."""
     return (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else value
 
 
 def _single(value: Any) -> Any:
-    """The same for one sample, without values."""
+    """Return the argument for a single sample, on the meta device."""
     return torch.empty_like(value[:1], device="meta") if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Diversity: how far apart the samples of one prompt are, seed from seed, as an eye sees them."""
+"""Diversity: mean distance between samples of one prompt with different seeds, in an embedding space."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
     import torch
 
 DINO = "facebook/dinov2-base"
-SIDE = 32  # pixels of a reduced picture
+SIDE = 32  # height and width of downscaled images
 NUM_FRAMES = 3  # of a video: first, middle, last
 
 Frames = npt.NDArray[np.uint8]
 
 
 class Eye(Protocol):
-    """A view of media as vectors whose Euclidean distance tells how much they differ."""
+    """Embedding of images and videos as vectors with a meaningful Euclidean distance."""
 
     name: str
 
     def vector(self, frames: Frames) -> Array:
-        """Vector [D] of an image or video [T,H,W,3]."""
+        """Embed an image or video [T,H,W,3] to a vector [D]."""
         ...
 
 
 class SmallPictures:
-    """Pixels of the reduced picture: a distance is the root mean square of what they differ by, 0 to 1."""
+    """Pixels of the downscaled image. The distance is the root mean square difference, 0 to 1."""
 
     name = f"RGB at {SIDE} x {SIDE}"
 
     def vector(self, frames: Frames) -> Array:
         small = [Image.fromarray(frame).resize((SIDE, SIDE), Image.Resampling.BOX) for frame in shown(frames)]
-        pixels: Array = np.stack([np.asarray(picture, np.float64) / 255 for picture in small]).ravel()
+        pixels: Array = np.stack([np.asarray(image, np.float64) / 255 for image in small]).ravel()
         return pixels / float(np.sqrt(len(pixels)))
 
 
 class Dino:
-    """Features of a DINOv2 (arXiv 2304.07193): the class token, of length 1."""
+    """Normalised class token of DINOv2 (arXiv 2304.07193)."""
 
     def __init__(self, address: str, device: torch.device) -> None:
-        """`address`: a folder, or a name on the hub that is in its cache. Raises ModelError."""
+        """address: a folder, or the Hub id of a cached model. Raises ModelError."""
         from transformers import AutoImageProcessor, AutoModel
 
         self.name, self._device = f"features of {Path(address).name}", device
@@ -58,7 +58,7 @@ class Dino:
             self._model = AutoModel.from_pretrained(address, local_files_only=True).to(device).eval()
         except (OSError, ValueError) as error:
             raise ModelError(
-                f"--diversity {address} cannot be loaded ({' '.join(str(error).split())[:200]}): name a folder with an "
+                f"--diversity {address} cannot be loaded ({' '.join(str(error).split())[:200]}): use a folder with an "
                 f"image model of transformers, or run: hf download {DINO}"
             ) from error
 
@@ -69,13 +69,15 @@ class Dino:
         with torch.inference_mode():
             tokens = self._model(**inputs.to(self._device)).last_hidden_state[:, 0]  # [T, D]
         vectors = torch.nn.functional.normalize(tokens.double(), dim=-1) / len(tokens) ** 0.5
-        found: Array = vectors.flatten().cpu().numpy()
-        return found
+        embedding: Array = vectors.flatten().cpu().numpy()
+        return embedding
 
 
 def open_eye(choice: str, device: torch.device) -> Eye:
-    """Return what `--diversity` names: `rgb`, `auto` (DINOv2 if the hub's cache has it, else rgb), or an address of an
-    image model. Raises ModelError."""
+    """Load the embedder of `--diversity`: `rgb`, `auto` (DINOv2 if cached, else rgb), or a model address.
+
+    Raises ModelError.
+    """
     if choice == "auto":
         from huggingface_hub import try_to_load_from_cache
 
@@ -84,16 +86,19 @@ def open_eye(choice: str, device: torch.device) -> Eye:
 
 
 def shown(frames: Frames) -> list[Frames]:
-    """The frames that are looked at."""
-    places = sorted({round(k * (len(frames) - 1) / (NUM_FRAMES - 1)) for k in range(NUM_FRAMES)})
-    return [frames[place] for place in places]
+    """Return the frames to embed: first, middle and last."""
+    indices = sorted({round(k * (len(frames) - 1) / (NUM_FRAMES - 1)) for k in range(NUM_FRAMES)})
+    return [frames[index] for index in indices]
 
 
 def diversity(vectors: Sequence[Array | None], num_seeds: int) -> Array:
-    """Mean distance of two samples of each prompt, [P]; NaN with fewer than two. None: a sample that is none."""
-    found = []
+    """Return the mean pairwise distance of the samples of each prompt [P]. NaN with fewer than two vectors.
+
+    vectors: one per sample, prompt by prompt, None for a failed sample.
+    """
+    means = []
     for first in range(0, len(vectors), num_seeds):
-        known = [vector for vector in vectors[first : first + num_seeds] if vector is not None]
-        distances = [float(np.linalg.norm(one - other)) for one, other in itertools.combinations(known, 2)]
-        found.append(np.mean(distances) if distances else np.nan)
-    return np.array(found, np.float64)
+        valid = [vector for vector in vectors[first : first + num_seeds] if vector is not None]
+        distances = [float(np.linalg.norm(one - other)) for one, other in itertools.combinations(valid, 2)]
+        means.append(np.mean(distances) if distances else np.nan)
+    return np.array(means, np.float64)

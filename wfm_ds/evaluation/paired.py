@@ -1,8 +1,8 @@
-"""Comparison of two models that drew the same prompts with the same seeds.
+"""Paired statistics of two models that sampled the same prompts with the same seeds.
 
-The unit is the prompt: seeds of one prompt resemble each other, so an interval that counts pictures is too narrow. The
-noise of a picture follows from its seed alone, so differences are taken within pairs, which removes what prompt and
-seed are worth by themselves. NaN stands for a score that is missing; a pair that lacks one is left out.
+Prompts are the statistical unit: samples of one prompt are correlated, so an interval over all samples would be too
+narrow. Equal seeds use equal noise, so differences are computed per pair, which removes the effects of prompt and seed.
+NaN marks a missing score; pairs with a missing score are excluded.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Array = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
 MIN_PROMPTS = 5
-"""Fewer have no interval: with so few the t distribution is most of the answer."""
+"""Minimum number of prompts for an interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over prompts with its interval."""
+    """A mean over prompts with its confidence interval."""
 
     value: float
-    half_width: float | None  # of the interval of CONFIDENCE; None with fewer than MIN_PROMPTS prompts
+    half_width: float | None  # of the interval at level CONFIDENCE; None with fewer than MIN_PROMPTS prompts
     prompts: int
-    samples: int  # scores, or pairs of them, that it was made of
+    samples: int  # number of scores or pairs
 
     @property
     def low(self) -> float | None:
@@ -41,30 +41,30 @@ class Estimate:
 
     @property
     def rose(self) -> bool:
-        """The whole interval is above 0."""
+        """Whether the whole interval is above 0."""
         return self.low is not None and self.low > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The distance of one model's scores above another's, pair by pair."""
+    """Paired difference of two models' scores, other minus base."""
 
     estimate: Estimate
-    better: int  # pairs in which the score is higher
-    missing: int  # pairs that lack a score
-    spread: float  # standard deviation of all scores of the model that it is compared with
-    p_fell: float  # of a difference this low or lower if there is none in truth; NaN without an interval
+    better: int  # number of pairs with a higher score
+    missing: int  # number of pairs with a missing score
+    spread: float  # standard deviation of all scores of the base
+    p_fell: float  # one-sided p value of a decrease; NaN without an interval
 
     @property
     def z(self) -> float:
-        """The estimate in units of `spread`."""
+        """The estimate in units of `base_std`."""
         if self.spread > 0:
             return self.estimate.value / self.spread
         return math.copysign(math.inf, self.estimate.value) if self.estimate.value else 0.0
 
 
 def prompt_means(scores: Array) -> Array:
-    """Mean over the seeds of each prompt that has a score: [P, S] to [at most P]."""
+    """Average scores [P, S] over seeds, for prompts with at least one score. Returns at most P means."""
     known = ~np.isnan(scores)
     counts = known.sum(axis=1)
     sums = np.where(known, scores, 0.0).sum(axis=1)
@@ -73,16 +73,16 @@ def prompt_means(scores: Array) -> Array:
 
 
 def mean_of(scores: Array) -> Estimate | None:
-    """Estimate the mean of scores [P, S] over prompts, with the t interval of their means; None without any score."""
+    """Estimate the mean of scores [P, S] over prompts, with a t interval. None without any score."""
     means = prompt_means(scores)
     if not len(means):
         return None
-    half = None if len(means) < MIN_PROMPTS else t_quantile(len(means)) * standard_error(means)
-    return Estimate(float(means.mean()), half, len(means), int((~np.isnan(scores)).sum()))
+    half_width = None if len(means) < MIN_PROMPTS else t_quantile(len(means)) * standard_error(means)
+    return Estimate(float(means.mean()), half_width, len(means), int((~np.isnan(scores)).sum()))
 
 
 def difference(base: Array, other: Array) -> Difference | None:
-    """Compare the scores [P, S] of two models; None if no pair is whole."""
+    """Compare the scores [P, S] of two models. None without a complete pair."""
     gaps = other - base
     estimate = mean_of(gaps)
     if estimate is None:
@@ -98,7 +98,7 @@ def difference(base: Array, other: Array) -> Difference | None:
 
 
 def p_of_a_fall(means: Array) -> float:
-    """Return the p value of Student's one-sided test that these have a mean below 0; NaN below MIN_PROMPTS."""
+    """Return the p value of a one-sided t test for a mean below 0. NaN with fewer than MIN_PROMPTS means."""
     if len(means) < MIN_PROMPTS:
         return math.nan
     value, error = float(means.mean()), standard_error(means)
@@ -108,33 +108,36 @@ def p_of_a_fall(means: Array) -> float:
 
 
 def ratio(base: Array, other: Array) -> Estimate | None:
-    """Estimate how many times as large `other` [P] is as `base` [P], both above 0: the geometric mean over prompts.
+    """Estimate the ratio other / base of positive values [P] as geometric mean over prompts.
 
-    Its half_width is of the logarithm (`ratio_bounds`). Prompts where either is 0 or missing are left out.
+    half_width refers to the logarithm; see `ratio_bounds`. Prompts with a missing or zero value are excluded.
     """
-    usable = (base > 0) & (other > 0)  # NaN is not
+    usable = (base > 0) & (other > 0)  # False for NaN
     logs = np.log(other[usable]) - np.log(base[usable])
-    found = mean_of(logs[:, None])
-    return None if found is None else Estimate(math.exp(found.value), found.half_width, found.prompts, found.samples)
+    log_ratio = mean_of(logs[:, None])
+    return (
+        None
+        if log_ratio is None
+        else Estimate(math.exp(log_ratio.value), log_ratio.half_width, log_ratio.prompts, log_ratio.samples)
+    )
 
 
 def ratio_bounds(found: Estimate) -> tuple[float, float] | None:
-    """Return the interval of a `ratio`."""
+    """Return the interval (low, high) of an `estimate_ratio` result."""
     if found.half_width is None:
         return None
     return found.value * math.exp(-found.half_width), found.value * math.exp(found.half_width)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p values for how many there are (Holm 1979): comparing each with a level keeps the chance of any false
-    alarm among them below it. NaN stays and does not count."""
-    found = list(p_values)
+    """Adjust p values for multiple comparisons (Holm 1979, family-wise error rate). NaN is ignored."""
+    adjusted = list(p_values)
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
     largest = 0.0
     for rank, i in enumerate(order):
         largest = max(largest, (len(order) - rank) * p_values[i])
-        found[i] = min(1.0, largest)
-    return found
+        adjusted[i] = min(1.0, largest)
+    return adjusted
 
 
 def standard_error(means: Array) -> float:

@@ -1,4 +1,4 @@
-"""The report of an evaluation as text, as JSON and as CSV."""
+"""The evaluation report as text, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -19,52 +19,59 @@ MARKS = {"trained": "T", "judge": "", "related": "R"}
 
 
 def head(found: Evaluation) -> str:
-    """The comparison in a line."""
+    """Summarise the protocol in one line."""
     seeds = f"{len(found.seeds)} seed{'' if len(found.seeds) == 1 else 's'}"
     return f"{len(found.prompts)} prompts x {seeds}, paired by seed, 95 % intervals over prompts"
 
 
 def text(found: Evaluation) -> str:
-    """A table for each model beside the base; without another model, the base's own scores."""
+    """Return a table per model with its comparison to the base, or the base model's scores if it is alone."""
     blocks = [head(found)]
     if not found.others:
         blocks.append(columns([["", found.base.name], *([name, plain(found.means[name])] for name in found.rewards)]))
-    for other in found.others:
-        rows = [["", "", found.base.name, other.measured.name, "difference", "better in", ""], *rows_of(found, other)]
-        blocks.append(columns(rows) + f"\nverdict: {other.verdict.name.upper()}: {other.verdict.sentence}")
+    for model_comparison in found.others:
+        rows = [
+            ["", "", found.base.name, model_comparison.measured.name, "difference", "better in", ""],
+            *rows_of(found, model_comparison),
+        ]
+        blocks.append(
+            columns(rows) + f"\nverdict: {model_comparison.verdict.name.upper()}: {model_comparison.verdict.sentence}"
+        )
     return "\n\n".join([*blocks, *("\n".join(lines) for lines in (list(notes(found)),) if lines)]) + "\n"
 
 
 def rows_of(found: Evaluation, other: Comparison) -> Iterator[list[str]]:
-    """Yield the cells of a table: reward, mark, base, model, difference, better in, remark."""
+    """Yield the table rows of a model: reward, mark, base, model, difference, better in, remark."""
     for name in found.rewards:
-        gap = other.differences[name]
-        better = "" if gap is None else f"{gap.better} of {gap.estimate.samples}"
-        fell = "fell" if name in other.verdict.fell else ""
+        difference = other.differences[name]
+        better = "" if difference is None else f"{difference.better} of {difference.estimate.samples}"
+        remark = "decreased" if name in other.verdict.fell else ""
         mark = MARKS[other.trained.kind_of(name)]
-        yield [name, mark, value(found.means[name]), value(other.means[name]), signed(gap), better, fell]
+        yield [name, mark, value(found.means[name]), value(other.means[name]), signed(difference), better, remark]
     if found.base.diversity is not None and other.measured.diversity is not None:
         means = [number(mean_or_nan(one.diversity)) for one in (found.base, other.measured)]
         yield ["diversity", "", *means, times(other.diversity), "", lost(other.diversity)]
 
 
 def notes(found: Evaluation) -> Iterator[str]:
-    """Yield what a reader must know of the numbers."""
+    """Yield the notes below the tables."""
     kinds = {other.trained.kind_of(name) for other in found.others for name in found.rewards}
     if "trained" in kinds:
         yield "T: trained on; the others are held out"
     if "related" in kinds:
-        yield "R: looks through the same network as a reward that was trained on, so its rise confirms nothing"
+        yield "R: uses the same network as a trained reward, so an increase is no confirmation"
     if found.base.diversity is not None:
-        yield f"diversity: mean distance of two seeds of a prompt, by {found.eye}"
+        yield f"diversity: mean distance between seeds of a prompt, by {found.eye}"
     for model in found.models:
         if missing := missing_of(model, found.rewards):
-            yield f"{model.name}: without a score {missing}; such pairs are left out"
+            yield f"{model.name}: samples without a score: {missing}; their pairs are excluded"
     for name, scores in found.published.items():
         for one in scores:
             tasks = "".join(f", {task} {share:.3f}" for task, share in one.parts.items())
             yield f"{one.benchmark} of {name}: {one.value:.3f}{tasks}"
-    for benchmark, differs in {one.benchmark: one.differs for all_ in found.published.values() for one in all_}.items():
+    for benchmark, differs in {
+        one.benchmark: one.differs for score_list in found.published.values() for one in score_list
+    }.items():
         if differs:
             yield f"{benchmark}: not comparable with published numbers: {'; '.join(differs)}"
 
@@ -76,7 +83,7 @@ def missing_of(model: Measured, rewards: Sequence[str]) -> str:
 
 
 def as_json(found: Evaluation) -> str:
-    """The whole evaluation but its single samples, which are in the CSV."""
+    """Return the evaluation as JSON, without single samples (see the CSV)."""
     content = {
         "settings": dict(found.settings),
         "prompts": [{"id": prompt.id, "prompt": prompt.text} for prompt in found.prompts],
@@ -109,13 +116,13 @@ def model_facts(model: Measured, means: Mapping[str, Estimate | None]) -> dict[s
 def other_facts(other: Comparison) -> dict[str, Any]:
     bounds = None if other.diversity is None else ratio_bounds(other.diversity)
     low, high = bounds or (None, None)
-    times_ = None if other.diversity is None else {"value": other.diversity.value, "low": low, "high": high}
+    diversity_ratio = None if other.diversity is None else {"value": other.diversity.value, "low": low, "high": high}
     return {
         **model_facts(other.measured, other.means),
         "trained_on": list(other.trained.names),
         "related": sorted(other.trained.related),
         "differences": {name: difference_facts(gap) for name, gap in other.differences.items()},
-        "diversity_ratio": times_,
+        "diversity_ratio": diversity_ratio,
         "verdict": {"name": other.verdict.name, "sentence": other.verdict.sentence, "fell": dict(other.verdict.fell)},
     }
 
@@ -130,22 +137,22 @@ def difference_facts(gap: Difference | None) -> dict[str, Any] | None:
 def estimate_facts(estimate: Estimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
-    facts = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-    return {**facts, "prompts": estimate.prompts, "samples": estimate.samples}
+    fields = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+    return {**fields, "prompts": estimate.prompts, "samples": estimate.samples}
 
 
 def as_csv(found: Evaluation) -> str:
-    """A line for each sample: model, prompt_id, prompt, seed, file, then a column for each reward; empty: no score."""
-    made = io.StringIO()
-    writer = csv.writer(made, lineterminator="\n")
+    """Return one line per sample: model, prompt_id, prompt, seed, file, one column per reward (or empty)."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(["model", "prompt_id", "prompt", "seed", "file", *found.rewards])
     for model in found.models:
-        for place, (file, scores) in enumerate(zip(model.files, model.samples, strict=True)):
-            prompt, seed = found.prompts[place // len(found.seeds)], found.seeds[place % len(found.seeds)]
+        for index, (file, scores) in enumerate(zip(model.files, model.samples, strict=True)):
+            prompt, seed = found.prompts[index // len(found.seeds)], found.seeds[index % len(found.seeds)]
             values = [scores[name].value for name in found.rewards]
-            cells = ["" if one is None else repr(one) for one in values]
+            cells = ["" if score is None else repr(score) for score in values]
             writer.writerow([model.name, prompt.id, prompt.text, seed, file, *cells])
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 # ---- cells
@@ -156,14 +163,14 @@ def value(estimate: Estimate | None) -> str:
 
 
 def plain(estimate: Estimate | None) -> str:
-    """A mean with its interval."""
+    """Format a mean with its interval."""
     if estimate is None:
         return "-"
     return f"{number(estimate.value)}{bounds_text(estimate.low, estimate.high)}"
 
 
 def signed(gap: Difference | None) -> str:
-    """A difference with its interval."""
+    """Format a difference with its interval."""
     if gap is None:
         return "-"
     estimate = gap.estimate
@@ -178,7 +185,7 @@ def times(estimate: Estimate | None) -> str:
 
 def lost(estimate: Estimate | None) -> str:
     bounds = None if estimate is None else ratio_bounds(estimate)
-    return "lost" if bounds is not None and bounds[1] < 1 else ""
+    return "decreased" if bounds is not None and bounds[1] < 1 else ""
 
 
 def bounds_text(low: float | None, high: float | None, sign: str = "") -> str:
@@ -194,7 +201,7 @@ def mean_or_nan(values: Any) -> float:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Cells under each other."""
+    """Join rows of cells to aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in padded)

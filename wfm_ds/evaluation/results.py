@@ -1,4 +1,4 @@
-"""Results of an evaluation: a base, other models beside it, and what their scores say of each."""
+"""Results of an evaluation: a base model, other models, and their comparison by scores."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.types import Prompt
 
 Kind = Literal["trained", "judge", "related"]
-"""Of a reward: trained on, held out, or held out and looking through the same network as one that was trained on."""
+"""Role of a reward: trained on, held out (judge), or held out but using the same network as a trained reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Samples of one model, prompt by prompt and within these seed by seed."""
+    """Samples and scores of one model, ordered by prompt, then by seed."""
 
     name: str  # short, for tables and folders
-    path: str  # as it was named
+    path: str  # as given by the user
     files: Sequence[str]  # relative to the report
     sizes: Sequence[tuple[int, int]]  # height and width of each in pixels
     samples: Samples
@@ -31,11 +31,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Rewards that a model was trained on, as far as it was measured."""
+    """Rewards that a model was trained on."""
 
-    names: Sequence[str]  # of rewards; as its recipe has them, measured or not
-    reward: RewardRecipe | None  # their sum; None if none of them was measured
-    related: frozenset[str] = frozenset()  # judges that look through the same network as one of them
+    names: Sequence[str]  # names from the recipe, measured or not
+    reward: RewardRecipe | None  # weighted sum of the measured ones; None if none was measured
+    related: frozenset[str] = frozenset()  # held-out rewards that use the same network as a trained one
 
     def kind_of(self, reward: str) -> Kind:
         if reward in self.names:
@@ -45,29 +45,29 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One model beside the base."""
+    """Comparison of one model with the base."""
 
     measured: Measured
     trained: Trained
-    means: Mapping[str, Estimate | None]  # of its own scores, by reward
-    differences: Mapping[str, Difference | None]  # from the base
-    diversity: Estimate | None  # how many times that of the base (paired.ratio)
+    means: Mapping[str, Estimate | None]  # mean scores of the model by reward
+    differences: Mapping[str, Difference | None]  # other minus base, by reward
+    diversity: Estimate | None  # ratio to the diversity of the base
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Everything that a report shows."""
+    """Everything in the report."""
 
     prompts: Sequence[Prompt]
     seeds: Sequence[int]
     rewards: Sequence[str]
     base: Measured
-    means: Mapping[str, Estimate | None]  # of the base
+    means: Mapping[str, Estimate | None]  # mean scores of the base by reward
     others: Sequence[Comparison]
     published: Mapping[str, Sequence[Published]]  # by model
-    eye: str  # what diversity was seen with
-    settings: Mapping[str, str]  # of sampling, for the head of the report
+    eye: str  # name of the embedder for diversity
+    settings: Mapping[str, str]  # sampling settings, for the head of the report
 
     @property
     def models(self) -> list[Measured]:
@@ -85,20 +85,22 @@ def evaluation(
     settings: Mapping[str, str],
 ) -> Evaluation:
     """Compare each of the others with the base."""
-    scores = {one.name: by_reward(one.samples, len(seeds)) for one in (base, *(measured for measured, _ in others))}
-    means = {name: {reward: mean_of(found[reward]) for reward in rewards} for name, found in scores.items()}
-    compared = []
-    for measured, trained in others:
-        own = scores[measured.name]
-        differences = {reward: difference(scores[base.name][reward], own[reward]) for reward in rewards}
-        compared.append(
+    scores = {one.name: by_reward(one.samples, len(seeds)) for one in (base, *(results for results, _ in others))}
+    means = {
+        name: {reward: mean_of(model_scores[reward]) for reward in rewards} for name, model_scores in scores.items()
+    }
+    comparisons = []
+    for model_results, trained_rewards in others:
+        other_scores = scores[model_results.name]
+        differences = {reward: difference(scores[base.name][reward], other_scores[reward]) for reward in rewards}
+        comparisons.append(
             Comparison(
-                measured=measured,
-                trained=trained,
-                means=means[measured.name],
+                measured=model_results,
+                trained=trained_rewards,
+                means=means[model_results.name],
                 differences=differences,
-                diversity=diversity_ratio(base, measured),
-                verdict=verdict_of(base, measured, trained, differences, len(seeds)),
+                diversity=diversity_ratio(base, model_results),
+                verdict=verdict_of(base, model_results, trained_rewards, differences, len(seeds)),
             )
         )
     return Evaluation(
@@ -107,8 +109,8 @@ def evaluation(
         rewards=rewards,
         base=base,
         means=means[base.name],
-        others=compared,
-        published={name: published(prompts, found, len(seeds)) for name, found in scores.items()},
+        others=comparisons,
+        published={name: published(prompts, model_scores, len(seeds)) for name, model_scores in scores.items()},
         eye=eye,
         settings=settings,
     )
@@ -124,8 +126,8 @@ def verdict_of(
     total = None
     if trained.reward is not None:
         total = difference(*(totals(one.samples, num_seeds, trained.reward) for one in (base, other)))
-    judges = {name: found for name, found in differences.items() if found and trained.kind_of(name) != "trained"}
-    return judge(", ".join(trained.names), total, judges, related=trained.related)
+    held_out = {name: gap for name, gap in differences.items() if gap and trained.kind_of(name) != "trained"}
+    return judge(", ".join(trained.names), total, held_out, related=trained.related)
 
 
 def diversity_ratio(base: Measured, other: Measured) -> Estimate | None:

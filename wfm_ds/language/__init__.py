@@ -1,1 +1,1 @@
-"""Vision-language models: conversations about images and videos, as rows of tokens that a model is trained on."""
+"""SFT of vision-language models: conversations about images and videos, packed into token sequences."""

@@ -1,4 +1,4 @@
-"""Conversations from LLaVA annotations and from rows with `messages`: who says what, and where media stand in it."""
+"""Parser for conversations: LLaVA annotations and rows with `messages`, with the positions of their media."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ KINDS: tuple[Kind, ...] = ("image", "video")
 TAG = re.compile(r"<(image|video)>")
 SUFFIXES = (".json", ".jsonl")
 REASONS = {
-    "row": "not an object with `conversations` or `messages`",
-    "no_answer": "no question with an answer after it",
-    "turn": "a turn that is neither system, human nor gpt, out of order, or not text",
-    "no_media": "more <image> or <video> tags than the row has media",
-    "media": "an image or video that is missing, damaged or out of all proportion",
+    "row": "not a JSON object with `conversations` or `messages`",
+    "no_answer": "no question followed by an answer",
+    "turn": "turn with an unknown role, out of order, or without text",
+    "no_media": "more <image> or <video> tags than media in the row",
+    "media": "missing or damaged image or video, or extreme aspect ratio",
     "too_long": "more tokens than data.max_tokens",
 }
 
 
 class BadConversation(DataError):
-    """One row that cannot be used: skipped and counted under `reason`, one of REASONS."""
+    """An unusable annotation row. It is skipped and counted under `reason`, one of REASONS."""
 
     def __init__(self, reason: str, name: str, detail: str) -> None:
         super().__init__(f"{name}: {detail} ({reason})")
@@ -43,7 +43,7 @@ class BadConversation(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """One image or video of a conversation."""
+    """An image or video in a conversation."""
 
     kind: Kind
     address: str
@@ -54,7 +54,7 @@ Part: TypeAlias = str | Medium
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Texts and media that one side says, in their order."""
+    """A turn of a conversation: texts and media in order."""
 
     role: Role
     parts: tuple[Part, ...]
@@ -62,7 +62,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns in their order: system at most first, then user and assistant in turn."""
+    """Turns in order: an optional system turn, then alternating user and assistant turns."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -73,15 +73,17 @@ class Conversation:
 
 
 def annotation_files(paths: Sequence[str]) -> list[str]:
-    """The annotation files at these paths and s3:// addresses, those of a folder by name, which in a storage ends with
-    a slash. Raises DataError for one that is not there."""
+    """Return the annotation files at these paths and s3:// addresses. Folders (s3:// with a final slash) are expanded.
+
+    Raises DataError if a folder has no annotation file.
+    """
     files: list[str] = []
     for path in paths:
         is_folder = path.endswith("/") if is_remote(path) else Path(path).is_dir()
-        found = _files_in(path) if is_folder else [path]
-        if not found:
-            raise DataError(f"{path}: no {' or '.join(SUFFIXES)} file in it; name the folder of the annotations")
-        files += found
+        matches = _files_in(path) if is_folder else [path]
+        if not matches:
+            raise DataError(f"{path}: no {' or '.join(SUFFIXES)} file in this folder")
+        files += matches
     return files
 
 
@@ -95,25 +97,27 @@ def _files_in(folder: str) -> list[str]:
 
 
 def content_of(file: str) -> bytes:
-    """The bytes of an annotation file. Raises DataError."""
+    """Read an annotation file. Raises DataError."""
     try:
         if not is_remote(file):
             return Path(file).read_bytes()
         fs, path = filesystem(file)
         with answering(file):
-            found: bytes = fs.cat_file(path)
-        return found
+            content: bytes = fs.cat_file(path)
+        return content
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error}); data.path names .json or .jsonl annotations") from error
+        raise DataError(f"{file}: cannot be read ({error}); data.path must list .json or .jsonl files") from error
 
 
 def rows_in(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield (name, row) of all rows of a file; a line that is no JSON is a row too, None. Raises DataError for a file
-    that is no text or no list."""
+    """Yield (name, row) for all rows of an annotation file; row is None for a JSONL line that is not JSON.
+
+    Raises DataError if the file is not UTF-8, or a .json file is not a list.
+    """
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}: cannot be read ({error}); data.path names .json or .jsonl annotations") from error
+        raise DataError(f"{file}: cannot be read ({error}); data.path must list .json or .jsonl files") from error
     if file.endswith(".jsonl"):
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
@@ -121,13 +125,13 @@ def rows_in(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
         return
     rows = _json_or_none(text)
     if not isinstance(rows, list):
-        raise DataError(f"{file}: is not a JSON list of conversations; one row a line belongs into a .jsonl file")
+        raise DataError(f"{file}: not a JSON list of conversations; use a .jsonl file for one row per line")
     for number, row in enumerate(rows):
         yield f"{file}[{number}]", row
 
 
 def rows_of(file: str | Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file as `rows_in` does. Raises DataError for one that cannot be read."""
+    """Read an annotation file and yield its rows like `parse_rows`. Raises DataError."""
     return rows_in(str(file), content_of(str(file)))
 
 
@@ -139,17 +143,17 @@ def _json_or_none(text: str) -> Any:
 
 
 def parsed(row: Any, name: str, *, root: str | None = None, system_prompt: str | None = None) -> Conversation:
-    """Make the conversation of a row. root: of relative media; system_prompt: the turn of rows without one.
+    """Parse a row to a conversation. root: folder of relative media paths. system_prompt: used for rows without one.
 
     Raises BadConversation.
     """
     if not isinstance(row, dict) or not is_encodable(row):
-        raise BadConversation("row", name, "is no JSON object")
-    said = row.get("conversations", row.get("messages"))
-    if not isinstance(said, list):
-        raise BadConversation("row", name, "has neither conversations nor messages")
+        raise BadConversation("row", name, "not a JSON object")
+    entries = row.get("conversations", row.get("messages"))
+    if not isinstance(entries, list):
+        raise BadConversation("row", name, "no conversations or messages")
     media = _Supply(row, name, root)
-    turns = [_turn(entry, media, name) for entry in said]
+    turns = [_turn(entry, media, name) for entry in entries]
     turns = media.with_untagged(turns)
     if system_prompt is not None and turns and turns[0].role != "system":
         turns = [Turn("system", (system_prompt,)), *turns]
@@ -158,34 +162,35 @@ def parsed(row: Any, name: str, *, root: str | None = None, system_prompt: str |
 
 
 class _Supply:
-    """The media that a row lists, handed out to its tags in their order."""
+    """Assigns the media listed in a row to its tags, in order."""
 
     def __init__(self, row: Mapping[str, Any], name: str, root: str | None) -> None:
         self._name, self._root = name, root
         self._listed = {kind: self._list(row, kind) for kind in KINDS}
-        self._tags: list[tuple[Kind, int]] = []  # of each tag its kind and its number among them
+        self._tags: list[tuple[Kind, int]] = []  # kind of each tag and its number within the kind
         self._num_tags = dict.fromkeys(KINDS, 0)
 
     def _list(self, row: Mapping[str, Any], kind: Kind) -> list[str]:
         value = row.get(kind) or row.get(f"{kind}s") or []
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
-            raise BadConversation("row", self._name, f"{kind} is neither a path nor a list of paths")
+            raise BadConversation("row", self._name, f"{kind} must be a path or a list of paths")
         return values
 
     def located(self, kind: Kind, path: str) -> Medium:
-        whole = path if self._root is None or "://" in path else f"{self._root.rstrip('/')}/{path}"
-        return Medium(kind, path if path.startswith("/") else whole)
+        """Return the media item at a path relative to the root."""
+        full_path = path if self._root is None or "://" in path else f"{self._root.rstrip('/')}/{path}"
+        return Medium(kind, path if path.startswith("/") else full_path)
 
     def tagged(self, kind: Kind) -> Medium:
-        """The place of a tag; which medium it is shows when all tags are known."""
+        """Return a placeholder for a tag. `resolve_media` fills it when all tags are known."""
         self._num_tags[kind] += 1
         return Medium(kind, "")
 
     def with_untagged(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Give all places their media. Those without a tag come first, before the first question, as LLaVA has it."""
-        left: dict[Kind, list[str]] = {}
-        first: list[Part] = []
+        """Fill the placeholders. Media without a tag are inserted before the first question, as in LLaVA."""
+        remaining: dict[Kind, list[str]] = {}
+        untagged: list[Part] = []
         for kind in KINDS:
             spare = len(self._listed[kind]) - self._num_tags[kind]
             if spare < 0:
@@ -195,33 +200,33 @@ class _Supply:
                     f"{self._num_tags[kind]} <{kind}> tags, {len(self._listed[kind])} {kind}s",
                 )
             for path in self._listed[kind][:spare]:
-                first += [self.located(kind, path), "\n"]
-            left[kind] = self._listed[kind][spare:]
-        given, filled = {kind: iter(paths) for kind, paths in left.items()}, []
+                untagged += [self.located(kind, path), "\n"]
+            remaining[kind] = self._listed[kind][spare:]
+        paths_by_kind, result = {kind: iter(paths) for kind, paths in remaining.items()}, []
         for turn in turns:
             parts = [
-                self.located(p.kind, next(given[p.kind])) if isinstance(p, Medium) and not p.address else p
+                self.located(p.kind, next(paths_by_kind[p.kind])) if isinstance(p, Medium) and not p.address else p
                 for p in turn.parts
             ]
-            if first and turn.role == "user":
-                parts, first = [*first, *parts], []
-            filled.append(Turn(turn.role, tuple(parts)))
-        return filled
+            if untagged and turn.role == "user":
+                parts, untagged = [*untagged, *parts], []
+            result.append(Turn(turn.role, tuple(parts)))
+        return result
 
 
 def _turn(entry: Any, media: _Supply, name: str) -> Turn:
     if not isinstance(entry, dict):
-        raise BadConversation("turn", name, "a turn is no JSON object")
+        raise BadConversation("turn", name, "a turn is not a JSON object")
     role = ROLES.get(str(entry.get("from", entry.get("role"))).lower())
-    said = entry.get("value", entry.get("content"))
-    if role is None or not isinstance(said, str | list):
+    content = entry.get("value", entry.get("content"))
+    if role is None or not isinstance(content, str | list):
         raise BadConversation("turn", name, f"a turn of {entry.get('from', entry.get('role'))!r} without text")
-    if isinstance(said, list):
-        return Turn(role, tuple(_part(part, media, name) for part in said))
-    if role == "assistant":  # there <image> is a word like others
-        return Turn(role, (said,))
+    if isinstance(content, list):
+        return Turn(role, tuple(_part(part, media, name) for part in content))
+    if role == "assistant":  # <image> is plain text in answers
+        return Turn(role, (content,))
     pieces: list[Part] = []
-    for i, piece in enumerate(TAG.split(said)):  # text, kind, text, kind, text
+    for i, piece in enumerate(TAG.split(content)):  # text, kind, text, kind, text
         if i % 2:
             pieces.append(media.tagged("image" if piece == "image" else "video"))
         elif piece:
@@ -233,17 +238,19 @@ def _part(part: Any, media: _Supply, name: str) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    for known in KINDS:
-        if kind == known:
-            path = part.get(known, part.get("path"))
-            return media.located(known, path) if isinstance(path, str) and path else media.tagged(known)
-    raise BadConversation("turn", name, f"a part of type {kind!r}: it must be text, image or video")
+    for media_kind in KINDS:
+        if kind == media_kind:
+            path = part.get(media_kind, part.get("path"))
+            return media.located(media_kind, path) if isinstance(path, str) and path else media.tagged(media_kind)
+    raise BadConversation("turn", name, f"content type {kind!r} is not text, image or video")
 
 
 def _check_order(turns: Sequence[Turn], name: str) -> None:
-    said = turns[1:] if turns and turns[0].role == "system" else turns
-    wrong = [t.role for t, role in zip(said, ("user", "assistant") * len(said), strict=False) if t.role != role]
-    if wrong:
-        raise BadConversation("turn", name, f"a turn of {wrong[0]} out of order: user and assistant speak in turn")
-    if len(said) < 2:
-        raise BadConversation("no_answer", name, "there is no answer")
+    dialogue = turns[1:] if turns and turns[0].role == "system" else turns
+    misplaced = [
+        t.role for t, role in zip(dialogue, ("user", "assistant") * len(dialogue), strict=False) if t.role != role
+    ]
+    if misplaced:
+        raise BadConversation("turn", name, f"a turn of {misplaced[0]} out of order: user and assistant must alternate")
+    if len(dialogue) < 2:
+        raise BadConversation("no_answer", name, "no answer")

@@ -1,7 +1,7 @@
-"""Attention of a row's conversations, each within itself: torch's own, one after the other and without a mask.
+"""Attention within each conversation of a packed sequence: one SDPA call per conversation, without a mask.
 
-A mask of a row takes the square of its tokens, in memory and in work, and torch's fused kernels for causal attention
-do not take one. FlashAttention 2, where it is installed, needs neither.
+A mask for the whole sequence would need quadratic memory and compute, and torch's fused causal kernels do not accept
+one. FlashAttention 2, if installed, handles packed sequences itself.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-NAME = "wfm_ds_rows"  # among transformers' own; a name that it does not know gets no mask
+NAME = "wfm_ds_rows"  # in transformers' registry; it builds no mask for unknown names
 
 
 def has_windows(network: Any) -> bool:
-    """Return whether layers of the decoder attend to a sliding window, which segments do not tell."""
+    """Return whether the decoder has layers with sliding-window attention, which segments do not support."""
     config = network.config.get_text_config()
     return "sliding_attention" in (getattr(config, "layer_types", None) or [])
 
 
 def install(network: nn.Module) -> bool:
-    """Change a model in place, if its decoder has torch's own attention without windows: each forward then needs
-    `segments`, the tokens of each conversation of its row. Return whether it does."""
-    bare: Any = network
-    decoder = bare.model.language_model
+    """Replace SDPA in the decoder by attention per conversation, in place. Return whether it was replaced.
+
+    Forward calls then need `segments`, the number of tokens of each conversation. Decoders with other attention or
+    sliding windows are not changed.
+    """
+    unwrapped: Any = network
+    decoder = unwrapped.model.language_model
     if decoder.config._attn_implementation != "sdpa" or has_windows(network):
         return False
     register()
@@ -36,7 +39,7 @@ def install(network: nn.Module) -> bool:
 
 
 def register() -> None:
-    """Have transformers know this attention by its name."""
+    """Register this attention with transformers."""
     AttentionInterface.register(NAME, attend)
 
 
@@ -52,18 +55,18 @@ def attend(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks: heads in and [B,L,H,D] out."""
-    attended = within(query_BHLD, key_BKLD, value_BKLD, segments, scaling=scaling, dropout=dropout)
-    return attended.transpose(1, 2).contiguous(), None
+    """Attention with the transformers interface: [B,H,L,D] inputs, [B,L,H,D] output."""
+    output = within(query_BHLD, key_BKLD, value_BKLD, segments, scaling=scaling, dropout=dropout)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def within(
     query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, segments: Sequence[int], *, scaling: float, dropout: float
 ) -> Tensor:
-    """Causal attention [B,H,L,D] within each segment. H query heads share K heads of keys and values."""
-    grouped = query_BHLD.shape[1] != key_BKLD.shape[1]
+    """Causal attention [B,H,L,D] within each segment. H query heads share K key and value heads."""
+    is_grouped = query_BHLD.shape[1] != key_BKLD.shape[1]
     parts = [
-        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
+        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped)
         for q, k, v in zip(
             *(torch.split(x, list(segments), 2) for x in (query_BHLD, key_BKLD, value_BKLD)), strict=True
         )

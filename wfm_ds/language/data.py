@@ -1,4 +1,4 @@
-"""The conversations of a recipe: read, measured, divided into those to train on and those held out."""
+"""Conversations of a recipe: read and measure them, and split off the held-out ones."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ from wfm_ds.seeds import uniform
 
 log = logging.getLogger(__name__)
 
-NUM_NAMED = 3  # of the rows that a message names
+NUM_NAMED = 3  # bad rows shown in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The rows of some annotation files: those that are conversations, and what the others are refused for."""
+    """Content of annotation files: the valid conversations and the errors of the other rows."""
 
     conversations: list[Conversation]
     bad: list[BadConversation]
-    digest: str  # of the files' contents
+    digest: str  # hash of the files
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Conversations that fit a row, with their sizes."""
+    """Conversations that fit into a packed sequence, with their sizes."""
 
     conversations: list[Conversation]
     sizes: list[Size]
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each."""
+        """Number of tokens of each conversation."""
         return [size.tokens for size in self.sizes]
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of media that they have."""
-        return frozenset(medium.kind for conversation in self.conversations for medium in conversation.media)
+        """Kinds of media in the conversations."""
+        return frozenset(item.kind for conversation in self.conversations for item in conversation.media)
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageData:
-    """Conversations that a run trains on and holds out, and the number of rows that it cannot use."""
+    """Training and held-out conversations of a run, and the number of bad rows."""
 
     training: Measured
     held_out: Measured
@@ -73,7 +73,7 @@ class LanguageData:
 
 
 def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Read:
-    """Parse all rows of these annotations. Raises DataError for a file that cannot be read, or without any row."""
+    """Parse all rows of the annotation files. Raises DataError if a file cannot be read or there are no rows."""
     root, system_prompt = recipe.data.media_path, recipe.data.system_prompt
     conversations, bad, digest = list[Conversation](), list[BadConversation](), hashlib.blake2b(digest_size=16)
     for file in annotation_files(paths):
@@ -87,7 +87,7 @@ def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Read:
             except BadConversation as error:
                 bad.append(error)
     if not conversations and not bad:
-        raise DataError(f"{', '.join(paths)}: there is no row in it")
+        raise DataError(f"{', '.join(paths)}: no rows")
     return Read(conversations, bad, digest.hexdigest())
 
 
@@ -100,84 +100,86 @@ def measured(
     where: str,
     cache: SizeCache | None = None,
 ) -> LanguageData:
-    """Find the size of each conversation that `cache` does not know, a share of them on each rank; all in `training`.
-    Collective.
+    """Measure all conversations that are not in `cache`, sharded over the ranks. Collective.
 
-    Raises DataError on all ranks if more than the allowed share of rows cannot be used.
+    Returns them all as training conversations. Raises DataError on all ranks if more than max_bad_fraction of the rows
+    are bad.
     """
     count = len(read.conversations)
-    known = [UNKNOWN] * count if cache is None else cache.read(count)
+    cached_sizes = [UNKNOWN] * count if cache is None else cache.read(count)
 
-    def size(place: int) -> Sequence[Any]:
+    def measure_one(index: int) -> Sequence[Any]:
         LIVENESS.advance()
-        if known[place] != UNKNOWN:
-            return known[place]
+        if cached_sizes[index] != UNKNOWN:
+            return cached_sizes[index]
         try:
-            return reader.size(read.conversations[place])
+            return reader.size(read.conversations[index])
         except BadConversation as error:
             return error.reason, str(error)
 
-    def measure() -> list[Sequence[Any]]:
+    def measure_shard() -> list[Sequence[Any]]:
         with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(size, range(world.rank, count, world.size)))
+            return list(pool.map(measure_one, range(world.rank, count, world.size)))
 
-    parts = world.gather(world.checked(measure))
-    found = [parts[i % world.size][i // world.size] for i in range(count)]
-    good = [i for i, result in enumerate(found) if len(result) == len(UNKNOWN)]
+    parts = world.gather(world.checked(measure_shard))
+    results = [parts[i % world.size][i // world.size] for i in range(count)]
+    good = [i for i, result in enumerate(results) if len(result) == len(UNKNOWN)]
     bad = [(error.reason, str(error)) for error in read.bad]
-    bad += [(result[0], result[1]) for result in found if len(result) != len(UNKNOWN)]
+    bad += [(result[0], result[1]) for result in results if len(result) != len(UNKNOWN)]
     if cache is not None and world.is_main:
-        sizes = [Size(*result) if len(result) == len(UNKNOWN) else UNKNOWN for result in found]
-        if sizes != known:
+        sizes = [Size(*result) if len(result) == len(UNKNOWN) else UNKNOWN for result in results]
+        if sizes != cached_sizes:
             cache.write(sizes)
     _judge(bad, len(good), allowed, where)
-    counts = {reason: sum(of == reason for of, _ in bad) for reason in REASONS}
+    counts = {reason: sum(row_reason == reason for row_reason, _ in bad) for reason in REASONS}
     conversations = [read.conversations[i] for i in good]
-    return LanguageData(Measured(conversations, [Size(*found[i]) for i in good]), Measured([], []), counts)
+    return LanguageData(Measured(conversations, [Size(*results[i]) for i in good]), Measured([], []), counts)
 
 
 def _judge(bad: Sequence[tuple[str, str]], num_good: int, allowed: float, where: str) -> None:
     total = len(bad) + num_good
     for reason, meaning in REASONS.items():
-        names = [detail for of, detail in bad if of == reason]
+        names = [detail for row_reason, detail in bad if row_reason == reason]
         if names:
-            log.warning("%s: %d of %d rows left out, %s, e.g. %s", where, len(names), total, meaning, names[0])
+            log.warning("%s: skipped %d of %d rows, %s, e.g. %s", where, len(names), total, meaning, names[0])
     if len(bad) > allowed * total or not num_good:
         raise DataError(
-            f"{where}: {len(bad)} of {total} rows cannot be used, more than data.max_bad_fraction {allowed:g} allows; "
-            f"repair the first: {'; '.join(detail for _, detail in bad[:NUM_NAMED])}"
+            f"{where}: {len(bad)} of {total} rows are invalid (data.max_bad_fraction: {allowed:g}). First: "
+            f"{'; '.join(detail for _, detail in bad[:NUM_NAMED])}"
         )
 
 
 def load_conversations(recipe: Recipe, reader: SampleReader, world: World) -> LanguageData:
-    """The recipe's data; collective. Held out are those of validation.path, else a share of the rest by their ids."""
+    """Load the recipe's data; held-out conversations from validation.path, else split off by id. Collective."""
     data, validation = recipe.data, recipe.validation
 
-    def all_of(paths: Sequence[str]) -> LanguageData:
-        read = world.checked(lambda: read_annotations(recipe, paths))
+    def load_paths(paths: Sequence[str]) -> LanguageData:
+        rows = world.checked(lambda: read_annotations(recipe, paths))
         cache = None
         if data.cache_dir is not None:
-            cache = SizeCache(data.cache_dir, reader.key(recipe, read.digest))
-        return measured(read, reader, world, data.workers, data.max_bad_fraction, ", ".join(paths), cache)
+            cache = SizeCache(data.cache_dir, reader.key(recipe, rows.digest))
+        return measured(rows, reader, world, data.workers, data.max_bad_fraction, ", ".join(paths), cache)
 
-    whole = all_of(data.shards)
+    dataset = load_paths(data.shards)
     if validation.path is not None:
-        held_out = all_of([validation.path]).training
-        return LanguageData(whole.training, first(held_out, validation.num_images), whole.bad)
-    training, held_out = divided(whole.training, validation.holdout)
+        held_out = load_paths([validation.path]).training
+        return LanguageData(dataset.training, first(held_out, validation.num_images), dataset.bad)
+    training, held_out = divided(dataset.training, validation.holdout)
     if not training.conversations:
-        raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves nothing to train on: lower it")
-    return LanguageData(training, first(held_out, validation.num_images), whole.bad)
+        raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves no training data: lower it")
+    return LanguageData(training, first(held_out, validation.num_images), dataset.bad)
 
 
 def divided(whole: Measured, share: float) -> tuple[Measured, Measured]:
-    """Return what is trained on and what is held out: by a hash of the id, the same in every run. From two
-    conversations on neither is empty, unless the share is 0."""
+    """Return (training, held-out) conversations, split by a hash of the id, identical in every run.
+
+    With two or more conversations and share > 0, neither is empty.
+    """
     draws = [uniform(0, "holdout", conversation.id) for conversation in whole.conversations]
     if share == 0 or len(draws) < 2:
         return whole, Measured([], [])
-    ordered = sorted(draws)
-    limit = min(max(share, ordered[0]), ordered[-2])
+    sorted_draws = sorted(draws)
+    limit = min(max(share, sorted_draws[0]), sorted_draws[-2])
     parts: tuple[Measured, Measured] = (Measured([], []), Measured([], []))
     for conversation, size, draw in zip(whole.conversations, whole.sizes, draws, strict=True):
         part = parts[draw <= limit]
@@ -187,6 +189,6 @@ def divided(whole: Measured, share: float) -> tuple[Measured, Measured]:
 
 
 def first(whole: Measured, count: int) -> Measured:
-    """The first of these by their ids."""
+    """Return the first `count` conversations in order of their ids."""
     order = sorted(range(len(whole.conversations)), key=lambda i: whole.conversations[i].id)[:count]
     return Measured([whole.conversations[i] for i in order], [whole.sizes[i] for i in order])

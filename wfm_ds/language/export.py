@@ -1,6 +1,6 @@
-"""Exports of a language model: a folder that transformers, vLLM and SGLang load, or a LoRA as peft has it.
+"""Export of a language model: a folder for transformers, vLLM and SGLang, or a LoRA in peft format.
 
-Every rank iterates the engine's stream, because each of its items is a gather; rank 0 writes.
+Every rank iterates the engine's tensor stream, because each item is a collective gather. Rank 0 writes.
 """
 
 from __future__ import annotations
@@ -38,83 +38,88 @@ STEM = "model"
 CONFIG = "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
-# How transformers 5 names what older files have under the second name: both are loaded, the base's are written.
+# Prefixes of transformers 5 and of older files. Both can be loaded; exports use the names of the base model.
 RENAMED = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageTarget:
-    """A model's folder, and its tensors as training has them."""
+    """Folder of the base model, and the specs of its tensors in training."""
 
     base: Path
-    specs: Mapping[str, Spec]  # by transformers' names; tied weights once
+    specs: Mapping[str, Spec]  # by transformers' names, tied weights only once
 
     @classmethod
     def of(cls, network: nn.Module, base: Path) -> LanguageTarget:
-        """Make the target of a network that is still whole."""
+        """Create the target from a network that is not sharded yet."""
         names = {name for name, _ in network.named_parameters()}
-        stored = network.state_dict()
+        state = network.state_dict()
         parameters = set(dict(network.named_parameters(remove_duplicate=False)))
-        kept = {name: t for name, t in stored.items() if name in names or name not in parameters}
-        return cls(base.absolute(), {name: Spec(tensor.dtype, tensor.shape) for name, tensor in kept.items()})
+        tensors = {name: t for name, t in state.items() if name in names or name not in parameters}
+        return cls(base.absolute(), {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
 
     def to_json(self) -> dict[str, Any]:
         return {"base": str(self.base), "library": "transformers"}
 
 
 class BaseWeights:
-    """The safetensors of a model's folder, read tensor by tensor."""
+    """Safetensors files of a model folder, read one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, torch.Size] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            with _readable(file) as opened:
-                self._file_of |= dict.fromkeys(opened.keys(), file)
-                self._shapes |= {name: torch.Size(opened.get_slice(name).get_shape()) for name in sorted(opened.keys())}
+            with _readable(file) as tensors:
+                self._file_of |= dict.fromkeys(tensors.keys(), file)
+                self._shapes |= {
+                    name: torch.Size(tensors.get_slice(name).get_shape()) for name in sorted(tensors.keys())
+                }
 
     def own_name(self, name: str) -> str:
-        """The name that the folder has for one of transformers' names; that itself if it has none."""
-        older = [old + name.removeprefix(new) for new, old in RENAMED if name.startswith(new)]
-        return next((known for known in (name, *older) if known in self._file_of), name)
+        """Return the name in the files for a transformers name; the same name if the files do not have it."""
+        aliases = [old + name.removeprefix(new) for new, old in RENAMED if name.startswith(new)]
+        return next((candidate for candidate in (name, *aliases) if candidate in self._file_of), name)
 
     def stored(self, own: str, shape: torch.Size) -> torch.Size:
-        """The shape that the folder has for a tensor of this one. Transformers turns the experts of released mixtures
-        as it loads them: other programs want them as they were."""
-        there = self._shapes.get(own, shape)
-        return there if len(shape) == 3 and there == turned(shape) else shape
+        """Return the shape in the files for a tensor of this shape.
+
+        Transformers transposes the expert weights of some mixtures on loading; exports keep the original layout for
+        other programs.
+        """
+        original = self._shapes.get(own, shape)
+        return original if len(shape) == 3 and original == turned(shape) else shape
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by the folder's own name. Raises ModelError."""
+        """Load a tensor by its name in the files. Raises ModelError."""
         if name not in self._file_of:
-            raise ModelError(f"{name} is in no file of the base model; copy the model again")
-        with _readable(self._file_of[name]) as opened:
-            found: Tensor = opened.get_tensor(name)
-        return found
+            raise ModelError(f"{name} is missing in the base model; download the model again")
+        with _readable(self._file_of[name]) as tensors:
+            weight: Tensor = tensors.get_tensor(name)
+        return weight
 
 
 def turned(shape: torch.Size) -> torch.Size:
-    """Exchange the last two of three sizes."""
+    """Swap the last two of three dimensions."""
     return torch.Size((shape[0], shape[2], shape[1]))
 
 
 @contextlib.contextmanager
 def _readable(file: Path) -> Iterator[Any]:
     try:
-        with safe_open(file, "pt") as opened:
-            yield opened
+        with safe_open(file, "pt") as tensors:
+            yield tensors
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file} cannot be read ({error}); copy the model again") from error
+        raise ModelError(f"{file} cannot be read ({error}); download the model again") from error
 
 
 def export_language(
     target: LanguageTarget, source: TensorSource, out: Path, *, policy: str, dtype: torch.dtype, is_main: bool
 ) -> Path:
-    """Write the weights of `policy` as transformers loads them; every rank calls it, with the same arguments.
+    """Export the weights of `policy` and return the folder to load. Collective, with the same arguments on all ranks.
 
-    A LoRA run gets `out/lora/adapter_model.safetensors` and `adapter_config.json`, a full run makes `out` a model's
-    folder: the weights in `dtype` under the names of the base's files, all else shared with the base. `out` is complete
-    or absent. Returns the folder to load. Raises UserError on rank 0 if `out` cannot be written.
+    A LoRA run writes `out/lora/adapter_model.safetensors` and `adapter_config.json`. A full run writes a model folder:
+    weights in `dtype` with the base model's tensor names, and links or copies of its other files. `out` is complete or
+    absent. Raises UserError on rank 0 if `out` cannot be written.
     """
     result = out / LORA_FOLDER if source.lora else out
     stream = source.named_full_tensors(policy)
@@ -134,7 +139,7 @@ def export_language(
 
 
 def loading_lines(base: Path, exported: Path, lora: bool) -> str:
-    """The lines of Python with which a user loads what `export_language` returned."""
+    """Return the Python code that loads the result of `export_language`."""
     model = json.dumps(str(base if lora else exported))
     lines = [
         "from transformers import AutoModelForImageTextToText, AutoProcessor",
@@ -150,18 +155,19 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
 
 
 def _exhaust(stream: Iterator[tuple[str, Tensor | None]]) -> None:
+    """Iterate to the end, to take part in the remaining gathers."""
     for _ in stream:
         pass
 
 
 def _here(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """Rank 0's view of the stream: a NaN must not be shipped."""
+    """Yield rank 0's tensors. Raises ModelError for NaN or infinity."""
     for name, tensor in stream:
         assert tensor is not None, f"rank 0 got nothing for {name}"
         if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"{name} holds NaN or infinity: the weights are broken, the export was given up")
+            raise ModelError(f"{name} has NaN or infinite values, export aborted")
         yield name, tensor
-        del tensor  # the next one is gathered meanwhile
+        del tensor  # free memory before the next gather
 
 
 def _write_lora(tensors: Iterator[tuple[str, Tensor]], settings: Mapping[str, Any], making: Path) -> None:
@@ -180,10 +186,10 @@ def _write_model(
     files = [f for f in target.base.iterdir() if f.is_file() and not f.name.endswith(WEIGHTS) and f.name != CONFIG]
     share_files(target.base, making, sorted(files))
     _write_config(target.base, making, dtype)
-    named = {base.own_name(name): spec for name, spec in target.specs.items()}
+    spec_by_key = {base.own_name(name): spec for name, spec in target.specs.items()}
     specs = {
-        own: Spec(dtype if spec.dtype.is_floating_point else spec.dtype, base.stored(own, spec.shape))
-        for own, spec in named.items()
+        key: Spec(dtype if spec.dtype.is_floating_point else spec.dtype, base.stored(key, spec.shape))
+        for key, spec in spec_by_key.items()
     }
     shards = planned_shards(specs, SHARD_BYTES, STEM)
     if len(shards) > 1:
@@ -191,24 +197,26 @@ def _write_model(
         weight_map = {name: file for file, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         atomic.write_text(making / f"{STEM}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-    left = dict(specs)
-    with contextlib.ExitStack() as held:
-        places: dict[str, TensorFile] = {}
+    remaining = dict(specs)
+    with contextlib.ExitStack() as stack:
+        file_by_key: dict[str, TensorFile] = {}
         for file_name, shard in shards.items():
-            file = held.enter_context(TensorFile(making / file_name, shard, {"format": "pt"}))
-            places |= dict.fromkeys(shard, file)
+            file = stack.enter_context(TensorFile(making / file_name, shard, {"format": "pt"}))
+            file_by_key |= dict.fromkeys(shard, file)
         for name, tensor in tensors:
-            own = base.own_name(name)
-            if own not in left or named[own].shape != tensor.shape:
-                raise ModelError(f"{name} is no tensor of {target.base}, or came twice: the export was given up")
-            spec = left.pop(own)
-            places[own].write(own, (tensor if spec.shape == tensor.shape else tensor.mT.contiguous()).to(spec.dtype))
-        for own, spec in left.items():  # what training left as it was
-            places[own].write(own, base.tensor(own).to(spec.dtype))
+            key = base.own_name(name)
+            if key not in remaining or spec_by_key[key].shape != tensor.shape:
+                raise ModelError(f"{name}: unexpected or duplicate tensor for {target.base}, export aborted")
+            spec = remaining.pop(key)
+            file_by_key[key].write(
+                key, (tensor if spec.shape == tensor.shape else tensor.mT.contiguous()).to(spec.dtype)
+            )
+        for key, spec in remaining.items():  # tensors that are not part of training
+            file_by_key[key].write(key, base.tensor(key).to(spec.dtype))
 
 
 def _write_config(base: Path, making: Path, dtype: torch.dtype) -> None:
-    """The base's config with the dtype that the weights have now: programs that serve a model go by it."""
+    """Write the base model's config with the dtype of the exported weights, which serving programs use."""
     config = read_json(base / CONFIG)
     name = str(dtype).removeprefix("torch.")
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):

@@ -1,9 +1,9 @@
-"""Floating-point operations of a language model's rows, from the shapes of its layers and of what the rows hold.
+"""Floating-point operations of a vision-language model for packed sequences, from layer shapes and sequence contents.
 
-2 per multiply-add of linear layers and attention; pointwise work does not count. Attention is between the tokens of one
-conversation, so it goes with the sum of their squared lengths, not with the row's; the head's goes with the labelled
-tokens; the tower's with the patches. A gradient of a layer's input costs as much as its forward, and so does one of its
-weights: both together are the 6 per weight and token of full training.
+Linear layers and attention count 2 per multiply-add; pointwise operations are ignored. Attention is limited to each
+conversation, so it scales with the sum of their squared lengths. The head scales with the labelled tokens and the
+vision tower with the patches. The gradients of a layer's input and of its weights each cost the same as its forward
+pass, which gives the usual 6 per weight and token for full training.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from wfm_ds.engine.work import Work
 from wfm_ds.language.rows import RowBatch
 
 VISION, DECODER, HEAD = "model.visual.", "model.language_model.", "lm_head."
-FIRST = ("q_proj", "k_proj", "v_proj")  # of a layer: nothing of it comes before them
-# Of a block: nothing that its backward pass needs comes after them, so that checkpointing does not compute them again.
+FIRST = ("q_proj", "k_proj", "v_proj")  # first linear layers of a block
+# Last linear layers of a block. The backward pass does not need their output, so checkpointing does not recompute them.
 LAST = ("down_proj.weight", "linear_fc2.weight", "down_proj.lora_B.default.weight")
-Place: TypeAlias = tuple[int, int, int]  # part of the model, number of the block in it, stage in the block
+Place: TypeAlias = tuple[int, int, int]  # part of the model, block in it, stage within the block
 
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """Numbers that a row's work depends on."""
+    """Sizes of a packed sequence that determine its FLOPs."""
 
-    segments: Sequence[int]  # tokens of each conversation
+    segments: Sequence[int]  # number of tokens of each conversation
     num_labelled: int
-    grids: Sequence[tuple[int, int, int]] = ()  # patches of each image or video in time, down, across
+    grids: Sequence[tuple[int, int, int]] = ()  # patches of each image or video: time, height, width
 
     @classmethod
     def of(cls, row: RowBatch) -> RowSize:
-        """Measure a row that is on the host."""
+        """Return the sizes of a packed sequence on the host."""
         grids = [
-            tuple(grid) for name, found in row.media.items() if name.endswith("grid_thw") for grid in found.tolist()
+            tuple(grid)
+            for name, grid_tensor in row.media.items()
+            if name.endswith("grid_thw")
+            for grid in grid_tensor.tolist()
         ]
         return cls(row.segments, len(row.kept), grids)
 
@@ -51,17 +54,17 @@ class RowSize:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights that every item of one kind is multiplied with."""
+    """Weights of a linear layer that multiply every item of one kind."""
 
-    kind: str  # patch, merged, token or labelled: what it is applied to
-    weights: int  # that one item meets
+    kind: str  # items it is applied to: patch, merged, token or labelled
+    weights: int  # number of weights per item
     trains: bool
-    passes_on: bool  # something before it trains, so that its input has a gradient
-    repeated: bool  # gradient checkpointing computes it again: it stands in a block with a backward pass
+    passes_on: bool  # an earlier parameter is trained, so its input has a gradient
+    repeated: bool  # recomputed by gradient checkpointing
 
 
 class RowWork:
-    """Costs of rows; taken of a model that is whole, with its adapters and its flags of what trains."""
+    """FLOPs of packed sequences, from an unsharded model with its adapters and requires_grad flags."""
 
     def __init__(self, network: Any, *, checkpointing: bool) -> None:
         self._layers = list(layers_of(network))
@@ -80,16 +83,16 @@ class RowWork:
         self._noted = Work()
 
     def note(self, row: RowBatch) -> None:
-        """Add a row that is trained on."""
+        """Add the work of a training sequence."""
         self._noted += self.of(RowSize.of(row))
 
     def take(self) -> Work:
-        """The work of all rows since the last call."""
-        noted, self._noted = self._noted, Work()
-        return noted
+        """Return the work of all sequences since the last call, and reset it."""
+        work, self._noted = self._noted, Work()
+        return work
 
     def of(self, row: RowSize) -> Work:
-        """The forward of a row and its backward pass, with what checkpointing repeats."""
+        """Return the work of forward and backward pass, and the recomputation of checkpointing."""
         patches = row.num_patches
         items = {
             "patch": patches,
@@ -97,18 +100,18 @@ class RowWork:
             "token": row.num_tokens,
             "labelled": row.num_labelled,
         }
-        needed = repeated = 0
+        required = recomputed = 0
         for layer in self._layers:
             forward = 2 * layer.weights * items[layer.kind]
-            needed += forward * (1 + layer.trains + layer.passes_on)
-            repeated += forward * (layer.repeated and self._checkpointing)
-        for attention, learns in self._attentions(row):
-            needed += attention * (3 if learns else 1)
-            repeated += attention * (self._checkpointing and learns)
-        return Work(needed, repeated)
+            required += forward * (1 + layer.trains + layer.passes_on)
+            recomputed += forward * (layer.repeated and self._checkpointing)
+        for attention, has_gradient in self._attentions(row):
+            required += attention * (3 if has_gradient else 1)
+            recomputed += attention * (self._checkpointing and has_gradient)
+        return Work(required, recomputed)
 
     def _attentions(self, row: RowSize) -> Iterator[tuple[int, bool]]:
-        """The forward of each attention, and whether gradients pass it."""
+        """Yield the forward FLOPs of each attention, and whether it has a backward pass."""
         squares = sum(length**2 for length in row.segments)
         for number in range(self._num_layers):
             yield 4 * self._text_width * squares, self._trains_before((3, number, 1))
@@ -117,7 +120,7 @@ class RowWork:
             yield 4 * self._vision_width * pairs, self._trains_before((0, number, 1))
 
     def _pairs(self, height: int, width: int, *, whole: bool) -> int:
-        """Pairs of patches of a frame that see each other: all, or those of a window."""
+        """Return the number of patch pairs of a frame that attend to each other, globally or per window."""
         if whole or not self._window:
             return (height * width) ** 2
         return _squares(height, self._window) * _squares(width, self._window)
@@ -127,53 +130,53 @@ class RowWork:
 
 
 def _squares(length: int, part: int) -> int:
-    """The sum of the squares of the parts that a length is cut into."""
+    """Split `length` into parts of size `part` and a rest. Return the sum of their squares."""
     return length // part * part**2 + (length % part) ** 2
 
 
 def place(name: str) -> Place:
-    """Return the place of a module or parameter in a forward: what is smaller is done before."""
-    words = name.split(".")
-    number = next((int(word) for word in words if word.isdigit()), 0)
+    """Return the position of a module or parameter in the forward pass. Smaller positions run earlier."""
+    parts = name.split(".")
+    number = next((int(word) for word in parts if word.isdigit()), 0)
     if name.startswith(VISION):
         if "merger" in name:
             stage = 0 if "norm" in name or "ln_q" in name else 1
-            return (1, 0, 2 if "2" in words or "linear_fc2" in words else stage)
+            return (1, 0, 2 if "2" in parts or "linear_fc2" in parts else stage)
         if ".blocks." not in name:
             return (0, -1, 0)
-        return (0, number, 0 if any(word in ("norm1", "qkv", "q", "k", "v") for word in words) else 1)
+        return (0, number, 0 if any(word in ("norm1", "qkv", "q", "k", "v") for word in parts) else 1)
     if ".layers." in name:
-        early = any(word in FIRST or word == "input_layernorm" for word in words)
+        early = any(word in FIRST or word == "input_layernorm" for word in parts)
         return (3, number, 0 if early else 1)
     return (2, 0, 0) if "embed_tokens" in name else (4, 0, 0)
 
 
 def first_trained(network: nn.Module) -> Place:
-    """Return the place at which gradients of a backward pass end."""
+    """Return the earliest trainable position, where the backward pass ends."""
     return min(place(name) for name, parameter in network.named_parameters() if parameter.requires_grad)
 
 
 def layers_of(network: nn.Module) -> Iterator[Layer]:
-    """Find the layers of a model, adapters among them, experts at the share of them that a token meets."""
+    """Yield the linear layers of a model, including adapters. Experts count by the share that is active per token."""
     config: Any = network.config
     text = config.get_text_config()
     first = first_trained(network)
     for name, parameter in network.named_parameters(remove_duplicate=False):
-        table = "embed" in name and "patch_embed" not in name  # looked up, not multiplied with
-        if parameter.ndim < 2 or table:
+        is_embedding = "embed" in name and "patch_embed" not in name  # table lookup without multiplications
+        if parameter.ndim < 2 or is_embedding:
             continue
         share = 1.0
         if ".experts." in name and parameter.ndim == 3:
             share = text.num_experts_per_tok / text.num_experts
-        at = place(name)
-        inside = ".lora_B." in name  # after its own lora_A
+        position = place(name)
+        is_lora_b = ".lora_B." in name  # its lora_A runs before it
         in_block = ".blocks." in name or ".layers." in name
         yield Layer(
             kind=_kind(name),
             weights=round(parameter.numel() * share),
             trains=parameter.requires_grad,
-            passes_on="patch_embed" not in name and ((inside and parameter.requires_grad) or first < at),
-            repeated=in_block and not name.endswith(LAST) and first < (*at[:2], 2),
+            passes_on="patch_embed" not in name and ((is_lora_b and parameter.requires_grad) or first < position),
+            repeated=in_block and not name.endswith(LAST) and first < (*position[:2], 2),
         )
 
 

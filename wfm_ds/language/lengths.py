@@ -1,9 +1,10 @@
-"""Sizes of conversations as they were measured once, for runs with the same annotations, model and settings.
+"""Cache of measured conversation sizes, for runs with the same annotations, model and settings.
 
-    CACHE/lengths/<hash>.npy    int32 [conversations, 3]: tokens, tokens of media, labelled tokens; 0 0 0 if not known
+    CACHE/lengths/<hash>.npy    int32 [conversations, 3]: tokens, media tokens, labelled tokens; 0 0 0 if unknown
 
-The hash is of the annotation files, of the tokenizer with its chat template, of the image processor and of all settings
-that tokens depend on. Media themselves are not in it: what has another size when it is read is left out there.
+The hash covers the annotation files, the tokenizer with its chat template, the image processor and all settings that
+change the tokens. It does not cover the media files: if one has another size when it is read, its conversation is
+skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SETTINGS = ("media_path", "system_prompt", "max_tokens", "too_long", "pixels", "
 
 
 class Size(NamedTuple):
-    """Tokens of a conversation."""
+    """Token counts of a conversation: total, media and labelled."""
 
     tokens: int
     media: int
@@ -38,7 +39,7 @@ UNKNOWN = Size(0, 0, 0)
 
 
 def key_of(recipe: Recipe, digest: str, tokenizer: Any, image_processor: Any) -> str:
-    """Name what the sizes depend on. digest: of the annotations."""
+    """Return the hash of everything the sizes depend on. digest: hash of the annotations."""
     parts = {
         "format": FORMAT,
         "annotations": digest,
@@ -52,26 +53,26 @@ def key_of(recipe: Recipe, digest: str, tokenizer: Any, image_processor: Any) ->
 
 
 class SizeCache:
-    """The sizes of one key."""
+    """Cached sizes for one key."""
 
     def __init__(self, cache_dir: Path, key: str) -> None:
         self.file = cache_dir / "lengths" / f"{key}.npy"
 
     def read(self, count: int) -> list[Size]:
-        """The sizes of all conversations; UNKNOWN for those that were not measured, or could not be."""
+        """Return the sizes of all conversations, UNKNOWN_SIZE if not measured or invalid."""
         try:
-            found = np.load(self.file, allow_pickle=False)
+            array = np.load(self.file, allow_pickle=False)
         except (FileNotFoundError, ValueError, EOFError, OSError):
             return [UNKNOWN] * count
-        if found.shape != (count, 3):
+        if array.shape != (count, 3):
             return [UNKNOWN] * count
-        return [Size(*row) for row in found.tolist()]
+        return [Size(*size) for size in array.tolist()]
 
     def write(self, sizes: Sequence[Size]) -> None:
-        """Keep these. A folder that cannot be written costs time, not the run."""
+        """Write the sizes. A write error is logged and only costs time."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with atomic.new_file(self.file) as part, part.open("wb") as out:
                 np.save(out, np.array(sizes, np.int32).reshape(-1, 3))
         except OSError as error:
-            log.warning("%s cannot be written (%s): lengths are measured again by the next run", self.file, error)
+            log.warning("%s cannot be written (%s); the next run measures lengths again", self.file, error)

@@ -1,7 +1,7 @@
-"""Images and videos as a model's image processor takes them: their sizes from headers, and their patches.
+"""Images and videos for a model's image processor: token counts from file headers, and pixel patches.
 
-A video is the image processor's patches of its frames, two frames side by side in time: so one resize serves both, and
-its size follows from the header too.
+The patches of a video are made from the image processor's patches of its frames, paired in time. So images and videos
+use the same resizing, and the size of a video also follows from its header.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MIN_FRAMES = 2
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """Facts about a medium that its tokens depend on."""
+    """Properties of an image or video that determine its tokens."""
 
     kind: Kind
-    num_tokens: int  # of an image, or of the frames of a video that are one token in time
-    seconds: tuple[float, ...] = ()  # of a video: the middle of each such time
-    seconds_per_time: float = 0.0  # of a video
+    num_tokens: int  # per image, or per time step of a video
+    seconds: tuple[float, ...] = ()  # videos: the middle of each time step
+    seconds_per_time: float = 0.0  # videos: duration of a time step
 
     @property
     def num_times(self) -> int:
@@ -40,25 +40,25 @@ class Sized:
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """The patches of a medium."""
+    """Patches of an image or video."""
 
     patches: npt.NDArray[np.float32]  # [patches, channels * frames * height * width of a patch]
-    grid: tuple[int, int, int]  # patches in time, down, across
+    grid: tuple[int, int, int]  # number of patches: time, height, width
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The frames that are taken of a video: indices, ascending, and their times in seconds."""
+    """Selected frames of a video: ascending indices and times in seconds."""
 
     indices: list[int]
     seconds: list[float]
 
 
 class MediaReader:
-    """Reads media at the sizes that a recipe asks for. Raises BadMedia for what cannot be used."""
+    """Reads images and videos at the sizes of the recipe. Raises BadMedia for unusable files."""
 
     def __init__(self, image_processor: Any, data: DataRecipe) -> None:
-        """image_processor: of the Qwen kind, with patches, merges and sizes by area."""
+        """image_processor: a Qwen-VL image processor, with patches, merging and size limits by area."""
         self.processor, self._pixels, self._video = image_processor, data.pixels, data.video
         self.merge, self.times = int(image_processor.merge_size), int(image_processor.temporal_patch_size)
         self.patch = int(image_processor.patch_size)
@@ -66,29 +66,29 @@ class MediaReader:
         self._total = int(0.9 * data.max_tokens * (self.patch * self.merge) ** 2) if total == "auto" else total
 
     def sized(self, medium: Medium) -> Sized:
-        """Return what is known of a medium without its pixels."""
+        """Return the size of an image or video without decoding its pixels."""
         file = file_at(medium.address)
         if medium.kind == "image":
             return Sized("image", self._tokens(file, *image_size(file), self._pixels.max))
         frames = self._frames(file)
         tokens = self._tokens(file, *video_size(file), self._frame_pixels(len(frames.indices)))
         pairs = np.array(frames.seconds).reshape(-1, self.times)
-        middles = tuple(float(pair[[0, -1]].mean()) for pair in pairs)
+        midpoints = tuple(float(pair[[0, -1]].mean()) for pair in pairs)
         span = frames.seconds[-1] - frames.seconds[0]
-        apart = span / (len(frames.seconds) - 1) if span else 1 / self._video.fps
-        return Sized("video", tokens, middles, self.times * apart)
+        frame_interval = span / (len(frames.seconds) - 1) if span else 1 / self._video.fps
+        return Sized("video", tokens, midpoints, self.times * frame_interval)
 
     def read(self, medium: Medium) -> Pixels:
-        """The patches of a medium."""
+        """Decode the patches of an image or video."""
         file = file_at(medium.address)
         if medium.kind == "image":
             with decoding(file), file.open() as opened_file, Image.open(opened_file, formats=FORMATS) as image:
                 return self._patches(file, [image_to_rgb(ImageOps.exif_transpose(image))], self._pixels.max)
-        chosen = self._frames(file)
-        return self._patches(file, self._decoded(file, chosen), self._frame_pixels(len(chosen.indices)))
+        selection = self._frames(file)
+        return self._patches(file, self._decoded(file, selection), self._frame_pixels(len(selection.indices)))
 
     def blank(self, kind: Kind) -> Pixels:
-        """The smallest medium there is: one token."""
+        """Return blank patches of the smallest size, one token."""
         size = 3 * self.times * self.patch**2
         return Pixels(np.zeros((self.merge**2, size), np.float32), (1, self.merge, self.merge))
 
@@ -103,19 +103,19 @@ class MediaReader:
         limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
         try:
             return int(self.processor.get_number_of_image_patches(height, width, limits)) // self.merge**2
-        except ValueError as error:  # sides out of all proportion
+        except ValueError as error:  # extreme aspect ratio
             raise BadMedia("decode", file.name, str(error)) from error
 
     def _patches(self, file: Media, pictures: Sequence[Image.Image], most: int) -> Pixels:
         try:
-            found = self.processor(images=list(pictures), size=self._size(most), return_tensors="np")
+            features = self.processor(images=list(pictures), size=self._size(most), return_tensors="np")
         except ValueError as error:
             raise BadMedia("decode", file.name, str(error)) from error
-        patches, (_, height, width) = found["pixel_values"], map(int, found["image_grid_thw"][0])
+        patches, (_, height, width) = features["pixel_values"], map(int, features["image_grid_thw"][0])
         if len(pictures) == 1:
             return Pixels(np.asarray(patches, np.float32), (1, height, width))
         num_times = len(pictures) // self.times
-        # A picture is repeated in the time of its patches: the first of each is what a video's patches are made of.
+        # The processor repeats an image along the temporal patch axis; keep only the first copy of each frame.
         first = patches.reshape(len(pictures), height * width, -1, self.times, self.patch**2)[:, :, :, 0]
         pairs = first.reshape(num_times, self.times, height * width, -1, self.patch**2).transpose(0, 2, 3, 1, 4)
         return Pixels(
@@ -129,7 +129,7 @@ class MediaReader:
             if not times:
                 raise BadMedia("decode", file.name, "no frame can be decoded")
             seconds = (np.array(times) - times[0]) * float(stream.time_base or 1)
-        length = float(seconds[-1]) * len(times) / max(1, len(times) - 1)  # the last frame is shown, too
+        length = float(seconds[-1]) * len(times) / max(1, len(times) - 1)  # includes the duration of the last frame
         wanted = min(max(int(length * self._video.fps), MIN_FRAMES), self._video.max_frames, len(times))
         count = max(self.times, wanted - wanted % self.times)
         indices = np.linspace(0, len(times) - 1, count).round().astype(int)
@@ -140,7 +140,7 @@ class MediaReader:
             stream = container.streams.video[0]
             times, _ = timestamps(container, stream)
             wanted = [times[i] for i in chosen.indices]
-            found = {time: to_rgb(file, frame) for time, frame in decode(container, stream, times[0], set(wanted))}
-        if missing := set(wanted) - found.keys():
+            frames = {time: to_rgb(file, frame) for time, frame in decode(container, stream, times[0], set(wanted))}
+        if missing := set(wanted) - frames.keys():
             raise BadMedia("decode", file.name, f"{len(missing)} of {len(wanted)} frames cannot be decoded")
-        return [found[time] for time in wanted]
+        return [frames[time] for time in wanted]

@@ -1,4 +1,4 @@
-"""A vision-language model as transformers loads it: its tokenizer, its forward on a row, its parts by name."""
+"""Vision-language models from transformers: loading, forward pass on a packed sequence, and parameter groups."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from wfm_ds.ulysses.exchange import gather
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 VISION = "model.visual."
 MERGERS = re.compile(r"model\.visual\.(merger|deepstack_merger_list)\.")
-LOSS_CHUNK = 1024  # tokens whose logits are float32 at the same time
+LOSS_CHUNK = 1024  # number of tokens with float32 logits in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The outcome of a forward for the tokens that were to predict."""
+    """Loss and accuracy of each labelled token."""
 
-    losses: Tensor  # [N] float32, cross-entropy of each
-    hits: Tensor  # [N] float32, 1 where the likeliest token was right
+    losses: Tensor  # [N] float32, cross-entropy
+    hits: Tensor  # [N] float32, 1 if the most likely token was correct, else 0
 
 
 @dataclass(kw_only=True)
 class LanguageModel:
-    """A loaded model."""
+    """A loaded model with tokenizer and image processor."""
 
     path: Path
     network: nn.Module
     tokenizer: Any
     image_processor: Any
     dtype: torch.dtype
-    group: ProcessGroup | None = None  # the ranks that share each row's tokens (sequence.py)
-    by_segments: bool = False  # a forward is told where conversations begin (attention.py), not by positions alone
-    forward_module: Any = field(init=False)  # what computes: the network, or the engine around it
+    group: ProcessGroup | None = None  # ranks that share each sequence (sequence_parallel.py)
+    by_segments: bool = False  # forward passes need the segment lengths (attention.py)
+    forward_module: Any = field(init=False)  # the network, or the engine that wraps it
 
     def __post_init__(self) -> None:
         self.forward_module = self.network
@@ -65,13 +65,15 @@ class LanguageModel:
 
     @property
     def timed_frames(self) -> bool:
-        """True if the frames of a video have their times written between them."""
+        """Whether timestamps are written between the frames of a video."""
         return str(self.config.model_type).startswith("qwen3")
 
     @property
     def default_lora_targets(self) -> list[str]:
-        """The linear layers of the language model's attention and MLPs, by their whole names: those of the vision tower
-        have some of the same last names."""
+        """Full names of the linear layers in attention and MLPs of the language model.
+
+        Suffixes alone would also match layers of the vision tower.
+        """
         return [
             name
             for name, layer in self.network.named_modules()
@@ -79,7 +81,7 @@ class LanguageModel:
         ]
 
     def frozen(self, groups: Sequence[str]) -> frozenset[str]:
-        """The names of the parameters in these of the parts vision, merger and language."""
+        """Return the names of the parameters in these groups: vision, merger, language."""
         return frozenset(name for name, _ in self.network.named_parameters() if part_of(name) in groups)
 
     @property
@@ -87,40 +89,45 @@ class LanguageModel:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     def positions(self, sample: Sample) -> Tensor:
-        """The rotary positions [3, L] of one conversation. Computed on the host."""
+        """Return the rotary positions [3, L] of one conversation. Computed on the host."""
         if not sample.pixels:
             return torch.arange(len(sample.tokens)).expand(3, -1)
-        bare: Any = self.network
-        place = bare.model.get_rope_index
-        more = {"second_per_grid_ts": torch.tensor(sample.seconds_per_time)} if sample.seconds_per_time else {}
-        known = inspect.signature(place).parameters
-        positions, _ = place(
+        unwrapped: Any = self.network
+        get_positions = unwrapped.model.get_rope_index
+        optional = {"second_per_grid_ts": torch.tensor(sample.seconds_per_time)} if sample.seconds_per_time else {}
+        accepted = inspect.signature(get_positions).parameters
+        positions, _ = get_positions(
             torch.tensor([sample.tokens.ids]),
             mm_token_type_ids=sample.types(self.pad_ids),
             image_grid_thw=sample.grids("image"),
             video_grid_thw=sample.grids("video"),
-            **{name: value for name, value in more.items() if name in known},
+            **{name: value for name, value in optional.items() if name in accepted},
         )
-        found: Tensor = positions[:, 0]
-        return found
+        result: Tensor = positions[:, 0]
+        return result
 
     def predict(self, row: RowBatch) -> Prediction:
-        """Losses of the labelled tokens of a row: logits are made of no others. All ranks do the same forwards; those
-        that share a row pass the same one, and each gets all its losses."""
+        """Return the losses of the labelled tokens. Computes logits only for them.
+
+        Collective: all ranks run the same number of forward passes. Ranks that share a sequence pass the same one, and
+        each receives all its losses.
+        """
         if self.group is None:
             return self._predict(row, row.kept, row.targets)
-        kept, targets, lengths = own_labels(row.kept, row.targets, row.input_ids.shape[1], self.group)
-        part = self._predict(row, kept, targets)
+        local_positions, targets, lengths = own_labels(row.kept, row.targets, row.input_ids.shape[1], self.group)
+        prediction = self._predict(row, local_positions, targets)
         if not any(lengths):
-            return part
-        return Prediction(gather(part.losses, 0, lengths, self.group), gather(part.hits, 0, lengths, self.group))
+            return prediction
+        return Prediction(
+            gather(prediction.losses, 0, lengths, self.group), gather(prediction.hits, 0, lengths, self.group)
+        )
 
     def _predict(self, row: RowBatch, kept: Tensor, targets: Tensor) -> Prediction:
         segments = {"segments": row.segments} if self.by_segments else {}
         output = self.forward_module(
             input_ids=row.input_ids,
             position_ids=row.position_ids,
-            use_cache=False,  # with a cache the conversations of a row would see each other (rows.py)
+            use_cache=False,  # with a cache the conversations would attend to each other (packed_sequences.py)
             logits_to_keep=kept,
             **segments,
             **row.media,
@@ -129,21 +136,23 @@ class LanguageModel:
 
 
 def part_of(name: str) -> str:
-    """Return the part that a parameter belongs to: vision, merger or language."""
+    """Return the group of a parameter: vision, merger or language."""
     if MERGERS.match(name):
         return "merger"
     return "vision" if name.startswith(VISION) else "language"
 
 
 def scored(logits: Tensor, targets: Tensor) -> Prediction:
-    """Compare logits [N, V] with the tokens [N] that were right, in float32, a chunk at a time: the backward pass makes
-    each chunk's float32 logits again instead of keeping them."""
+    """Compute cross-entropy and accuracy of logits [N, V] against target tokens [N], in float32.
+
+    Works in chunks; the backward pass recomputes the float32 logits of each chunk instead of storing them.
+    """
     losses: list[Tensor] = []
-    for part, right in zip(torch.split(logits, LOSS_CHUNK), torch.split(targets, LOSS_CHUNK), strict=True):
+    for chunk, chunk_targets in zip(torch.split(logits, LOSS_CHUNK), torch.split(targets, LOSS_CHUNK), strict=True):
         if torch.is_grad_enabled() and logits.dtype != torch.float32:
-            losses.append(torch.utils.checkpoint.checkpoint(_losses, part, right, use_reentrant=False))
+            losses.append(torch.utils.checkpoint.checkpoint(_losses, chunk, chunk_targets, use_reentrant=False))
         else:
-            losses.append(_losses(part, right))
+            losses.append(_losses(chunk, chunk_targets))
     hits = (logits.detach().argmax(dim=-1) == targets).float()
     return Prediction(torch.cat(losses) if losses else logits.float().sum(dim=-1), hits)
 
@@ -153,24 +162,26 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def check_folder(folder: Path) -> Any:
-    """The config of the model in a folder. ModelError if it is not one that rows are made for."""
+    """Return the config of the model in a folder. Raises ModelError if the model is not supported."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}: its config cannot be read: {error}") from error
+        raise ModelError(f"{folder}: config cannot be read: {error}") from error
     if not hasattr(config, "vision_config") or not hasattr(config, "image_token_id"):
-        raise ModelError(f"{folder}: {config.model_type} has no vision tower; name a model of the Qwen-VL kind")
+        raise ModelError(f"{folder}: {config.model_type} has no vision tower; use a Qwen-VL model")
     return config
 
 
 def load(path: str, dtype: torch.dtype, revision: str | None = None) -> LanguageModel:
-    """Load a model with its weights as they are stored; an engine gives them their dtype and place. ModelError if it
-    cannot be loaded."""
+    """Load a model with its weights in their stored dtype; the engine casts and moves them later.
+
+    Raises ModelError if it cannot be loaded.
+    """
     folder = resolve(path, revision)
     check_folder(folder)
     try:
         with without_progress_bars():
-            network, news = AutoModelForImageTextToText.from_pretrained(
+            network, loading_info = AutoModelForImageTextToText.from_pretrained(
                 folder,
                 dtype="auto",
                 attn_implementation=attention(dtype),
@@ -181,24 +192,26 @@ def load(path: str, dtype: torch.dtype, revision: str | None = None) -> Language
         processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ModelError(f"{folder}: the model cannot be loaded: {error}") from error
-    if lacking := sorted(news["missing_keys"]):
-        raise ModelError(f"{folder}: {len(lacking)} weights are missing, e.g. {lacking[0]}; copy the model again")
-    network.train()  # else gradient checkpointing is off; there is no dropout
-    # The name that diffusers' models have for it, under which the engine calls it.
+    if missing := sorted(loading_info["missing_keys"]):
+        raise ModelError(f"{folder}: {len(missing)} weights are missing, e.g. {missing[0]}; download the model again")
+    network.train()  # enables gradient checkpointing; the models have no dropout
+    # The engine calls it by its name in diffusers models.
     network.enable_gradient_checkpointing = functools.partial(checkpoint_blocks, network)
     return LanguageModel(path=folder, network=network, tokenizer=tokenizer, image_processor=processor, dtype=dtype)
 
 
 def checkpoint_blocks(network: Any) -> None:
-    """Compute the blocks' activations again in the backward pass. Transformers would also have the outputs of all
-    embeddings require gradients, which checkpointing in its older form needs: a frozen tower would get a backward pass
-    that ends nowhere."""
+    """Enable gradient checkpointing of the blocks.
+
+    Undo the requires_grad that transformers sets on embedding outputs. Only reentrant checkpointing needs it, and a
+    frozen tower would get a useless backward pass.
+    """
     network.gradient_checkpointing_enable({"use_reentrant": False})
     network.disable_input_require_grads()
 
 
 def attention(dtype: torch.dtype) -> str:
-    """The kernel: FlashAttention 2 where it is installed and can serve, else torch's own."""
+    """Return the attention implementation: FlashAttention 2 if installed and bf16, else SDPA."""
     from transformers.utils import is_flash_attn_2_available
 
     return "flash_attention_2" if dtype == torch.bfloat16 and is_flash_attn_2_available() else "sdpa"

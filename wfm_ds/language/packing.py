@@ -1,4 +1,4 @@
-"""Rows made of several conversations, by their lengths alone: the same at any number of ranks, at any step."""
+"""Packing of conversations into sequences, from their lengths alone: independent of ranks and of previous steps."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from collections.abc import Sequence
 from wfm_ds.data.order import epoch_order, permuted
 from wfm_ds.seeds import derive_seed
 
-WINDOW = 1024  # conversations that are packed together: what is far apart in an epoch's order stays so
+WINDOW = 1024  # packing window in an epoch's order; keeps distant conversations apart
 
 
 def packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put items into rows of this capacity, best fit and longest first; indices of the items by row.
+    """Pack items into bins of this capacity by best-fit decreasing. Return the item indices of each bin.
 
-    Each item must fit a row of its own.
+    Each length must be at most the capacity.
     """
-    rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (what is left, row), ascending
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (free capacity, bin), ascending
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = bisect.bisect_left(room, (lengths[item], -1))
-        left, row = room.pop(place) if place < len(room) else (capacity, len(rows))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(item)
-        bisect.insort(room, (left - lengths[item], row))
-    return rows
+        slot = bisect.bisect_left(free, (lengths[item], -1))
+        capacity_left, bin_index = free.pop(slot) if slot < len(free) else (capacity, len(bins))
+        if bin_index == len(bins):
+            bins.append([])
+        bins[bin_index].append(item)
+        bisect.insort(free, (capacity_left - lengths[item], bin_index))
+    return bins
 
 
 class RowOrder:
-    """The endless sequence of rows of a run: epoch after epoch, each in an order of its own."""
+    """Endless order of packed sequences, reshuffled every epoch."""
 
     def __init__(self, lengths: Sequence[int], capacity: int, *, seed: int, shuffle: bool, pack: bool) -> None:
-        """lengths: tokens of each conversation, at most `capacity`."""
+        """lengths: number of tokens of each conversation, at most `capacity`."""
         self.lengths, self.capacity, self.seed, self.shuffle, self.pack = lengths, capacity, seed, shuffle, pack
         self._rows = functools.lru_cache(maxsize=2)(self._of_epoch)
-        self._ends: list[int] = []  # rows of all epochs up to this one
+        self._ends: list[int] = []  # number of sequences up to the end of each epoch
 
     def row(self, position: int) -> list[int]:
-        """The conversations of the row at this position, from 0."""
+        """Return the conversation indices of the sequence at this position, from 0."""
         epoch, offset = self.place(position)
         return self._rows(epoch)[offset]
 
     def place(self, position: int) -> tuple[int, int]:
-        """The epoch of a row, and its number in it."""
+        """Return the epoch of a sequence and its offset in it."""
         while not self._ends or self._ends[-1] <= position:
-            before = self._ends[-1] if self._ends else 0
-            self._ends.append(before + len(self._rows(len(self._ends))))
+            previous = self._ends[-1] if self._ends else 0
+            self._ends.append(previous + len(self._rows(len(self._ends))))
         epoch = bisect.bisect_right(self._ends, position)
         return epoch, position - (self._ends[epoch - 1] if epoch else 0)
 
@@ -56,12 +56,14 @@ class RowOrder:
         order = epoch_order(count, self.seed, epoch).tolist() if self.shuffle else list(range(count))
         if not self.pack:
             return [[item] for item in order]
-        rows: list[list[int]] = []
-        for begin in range(0, count, WINDOW):
-            window = order[begin : begin + WINDOW]
-            found = packed([self.lengths[item] for item in window], self.capacity)
-            # Longest first is how they were packed, and no order to train in.
-            shuffled = permuted(len(found), derive_seed(self.seed, "row_order", epoch, begin)).tolist()
-            turns = shuffled if self.shuffle else sorted(range(len(found)), key=lambda row: min(found[row]))
-            rows += [[window[place] for place in sorted(found[row])] for row in turns]
-        return rows
+        sequences: list[list[int]] = []
+        for start in range(0, count, WINDOW):
+            window = order[start : start + WINDOW]
+            bins = packed([self.lengths[item] for item in window], self.capacity)
+            # Packing sorts by length; restore a training order.
+            random_order = permuted(len(bins), derive_seed(self.seed, "row_order", epoch, start)).tolist()
+            order_in_window = (
+                random_order if self.shuffle else sorted(range(len(bins)), key=lambda bin_index: min(bins[bin_index]))
+            )
+            sequences += [[window[offset] for offset in sorted(bins[bin_index])] for bin_index in order_in_window]
+        return sequences

@@ -1,5 +1,4 @@
-"""Tokens and labels of a conversation: the model's chat template once over all of it, one tokenisation, answers found
-by the prefixes of the text."""
+"""Tokens and labels of a conversation: apply the chat template to all of it, locate the answers, tokenise once."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from typing import Any, Literal
 from wfm_ds.errors import ModelError
 from wfm_ds.language.annotations import BadConversation, Conversation, Kind, Turn
 
-IGNORED = -100  # the label of a token outside the loss, as torch and transformers have it
+IGNORED = -100  # label of tokens outside the loss, as in torch and transformers
 TrainOn = Literal["answers", "last_answer", "all"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of a conversation, and their labels: the token itself, or IGNORED."""
+    """Tokens of a conversation and their labels: the token itself, or IGNORE_INDEX."""
 
     ids: list[int]
     labels: list[int]
@@ -28,105 +27,105 @@ class Tokens:
 
 
 class Renderer:
-    """Renders conversations for one model.
+    """Renders conversations to tokens for one model.
 
-    A template has no marks for what a user wrote, and merges of a tokenizer differ at borders: so nothing is tokenised
-    in pieces. The text up to an answer, as the template begins it, must be the beginning of the text with the answer;
-    what lies between is the answer, to the end of the token that ends it.
+    The whole text is tokenised at once, because tokenisation in pieces can differ at the borders. To locate an answer,
+    the template is applied up to the answer (with the generation prompt) and including it. The first text must be a
+    prefix of the second; the rest, up to the end-of-turn token, is the answer.
     """
 
     def __init__(self, tokenizer: Any, *, train_on: TrainOn = "answers") -> None:
-        """tokenizer: a fast one with a chat template, and special tokens <|image_pad|> and <|video_pad|>."""
+        """tokenizer: a fast tokenizer with a chat template and the special tokens <|image_pad|> and <|video_pad|>."""
         self.tokenizer, self.train_on = tokenizer, train_on
         self.pads: dict[Kind, str] = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
         self.pad_ids: dict[Kind, int] = {k: int(tokenizer.convert_tokens_to_ids(pad)) for k, pad in self.pads.items()}
         if not getattr(tokenizer, "chat_template", None) or tokenizer.unk_token_id in self.pad_ids.values():
             raise ModelError(
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template or no {' and '.join(self.pads.values())}"
-                "; name a vision-language model of the Qwen kind"
+                "; use a Qwen-VL model"
             )
-        # The marks around a medium belong to it: some models repeat them for each frame of a video.
+        # Start and end tokens are part of the match: some models repeat them for each frame of a video.
         pads = "|".join(re.escape(pad) for pad in self.pads.values())
         self._place = re.compile(rf"(?:<\|vision_start\|>)?(?P<pad>{pads})(?:<\|vision_end\|>)?")
 
     def render(self, conversation: Conversation, expansions: Sequence[str]) -> Tokens:
-        """Tokens of a conversation with these texts in the places of its media, marks included.
+        """Tokenise a conversation. expansions: texts that replace its media, including start and end tokens.
 
-        Raises BadConversation for text that holds a mark of media, ModelError for a template that cannot be used.
+        Raises BadConversation if its text contains media tokens, and ModelError for an unsupported template.
         """
         text = self._text(conversation.turns)
         answers = [(0, len(text))] if self.train_on == "all" else self._answers(conversation, text)
-        whole, moved = self._expanded(text, conversation, expansions)
-        spans = [(moved(start), moved(end)) for start, end in answers]
-        encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        expanded, shift = self._expanded(text, conversation, expansions)
+        spans = [(shift(start), shift(end)) for start, end in answers]
+        encoded = self.tokenizer(expanded, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
         return Tokens(ids, self._labels(ids, offsets, spans))
 
     def question(self, conversation: Conversation, expansions: Sequence[str]) -> Tokens:
-        """Tokens up to where the model is to answer, without labels. Raises as `render` does."""
-        whole, _ = self._expanded(self._text(conversation.turns, ask=True), conversation, expansions)
-        ids = list(self.tokenizer(whole, add_special_tokens=False)["input_ids"])
+        """Tokenise up to the generation prompt, without labels. Raises like `render`."""
+        expanded, _ = self._expanded(self._text(conversation.turns, ask=True), conversation, expansions)
+        ids = list(self.tokenizer(expanded, add_special_tokens=False)["input_ids"])
         return Tokens(ids, [IGNORED] * len(ids))
 
     def _expanded(
         self, text: str, conversation: Conversation, expansions: Sequence[str]
     ) -> tuple[str, Callable[[int], int]]:
-        """Put the texts of media in their places. Returns the text, and where a place outside of them has gone to."""
-        places = list(self._place.finditer(text))
-        media = [self.pads[medium.kind] for medium in conversation.media]
-        if [place["pad"] for place in places] != media:
-            raise BadConversation("turn", conversation.id, "its text holds a mark that stands for media")
-        return spliced(text, [(*place.span(), new) for place, new in zip(places, expansions, strict=True)])
+        """Replace the media by their texts. Return the text and a function that maps old positions to new ones."""
+        matches = list(self._place.finditer(text))
+        media = [self.pads[item.kind] for item in conversation.media]
+        if [match["pad"] for match in matches] != media:
+            raise BadConversation("turn", conversation.id, "text contains a media token")
+        return spliced(text, [(*match.span(), new) for match, new in zip(matches, expansions, strict=True)])
 
     def _text(self, turns: Sequence[Turn], *, ask: bool = False) -> str:
         messages = [{"role": turn.role, "content": _content(turn)} for turn in turns]
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
-        except Exception as error:  # a template runs code of its own
+        except Exception as error:  # templates run arbitrary code
             raise ModelError(f"the chat template of {self.tokenizer.name_or_path} fails: {error}") from error
 
     def _answers(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
-        """Find the answers in the text, each with the mark that ends it."""
+        """Return the spans of the answers in the text, each with its end-of-turn token."""
         turns = conversation.turns
-        places = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
+        answer_turns = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
         spans = []
-        for i in places[-1:] if self.train_on == "last_answer" else places:
+        for i in answer_turns[-1:] if self.train_on == "last_answer" else answer_turns:
             start, stop = self._text(turns[:i], ask=True), self._text(turns[: i + 1])
             if not stop.startswith(start) or not text.startswith(stop):
                 raise ModelError(
-                    f"the chat template of {self.tokenizer.name_or_path} writes an answer otherwise once others follow "
-                    f"({conversation.id}): set algorithm.train_on to last_answer, or all"
+                    f"the chat template of {self.tokenizer.name_or_path} changes an answer if more turns follow "
+                    f"({conversation.id}): set algorithm.train_on to last_answer or all"
                 )
-            mark = self.tokenizer.eos_token or ""
-            end = stop.rfind(mark, len(start)) + len(mark) if mark else -1
+            eos = self.tokenizer.eos_token or ""
+            end = stop.rfind(eos, len(start)) + len(eos) if eos else -1
             spans.append((len(start), end if end > len(start) and not stop[end:].strip() else len(stop)))
         return spans
 
     def _labels(
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
     ) -> list[int]:
-        silent = frozenset(self.pad_ids.values())
-        labels, left = [IGNORED] * len(ids), iter([*spans, (1 << 62, 1 << 62)])
-        start, end = next(left)
+        media_ids = frozenset(self.pad_ids.values())
+        labels, remaining = [IGNORED] * len(ids), iter([*spans, (1 << 62, 1 << 62)])
+        start, end = next(remaining)
         for i, (begins, ends) in enumerate(offsets):
             while begins >= end:
-                start, end = next(left)
-            if start <= begins and ends <= end and begins < ends and ids[i] not in silent:
+                start, end = next(remaining)
+            if start <= begins and ends <= end and begins < ends and ids[i] not in media_ids:
                 labels[i] = ids[i]
         if labels:
-            labels[0] = IGNORED  # in a row it would be predicted from another conversation's last token
+            labels[0] = IGNORED  # packed, it would be predicted from another conversation
         return labels
 
 
 def _content(turn: Turn) -> Any:
-    """The content of a turn as templates take it: a text, or a list where media are among it."""
+    """Return the content of a turn for templates: a string, or a list if it contains media."""
     if all(isinstance(part, str) for part in turn.parts):
         return "".join(map(str, turn.parts))
     return [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind} for p in turn.parts]
 
 
 def spliced(text: str, news: Sequence[tuple[int, int, str]]) -> tuple[str, Callable[[int], int]]:
-    """Replace [start, end) by new texts, in order. Returns the text, and where a place outside of them has gone to."""
+    """Replace spans (start, end, new text), in order. Return the text and a function from old to new positions."""
     pieces, last, shifts, shift = [], 0, [], 0
     for start, end, new in news:
         pieces += [text[last:start], new]

@@ -1,9 +1,9 @@
-"""Sequence parallelism of a row: the ranks of a replica share its tokens in the language model (DeepSpeed-Ulysses).
+"""Sequence parallelism in the language model: the ranks of a replica share the tokens (DeepSpeed-Ulysses).
 
-Every rank has the whole row and embeds its text and media. From there on a rank has its tokens only, with their
-positions and, in Qwen3-VL, the deepstack features of those that are of media; in attention it has all tokens for its
-share of the heads. What a rank holds after the backward pass is a part of each gradient, that of the tower included,
-and the parts of a replica add up.
+Every rank has the whole packed sequence and embeds its text and media. In the decoder each rank has only its shard of
+the tokens, with their positions and, in Qwen3-VL, the deepstack features of the media tokens. In attention each rank
+has all tokens for its shard of the heads. After the backward pass each rank has a partial gradient of all parameters,
+including the vision tower; the gradients of a replica must be summed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from wfm_ds.language.attention import has_windows, within
 from wfm_ds.ulysses.exchange import own, reshard
 from wfm_ds.ulysses.hooks import change_arguments
 
-NAME = "wfm_ds_ulysses"  # the attention, among transformers' own
+NAME = "wfm_ds_ulysses"  # in transformers' attention registry
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The running row, as the layers' arguments carry it: under gradient checkpointing they run again when another
-    row may have come between."""
+    """Sharding of the current sequence.
 
-    lengths: list[int]  # tokens of each rank
-    segments: list[int]  # tokens of each conversation
+    It is passed as a layer argument, because gradient checkpointing may recompute a layer after another sequence.
+    """
+
+    lengths: list[int]  # number of tokens of each rank
+    segments: list[int]  # number of tokens of each conversation
     group: ProcessGroup
 
 
 def check(network: Any, num_ranks: int) -> None:
-    """Raise UserError for a model whose attention this many ranks cannot share."""
+    """Raise UserError if the attention of a model does not support this many ranks."""
     config = network.config.get_text_config()
     if config.num_attention_heads % num_ranks:
         raise UserError(
@@ -46,43 +48,46 @@ def check(network: Any, num_ranks: int) -> None:
         )
     if has_windows(network):
         raise UserError(
-            f"{type(network).__name__} has layers with a sliding window, whose tokens cannot be shared among ranks; "
-            "set engine.sequence_parallel to 1"
+            f"{type(network).__name__} has sliding-window layers, which do not support sequence parallelism; set "
+            "engine.sequence_parallel to 1"
         )
 
 
 def install(network: nn.Module, group: ProcessGroup) -> None:
-    """Change a model in place: each forward, called by all ranks of `group` with equal whole rows, returns the logits
-    of this rank's tokens; `logits_to_keep` counts from its first one. Raises UserError as `check` does."""
-    check(network, dist.get_world_size(group))
-    bare: Any = network
-    decoder = bare.model.language_model
-    AttentionInterface.register(NAME, attend)
-    decoder.config._attn_implementation = NAME  # a name without a mask: transformers makes none
+    """Enable sequence parallelism in a model, in place.
 
-    def cut(arguments: dict[str, Any]) -> None:
+    All ranks of `group` then call forward with the same sequence. Each receives the logits of its own tokens, and
+    `logits_to_keep` counts from its first token. Raises UserError like `check_sequence_parallel`.
+    """
+    check(network, dist.get_world_size(group))
+    unwrapped: Any = network
+    decoder = unwrapped.model.language_model
+    AttentionInterface.register(NAME, attend)
+    decoder.config._attn_implementation = NAME  # transformers builds no mask for unknown names
+
+    def shard_call(arguments: dict[str, Any]) -> None:
         cut_arguments(arguments, group)
 
-    change_arguments(decoder, cut)
+    change_arguments(decoder, shard_call)
 
 
 def token_shares(count: int, num_ranks: int) -> list[int]:
-    """Tokens of each rank, at least one: a row that is shorter than the replica is filled up (`filled`)."""
+    """Return the number of tokens of each rank, at least one; shorter sequences are padded (`pad_tokens`)."""
     count = max(count, num_ranks)
     return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
 
 
 def label_shares(kept: Tensor, count: int, num_ranks: int) -> list[int]:
-    """Labelled places of each rank, of the ascending `kept` in a row of `count` tokens."""
+    """Return the number of labels of each rank. label_positions: ascending, in a sequence of `count` tokens."""
     ends = torch.tensor(token_shares(count, num_ranks)).cumsum(0)
-    passed = torch.searchsorted(kept, ends.to(kept.device)).tolist()
-    return [end - begin for begin, end in itertools.pairwise([0, *passed])]
+    label_ends = torch.searchsorted(kept, ends.to(kept.device)).tolist()
+    return [end - start for start, end in itertools.pairwise([0, *label_ends])]
 
 
 def own_labels(kept: Tensor, targets: Tensor, count: int, group: ProcessGroup) -> tuple[Tensor, Tensor, list[int]]:
-    """This rank's places, counted from its first token, what they are to predict, and the number on each rank.
+    """Return this rank's label positions, relative to its first token, their targets, and the number on each rank.
 
-    A place has the token after it for its target already, so that the last token of a share has one too.
+    The targets are already shifted by one token, so the last token of a shard also has its target.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     lengths = label_shares(kept, count, num_ranks)
@@ -91,45 +96,47 @@ def own_labels(kept: Tensor, targets: Tensor, count: int, group: ProcessGroup) -
 
 
 def cut_arguments(arguments: dict[str, Any], group: ProcessGroup) -> None:
-    """Replace the decoder's arguments, of a row, by those of this rank's tokens."""
+    """Replace the decoder's arguments for a whole sequence by those for this rank's tokens."""
     lengths = token_shares(arguments["inputs_embeds"].shape[1], dist.get_world_size(group))
-    embedded, positions, mask = (
+    embeddings, positions, mask = (
         None if arguments.get(name) is None else filled(arguments[name], dim, sum(lengths))
         for name, dim in (("inputs_embeds", 1), ("position_ids", 2), ("visual_pos_masks", 1))
     )
-    assert embedded is not None
+    assert embeddings is not None
     assert positions is not None
-    arguments["inputs_embeds"] = own(embedded, 1, lengths, group)
+    arguments["inputs_embeds"] = own(embeddings, 1, lengths, group)
     arguments["position_ids"] = own(positions, 2, lengths, group)
     arguments["row"] = Row(lengths, segment_lengths(positions[0, 0]), group)
     if mask is not None:
-        of_rank = [int(part.sum()) for part in mask.split_with_sizes(lengths, 1)]
+        media_per_rank = [int(part.sum()) for part in mask.split_with_sizes(lengths, 1)]
         arguments["visual_pos_masks"] = own(mask, 1, lengths, group)
         features = arguments["deepstack_visual_embeds"]
-        arguments["deepstack_visual_embeds"] = [own(feature, 0, of_rank, group) for feature in features]
+        arguments["deepstack_visual_embeds"] = [own(feature, 0, media_per_rank, group) for feature in features]
 
 
 def filled(x: Tensor, dim: int, count: int) -> Tensor:
-    """The tensor with zeros up to this length. A token at place 0, which begins a conversation, is seen by no other:
-    so are those that fill up a blank row of fewer tokens than ranks."""
-    lacking = count - x.shape[dim]
-    if lacking == 0:
+    """Pad a tensor with zeros to this length.
+
+    Padding tokens get position 0, so each is a separate conversation that no other token attends to.
+    """
+    num_missing = count - x.shape[dim]
+    if num_missing == 0:
         return x
-    return torch.cat([x, x.new_zeros([lacking if d == dim else n for d, n in enumerate(x.shape)])], dim)
+    return torch.cat([x, x.new_zeros([num_missing if d == dim else n for d, n in enumerate(x.shape)])], dim)
 
 
 def segment_lengths(places: Tensor) -> list[int]:
-    """Tokens of each conversation in a row, from the place [L] of each token in its own, which begins at 0."""
-    begins = [*torch.nonzero(places == 0)[:, 0].tolist(), len(places)]
-    return [end - begin for begin, end in itertools.pairwise(begins)]
+    """Return the number of tokens of each conversation from positions [L], which restart at 0."""
+    starts = [*torch.nonzero(places == 0)[:, 0].tolist(), len(places)]
+    return [end - start for start, end in itertools.pairwise(starts)]
 
 
 def repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Copies of each head of keys and values that the ranks, which divide the query heads, need to get whole ones."""
+    """Return how often key and value heads must be repeated so that the ranks can shard them evenly."""
     return next(
-        times
-        for times in range(1, num_heads // num_kv_heads + 1)
-        if num_kv_heads * times % num_ranks == 0 and num_heads % (num_kv_heads * times) == 0
+        factor
+        for factor in range(1, num_heads // num_kv_heads + 1)
+        if num_kv_heads * factor % num_ranks == 0 and num_heads % (num_kv_heads * factor) == 0
     )
 
 
@@ -145,15 +152,18 @@ def attend(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each conversation of the row, [B,n,H,D], as transformers calls it. H query heads, K of keys and
-    values. Three exchanges: queries, keys with values, and back; no mask, so that its memory grows with the tokens."""
+    """Attention within each conversation, with the transformers interface. Returns [B,n,H,D]. Collective.
+
+    H query heads, K key and value heads, n local tokens. Three all-to-all exchanges: queries, keys with values, and the
+    output. Without a mask, memory grows linearly with the tokens.
+    """
     num_ranks, num_heads, num_kv_heads = dist.get_world_size(row.group), query_BHnD.shape[1], key_BKnD.shape[1]
-    times = repeats(num_heads, num_kv_heads, num_ranks)
-    if times > 1:
-        key_BKnD, value_BKnD = (x.repeat_interleave(times, dim=1) for x in (key_BKnD, value_BKnD))
-    heads, kv_heads = ([count // num_ranks] * num_ranks for count in (num_heads, num_kv_heads * times))
+    num_repeats = repeats(num_heads, num_kv_heads, num_ranks)
+    if num_repeats > 1:
+        key_BKnD, value_BKnD = (x.repeat_interleave(num_repeats, dim=1) for x in (key_BKnD, value_BKnD))
+    heads, kv_heads = ([count // num_ranks] * num_ranks for count in (num_heads, num_kv_heads * num_repeats))
     (query,) = reshard((query_BHnD,), 1, heads, 2, row.lengths, row.group)  # [B,h,S,D]
     key, value = reshard((key_BKnD, value_BKnD), 1, kv_heads, 2, row.lengths, row.group)
-    attended = within(query, key, value, row.segments, scaling=scaling, dropout=dropout)
-    (mine,) = reshard((attended,), 2, row.lengths, 1, heads, row.group)
-    return mine.transpose(1, 2).contiguous(), None
+    output = within(query, key, value, row.segments, scaling=scaling, dropout=dropout)
+    (local_output,) = reshard((output,), 2, row.lengths, 1, heads, row.group)
+    return local_output.transpose(1, 2).contiguous(), None

@@ -1,4 +1,4 @@
-"""The rows of each step, read ahead: which conversations they hold follows from the step, what is bad is counted."""
+"""Prefetching of the packed sequences of each training step. Their content depends only on the step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from wfm_ds.language.rows import Sample, SampleReader
 log = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 300.0
-MIN_TRIED = 100  # conversations; of fewer the share of bad ones says little
+MIN_TRIED = 100  # minimum number of conversations for the share of bad ones
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """A rank's rows of a step, and what was left out of them."""
+    """This rank's sequences of a step, and the number of skipped conversations."""
 
     rows: list[list[Sample]]
     num_bad: int
@@ -30,7 +30,7 @@ class StepRows:
 
 
 class RowSource:
-    """Rows for one rank. A conversation whose media cannot be read is left out of its row."""
+    """Packed sequences for one rank. Conversations with unreadable media are skipped."""
 
     def __init__(
         self, data: LanguageData, order: RowOrder, reader: SampleReader, *, rows_per_step: int, workers: int
@@ -39,33 +39,33 @@ class RowSource:
         self._rows_per_step = rows_per_step
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="read")
         self._ahead: dict[int, list[list[Future[Sample | BadConversation]]]] = {}
-        self.tried, self.bad = 0, 0  # over all ranks, as `judge` was told
+        self.tried, self.bad = 0, 0  # over all ranks, from `check_bad_fraction`
 
     def step(self, step: int, rank: int, num_ranks: int) -> StepRows:
-        """The rows of this step, from 1, that are this rank's: every `num_ranks`th. Raises DataError."""
-        for wanted in (step, step + 1):
-            if wanted not in self._ahead:
-                self._ahead[wanted] = self._begin(wanted, rank, num_ranks)
-        rows, bad, tried = list[list[Sample]](), 0, 0
+        """Return this rank's sequences of a step (from 1): every `num_ranks`-th one. Raises DataError."""
+        for upcoming in (step, step + 1):
+            if upcoming not in self._ahead:
+                self._ahead[upcoming] = self._begin(upcoming, rank, num_ranks)
+        sequences, num_bad, num_tried = list[list[Sample]](), 0, 0
         for futures in self._ahead.pop(step):
             results = [self._result(future) for future in futures]
-            rows.append([result for result in results if isinstance(result, Sample)])
-            bad += len(results) - len(rows[-1])
-            tried += len(results)
-        return StepRows(rows, bad, tried)
+            sequences.append([result for result in results if isinstance(result, Sample)])
+            num_bad += len(results) - len(sequences[-1])
+            num_tried += len(results)
+        return StepRows(sequences, num_bad, num_tried)
 
     def epoch(self, step: int) -> float:
-        """Passes over the data after this step."""
+        """Return the number of completed epochs after this step."""
         epoch, _ = self._order.place(step * self._rows_per_step - 1)
         return float(epoch)
 
     def judge(self, bad: int, tried: int, allowed: float) -> None:
-        """Count the conversations of a step over all ranks. Raises DataError, on all alike, for too many bad ones."""
+        """Add the counts of a step over all ranks. Raises DataError on all ranks for too many bad conversations."""
         self.bad, self.tried = self.bad + bad, self.tried + tried
         if self.bad > allowed * max(self.tried, MIN_TRIED):
             raise DataError(
-                f"{self.bad} of {self.tried} conversations had media that cannot be read, more than "
-                f"data.max_bad_fraction {allowed:g} allows; the log names them"
+                f"{self.bad} of {self.tried} conversations have unreadable media (data.max_bad_fraction: {allowed:g}); "
+                "see the log"
             )
 
     def state(self) -> dict[str, int]:
@@ -79,23 +79,23 @@ class RowSource:
 
     def _begin(self, step: int, rank: int, num_ranks: int) -> list[list[Future[Sample | BadConversation]]]:
         first = (step - 1) * self._rows_per_step
-        places = range(first + rank, first + self._rows_per_step, num_ranks)
-        return [[self._pool.submit(self._read, index) for index in self._order.row(place)] for place in places]
+        positions = range(first + rank, first + self._rows_per_step, num_ranks)
+        return [[self._pool.submit(self._read, index) for index in self._order.row(position)] for position in positions]
 
     def _read(self, index: int) -> Sample | BadConversation:
         try:
             sample = self._reader.read(self._data.conversations[index])
         except BadConversation as error:
             return error
-        if len(sample.tokens) != self._data.lengths[index]:  # its row was filled for another number
-            return BadConversation("media", sample.id, "a medium has another size than when the data were measured")
+        if len(sample.tokens) != self._data.lengths[index]:  # the packing assumed another number
+            return BadConversation("media", sample.id, "the size of an image or video changed since it was measured")
         return sample
 
     def _result(self, future: Future[Sample | BadConversation]) -> Sample | BadConversation:
         try:
             result = future.result(READ_TIMEOUT_S)
         except TimeoutError as error:
-            raise DataError(f"a conversation could not be read within {READ_TIMEOUT_S:g} s: is a disk away?") from error
+            raise DataError(f"reading a conversation exceeded {READ_TIMEOUT_S:g} s: check the storage") from error
         if isinstance(result, BadConversation):
-            log.warning("left out: %s", result)
+            log.warning("skipped %s", result)
         return result

@@ -1,1 +1,1 @@
-"""`python -m wfm_ds.migrate`."""
+"""Convert Cosmos-RL configurations to recipes: `python -m wfm_ds.migrate`."""

@@ -1,7 +1,7 @@
-"""`python -m wfm_ds.migrate config.toml > recipe.yaml`: a Cosmos-RL configuration as a recipe.
+"""`python -m wfm_ds.migrate config.toml > recipe.yaml`: convert a Cosmos-RL configuration to a recipe.
 
-Exit codes: 0 for a complete recipe; 2 for an incomplete one or a configuration that cannot be read, and standard error
-says what to do.
+Exit codes: 0 for a complete recipe; 2 for an incomplete recipe or an unreadable configuration, with instructions on
+stderr.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.write(key_table())
         return
     if args.config is None:
-        raise UserError("name a configuration, or --keys for the table of keys")
+        raise UserError("expected a configuration file, or --keys to print the table of keys")
     migration = migrate(read(args.config), steps=args.steps)
     text = render(migration, args.config.name)
     sys.stdout.write(text)
@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> None:
 def parser() -> Parser:
     p = Parser(prog="python -m wfm_ds.migrate", description=__doc__.split("\n")[0])
     p.add_argument("config", nargs="?", type=Path, help="a TOML configuration of Cosmos-RL (docs/migrating.md)")
-    p.add_argument("--steps", type=positive, metavar="N", help="length of the run (run.steps), in place of epochs")
-    p.add_argument("--keys", action="store_true", help="print the table of keys that docs/migrating.md holds")
+    p.add_argument("--steps", type=positive, metavar="N", help="length of the run (run.steps), instead of epochs")
+    p.add_argument("--keys", action="store_true", help="print the table of keys in docs/migrating.md")
     return p
 
 

@@ -1,4 +1,4 @@
-"""A Cosmos-RL configuration while it is read: its keys, what its mode assumes for the others, and what was noted."""
+"""A Cosmos-RL configuration during its conversion: its keys, the defaults of its mode, and notes for the user."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ VLM_SFT = "SFT of a vision-language model"
 
 
 class NoCounterpart(RecipeError):
-    """A value, of a key that is otherwise known, that no recipe can say; the text is the reason."""
+    """A value that a recipe cannot express, of a key that is otherwise supported. The text is the reason."""
 
 
 @dataclass(slots=True)
 class CosmosConfig:
-    """A configuration with flat dotted keys, the defaults of those it lacks, and what was noted while reading it."""
+    """A configuration with flat dotted keys, defaults for missing keys, and notes added during conversion."""
 
     mode: str
     given: dict[str, Any]
     defaults: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    steps: int | None = None  # the length of the run, where the user of the command says it
+    steps: int | None = None  # run length, from --steps
 
     def __getitem__(self, key: str) -> Any:
         return self.given[key] if key in self.given else self.defaults[key]
@@ -38,7 +38,7 @@ class CosmosConfig:
 
     @property
     def model(self) -> str:
-        """The model's name in the configuration, in lower case."""
+        """Model name in the configuration, in lower case."""
         return str(self.given.get("policy.model_name_or_path", self.given.get("checkpoint.load_path", ""))).lower()
 
 
@@ -46,11 +46,11 @@ Convert = Callable[[Any, CosmosConfig], Any]
 
 
 def one_of(words: Mapping[Any, str]) -> Callable[[Any, CosmosConfig], str]:
-    """A choice by name."""
+    """Return a converter that maps allowed values to names."""
 
     def convert(value: Any, _: CosmosConfig) -> str:
         if value not in words:
-            raise NoCounterpart(f"{value!r} is none of {', '.join(map(str, words))}")
+            raise NoCounterpart(f"{value!r} is not one of {', '.join(map(str, words))}")
         return words[value]
 
     return convert

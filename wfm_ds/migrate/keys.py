@@ -1,8 +1,8 @@
-"""The keys of a Cosmos-RL configuration and their names in a recipe: the table that `python -m wfm_ds.migrate` reads.
+"""The table of Cosmos-RL keys and their recipe keys, used by `python -m wfm_ds.migrate`.
 
-Cosmos-RL has two configurations of diffusion models: that of its diffusers trainers (`[policy]`, `[train]`, ...) for
-SFT and DiffusionNFT, and that of its `--wfm-mode` (`[model]`, `[trainer]`, ...) for DDRL and SFT. Vision-language
-models have the first one, with `[custom.dataset]` and `[custom.vision]` for the script that reads their annotations.
+Cosmos-RL has two configuration formats for diffusion models: one for its diffusers trainers (`[policy]`, `[train]`,
+...; SFT and DiffusionNFT) and one for `--wfm-mode` (`[model]`, `[trainer]`, ...; DDRL and SFT). Vision-language models
+use the first format, with `[custom.dataset]` and `[custom.vision]` for the script that reads the annotations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from wfm_ds.migrate import language_values as vlm
 from wfm_ds.migrate import length, rewards
-from wfm_ds.migrate import values as to
+from wfm_ds.migrate import values as diffusion
 from wfm_ds.migrate import wfm_values as wfm
 from wfm_ds.migrate.config import DDRL, NFT, SFT, VLM_SFT, WFM_SFT, Convert, one_of
 from wfm_ds.migrate.rewards import WFM_REWARD
@@ -22,15 +22,15 @@ from wfm_ds.migrate.wfm_values import VIDEO_DATA
 
 DIFFUSERS, WFM = (SFT, NFT), (DDRL, WFM_SFT)
 TRAINERS = (*DIFFUSERS, VLM_SFT)
-ABSENT = object()  # no default; any value may be one
+ABSENT = object()  # a marker, since any value may be a default
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A key of Cosmos-RL and the recipe's key for it; several of them where `convert` returns a tuple.
+    """A Cosmos-RL key and its recipe key, or several recipe keys if `convert` returns a tuple.
 
-    `default` is the value that Cosmos-RL takes where the configuration lacks the key. The recipe writes it out, because
-    its own default may be another. A key may have several rows.
+    `default` is Cosmos-RL's default. The recipe states it explicitly, because wfm_ds may have another default. A key
+    may have several mappings.
     """
 
     theirs: str
@@ -56,77 +56,93 @@ OLD_DECAY = one_of({0: "copy", 1: "standard", 2: "slow"})
 EDM_SOLVER = one_of({"2ab": "edm_2ab", "1euler": "edm_euler"})
 
 ROWS = (
-    Row("policy.model_name_or_path", "model.path", to.folder_of_model),
+    Row("policy.model_name_or_path", "model.path", diffusion.folder_of_model),
     Row("policy.model_gradient_checkpointing", "model.gradient_checkpointing", default=True),
     Row("policy.diffusers.max_prompt_length", "model.max_sequence_length", default=300, modes=DIFFUSERS),
     Row("train.param_dtype", "model.dtype", DTYPE),
     Row("policy.diffusers.training_dtype", "model.dtype", DTYPE, modes=DIFFUSERS),
     Row("policy.lora.r", "lora.rank", default=8),
     Row("policy.lora.lora_alpha", "lora.alpha", default=8),
-    Row("policy.lora.target_modules", "lora.target_modules", to.lora_targets),
+    Row("policy.lora.target_modules", "lora.target_modules", diffusion.lora_targets),
     Row("policy.lora.lora_dropout", "lora.dropout"),
     Row("policy.lora.use_rslora", "lora.rslora"),
     Row("policy.lora.init_lora_weights", "lora.init", LORA_INIT, default=True),
-    Row("policy.parallelism.dp_shard_size", "engine.deepspeed", to.zero_stage, default=1),
-    Row("policy.parallelism.dp_replicate_size", "engine.deepspeed", to.zero_stage, default=1),
+    Row("policy.parallelism.dp_shard_size", "engine.deepspeed", diffusion.zero_stage, default=1),
+    Row("policy.parallelism.dp_replicate_size", "engine.deepspeed", diffusion.zero_stage, default=1),
     Row("policy.parallelism.cp_size", "engine.sequence_parallel", default=1, modes=DIFFUSERS),
-    Row("train.fsdp_offload", "engine.deepspeed", to.zero_stage, default=False),
+    Row("train.fsdp_offload", "engine.deepspeed", diffusion.zero_stage, default=False),
     Row("train.train_policy.mini_batch", "engine.micro_batch_size", default=2),
     Row(
         "train.train_batch_per_replica",
         "engine.gradient_accumulation",
-        to.accumulation,
+        diffusion.accumulation,
         default=8,
         modes=(SFT, VLM_SFT),
     ),
-    Row("train.train_batch_per_replica", "rollout.prompts_per_step", to.prompts_per_step, default=8, modes=(NFT,)),
-    Row("policy.parallelism.n_init_replicas", "rollout.prompts_per_step", to.prompts_per_step, 1, modes=(NFT,)),
+    Row(
+        "train.train_batch_per_replica", "rollout.prompts_per_step", diffusion.prompts_per_step, default=8, modes=(NFT,)
+    ),
+    Row("policy.parallelism.n_init_replicas", "rollout.prompts_per_step", diffusion.prompts_per_step, 1, modes=(NFT,)),
     Row("rollout.n_generation", "rollout.group_size", default=16, modes=(NFT,)),
     Row("rollout.n_generation_mini_batch", "engine.max_forward_batch", modes=(NFT,)),
     Row("train.optm_grad_norm_clip", "engine.max_grad_norm", default=1.0),
     Row("train.optm_name", "optimizer.name", one_of({"AdamW": "adamw"})),
-    Row("train.optm_lr", "optimizer.lr", to.learning_rate, default=1e-6),
+    Row("train.optm_lr", "optimizer.lr", diffusion.learning_rate, default=1e-6),
     Row("train.optm_betas", "optimizer.betas", default=[0.9, 0.999]),
     Row("train.epsilon", "optimizer.eps", default=1e-6),
     Row("train.optm_weight_decay", "optimizer.weight_decay", default=0.01),
-    Row("train.optm_warmup_steps", "optimizer.warmup_steps", to.warmup, default=20),
-    Row("train.optm_decay_type", "optimizer.schedule", to.schedule),
+    Row("train.optm_warmup_steps", "optimizer.warmup_steps", diffusion.warmup, default=20),
+    Row("train.optm_decay_type", "optimizer.schedule", diffusion.schedule),
     Row("train.optm_min_lr_factor", "optimizer.final_lr_fraction"),
-    Row("train.ema_enable", "ema.decay", to.ema_switch, default=False, modes=DIFFUSERS),
-    Row("train.ema_decay", "ema.decay", to.of_ema, default=0.9999, modes=DIFFUSERS),
-    Row("train.ema_update_step_interval", "ema.every", to.ema_interval, default=0, modes=DIFFUSERS),
+    Row("train.ema_enable", "ema.decay", diffusion.ema_switch, default=False, modes=DIFFUSERS),
+    Row("train.ema_decay", "ema.decay", diffusion.of_ema, default=0.9999, modes=DIFFUSERS),
+    Row("train.ema_update_step_interval", "ema.every", diffusion.ema_interval, default=0, modes=DIFFUSERS),
     Row("train.max_num_steps", "run.steps", length.run_steps),
     Row("train.epoch", "run.steps", length.run_steps, default=1),
     Row("train.output_dir", "run.output_dir", default="./outputs"),
     Row("train.seed", "run.seed"),
-    Row("train.resume", "run.resume", to.resume, default=False),
-    Row("train.ckpt.enable_checkpoint", "checkpoint.every", to.save_every, default=False),
-    Row("train.ckpt.save_freq", "checkpoint.every", to.save_every, default=20),
-    Row("train.ckpt.export_safetensors", "checkpoint.export_every", to.export_every, default=True),
-    Row("train.ckpt.max_keep", "checkpoint.keep", to.keep, default=5),
-    Row("validation.enable", "validation.every", to.validate_every, default=False),
-    Row("validation.freq", "validation.every", to.validate_every, default=20),
-    Row("validation.val_before_train", "validation.at_start", to.validate_at_start, default=False),
-    Row("validation.n_generation", "validation.seeds", to.seeds, modes=DIFFUSERS),
-    Row("validation.dataset.local_dir", "validation.prompts", to.prompt_file, modes=DIFFUSERS),
-    Row("logging.logger", "logging.console", to.has_console),
+    Row("train.resume", "run.resume", diffusion.resume, default=False),
+    Row("train.ckpt.enable_checkpoint", "checkpoint.every", diffusion.save_every, default=False),
+    Row("train.ckpt.save_freq", "checkpoint.every", diffusion.save_every, default=20),
+    Row("train.ckpt.export_safetensors", "checkpoint.export_every", diffusion.export_every, default=True),
+    Row("train.ckpt.max_keep", "checkpoint.keep", diffusion.keep, default=5),
+    Row("validation.enable", "validation.every", diffusion.validate_every, default=False),
+    Row("validation.freq", "validation.every", diffusion.validate_every, default=20),
+    Row("validation.val_before_train", "validation.at_start", diffusion.validate_at_start, default=False),
+    Row("validation.n_generation", "validation.seeds", diffusion.seeds, modes=DIFFUSERS),
+    Row("validation.dataset.local_dir", "validation.prompts", diffusion.prompt_file, modes=DIFFUSERS),
+    Row("logging.logger", "logging.console", diffusion.has_console),
     Row("logging.multi_modal_log_interval", "logging.sample_every", modes=DIFFUSERS),
     Row("train.train_policy.dataset.name", ("data.name", "data.path"), lambda name, _: (name, name), modes=(NFT,)),
     Row("train.train_policy.dataset.local_dir", "data.path", modes=DIFFUSERS),
-    Row("train.train_policy.dataset.split", "data.split", to.split, modes=(NFT,)),
+    Row("train.train_policy.dataset.split", "data.split", diffusion.split, modes=(NFT,)),
     Row("train.train_policy.dataset.test_size", "validation.holdout", modes=(SFT,)),
     Row("train.train_policy.dataloader_shuffle", "data.shuffle", default=True),
     Row("policy.diffusers.inference_size", SIZE, lambda v, _: v, [1024, 1024], modes=DIFFUSERS),
-    Row("policy.diffusers.train_frames", "sampling.num_frames", to.frames, default=41, modes=DIFFUSERS),
-    Row("policy.diffusers.inference_frames", "sampling.num_frames", to.shown_frames, modes=DIFFUSERS),
+    Row("policy.diffusers.train_frames", "sampling.num_frames", diffusion.frames, default=41, modes=DIFFUSERS),
+    Row("policy.diffusers.inference_frames", "sampling.num_frames", diffusion.shown_frames, modes=DIFFUSERS),
     Row("policy.diffusers.sample.num_steps", "sampling.steps", default=40, modes=(NFT,)),
     Row("policy.diffusers.sample.num_steps", "sampling.eval_steps", default=40, modes=(SFT,)),
     Row("policy.diffusers.sample.eval_num_steps", "sampling.eval_steps", default=40, modes=(NFT,)),
-    Row("policy.diffusers.sample.guidance_scale", "sampling.guidance_scale", to.guidance, default=4.5, modes=DIFFUSERS),
-    Row("policy.diffusers.sample.solver", "sampling.solver", to.solver, default="dpm2", modes=(NFT,)),
-    Row("policy.diffusers.sample.deterministic_sampling", "sampling.solver", to.solver, default=False, modes=(NFT,)),
-    Row("policy.diffusers.sample.noise_level", "sampling.noise_level", to.noise_level, default=1.0, modes=(NFT,)),
-    Row("policy.diffusers.weighting_scheme", "algorithm.timestep_density", to.density, modes=(SFT,)),
+    Row(
+        "policy.diffusers.sample.guidance_scale",
+        "sampling.guidance_scale",
+        diffusion.guidance,
+        default=4.5,
+        modes=DIFFUSERS,
+    ),
+    Row("policy.diffusers.sample.solver", "sampling.solver", diffusion.solver, default="dpm2", modes=(NFT,)),
+    Row(
+        "policy.diffusers.sample.deterministic_sampling",
+        "sampling.solver",
+        diffusion.solver,
+        default=False,
+        modes=(NFT,),
+    ),
+    Row(
+        "policy.diffusers.sample.noise_level", "sampling.noise_level", diffusion.noise_level, default=1.0, modes=(NFT,)
+    ),
+    Row("policy.diffusers.weighting_scheme", "algorithm.timestep_density", diffusion.density, modes=(SFT,)),
     Row("policy.diffusers.logit_mean", "algorithm.logit_mean", modes=(SFT,)),
     Row("policy.diffusers.logit_std", "algorithm.logit_std", modes=(SFT,)),
     Row("policy.diffusers.train_flow_shift", "algorithm.flow_shift", default=3.0, modes=(SFT,)),
@@ -134,11 +150,25 @@ ROWS = (
     Row("policy.diffusers.nft_beta", "algorithm.beta", default=1.0, modes=(NFT,)),
     Row("policy.diffusers.weight_copy_decay_type", "algorithm.old_decay", OLD_DECAY, default=0, modes=(NFT,)),
     Row("train.train_policy.kl_beta", "algorithm.kl_beta", default=0.0, modes=(NFT,)),
-    Row("train.train_policy.advantage_high", "algorithm.adv_clip_max", to.advantage_clip, default=5.0, modes=(NFT,)),
-    Row("train.train_policy.advantage_low", "algorithm.adv_clip_max", to.advantage_clip, default=-5.0, modes=(NFT,)),
-    Row("train.train_policy.unbiased_advantage", "algorithm.advantage_std", to.advantage_std, False, modes=(NFT,)),
-    Row("train.train_policy.batch_size_per_optimize", "algorithm.updates_per_rollout", to.updates, modes=(NFT,)),
-    Row("train.train_policy.mu_iterations", "algorithm.updates_per_rollout", to.once, modes=(NFT,)),
+    Row(
+        "train.train_policy.advantage_high",
+        "algorithm.adv_clip_max",
+        diffusion.advantage_clip,
+        default=5.0,
+        modes=(NFT,),
+    ),
+    Row(
+        "train.train_policy.advantage_low",
+        "algorithm.adv_clip_max",
+        diffusion.advantage_clip,
+        default=-5.0,
+        modes=(NFT,),
+    ),
+    Row(
+        "train.train_policy.unbiased_advantage", "algorithm.advantage_std", diffusion.advantage_std, False, modes=(NFT,)
+    ),
+    Row("train.train_policy.batch_size_per_optimize", "algorithm.updates_per_rollout", diffusion.updates, modes=(NFT,)),
+    Row("train.train_policy.mu_iterations", "algorithm.updates_per_rollout", diffusion.once, modes=(NFT,)),
     Row("train.train_policy.use_remote_reward", "algorithm.std_unbiased", default=False, modes=(NFT,)),
     Row(f"{REMOTE}.reward_fns", "reward.functions", rewards.named_rewards, default=None, modes=(NFT,)),
     Row(f"{REMOTE}.reward_fn", "reward.functions", rewards.weighted_rewards, modes=(NFT,)),
@@ -156,8 +186,8 @@ ROWS = (
     Row("custom.vision.max_frames", "data.video", vlm.video, modes=(VLM_SFT,)),
     Row("train.train_policy.dataloader_num_workers", "data.workers", vlm.readers, modes=(VLM_SFT,)),
     Row("train.train_policy.dataset.test_size", "validation.holdout", vlm.holdout, modes=(VLM_SFT,)),
-    # ---- the wfm mode
-    Row("checkpoint.load_path", "model.path", to.folder_of_model, modes=WFM),
+    # ---- wfm mode
+    Row("checkpoint.load_path", "model.path", diffusion.folder_of_model, modes=WFM),
     Row("checkpoint.load_path", "model.denoiser_init", wfm.random_weights, default="", modes=WFM),
     Row("model.net.sac_config.mode", "model.gradient_checkpointing", wfm.checkpointing, "block_wise", modes=WFM),
     Row("model.fsdp_shard_size", "engine.deepspeed", wfm.zero_of_shards, default=8, modes=WFM),
@@ -236,7 +266,7 @@ ROWS = (
     Row(f"{WFM_REWARD}.fake_reward.enabled", "reward.functions", rewards.wfm_rewards, default=False, modes=(DDRL,)),
 )
 
-# Settings of the mode itself, which no key of the configuration holds.
+# Recipe settings implied by the mode.
 FIXED: dict[str, dict[str, Any]] = {
     SFT: {"algorithm.name": "sft", "data.kind": "paired"},
     NFT: {"algorithm.name": "diffusion_nft", "algorithm.zero_std": "keep", "data.kind": "prompts"},
@@ -250,22 +280,22 @@ FIXED: dict[str, dict[str, Any]] = {
     WFM_SFT: {"algorithm.name": "sft", "algorithm.flow_shift": 1.0, "data.kind": "cosmos"},
 }
 
-# Tables that are one value each, because their keys are the user's own names.
+# Tables that are single values, because their keys are names chosen by the user.
 WHOLE = (f"{REMOTE}.reward_fn", "train.optm_lr", "policy.lora.alpha_pattern", "policy.lora.r_pattern")
 
-# Older and misspelt names: the key that is meant, and what Cosmos-RL does with the name.
+# Old and misspelt names: the current key, and what Cosmos-RL does with the name.
 MOVED = {"policy.diffusers_config": "policy.diffusers", "policy.diffusers.lora": "policy.lora"}
-_OLDER = "present versions have it there"
+_OLDER = "moved in current versions"
 MISSPELT = {
     "train.enable_validation": ("validation.enable", _OLDER),
     "train.validation_step": ("validation.freq", _OLDER),
     "train.validation_batch_per_replica": ("validation.batch_size", _OLDER),
     "policy.diffusers.timestep_fraction": (
         "policy.diffusers.timesteps_fraction",
-        "Cosmos-RL does not know this spelling and trained on all timesteps (1.0)",
+        "Cosmos-RL ignores this spelling and trains on all timesteps (1.0)",
     ),
     "policy.model_gradient_checkpointig": (
         "policy.model_gradient_checkpointing",
-        "Cosmos-RL does not know this spelling and took its default, true",
+        "Cosmos-RL ignores this spelling and uses its default, true",
     ),
 }

@@ -1,4 +1,4 @@
-"""The values of configurations of vision-language models that take more than another name; see values.py."""
+"""Converters for values in configurations of vision-language models, like diffusers_values.py."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ ANNOTATIONS = "custom.dataset.annotation_path"
 
 def annotation_file(value: str, source: CosmosConfig) -> str:
     if not value:
-        raise NoCounterpart("it is empty")
+        raise NoCounterpart("empty value")
     source.note(
-        "data.pack false: a batch has as many conversations as there, side by side in a row without padding; true "
-        "fills rows of data.max_tokens, and engine.micro_batch_size counts those"
+        "data.pack false: a batch has as many conversations as in Cosmos-RL, packed without padding; true "
+        "fills sequences of data.max_tokens, and engine.micro_batch_size counts sequences"
     )
     return value
 
 
 def media_folder(value: str, _: CosmosConfig) -> str:
     if not value:
-        raise NoCounterpart("it is empty: the annotations have absolute paths, as here without data.media_path")
+        raise NoCounterpart("empty value: annotations have absolute paths, as they do without data.media_path")
     return value
 
 
 def system_turn(value: str, _: CosmosConfig) -> str:
     if not value:
-        raise NoCounterpart("it is empty: the model's chat template decides, as here without data.system_prompt")
+        raise NoCounterpart("empty value: the chat template decides, as it does without data.system_prompt")
     return value
 
 
 def pixels(_: Any, source: CosmosConfig) -> dict[str, int]:
-    """The section data.pixels of what custom.vision says."""
-    given = {name: source.given.get(f"custom.vision.{name}_pixels") for name in ("min", "max")}
-    return {name: int(value) for name, value in given.items() if value is not None}
+    """Return the section data.pixels."""
+    limits = {name: source.given.get(f"custom.vision.{name}_pixels") for name in ("min", "max")}
+    return {name: int(value) for name, value in limits.items() if value is not None}
 
 
 def video(_: Any, source: CosmosConfig) -> dict[str, float]:
-    """The section data.video of what custom.vision says."""
-    most = source.given.get("custom.vision.max_frames")
-    return {"fps": float(source["custom.vision.fps"])} | ({} if most is None else {"max_frames": int(most)})
+    """Return the section data.video."""
+    max_frames = source.given.get("custom.vision.max_frames")
+    return {"fps": float(source["custom.vision.fps"])} | ({} if max_frames is None else {"max_frames": int(max_frames)})
 
 
 def holdout(value: float, _: CosmosConfig) -> float:
     if value >= 1:
-        raise NoCounterpart("a number of samples; validation.holdout is a share of them")
+        raise NoCounterpart("a number of samples; validation.holdout is a fraction")
     return value
 
 
 def readers(value: int, _: CosmosConfig) -> int:
-    return max(value, 1)  # 0 there: the trainer reads itself
+    return max(value, 1)  # 0 in Cosmos-RL: read in the training process
 
 
 def count(source: CosmosConfig) -> int | None:
-    """Conversations of the annotations; None where they are not on this machine."""
+    """Return the number of annotated conversations, None if the file is not on this machine."""
     file = Path(str(source.given.get(ANNOTATIONS, "")))
     if not file.is_file():
         return None

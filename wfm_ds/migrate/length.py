@@ -1,6 +1,6 @@
-"""The length of a run: steps are counted here, epochs there, and an epoch is as long as its data.
+"""The length of a run in steps. Cosmos-RL counts epochs, so the data set must be counted.
 
-The data are counted where their folder is on this machine; elsewhere `--steps` says the length.
+This needs the data on this machine; otherwise `--steps` sets the length.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ POLICY = "train.train_policy"
 
 
 def run_steps(_: Any, source: CosmosConfig) -> int:
-    """The number that the user of the command gave; else the smaller one of max_num_steps and all epochs."""
+    """Return --steps if set, else the minimum of max_num_steps and the steps of all epochs."""
     if source.steps is not None:
         return source.steps
-    most = source.given.get("train.max_num_steps")
+    max_steps = source.given.get("train.max_num_steps")
     epochs = steps_of_epochs(source)
-    if epochs is None and most is None:
+    if epochs is None and max_steps is None:
         raise NoCounterpart(
-            f"the epochs of {data_folder(source) or 'data without a name'} cannot be counted on this machine: give the "
-            "number of steps with --steps, or run this command where the data are"
+            f"the epochs of {data_folder(source) or 'an unnamed data set'} cannot be counted on this machine; "
+            "set --steps, or run this command on a machine with the data"
         )
     if epochs == 0:
-        raise NoCounterpart("the epochs are shorter than one step: give the number of steps with --steps")
-    return min(steps for steps in (epochs, most) if steps is not None)
+        raise NoCounterpart("all epochs together are shorter than one step; set --steps")
+    return min(steps for steps in (epochs, max_steps) if steps is not None)
 
 
 def steps_of_epochs(source: CosmosConfig) -> int | None:
-    """Optimizer steps (SFT) or RL steps of all epochs; None where the data cannot be counted."""
+    """Return the optimizer steps (SFT) or RL steps of all epochs, None if the data cannot be counted."""
     samples, ranks = num_samples(source), data_ranks(source)
     if samples is None or ranks is None:
         return None
     epochs, batch = int(source["train.epoch"]), int(source["train.train_batch_per_replica"])
     if source.mode in (SFT, VLM_SFT):
-        whole = math.floor if source.given.get(f"{POLICY}.dataloader_drop_last", True) else math.ceil
-        return epochs * int(whole(math.ceil(samples / ranks) / batch))
+        round_steps = math.floor if source.given.get(f"{POLICY}.dataloader_drop_last", True) else math.ceil
+        return epochs * int(round_steps(math.ceil(samples / ranks) / batch))
     replicas = int(source["policy.parallelism.n_init_replicas"])
     return epochs * samples * int(source["rollout.n_generation"]) // (batch * replicas)
 
 
 def num_samples(source: CosmosConfig) -> int | None:
-    """Captioned media or conversations (SFT) or prompts (RL); None where they are not on this machine."""
+    """Return the number of samples (SFT) or prompts (RL), None if the data is not on this machine."""
     if source.mode == VLM_SFT:
         return language_values.count(source)
     folder = data_folder(source)
@@ -57,8 +57,8 @@ def num_samples(source: CosmosConfig) -> int | None:
     if source.mode == SFT:
         return sum(1 for _ in Path(folder).glob("*.json")) or None
     try:
-        given = source.given.get(f"{POLICY}.dataset.split", "train")
-        return len(load_prompts(Path(folder), source.given[f"{POLICY}.dataset.name"], split(given, source)))
+        split_name = split(source.given.get(f"{POLICY}.dataset.split", "train"), source)
+        return len(load_prompts(Path(folder), source.given[f"{POLICY}.dataset.name"], split_name))
     except (DataError, KeyError, NoCounterpart):
         return None
 

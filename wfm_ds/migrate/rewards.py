@@ -1,6 +1,6 @@
-"""Rewards of a Cosmos-RL configuration as entries of reward.functions.
+"""Convert the rewards of a Cosmos-RL configuration to entries of reward.functions.
 
-Cosmos-RL asks a service for them, which answers with named outputs; `score_key` names one of these, or a sum.
+Cosmos-RL requests rewards from a service that returns named outputs; `score_key` names one output, or a sum of several.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from wfm_ds.migrate.config import CosmosConfig, NoCounterpart
 WFM_REWARD = "model.rl.reward_config"
 USE_REMOTE = "train.train_policy.use_remote_reward"
 SERVICE = (
-    "rewards named remote/NAME come from the service that REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and "
-    "REMOTE_REWARD_TOKEN name, as there; without the prefix a reward of wfm_ds is computed (docs/rewards.md)"
+    "rewards named remote/NAME use Cosmos-RL's service, set by REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and "
+    "REMOTE_REWARD_TOKEN; without the prefix, wfm_ds computes the reward (docs/rewards.md)"
 )
 
 
 def remote(name: str, output: str, source: CosmosConfig) -> dict[str, Any]:
-    """The reward NAME of a service, with the output, or the sum of outputs, that is its score."""
+    """Return the entry of a service's reward. `output`: the output, or sum of outputs, used as score."""
     source.note(SERVICE)
     return {"name": f"remote/{name}", "options": {"output": output}}
 
 
 def named_rewards(value: list[dict[str, Any]] | None, source: CosmosConfig) -> list[dict[str, Any]]:
-    """The list that names a score_key for each; None where the configuration has no such list."""
+    """Convert the list of rewards with a score_key each; None if the configuration has no list."""
     if not source[USE_REMOTE]:
         if value is None:
-            raise NoCounterpart("the script's own functions compute the rewards")
-        source.note(f"{USE_REMOTE} is false: Cosmos-RL leaves its remote_reward unread; here they are computed")
+            raise NoCounterpart("the rewards are computed by functions in the user's script")
+        source.note(
+            f"{USE_REMOTE} is false: Cosmos-RL ignores its remote_reward; wfm_ds computes these rewards locally"
+        )
     elif value is None:
         value = [{"name": "dance_grpo", "score_key": "overall_reward"}]
     return known_rewards([_entry(function, source) for function in value], source)
@@ -45,7 +47,7 @@ def _entry(function: dict[str, Any], source: CosmosConfig) -> dict[str, Any]:
 
 
 def weighted_rewards(value: dict[str, float], source: CosmosConfig) -> list[dict[str, Any]]:
-    """The older form, {name: weight}; a service's output has the reward's name in it."""
+    """Convert the older form {name: weight}. The service's output has the name of the reward."""
     functions = [
         (remote(name, name, source) if source[USE_REMOTE] else {"name": name}) | {"weight": weight}
         for name, weight in value.items()
@@ -54,7 +56,7 @@ def weighted_rewards(value: dict[str, float], source: CosmosConfig) -> list[dict
 
 
 def wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
-    """The rewards of the wfm mode. Each has advantages of its own there, so clips belong to each function."""
+    """Convert the rewards of the wfm mode. Each has separate advantages, so each entry has its own clip."""
     functions: list[dict[str, Any]] = []
     service = f"{WFM_REWARD}.remote_reward"
     if source[f"{service}.enabled"]:
@@ -68,18 +70,18 @@ def wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
 
 
 def known_rewards(functions: list[dict[str, Any]], source: CosmosConfig) -> list[dict[str, Any]]:
-    """The same, with a note for each local reward that wfm_ds lacks."""
+    """Add a note for each local reward that wfm_ds lacks. Returns the unchanged list."""
     from wfm_reward import registry
 
     local = {function["name"] for function in functions if not function["name"].startswith("remote/")}
     for name in sorted(local - set(registry.names())):
         source.note(
-            f"reward {name} does not come with wfm_ds: write it, or name it remote/{name} to have it from the service "
-            "that computes it there (docs/rewards.md)"
+            f"reward {name} is not part of wfm_ds: implement it, or use remote/{name} to request it from Cosmos-RL's "
+            "service (docs/rewards.md)"
         )
     return functions
 
 
 def reward_clip(_: Any, source: CosmosConfig) -> list[float]:
-    source.note("reward.clip saturates rewards beyond it, as there; remove it where a reward is not within it")
+    source.note("reward.clip clamps rewards, as in Cosmos-RL; remove it if a reward has a larger range")
     return [source[f"train.train_policy.remote_reward.reward_clip_{end}"] for end in ("min", "max")]

@@ -1,6 +1,6 @@
-"""A Cosmos-RL configuration of a diffusion model or a vision-language model as a recipe.
+"""Convert a Cosmos-RL configuration of a diffusion or vision-language model to a recipe.
 
-Each of its keys becomes a key of the recipe, or a comment says why it does not.
+Each key becomes a recipe key, or a comment gives the reason why not.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.yaml_text import to_yaml
 
 NEEDED = {
-    "run.steps": "how many optimizer steps (SFT) or RL steps; the option --steps sets it",
-    "run.output_dir": "the folder for what the run writes",
+    "run.steps": "number of optimizer steps (SFT) or RL steps; set by --steps",
+    "run.output_dir": "the output folder",
     "model.path": "the folder of a diffusers pipeline",
     "data.path": "the folder of the training data",
     "sampling.height": "pixels",
@@ -32,172 +32,173 @@ NEEDED = {
 }
 NEEDED_FOR_LANGUAGE = {
     "model.path": "the folder of a vision-language model",
-    "data.path": "the annotations, a .json or .jsonl file, a folder or a list of them",
+    "data.path": "the annotations, a .json or .jsonl file, a folder, or a list of these",
 }
-NEEDED_FOR_RL = {"reward.functions": "the rewards, such as [{name: ocr}]"}
+NEEDED_FOR_RL = {"reward.functions": "the rewards, e.g. [{name: ocr}]"}
 
 
 @dataclass(slots=True)
 class Migration:
-    """A recipe as dotted keys, and the account of every key of the configuration."""
+    """A recipe as dotted keys, and what happened to every key of the configuration."""
 
     mode: str
     values: dict[str, Any]
-    missing: dict[str, str] = field(default_factory=dict)  # key of the recipe: what belongs there
+    missing: dict[str, str] = field(default_factory=dict)  # recipe key -> description
     mended: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    gone: dict[str, str] = field(default_factory=dict)  # key there: reason
+    gone: dict[str, str] = field(default_factory=dict)  # Cosmos-RL key -> reason
     unknown: list[str] = field(default_factory=list)
 
 
 def key_table() -> str:
-    """The table of keys as Markdown."""
+    """Return the table of keys as Markdown."""
     lines = [f"| `{row.theirs}` | {' '.join(f'`{key}`' for key in row.targets)} |" for row in ROWS]
     return "\n".join(["| Cosmos-RL | recipe |", "|---|---|", *dict.fromkeys(lines)]) + "\n"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises RecipeError when there is no such file or it is not TOML."""
+    """Read a TOML file. Raises RecipeError if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path}: this is not TOML: {error}") from error
+        raise RecipeError(f"{path}: not valid TOML: {error}") from error
 
 
 def migrate(config: Mapping[str, Any], *, steps: int | None = None) -> Migration:
-    """The recipe of a configuration, `steps` long if they are given.
+    """Convert a configuration. `steps` overrides the run length.
 
-    Raises RecipeError when it trains neither a diffusion model nor a vision-language model on annotations.
+    Raises RecipeError if it trains another kind of model, or a vision-language model without annotations.
     """
-    given, mended = mend(flatten(config))
-    mode = mode_of(given)
+    settings, renamed = mend(flatten(config))
+    mode = mode_of(settings)
     rows = [row for row in ROWS if mode in row.modes]
     defaults = {row.theirs: row.default for row in rows if row.default is not ABSENT}
-    source = CosmosConfig(mode, given, defaults, steps=steps)
-    migration = Migration(mode, dict(FIXED[mode]), mended=mended, notes=source.notes)
+    source = CosmosConfig(mode, settings, defaults, steps=steps)
+    migration = Migration(mode, dict(FIXED[mode]), mended=renamed, notes=source.notes)
     if steps is not None:
-        source.note(f"run.steps {steps} is that of --steps, whatever the configuration says")
+        source.note(f"run.steps {steps} is from --steps and overrides the configuration")
     for row in rows:
-        if row.theirs not in given and meant(row, source):
+        if row.theirs not in settings and meant(row, source):
             apply(row, row.default, source, migration)
-    # Written values win over defaults where both set the same key of the recipe.
-    used = [row.theirs for row in rows if row.theirs in given and apply(row, given[row.theirs], source, migration)]
+    # Explicit values override defaults of other keys with the same recipe key.
+    explicit = [row for row in rows if row.theirs in settings]
+    used = [row.theirs for row in explicit if apply(row, settings[row.theirs], source, migration)]
     migration.gone = {key: reason for key, reason in migration.gone.items() if key not in used}
-    for key in given.keys() - {row.theirs for row in rows}:
+    for key in settings.keys() - {row.theirs for row in rows}:
         others = sorted({other for row in ROWS if row.theirs == key for other in row.modes})
-        reason = reason_for(key, mode) or (f"{mode} does not read it, {' and '.join(others)} does" if others else None)
+        reason = reason_for(key, mode) or (f"used by {' and '.join(others)}, not by {mode}" if others else None)
         if reason is None:
             migration.unknown.append(key)
         else:
             migration.gone[key] = reason
-    places = {key: place for place, row in enumerate(rows) for key in row.targets}
-    migration.values = dict(sorted(migration.values.items(), key=lambda item: places.get(item[0], -1)))
+    order = {key: index for index, row in enumerate(rows) for key in row.targets}
+    migration.values = dict(sorted(migration.values.items(), key=lambda item: order.get(item[0], -1)))
     migration.missing = {key: what for key, what in needed(mode).items() if key not in migration.values}
     return migration
 
 
 def needed(mode: str) -> dict[str, str]:
-    """Keys that every recipe of the mode must have, and what belongs there."""
+    """Return the required recipe keys of the mode, with descriptions."""
     if mode == VLM_SFT:
-        kept = {key: what for key, what in NEEDED.items() if not key.startswith("sampling.")}
-        return kept | NEEDED_FOR_LANGUAGE
+        without_sampling = {key: what for key, what in NEEDED.items() if not key.startswith("sampling.")}
+        return without_sampling | NEEDED_FOR_LANGUAGE
     return NEEDED | (NEEDED_FOR_RL if mode in (NFT, DDRL) else {})
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys; lists, and tables whose keys are the user's own, stay whole."""
-    found: dict[str, Any] = {}
+    """Flatten nested tables to dotted keys. Lists and the WHOLE_TABLES remain single values."""
+    flat: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"
-        found |= flatten(value, f"{key}.") if isinstance(value, dict) and key not in WHOLE else {key: value}
-    return found
+        flat |= flatten(value, f"{key}.") if isinstance(value, dict) and key not in WHOLE else {key: value}
+    return flat
 
 
-def mend(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The configuration with the present names of its keys, and a sentence for each name that was replaced."""
-    found: dict[str, Any] = {}
-    said: list[str] = []
-    for name, value in given.items():
+def mend(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings under current key names, and a message for each replaced name."""
+    current: dict[str, Any] = {}
+    messages: list[str] = []
+    for name, value in settings.items():
         key = name
         for old, new in MOVED.items():
             if key.startswith(f"{old}."):
                 key = f"{new}{key.removeprefix(old)}"
         if key != name:
-            said.append(f"{name} is called {key} in present versions")
+            messages.append(f"{name} is called {key} in current versions")
         if key in MISSPELT:
-            meant_key, consequence = MISSPELT[key]
-            said.append(f"{key} is read as {meant_key}: {consequence}")
-            key = meant_key
-        if key in found:
-            raise RecipeError(f"{name}: {key} is given twice, by different names; remove one of them")
-        found[key] = value
-    return found, said
+            current_key, consequence = MISSPELT[key]
+            messages.append(f"{key} is read as {current_key}: {consequence}")
+            key = current_key
+        if key in current:
+            raise RecipeError(f"{name}: {key} is set twice under different names; remove one of them")
+        current[key] = value
+    return current, messages
 
 
-def mode_of(given: Mapping[str, Any]) -> str:
-    """The algorithm and the trainer that the configuration is for. Raises RecipeError where it is for none of ours."""
-    tables = {key.partition(".")[0] for key in given}
+def mode_of(settings: Mapping[str, Any]) -> str:
+    """Return the algorithm and trainer of the configuration. Raises RecipeError if it is not supported."""
+    tables = {key.partition(".")[0] for key in settings}
     if tables & {"model", "trainer", "dataloader_train"}:
-        return DDRL if given.get("model.rl.enabled", True) else WFM_SFT
-    is_diffusers = given.get("policy.is_diffusers", any(key.startswith("policy.diffusers.") for key in given))
+        return DDRL if settings.get("model.rl.enabled", True) else WFM_SFT
+    is_diffusers = settings.get("policy.is_diffusers", any(key.startswith("policy.diffusers.") for key in settings))
     policy = "train.train_policy"
-    kind = given.get(f"{policy}.type", "grpo" if f"{policy}.kl_beta" in given else "sft")
-    trainer = given.get(f"{policy}.trainer_type", "sft" if kind == "sft" else "grpo")
-    if not is_diffusers and kind == "sft" and reads_images(given):
+    kind = settings.get(f"{policy}.type", "grpo" if f"{policy}.kl_beta" in settings else "sft")
+    trainer = settings.get(f"{policy}.trainer_type", "sft" if kind == "sft" else "grpo")
+    if not is_diffusers and kind == "sft" and reads_images(settings):
         return VLM_SFT
     if not is_diffusers:
         raise RecipeError(
-            "the configuration trains no diffusion model: policy.is_diffusers is not true. Of language models, SFT on "
-            f"LLaVA annotations is read ({ANNOTATIONS}, {policy}.type sft)"
+            "the configuration trains no diffusion model: policy.is_diffusers is not true. For language models, only "
+            f"SFT on LLaVA annotations is supported ({ANNOTATIONS}, {policy}.type sft)"
         )
     if kind == "sft":
         return SFT
     if trainer == "diffusion_nft":
         return NFT
     raise RecipeError(
-        f"{policy}.trainer_type is {trainer!r}: RL for diffusers pipelines is read for diffusion_nft only"
+        f"{policy}.trainer_type {trainer!r} is not supported; RL of diffusers pipelines: diffusion_nft only"
     )
 
 
-def reads_images(given: Mapping[str, Any]) -> bool:
-    """The language model is one of images and videos: it has LLaVA annotations, or the name says so."""
-    name = str(given.get("policy.model_name_or_path", "")).lower()
-    return ANNOTATIONS in given or any(word in name for word in ("-vl", "cosmos-reason"))
+def reads_images(settings: Mapping[str, Any]) -> bool:
+    """Return whether the language model is multimodal, judged by LLaVA annotations or the model name."""
+    name = str(settings.get("policy.model_name_or_path", "")).lower()
+    return ANNOTATIONS in settings or any(word in name for word in ("-vl", "cosmos-reason"))
 
 
 def meant(row: Row, source: CosmosConfig) -> bool:
-    """True if the default of a key that the configuration lacks says anything about this run."""
-    is_of_lora = row.theirs.startswith("policy.lora.")
-    return row.default is not ABSENT and (not is_of_lora or source.has_table("policy.lora"))
+    """Return whether the default of a missing key is relevant for this run."""
+    is_lora_key = row.theirs.startswith("policy.lora.")
+    return row.default is not ABSENT and (not is_lora_key or source.has_table("policy.lora"))
 
 
 def apply(row: Row, value: Any, source: CosmosConfig, migration: Migration) -> bool:
-    """Put the value into the recipe as the row says: True; or, if it was written, among those without a counterpart."""
+    """Convert the value and add it to the recipe. Returns False and records the reason on NoCounterpart."""
     try:
-        made = row.convert(value, source)
+        converted = row.convert(value, source)
     except NoCounterpart as reason:
         if row.theirs in source.given:
             migration.gone[row.theirs] = str(reason)
         return False
     except (TypeError, ValueError, LookupError) as error:
-        raise RecipeError(f"{row.theirs}: {value!r} cannot be read: {error}") from error
-    migration.values |= zip(row.targets, made if isinstance(row.ours, tuple) else [made], strict=True)
+        raise RecipeError(f"{row.theirs}: cannot convert {value!r}: {error}") from error
+    migration.values |= zip(row.targets, converted if isinstance(row.ours, tuple) else [converted], strict=True)
     return True
 
 
-# ---- as YAML
+# ---- YAML output
 
 
 def render(migration: Migration, name: str) -> str:
-    """The recipe: comments that account for every key, then the sections, with placeholders for missing keys."""
+    """Return the recipe: comments about every key without a mapping, then the sections with placeholders."""
     head = [
-        f"{migration.mode} of {name}, a configuration of Cosmos-RL",
-        *titled("To be filled in below", [f"{key}: {what}" for key, what in migration.missing.items()]),
-        *titled("Unknown keys, which were left out: check their spelling", sorted(migration.unknown)),
-        *titled("Mended", migration.mended),
-        *titled("To be known", migration.notes),
+        f"{migration.mode}, converted from the Cosmos-RL configuration {name}",
+        *titled("To be filled in", [f"{key}: {what}" for key, what in migration.missing.items()]),
+        *titled("Unknown keys, omitted: check their spelling", sorted(migration.unknown)),
+        *titled("Renamed keys", migration.mended),
+        *titled("Notes", migration.notes),
         *titled("Without a counterpart", [f"{key}: {reason}" for key, reason in sorted(migration.gone.items())]),
     ]
     whole_words = textwrap.TextWrapper(118, subsequent_indent=" " * 6, break_on_hyphens=False, break_long_words=False)
@@ -210,12 +211,12 @@ def titled(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def body(migration: Migration) -> str:
-    """The sections in the order of the schema; a comment in the place of a key to be filled in."""
+    """Return the sections in schema order, with a comment for each key to be filled in."""
     text = ""
     for section in Recipe.model_fields:
-        inside = {key: value for key, value in migration.values.items() if key.startswith(f"{section}.")}
+        values = {key: value for key, value in migration.values.items() if key.startswith(f"{section}.")}
         missing = [key for key in migration.missing if key.startswith(f"{section}.")]
-        keys = {key.partition(".")[2]: value for key, value in inside.items()}
+        keys = {key.partition(".")[2]: value for key, value in values.items()}
         if keys:
             text += to_yaml({section: keys})
         elif missing:
@@ -225,9 +226,9 @@ def body(migration: Migration) -> str:
 
 
 def check(migration: Migration, text: str) -> None:
-    """Raises RecipeError unless the text is a recipe that can be run."""
+    """Raise RecipeError if the text is not a valid, complete recipe."""
     if migration.missing:
-        raise RecipeError(f"the recipe is not complete, fill in {', '.join(migration.missing)}")
+        raise RecipeError(f"the recipe is incomplete; fill in {', '.join(migration.missing)}")
     with tempfile.TemporaryDirectory(prefix="wfm_migrate_") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(text, encoding="utf-8")
@@ -235,4 +236,4 @@ def check(migration: Migration, text: str) -> None:
             recipe_file.load(path)
         except RecipeError as error:
             problems = str(error).replace(str(path), "line")
-            raise RecipeError(f"the recipe is not valid yet, change it:\n{problems}") from error
+            raise RecipeError(f"the recipe is not valid; fix:\n{problems}") from error

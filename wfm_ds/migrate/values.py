@@ -1,6 +1,6 @@
-"""The values of the diffusers trainers' configurations that take more than another name.
+"""Converters for values in configurations of Cosmos-RL's diffusers trainers. keys.py uses them.
 
-The table of the keys, which uses these functions, is in keys.py.
+Converters return the recipe value. They raise NoCounterpart with the reason if there is none.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from wfm_ds.migrate.config import CosmosConfig, NoCounterpart, one_of
 
 
 def folder_of_model(value: str, source: CosmosConfig) -> str:
-    """A folder; a name on the Hugging Face hub becomes the one that it is to be downloaded to."""
+    """Return the model folder. For a name on the Hugging Face Hub, the folder to download it to."""
     if not value:
-        raise NoCounterpart("it is empty")
+        raise NoCounterpart("empty value")
     if value.startswith((".", "/", "~")) or value.count("/") != 1:
         return value
     folder = f"models/{value.rpartition('/')[2]}"
     revision = source.given.get("policy.model_revision")
-    wanted = f" --revision {revision}" if revision else ""
-    source.note(f"model.path is a folder; fill it with: hf download {value}{wanted} --local-dir {folder}")
+    option = f" --revision {revision}" if revision else ""
+    source.note(f"model.path is a folder; download it: hf download {value}{option} --local-dir {folder}")
     return folder
 
 
@@ -36,37 +36,37 @@ def zero_stage(_: Any, source: CosmosConfig) -> str:
 
 
 def sharding(shards: int, replicas: int, source: CosmosConfig) -> str:
-    """The DeepSpeed JSON for `replicas` of the weights, each cut into `shards` (-1: as many as there are ranks)."""
+    """Return the DeepSpeed JSON for `replicas` copies of the weights in `shards` shards each (-1: one per rank)."""
     if shards == 1:
         return "zero2"
     if replicas == 1:
         return "zero3"
     source.note(
-        f"engine.deepspeed zero3_hpz: the {replicas} replicas of the weights, each cut into shards, are one set of "
-        "shards here and a second copy within each node for the backward pass; on a single node take zero3"
+        f"engine.deepspeed zero3_hpz: Cosmos-RL has {replicas} sharded replicas of the weights; here there is one set "
+        "of shards, plus a copy within each node for the backward pass; use zero3 on a single node"
     )
     return "zero3_hpz"
 
 
 def num_replicas(source: CosmosConfig) -> int:
-    """Copies of the sharded model; each may be several shards wide."""
+    """Return the number of model copies. Each copy may be sharded."""
     return int(
         source["policy.parallelism.dp_replicate_size"] * source.given.get("policy.parallelism.n_init_replicas", 1)
     )
 
 
 def data_ranks(source: CosmosConfig) -> int | None:
-    """Ranks that see data of their own; None where the configuration leaves their number to the launcher."""
+    """Return the number of ranks with different data, None if the launcher determines it."""
     shards = source["policy.parallelism.dp_shard_size"]
     return int(shards * num_replicas(source)) if shards > 0 else None
 
 
 def learning_rate(value: Any, source: CosmosConfig) -> float:
     if isinstance(value, dict) and len(value) > 1:
-        source.note("optimizer.lr is the `global` one of train.optm_lr: a recipe has one learning rate")
+        source.note("optimizer.lr is `global` of train.optm_lr: recipes have one learning rate")
     rate = value.get("global") if isinstance(value, dict) else value
     if isinstance(rate, bool) or not isinstance(rate, int | float):
-        raise NoCounterpart("a recipe has one learning rate for all weights")
+        raise NoCounterpart("recipes have one learning rate for all weights")
     return rate
 
 
@@ -75,13 +75,15 @@ def warmup(value: float, source: CosmosConfig) -> int:
         return value
     num_steps = source.steps or source.given.get("train.max_num_steps")
     if num_steps is None:
-        raise NoCounterpart("a share of the steps, whose number the configuration does not say: give it with --steps")
+        raise NoCounterpart("a fraction of an unknown number of steps; set --steps")
     return round(value * int(num_steps))
 
 
 def schedule(value: str, source: CosmosConfig) -> str:
     if source.given.get("train.optm_decay_ratio", 1) != 1:
-        source.note("optimizer.schedule falls from the end of the warm-up on, not over train.optm_decay_ratio only")
+        source.note(
+            "optimizer.schedule decays from the end of the warm-up to the last step, whatever train.optm_decay_ratio is"
+        )
     return one_of({"cosine": "cosine", "linear": "linear", "none": "constant"})(value, source)
 
 
@@ -92,40 +94,42 @@ def of_ema(value: Any, source: CosmosConfig) -> Any:
 
 
 def ema_interval(value: int, source: CosmosConfig) -> int:
-    return int(of_ema(max(value, 1), source))  # 0 there: every step
+    return int(of_ema(max(value, 1), source))  # 0 in Cosmos-RL: every step
 
 
 def ema_switch(value: bool, source: CosmosConfig) -> Any:
     if not value:
-        raise NoCounterpart("leave the section `ema` out, as here")
+        raise NoCounterpart("omit the section `ema`")
     return source["train.ema_decay"]
 
 
 def accumulation(value: int, source: CosmosConfig) -> int:
-    micro = source["train.train_policy.mini_batch"]
-    if value % micro:
-        raise NoCounterpart(f"{value} samples are no multiple of mini_batch {micro}")
-    return int(value) // int(micro)
+    micro_batch = source["train.train_policy.mini_batch"]
+    if value % micro_batch:
+        raise NoCounterpart(f"{value} samples are not a multiple of mini_batch {micro_batch}")
+    return int(value) // int(micro_batch)
 
 
 def prompts_per_step(_: Any, source: CosmosConfig) -> int:
     samples = source["train.train_batch_per_replica"] * source["policy.parallelism.n_init_replicas"]
     if samples % source["rollout.n_generation"]:
-        raise NoCounterpart(f"{samples} samples are not whole groups of rollout.n_generation")
+        raise NoCounterpart(f"{samples} samples are not a multiple of rollout.n_generation")
     return int(samples // source["rollout.n_generation"])
 
 
 def updates(value: int, source: CosmosConfig) -> int:
     ranks = source["policy.parallelism.dp_shard_size"] * source["policy.parallelism.dp_replicate_size"]
-    a_rank = source["train.train_batch_per_replica"] / ranks
-    if not value or a_rank % value:
-        raise NoCounterpart(f"{value} does not divide the {a_rank:g} samples of a rank")
-    return int(a_rank // value)
+    samples_per_rank = source["train.train_batch_per_replica"] / ranks
+    if not value or samples_per_rank % value:
+        raise NoCounterpart(f"{value} does not divide the {samples_per_rank:g} samples per rank")
+    return int(samples_per_rank // value)
 
 
 def once(value: int, _: CosmosConfig) -> int:
     if value != 1:
-        raise NoCounterpart("a rollout is trained on once: raise algorithm.updates_per_rollout for more updates")
+        raise NoCounterpart(
+            "each rollout is used for one pass; increase algorithm.updates_per_rollout for more updates"
+        )
     return 1
 
 
@@ -137,23 +141,23 @@ def frames(value: int, source: CosmosConfig) -> int:
 
 def shown_frames(value: int, source: CosmosConfig) -> int:
     if value != source["policy.diffusers.train_frames"]:
-        raise NoCounterpart("videos are trained, validated and shown at one length: sampling.num_frames")
+        raise NoCounterpart("training, validation and samples use the same length: sampling.num_frames")
     return frames(value, source)
 
 
 def density(value: str, source: CosmosConfig) -> str:
     if value not in ("logit_normal", "mode"):
-        source.note(f"policy.diffusers.weighting_scheme {value} draws noise levels uniformly, there too")
+        source.note(f"policy.diffusers.weighting_scheme {value} samples noise levels uniformly in Cosmos-RL, too")
         return "uniform"
     return value
 
 
 def guidance(value: float, source: CosmosConfig) -> float:
-    """The w of v_u + w * (v_c - v_u); diffusers' Cosmos pipelines write v_c + g * (v_c - v_u)."""
+    """Return w of v_u + w * (v_c - v_u). diffusers' Cosmos pipelines use v_c + g * (v_c - v_u), so w = 1 + g."""
     if value <= 1:
         return 1.0
     if "cosmos" in source.model:
-        source.note(f"sampling.guidance_scale is w = 1 + g: {value:g} there is {1 + value:g} here")
+        source.note(f"sampling.guidance_scale is w = 1 + g: {value:g} in Cosmos-RL is {1 + value:g} here")
         return 1 + value
     return value
 
@@ -161,10 +165,10 @@ def guidance(value: float, source: CosmosConfig) -> float:
 def solver(_: Any, source: CosmosConfig) -> str:
     name, is_ode = source["policy.diffusers.sample.solver"], source["policy.diffusers.sample.deterministic_sampling"]
     if "sana" in source.model:
-        source.note("sampling.solver: SANA steps with its own second-order scheduler there, whatever the key says")
+        source.note("sampling.solver: Cosmos-RL ignores the key for SANA and uses its second-order scheduler")
         return "dpm2"
     if name == "dpm2":
-        source.note("sampling.solver dpm2 is deterministic here, whatever deterministic_sampling says")
+        source.note("sampling.solver dpm2 is deterministic and ignores deterministic_sampling")
         return "dpm2"
     if is_ode and name in ("euler", "flow", "dance", "ddim", "dpm1"):
         return "ode"
@@ -180,32 +184,32 @@ def noise_level(value: float, source: CosmosConfig) -> float:
 def advantage_clip(_: Any, source: CosmosConfig) -> float:
     low, high = source["train.train_policy.advantage_low"], source["train.train_policy.advantage_high"]
     if low != -high:
-        source.note(f"algorithm.adv_clip_max {high:g} holds on both sides; there it was {low:g} to {high:g}")
+        source.note(f"algorithm.adv_clip_max {high:g} limits both sides; Cosmos-RL clips to {low:g} to {high:g}")
     return float(high)
 
 
 def advantage_std(value: bool, source: CosmosConfig) -> str:
     if value and source["train.train_policy.use_remote_reward"]:
-        source.note("algorithm.advantage_std group: with use_remote_reward, Cosmos-RL leaves unbiased_advantage unread")
+        source.note("algorithm.advantage_std group: with use_remote_reward, Cosmos-RL ignores unbiased_advantage")
         return "group"
     return "none" if value else "group"
 
 
 def lora_targets(value: Any, _: CosmosConfig) -> list[str]:
     if not isinstance(value, list):
-        raise NoCounterpart("name the layers, or leave the key out for the attention projections of the family")
+        raise NoCounterpart("list the layers, or omit the key for the attention projections of the model family")
     return value
 
 
 def split(value: str | list[str], _: CosmosConfig) -> str:
     if isinstance(value, list) and len(value) != 1:
-        raise NoCounterpart("data.split is one of them")
+        raise NoCounterpart("data.split is a single split")
     return value[0] if isinstance(value, list) else value
 
 
 def prompt_file(value: str, source: CosmosConfig) -> str:
     if not value.endswith((".txt", ".jsonl")):
-        raise NoCounterpart("set validation.prompts to a .txt file, a prompt a line, or a .jsonl one")
+        raise NoCounterpart("set validation.prompts to a .txt file with one prompt per line, or to a .jsonl file")
     return value
 
 
@@ -231,7 +235,7 @@ def export_every(_: Any, source: CosmosConfig) -> int:
 
 def keep(value: int, _: CosmosConfig) -> int:
     if value < 1:
-        raise NoCounterpart("give the number of checkpoints to keep: checkpoint.keep")
+        raise NoCounterpart("set the number of checkpoints to keep: checkpoint.keep")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The values of the wfm mode's configurations that take more than another name; see values.py."""
+"""Converters for values in configurations of the wfm mode, like diffusers_values.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wfm_ds.migrate.config import DDRL, CosmosConfig, NoCounterpart
 from wfm_ds.migrate.values import sharding
 
 VIDEO_DATA = "dataloader_train.video_dataloader"
-# The landscape size that each word means, height first.
+# Landscape sizes (height, width) by name.
 SIZES = {
     "480": (432, 768),
     "480p": (480, 832),
@@ -32,47 +32,51 @@ def steps(value: int, source: CosmosConfig) -> int:
 
 def random_weights(value: str, source: CosmosConfig) -> str:
     if value:
-        raise NoCounterpart("the weights are those of the folder")
-    source.note("checkpoint.load_path is not given: the denoiser begins with random weights, there too")
+        raise NoCounterpart("weights are loaded from the folder")
+    source.note("checkpoint.load_path is not set: the denoiser starts with random weights, as in Cosmos-RL")
     return "random"
 
 
-# ---- how many ranks, and how they share the work
+# ---- ranks and partitioning
 
 
 def copies_of_the_model(source: CosmosConfig) -> int:
-    """Model instances, each of which makes `batch_size` samples at once and sees data of its own."""
-    data_parallel = max(source.given.get("model_parallel.data_parallel_size", -1), 1)  # -1: as the others say
+    """Return the number of model copies. Each generates `batch_size` samples at once and has different data."""
+    data_parallel = max(
+        source.given.get("model_parallel.data_parallel_size", -1), 1
+    )  # -1: derived from the other sizes
     return int(data_parallel * source["model.fsdp_shard_size"] * source["model.dp_replicate_size"])
 
 
 def groups_of_instances(_: Any, source: CosmosConfig) -> int:
-    """Groups of an optimizer step: copies of the model share one, and gradients of several rounds add up."""
+    """Return the groups per optimizer step. Several model copies form a group; gradients of rounds accumulate."""
     copies = copies_of_the_model(source)
     if copies % source["model.rl.num_rollout"]:
-        raise NoCounterpart(f"{copies} copies of the model are not whole groups of model.rl.num_rollout")
+        raise NoCounterpart(f"{copies} model copies are not a multiple of model.rl.num_rollout")
     batch = max(source.given.get(f"{VIDEO_DATA}.{key}", 1) for key in ("batch_size", "dataloader.batch_size"))
     return int(copies // source["model.rl.num_rollout"] * batch * source["trainer.grad_accum_iter"])
 
 
 def zero_of_shards(_: Any, source: CosmosConfig) -> str:
     ranks = source["model_parallel.context_parallel_size"] * copies_of_the_model(source)
-    source.note(f"the configuration asks for {ranks} GPUs; a step is the same on any number that the groups allow")
+    source.note(
+        f"the configuration is for {ranks} GPUs; wfm_ds computes the same step on any number that the groups allow"
+    )
     return sharding(source["model.fsdp_shard_size"], source["model.dp_replicate_size"], source)
 
 
 def context_parallel(value: int, source: CosmosConfig) -> int:
     if value > 1 and source.mode == DDRL:
         source.note(
-            f"algorithm.std_unbiased: a group's deviation counts each reward {value} times there, once for each rank "
-            "of model_parallel.context_parallel_size; here it counts once"
+            f"algorithm.std_unbiased: Cosmos-RL counts each reward {value} times in a group's std, once per rank of "
+            "model_parallel.context_parallel_size; wfm_ds counts it one time"
         )
     return value
 
 
 def checkpointing(value: str, source: CosmosConfig) -> bool:
     if value == "mm_only":
-        source.note("model.gradient_checkpointing: whole blocks are recomputed here, there all but matrix products")
+        source.note("model.gradient_checkpointing: wfm_ds recomputes whole blocks, Cosmos-RL everything except matmuls")
     return value != "none"
 
 
@@ -80,33 +84,33 @@ def checkpointing(value: str, source: CosmosConfig) -> bool:
 
 
 def power_average(_: Any, source: CosmosConfig) -> tuple[float, int]:
-    """(ema.decay, ema.every) for an average that follows a power law (arXiv 2312.02696)."""
+    """Return (ema.decay, ema.every) for a power-law average (arXiv 2312.02696)."""
     if not source["model.ema.enabled"]:
-        raise NoCounterpart("leave the section `ema` out, as here")
+        raise NoCounterpart("omit the section `ema`")
     width = float(source["model.ema.rate"]) ** -2
     exponent = float(np.roots([1, 7, 16 - width, 12 - width]).real.max()) + 1
     last = steps(source["trainer.max_iter"], source) - 1 + source["model.ema.iteration_shift"]
     decay = round((1 - 1 / (last + 1)) ** exponent, 6) if last > 0 else 0.0
     source.note(
-        f"ema: model.ema.enabled is true there unless a file says otherwise. Its decay at step t is (1 - 1/(t + 1)) ** "
-        f"{exponent:.2f}; here it rises as (1 + j)/(10 + j) to ema.decay, which is theirs at the last step"
+        f"ema: model.ema.enabled is true by default in Cosmos-RL. Its decay at step t is (1 - 1/(t + 1)) ** "
+        f"{exponent:.2f}; here it rises as (1 + j)/(10 + j) to ema.decay, the value of Cosmos-RL at the last step"
     )
     return decay, 1
 
 
 def wide(value: list[int], source: CosmosConfig) -> tuple[int, int]:
-    """(height, width) of a size that is width first, as the published files mean it."""
+    """Return (height, width) of a size with the width first, as in the published configurations."""
     if value[0] > value[1]:
         source.note(
-            f"sampling.height and width: video_size {value} is read as {value[1]} high and {value[0]} wide; Cosmos-RL "
-            "takes the first number for the height and squeezes videos into that"
+            f"sampling.height and width: video_size {value} is read as width {value[0]}, height {value[1]}; Cosmos-RL "
+            "uses the first number as height and distorts the videos"
         )
     return value[1], value[0]
 
 
 def named_size(value: str, _: CosmosConfig) -> tuple[int, int]:
     if str(value) not in SIZES:
-        raise NoCounterpart(f"{value!r} is none of {', '.join(SIZES)}")
+        raise NoCounterpart(f"{value!r} is not one of {', '.join(SIZES)}")
     return SIZES[str(value)]
 
 
@@ -115,10 +119,11 @@ def first(value: list[int], _: CosmosConfig) -> int:
 
 
 def callbacks(value: list[dict[str, Any]], _: CosmosConfig) -> tuple[Any, Any]:
-    """The clip of grad_clip, and how often samples are drawn."""
-    found = {str(entry.get("name")): entry.get("args", {}) for entry in value}
-    every = [found[name].get("every_n", 0) for name in ("every_n_sample_ema", "every_n_sample_reg") if name in found]
-    return found.get("grad_clip", {}).get("clip_norm", 1.0), every[0] if every else 0
+    """Return (grad_clip, steps between samples)."""
+    arguments = {str(entry.get("name")): entry.get("args", {}) for entry in value}
+    names = [name for name in ("every_n_sample_ema", "every_n_sample_reg") if name in arguments]
+    every = [arguments[name].get("every_n", 0) for name in names]
+    return arguments.get("grad_clip", {}).get("clip_norm", 1.0), every[0] if every else 0
 
 
 def validate_every(_: Any, source: CosmosConfig) -> int:
@@ -129,13 +134,13 @@ def validate_every(_: Any, source: CosmosConfig) -> int:
 
 
 def edm_guidance(value: float, source: CosmosConfig) -> float:
-    source.note(f"sampling.guidance_scale is w = 1 + g: {value:g} there is {1 + value:g} here")
+    source.note(f"sampling.guidance_scale is w = 1 + g: {value:g} in Cosmos-RL is {1 + value:g} here")
     return 1 + value
 
 
 def of_data_term(value: bool, source: CosmosConfig) -> bool:
     if not source["model.rl.data_beta"]:
-        raise NoCounterpart("it is about the diffusion loss, which model.rl.data_beta 0 leaves out")
+        raise NoCounterpart("only for the diffusion loss, which is off with model.rl.data_beta 0")
     return value
 
 
@@ -146,5 +151,5 @@ def caption_dropout(value: list[dict[str, Any]], _: CosmosConfig) -> float:
 
 def bounded(value: float, _: CosmosConfig) -> float:
     if float(value) == float("inf"):
-        raise NoCounterpart("no bound, as here where the key is left out")
+        raise NoCounterpart("no bound, which is the default")
     return float(value)

@@ -1,1 +1,1 @@
-"""Model families: a diffusers pipeline behind one interface, with its text, latents, noise levels and guidance."""
+"""Model families: one interface for diffusers pipelines, with text, latents, noise levels and guidance."""

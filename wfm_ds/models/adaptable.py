@@ -1,4 +1,4 @@
-"""Adapters for networks of diffusers that have no methods for them."""
+"""LoRA support for diffusers networks that lack it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from diffusers.loaders import PeftAdapterMixin
 
 
 def adaptable(network: Any) -> Any:
-    """Return the network with the methods of diffusers' PeftAdapterMixin (`add_adapter`, `load_lora_adapter`, ...).
+    """Add the methods of diffusers' PeftAdapterMixin (`add_adapter`, `load_lora_adapter`, ...) to a network, in place.
 
-    Of one without them its class becomes a subclass of the same name, under which diffusers saves it as before.
+    Its class becomes a subclass with the same name, so diffusers saves the network as before.
     """
-    own = type(network)
-    if not issubclass(own, PeftAdapterMixin):
-        network.__class__ = type(own.__name__, (own, PeftAdapterMixin), {"__module__": own.__module__})
+    network_class = type(network)
+    if not issubclass(network_class, PeftAdapterMixin):
+        namespace = {"__module__": network_class.__module__}
+        network.__class__ = type(network_class.__name__, (network_class, PeftAdapterMixin), namespace)
     return network

@@ -1,6 +1,6 @@
-"""The interface of every pipeline family to the loops. Nothing outside `models/` may branch on a family.
+"""The interface between a pipeline family and the training loops. Code outside `models/` must not branch on a family.
 
-Latents, sigma and velocities are float32; time is `sigma` in (0, 1] (1 is pure noise); velocity is `eps - x0`.
+Latents, sigma and velocities are float32. Time is `sigma` in (0, 1], where 1 is pure noise. Velocity is `eps - x0`.
 """
 
 from __future__ import annotations
@@ -39,40 +39,42 @@ if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 
-MAX_MULTIPLE = 1024  # of height and width in pixels
+MAX_MULTIPLE = 1024  # largest multiple of height and width to try, in pixels
 
 
 @dataclass(frozen=True, slots=True)
 class NegativeText:
-    """A text that guidance contrasts with, or the "" that replaces a dropped caption: see encode_negative."""
+    """A negative prompt, or the "" that replaces a dropped caption. Encoded with `encode_negative_text`."""
 
     text: str
 
 
 class DiffusionModel(ABC):
-    """A loaded pipeline, taken apart: text in, latents and pixels both ways, one call of the denoiser.
+    """A loaded diffusers pipeline behind one interface: encode text, convert pixels and latents, call the denoiser.
 
-    A family is a subclass in a file of its own in this folder; `registry.families` finds it.
+    Each family is a subclass in its own file in this folder. `registry.model_families` finds it.
     """
 
     family: ClassVar[str]
-    pipeline_classes: ClassVar[tuple[str, ...]]  # matched against model_index.json:_class_name
-    conditioning_keys: ClassVar[frozenset[str]]  # what encode_text returns and denoise expects, exactly
-    default_lora_targets: tuple[str, ...]  # suffixes of linear layers; {} is the number of a block
-    lora_names: ClassVar[tuple[LoraName, ...]] = ()  # what other tools call the layers (models/lora_names.py)
-    comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # with it: original names
-    required_parts: ClassVar[tuple[str, ...]]  # names in model_index.json that must not be null
-    block_classes: ClassVar[tuple[type[nn.Module], ...]]  # for checkpointing, ZeRO-3 leaves, compile
-    video: ClassVar[bool] = False  # pixels [B,3,F,H,W] and latents [B,C,T,h,w], also for a single frame
-    prompt_templates: ClassVar[tuple[str, ...]] = ()  # the recipe's choices, if the stock pipeline wraps prompts
-    default_side: ClassVar[int | None] = None  # pixels of a stock picture, if the network's config has no sample_size
-    has_guardrail: ClassVar[bool] = False  # the pipeline has a safety checker (models/guardrail.py)
-    takes: ClassVar[Mapping[str, Input]] = {}  # what data.inputs may name: actions, c2w, ...
-    # A family's default, which a loaded pipeline may narrow down or widen:
-    denoiser_parts: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two experts
-    conditional_frames: tuple[int, ...] = (0,)  # how many first latent frames may be given (conditional_frames.py)
-    optional_keys: frozenset[str] = frozenset()  # conditioning that encode_inputs may add
-    pins_frames: bool = True  # these are clean latents in the place of noise; False: an input FIRST_FRAME, all is noise
+    pipeline_classes: ClassVar[tuple[str, ...]]  # values of _class_name in model_index.json
+    conditioning_keys: ClassVar[frozenset[str]]  # keys that encode_text returns and denoise expects
+    default_lora_targets: tuple[str, ...]  # suffixes of linear layers; {} is a block number
+    lora_names: ClassVar[tuple[LoraName, ...]] = ()  # layer names in other tools
+    comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # that: original names
+    required_parts: ClassVar[tuple[str, ...]]  # components that must not be null in model_index.json
+    block_classes: ClassVar[tuple[type[nn.Module], ...]]  # for gradient checkpointing, ZeRO-3 leaves, torch.compile
+    video: ClassVar[bool] = False  # pixels [B,3,F,H,W], latents [B,C,T,h,w], also for one frame
+    prompt_templates: ClassVar[tuple[str, ...]] = ()  # choices for the recipe if the pipeline wraps prompts
+    default_side: ClassVar[int | None] = None  # in pixels; if the config has no sample_size
+    has_guardrail: ClassVar[bool] = False  # whether the pipeline has a safety checker
+    takes: ClassVar[Mapping[str, Input]] = {}  # the inputs that data.inputs may name: actions, c2w, ...
+    # Defaults of the family. An instance may override them, depending on the loaded pipeline.
+    denoiser_parts: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two
+    conditional_frames: tuple[int, ...] = (0,)  # allowed numbers of conditioning latent frames
+    optional_keys: frozenset[str] = frozenset()  # keys that encode_inputs may add
+    pins_frames: bool = True
+    """Whether conditioning frames replace the first latent frames. False: the first frame is an input (FIRST_FRAME)
+    and all latent frames are noise."""
 
     def __init__(
         self,
@@ -88,80 +90,81 @@ class DiffusionModel(ABC):
         inputs: Collection[str] = (),
         embedded_guidance: float | None = None,
     ) -> None:
-        """Take over `pipeline`: freeze all but the denoiser, and move everything to `device`.
+        """Freeze all components except the denoiser and move the pipeline to `device`.
 
-        `prompt_template` is one of prompt_templates, or None for what is stored with the pipeline. `leave_denoiser`:
-        but the denoiser, which an engine will place. `fps`: frames a second of all videos, for networks that are told.
-        `inputs`: names of what every sample is told besides text and frames, of `takes`. `embedded_guidance`: the
-        guidance scale that the network takes as an input, for families of which some do.
+        prompt_template: one of prompt_templates. None: the template stored with the pipeline.
+        leave_denoiser: do not move the denoiser; an engine places it later.
+        fps: frames per second of all videos, for networks conditioned on it.
+        inputs: names from `input_specs` that every sample provides in addition to text and frames.
+        embedded_guidance: guidance scale passed to the network, for families with embedded guidance.
+        Raises ModelError if the scheduler is not a flow-matching scheduler.
         """
         if not hasattr(pipeline.scheduler, "sigmas"):
             name = type(pipeline.scheduler).__name__
-            raise ModelError(f"{path}: {name} is no flow-matching scheduler; use the one that the pipeline came with")
+            raise ModelError(f"{path}: {name} is not a flow-matching scheduler; use the pipeline's original scheduler")
         self.pipeline = pipeline
         self.path = path
         self.dtype = dtype  # compute dtype of the denoiser
         self.leave_denoiser = leave_denoiser
         self.bare_denoiser = self.take_denoiser(pipeline)
-        self.denoiser = self.bare_denoiser  # the engine puts its wrapper here
-        self.config = pipeline.transformer.config  # stays when the denoiser is wrapped
+        self.denoiser = self.bare_denoiser  # the engine replaces it with its wrapper
+        self.config = pipeline.transformer.config  # still available when the denoiser is wrapped
         self.max_sequence_length = max_sequence_length or stock_argument(pipeline, "max_sequence_length")
         self.prompt_template = prompt_template
         self.fps = fps
         self.inputs = frozenset(inputs)
-        self.embedded_guidance = embedded_guidance  # None: it takes none
+        self.embedded_guidance = embedded_guidance  # None: the network has no such input
         for part in self.frozen_parts():
             part.requires_grad_(False).eval()
         self.to(device)
 
     @classmethod
     def extra_parts(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
-        """Parts of the pipeline that its folder does not hold; ModelError if one is missing."""
+        """Return pipeline components that are not stored in its folder. Raises ModelError if one is unavailable."""
         return {}
 
     @classmethod
     def late_parts(cls, folder: Path) -> dict[str, Any]:
-        """Parts to give the pipeline when it is made, in place of those that its index names and that diffusers would
-        check to be of another class."""
+        """Return components that replace those named in model_index.json, for types that diffusers would reject."""
         return {}
 
     @classmethod
     def takes_guidance(cls, folder: Path) -> bool:
-        """Tell whether the network in this pipeline folder takes a guidance scale as an input."""
+        """Return whether the network in this pipeline folder takes a guidance scale as an input."""
         return False
 
-    @classmethod  # noqa: B027, most families load whatever their classes name
+    @classmethod  # noqa: B027, optional hook
     def check_folder(cls, folder: Path) -> None:
-        """ModelError for a pipeline of the family's classes that cannot be loaded, before that is tried."""
+        """Raise ModelError if a pipeline of a supported class cannot be loaded. Called before loading."""
 
     @classmethod
     def placeholders(cls) -> dict[str, Any]:
-        """Stand-ins for parts that the pipeline's constructor looks into, where networks have shapes alone (empty.py)
-        and the parts are not loaded."""
+        """Return stand-ins for unloaded components that the pipeline's constructor accesses, for loading on the meta
+        device."""
         return {}
 
     @classmethod
     def needs_first_frame(cls, folder: Path) -> bool:
-        """Tell whether the pipeline of this folder makes videos of an image alone."""
-        return False
+        """Return whether the pipeline in this folder always needs a first frame."""
+        return min(cls.conditional_frames) > 0
 
     @classmethod
     def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """The w of a stock picture, by the pipeline's model_index.json and the arguments of its call."""
+        """Return the default guidance scale w, from model_index.json and the call's default arguments."""
         return float(call.get("guidance_scale", 1.0))
 
     def take_denoiser(self, pipeline: Any) -> nn.Module:
-        """The one module that the engine trains; it holds all of `denoiser_parts`."""
+        """Return the module that the engine trains. It contains all of `denoiser_components`."""
         denoiser: nn.Module = pipeline.transformer
         return denoiser
 
     def frozen_parts(self) -> list[nn.Module]:
-        """VAE, text encoders and whatever else the pipeline owns, without the denoiser."""
+        """Return all modules of the pipeline except the denoiser: VAE, text encoders and others."""
         parts = self.pipeline.components.items()
         return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.denoiser_parts]
 
     def to(self, device: torch.device | str) -> None:
-        """Move VAE and text encoders; the denoiser too, unless an engine has wrapped and placed it."""
+        """Move the pipeline to a device, except a denoiser that an engine places."""
         self.device = torch.device(device)
         parts = self.frozen_parts()
         if self.denoiser is self.bare_denoiser and not self.leave_denoiser:
@@ -169,94 +172,103 @@ class DiffusionModel(ABC):
         for part in parts:
             part.to(self.device)
 
-    def freeze_all_but(self, targets: Sequence[str]) -> None:  # noqa: B027, most families have nothing to do
-        """Prepare for adapters on the layers with these suffixes; all other layers of the denoiser stay as they are.
+    def freeze_all_but(self, targets: Sequence[str]) -> None:  # noqa: B027, optional hook
+        """Prepare for adapters on the layers with these suffixes. All other layers of the denoiser stay frozen.
 
-        A family may then compute once for each prompt, in encode_text, what depends on frozen layers alone.
+        A family may then move computations of frozen layers into encode_text, which runs once per prompt.
         """
 
-    def check_sampling(self, sampling: SamplingRecipe) -> None:  # noqa: B027, most families draw whatever is asked for
-        """ModelError for settings that the stock pipeline has no way to draw with."""
+    def check_sampling(self, sampling: SamplingRecipe) -> None:  # noqa: B027, optional hook
+        """Raise ModelError for sampling settings that the diffusers pipeline does not support."""
 
-    def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, most families have no guardrail
-        """ModelError if the pipeline's guardrail refuses a prompt that is to be generated from."""
+    def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, optional hook
+        """Raise ModelError if the pipeline's guardrail rejects a prompt. Called before generating from it."""
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Patterns of names in the denoiser's files that full training leaves as they are, and exports take from the
-        base: what no loss can reach. Adapters on such layers do nothing."""
+        """Name patterns of denoiser parameters that never receive a gradient.
+
+        Full training does not change them, exports copy them from the base model, and adapters on them have no effect.
+        """
         return ()
 
     def part_of(self, name: str) -> str:
-        """Return the network that a parameter of the denoiser belongs to, of those of which a step may run some."""
+        """Return the expert that a denoiser parameter belongs to; "" if there is one network."""
         return name.partition(".")[0] if len(self.denoiser_parts) > 1 else ""
 
     def frozen_names(self) -> frozenset[str]:
-        """The denoiser's parameters that full training leaves as they are."""
+        """Return the denoiser parameters that match `unused_parameter_patterns`."""
         return frozenset(name for name, _ in self.bare_denoiser.named_parameters() if matches(name, self.frozen))
 
     def caption(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """Return the text to encode for pixels of this size: some pipelines state it in the prompt. negative: it is
-        that of a NegativeText."""
+        """Return the text to encode for pixels of this size. Some pipelines append the size to the prompt.
+
+        negative: the text is a negative prompt.
+        """
         return text
 
     @abstractmethod
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Embeddings of B >= 1 prompts by name, [B, ...] each, in the encoders' dtype, masks int64. No gradient.
+        """Encode B >= 1 prompts to tensors [B, ...] by name, in the encoders' dtype, masks int64. No gradient.
 
-        Never doubled for guidance: the unconditional pass encodes its own text.
+        Does not include negative prompts; guidance encodes them separately.
         """
 
     def encode_negative(self, texts: Sequence[str]) -> Conditioning:
-        """Encode, as encode_text does, what guidance contrasts with and what replaces a dropped caption
-        (`NegativeText`).
+        """Encode negative prompts and dropped captions (`NegativeText`), in the format of encode_text.
 
-        It differs where the stock pipeline wraps its prompts in an instruction and its negative prompts not.
+        Override it if the pipeline adds an instruction to prompts but not to negative prompts.
         """
         return self.encode_text(texts)
 
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Conditioning [B, ...] under `optional_keys` of what B samples are told besides text and frames.
+        """Encode the inputs of B samples to conditioning [B, ...] under `optional_conditioning_keys`.
 
-        inputs: of each sample, names of `takes` alone; num_frames and size (height, width) are those of the pixels.
-        ValueError for arrays that the family cannot use: their width is a checkpoint's own.
+        inputs: one mapping per sample, with names from `input_specs`. num_frames, size (height, width): in pixels.
+        Raises ValueError for arrays that the loaded checkpoint cannot use.
         """
         return {}
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Shapes of one sample's conditioning by name, without the batch, that every sample has besides its text, for
-        latents of this shape: to count with, before there are any."""
+        """Return the shapes of the conditioning that every sample has in addition to its text, without the batch axis.
+
+        For memory estimates, given the shape of a sample's latents.
+        """
         return {}
 
     @property
     def may_pin(self) -> bool:
-        """Tell whether samples may begin with clean latents."""
+        """Return whether the first latent frames of a sample may be clean."""
         return self.pins_frames and max(self.conditional_frames) > 0
 
     def pinned(self, num_frames: tuple[int, int]) -> tuple[int, int]:
-        """The least and most first latent frames that are no noise, of samples that are given so many (the recipe's
-        algorithm.num_conditional_frames)."""
+        """Return the minimum and maximum number of clean latent frames.
+
+        num_frames: the recipe's algorithm.min_num_conditional_frames and max_num_conditional_frames.
+        """
         return num_frames if self.pins_frames else (0, 0)
 
     @property
     def text_dtype(self) -> torch.dtype:
-        """The dtype of a text's conditioning, masks aside: that of the encoders; float32 without any."""
+        """The dtype of text conditioning except masks: the text encoders' dtype, or float32 without encoders."""
         encoders = self.text_parts().values()
         return next((parameter.dtype for encoder in encoders for parameter in encoder.parameters()), torch.float32)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one text's conditioning by name, without the batch. Families know theirs without encoding."""
+        """Return the shapes of one text's conditioning, without the batch axis. Most families override it."""
         return {name: tuple(tensor.shape[1:]) for name, tensor in self.encode_text([""]).items()}
 
     def from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Conditioning [1, ...] of a text from its embedding [n, D] computed elsewhere; None if that is not one of this
-        model's text encoder. Families with several encoders take none."""
+        """Convert a precomputed text embedding [n, D] to conditioning [1, ...].
+
+        Returns None if its shape does not match this model's text encoder, or if the family has several encoders.
+        """
         return None
 
     def text_identity(self) -> dict[str, Any]:
-        """Everything besides the text that the results of encode_text and encode_negative depend on, as JSON."""
+        """Return everything except the text that determines the text conditioning, as JSON values."""
         dtypes = {str(next(encoder.parameters()).dtype) for encoder in self.text_parts().values()}
         return {
             "family": self.family,
@@ -266,46 +278,48 @@ class DiffusionModel(ABC):
         }
 
     def latent_identity(self) -> dict[str, Any]:
-        """Everything besides the pixels that the result of encode_pixels depends on, as JSON."""
+        """Return everything except the pixels that determines the result of encode_pixels, as JSON values."""
         dtype = str(next(self.pipeline.vae.parameters()).dtype)
         return {"family": self.family, "parts": fingerprint(self.path, ["vae"]), "dtype": dtype}
 
     def parts_named(self, prefix: str) -> dict[str, Any]:
-        """The parts of the pipeline whose names begin so, but those that it does without."""
+        """Return the pipeline components with this name prefix, without absent ones."""
         parts = self.pipeline.components.items()
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
     def text_parts(self) -> dict[str, nn.Module]:
-        """The networks that encode text, by name; none where they were dropped."""
+        """Return the text encoders by name. Empty after drop_text_encoders."""
         return self.parts_named("text_encoder")
 
     def text_folders(self) -> list[str]:
-        """Subfolders of the pipeline with all that a text's embedding depends on."""
+        """Return the pipeline subfolders that determine text embeddings: encoders and tokenizers."""
         return [*self.text_parts(), *self.parts_named("tokenizer")]
 
     def drop_text_encoders(self) -> None:
-        """Free their memory, when every text that will be asked for is cached. Nothing can be encoded afterwards."""
+        """Free the memory of the text encoders. No text can be encoded afterwards."""
         for name in self.text_parts():
             setattr(self.pipeline, name, None)
 
     def move_text_encoders(self, device: torch.device | str) -> None:
-        """Bring the text encoders there, and nothing else: to the host while no text is to be encoded, and back."""
+        """Move only the text encoders: to the host while they are idle, and back."""
         for encoder in self.text_parts().values():
             encoder.to(device)
 
     def null_text(self, negative_text: str | None = None) -> str:
-        """The text that guidance contrasts with: the negative text, else the stock pipeline's own."""
+        """Return the negative prompt for guidance: the given one, or the pipeline's default for None."""
         return "" if negative_text is None else negative_text
 
     @staticmethod
     def repeat(conditioning: Conditioning, k: int) -> Conditioning:
-        """Repeat every row k times in succession: equal to encoding each prompt k times."""
+        """Repeat each row k times in succession. Equals encoding each prompt k times."""
         return {name: tensor.repeat_interleave(k, dim=0) for name, tensor in conditioning.items()}
 
     @staticmethod
     def stack(rows: Sequence[Conditioning]) -> Conditioning:
-        """Join rows of texts, encoded one by one, in their order. ValueError for unlike shapes: a family whose texts
-        have lengths of their own pads them to the longest."""
+        """Concatenate conditioning along the batch axis.
+
+        Raises ValueError for different shapes. Families with texts of variable length override it and pad.
+        """
         for name in rows[0]:
             shapes = {tuple(row[name].shape[1:]) for row in rows}
             if len(shapes) > 1:
@@ -314,9 +328,10 @@ class DiffusionModel(ABC):
 
     @torch.no_grad()
     def encode_pixels(self, pixels: Tensor) -> Tensor:
-        """Normalised latents of pixels in [0, 1], all float32; ValueError for others.
+        """Encode float32 pixels in [0, 1] to normalized float32 latents.
 
-        Images [B,3,H,W] give [B,C,h,w]; a video family takes [B,3,F,H,W] and gives [B,C,T,h,w].
+        Images [B,3,H,W] become [B,C,h,w]. Video families take [B,3,F,H,W] and return [B,C,T,h,w].
+        Raises ValueError for other shapes or dtypes.
         """
         layout, ndim = ("[B,3,F,H,W]", 5) if self.video else ("[B,3,H,W]", 4)
         if pixels.ndim != ndim or pixels.shape[1] != 3 or pixels.dtype != torch.float32:
@@ -327,15 +342,18 @@ class DiffusionModel(ABC):
         return torch.cat([self.to_latents(part) for part in torch.split(shifted, self.encode_batch(pixels))])
 
     def encode_batch(self, pixels: Tensor) -> int:
-        """Number of these media to encode at once. One video: latents that are kept must not depend on what was encoded
-        beside them. On a CPU all pictures: its memory is no device's."""
+        """Return how many of these samples to encode together.
+
+        Videos are encoded one at a time, so that cached latents do not depend on the batch. On the CPU all images are
+        encoded together, because no device memory limits them.
+        """
         if self.video:
             return 1
         height, width = pixels.shape[-2:]
         return len(pixels) if self.device.type == "cpu" else vae.media_at_once(self.pipeline.vae, height * width)
 
     def encode_media(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
-        """encode_pixels of images [H,W,3] or videos [F,H,W,3], all of one shape; an image is a video of one frame."""
+        """Encode images [H,W,3] or videos [F,H,W,3] of one shape to latents. Images count as videos of one frame."""
         videos = [torch.from_numpy(m if m.ndim == 4 else m[None]) for m in media]
         frames = on_device(torch.stack(videos), self.device)
         pixels = frames.permute(0, 4, 1, 2, 3).float() / 255
@@ -343,47 +361,48 @@ class DiffusionModel(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Pixels in [0, 1] of normalised latents, all float32, in the layouts of encode_pixels."""
+        """Decode normalized latents to float32 pixels in [0, 1], in the layouts of encode_pixels."""
         return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
 
     def to_latents(self, pixels: Tensor) -> Tensor:
-        """Normalised latents of pixels in [-1, 1], both float32, on the device."""
+        """Encode float32 pixels in [-1, 1] to normalized float32 latents, on the device."""
         return vae.encode(self.pipeline.vae, pixels)
 
     def to_pixels(self, latents: Tensor) -> Tensor:
-        """Pixels, roughly in [-1, 1], of normalised latents, both float32, on the device."""
+        """Decode normalized float32 latents to float32 pixels, roughly in [-1, 1], on the device."""
         return vae.decode(self.pipeline.vae, latents)
 
     @staticmethod
     def levels(pixels: Tensor) -> Tensor:
-        """round(255 * x), uint8, of pixels in [0, 1]."""
+        """Round pixels in [0, 1] to uint8."""
         return (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
 
     @staticmethod
     def to_uint8(pixels: Tensor) -> npt.NDArray[np.uint8]:
-        """[B,H,W,3] (videos [B,F,H,W,3]) on the host: `levels` of pixels [B,3,H,W] ([B,3,F,H,W])."""
+        """Convert pixels [B,3,H,W] (videos [B,3,F,H,W]) to uint8 [B,H,W,3] (videos [B,F,H,W,3]) on the host."""
         return np.ascontiguousarray(DiffusionModel.levels(pixels).cpu().movedim(1, -1).numpy())
 
     @abstractmethod
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        """Velocity eps - x0, float32, in the shape of the latents; keeps the autograd graph.
+        """Predict the velocity eps - x0, float32, in the shape of the latents. Keeps the autograd graph.
 
-        latents [B,C,...] float32, sigma [B] float32 in (0, 1], conditioning as from encode_text with B rows. `expert`:
-        which one, of families that have several. Guidance is the caller's: this is one pass. ValueError for other
-        shapes, dtypes or keys, and, on the CPU only (elsewhere the check would wait for the device), other sigma.
+        latents: [B,C,...] float32. sigma: [B] float32 in (0, 1]. conditioning: as from encode_text, with B rows.
+        expert: index of the expert, for families with several. One forward pass; the caller applies guidance.
+        Raises ValueError for other shapes, dtypes or keys. Values of sigma are only checked on the CPU, because the
+        check would synchronize with a GPU.
         """
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """The noise levels [low, high) of each expert, in their order, the first with 1. One expert has them all."""
+        """The sigma range [low, high) of each expert, in order. The first range includes 1."""
         return ((0.0, 1.0),)
 
     def expert_of(self, sigma: float) -> int:
-        """Return the expert of this noise level: the index into sigma_ranges. Loops know sigma on the host."""
+        """Return the index of the expert for this sigma (a host value)."""
         return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low)
 
     def check_denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> None:
-        """Raise ValueError unless the arguments of `denoise` are as it documents. Nothing is broadcast."""
+        """Raise ValueError if arguments of `denoise` are invalid. Nothing is broadcast."""
         count = latents.shape[0]
         if latents.dtype != torch.float32:
             raise ValueError(f"latents must be float32, got {latents.dtype}")
@@ -399,15 +418,18 @@ class DiffusionModel(ABC):
                 raise ValueError(f"{name} has {tensor.shape[0]} rows, the latents have {count}")
 
     def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """uncond + w * (cond - uncond) of two velocities; w = 1 is cond."""
+        """Return uncond + scale * (cond - uncond). A scale of 1 returns cond."""
         return uncond + scale * (cond - uncond)
 
     @abstractmethod
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(C,h,w) of an image or (C,T,h,w) of a video of this many pixels; ValueError names the multiple it must be."""
+        """Return the shape (C,h,w) of an image's latents or (C,T,h,w) of a video's.
+
+        Raises ValueError for an unsupported size; the message names the required multiple.
+        """
 
     def size_multiple(self, num_frames: int = 1) -> int:
-        """The number that height and width are multiples of: the smallest size that there is."""
+        """Return the number that height and width must be multiples of: the smallest valid size."""
 
         def exists(size: int) -> bool:
             try:
@@ -420,12 +442,13 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def num_tokens(self, shape: Sequence[int]) -> int:
-        """Tokens that the denoiser makes of latents of this shape, text not counted."""
+        """Return the number of denoiser tokens for latents of this shape, without text tokens."""
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """CPU float64 [num_steps + 1], descending to exactly 0: the grid of the stock pipeline for this latent shape.
+        """Return the pipeline's sigmas for this latent shape: float64 [num_steps + 1] on the CPU, descending to 0.
 
-        Read from a copy of the pipeline's scheduler, never from a formula: schedulers differ at the ends.
+        They come from a copy of the pipeline's scheduler, because schedulers differ at the ends of the range.
+        Raises ModelError if the sigmas do not decrease from at most 1 to 0.
         """
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
@@ -436,40 +459,48 @@ class DiffusionModel(ABC):
         falls = bool((grid[1:] < grid[:-1]).all())
         if len(grid) != num_steps + 1 or not falls or grid[0] > 1 or grid[-1] != 0:
             raise ModelError(
-                f"{self.path}: {num_steps} steps of {type(scheduler).__name__} do not fall from at most 1 to 0 "
-                f"({grid.tolist()}); use a flow-matching scheduler, or fewer steps"
+                f"{self.path}: the sigmas of {num_steps} steps of {type(scheduler).__name__} do not decrease from at "
+                f"most 1 to 0 ({grid.tolist()}); use a flow-matching scheduler or fewer steps"
             )
         return grid
 
     def rollout_sigmas(self, sampling: SamplingRecipe) -> Tensor:
-        """The grid of the recipe's rollouts, as `sigmas` returns them. Raises ModelError where there is no such grid,
-        ValueError for a size that is none of the family's."""
+        """Return the sigmas of the recipe's rollouts, in the format of `sigmas`.
+
+        Raises ModelError if the scheduler has no fixed shift but sampling.grid needs one, ValueError for an unsupported
+        size.
+        """
         num_steps, shape = sampling.steps, self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         if sampling.grid == "stock":
             return self.sigmas(num_steps, shape)
         shift = self._shift(num_steps, shape)
         if shift is None:
-            raise ModelError(f"{self.path}: the scheduler has no fixed shift: set sampling.grid: stock in the recipe")
+            raise ModelError(f"{self.path}: the scheduler has no fixed shift: set sampling.grid: stock")
         q = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps
         return shifted(q, shift)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return what the stock pipeline passes to set_timesteps for latents of this shape, besides the number of
-        steps; `sigmas`, a grid before the shift, in its place."""
+        """Return the arguments that the pipeline passes to scheduler.set_timesteps in addition to the number of steps.
+
+        If they contain `sigmas` (before the shift), the number of steps is not passed.
+        """
         return {}
 
     @property
     def stock_solver(self) -> str:
-        """Our solver of the order of the pipeline's own scheduler: `dpm2` for multistep ones, else `ode`."""
+        """The solver of the same order as the pipeline's scheduler: `dpm2` for second order, otherwise `ode`."""
         return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
 
     def flow_shift(self, sampling: SamplingRecipe) -> float:
-        """The shift s in sigma = s * q / (1 + (s - 1) * q). Where it depends on size or number of steps: that of the
-        recipe's size and eval_steps. ModelError for a grid that is no shifted one."""
+        """Return the shift s in sigma = s * q / (1 + (s - 1) * q).
+
+        A shift that depends on size or steps is computed for the recipe's size and eval_steps. Raises ModelError if the
+        scheduler has no such shift.
+        """
         shape = self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         shift = self._shift(sampling.eval_steps, shape)
         if shift is None:
-            raise ModelError(f"{self.path}: the scheduler has no fixed shift; set algorithm.flow_shift in the recipe")
+            raise ModelError(f"{self.path}: the scheduler has no fixed shift; set algorithm.flow_shift")
         return shift
 
     def _shift(self, num_steps: int, shape: Sequence[int]) -> float | None:
@@ -478,50 +509,52 @@ class DiffusionModel(ABC):
             return None
         if config.get("use_dynamic_shifting"):
             mu = self.schedule_arguments(shape, num_steps).get("mu")
-            # Of diffusers' two rules, mu / (mu + 1 / t - 1) and the same with e^mu, both are this shift.
+            # diffusers has two rules, mu / (mu + 1 / t - 1) and the same with e^mu. Both are this kind of shift.
             return None if mu is None else math.exp(mu) if config.time_shift_type == "exponential" else float(mu)
         shift = config.get("shift", config.get("flow_shift"))
         return None if shift is None else float(shift)
 
     def text_call(self) -> dict[str, Any]:
-        """The arguments of the stock call that decide how prompts are encoded."""
+        """Return the pipeline call arguments that determine how prompts are encoded."""
         return {"max_sequence_length": self.max_sequence_length}
 
     def trained_call(self) -> dict[str, Any]:
-        """The arguments of the stock call that training depends on: those of text_call, and an embedded guidance. An
-        export notes them in call.json."""
+        """Return the pipeline call arguments that training used: text arguments and embedded guidance.
+
+        Exports write them to call.json.
+        """
         guidance = {} if self.embedded_guidance is None else {"guidance_scale": self.embedded_guidance}
         return {**self.text_call(), **guidance}
 
     def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Keyword arguments, besides prompts, steps and noise, that make the stock pipeline do what we do.
+        """Return pipeline call arguments that reproduce our sampling, without prompts, steps and noise.
 
-        num_frames counts for video families.
+        num_frames only matters for video families.
         """
         return {"guidance_scale": w, "height": height, "width": width, **self.text_call()}
 
 
 def stock_argument(pipeline: Any, name: str) -> Any:
-    """The default that the pipeline's own call has for an argument. Its helpers may have others."""
+    """Return the default of an argument of the pipeline's __call__. Its helper methods may have other defaults."""
     return inspect.signature(type(pipeline).__call__).parameters[name].default
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a name is one of these, in which * stands for any characters."""
+    """Return whether a name matches any of these shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, the CPU's global generator draws from `seed`; afterwards it goes on undisturbed."""
+    """Seed the global CPU generator inside the context and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every GPU too
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
         yield
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Loading and saving inside draw no bars: with many ranks they would be all that a user sees."""
+    """Disable the progress bars of diffusers and transformers in the context. Many ranks would flood the log."""
     libraries = [lib for lib in (diffusers.utils.logging, transformers.utils.logging) if lib.is_progress_bar_enabled()]
     for library in libraries:
         library.disable_progress_bar()

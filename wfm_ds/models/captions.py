@@ -1,6 +1,6 @@
-"""Texts as a family encodes them: some pipelines state size, duration and what else a sample is told in the prompt.
+"""Prompt formatting: some pipelines append size, duration or other information to the prompt.
 
-The text cache knows captions alone, so its keys stay texts.
+Prompts are formatted before they reach the text cache, so its keys are plain texts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Text: TypeAlias = str | NegativeText
 
 
 def captioned(model: DiffusionModel, texts: Sequence[Text], size: tuple[int, int], num_frames: int) -> list[Text]:
-    """These texts for pixels of this size (height, width)."""
+    """Format texts for pixels of this size (height, width)."""
     return [
         NegativeText(model.caption(text.text, *size, num_frames, negative=True))
         if isinstance(text, NegativeText)

@@ -1,6 +1,7 @@
-"""`python -m wfm_ds.models.check PACKAGE:Class --tiny FOLDER`: hold a family of yours to the stock pipeline.
+"""`python -m wfm_ds.models.check PACKAGE:Class --tiny FOLDER`: compare your model family with the diffusers pipeline.
 
-The checks are those of our own families (wfm_ds/contract/). Exit codes: 0 all kept, 1 one is not, 2 a user's mistake.
+It runs the checks that the built-in families pass (wfm_ds/contract/). Exit codes: 0 all passed, 1 a check failed,
+2 user error.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ NOT_KEPT = 1
 def parser() -> Parser:
     p = Parser(
         prog="wfm_ds.models.check",
-        description="Check a model family of yours against the stock diffusers pipeline, on a tiny one.",
+        description="Compare your model family with the diffusers pipeline, on a tiny random model.",
         epilog="Example: %(prog)s my_lumina:Lumina2 --tiny outputs/tiny_lumina",
     )
-    p.add_argument("family", metavar="PACKAGE:Class", help="the class, as in model.family")
-    p.add_argument("--tiny", required=True, metavar="FOLDER", help="a small random pipeline of the real classes")
+    p.add_argument("family", metavar="PACKAGE:Class", help="your class, as in model.family")
+    p.add_argument("--tiny", required=True, metavar="FOLDER", help="small random pipeline with the real classes")
     p.add_argument(
-        "--case", metavar="PACKAGE:CASE", help="a wfm_ds.contract.case.Case: what the checks must know besides"
+        "--case", metavar="PACKAGE:CASE", help="a wfm_ds.contract.case.Case with further settings of the checks"
     )
     return p
 
@@ -39,8 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line for each check, with a dash for one that does not apply. Raises ModelError where the family cannot
-    be loaded."""
+    """Print one line per check, with a dash for checks that do not apply.
+
+    Raises ModelError if the family cannot be loaded.
+    """
     from wfm_ds.contract.case import Case
     from wfm_ds.contract.checks import examine
     from wfm_ds.contract.subject import Subject
@@ -50,30 +53,30 @@ def run(args: argparse.Namespace) -> int:
     quieten_libraries()
     case = Case() if args.case is None else named_case(args.case)
     subject = Subject(registry.resolve(args.tiny, args.family), case, args.family)
-    _ = subject.model  # what cannot be loaded is one sentence, not twenty
+    _ = subject.model  # report a loading error once, not in every check
     findings = []
     for finding in examine(subject):
         findings.append(finding)
-        verdict = "-" if not finding.applies else "kept" if finding.sentence is None else "BROKEN"
+        verdict = "-" if not finding.applies else "passed" if finding.sentence is None else "FAILED"
         why = "" if finding.sentence is None else f": {finding.sentence}"
         sys.stdout.write(f"{verdict:8}{finding.check}{why}\n")
-        sys.stdout.flush()  # each takes a second
+        sys.stdout.flush()  # a check takes about a second
     applied = [finding for finding in findings if finding.applies]
-    broken = sum(finding.sentence is not None for finding in applied)
-    others = f", {idle} do not apply" if (idle := len(findings) - len(applied)) else ""
-    sys.stdout.write(f"{subject.model.family}: {len(applied) - broken} of {len(applied)} checks kept{others}\n")
-    return NOT_KEPT if broken else 0
+    failed = sum(finding.sentence is not None for finding in applied)
+    others = f", {skipped} do not apply" if (skipped := len(findings) - len(applied)) else ""
+    sys.stdout.write(f"{subject.model.family}: {len(applied) - failed} of {len(applied)} checks passed{others}\n")
+    return NOT_KEPT if failed else 0
 
 
 def named_case(path: str) -> Case:
-    """The Case at `package.module:NAME`. Raises ModelError if there is none."""
+    """Import the Case at `package.module:NAME`. Raises ModelError if it does not exist."""
     from wfm_ds.contract.case import Case
 
     module_name, _, name = path.partition(":")
-    found = import_object(path, key="--case", error=ModelError, form="package.module:CASE")
-    if not isinstance(found, Case):
+    case = import_object(path, key="--case", error=ModelError, form="package.module:CASE")
+    if not isinstance(case, Case):
         raise ModelError(f"--case {path}: {module_name} has no {name!r} that is a wfm_ds.contract.case.Case")
-    return found
+    return case
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Cosmos-Predict2.5 (2B and 14B): text, image and video to world, in the latents of a Wan VAE."""
+"""Cosmos-Predict2.5 (2B and 14B): Text2World, Image2World and Video2World with a Wan VAE."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from wfm_ds.models.lora_names import renamed
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
-CONDITIONAL_SIGMA = 1e-4  # the noise level that the network is told of conditional frames: conditional_frame_timestep
+CONDITIONAL_SIGMA = 1e-4  # sigma of conditioning frames: conditional_frame_timestep of the pipeline
 
 LORA_NAMES = tuple(
     name
-    for own, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+    for layer, original in (("attn1", "self_attn"), ("attn2", "cross_attn"))
     for name in renamed(
-        f"transformer_blocks.{{}}.{own}",
-        f"blocks.{{}}.{theirs}",
+        f"transformer_blocks.{{}}.{layer}",
+        f"blocks.{{}}.{original}",
         {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out.0": "output_proj"},
     )
 ) + renamed("transformer_blocks.{}", "blocks.{}", {"ff.net.0.proj": "mlp.layer1", "ff.net.2": "mlp.layer2"})
 
 
 class Cosmos25(DiffusionModel):
-    """The network's time is sigma itself, one for each latent frame; its output is the velocity."""
+    """Network time: sigma, one value per latent frame. Network output: the velocity."""
 
     family = "cosmos25"
     pipeline_classes = ("Cosmos2_5_PredictBasePipeline",)
@@ -53,7 +53,7 @@ class Cosmos25(DiffusionModel):
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
         provide_resize()
-        self.text_projection: nn.Module | None = None  # the denoiser's own, once it moved into encode_text
+        self.text_projection: nn.Module | None = None  # moved from the denoiser into encode_text by prepare_for_lora
         super().__init__(pipeline, path, **options)
 
     @classmethod
@@ -61,12 +61,14 @@ class Cosmos25(DiffusionModel):
         return {"safety_checker": guardrail.checker(setting, folder)}
 
     def frozen_parts(self) -> list[nn.Module]:
-        moved = [] if self.text_projection is None else [self.text_projection]
-        return [*super().frozen_parts(), *moved]
+        projection = [] if self.text_projection is None else [self.text_projection]
+        return [*super().frozen_parts(), *projection]
 
     def freeze_all_but(self, targets: Sequence[str]) -> None:
-        """Embeddings are as wide as all layers of the text encoder together, 100 MB a prompt; the denoiser's first step
-        makes them a hundredth of that. While it is frozen it is part of encode_text."""
+        """Move the denoiser's text projection into encode_text if it stays frozen.
+
+        Embeddings concatenate all layers of the text encoder (100 MB per prompt). Projected ones are 100 times smaller.
+        """
         denoiser: Any = self.bare_denoiser
         if not self.config.use_crossattn_projection or self.text_projection is not None:
             return
@@ -81,8 +83,10 @@ class Cosmos25(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """prompt_embeds [B, max_sequence_length, D]: D is the text encoder's width times its layers, or, after
-        freeze_all_but, the denoiser's own text width. Padding is attended to. ValueError for no prompts.
+        """Return prompt_embeds [B, max_sequence_length, D]. Padding is attended to.
+
+        D is the text encoder's width times its layers, or the denoiser's text width after prepare_for_lora.
+        Raises ValueError for an empty list.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
@@ -107,8 +111,7 @@ class Cosmos25(DiffusionModel):
 
     @torch.no_grad()
     def from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Return the states of all layers of the text encoder, and as many rows as a text has with its padding, which
-        is attended to."""
+        """Accept embeddings [max_sequence_length, D] with all layers of the text encoder, including padding rows."""
         width = self.config.crossattn_proj_in_channels if self.config.use_crossattn_projection else None
         if embedding.shape != (self.max_sequence_length, width or self.config.text_embed_dim):
             return None
@@ -125,7 +128,7 @@ class Cosmos25(DiffusionModel):
         return DEFAULT_NEGATIVE_PROMPT if negative_text is None else negative_text
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode as every family does; then apply the guardrail's post-processing, as in the stock pipeline."""
+        """Decode, then apply the guardrail's post-processing, as the diffusers pipeline does."""
         return guardrail.guarded(self.pipeline.safety_checker, super().decode(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -135,22 +138,22 @@ class Cosmos25(DiffusionModel):
                 f"cosmos25 takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
         count, _, num_frames, h, w = latents.shape
-        conditional_frames = frames_in(conditioning)
-        mask = latents.new_zeros(count, 1, num_frames, 1, 1) if conditional_frames is None else conditional_frames.mask
-        seen = latents if conditional_frames is None else conditional_frames.enter(latents)
-        # Masks in the compute dtype: joined to the latents, a float32 one would make them float32.
+        frames = frames_in(conditioning)
+        mask = latents.new_zeros(count, 1, num_frames, 1, 1) if frames is None else frames.mask
+        visible = latents if frames is None else frames.enter(latents)
+        # Masks must have the compute dtype: a float32 mask would promote the latents that it is concatenated with.
         velocity: Tensor = self.denoiser(
-            hidden_states=seen.to(self.dtype),
+            hidden_states=visible.to(self.dtype),
             condition_mask=mask.expand(-1, -1, -1, h, w).to(self.dtype),
-            timestep=mask * CONDITIONAL_SIGMA + (1 - mask) * sigma.view(-1, 1, 1, 1, 1),  # float32 up to the sinusoid
+            timestep=mask * CONDITIONAL_SIGMA + (1 - mask) * sigma.view(-1, 1, 1, 1, 1),  # stays float32
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
             padding_mask=latents.new_zeros(1, 1, h, w, dtype=self.dtype),
             return_dict=False,
         )[0].float()
-        return velocity if conditional_frames is None else conditional_frames.leave(velocity, latents, sigma)
+        return velocity if frames is None else frames.leave(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(C, (F - 1) / 4 + 1, H / 8, W / 8); patches limit the multiple, the config's max_size the size."""
+        """Return (C, (F - 1) / 4 + 1, H / 8, W / 8). The config's max_size limits the size."""
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         (_, *patch), (most_frames, *largest) = self.config.patch_size, self.config.max_size
         num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
@@ -172,16 +175,18 @@ class Cosmos25(DiffusionModel):
         return int((num_frames // frames) * (h // rows) * (w // columns))
 
     def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """The stock pipeline adds g times (v_cond - v_uncond) to v_cond, so g = w - 1. ValueError for 1 < w <= 2: it
-        runs no guidance up to g = 1."""
+        """Convert w to the pipeline's guidance_scale g = w - 1: it computes v_cond + g * (v_cond - v_uncond).
+
+        Raises ValueError for 1 < w <= 2, because the pipeline disables guidance for g <= 1.
+        """
         if 1 < w <= 2:
-            raise ValueError(f"the stock pipeline runs no guidance for a w of {w}: choose 1, or more than 2")
+            raise ValueError(f"the diffusers pipeline disables guidance for w = {w}: choose 1 or more than 2")
         call = super().pipeline_call(w, height, width, num_frames)
         return {**call, "guidance_scale": w - 1, "num_frames": num_frames}
 
 
 def provide_resize() -> None:
-    """Provide the function of torchvision that the transformer needs even without it: a resize of its padding mask."""
+    """Provide torchvision's resize to the transformer, which needs it for its padding mask, without torchvision."""
     if hasattr(transformer_cosmos, "transforms"):
         return
 

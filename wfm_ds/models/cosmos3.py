@@ -1,7 +1,7 @@
-"""Cosmos3 (Edge, Nano, Super): text, image and video to world, and videos that follow actions (forward dynamics).
+"""Cosmos3 (Edge, Nano, Super): Text2World, Image2World, Video2World and forward dynamics (videos from actions).
 
-Of the network only the tower that denoises is sampled from and trained; the one that reads the text is this family's
-text encoder (cosmos3_towers.py).
+Only the generation tower of the network is sampled from and trained. The text tower serves as the frozen text encoder
+(cosmos3_towers.py).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 TEXT_KEYS = ("text_keys", "text_values", "text_mask")
-EXPECTED_TOKENS = 512  # of a text, to reckon with before there is one; the pipeline cuts none
-UNUSED = ("audio_*", "action_proj_out.*")  # heads of what nothing here predicts
+EXPECTED_TOKENS = 512  # text length for estimates; the pipeline does not truncate text
+UNUSED = ("audio_*", "action_proj_out.*")  # heads for audio and action prediction, which is not supported
 OF_ACTIONS = ("action_*",)
-SYSTEM = {True: _SYSTEM_PROMPT_IMAGE, False: _SYSTEM_PROMPT_VIDEO}  # by: it is an image
+SYSTEM = {True: _SYSTEM_PROMPT_IMAGE, False: _SYSTEM_PROMPT_VIDEO}  # by whether the sample is an image
 
 
 class Cosmos3(DiffusionModel):
-    """The network's time is 1000 sigma, its output the velocity. A caption states the size and the duration."""
+    """Network time: 1000 * sigma. Network output: the velocity. Prompts state the size and the duration."""
 
     family = "cosmos3"
     pipeline_classes = ("Cosmos3OmniPipeline",)
@@ -55,9 +55,9 @@ class Cosmos3(DiffusionModel):
     has_guardrail = True
 
     def __init__(self, pipeline: Any, path: Path, *, max_sequence_length: int | None = None, **options: Any) -> None:
-        """Take the network apart. ModelError for a max_sequence_length: the pipeline reads prompts whole."""
+        """Split the network into its towers. Raises ModelError for a max_sequence_length, which the pipeline lacks."""
         if max_sequence_length is not None:
-            raise ModelError(f"{path}: Cosmos3 reads prompts whole; remove model.max_sequence_length")
+            raise ModelError(f"{path}: Cosmos3 does not truncate prompts; remove model.max_sequence_length")
         super().__init__(pipeline, path, max_sequence_length=EXPECTED_TOKENS, **options)
         tower: Any = self.bare_denoiser
         tower.fps, tower.temporal_compression = self.fps, self.pipeline.vae_scale_factor_temporal
@@ -74,7 +74,7 @@ class Cosmos3(DiffusionModel):
         text, tower = split(pipeline.transformer)
         self.text_tower: TextTower | None = text.to(self.dtype)
         pipeline.transformer = tower
-        pipeline.sound_tokenizer = None  # nothing here has sound
+        pipeline.sound_tokenizer = None  # sound is not supported
         return tower
 
     def frozen_parts(self) -> list[nn.Module]:
@@ -101,11 +101,12 @@ class Cosmos3(DiffusionModel):
         guardrail.refuse_unsafe(self.pipeline.safety_checker, prompts)
 
     def caption(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """The system's sentence on a line of its own, then the text and what it is to be: its size and duration, in a
-        negative text what it is not to be. With actions both are keys of a JSON object, and negative texts bare.
+        """Add the pipeline's system prompt (on its own line) and sentences with size and duration.
 
-        A text that is a JSON object already stays as it is: it may say from where an action is seen, which is else
-        taken to be the agent's own view."""
+        Negative prompts get the inverse sentences. With actions, the prompt becomes a JSON object with size and
+        duration and the agent's viewpoint, and negative prompts stay unchanged. A prompt that is already a JSON object
+        is kept; it may name another viewpoint.
+        """
         is_image = num_frames == 1
         if "actions" not in self.inputs:
             text = self.with_sentences(text, height, width, num_frames, negative)
@@ -116,7 +117,7 @@ class Cosmos3(DiffusionModel):
         return f"{SYSTEM[is_image]}\n{text}" if self.pipeline.config.default_use_system_prompt else text
 
     def with_sentences(self, text: str, height: int, width: int, num_frames: int, negative: bool) -> str:
-        """The text, then what the pipeline says of duration and size in its own words."""
+        """Append the pipeline's sentences about duration and size."""
         pipeline, is_image = self.pipeline, num_frames == 1
         prefix = "inverse_" if negative else ""
         resolution = getattr(pipeline, f"{prefix}{'image' if is_image else 'video'}_resolution_template")
@@ -131,8 +132,10 @@ class Cosmos3(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """text_keys, text_values [B,L,G,K,D] and text_mask [B,L]: what each layer of the text tower has of these
-        captions, shorter ones with zeros behind them. ValueError for no prompts."""
+        """Return text_keys and text_values [B,L,G,K,D] of all text tower layers and text_mask [B,L].
+
+        Shorter prompts are padded with zeros. Raises ValueError for an empty list.
+        """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         assert self.text_tower is not None, "the text tower was dropped"
@@ -144,7 +147,7 @@ class Cosmos3(DiffusionModel):
         return self.stack(rows)
 
     def token_ids(self, caption: str) -> list[int]:
-        """The ids of a conversation that ends where the video begins."""
+        """Tokenize a prompt as a chat, up to and including the start-of-generation token."""
         head, newline, rest = caption.partition("\n")
         turns = [{"role": "user", "content": caption}]
         if newline and head in SYSTEM.values():
@@ -152,55 +155,55 @@ class Cosmos3(DiffusionModel):
         encoded = self.pipeline.text_tokenizer.apply_chat_template(
             turns, tokenize=True, add_generation_prompt=True, add_vision_id=False, return_dict=True
         )
-        ends = self.pipeline.llm_special_tokens
-        return [*encoded.input_ids, ends["eos_token_id"], ends["start_of_generation"]]
+        special_tokens = self.pipeline.llm_special_tokens
+        return [*encoded.input_ids, special_tokens["eos_token_id"], special_tokens["start_of_generation"]]
 
     @staticmethod
     def stack(rows: Sequence[Conditioning]) -> Conditioning:
-        """Join rows, texts padded to the longest with zeros that text_mask hides."""
+        """Concatenate rows, padding texts to the longest with zeros that text_mask hides."""
         longest = max(row["text_mask"].shape[1] for row in rows)
 
-        def padded(name: str, tensor: Tensor) -> Tensor:
-            behind = longest - tensor.shape[1] if name in TEXT_KEYS else 0
-            return nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, behind)) if behind else tensor
+        def pad_text(name: str, tensor: Tensor) -> Tensor:
+            missing = longest - tensor.shape[1] if name in TEXT_KEYS else 0
+            return nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, missing)) if missing else tensor
 
-        return {name: torch.cat([padded(name, row[name]) for row in rows]) for name in rows[0]}
+        return {name: torch.cat([pad_text(name, row[name]) for row in rows]) for name in rows[0]}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         config, length = self.config, self.max_sequence_length
-        cached = (length, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-        return {"text_keys": cached, "text_values": cached, "text_mask": (length,)}
+        shape = (length, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+        return {"text_keys": shape, "text_values": shape, "text_mask": (length,)}
 
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """actions [B,F-1,A] float32, zeros behind the channels that a sample has, and domain [B] int64, by which the
-        network picks the weights for them (0 where none is told). Nothing of samples without actions.
+        """Return actions [B,F-1,A] float32, zero-padded to A channels, and domain [B] int64. Empty without actions.
 
-        ValueError for a network that takes no actions, for actions of another length or of more channels than it has,
-        for samples of which only some have actions, and for a domain that there is not.
+        The domain selects the network's action weights; the default is 0. Raises ValueError if the network does not
+        support actions, if actions have a wrong length or too many channels, if only some samples have actions, and for
+        an unknown domain.
         """
         if not any("actions" in row for row in inputs):
             return {}
         if not self.config.action_gen:
-            raise ValueError(f"{self.path}: this network takes no actions (action_gen is off)")
+            raise ValueError(f"{self.path}: this network does not support actions (action_gen is off)")
         if not all("actions" in row for row in inputs):
-            raise ValueError("of the samples of a batch either all have actions or none")
+            raise ValueError("either all samples of a batch must have actions or none")
         width, domains = self.config.action_dim, self.config.num_embodiment_domains
         actions = torch.zeros(len(inputs), num_frames - 1, width)
-        for row, told in zip(actions, inputs, strict=True):
-            array = told["actions"]
+        for row, sample in zip(actions, inputs, strict=True):
+            array = sample["actions"]
             if array.ndim != 2 or len(array) != num_frames - 1 or not 0 < array.shape[1] <= width:
                 raise ValueError(f"actions must be [{num_frames - 1}, 1 to {width}], got {list(array.shape)}")
             row[:, : array.shape[1]] = torch.from_numpy(np.asarray(array, np.float32))
         numbers = [float(row.get("domain", 0)) for row in inputs]
         if not all(number.is_integer() and 0 <= number < domains for number in numbers):
-            raise ValueError(f"the domain must be a whole number from 0 to {domains - 1}, got {numbers}")
+            raise ValueError(f"domain must be an integer from 0 to {domains - 1}, got {numbers}")
         domain = torch.tensor([int(number) for number in numbers])
         return {"actions": actions.to(self.device), "domain": domain.to(self.device)}
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode as every family does; then apply the guardrail's post-processing, as in the stock pipeline."""
+        """Decode, then apply the guardrail's post-processing, as the diffusers pipeline does."""
         return guardrail.guarded(self.pipeline.safety_checker, super().decode(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -209,19 +212,19 @@ class Cosmos3(DiffusionModel):
             raise ValueError(
                 f"cosmos3 takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
-        given = frames_in(conditioning)
-        free = latents.new_ones(len(latents), latents.shape[2]) if given is None else 1 - given.mask.flatten(1)
+        frames = frames_in(conditioning)
+        free = latents.new_ones(len(latents), latents.shape[2]) if frames is None else 1 - frames.mask.flatten(1)
         velocity: Tensor = self.denoiser(
-            latents=(latents if given is None else given.enter(latents)).to(self.dtype),
+            latents=(latents if frames is None else frames.enter(latents)).to(self.dtype),
             time=sigma * self.pipeline.scheduler.config.num_train_timesteps,
             free=free,
             **{name: conditioning[name] for name in TEXT_KEYS},
             **{name: conditioning[name] for name in sorted(self.optional_keys & conditioning.keys())},
         )[0].float()
-        return velocity if given is None else given.leave(velocity, latents, sigma)
+        return velocity if frames is None else frames.leave(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(C, (F - 1) / 4 + 1, H / f, W / f). Patches may overhang: the VAE alone limits the multiple."""
+        """Return (C, (F - 1) / 4 + 1, H / f, W / f). Partial patches are allowed: only the VAE sets the multiple."""
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
         if rest or num_frames < 1:
@@ -235,7 +238,7 @@ class Cosmos3(DiffusionModel):
         return math.prod(grid_of(self.config, shape[1:]))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the grid of pipelines that ask for their own (use_native_flow_schedule)."""
+        """Return the pipeline's own sigmas if it has use_native_flow_schedule."""
         if not self.pipeline.config.use_native_flow_schedule:
             return {}
         first = 1 - 1 / self.pipeline.scheduler.config.num_train_timesteps
@@ -250,7 +253,7 @@ class Cosmos3(DiffusionModel):
 
 
 class NoTokenizer:
-    """Stand-in that answers what the pipeline's constructor asks of a tokenizer; it encodes nothing."""
+    """Stand-in with the tokenizer attributes that the pipeline's constructor reads. Cannot encode."""
 
     eos_token_id = 0
 

@@ -1,12 +1,12 @@
-"""The two towers of a Cosmos3 transformer, taken apart: one reads the text, one denoises.
+"""The text tower and the generation tower of a Cosmos3 transformer as separate modules.
 
-In each layer the tokens of the video attend to themselves and to the keys and values of the text; the text sees
-neither the video nor the time. So what the text tower computes is an embedding of the text, made once for each, and the
-network that is trained and sampled from is the other tower alone: half of the parameters. Parameters keep the names
-that they have in diffusers' Cosmos3OmniTransformer; the numbers are those of its forward, for whole batches.
+In each layer, video tokens attend to each other and to the keys and values of the text. The text does not attend to the
+video and does not depend on time, so the text tower's output is an embedding that is computed one time per text. Only
+the generation tower, half of the parameters, is trained and sampled from. Parameters keep their names from diffusers'
+Cosmos3OmniTransformer, and results equal its forward, extended to batches.
 
-Shapes: B samples, L tokens of text, N of video and actions, G layers, H heads, K heads of keys and values, D channels
-of a head, W channels of a token, A of an action.
+Shapes: B samples, L text tokens, N video and action tokens, G layers, H heads, K key-value heads, D channels per head,
+W channels per token, A channels per action.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ OF_TEXT = (
     *("layers.*.self_attn.to_[qkv].*", "layers.*.self_attn.to_out.*"),
     *("layers.*.self_attn.norm_[qk].*", "layers.*.self_attn.k_norm_und_for_gen.*"),
 )
-"""Patterns of the names of what the text alone uses."""
+"""Name patterns of parameters that only the text tower uses."""
 
 
-def split(stock: Any) -> tuple[TextTower, GenerationTower]:
-    """Both towers of a stock transformer, with its weights; it must not be used afterwards."""
-    text = TextTower(stock)
+def split(transformer: Any) -> tuple[TextTower, GenerationTower]:
+    """Split a diffusers transformer into its towers. They take over its weights; do not use it afterwards."""
+    text = TextTower(transformer)
     with torch.device("meta"):
-        tower: GenerationTower = GenerationTower.from_config(stock.config)
-    wanted = tower.state_dict().keys()
-    tower.load_state_dict({name: x for name, x in stock.state_dict().items() if name in wanted}, assign=True)
-    return text, tower.train(stock.training)
+        tower: GenerationTower = GenerationTower.from_config(transformer.config)
+    names = tower.state_dict().keys()
+    tower.load_state_dict({name: x for name, x in transformer.state_dict().items() if name in names}, assign=True)
+    return text, tower.train(transformer.training)
 
 
 class TextTower(nn.Module):
-    """Keys and values of a text in every layer. Frozen: the text encoder of this family."""
+    """The frozen text encoder: computes keys and values of a text in every layer."""
 
-    def __init__(self, stock: Any) -> None:
+    def __init__(self, transformer: Any) -> None:
         super().__init__()
-        self.embed_tokens = stock.embed_tokens
-        self.layers = nn.ModuleList(TextLayer(layer) for layer in stock.layers)
-        self.config = stock.config
+        self.embed_tokens = transformer.embed_tokens
+        self.layers = nn.ModuleList(TextLayer(layer) for layer in transformer.layers)
+        self.config = transformer.config
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [L,G,K,D] of one text's ids [L] int64: turned by their position, as the video meets them."""
+        """Return keys and values [L,G,K,D] of one text with ids [L] int64, after the rotary embedding."""
         states = self.embed_tokens(ids)[None]
         positions = torch.arange(len(ids), dtype=torch.float32, device=ids.device).expand(3, 1, -1)
         rotation = tables(self.config, positions, states.dtype)
@@ -67,7 +67,7 @@ class TextTower(nn.Module):
 
 
 class TextLayer(nn.Module):
-    """The text's part of a stock layer."""
+    """The text part of a diffusers layer."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class TextLayer(nn.Module):
 
 
 class TextAttention(nn.Module):
-    """Causal attention of the text, and the keys that the video sees: some networks normalise these alone."""
+    """Causal text attention. Some networks normalize the keys for the video separately."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -91,34 +91,37 @@ class TextAttention(nn.Module):
         self.k_norm_und_for_gen: Any = attention.k_norm_und_for_gen
 
     def forward(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the text gains [B,L,W], and its keys and values [B,L,K,D] for the video."""
+        """Return the attention output [B,L,W] and the keys and values [B,L,K,D] for the video."""
         query, key, value = (
             part(states).unflatten(-1, (-1, self.head_dim)) for part in (self.to_q, self.to_k, self.to_v)
         )
         query, key = self.norm_q(query), self.norm_k(key)
-        seen = key if self.k_norm_und_for_gen is None else self.k_norm_und_for_gen(key)
+        video_key = key if self.k_norm_und_for_gen is None else self.k_norm_und_for_gen(key)
         attended = dispatch_attention_fn(
             rotated(query, rotation), rotated(key, rotation), value, is_causal=True, enable_gqa=True
         )
-        return self.to_out(attended.flatten(-2)), rotated(seen, rotation), value
+        return self.to_out(attended.flatten(-2)), rotated(video_key, rotation), value
 
 
 class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
-    """The tower that denoises. Its configuration is that of the stock network, its parameters are those of the stock
-    network that a video, its time and its actions use, and the heads of modalities that are not trained here."""
+    """The denoising tower.
 
-    fps: float = 24.0  # of all videos
-    temporal_compression: int = 4  # frames of a video for one of its latents, but for the first
+    It has the configuration of the diffusers network and those parameters that video, time and actions use, plus the
+    heads of modalities that are not trained here.
+    """
 
-    # diffusers reads the names of a configuration from the signature.
+    fps: float = 24.0  # frames per second of all videos
+    temporal_compression: int = 4  # pixel frames per latent frame after the first
+
+    # diffusers derives the config keys from the signature.
     @functools.wraps(Cosmos3OmniTransformer.__init__)  # type: ignore[misc]
     def __init__(self, *arguments: Any, **config: Any) -> None:
         super().__init__(*arguments, **config)
         for name in ("embed_tokens", "norm", "lm_head", "rotary_emb"):
             delattr(self, name)
-        stock = self.get_submodule("layers").children()
-        self.sequence = nn.Identity()  # where ranks take their share of all tokens (ulysses/cosmos3.py)
-        self.layers = nn.ModuleList(GenerationLayer(layer) for layer in stock)
+        layers = self.get_submodule("layers").children()
+        self.sequence = nn.Identity()  # hook at which ranks take their shard of the tokens (ulysses/cosmos3.py)
+        self.layers = nn.ModuleList(GenerationLayer(layer) for layer in layers)
         if self.config.action_gen:
             self.action_proj_in = DomainLinear(self.action_dim, self.config.hidden_size, self.num_embodiment_domains)
 
@@ -133,11 +136,11 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         actions: Tensor | None = None,
         domain: Tensor | None = None,
     ) -> tuple[Tensor]:
-        """Velocity [B,C,T,h,w] of latents in the compute dtype; a tuple, as of diffusers' networks.
+        """Return a tuple with the velocity [B,C,T,h,w], as diffusers networks do. Latents have the compute dtype.
 
-        time [B] float32, of sigma times 1000; free [B,T]: 1 on frames that are noisy, 0 on given ones. text_keys,
-        text_values [B,L,G,K,D], text_mask [B,L] int64: 0 on padding. actions [B,F-1,A] with the domain [B] int64 of
-        their weights: they are clean, row i leads from frame i to frame i + 1.
+        time: [B] float32, 1000 * sigma. free: [B,T], 1 on noisy frames, 0 on conditioning frames.
+        text_keys, text_values: [B,L,G,K,D]. text_mask: [B,L] int64, 0 on padding.
+        actions: [B,F-1,A], clean; row i leads from frame i to frame i + 1. domain: [B] int64, selects their weights.
         """
         shape, dtype = latents.shape, latents.dtype
         num_frames, rows, columns = grid_of(self.config, shape[2:])
@@ -154,73 +157,73 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
                 positions.append(self.action_positions(actions.shape[1]))
         rotation = self.rotation(torch.cat(positions, 1), after_text, dtype)
         tokens = self.sequence(tokens)
-        # A text alone has no padding. A mask would keep the fast kernels away.
+        # A single text has no padding. A mask would rule out fast kernels.
         mask = None if len(latents) == 1 else text_mask.bool()
         for index, layer in enumerate(self.layers):
-            of_text = text_keys[:, :, index].to(dtype), text_values[:, :, index].to(dtype), mask
+            text = text_keys[:, :, index].to(dtype), text_values[:, :, index].to(dtype), mask
             if torch.is_grad_enabled() and self.gradient_checkpointing:
-                tokens = self._gradient_checkpointing_func(layer, tokens, *of_text, rotation)
+                tokens = self._gradient_checkpointing_func(layer, tokens, *text, rotation)
             else:
-                tokens = layer(tokens, *of_text, rotation)
-        predicted = self.proj_out(self.norm_moe_gen(tokens))  # of actions too, which nobody asks for
+                tokens = layer(tokens, *text, rotation)
+        predicted = self.proj_out(self.norm_moe_gen(tokens))  # includes unused action predictions
         return (self.unpatchified(predicted[:, : num_frames * rows * columns], shape),)
 
     @property
     def time_dtype(self) -> torch.dtype:
-        """The dtype of the layers that embed time, which may differ from the others'."""
+        """The dtype of the time embedding layers, which may differ from the compute dtype."""
         dtype: torch.dtype = next(self.time_embedder.parameters()).dtype
         return dtype
 
     def patchified(self, latents: Tensor) -> Tensor:
-        """[B,N,p p C], with zeros at the edge where patches overhang."""
+        """Return patches [B,N,p p C] of latents, padding partial patches at the edges with zeros."""
         patch, (_, rows, columns) = self.config.latent_patch_size, grid_of(self.config, latents.shape[2:])
         height, width = latents.shape[-2:]
         whole = nn.functional.pad(latents, (0, columns * patch - width, 0, rows * patch - height))
-        cut = whole.view(*latents.shape[:3], rows, patch, columns, patch)
-        return cut.permute(0, 2, 3, 5, 4, 6, 1).flatten(4).flatten(1, 3)
+        patches = whole.view(*latents.shape[:3], rows, patch, columns, patch)
+        return patches.permute(0, 2, 3, 5, 4, 6, 1).flatten(4).flatten(1, 3)
 
     def unpatchified(self, tokens: Tensor, shape: torch.Size) -> Tensor:
-        """Undo patchified, for latents of this shape."""
+        """Invert patchify, for latents of this shape."""
         patch = self.config.latent_patch_size
-        cut = tokens.view(len(tokens), *grid_of(self.config, shape[2:]), patch, patch, -1)  # the channels are last
-        whole = cut.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
-        made: Tensor = whole[..., : shape[-2], : shape[-1]]
-        return made
+        patches = tokens.view(len(tokens), *grid_of(self.config, shape[2:]), patch, patch, -1)  # channels last
+        whole = patches.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
+        latents: Tensor = whole[..., : shape[-2], : shape[-1]]
+        return latents
 
     def embedded_actions(self, actions: Tensor, domain: Tensor | None) -> Tensor:
-        """[B,F-1,W] of clean actions: they have no time."""
-        made: Tensor = self.action_proj_in(actions, domain) + self.action_modality_embed
-        return made
+        """Embed clean actions to [B,F-1,W], without a time embedding."""
+        tokens: Tensor = self.action_proj_in(actions, domain) + self.action_modality_embed
+        return tokens
 
     def video_positions(self, num_frames: int, rows: int, columns: int) -> Tensor:
-        """Position [3,N] float32 along time, height and width, the first frame of a video at time 0."""
+        """Return positions [3,N] float32 of video tokens along time, height and width. The first frame is at time 0."""
         frames = self.moments(torch.arange(num_frames), self.fps / self.temporal_compression)
         axes = torch.meshgrid(frames, torch.arange(rows).float(), torch.arange(columns).float(), indexing="ij")
         return torch.stack([axis.flatten() for axis in axes])
 
     def action_positions(self, count: int) -> Tensor:
-        """Position [3,count] float32 of actions: at the frame that each leads to."""
+        """Return positions [3,count] float32 of action tokens. Action i has the time of frame i + 1."""
         time = self.moments(torch.arange(1, count + 1), self.fps)
         return torch.stack([time, torch.zeros(count), torch.zeros(count)])
 
     def moments(self, index: Tensor, rate: float) -> Tensor:
-        """Positions in time of these items of a stream that has `rate` of them a second."""
+        """Return the time positions of items of a stream with `rate` items per second."""
         if not self.config.enable_fps_modulation or len(index) == 1:
             return index.float()
-        moments: Tensor = index.float() / rate * (self.config.base_fps / self.temporal_compression)
-        return moments
+        positions: Tensor = index.float() / rate * (self.config.base_fps / self.temporal_compression)
+        return positions
 
     def rotation(self, positions: Tensor, after_text: Tensor, dtype: torch.dtype) -> Rotation:
-        """Tables [B,N,D] for positions [3,N] that begin behind each sample's text."""
-        moved = positions[:, None].repeat(1, len(after_text), 1)  # [3,B,N]
-        moved[0] += after_text[:, None]
+        """Return rotary tables [B,N,D] for positions [3,N], offset by each sample's text length."""
+        shifted = positions[:, None].repeat(1, len(after_text), 1)  # [3,B,N]
+        shifted[0] += after_text[:, None]
         if not self.config.unified_3d_mrope_reset_spatial_ids:
-            moved[1:] += after_text[:, None]
-        return tables(self.config, moved, dtype)
+            shifted[1:] += after_text[:, None]
+        return tables(self.config, shifted, dtype)
 
 
 class GenerationLayer(nn.Module):
-    """The part of a stock layer that denoises."""
+    """The denoising part of a diffusers layer."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -232,18 +235,18 @@ class GenerationLayer(nn.Module):
     def forward(
         self, tokens: Tensor, text_keys: Tensor, text_values: Tensor, text_mask: Tensor | None, rotation: Rotation
     ) -> Tensor:
-        """Tokens [B,N,W]; text_keys, text_values [B,L,K,D]; text_mask [B,L] bool."""
+        """Return tokens [B,N,W]. text_keys, text_values: [B,L,K,D]. text_mask: [B,L] bool or None."""
         attended = self.self_attn(self.input_layernorm_moe_gen(tokens), text_keys, text_values, text_mask, rotation)
         tokens = tokens + attended
-        changed: Tensor = tokens + self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(tokens))
-        return changed
+        output: Tensor = tokens + self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(tokens))
+        return output
 
 
 class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc]
-    """The projections of a stock attention that serve the tokens of the video."""
+    """The projections of a diffusers attention layer for video tokens."""
 
     _default_processor_cls = AttentionToText
-    _available_processors = [AttentionToText]  # noqa: RUF012, as the base class has it
+    _available_processors = [AttentionToText]  # noqa: RUF012, as in the base class
     _supports_qkv_fusion = False
 
     def __init__(self, attention: Any) -> None:
@@ -260,32 +263,35 @@ class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc
         self.processor: Any = AttentionToText()
 
     def forward(self, *arguments: Any) -> Tensor:
-        made: Tensor = self.processor(self, *arguments)
-        return made
+        output: Tensor = self.processor(self, *arguments)
+        return output
 
 
 class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
-    """A layer with weights for each domain, which looks them up without waiting for the device as the stock one does.
-    Domains are checked where they enter."""
+    """A linear layer with separate weights per domain. Unlike diffusers' class it does not synchronize with the device.
+
+    encode_inputs checks the domains.
+    """
 
     def forward(self, x: Tensor, domain_id: Tensor) -> Tensor:
-        """[B,n,out] of x [B,n,in] with the weights of domain_id [B] int64."""
+        """Map x [B,n,in] to [B,n,out] with the weights of domain_id [B] int64."""
         weight = self.fc(domain_id).view(len(x), self.input_size, self.output_size)
-        made: Tensor = torch.bmm(x, weight) + self.bias(domain_id)[:, None]
-        return made
+        output: Tensor = torch.bmm(x, weight) + self.bias(domain_id)[:, None]
+        return output
 
 
 def tables(config: Any, positions: Tensor, dtype: torch.dtype) -> Rotation:
-    """Cosines and sines [B,n,D] for positions [3,B,n] float32: what the stock network's module gives.
+    """Return cosines and sines [B,n,D] for positions [3,B,n] float32, as diffusers' rotary embedding does.
 
-    That has its frequencies in a buffer, and whoever casts the network to bfloat16 casts them: at position 15000 they
-    would turn by any angle."""
+    Frequencies are computed in float32 here. diffusers stores them in a buffer, which a cast to bfloat16 would round so
+    much that angles at position 15000 are arbitrary.
+    """
     size, axes = config.head_dim, config.rope_axes_dim
     with positions.device:
         frequencies = 1 / config.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
         channel = torch.arange(size // 2)
-    turn = channel % 3  # time, height and width by turns, as long as an axis has channels left; then time
-    axis = sum(which * ((turn == which) & (channel < 3 * axes[which])) for which in (1, 2))
+    cycle = channel % 3  # channels alternate between time, height and width; the remaining ones belong to time
+    axis = sum(i * ((cycle == i) & (channel < 3 * axes[i])) for i in (1, 2))
     angles = positions[axis].movedim(0, -1) * frequencies
     twice = torch.cat([angles, angles], -1)
     return twice.cos().to(dtype), twice.sin().to(dtype)

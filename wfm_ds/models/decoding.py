@@ -1,6 +1,6 @@
-"""Media on their way from latents to the host: on a GPU on a stream of their own, beside what is queued afterwards.
+"""Asynchronous decoding: a GPU decodes latents on a separate CUDA stream, in parallel with later work.
 
-On a CPU the same is computed at once. No GPU has run the streams yet; tests hold the order in which they are asked for.
+On a CPU decoding is synchronous. The streams have not run on a GPU yet; tests check the order of the CUDA calls.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Pixels of some samples, and which of the samples were finite: on the host, once `done` has happened."""
+    """Decoded pixels and finiteness flags of samples. Valid on the host after the `done_event`."""
 
     levels: Sequence[Tensor]  # uint8 [n,3,H,W] or [n,3,F,H,W], on the host
     finite: Tensor  # bool [B], on the host
-    done: torch.cuda.Event | None  # None: it has
+    done: torch.cuda.Event | None  # None: already done
 
     @property
     def is_behind(self) -> bool:
-        """Tell whether the caller should go on before it asks for the media: something else computes them."""
+        """Whether decoding may still run on another stream, so that the caller should do other work before `wait`."""
         return self.done is not None
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Return uint8 [n,H,W,3], of videos [n,F,H,W,3] ([0] for no samples), and whether each of all B was finite."""
+        """Return uint8 [n,H,W,3] (videos [n,F,H,W,3], no samples [0]) and B flags whether samples were finite."""
         if self.done is not None:
             self.done.synchronize()
-        media = [np.ascontiguousarray(part.movedim(1, -1).numpy()) for part in self.levels]
-        return np.concatenate(media) if media else np.empty(0, np.uint8), self.finite.tolist()
+        pixels = [np.ascontiguousarray(part.movedim(1, -1).numpy()) for part in self.levels]
+        return np.concatenate(pixels) if pixels else np.empty(0, np.uint8), self.finite.tolist()
 
 
 @functools.cache
 def side_stream(device: torch.device) -> Any:
-    """The stream of a GPU that decodes, one for all; None for a CPU."""
-    cuda: Any = torch.cuda  # whose streams and events are not typed
+    """Return the decoding stream of a GPU, the same on every call; None for a CPU."""
+    cuda: Any = torch.cuda  # torch.cuda streams and events are untyped
     return cuda.Stream(device) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager
 def beside(device: torch.device, latents: Tensor) -> Iterator[Any]:
-    """Queue what is computed inside behind what the device has in hand, and beside what it is given afterwards.
+    """Run the body on the decoding stream: after all work queued so far, in parallel with later work.
 
-    latents: which come from the caller's stream and are read on the other one. Yields the event that it is done, to be
-    waited for outside; None on a CPU, where it is done.
+    latents: the tensor from the caller's stream that the body reads. Yields the event that marks the end of the body;
+    None on a CPU.
     """
     stream = side_stream(device)
     if stream is None:
@@ -62,4 +62,4 @@ def beside(device: torch.device, latents: Tensor) -> Iterator[Any]:
     with torch.cuda.stream(stream):
         yield done
         done.record(stream)
-    latents.record_stream(stream)  # its memory is not given to others before the stream has read it
+    latents.record_stream(stream)  # keep its memory until the stream has read it

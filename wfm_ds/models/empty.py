@@ -1,4 +1,4 @@
-"""A family around a pipeline whose networks have shapes and no values: made from the configs in a folder alone."""
+"""Load pipelines on the meta device: networks with shapes but no values, built from config files only."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def load_empty(
     inputs: Collection[str] = (),
     embedded_guidance: float | None = None,
 ) -> DiffusionModel:
-    """Load the family of a pipeline folder onto the meta device, in seconds and without its weights; it has no
-    tokenizers, so no text can be encoded. ModelError as for `registry.resolve`, for a config that cannot be read, and
-    for a guidance to embed that the network does not take.
+    """Load a pipeline folder on the meta device, in seconds, without weights and tokenizers. It cannot encode text.
+
+    Raises ModelError like `registry.resolve_pipeline`, for an unreadable config, and for an embedded guidance that the
+    network does not support.
     """
     folder = registry.resolve(path, own_family, revision, weights=False)
     family = registry.family_of(folder, own_family)
@@ -67,15 +68,15 @@ def load_empty(
 
 
 def empty_part(folder: Path, entry: list[str | None]) -> Any:
-    """A network without values, or a scheduler; None for any other part."""
+    """Build a network on the meta device or a scheduler; None for any other component."""
     network = network_class_of(entry)
     if network is None:
         library, name = entry
-        found: Any = getattr(importlib.import_module(str(library)), str(name), None) if library in LIBRARIES else None
-        is_scheduler = isinstance(found, type) and issubclass(found, diffusers.SchedulerMixin)
-        return found.from_pretrained(folder) if is_scheduler else None
-    maker: Any = network
+        member: Any = getattr(importlib.import_module(str(library)), str(name), None) if library in LIBRARIES else None
+        is_scheduler = isinstance(member, type) and issubclass(member, diffusers.SchedulerMixin)
+        return member.from_pretrained(folder) if is_scheduler else None
+    network_class: Any = network
     with META:
         if entry[0] == "diffusers":
-            return maker.from_config(read_json(folder / "config.json"))
-        return maker(maker.config_class.from_pretrained(folder, local_files_only=True))
+            return network_class.from_config(read_json(folder / "config.json"))
+        return network_class(network_class.config_class.from_pretrained(folder, local_files_only=True))

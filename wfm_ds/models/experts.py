@@ -1,7 +1,7 @@
-"""Several networks that share the noise levels among them, as the one module that an engine trains.
+"""Several expert networks, one per range of noise levels, as one module for the engine.
 
-Each call runs one of them. The others get no gradient from it: what their parameters do in an optimizer step in which
-none of its micro-steps ran them is what Adam does with a gradient of zero.
+Each call runs one expert. If no micro-batch of an optimizer step runs an expert, its gradient is zero, and Adam updates
+its parameters accordingly.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import nn
 
 
 class Experts(nn.Module):
-    """Networks of one architecture by name, in the order of their experts; parameters are called NAME.PARAMETER.
+    """Networks of one architecture, in expert order. Parameter names are NAME.PARAMETER.
 
-    Offers what an engine asks of a diffusers model, and does it to each of them.
+    Implements the methods of diffusers models that an engine needs, for all experts.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
@@ -24,7 +24,7 @@ class Experts(nn.Module):
             self.add_module(name, network)
 
     def forward(self, *args: Any, expert: int, **kwargs: Any) -> Any:
-        """The output of this expert for the other arguments."""
+        """Run one expert."""
         return self.networks[expert](*args, **kwargs)
 
     @property
@@ -33,12 +33,12 @@ class Experts(nn.Module):
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """Adapter configurations by name: all experts have the same."""
+        """Adapter configs by name, the same for all experts."""
         config: dict[str, Any] = self.networks[0].peft_config
         return config
 
     def add_adapter(self, config: Any, adapter_name: str = "default") -> None:
-        """Give each expert an adapter of its own, drawn in turn from torch's generator."""
+        """Add a separate adapter to each expert, initialized from torch's global generator in expert order."""
         for network in self.networks:
             network.add_adapter(config, adapter_name=adapter_name)
 

@@ -1,4 +1,4 @@
-"""A hash of parts of a pipeline folder: equal for equal parts wherever they lie, cheap for large weights."""
+"""A hash of pipeline subfolders that does not depend on their location and is fast for large weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models.variants import WEIGHTS, weight_files
 
 END_BYTES = 1 << 20
-OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx"})  # beside them, never loaded
+OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx"})  # never loaded
 
 
 def fingerprint(folder: Path, parts: Iterable[str]) -> str:
-    """Hex digest of these subfolders: of whole configs and tokenizer files, and, of each weight file that is loaded, of
-    its size, its header and its first and last MiB. ModelError if a file cannot be read."""
+    """Return a hex digest of these subfolders.
+
+    Configs and tokenizer files are hashed completely; weight files that would be loaded by size, header, first and last
+    MiB. Raises ModelError if a file cannot be read.
+    """
     digest = hashlib.sha256()
     for part in sorted(parts):
         weights = set(weight_files(folder / part))
@@ -31,7 +34,7 @@ def fingerprint(folder: Path, parts: Iterable[str]) -> str:
 
 
 def ends(path: Path) -> bytes:
-    """Size, header, first and last MiB of a safetensors file."""
+    """Return size, header, first and last MiB of a safetensors file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = 8 + int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""FLUX.2-klein, base and distilled, and FLUX.2-dev: patches of latents normalised by the VAE's own statistics."""
+"""FLUX.2-klein (base and distilled) and FLUX.2-dev. Latents are patches, normalized with the VAE's batch norm."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from wfm_ds.models import vae
 from wfm_ds.models.base import DiffusionModel, stock_argument
 from wfm_ds.models.loading import LOADING_ERRORS, read_json, stored_call
 from wfm_ds.models.lora_names import fused, renamed
+from wfm_ds.models.sizes import require_image, require_multiples
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.types import Conditioning
 
-PATCH = 2  # rows and columns of the VAE's latents in a patch
+PATCH = 2  # VAE latents along each side of a patch
 
 DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
 LORA_NAMES = (
@@ -46,12 +47,14 @@ LORA_NAMES = (
 )
 
 
-GUIDANCE = "guidance_scale"  # in the stock call of dev an input of its network, in that of klein w
+GUIDANCE = "guidance_scale"  # argument of the pipeline call: network input for dev, w for klein
 
 
 class Flux2(DiffusionModel):
-    """The network's time is sigma, which it rounds to the compute dtype, as it does an embedded guidance; its output is
-    the velocity. Text is read by Qwen3 in klein, by Mistral3 in dev."""
+    """Network time: sigma. Network output: the velocity. The text encoder is Qwen3 (klein) or Mistral3 (dev).
+
+    The network rounds time and embedded guidance to the compute dtype.
+    """
 
     family = "flux2"
     pipeline_classes = ("Flux2KleinPipeline", "Flux2Pipeline")
@@ -60,7 +63,7 @@ class Flux2(DiffusionModel):
     default_lora_targets = (
         *("to_q", "to_k", "to_v", "to_out.0"),
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-        # In single blocks `to_out` is a layer, in double ones the list that holds `to_out.0`.
+        # `to_out` is a layer in single blocks, but a list with the layer `to_out.0` in double blocks.
         *("to_qkv_mlp_proj", f"{SINGLE}.attn.to_out"),
     )
     lora_names = LORA_NAMES
@@ -68,13 +71,13 @@ class Flux2(DiffusionModel):
     block_classes = (Flux2TransformerBlock, Flux2SingleTransformerBlock)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Take over as the base class does. ModelError too if call.json holds a guidance scale that is none."""
+        """Also read the embedded guidance. Raises ModelError if call.json has an invalid guidance scale."""
         super().__init__(*arguments, **options)
         if self.config.guidance_embeds and self.embedded_guidance is None:
             self.embedded_guidance = self.stored_guidance()
 
     def stored_guidance(self) -> float:
-        """Return the embedded guidance that is stored with the pipeline, else that of the stock call."""
+        """Return the embedded guidance from call.json, or the default of the pipeline call."""
         scale = stored_call(self.path).get(GUIDANCE, stock_argument(self.pipeline, GUIDANCE))
         if type(scale) not in (int, float) or not 0 < scale < math.inf:
             raise ModelError(f"{self.path / 'call.json'}: {GUIDANCE} must be a number above 0, got {scale!r}")
@@ -86,7 +89,7 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def late_parts(cls, folder: Path) -> dict[str, Any]:
-        """The tokenizer of dev alone: its folder is that of a processor, of images too, which needs torchvision."""
+        """Load only the tokenizer of dev. Its folder holds an image processor too, which needs torchvision."""
         _, name = read_json(folder / "model_index.json")["tokenizer"]
         if not str(name).endswith("Processor"):
             return {}
@@ -100,17 +103,17 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """That of klein; distilled networks are drawn without, and dev's is an input."""
-        alone = index.get("is_distilled") or index["_class_name"] == "Flux2Pipeline"
-        return 1.0 if alone else super().stock_guidance(index, call)
+        """Return the default of klein; 1 for distilled networks and for dev, which has embedded guidance."""
+        unguided = index.get("is_distilled") or index["_class_name"] == "Flux2Pipeline"
+        return 1.0 if unguided else super().stock_guidance(index, call)
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:
         if not sampling.is_guided():
             return
         if self.embedded_guidance is not None:
             raise ModelError(
-                f"{self.path}: guidance is an input of this network, and its pipeline has no other; set "
-                "sampling.guidance_scale: 1, and the input by model.embedded_guidance"
+                f"{self.path}: this network only supports embedded guidance; set sampling.guidance_scale: 1 and "
+                "model.embedded_guidance"
             )
         if self.pipeline.config.is_distilled:
             raise ModelError(
@@ -120,8 +123,10 @@ class Flux2(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """prompt_embeds [B, max_sequence_length, 3 D]: states of three layers of the text encoder. Padding is attended
-        to. ValueError for no prompts."""
+        """Return prompt_embeds [B, max_sequence_length, 3 D]: hidden states of three text encoder layers.
+
+        Padding is attended to. Raises ValueError for an empty list.
+        """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, _ = self.pipeline.encode_prompt(
@@ -140,7 +145,7 @@ class Flux2(DiffusionModel):
     def to_latents(self, pixels: Tensor) -> Tensor:
         mean, std = self._statistics()
         z = vae.mode(self.pipeline.vae, pixels)
-        patches = torch.pixel_unshuffle(z, PATCH)  # [B, 4 C, h, w], channels in the stock order: (C, row, column)
+        patches = torch.pixel_unshuffle(z, PATCH)  # [B, 4 C, h, w], channels in diffusers' order (C, row, column)
         return (patches - mean) / std
 
     def to_pixels(self, latents: Tensor) -> Tensor:
@@ -148,7 +153,7 @@ class Flux2(DiffusionModel):
         return vae.decode_raw(self.pipeline.vae, torch.pixel_shuffle(latents * std + mean, PATCH))
 
     def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of each channel of patches, float32 [1, 4 C, 1, 1]: those of the VAE's batch norm."""
+        """Return mean and std of the patch channels from the VAE's batch norm, float32 [1, 4 C, 1, 1]."""
         network = self.pipeline.vae
         mean, variance = (v.float().view(1, -1, 1, 1) for v in (network.bn.running_mean, network.bn.running_var))
         return mean, torch.sqrt(variance + network.config.batch_norm_eps)
@@ -167,44 +172,41 @@ class Flux2(DiffusionModel):
             timestep=sigma,
             guidance=self._guidance_input(sigma),
             encoder_hidden_states=embeds.to(self.dtype),
-            txt_ids=text_ids.expand(count, -1, -1),  # the network takes the first row of each
+            txt_ids=text_ids.expand(count, -1, -1),  # the network uses the first row
             img_ids=image_ids.expand(count, -1, -1),
             return_dict=False,
         )[0]
         return velocity.transpose(1, 2).reshape(count, -1, h, w).float()
 
     def _guidance_input(self, sigma: Tensor) -> Tensor | None:
-        """The embedded guidance of each sample, float32 [B], made on the device; None for klein."""
+        """Return the embedded guidance per sample, float32 [B], created on the device; None for klein."""
         return None if self.embedded_guidance is None else torch.full_like(sigma, self.embedded_guidance)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(4 C, H / 2 f, W / 2 f): the channels of a patch."""
-        if num_frames != 1:
-            raise ValueError(f"flux2 makes images: num_frames must be 1, got {num_frames}")
+        """Return (4 C, H / 2 f, W / 2 f), where 4 C is the channels of a patch."""
+        require_image(self.family, num_frames)
         multiple = PATCH * self.pipeline.vae_scale_factor
-        for name, size in (("height", height), ("width", width)):
-            if size < 1 or size % multiple:
-                raise ValueError(f"{name} must be a multiple of {multiple}, got {size}")
+        require_multiples(height, width, multiple)
         return (self.config.in_channels, height // multiple, width // multiple)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
         return int(shape[1] * shape[2])
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """The pipeline's own grid, and a shift that falls with the number of steps and grows with the size."""
+        """Return the pipeline's sigmas, and a shift that decreases with the number of steps and grows with the size."""
         mu = compute_empirical_mu(self.num_tokens(shape), num_steps)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """ModelError for a w of dev, whose call has no other guidance than the input of its network."""
+        """Raises ModelError if w is not 1 for dev, which only supports embedded guidance."""
         call = super().pipeline_call(w, height, width, num_frames)
         if self.embedded_guidance is not None and w != 1:
-            raise ModelError(f"{self.path}: guidance is an input of this network; w must be 1, got {w:g}")
+            raise ModelError(f"{self.path}: this network has embedded guidance; w must be 1, got {w:g}")
         return call | self.trained_call()
 
 
 def positions(num_text: int, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions [n, 4] (image, row, column, token) of a text's tokens and of an image's, int64, made on the device."""
+    """Return int64 positions [n, 4] (image, row, column, token) of text and image tokens, created on the device."""
     text = torch.zeros(num_text, 4, dtype=torch.int64, device=device)
     text[:, 3] = torch.arange(num_text, device=device)
     image = torch.zeros(h, w, 4, dtype=torch.int64, device=device)

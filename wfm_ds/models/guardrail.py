@@ -1,4 +1,4 @@
-"""The safety checker that some pipelines come with: what it refuses, and what takes its place when it is off."""
+"""The safety checker of some pipelines, and its replacement when it is turned off."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from wfm_ds.errors import ModelError
 log = logging.getLogger(__name__)
 
 Guardrail = Literal["stock", "off"]
-LICENCE = "NVIDIA's Open Model License asks for the guardrail, or for one of your own that is as good"
+LICENCE = "NVIDIA's Open Model License requires the guardrail or an equivalent one"
 
 
 class NoGuardrail:
-    """Lets everything pass. A pipeline is called with it; `save_pretrained` writes null for it."""
+    """A safety checker that accepts everything. `save_pretrained` writes null for it."""
 
     def to(self, device: Any) -> NoGuardrail:
         return self
@@ -34,9 +34,9 @@ class NoGuardrail:
 
 
 def checker(guardrail: Guardrail, folder: Path) -> Any:
-    """Return what the pipeline takes as `safety_checker`; None lets it build its own.
+    """Return the pipeline's `safety_checker` argument. None lets the pipeline build its own checker.
 
-    ModelError if that is asked for and its package is missing: nobody loses the guardrail without having said so.
+    Raises ModelError if the guardrail is on and its package is missing, so that it is never dropped silently.
     """
     from diffusers.utils import is_cosmos_guardrail_available
 
@@ -45,30 +45,30 @@ def checker(guardrail: Guardrail, folder: Path) -> Any:
         return NoGuardrail()
     if not is_cosmos_guardrail_available():
         raise ModelError(
-            f"{folder}: this pipeline comes with a guardrail, and its package cosmos_guardrail is not installed; "
-            f"install it, or set model.guardrail: off ({LICENCE})"
+            f"{folder}: the package cosmos_guardrail of this pipeline's guardrail is not installed; install it, or set "
+            f"model.guardrail: off ({LICENCE})"
         )
     return None
 
 
 def refuse_unsafe(safety_checker: Any, prompts: Sequence[str]) -> None:
-    """ModelError that names the first prompts which the checker finds unsafe."""
+    """Raise ModelError if the checker finds unsafe prompts. The message names the first ones."""
     unsafe = [prompt for prompt in dict.fromkeys(prompts) if not safety_checker.check_text_safety(prompt)]
     if unsafe:
-        shown = "; ".join(repr(prompt[:80]) for prompt in unsafe[:3])
-        raise ModelError(f"the guardrail refuses {len(unsafe)} prompts, e.g. {shown}: remove them from the prompts")
+        examples = "; ".join(repr(prompt[:80]) for prompt in unsafe[:3])
+        raise ModelError(f"the guardrail rejects {len(unsafe)} prompts, e.g. {examples}: remove them")
 
 
 def guarded(safety_checker: Any, pixels: Tensor) -> Tensor:
-    """Videos [B,3,F,H,W] in [0, 1], float32, as the checker leaves them: faces blurred, refused ones black.
+    """Apply the safety checker to videos [B,3,F,H,W] in [0, 1], float32: faces are blurred, rejected videos are black.
 
-    Without a guardrail the pixels themselves, not rounded to the 8 bits that a checker sees.
+    Without a guardrail the pixels are returned unchanged and not rounded to 8 bits.
     """
     if isinstance(safety_checker, NoGuardrail):
         return pixels
-    frames = (255 * pixels).to("cpu", torch.uint8).movedim(1, -1).numpy()  # rounds down, as the stock pipeline does
-    passed = [safety_checker.check_video_safety(video) for video in frames]
-    if refused := sum(video is None for video in passed):
-        log.warning("the guardrail refused %d videos: they are black", refused)
-    shown = [np.zeros_like(frames[0]) if video is None else video for video in passed]
-    return torch.from_numpy(np.stack(shown)).to(pixels.device).movedim(-1, 1).float() / 255
+    frames = (255 * pixels).to("cpu", torch.uint8).movedim(1, -1).numpy()  # rounds down, as the diffusers pipeline does
+    results = [safety_checker.check_video_safety(video) for video in frames]
+    if rejected := sum(video is None for video in results):
+        log.warning("the guardrail rejected %d videos: they are black", rejected)
+    videos = [np.zeros_like(frames[0]) if video is None else video for video in results]
+    return torch.from_numpy(np.stack(videos)).to(pixels.device).movedim(-1, 1).float() / 255

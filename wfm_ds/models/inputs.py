@@ -1,4 +1,4 @@
-"""Conditioning data besides text and given frames: what a family says that it takes of it."""
+"""Specification of the inputs of a family in addition to text and conditioning frames."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """One kind of conditioning data, such as actions [F-1,D]."""
+    """One kind of input, such as actions [F-1,D]."""
 
-    rank: int  # number of axes of one sample's array: 0 is a number
+    rank: int  # number of axes of one sample's array; 0: a scalar
     required: bool = False
-    beside: str | None = None  # another input, without which it says nothing
+    beside: str | None = None  # name of an input that this one is only used with

@@ -1,4 +1,4 @@
-"""Clean latents of training media, encoded once and kept on disk."""
+"""Disk cache of the clean latents of training samples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from wfm_ds.data.pixels import Framing
     from wfm_ds.data.samples import Media
 
-NAME = "latents"  # of the tensor in an entry
+NAME = "latents"  # name of the tensor in an entry
 
 
 class LatentCache:
-    """Latents by medium and by which of its pixels are encoded. Reads may come from any thread."""
+    """Latents by image or video and by crop (framing). Thread-safe for reads."""
 
     def __init__(self, model: DiffusionModel, store: TensorStore) -> None:
         self._store = store
@@ -28,16 +28,16 @@ class LatentCache:
         return self._key(medium, framing) in self._store
 
     def read(self, medium: Media, framing: Framing) -> Tensor | None:
-        """[C,...] float32 on the host, None if there is nothing."""
+        """Return latents [C,...] float32 on the host; None if not cached."""
         entry = self._store.read(self._key(medium, framing))
         return None if entry is None else entry[NAME]
 
     def write(self, medium: Media, framing: Framing, latents: Tensor) -> None:
-        """Keep the latents [C,...] of one medium. Raises OSError."""
+        """Store the latents [C,...] of one image or video. Raises OSError."""
         self._store.write(self._key(medium, framing), {NAME: latents})
 
     def _key(self, medium: Media, framing: Framing) -> dict[str, Any]:
-        framed = asdict(framing)
-        if framing.span is None:  # most runs: the keys of latents that were kept before there were trajectories
-            del framed["span"]
-        return {**self._identity, "framing": framed, "medium": list(medium.identity())}
+        settings = asdict(framing)
+        if framing.span is None:  # keep the keys of caches written before `span` existed
+            del settings["span"]
+        return {**self._identity, "framing": settings, "medium": list(medium.identity())}

@@ -1,6 +1,6 @@
-"""Names of a denoiser's layers in its authors' own code, which tools other than diffusers know them by.
+"""Layer names in the authors' original code, which tools other than diffusers use.
 
-A family states its table; nothing here knows a family. Used for LoRA files in the layouts of kohya and ComfyUI.
+Each family defines its own table. Used for LoRA files in the layouts of kohya and ComfyUI.
 """
 
 from __future__ import annotations
@@ -10,48 +10,50 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-BLOCK = "{}"  # stands for the number of a block
+BLOCK = "{}"  # placeholder for a block number
 
 
 @dataclass(frozen=True, slots=True)
 class LoraName:
-    """One linear layer of diffusers, and the rows of an original layer that it is."""
+    """One linear layer of diffusers and the rows of the original layer that it corresponds to."""
 
-    diffusers: str  # with BLOCK, as `blocks.{}.attn1.to_q`
+    diffusers: str  # with BLOCK, such as `blocks.{}.attn1.to_q`
     original: str
-    place: int = 0  # of `shares` equal ranges of rows of the original's weight
+    place: int = 0  # slice number, of `num_slices` equal slices along the rows of the original weight
     shares: int = 1
 
 
 def renamed(block: str, original: str, layers: Mapping[str, str]) -> tuple[LoraName, ...]:
-    """Name the layers of a block: those of diffusers and what the original calls them."""
-    return tuple(LoraName(f"{block}.{own}", f"{original}.{theirs}") for own, theirs in layers.items())
+    """Map layers of a diffusers block to the original names. layers: original name by diffusers name."""
+    return tuple(LoraName(f"{block}.{name}", f"{original}.{other}") for name, other in layers.items())
 
 
 def fused(block: str, layers: Sequence[str], original: str) -> tuple[LoraName, ...]:
-    """Name layers that are one layer in the original, one after the other."""
+    """Map several diffusers layers to one fused layer of the original, in this order."""
     return tuple(LoraName(f"{block}.{layer}", original, i, len(layers)) for i, layer in enumerate(layers))
 
 
 @dataclass(frozen=True)
 class NameTable:
-    """The table of a family, read in both directions."""
+    """The layer names of a family, with lookup in both directions."""
 
     names: tuple[LoraName, ...]
 
     def original(self, module: str) -> tuple[str, LoraName] | None:
-        """The original's layer that a layer of diffusers belongs to, and how. None: the table does not have it."""
+        """Return the original layer of a diffusers layer and its entry; None if the table lacks it."""
         return _found(module, self._by_diffusers)
 
     def members(self, module: str) -> list[tuple[str, LoraName]]:
-        """The layers of diffusers that an original layer is, in their places; [] if the table does not have it. Dots
-        may have become underscores, as kohya writes them."""
+        """Return the diffusers layers of an original layer, in order; [] if the table lacks it.
+
+        Accepts names with underscores instead of dots, as kohya writes them.
+        """
         table = self._by_original_flat if "." not in module else self._by_original
-        return [found for pattern, name, other in table if (found := _one(module, pattern, name, other))]
+        return [match for pattern, name, other in table if (match := _one(module, pattern, name, other))]
 
     def diffusers(self, flat: str) -> str | None:
-        """The layer of diffusers whose dots have become underscores; None if the table does not have it."""
-        return next((f[0] for p, n, o in self._by_diffusers_flat if (f := _one(flat, p, n, o))), None)
+        """Return the diffusers layer from its name with underscores for dots; None if the table lacks it."""
+        return next((m[0] for p, n, o in self._by_diffusers_flat if (m := _one(flat, p, n, o))), None)
 
     @cached_property
     def _by_diffusers(self) -> list[tuple[re.Pattern[str], LoraName, str]]:
@@ -72,7 +74,7 @@ class NameTable:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The family of a LoRA, as other tools know it."""
+    """The naming of a LoRA's family in other tools."""
 
     family: str
     table: NameTable
@@ -89,4 +91,4 @@ def _one(module: str, pattern: re.Pattern[str], name: LoraName, other: str) -> t
 
 
 def _found(module: str, table: Iterable[tuple[re.Pattern[str], LoraName, str]]) -> tuple[str, LoraName] | None:
-    return next((found for pattern, name, other in table if (found := _one(module, pattern, name, other))), None)
+    return next((match for pattern, name, other in table if (match := _one(module, pattern, name, other))), None)

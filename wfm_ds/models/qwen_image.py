@@ -1,4 +1,4 @@
-"""Qwen-Image: text of any length by Qwen2.5-VL, a VAE of videos for one frame, guidance that keeps the norm."""
+"""Qwen-Image: variable-length Qwen2.5-VL text, a video VAE for single frames, norm-preserving guidance."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from wfm_ds.models import vae
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.loading import read_json
 from wfm_ds.models.lora_names import renamed
+from wfm_ds.models.ragged import stack_padded
+from wfm_ds.models.sizes import require_image, require_multiples
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
-PATCH = 2  # rows and columns of latents in a token
+PATCH = 2  # latents along each side of a token
 EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"
 NEGATIVE = "negative_prompt"
-NULL_TEXT = " "  # the model's own examples contrast with it, and without any text the stock call has no guidance
+NULL_TEXT = " "  # as in the model's examples; without a negative prompt the pipeline has no guidance
 
 TARGETS = (
     *("to_q", "to_k", "to_v", "to_out.0"),
@@ -35,31 +37,32 @@ FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "tx
 BLOCK = "transformer_blocks.{}"
 OWN_NAMES = {name: name for name in (*(f"attn.{target}" for target in TARGETS), *FEED_FORWARD)}
 
-OF_LAST_TEXT = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")  # in the last block
+OF_LAST_TEXT = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")  # layers of the last block
 
 
 class QwenImage(DiffusionModel):
-    """The network's time is sigma, which it rounds to the compute dtype; its output is the velocity."""
+    """Network time: sigma, rounded to the compute dtype. Network output: the velocity."""
 
     family = "qwen_image"
     pipeline_classes = ("QwenImagePipeline",)
     required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({EMBEDS, MASK})
     default_lora_targets = TARGETS
-    lora_names = renamed(BLOCK, BLOCK, OWN_NAMES)  # diffusers' code is the authors' own
+    lora_names = renamed(BLOCK, BLOCK, OWN_NAMES)  # the original code is diffusers'
     comfyui_prefix = "transformer"
     default_side = 1024
     block_classes = (QwenImageTransformerBlock,)
+    stack = staticmethod(stack_padded)
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The last block drops its text tokens: what they ask and become has no effect."""
+        """Layers that compute text queries and outputs in the last block, which discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in OF_LAST_TEXT)
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
-        """ModelError for a network with an input that text to image does not have."""
+        """Raise ModelError for a network with inputs that text-to-image lacks."""
         config = read_json(folder / "transformer" / "config.json")
         for key in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond"):
             if config.get(key):
@@ -71,8 +74,10 @@ class QwenImage(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """prompt_embeds [B, n, D], prompt_embeds_mask [B, n] int64: n is the length of the longest of the prompts, at
-        most max_sequence_length. ValueError for no prompts."""
+        """Return prompt_embeds [B, n, D] and prompt_embeds_mask [B, n] int64.
+
+        n is the length of the longest prompt, at most max_sequence_length. Raises ValueError for an empty list.
+        """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, mask = self.pipeline.encode_prompt(
@@ -83,18 +88,9 @@ class QwenImage(DiffusionModel):
         return {EMBEDS: embeds, MASK: mask}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the longest text that there is."""
+        """Return the shapes for a text of maximal length."""
         length = self.max_sequence_length
         return {EMBEDS: (length, self.config.joint_attention_dim), MASK: (length,)}
-
-    @staticmethod
-    def stack(rows: Sequence[Conditioning]) -> Conditioning:
-        """Pad to the longest with zeros, and the masks with them."""
-        longest = max(row[EMBEDS].shape[1] for row in rows)
-        missing = [longest - row[EMBEDS].shape[1] for row in rows]
-        embeds = [functional.pad(row[EMBEDS], (0, 0, 0, n)) for row, n in zip(rows, missing, strict=True)]
-        masks = [functional.pad(row[MASK], (0, n)) for row, n in zip(rows, missing, strict=True)]
-        return {EMBEDS: torch.cat(embeds), MASK: torch.cat(masks)}
 
     def null_text(self, negative_text: str | None = None) -> str:
         return NULL_TEXT if negative_text is None else negative_text
@@ -117,57 +113,54 @@ class QwenImage(DiffusionModel):
             timestep=sigma,
             encoder_hidden_states=conditioning[EMBEDS].to(self.dtype),
             encoder_hidden_states_mask=conditioning[MASK],
-            img_shapes=(1, h // PATCH, w // PATCH),  # one size for all samples
+            img_shapes=(1, h // PATCH, w // PATCH),  # same size for all samples
             return_dict=False,
         )[0]
         return unpacked(velocity, h, w).float()
 
     def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """uncond + w * (cond - uncond), each token scaled to the norm that it has in cond, as in the stock pipeline."""
+        """Return uncond + w * (cond - uncond), with each token rescaled to its norm in cond, as diffusers does."""
         guided = packed(super().combine_guidance(cond, uncond, scale))
         norms = packed(cond).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         return unpacked(guided * norms, *cond.shape[2:])
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(C, H/f, W/f)."""
-        if num_frames != 1:
-            raise ValueError(f"qwen_image makes images: num_frames must be 1, got {num_frames}")
+        """Return (C, H/f, W/f)."""
+        require_image(self.family, num_frames)
         factor = self.pipeline.vae_scale_factor
         multiple = PATCH * factor
-        for name, size in (("height", height), ("width", width)):
-            if size < 1 or size % multiple:
-                raise ValueError(f"{name} must be a multiple of {multiple}, got {size}")
+        require_multiples(height, width, multiple)
         return (self.config.in_channels // PATCH**2, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
         return int(shape[1] // PATCH * (shape[2] // PATCH))
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """The stock grid; of one step 1 and 0, where the scheduler divides by the distance between its ends, 0."""
+        """Return the pipeline's sigmas; 1 and 0 for one step, for which the scheduler would divide by zero."""
         return torch.tensor([1.0, 0.0], dtype=torch.float64) if num_steps == 1 else super().sigmas(num_steps, shape)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """The pipeline's own grid, and a shift that grows with the size."""
+        """Return the pipeline's sigmas and a shift that grows with the size."""
         config = self.pipeline.scheduler.config
         limits = [config[name] for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")]
         mu = calculate_shift(self.num_tokens(shape), *limits)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def text_call(self) -> dict[str, Any]:
-        """Name the negative prompt too: the stock call's default is none, and then it has no guidance."""
+        """Add the negative prompt. The pipeline has no default, and without one it skips guidance."""
         return {**super().text_call(), NEGATIVE: self.null_text()}
 
     def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Guidance is `true_cfg_scale`; `guidance_scale` is another input, which these networks do not have."""
+        """Pass w as `true_cfg_scale`. `guidance_scale` is embedded guidance, which these networks lack."""
         return {"true_cfg_scale": w, "height": height, "width": width, **self.text_call()}
 
 
 def packed(latents: Tensor) -> Tensor:
-    """Tokens [B, h/2 w/2, 4 C] of latents [B, C, h, w]: patches of 2 x 2."""
+    """Convert latents [B, C, h, w] to tokens [B, h/2 w/2, 4 C], patches of 2 x 2."""
     return functional.pixel_unshuffle(latents, PATCH).flatten(2).transpose(1, 2)
 
 
 def unpacked(tokens: Tensor, h: int, w: int) -> Tensor:
-    """Latents [B, C, h, w] of their tokens."""
+    """Convert tokens back to latents [B, C, h, w]."""
     patches = tokens.transpose(1, 2).reshape(len(tokens), -1, h // PATCH, w // PATCH)
     return functional.pixel_shuffle(patches, PATCH)

@@ -1,4 +1,4 @@
-"""Loading of a path's model family. Families are found by looking into this folder; nothing registers itself."""
+"""Find and load the model family of a pipeline. Families are discovered in this folder, without registration."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ from wfm_ds.user_class import import_class
 
 TINY = "tiny:"
 MAKE_TIMEOUT_S = 300.0
-# What a family says of itself besides its methods (models/base.py).
-STATED = ("family", "pipeline_classes", "conditioning_keys", "default_lora_targets", "required_parts", "block_classes")
-# Pipelines that are asked for and cannot be a family yet: what one says of itself does not hold for them.
+# Class attributes that a family must define: those without a default in models/base.py.
+STATED = tuple(name for name in DiffusionModel.__annotations__ if not hasattr(DiffusionModel, name))
+# Requested pipelines that the family interface cannot express yet.
 NOT_NOW = {
     **dict.fromkeys(
         ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
-        "their network denoises sound beside the video, a second stream of latents, and their guidance takes four "
-        "forwards; use Wan or Cosmos-Predict2.5",
+        "their network denoises sound as a second stream of latents, and their guidance takes four forward passes; use "
+        "Wan or Cosmos-Predict2.5",
     ),
     **dict.fromkeys(
         ("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
-        "they draw a single video of a prompt, guide by a part that diffusers calls experimental, and load no LoRA; "
-        "use Wan or Cosmos-Predict2.5",
+        "they generate only one video per prompt, use an experimental guidance component of diffusers, and cannot load "
+        "a LoRA; use Wan or Cosmos-Predict2.5",
     ),
 }
 
 
 @cache
 def families() -> dict[str, type[DiffusionModel]]:
-    """Every family by name: the concrete subclasses of DiffusionModel in the modules of this folder."""
-    found: dict[str, type[DiffusionModel]] = {}
+    """Return all families by name: the concrete subclasses of DiffusionModel in the modules of this folder."""
+    by_name: dict[str, type[DiffusionModel]] = {}
     for info in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
         module = importlib.import_module(info.name)
         for member in vars(module).values():
             if not inspect.isclass(member) or not issubclass(member, DiffusionModel) or inspect.isabstract(member):
                 continue
-            first = found.setdefault(member.family, member)
+            first = by_name.setdefault(member.family, member)
             assert first is member, f"{member} and {first} are both called {member.family}"
-    return found
+    return by_name
 
 
 def family_of(folder: Path, own: str | None = None) -> type[DiffusionModel]:
-    """The family whose pipeline class the folder's model_index.json names. ModelError if there is none.
+    """Return the family for the pipeline class in a folder's model_index.json. Raises ModelError if there is none.
 
-    `own`: the recipe's model.family, a class of the user's that is to serve this folder.
+    user_family: the recipe's model.family, a user's class to use for this folder.
     """
     name = str(read_json(folder / "model_index.json").get("_class_name"))
     if own is not None:
@@ -78,30 +78,31 @@ def family_of(folder: Path, own: str | None = None) -> type[DiffusionModel]:
         raise ModelError(f"{folder}: pipelines of class {name} are not supported: {NOT_NOW[name]}")
     known = sorted(name for family in families().values() for name in family.pipeline_classes)
     raise ModelError(
-        f"{folder}: pipelines of class {name} are not supported; supported: {', '.join(known)}, and those of a "
-        "family of your own (model.family)"
+        f"{folder}: pipelines of class {name} are not supported; supported: {', '.join(known)}, or your own "
+        "family (model.family)"
     )
 
 
 def own_family(path: str, folder: Path, pipeline_class: Any) -> type[DiffusionModel]:
     family: type[DiffusionModel] = import_class(path, DiffusionModel, key="model.family", error=ModelError)
-    if lacking := [name for name in STATED if not hasattr(family, name)]:
-        raise ModelError(f"model.family {path}: the class does not set {', '.join(lacking)}")
+    if missing := [name for name in STATED if not hasattr(family, name)]:
+        raise ModelError(f"model.family {path}: the class does not set {', '.join(missing)}")
     if pipeline_class not in family.pipeline_classes:
         raise ModelError(
-            f"model.family {path}: {folder} is a {pipeline_class}, and the class serves "
+            f"model.family {path}: {folder} is a {pipeline_class}, but the class supports "
             f"{', '.join(family.pipeline_classes)}"
         )
     return family
 
 
 def resolve(path: str | Path, own: str | None = None, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The folder of a supported pipeline: `path` itself; for `tiny:FAMILY`, one that is made once in the cache; for
-    `owner/name` of the hub, its snapshot in the hub's cache, to which the files that it lacks are fetched.
+    """Return the folder of a supported pipeline.
 
-    Of another folder it reads model_index.json only. ModelError if the folder is missing, unreadable, no pipeline, or
-    of no known family, and where the hub refuses or is not reached. `own`: see family_of; `revision`: branch, tag or
-    commit of the hub; `weights`: fetch these too.
+    path: a local folder, `tiny:FAMILY` for a tiny pipeline (created in the cache), or `owner/name` on the Hub (missing
+    files are downloaded to the Hub cache).
+    user_family: see find_family. revision: branch, tag or commit on the Hub. weights: download weights too.
+    Only reads model_index.json of local folders. Raises ModelError if the folder is missing, unreadable or not a
+    supported pipeline, or if the download fails.
     """
     folder = locate(path, own, revision)
     if hub.is_id(str(path)):
@@ -110,37 +111,40 @@ def resolve(path: str | Path, own: str | None = None, revision: str | None = Non
 
 
 def locate(path: str | Path, own: str | None = None, revision: str | None = None) -> Path:
-    """The folder as of `resolve`, of which nothing but model_index.json is sure to be there: a repository of the hub is
-    not fetched before that says that it is supported."""
+    """Return the folder like `resolve_pipeline`, but of a Hub repository download only model_index.json.
+
+    Raises ModelError if the pipeline is not supported.
+    """
     if hub.is_id(str(path)):
         folder = hub.index_folder(str(path), revision)
         family_of(folder, own)
         return folder
     if revision is not None:
-        raise ModelError(f"model.revision {revision} is for a repository of the hub, and {path} is none: remove it")
+        raise ModelError(f"model.revision {revision} needs a repository of the Hub, but {path} is not one: remove it")
     if str(path).startswith(TINY):
         return cached_tiny(str(path).removeprefix(TINY))
     folder = Path(path).expanduser()
-    if not os.path.isdir(folder):  # os.path: False, not an error, where we may not look
+    if not os.path.isdir(folder):  # os.path returns False without permission; Path would raise
         if folder.name.endswith(hub.COSMOS_ORIGINAL):
             raise ModelError(
                 f"{folder} is an original Cosmos checkpoint; convert it: {hub.convert_cosmos(str(folder), str(folder))}"
             )
         problem = "is a file" if os.path.isfile(folder) else "does not exist"
         raise ModelError(
-            f"{folder} {problem}; model.path must name a diffusers pipeline folder on this disk, owner/name of the "
-            f"hub, or tiny:FAMILY{hub.suggestion(str(folder))}"
+            f"{folder} {problem}; model.path must be a local diffusers pipeline folder, owner/name on the Hub, or "
+            f"tiny:FAMILY{hub.suggestion(str(folder))}"
         )
     if not os.path.isfile(folder / "model_index.json"):
-        raise ModelError(
-            f"{folder} has no model_index.json; model.path must name the top folder of a diffusers pipeline"
-        )
+        raise ModelError(f"{folder} has no model_index.json; model.path must be the top folder of a diffusers pipeline")
     family_of(folder, own)
     return folder
 
 
 def cached_tiny(family: str) -> Path:
-    """The tiny pipeline's folder below $WFM_CACHE (unset: ~/.cache/wfm_ds). Several processes may make it at once."""
+    """Return the tiny pipeline's folder in $WFM_CACHE (default ~/.cache/wfm_ds).
+
+    Creates it if needed. Several processes may do so at the same time.
+    """
     root = Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser() / "tiny" / tiny_key()
     folder = root / family
     if family in (*tiny.FAMILIES, *tiny.LANGUAGE_FAMILIES) and folder.is_dir():
@@ -156,24 +160,24 @@ def cached_tiny(family: str) -> Path:
 
 
 def make_tiny(family: str, folder: Path) -> None:
-    """`write_tiny`; in a process of its own where this one is a rank: transformers saves models on rank 0 alone."""
+    """Run write_tiny_model, on ranks in a subprocess, because transformers only saves models on rank 0."""
     if not torch.distributed.is_initialized():
         tiny.write_tiny(family, folder)
         return
     command = [sys.executable, "-m", tiny.__name__, family, str(folder)]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=MAKE_TIMEOUT_S, check=False)
-    if made.returncode:
-        raise ModelError(made.stderr.strip().rpartition("\n")[2])
+    result = subprocess.run(command, capture_output=True, text=True, timeout=MAKE_TIMEOUT_S, check=False)
+    if result.returncode:
+        raise ModelError(result.stderr.strip().rpartition("\n")[2])
 
 
 def tiny_key() -> str:
-    """Changes whenever the bytes may: with our version, that of the libraries, and the code that writes the folder."""
+    """Return a cache key from our version, the library versions, and the code that writes tiny models."""
     code = hashlib.blake2b(b"".join(path.read_bytes() for path in tiny.sources()), digest_size=4).hexdigest()
     return f"{wfm_ds.__version__}-diffusers-{diffusers.__version__}-transformers-{transformers.__version__}-{code}"
 
 
 def publish(made: Path, folder: Path) -> None:
-    """Rename `made` to `folder`, unless another process was faster: its bytes are the same, so ours can go."""
+    """Rename `source` to `folder`. Does nothing if another process already created the identical folder."""
     try:
         made.rename(folder)
     except OSError:
@@ -197,38 +201,36 @@ def load(
     inputs: Collection[str] = (),
     embedded_guidance: float | None = None,
 ) -> DiffusionModel:
-    """Load a pipeline, from safetensors only, with its denoiser in `dtype`, on `device`; offline, unless it is one of
-    the hub that is not on this machine yet.
+    """Load a pipeline from safetensors to `device`, with its denoiser in `dtype`. Downloads missing files of the Hub.
 
-    vae_dtype: of the VAE's weights and of what it computes; latents and pixels are float32. Text encoders are bfloat16
-    on CUDA beside a bfloat16 denoiser, else float32.
-    own_family: a class of the user's that serves this pipeline, as `package.module:Class`.
-    revision: branch, tag or commit of a pipeline of the hub.
-    max_sequence_length, prompt_template: unset, what call.json in the folder says, else the stock pipeline's default.
-    guardrail: "stock" keeps the safety checker of a pipeline that has one, "off" does without.
-    mapped: leave the denoiser on the CPU and, if all its weights are stored in one dtype, in that one: pages of the
-    files, shared by all processes of the machine, until an engine places them (placement.py).
-    fps: frames a second of the videos that are made and trained on, for families whose network is told.
-    inputs: what every sample is told besides text and frames, as data.inputs names it.
-    embedded_guidance: the guidance scale that the network takes as an input; unset, as max_sequence_length.
-    ModelError as for `resolve`, if a part is missing, damaged or does not fit its config, and for a guardrail to
-    switch off, a prompt template to choose or a guidance to embed that the family does not have.
+    vae_dtype: dtype of the VAE's weights and computation; latents and pixels are float32. Text encoders are bfloat16 on
+    CUDA if the denoiser is bfloat16, otherwise float32.
+    user_family: a user's family class, as `package.module:Class`.
+    revision: branch, tag or commit on the Hub.
+    max_sequence_length, prompt_template: default to the folder's call.json, then to the diffusers pipeline.
+    guardrail: "stock" keeps the pipeline's safety checker, "off" disables it.
+    mapped: keep the denoiser memory-mapped on the CPU in its stored dtype, shared by all processes of the machine,
+    until an engine places it (placement.py).
+    fps: frames per second of all videos, for networks conditioned on it.
+    inputs: names of the inputs that every sample provides, as in data.inputs.
+    embedded_guidance: guidance scale passed to the network; defaults like max_sequence_length.
+    Raises ModelError like `resolve_pipeline`, if files are missing, damaged or do not match their configs, and if the
+    family does not support the guardrail, prompt template or embedded guidance setting.
     """
     folder, device = resolve(path, own_family, revision), torch.device(device)
     family = family_of(folder, own_family)
     if guardrail == "off" and not family.has_guardrail:
-        raise ModelError(f"{folder}: {family.family} has no guardrail to switch off; remove model.guardrail")
+        raise ModelError(f"{folder}: {family.family} has no guardrail; remove model.guardrail")
     if prompt_template is not None and prompt_template not in family.prompt_templates:
         raise ModelError(
-            f"{folder}: {family.family} has no prompt template, its pipeline takes prompts as they are; remove "
-            "model.prompt_template"
+            f"{folder}: {family.family} has no prompt template {prompt_template!r}; remove model.prompt_template"
         )
     check_embedded_guidance(family, folder, embedded_guidance)
     family.check_folder(folder)
     length = max_sequence_length or stored_sequence_length(folder)
     low_precision_text = device.type == "cuda" and dtype == torch.bfloat16
 
-    def dtype_of(part: str) -> torch.dtype:
+    def component_dtype(part: str) -> torch.dtype:
         if part in family.denoiser_parts:
             return dtype
         if part == "vae":
@@ -239,7 +241,7 @@ def load(
     pipeline = load_pipeline(
         folder,
         family.required_parts,
-        dtype_of,
+        component_dtype,
         extra,
         mapped=family.denoiser_parts if mapped else (),
         late=family.late_parts(folder),
@@ -258,23 +260,23 @@ def load(
         inspect.signature(family).bind(pipeline, folder, **options)
     except TypeError as error:
         raise ModelError(
-            f"model.family {own_family}: its constructor does not take what a family is given ({error}): take "
-            "**options, and hand them on to super().__init__"
+            f"model.family {own_family}: its constructor does not accept the arguments of a family ({error}): accept "
+            "**options and pass them to super().__init__"
         ) from error
     return family(pipeline, folder, **options)
 
 
 def check_embedded_guidance(family: type[DiffusionModel], folder: Path, scale: float | None) -> None:
-    """ModelError for a guidance scale that the network in this folder does not take as an input."""
+    """Raise ModelError for an embedded guidance scale that the network in this folder does not support."""
     if scale is not None and not family.takes_guidance(folder):
         raise ModelError(
-            f"{folder}: the network of this {family.family} takes no guidance scale as an input; remove "
-            "model.embedded_guidance, and set sampling.guidance_scale for guidance"
+            f"{folder}: this {family.family} network does not support embedded guidance; remove "
+            "model.embedded_guidance and set sampling.guidance_scale"
         )
 
 
 def randomize(model: DiffusionModel, seed: int) -> None:
-    """Give the bare denoiser, in place and in its dtype, the fresh weights that its config and the run's seed imply."""
+    """Initialize the unwrapped denoiser with random weights from the run's seed, in place and in its dtype."""
     with seeded(derive_seed(seed, "denoiser_init")):
         for part in model.denoiser_parts:
             network: Any = getattr(model.pipeline, part)

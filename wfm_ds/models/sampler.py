@@ -1,4 +1,4 @@
-"""Images or videos from prompts and noise seeds: the part that rollouts, validation and `wfm_ds.generate` share."""
+"""Sampling of images or videos from prompts and noise seeds, for rollouts, validation and `wfm_ds.generate`."""
 
 from __future__ import annotations
 
@@ -28,52 +28,52 @@ from wfm_ds.types import Prompt
 if TYPE_CHECKING:
     from wfm_ds.types import ConditionalFrames, Conditioning
 
-UNCONDITIONAL = "uncond"  # the purpose of forwards that guidance contrasts with; those of a rollout are rollout
+UNCONDITIONAL = "uncond"  # purpose of the negative half of guidance in training; rollouts count it as their own
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The inputs of the denoiser about B samples, and those that guidance contrasts them with."""
+    """The conditioning of B samples and the negative conditioning for guidance."""
 
     conditioning: Conditioning
-    contrast: Conditioning | None  # None: no expert is guided
+    contrast: Conditioning | None  # None: no guidance
 
     def both(self, model: DiffusionModel) -> Conditioning:
-        """The rows of both, one after the other. Raises RecipeError where they cannot share a batch."""
+        """Concatenate the positive and the negative rows. Raises RecipeError if their shapes differ."""
         assert self.contrast is not None
         try:
             return model.stack([self.conditioning, self.contrast])
         except ValueError as error:
             raise RecipeError(
-                f"sampling.guidance_batch: joint needs both texts in one shape, and {error}: set it to separate"
+                f"sampling.guidance_batch: joint needs texts of the same shape, but {error}: set it to separate"
             ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """A model with the sizes and the guidance of a recipe's `sampling` section. It computes with the weights in use."""
+    """Samples from a model with the sizes and guidance of a recipe's `sampling` section, with its current weights."""
 
     model: DiffusionModel
     texts: TextCache
     settings: SamplingRecipe
     forward: Forward
     joint_rows: Mapping[str, int] = field(default_factory=dict)
-    """By purpose of `generate`, the rows of the largest forward that holds both halves of guided predictions; of other
-    purposes each half has a forward of its own."""
+    """Maximum rows of a forward pass with both halves of guidance, by purpose of `generate`. Purposes without an entry
+    run each half in its own forward pass."""
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """(C,h,w) or (C,T,h,w). Raises ValueError for a size that the family cannot make."""
+        """(C,h,w) or (C,T,h,w). Raises ValueError for a size that the family does not support."""
         size = self.settings
         return self.model.latent_shape(size.height, size.width, size.num_frames)
 
     def evaluation_plan(self) -> Plan:
-        """Deterministic, whatever the rollouts do. Raises ModelError for a grid that the scheduler cannot make."""
+        """Return a deterministic plan, for any rollout settings. Raises ModelError for unsupported sigmas."""
         return deterministic_plan(self.eval_solver, self.model.sigmas(self.settings.eval_steps, self.latent_shape))
 
     @property
     def eval_solver(self) -> str:
-        """The solver of validation and of `wfm_ds.generate`: the recipe's, else of the order that the pipeline's is."""
+        """The solver of validation and `wfm_ds.generate`: from the recipe, by default of the pipeline's order."""
         return self.settings.eval_solver or self.model.stock_solver
 
     def generate(
@@ -87,10 +87,10 @@ class Sampler:
         conditional_frames: ConditionalFrames | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> Trajectory:
-        """Denoise B samples as planned.
+        """Denoise B samples according to a plan.
 
-        noise_seeds: of the initial noise. seeds: of what the plan draws besides, unless they are the same. shape: of
-        one sample's latents, unless latent_shape.
+        noise_seeds: seeds of the initial noise. seeds: seeds of the plan's further noise; default: noise_seeds.
+        shape: shape of one sample's latents; default: latent_shape.
         """
         conditions = self.conditions(prompts, conditional_frames, shape)
         joint = 2 * len(prompts) <= self.joint_rows.get(purpose, 0)
@@ -115,8 +115,10 @@ class Sampler:
         *,
         contrast_purpose: str = UNCONDITIONAL,
     ) -> Tensor:
-        """Predict [B, ...] float32 with one expert, guided where it is. Gradient flows through the conditional half
-        only. contrast_purpose: what the other half is counted as."""
+        """Predict the velocity [B, ...] float32 with one expert, with guidance if the expert has it.
+
+        Only the conditional half gets a gradient. negative_purpose: purpose that the negative half is counted under.
+        """
         conditional = self.forward(purpose, latents, sigma, conditions.conditioning, expert)
         if conditions.contrast is None or not self.settings.is_guided(expert):
             return conditional
@@ -127,7 +129,7 @@ class Sampler:
     def joint_velocity(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditions: Conditions, expert: int
     ) -> Tensor:
-        """Return what `velocity` does of a guided expert, but for rounding, by one forward of 2 B rows."""
+        """Predict like `predict_velocity` with a guided expert, in one forward pass of 2 B rows (up to rounding)."""
         both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.both(self.model)
         conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
         return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(expert))
@@ -138,20 +140,24 @@ class Sampler:
         conditional_frames: ConditionalFrames | None = None,
         shape: Sequence[int] | None = None,
     ) -> Conditions:
-        """The embedded prompts and, where an expert is guided, what they are contrasted with: each prompt's own
-        negative text, else the recipe's, else the family's. Both hold the prompts' inputs and the conditional frames.
+        """Encode prompts, their inputs and conditioning frames, and negative prompts if an expert is guided.
 
-        shape: of one sample's latents, unless latent_shape."""
-        texts: list[Sequence[Text]] = [[prompt.text for prompt in prompts]]
+        The negative prompt is the prompt's own, by default the recipe's, then the family's. Both halves contain the
+        same inputs and conditioning frames. shape: shape of one sample's latents; default: latent_shape.
+        """
+        positive = self.encode_texts([prompt.text for prompt in prompts], shape)
+        negative = None
         if self.settings.is_guided():
-            texts.append(negatives(self.model, self.settings, prompts))
-        embedded = [self.texts.encode(self.captioned(part, shape)) for part in texts]
-        besides = self.besides_text([prompt.inputs for prompt in prompts], conditional_frames, shape)
-        told = [{**text, **besides} for text in embedded]
-        return Conditions(told[0], told[1] if len(told) == 2 else None)
+            negative = self.encode_texts(negatives(self.model, self.settings, prompts), shape)
+        shared = self.besides_text([prompt.inputs for prompt in prompts], conditional_frames, shape)
+        return Conditions(positive | shared, None if negative is None else negative | shared)
+
+    def encode_texts(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> Conditioning:
+        """Format and encode texts, for latents of this shape; default: latent_shape."""
+        return self.texts.encode(self.captioned(texts, shape))
 
     def captioned(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> list[Text]:
-        """These texts as the family encodes them, for latents of this shape, unless latent_shape."""
+        """Format texts as the family requires, for latents of this shape; default: latent_shape."""
         return captioned(self.model, texts, self.pixel_size(shape), self.settings.num_frames)
 
     def besides_text(
@@ -160,54 +166,57 @@ class Sampler:
         conditional_frames: ConditionalFrames | None,
         shape: Sequence[int] | None = None,
     ) -> Conditioning:
-        """The conditioning [B, ...] of samples besides their texts: what data.inputs names, and the frames that they
-        are given. The only place where it is made, for training and sampling alike. shape: see `conditions`."""
-        found: Conditioning = {}
+        """Encode the inputs of data.inputs and the conditioning frames, for training and sampling.
+
+        shape: shape of one sample's latents; default: latent_shape.
+        """
+        conditioning: Conditioning = {}
         if any(inputs):
-            found |= self.model.encode_inputs(inputs, self.settings.num_frames, self.pixel_size(shape))
+            conditioning |= self.model.encode_inputs(inputs, self.settings.num_frames, self.pixel_size(shape))
         if (frames := conditional_frames) is not None:
-            found = with_conditional_frames(found, frames.latents, frames.counts)
-        return found
+            conditioning = with_conditional_frames(conditioning, frames.latents, frames.counts)
+        return conditioning
 
     def pixel_size(self, shape: Sequence[int] | None) -> tuple[int, int]:
-        """Height and width of the pixels of latents of this shape, unless latent_shape."""
+        """Return height and width in pixels for latents of this shape; None: latent_shape."""
         size, (*_, h, w) = self.settings, self.latent_shape
         height, width = (h, w) if shape is None else shape[-2:]
         return height * size.height // h, width * size.width // w
 
     def media(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """uint8 [B,H,W,3] of these latents, of video families [B,T,H,W,3], and whether each was finite: one that was
-        not is shown as mid-grey latents and must not be scored."""
+        """Decode latents to uint8 [B,H,W,3] (video families [B,T,H,W,3]) and return whether each sample is finite.
+
+        Non-finite latents are decoded as zeros. Do not score these samples.
+        """
         return self.decoding(latents).wait()
 
     @torch.no_grad()
     def decoding(self, latents: Tensor, rows: slice = slice(None)) -> Decoding:
-        """Begin what `media` waits for, of these rows alone (finite or not: of all). On a GPU it goes on beside what is
-        denoised afterwards."""
+        """Start decoding these rows, on a GPU in parallel with later work. Finiteness is checked for all rows."""
         with beside(self.model.device, latents) as done:
             finite_B = latents.flatten(1).isfinite().all(1)
-            shown = torch.where(finite_B.view(-1, *[1] * (latents.ndim - 1)), latents, 0.0)[rows]
-            parts = torch.split(shown, self.decode_batch(latents.shape[1:])) if len(shown) else ()
-            # A copy that does not block goes into pinned memory; on a CPU there is nothing to copy.
+            selected = torch.where(finite_B.view(-1, *[1] * (latents.ndim - 1)), latents, 0.0)[rows]
+            parts = torch.split(selected, self.decode_batch(latents.shape[1:])) if len(selected) else ()
+            # A non-blocking copy goes to pinned memory; on a CPU nothing is copied.
             levels = [self.model.levels(self.model.decode(part)).to("cpu", non_blocking=True) for part in parts]
             finite = finite_B.to("cpu", non_blocking=True)
         return Decoding(levels, finite, done)
 
     def decode_batch(self, shape: Sequence[int]) -> int:
-        """Number of samples with latents of this shape to decode at once: small ones together, pictures on a CPU one by
-        one.
+        """Return how many samples with latents of this shape to decode together.
 
-        All samples of a batch would need more memory than the denoiser, a small one alone leaves a device idle.
+        Decoding a whole batch would need more memory than the denoiser, but single small samples underuse the device.
+        On a CPU images are decoded one at a time.
         """
         model, size, (*_, h, w) = self.model, self.settings, self.latent_shape
         if model.device.type == "cpu" and not model.video:
             return 1
         frame = shape[-2] * shape[-1] * (size.height // h) * (size.width // w)
-        at_once = vae.frames_at_once(model.pipeline.vae, size.num_frames) if model.video else 1
-        return vae.media_at_once(model.pipeline.vae, frame * at_once)
+        num_frames = vae.frames_at_once(model.pipeline.vae, size.num_frames) if model.video else 1
+        return vae.media_at_once(model.pipeline.vae, frame * num_frames)
 
 
 def negatives(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:
-    """The texts that guidance contrasts these prompts with."""
+    """Return the negative prompts for guidance: the prompt's own, by default the recipe's, then the family's."""
     texts = [p.negative_text if p.negative_text is not None else settings.negative_prompt for p in prompts]
     return [NegativeText(model.null_text(text)) for text in texts]

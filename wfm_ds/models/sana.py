@@ -1,4 +1,4 @@
-"""SANA 1.0 and 1.5: a deep-compression VAE, Gemma-2 text with its mask, linear attention."""
+"""SANA 1.0 and 1.5: deep-compression VAE, Gemma-2 text with a mask, linear attention."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel, stock_argument
 from wfm_ds.models.loading import stored_call
 from wfm_ds.models.lora_names import fused, renamed
+from wfm_ds.models.sizes import require_image, require_multiples
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
-INSTRUCTION = "complex_human_instruction"  # the stock call's argument: lines that go before each prompt
-STOCK_MULTIPLE = 32  # the stock calls refuse other sizes, also where VAE and patches would allow them
+INSTRUCTION = "complex_human_instruction"  # argument of the pipeline call: lines before each prompt
+STOCK_MULTIPLE = 32  # the diffusers pipelines reject other sizes, even if VAE and patches allow them
 
 BLOCK = "transformer_blocks.{}"
 LORA_NAMES = (
@@ -34,9 +35,9 @@ LORA_NAMES = (
 
 
 class Sana(DiffusionModel):
-    """The network's time is num_train_timesteps * sigma * timestep_scale as a float, its output the velocity.
+    """Network time: num_train_timesteps * sigma * timestep_scale, not rounded. Network output: the velocity.
 
-    `instruction` is what goes before prompts, never before negative texts.
+    `instruction` is added before prompts but not before negative prompts.
     """
 
     family = "sana"
@@ -49,25 +50,25 @@ class Sana(DiffusionModel):
     prompt_templates = ("stock", "none")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Check the folder as the base class does. ModelError too if call.json holds an instruction that is none."""
+        """Also read the instruction. Raises ModelError if call.json has an invalid one."""
         super().__init__(*arguments, **options)
         self.instruction = self.chosen_instruction()
 
     def chosen_instruction(self) -> list[str] | None:
-        stock: list[str] = stock_argument(self.pipeline, INSTRUCTION)
+        default: list[str] = stock_argument(self.pipeline, INSTRUCTION)
         if self.prompt_template is not None:
-            return stock if self.prompt_template == "stock" else None
-        lines = stored_call(self.path).get(INSTRUCTION, stock)
+            return default if self.prompt_template == "stock" else None
+        lines = stored_call(self.path).get(INSTRUCTION, default)
         if lines is not None and not (isinstance(lines, list) and all(isinstance(line, str) for line in lines)):
             raise ModelError(f"{self.path / 'call.json'}: {INSTRUCTION} must be null or a list of lines, got {lines!r}")
         return lines
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """prompt_embeds [B, max_sequence_length, D], prompt_attention_mask [B, max_sequence_length] int64.
+        """Return prompt_embeds [B, max_sequence_length, D], prompt_attention_mask [B, max_sequence_length] int64.
 
-        The first and the last positions of instruction and prompt, as the stock pipeline keeps them. ValueError for no
-        prompts.
+        Keeps the first and the last positions of instruction and prompt, as diffusers does. Raises ValueError for an
+        empty list.
         """
         return self.encode_after(self.instruction, prompts)
 
@@ -101,26 +102,23 @@ class Sana(DiffusionModel):
         return self.predict(latents, time, conditioning)
 
     def predict(self, latents: Tensor, time: Tensor, conditioning: Conditioning) -> Tensor:
-        """The network's velocity, float32; `time` is float32 and stays it up to the sinusoid."""
+        """Call the network and return its velocity, float32. `time` is float32 up to the sinusoidal embedding."""
         output: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
-            # Not `attention_mask`: that is another argument, and the padding would be attended to without a word.
+            # `attention_mask` is a different argument, with which padding would be attended to.
             encoder_attention_mask=conditioning["prompt_attention_mask"],
             timestep=time,
             return_dict=False,
         )[0]
-        return output[:, : self.config.in_channels].float()  # some networks put a learned variance behind it
+        return output[:, : self.config.in_channels].float()  # some networks append a learned variance
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(C, H/f, W/f)."""
-        if num_frames != 1:
-            raise ValueError(f"sana makes images: num_frames must be 1, got {num_frames}")
+        """Return (C, H/f, W/f)."""
+        require_image(self.family, num_frames)
         factor = self.pipeline.vae_scale_factor
         multiple = math.lcm(STOCK_MULTIPLE, factor * self.config.patch_size)
-        for name, size in (("height", height), ("width", width)):
-            if size < 1 or size % multiple:
-                raise ValueError(f"{name} must be a multiple of {multiple}, got {size}")
+        require_multiples(height, width, multiple)
         return (self.config.in_channels, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
@@ -131,5 +129,5 @@ class Sana(DiffusionModel):
         return {**super().text_call(), INSTRUCTION: self.instruction}
 
     def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Binning would move the size to one of a table, and resize what comes out."""
+        """Disable resolution binning, which would change the size to one of a table and resize the output."""
         return {**super().pipeline_call(w, height, width, num_frames), "use_resolution_binning": False}

@@ -1,4 +1,4 @@
-"""SANA video: SANA with a time axis, the latents of a video VAE, and an optional conditional first frame."""
+"""SANA-Video: SANA with a time axis, a video VAE, and an optional conditioning frame."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SanaVideo(Sana):
-    """Time as num_train_timesteps * sigma: one value per sample, or one per token when frames are given (0 there)."""
+    """Network time: num_train_timesteps * sigma, per sample, or per token and 0 on conditioning frames."""
 
     family = "sana_video"
     pipeline_classes = ("SanaVideoPipeline", "SanaImageToVideoPipeline")
@@ -33,8 +33,8 @@ class SanaVideo(Sana):
     def check_folder(cls, folder: Path) -> None:
         if read_json(folder / "model_index.json").get("vae") == ["diffusers", "AutoencoderDC"]:
             raise ModelError(
-                f"{folder}: diffusers {diffusers.__version__} cannot load a SANA-Video pipeline whose VAE is an "
-                "AutoencoderDC (it asks its config for factors that are not there); use one with the Wan or LTX-2 VAE"
+                f"{folder}: diffusers {diffusers.__version__} cannot load a SANA-Video pipeline with the VAE "
+                "AutoencoderDC (it reads factors that its config lacks); use one with the Wan or LTX-2 VAE"
             )
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -44,23 +44,22 @@ class SanaVideo(Sana):
                 f"sana_video takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
         time = sigma * self.pipeline.scheduler.config.num_train_timesteps
-        conditional_frames = frames_in(conditioning)
-        if conditional_frames is None:
+        clean_frames = frames_in(conditioning)
+        if clean_frames is None:
             return self.predict(latents, time, conditioning)
-        velocity = self.predict(
-            conditional_frames.enter(latents), self.token_times(time, latents, conditional_frames), conditioning
-        )
-        return conditional_frames.leave(velocity, latents, sigma)
+        token_times = self.token_times(time, latents, clean_frames)
+        velocity = self.predict(clean_frames.enter(latents), token_times, conditioning)
+        return clean_frames.leave(velocity, latents, sigma)
 
-    def token_times(self, time: Tensor, latents: Tensor, conditional_frames: FramesInLatents) -> Tensor:
-        """[B, 1, T, h, w] in patches: `time` [B] on free frames, 0 on conditional ones."""
+    def token_times(self, time: Tensor, latents: Tensor, clean_frames: FramesInLatents) -> Tensor:
+        """Return times [B, 1, T, h, w] in patches: `time` [B] on noisy frames, 0 on conditioning frames."""
         count, _, *size = latents.shape
         frames, height, width = (n // patch for n, patch in zip(size, self.config.patch_size, strict=True))
-        noisy = 1 - conditional_frames.mask[:, :, :: self.config.patch_size[0]]
+        noisy = 1 - clean_frames.mask[:, :, :: self.config.patch_size[0]]
         return (time.view(-1, 1, 1, 1, 1) * noisy).expand(count, 1, frames, height, width)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(C, T, H/f, W/f), T = (F-1)/k + 1. VAE and patches limit the multiples, the rotary table the size."""
+        """Return (C, T, H/f, W/f), T = (F-1)/k + 1. The rotary table limits size and number of frames."""
         in_space, in_time = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         patch_time, patch, _ = self.config.patch_size
         positions = self.config.rope_max_seq_len  # along each axis

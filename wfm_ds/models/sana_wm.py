@@ -1,4 +1,4 @@
-"""SANA-WM: the world that a camera is led through, from a first image (stage 1, without the refiner)."""
+"""SANA-WM: videos of a world along a camera path, from a first image (stage 1, without the refiner)."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditional_frames import frames_in
 from wfm_ds.models.inputs import Input
 from wfm_ds.models.loading import stored_call
+from wfm_ds.models.sizes import require_multiples
 from wfm_ds.pinned import on_device
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from wfm_ds.types import Conditioning
 
-INSTRUCTION = "chi_prompt"  # the stock call's argument: lines that go before each prompt, null for its own
+INSTRUCTION = "chi_prompt"  # argument of the pipeline call: lines before each prompt; null: the default
 POSES, INTRINSICS = "c2w", "intrinsics"
 RAYMAP, RAYS, ANGLES, PLUCKER = CAMERA = ("raymap", "rays", "ray_angles", "chunk_plucker")
-WITHOUT_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # of softmax attention, which has them for its name
+WITHOUT_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # unused by softmax blocks, present in checkpoints
 
 
 class CameraNetwork(SanaWMTransformer3DModel, PeftAdapterMixin):  # type: ignore[misc]
-    """The stock network, which takes adapters, and the geometry of a camera as it is instead of making it in its own
-    dtype."""
+    """The diffusers network with LoRA support and precomputed camera geometry.
+
+    diffusers computes the geometry in the network's dtype, which is inaccurate in bfloat16.
+    """
 
     def forward(
         self,
@@ -51,21 +52,20 @@ class CameraNetwork(SanaWMTransformer3DModel, PeftAdapterMixin):  # type: ignore
         ray_angles: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Shapes as of SanaWM.encode_inputs; all three or none."""
+        """Pass all three camera tensors or none. Shapes: see SanaWM.encode_inputs."""
         if raymap is None:
             return super().forward(*arguments, **options)
         assert rays is not None
         assert ray_angles is not None
         geometry = {"absmap": ray_angles, "P": rays, "P_inv": _invert_SE3(rays)}
-        known = {name: tensor.to(self.dtype) for name, tensor in geometry.items()}
-        return super().forward(*arguments, camera_conditions=raymap.to(self.dtype), cam_pos_embeds=known, **options)
+        embeds = {name: tensor.to(self.dtype) for name, tensor in geometry.items()}
+        return super().forward(*arguments, camera_conditions=raymap.to(self.dtype), cam_pos_embeds=embeds, **options)
 
 
 class SanaWM(DiffusionModel):
-    """The network's time is num_train_timesteps * sigma, cut to a whole number inside it, and 0 on the given frame; its
-    output is the velocity.
+    """Network time: num_train_timesteps * sigma, 0 on the conditioning frame. Network output: the velocity.
 
-    `instruction` is what goes before prompts, never before negative texts.
+    The network truncates time to an integer. `instruction` is added before prompts but not before negative prompts.
     """
 
     family = "sana_wm"
@@ -102,7 +102,7 @@ class SanaWM(DiffusionModel):
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Gates of layers that have none, and the embedding of ray angles where Pluecker coordinates replace it."""
+        """Gates of softmax blocks, and the ray embedding if Pluecker coordinates replace it."""
         config, every = self.config, self.config.softmax_every_n
         softmax = range(every - 1, config.num_layers, every) if every > 0 else ()
         gates = [f"blocks.{i}.attn.{name}" for i in softmax for name in WITHOUT_GATES]
@@ -110,25 +110,25 @@ class SanaWM(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """prompt_embeds [B, max_sequence_length, D], prompt_attention_mask [B, max_sequence_length] int64.
+        """Return prompt_embeds [B, max_sequence_length, D], prompt_attention_mask [B, max_sequence_length] int64.
 
-        The first and the last positions of instruction and prompt, as the stock pipeline keeps them. ValueError for no
-        prompts.
+        Keeps the first and the last positions of instruction and prompt, as diffusers does. Raises ValueError for an
+        empty list.
         """
         head = "\n".join(self.instruction or DEFAULT_CHI_PROMPT)
         if not head:
             return self.embedded(prompts, self.max_sequence_length)
-        # The stock pipeline counts so: the head's <bos> is that of the whole.
+        # Same count as in the diffusers pipeline, which includes <bos>.
         whole = self.embedded(prompts, len(self.pipeline.tokenizer.encode(head)) + self.max_sequence_length - 2, head)
-        kept = [0, *range(1 - self.max_sequence_length, 0)]
-        return {name: tensor[:, kept] for name, tensor in whole.items()}
+        positions = [0, *range(1 - self.max_sequence_length, 0)]
+        return {name: tensor[:, positions] for name, tensor in whole.items()}
 
     @torch.no_grad()
     def encode_negative(self, texts: Sequence[str]) -> Conditioning:
         return self.embedded(texts, self.max_sequence_length)
 
     def embedded(self, texts: Sequence[str], length: int, head: str = "") -> Conditioning:
-        """The last hidden states of texts of so many tokens, padded on the right."""
+        """Return the last hidden states of texts, truncated or right-padded to `length` tokens."""
         if isinstance(texts, str) or not texts:
             raise ValueError(f"prompts must be a list of at least one text, got {texts!r}")
         tokens = self.pipeline.tokenizer(
@@ -139,7 +139,7 @@ class SanaWM(DiffusionModel):
             truncation=True,
             return_tensors="pt",
         ).to(self.device)
-        # Without the language model's head, whose logits nobody asks for.
+        # base_model skips the language model head; its logits are not needed.
         states = self.pipeline.text_encoder.base_model(tokens.input_ids, attention_mask=tokens.attention_mask)
         return {"prompt_embeds": states.last_hidden_state, "prompt_attention_mask": tokens.attention_mask}
 
@@ -150,20 +150,16 @@ class SanaWM(DiffusionModel):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Geometry of B cameras, float32, of N = T h w tokens and k frames of a latent one: raymap [B,T,20] (pose
-        relative to the first, and intrinsics), rays [B,N,4,4] (world to ray), ray_angles [B,3,T,h,w], chunk_plucker
-        [B,6k,T,h,w].
+        """Return the geometry of B cameras, float32, for N = T h w tokens and k pixel frames per latent frame.
 
-        It is made in float32, and cast where the network computes: in bfloat16 a pose is off by 1/256 of its numbers.
-        ValueError for samples without a camera, for other shapes than c2w [F,4,4] and intrinsics [4] or [F,4], and for
-        a focal length that is not above 0.
+        raymap [B,T,20]: poses relative to the first and intrinsics. rays [B,N,4,4]: world to ray.
+        ray_angles [B,3,T,h,w]. chunk_plucker [B,6k,T,h,w].
+        Computed in float32, because bfloat16 poses have a relative error of 1/256; the network casts the results.
+        Raises ValueError for samples without camera, for other shapes than c2w [F,4,4] and intrinsics [4] or [F,4], and
+        for non-positive focal lengths.
         """
         rows = [self.camera(row, num_frames, size) for row in inputs]
         return {name: on_device(torch.cat([row[name] for row in rows]), self.device) for name in CAMERA}
-
-    @classmethod
-    def needs_first_frame(cls, folder: Path) -> bool:
-        return True
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         _, *size = shape
@@ -175,29 +171,29 @@ class SanaWM(DiffusionModel):
         }
 
     def camera(
-        self, told: Mapping[str, npt.NDArray[np.float32]], num_frames: int, size: tuple[int, int]
+        self, sample: Mapping[str, npt.NDArray[np.float32]], num_frames: int, size: tuple[int, int]
     ) -> dict[str, Tensor]:
-        if lacking := [name for name in self.takes if name not in told]:
-            raise ValueError(f"a sample has no {' and no '.join(lacking)}")
-        poses, intrinsics = (np.asarray(told[name], np.float32) for name in (POSES, INTRINSICS))
+        if missing := [name for name in self.takes if name not in sample]:
+            raise ValueError(f"a sample has no {' and no '.join(missing)}")
+        poses, intrinsics = (np.asarray(sample[name], np.float32) for name in (POSES, INTRINSICS))
         if poses.shape != (num_frames, 4, 4):
             raise ValueError(f"c2w must be [{num_frames}, 4, 4], got {list(poses.shape)}")
         if intrinsics.shape not in ((4,), (num_frames, 4)):
             raise ValueError(f"intrinsics must be [4] or [{num_frames}, 4], got {list(intrinsics.shape)}")
         if not (intrinsics[..., :2] > 0).all():
-            raise ValueError("intrinsics have a focal length that is not above 0")
+            raise ValueError("intrinsics: focal lengths must be positive")
         (_, frames, height, width), space = self.latent_shape(*size, num_frames), self.space
         stride = (self.pipeline.vae_temporal_compression_ratio, space, space)
         intrinsics = np.broadcast_to(intrinsics, (num_frames, 4)).copy()
-        known = prepare_camera(poses, intrinsics, target_size=size, vae_stride=stride)
-        raymap, patch = known["raymap"][None], self.config.patch_size
+        geometry = prepare_camera(poses, intrinsics, target_size=size, vae_stride=stride)
+        raymap, patch = geometry["raymap"][None], self.config.patch_size
         tokens = (frames // patch[0], height // patch[1], width // patch[2])
         rays, angles = _process_camera_conditions_ucpe(raymap, 1, tokens, patch)
         return {
             RAYMAP: raymap,
             RAYS: rays.reshape(1, -1, 4, 4),
             ANGLES: angles.permute(0, 4, 1, 2, 3),
-            PLUCKER: known["chunk_plucker"][None],
+            PLUCKER: geometry["chunk_plucker"][None],
         }
 
     def to_latents(self, pixels: Tensor) -> Tensor:
@@ -212,33 +208,31 @@ class SanaWM(DiffusionModel):
             raise ValueError(
                 f"sana_wm takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
-        given = frames_in(conditioning)
-        free = latents.new_ones(len(latents), 1, latents.shape[2]) if given is None else 1 - given.mask[..., 0, 0]
+        frames = frames_in(conditioning)
+        free = latents.new_ones(len(latents), 1, latents.shape[2]) if frames is None else 1 - frames.mask[..., 0, 0]
         velocity: Tensor = self.denoiser(
-            hidden_states=(latents if given is None else given.enter(latents)).to(self.dtype),
+            hidden_states=(latents if frames is None else frames.enter(latents)).to(self.dtype),
             timestep=sigma.view(-1, 1, 1) * self.pipeline.scheduler.config.num_train_timesteps * free,
             encoder_hidden_states=conditioning["prompt_embeds"][:, None].to(self.dtype),
             mask=conditioning["prompt_attention_mask"],
             return_dict=False,
             **{name: conditioning[name] for name in CAMERA if name in conditioning},
         )[0].float()
-        return velocity if given is None else given.leave(velocity, latents, sigma)
+        return velocity if frames is None else frames.leave(velocity, latents, sigma)
 
     @property
     def space(self) -> int:
-        """Pixels along a side of a latent one."""
+        """Pixels per latent along height and width."""
         return int(self.pipeline.vae_spatial_compression_ratio)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(C, (F - 1) / k + 1, H / f, W / f)."""
+        """Return (C, (F - 1) / k + 1, H / f, W / f)."""
         frames_factor, patch = self.pipeline.vae_temporal_compression_ratio, self.config.patch_size
         num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
         if rest or num_frames < 1 or (num_latent_frames + 1) % patch[0]:
             raise ValueError(f"num_frames must be {frames_factor} * k + 1, at least 1, got {num_frames}")
         multiple = self.space * math.lcm(*patch[1:])
-        for name, size in (("height", height), ("width", width)):
-            if size < 1 or size % multiple:
-                raise ValueError(f"{name} must be a multiple of {multiple}, got {size}")
+        require_multiples(height, width, multiple)
         return (self.config.in_channels, num_latent_frames + 1, height // self.space, width // self.space)
 
     def num_tokens(self, shape: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: 2-D latents, CLIP-L, CLIP-G and (if the folder has it) T5."""
+"""Stable Diffusion 3 and 3.5: image latents, CLIP-L, CLIP-G and optional T5 text encoders."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.lora_names import fused, renamed
+from wfm_ds.models.sizes import require_image
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -39,17 +40,17 @@ LORA_NAMES = (
     ),
 )
 
-OF_LAST_TEXT = ("attn.add_q_proj", "attn.norm_added_q")  # in the last block, which has no further layers of the text
+OF_LAST_TEXT = ("attn.add_q_proj", "attn.norm_added_q")  # layers of the last block, which has no other text layers
 
 
 class StableDiffusion3(DiffusionModel):
-    """The network's time is num_train_timesteps * sigma as a float, its output the velocity."""
+    """Network time: num_train_timesteps * sigma, not rounded. Network output: the velocity."""
 
     family = "sd3"
     pipeline_classes = ("StableDiffusion3Pipeline",)
     required_parts = (
         *("transformer", "vae", "scheduler"),
-        *("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),  # the third pair, T5, may be absent
+        *("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),  # the third pair (T5) is optional
     )
     conditioning_keys = frozenset({"prompt_embeds", "pooled_prompt_embeds"})
     default_lora_targets = (
@@ -62,15 +63,15 @@ class StableDiffusion3(DiffusionModel):
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The last block drops its text tokens: what they ask has no effect."""
+        """Layers that compute text queries in the last block, which discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in OF_LAST_TEXT)
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """prompt_embeds [B, CLIP length + max_sequence_length, joint_attention_dim], pooled_prompt_embeds [B, D].
+        """Return prompt_embeds [B, CLIP length + max_sequence_length, D] and pooled_prompt_embeds [B, P].
 
-        Without a T5 the pipeline appends zeros in its place. ValueError for no prompts.
+        Without T5 the pipeline appends zeros instead. Raises ValueError for an empty list.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
@@ -87,10 +88,10 @@ class StableDiffusion3(DiffusionModel):
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         pipeline, clip_length = self.pipeline, self.pipeline.tokenizer_max_length
-        if pipeline.tokenizer is None and pipeline.text_encoder is not None:  # loaded empty
+        if pipeline.tokenizer is None and pipeline.text_encoder is not None:  # on the meta device
             clip_length = pipeline.text_encoder.config.max_position_embeddings
         return {
-            # CLIP's rows, then T5's or zeros in their place
+            # CLIP rows, then T5 rows or zeros
             "prompt_embeds": (clip_length + self.max_sequence_length, self.config.joint_attention_dim),
             "pooled_prompt_embeds": (self.config.pooled_projection_dim,),
         }
@@ -103,7 +104,7 @@ class StableDiffusion3(DiffusionModel):
             )
         velocity: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
-            timestep=sigma * self.pipeline.scheduler.config.num_train_timesteps,  # float32 up to the sinusoid
+            timestep=sigma * self.pipeline.scheduler.config.num_train_timesteps,  # stays float32
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
             pooled_projections=conditioning["pooled_prompt_embeds"].to(self.dtype),
             return_dict=False,
@@ -111,11 +112,10 @@ class StableDiffusion3(DiffusionModel):
         return velocity.float()
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(C, H/f, W/f). Patches limit the multiple, the table of positions the size."""
+        """Return (C, H/f, W/f). The table of positional embeddings limits the size."""
         factor, patch = self.pipeline.vae_scale_factor, self.config.patch_size
         multiple, largest = factor * patch, factor * patch * self.config.pos_embed_max_size
-        if num_frames != 1:
-            raise ValueError(f"sd3 makes images: num_frames must be 1, got {num_frames}")
+        require_image(self.family, num_frames)
         for name, size in (("height", height), ("width", width)):
             if size % multiple or not 0 < size <= largest:
                 raise ValueError(f"{name} must be a multiple of {multiple}, from {multiple} to {largest}, got {size}")
@@ -126,7 +126,7 @@ class StableDiffusion3(DiffusionModel):
         return int((h // self.config.patch_size) * (w // self.config.patch_size))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """`mu` of the pipeline's own rule, if its scheduler shifts by resolution."""
+        """Return the pipeline's `mu` if its scheduler shifts by resolution."""
         config = self.pipeline.scheduler.config
         if not config.get("use_dynamic_shifting"):
             return {}

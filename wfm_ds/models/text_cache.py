@@ -1,5 +1,4 @@
-"""Text embeddings, computed once per distinct text: the last ones kept on the device, more on the host, all on disk if
-there is a store."""
+"""Cache of text embeddings: recently used ones on the device, more on the host, and all on disk if there is a store."""
 
 from __future__ import annotations
 
@@ -21,36 +20,36 @@ from wfm_ds.storage.tensor_store import TensorStore
 log = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 2 << 30
-MAX_DEVICE_BYTES = 512 << 20  # the texts of an RL step: 190 of SD3, 120 of Wan
+MAX_DEVICE_BYTES = 512 << 20  # the texts of an RL step: 190 for SD3, 120 for Wan
 Row: TypeAlias = dict[str, Tensor]
 """Tensors [1, ...] of one text."""
 
 
 class Precomputed(Protocol):
-    """A text's embedding that came with the data."""
+    """A text embedding from the training data."""
 
     def identity(self) -> Sequence[str | int]:
-        """Changes when the embedding does. Raises OSError."""
+        """Return a key that changes when the embedding changes. Raises OSError."""
 
     def load(self) -> Tensor:
-        """[n, D], of some text encoder. Raises DataError."""
+        """Load the embedding [n, D], from any text encoder. Raises DataError."""
 
 
 class Rows:
-    """The most recently used rows that `max_bytes` hold, and always the last one."""
+    """An LRU cache of rows up to `max_bytes`. Always keeps at least the last row."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
         self._rows: OrderedDict[Text, Row] = OrderedDict()
 
     def get(self, text: Text) -> Row | None:
-        """The row of this text, from now on the most recently used; None if it is not kept."""
+        """Return the row of a text and mark it as most recently used; None if not cached."""
         if text in self._rows:
             self._rows.move_to_end(text)
         return self._rows.get(text)
 
     def keep(self, rows: Mapping[Text, Row]) -> None:
-        """Keep these too; drop the least recently used when the memory does not hold all."""
+        """Add rows and evict the least recently used ones beyond the limit."""
         for text, row in rows.items():
             self._bytes += num_bytes(row)
             self._rows[text] = row
@@ -63,8 +62,10 @@ class Rows:
 
 
 class TextCache:
-    """Equals `model.encode_text` (`encode_negative` of a NegativeText) of each text alone, without encoding one twice
-    while it is in the store, or among the most recently used."""
+    """Encodes texts like `model.encode_text` (`encode_negative_text` for NegativeText), with caching.
+
+    Each text is encoded separately, so results do not depend on the batch.
+    """
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class TextCache:
         store: TensorStore | None = None,
         precomputed: Mapping[str, Precomputed] | None = None,
     ) -> None:
-        """`precomputed`: embeddings by text, taken instead of encoding it where they are of the model's encoder."""
+        """precomputed: embeddings by text, used instead of encoding if they match the model's text encoder."""
         self._model = model
         self._store, self._max_bytes = store, max_bytes
         self._precomputed = precomputed or {}
@@ -84,54 +85,56 @@ class TextCache:
         self._on_host, self._on_device = Rows(max_bytes), Rows(max_device_bytes)
 
     def encode(self, texts: Sequence[Text]) -> dict[str, Tensor]:
-        """Conditioning of these texts in order, batch first, on the model's device."""
+        """Return the conditioning of these texts in order, batch first, on the model's device."""
         rows = self._rows(dict.fromkeys(texts))
         return self._model.stack([rows[text] for text in texts])
 
     def prepare(self, texts: Iterable[Text]) -> None:
-        """Run the text encoders on those of these texts that nobody has encoded, up to half of the memory for texts:
-        the encoders wait for the device, and `encode` then need not, where waiting costs more."""
+        """Encode texts that are not cached yet, until they fill half of the host cache.
+
+        Text encoders synchronize with the device. Doing so in advance keeps `encode` free of it.
+        """
         if not self._model.text_parts():
             return
-        room = self._max_bytes / 2  # the other half is for texts that are there already
+        free_bytes = self._max_bytes / 2  # the other half is for texts that are already cached
         for text in dict.fromkeys(texts):
             if text in self._on_host or text in self._on_device or self.stored(text):
                 continue
-            room -= num_bytes(self._host_rows([text])[text])
-            if room <= 0:
+            free_bytes -= num_bytes(self._host_rows([text])[text])
+            if free_bytes <= 0:
                 return
 
     def _rows(self, texts: Iterable[Text]) -> dict[Text, Row]:
-        """The rows of distinct texts, on the model's device."""
+        """Return the rows of distinct texts on the model's device."""
         device = self._model.device
         if device.type == "cpu":
             return self._host_rows(texts)
-        kept = {text: self._on_device.get(text) for text in texts}
-        rows = self._host_rows([text for text, row in kept.items() if row is None])
-        fresh = {text: {name: on_device(tensor, device) for name, tensor in row.items()} for text, row in rows.items()}
-        self._on_device.keep(fresh)
-        return {text: row or fresh[text] for text, row in kept.items()}
+        cached = {text: self._on_device.get(text) for text in texts}
+        rows = self._host_rows([text for text, row in cached.items() if row is None])
+        new = {text: {name: on_device(tensor, device) for name, tensor in row.items()} for text, row in rows.items()}
+        self._on_device.keep(new)
+        return {text: row or new[text] for text, row in cached.items()}
 
     def _host_rows(self, texts: Iterable[Text]) -> dict[Text, Row]:
-        kept = {text: self._on_host.get(text) for text in texts}
-        # One by one: in a batch the last bits of a row depend on how many others are encoded with it, that is, on what
-        # happens to be in the cache, and a continued run would differ from one that never stopped.
-        fresh = {text: self._fetch(text) for text, row in kept.items() if row is None}
-        self._on_host.keep(fresh)
-        return {text: row or fresh[text] for text, row in kept.items()}
+        cached = {text: self._on_host.get(text) for text in texts}
+        # Encode one by one: in a batch the last bits of a row depend on the batch size and thus on the cache;
+        # a resumed run would differ from an uninterrupted one.
+        new = {text: self._fetch(text) for text, row in cached.items() if row is None}
+        self._on_host.keep(new)
+        return {text: row or new[text] for text, row in cached.items()}
 
     @property
     def folder(self) -> Path | None:
-        """The folder that embeddings are kept in; None: in memory alone."""
+        """The folder of the store; None if embeddings are only cached in memory."""
         return None if self._store is None else self._store.folder
 
     def opened(self, *, required: bool) -> bool:
-        """Make that folder, and note that it is in use, as text_store.opened does."""
+        """Create the folder and record its use (text_store.open_store_folder)."""
         assert self._store is not None
         return opened(self._store, required=required)
 
     def stored(self, text: Text) -> bool:
-        """Return whether the store has it."""
+        """Return whether the store contains the text."""
         return self._store is not None and self._key(text) in self._store
 
     def _fetch(self, text: Text) -> Row:
@@ -153,8 +156,8 @@ class TextCache:
 
     def _compute(self, text: Text) -> Row:
         if not self._model.text_parts():
-            raise ModelError(f"the cache on disk no longer has an embedding of {text!r}: start the run again")
-        self._model.move_text_encoders(self._model.device)  # a rollout worker keeps them on the host till then
+            raise ModelError(f"the embedding of {text!r} was removed from the disk cache: restart the run")
+        self._model.move_text_encoders(self._model.device)  # rollout workers keep them on the host until needed
         if isinstance(text, NegativeText):
             row = self._model.encode_negative([text.text])
         else:
@@ -167,14 +170,13 @@ class TextCache:
         try:
             embedding = self._precomputed[text].load()
         except DataError as error:
-            log.warning("%s; the caption is encoded instead", error)
+            log.warning("%s; encoding the caption instead", error)
             return None
         row = self._model.from_embedding(embedding)
         if row is None and not self._warned:
             self._warned = True
             log.warning(
-                "text embeddings of shape %s, as they come with the data, are not those of this model's text encoder: "
-                "captions are encoded instead",
+                "text embeddings of shape %s in the data do not match this model's text encoder: encoding captions",
                 list(embedding.shape),
             )
         return row

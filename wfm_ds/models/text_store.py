@@ -1,7 +1,7 @@
-"""The place on disk of a run's text embeddings: in data.cache_dir, else in a folder of the user's cache.
+"""The disk store of text embeddings: in data.cache_dir, by default in the user's cache.
 
-The user's cache has a folder for each text encoder, device and version of torch, so that a run never reads what other
-software computed. A folder that no run has opened for UNUSED_S is removed.
+The user's cache has separate folders per text encoder, device and torch version, so that a run never reads embeddings
+computed with other software. Folders that no run has opened for UNUSED_S are removed.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from wfm_ds.storage.tensor_store import TensorStore, canonical
 
 log = logging.getLogger(__name__)
 
-TEXT = "text"  # the folder's name, there and in data.cache_dir
-OPENED = "opened"  # a file in a folder, whose time says when a run began to use it
+TEXT = "text"  # folder name in the user's cache and in data.cache_dir
+OPENED = "opened"  # file in the folder; its mtime is when a run last opened the folder
 UNUSED_S = 90 * 24 * 3600.0
 
 
 def text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | None:
-    """Store of this model's embeddings; None if the recipe keeps none."""
+    """Create the store of this model's embeddings; None if the recipe disables it."""
     if recipe.data.cache_dir is not None:
         return TensorStore(recipe.data.cache_dir / TEXT)
-    if recipe.data.cache_text == "off" or recipe.data.streaming:  # of a stream nobody knows how many there will be
+    if recipe.data.cache_text == "off" or recipe.data.streaming:  # the number of texts in a stream is unknown
         return None
     return TensorStore(user_cache() / TEXT / software_key(model))
 
 
 def software_key(model: DiffusionModel) -> str:
-    """Name what the bits of an embedding depend on besides its text."""
-    known = {**model.text_identity(), "device": model.device.type, "torch": torch.__version__}
-    return hashlib.sha256(canonical(known).encode()).hexdigest()[:24]
+    """Return a hash of everything except the text that determines an embedding."""
+    settings = {**model.text_identity(), "device": model.device.type, "torch": torch.__version__}
+    return hashlib.sha256(canonical(settings).encode()).hexdigest()[:24]
 
 
 def opened(store: TensorStore, *, required: bool) -> bool:
-    """Make the folder and note that a run uses it; False, with a warning, if it cannot be written.
+    """Create the folder and record that a run uses it. If it cannot be written, warn and return False.
 
     required: raise DataError instead.
     """
@@ -51,20 +51,20 @@ def opened(store: TensorStore, *, required: bool) -> bool:
     except OSError as error:
         reason = f"{store.folder} cannot be written ({error.strerror})"
         if required:
-            raise DataError(f"{reason}: set data.cache_dir to a folder that can") from error
-        log.warning("%s: texts and their encoders stay in memory; set WFM_CACHE or data.cache_dir", reason)
+            raise DataError(f"{reason}: set data.cache_dir to a writable folder") from error
+        log.warning("%s: embeddings and text encoders stay in memory; set WFM_CACHE or data.cache_dir", reason)
         return False
     return True
 
 
 def remove_unused(now_s: float) -> None:
-    """Remove the folders of the user's cache that no run has opened for UNUSED_S."""
-    for mark in (user_cache() / TEXT).glob(f"*/{OPENED}"):
+    """Remove folders in the user's cache that no run has opened for UNUSED_S."""
+    for last_use in (user_cache() / TEXT).glob(f"*/{OPENED}"):
         try:
-            if now_s - mark.stat().st_mtime > UNUSED_S:
-                log.info("%s has not been used for %d days: removed", mark.parent, UNUSED_S // 86400)
-                shutil.rmtree(mark.parent)
-        except FileNotFoundError:  # another run removes it too
+            if now_s - last_use.stat().st_mtime > UNUSED_S:
+                log.info("%s: unused for %d days, removed", last_use.parent, UNUSED_S // 86400)
+                shutil.rmtree(last_use.parent)
+        except FileNotFoundError:  # another run removed it at the same time
             continue
         except OSError as error:
-            log.warning("%s is not used, and cannot be removed (%s)", mark.parent, error.strerror)
+            log.warning("%s is unused but cannot be removed (%s)", last_use.parent, error.strerror)

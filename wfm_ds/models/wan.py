@@ -1,13 +1,16 @@
-"""Wan 2.1, Wan 2.2 A14B (two experts) and Wan 2.2 TI2V 5B (a time for each token): videos, UMT5 text, the Wan VAE. The
-first two from text or, other networks, from an image (wan_images.py)."""
+"""Wan 2.1, Wan 2.2 A14B (two experts) and Wan 2.2 TI2V 5B (one time per token): videos, UMT5 text, the Wan VAE.
+
+Wan 2.1 and 2.2 A14B have text-to-video and image-to-video networks (wan_image_conditioning.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ftfy  # noqa: F401, the pipeline cleans prompts with it, and without a word does not where it is missing
+import ftfy  # noqa: F401, the pipeline silently skips prompt cleaning if it is missing
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -26,26 +29,84 @@ from wfm_ds.types import FIRST_FRAME
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
-EXPERTS = ("transformer", "transformer_2")  # more noise first
+EXPERTS = ("transformer", "transformer_2")  # high noise first
 
 LORA_NAMES = tuple(
     name
-    for own, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+    for layer, original in (("attn1", "self_attn"), ("attn2", "cross_attn"))
     for name in renamed(
-        f"blocks.{{}}.{own}", f"blocks.{{}}.{theirs}", {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
+        f"blocks.{{}}.{layer}", f"blocks.{{}}.{original}", {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
     )
 ) + renamed("blocks.{}", "blocks.{}", {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"})
-OF_IMAGES = ("add_k_proj", "add_v_proj")  # layers of the attention to CLIP's embeddings
+OF_IMAGES = ("add_k_proj", "add_v_proj")  # layers of the attention to CLIP embeddings
 LORA_NAMES += renamed("blocks.{}.attn2", "blocks.{}.cross_attn", {"add_k_proj": "k_img", "add_v_proj": "v_img"})
-TEXT_TOKENS = 512  # that diffusers takes the last tokens of image and text to be
+TEXT_TOKENS = 512  # diffusers splits image and text tokens by this fixed number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WanVariant:
+    """The properties that distinguish Wan pipelines, from model_index.json and the network configs."""
+
+    networks: Mapping[str, Any]  # experts by component name, high noise first
+    boundary_ratio: float | None  # sigma between the two experts of 2.2 A14B; None: one network
+    expand_timesteps: bool  # TI2V: the network takes one time per token
+    image_conditioner: ImageConditions | None  # for image-to-video networks
+
+
+def read_variant(pipeline: Any, path: Path) -> WanVariant:
+    """Read the variant of a pipeline.
+
+    Raises ModelError if one of transformer_2 and boundary_ratio is missing, and for unsupported network inputs.
+    """
+    boundary_ratio: float | None = pipeline.config.get("boundary_ratio")
+    networks = {name: network for name in EXPERTS if (network := getattr(pipeline, name, None)) is not None}
+    if (len(networks) == 2) != (boundary_ratio is not None):
+        raise ModelError(
+            f"{path}: model_index.json must have both transformer_2 and boundary_ratio, or neither; use a complete "
+            "pipeline"
+        )
+    return WanVariant(
+        networks=networks,
+        boundary_ratio=boundary_ratio,
+        expand_timesteps=bool(pipeline.config.get("expand_timesteps")),
+        image_conditioner=create_image_conditioner(pipeline, path, [network.config for network in networks.values()]),
+    )
+
+
+def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) -> ImageConditions | None:
+    """Create the encoder of first frames for networks with these configs; None if they only take latents.
+
+    Raises ModelError for networks with other inputs.
+    """
+    num_channels = pipeline.vae.config.z_dim
+    num_image_channels = 2 * num_channels + pipeline.vae_scale_factor_temporal  # latents, image latents, frame masks
+    config, *others = configs
+    in_channels, embeds = config.in_channels, config.image_dim is not None
+    if any((other.in_channels, other.image_dim) != (in_channels, config.image_dim) for other in others):
+        raise ModelError(f"{path}: its two experts have different inputs; use a complete pipeline")
+    if in_channels not in (num_channels, num_image_channels) or (embeds and in_channels == num_channels):
+        raise ModelError(
+            f"{path}: a network with {in_channels} input channels is not supported, only {num_channels} (latents) or "
+            f"{num_image_channels} (latents and an image); use a text-to-video, TI2V or image-to-video pipeline"
+        )
+    if in_channels == num_channels:
+        return None
+    if config.pos_embed_seq_len is not None:
+        raise ModelError(f"{path}: first-and-last-frame checkpoints are not supported; use the image-to-video pipeline")
+    if not hasattr(pipeline, "encode_image") or (embeds and pipeline.image_encoder is None):
+        raise ModelError(
+            f"{path}: the network takes an image, but the pipeline lacks the components for it; use a complete "
+            "WanImageToVideoPipeline"
+        )
+    return ImageConditions(pipeline, embeds=embeds)
 
 
 class Wan(DiffusionModel):
-    """The network's time is num_train_timesteps * sigma as a float, its output the velocity.
+    """Network time: num_train_timesteps * sigma, not rounded. Network output: the velocity.
 
-    What tells the variants apart is in model_index.json: `boundary_ratio` splits the noise levels between two experts
-    (2.2 A14B), `expand_timesteps` is TI2V, whose first frame may be given. Networks with more input channels than
-    latents make all videos from a first frame, of which they are told and denoise each.
+    model_index.json tells the variants apart: `boundary_ratio` splits the noise levels between two experts (2.2 A14B),
+    `expand_timesteps` is TI2V, which supports a conditioning frame. Networks with more input channels than latents
+    require a first frame as an input and denoise all latent frames.
     """
 
     family = "wan"
@@ -59,12 +120,24 @@ class Wan(DiffusionModel):
     video = True
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
-        """Raises ModelError, besides what take_denoiser does, for a length of texts that diffusers has no way to tell
-        from an image's."""
+        """Read the variant, then construct. Raises ModelError for an unsupported variant or max_sequence_length."""
+        variant = read_variant(pipeline, path)
+        self.boundary_ratio = variant.boundary_ratio
+        self.has_token_timesteps = variant.expand_timesteps
+        self.image_conditioner = variant.image_conditioner
+        self.denoiser_parts = tuple(variant.networks)
+        if self.image_conditioner is not None:
+            self.conditional_frames, self.pins_frames = (1,), False
+            self.optional_keys = frozenset(self.image_conditioner.keys)
+            if self.image_conditioner.embeds:
+                self.default_lora_targets = (*self.default_lora_targets, *OF_IMAGES)
+        elif self.has_token_timesteps:
+            self.conditional_frames = (0, 1)
         super().__init__(pipeline, path, **options)
-        if self.images is not None and self.images.embeds and self.max_sequence_length != TEXT_TOKENS:
+        has_image_tokens = self.image_conditioner is not None and self.image_conditioner.embeds
+        if has_image_tokens and self.max_sequence_length != TEXT_TOKENS:
             raise ModelError(
-                f"{path}: beside an image the network takes texts of {TEXT_TOKENS} tokens; remove "
+                f"{path}: this image-to-video network requires {TEXT_TOKENS} text tokens; remove "
                 f"model.max_sequence_length, which is {self.max_sequence_length}"
             )
 
@@ -73,72 +146,26 @@ class Wan(DiffusionModel):
         index = read_json(folder / "model_index.json")
         absent = [name for name in ("image_encoder", "image_processor") if not any(index.get(name) or [])]
         if len(absent) == 1:
-            raise ModelError(f"{folder} has no {absent[0]}, which sees the first frame; use a whole pipeline")
+            raise ModelError(f"{folder} has no {absent[0]}, which encodes the first frame; use a complete pipeline")
 
     def take_denoiser(self, pipeline: Any) -> nn.Module:
-        """Raises ModelError for half a pair of experts, and for networks that take other channels than latents or an
-        image beside them, or two images."""
-        self.boundary: float | None = pipeline.config.get("boundary_ratio")
-        self.time_per_token = bool(pipeline.config.get("expand_timesteps"))
-        networks = {name: part for name in EXPERTS if (part := getattr(pipeline, name, None)) is not None}
-        if (len(networks) == 2) != (self.boundary is not None):
-            raise ModelError(
-                f"{self.path}: transformer_2 and boundary_ratio belong together, its model_index.json has one of them; "
-                "use a whole pipeline"
-            )
-        self.denoiser_parts = tuple(networks)
-        self.images = self.image_conditions(pipeline, [network.config for network in networks.values()])
-        if self.images is not None:
-            self.conditional_frames, self.pins_frames = (1,), False
-            self.optional_keys = frozenset(self.images.keys)
-            if self.images.embeds:
-                self.default_lora_targets = (*self.default_lora_targets, *OF_IMAGES)
-        elif self.time_per_token:
-            self.conditional_frames = (0, 1)
-        return networks["transformer"] if self.boundary is None else Experts(networks)
+        networks: dict[str, nn.Module] = {name: getattr(pipeline, name) for name in self.denoiser_parts}
+        return networks["transformer"] if self.boundary_ratio is None else Experts(networks)
 
     @classmethod
     def needs_first_frame(cls, folder: Path) -> bool:
         config = read_json(folder / "transformer" / "config.json")
         return bool(config["in_channels"] > config["out_channels"])
 
-    def image_conditions(self, pipeline: Any, configs: Sequence[Any]) -> ImageConditions | None:
-        """Return what tells these networks a first frame; None if they take latents alone."""
-        latents = pipeline.vae.config.z_dim
-        with_image = (
-            2 * latents + pipeline.vae_scale_factor_temporal
-        )  # a mask for each pixel frame, and the image's own
-        config, *others = configs
-        channels, embeds = config.in_channels, config.image_dim is not None
-        if any((other.in_channels, other.image_dim) != (channels, config.image_dim) for other in others):
-            raise ModelError(f"{self.path}: its two experts do not take the same inputs; use a whole pipeline")
-        if channels not in (latents, with_image) or (embeds and channels == latents):
-            raise ModelError(
-                f"{self.path}: a network of {channels} input channels is not supported, of which {latents} are latents "
-                f"and {with_image} latents and an image; use a text-to-video, TI2V or image-to-video pipeline"
-            )
-        if channels == latents:
-            return None
-        if config.pos_embed_seq_len is not None:
-            raise ModelError(
-                f"{self.path}: networks that are told the first and the last frame are not supported, samples have no "
-                "last one to tell; use the image-to-video pipeline"
-            )
-        if not hasattr(pipeline, "encode_image") or (embeds and pipeline.image_encoder is None):
-            raise ModelError(
-                f"{self.path}: the network takes an image, for which its pipeline has no parts; use a whole pipeline "
-                "of class WanImageToVideoPipeline"
-            )
-        return ImageConditions(pipeline, embeds=embeds)
-
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """`transformer` denoises from boundary_ratio up, `transformer_2` below."""
-        return super().sigma_ranges if self.boundary is None else ((self.boundary, 1.0), (0.0, self.boundary))
+        """`transformer` denoises from boundary_ratio to 1, `transformer_2` below."""
+        boundary = self.boundary_ratio
+        return super().sigma_ranges if boundary is None else ((boundary, 1.0), (0.0, boundary))
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """prompt_embeds [B, max_sequence_length, text_dim]; rows past the prompt are 0. ValueError for no prompts."""
+        """Return prompt_embeds [B, max_sequence_length, text_dim], zero-padded. Raises ValueError for an empty list."""
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, _ = self.pipeline.encode_prompt(
@@ -155,59 +182,64 @@ class Wan(DiffusionModel):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Encode first frames (ImageConditions). ValueError where a sample has none, or one of another size."""
-        if self.images is None:
+        """Encode first frames (see ImageConditioner). Raises ValueError for a missing one or a wrong size."""
+        if self.image_conditioner is None:
             return {}
         frames = [row[FIRST_FRAME] for row in inputs if FIRST_FRAME in row]
         if len(frames) < len(inputs):
             raise ValueError(f"{len(inputs) - len(frames)} of {len(inputs)} samples have no first frame")
         if wrong := [list(frame.shape) for frame in frames if frame.shape != (*size, 3)]:
             raise ValueError(f"a first frame must be {[*size, 3]}, got {wrong[0]}")
-        return self.images.of([frame.astype(np.uint8) for frame in frames], num_frames, self.device)
+        return self.image_conditioner.of([frame.astype(np.uint8) for frame in frames], num_frames, self.device)
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        return {} if self.images is None else self.images.shapes(shape)
+        return {} if self.image_conditioner is None else self.image_conditioner.shapes(shape)
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        """Denoise as the base says. With two experts, all of sigma must belong to one; it is read from the device if
-        `expert` is not given."""
+        """Predict the velocity. With two experts, all of sigma must belong to one of them.
+
+        Without `expert`, sigma is read from the device to choose one.
+        """
         self.check_denoise(latents, sigma, conditioning)
         if latents.ndim != 5:
             raise ValueError(f"wan takes latents [B,C,T,h,w], got {list(latents.shape)}")
-        if lacking := sorted(self.optional_keys - conditioning.keys()):
-            raise ValueError(f"the network makes videos from a first frame: conditioning must hold {lacking} too")
+        if missing := sorted(self.optional_keys - conditioning.keys()):
+            raise ValueError(f"this image-to-video network needs a first frame: conditioning must hold {missing} too")
         expert = self.checked_expert(sigma, expert)
         frames = frames_in(conditioning)
         visible = latents if frames is None else frames.enter(latents)
-        if self.images is not None:
+        if self.image_conditioner is not None:
             visible = torch.cat([visible, conditioning[CHANNELS]], dim=1)
         velocity: Tensor = self.denoiser(
             hidden_states=visible.to(self.dtype),
             timestep=self.network_time(sigma, latents.shape, None if frames is None else frames.mask),
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
             return_dict=False,
-            **({} if self.boundary is None else {"expert": expert}),
+            **({} if self.boundary_ratio is None else {"expert": expert}),
             **({"encoder_hidden_states_image": conditioning[EMBEDS].to(self.dtype)} if EMBEDS in conditioning else {}),
         )[0].float()
         return velocity if frames is None else frames.leave(velocity, latents, sigma)
 
     def checked_expert(self, sigma: Tensor, expert: int | None) -> int:
-        """The expert of all of sigma; ValueError if they have several, or another one than `expert` (looked at on the
-        CPU only, elsewhere it would wait for the device)."""
+        """Return the expert for sigma.
+
+        Raises ValueError if sigma belongs to several experts or not to `expert`. Checked on the CPU only, because the
+        check would synchronize with a GPU.
+        """
         count = len(self.sigma_ranges)
         if expert is not None and not 0 <= expert < count:
-            raise ValueError(f"{self.path} has the experts 0 to {count - 1}, not {expert}")
+            raise ValueError(f"{self.path} has experts 0 to {count - 1}, got {expert}")
         if count == 1 or (expert is not None and sigma.device.type != "cpu"):
             return expert or 0
-        found = {self.expert_of(level) for level in sigma.tolist()}
-        if found != {expert} and (expert is not None or len(found) > 1):
-            raise ValueError(f"one call serves one expert: sigma {sigma.tolist()} are of the experts {sorted(found)}")
-        return found.pop()
+        experts = {self.expert_of(level) for level in sigma.tolist()}
+        if experts != {expert} and (expert is not None or len(experts) > 1):
+            raise ValueError(f"all of sigma must belong to one expert: {sigma.tolist()} belong to {sorted(experts)}")
+        return experts.pop()
 
     def network_time(self, sigma: Tensor, shape: Sequence[int], conditional_mask: Tensor | None) -> Tensor:
-        """[B] float32; one for each token, [B, tokens], where the model takes that: 0 on conditional frames."""
+        """Return times [B] float32, or [B, tokens] for TI2V, which are 0 on conditioning frames."""
         time_B: Tensor = sigma * self.pipeline.scheduler.config.num_train_timesteps
-        if not self.time_per_token:
+        if not self.has_token_timesteps:
             return time_B
         time_BT = time_B[:, None].expand(-1, shape[2])
         if conditional_mask is not None:
@@ -215,7 +247,7 @@ class Wan(DiffusionModel):
         return time_BT.repeat_interleave(self.num_tokens(shape[1:]) // shape[2], dim=1)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(C, (F-1)/4+1, H/f, W/f). Patches limit the multiple, the table of positions the size."""
+        """Return (C, (F-1)/4+1, H/f, W/f). The table of rotary embeddings limits the size."""
         _, *patch = self.config.patch_size
         factor, factor_t = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         positions = self.config.rope_max_seq_len

@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo: one stream of picture and text, text of any length by Qwen3."""
+"""Z-Image and Z-Image-Turbo: one token stream for image and text, variable-length Qwen3 text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
 from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
 from torch import Tensor, nn
-from torch.nn import functional
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.loading import read_json
 from wfm_ds.models.lora_names import fused, renamed
+from wfm_ds.models.ragged import stack_padded
+from wfm_ds.models.sizes import require_image, require_multiples
 from wfm_ds.models.z_image_network import PATCH, BatchedZImage
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ LORA_NAMES = tuple(
 
 
 class ZImage(DiffusionModel):
-    """The network's time is 1 - sigma, its output the velocity's opposite."""
+    """Network time: 1 - sigma. Network output: the negative velocity."""
 
     family = "z_image"
     pipeline_classes = ("ZImagePipeline",)
@@ -45,16 +46,17 @@ class ZImage(DiffusionModel):
     lora_names = LORA_NAMES
     default_side = 1024
     block_classes = (ZImageTransformerBlock,)
+    stack = staticmethod(stack_padded)
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
-        """ModelError for a network with an input that text to image does not have, or with several sizes of patches."""
+        """Raise ModelError for a network with inputs that text-to-image lacks or with other patch sizes."""
         config = read_json(folder / "transformer" / "config.json")
         if config.get("siglip_feat_dim") is not None:
-            raise ModelError(f"{folder}: a Z-Image transformer that reads pictures is not supported; use Z-Image")
+            raise ModelError(f"{folder}: a Z-Image transformer with image inputs is not supported; use Z-Image")
         patches = (config.get("all_patch_size", [PATCH]), config.get("all_f_patch_size", [1]))
         if patches != ([PATCH], [1]):
-            raise ModelError(f"{folder}: a Z-Image transformer for patches of {patches} is not supported; use Z-Image")
+            raise ModelError(f"{folder}: Z-Image transformers with patches {patches} are not supported; use Z-Image")
 
     @classmethod
     def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
@@ -62,17 +64,19 @@ class ZImage(DiffusionModel):
 
     def take_denoiser(self, pipeline: Any) -> nn.Module:
         denoiser: nn.Module = pipeline.transformer
-        denoiser.__class__ = BatchedZImage  # the same layers and weights with another forward
+        denoiser.__class__ = BatchedZImage  # same layers and weights, different forward
         return denoiser
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """prompt_embeds [B, n, D], prompt_embeds_mask [B, n] int64: n is the length of the longest of the prompts, at
-        most max_sequence_length. ValueError for no prompts."""
+        """Return prompt_embeds [B, n, D] and prompt_embeds_mask [B, n] int64.
+
+        n is the length of the longest prompt, at most max_sequence_length. Raises ValueError for an empty list.
+        """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, _ = self.pipeline.encode_prompt(
-            list(prompts),  # a copy: the pipeline puts its template into the list that it is given
+            list(prompts),  # a copy, because the pipeline modifies the list
             device=self.device,
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
@@ -81,17 +85,8 @@ class ZImage(DiffusionModel):
         return self.stack([{EMBEDS: row[None], MASK: mask} for row, mask in zip(embeds, masks, strict=True)])
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the longest text that there is."""
+        """Return the shapes for a text of maximal length."""
         return {EMBEDS: (self.max_sequence_length, self.config.cap_feat_dim), MASK: (self.max_sequence_length,)}
-
-    @staticmethod
-    def stack(rows: Sequence[Conditioning]) -> Conditioning:
-        """Pad to the longest with zeros, and the masks with them."""
-        longest = max(row[EMBEDS].shape[1] for row in rows)
-        missing = [longest - row[EMBEDS].shape[1] for row in rows]
-        embeds = [functional.pad(row[EMBEDS], (0, 0, 0, n)) for row, n in zip(rows, missing, strict=True)]
-        masks = [functional.pad(row[MASK], (0, n)) for row, n in zip(rows, missing, strict=True)]
-        return {EMBEDS: torch.cat(embeds), MASK: torch.cat(masks)}
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)
@@ -108,21 +103,18 @@ class ZImage(DiffusionModel):
         return -output.float()
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(C, H/f, W/f)."""
-        if num_frames != 1:
-            raise ValueError(f"z_image makes images: num_frames must be 1, got {num_frames}")
+        """Return (C, H/f, W/f)."""
+        require_image(self.family, num_frames)
         factor = self.pipeline.vae_scale_factor
         multiple = PATCH * factor
-        for name, size in (("height", height), ("width", width)):
-            if size < 1 or size % multiple:
-                raise ValueError(f"{name} must be a multiple of {multiple}, got {size}")
+        require_multiples(height, width, multiple)
         return (self.config.in_channels, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
         return int(shape[1] // PATCH * (shape[2] // PATCH))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """The pipeline's own grid, and a shift that grows with the size, for schedulers that have none of their own."""
+        """Return the pipeline's sigmas and a shift that grows with the size, for schedulers without a fixed shift."""
         config = self.pipeline.scheduler.config
         defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
         limits = [config.get(name, default) for name, default in defaults.items()]
@@ -130,5 +122,5 @@ class ZImage(DiffusionModel):
         return {"sigmas": get_default_z_image_sigmas(num_steps), "mu": mu}
 
     def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """The stock call adds guidance_scale times the difference to the conditional half."""
+        """Convert w to guidance_scale = w - 1: the pipeline computes cond + guidance_scale * (cond - uncond)."""
         return super().pipeline_call(w - 1, height, width, num_frames)

@@ -1,6 +1,6 @@
-"""Z-Image's network for a batch: tensors in and out, where diffusers' forward takes and gives lists of samples.
+"""Z-Image's network with batched tensors. diffusers' forward takes and returns lists of samples.
 
-No number is read from the device, so nothing waits for it, and sizes can be reckoned without any values.
+It reads no values from the device, so it does not synchronize and works on the meta device.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 from torch import Tensor, nn
 from torch.nn import functional
 
-PATCH = 2  # rows and columns of latents in a token
-LAYERS = f"{PATCH}-1"  # the name of the layers for such patches of one frame
+PATCH = 2  # latents along each side of a token
+LAYERS = f"{PATCH}-1"  # name of the layers for this patch size and one frame
 
 
 class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
-    """The stock network with another forward, and none of its own layers.
+    """The diffusers network with a batched forward and the same layers.
 
-    A sequence is the picture's tokens, learned padding to a multiple of 32, the text's, the same padding. Positions of
-    the picture begin behind the padded text, so they depend on its length.
+    A sequence consists of image tokens and text tokens, both padded to a multiple of 32 with learned tokens. Image
+    positions follow the padded text, so they depend on its length.
     """
 
     def forward(
@@ -32,8 +32,10 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         encoder_attention_mask: Tensor,
         return_dict: bool = False,
     ) -> tuple[Tensor]:
-        """The network's output [B,C,h,w] of latents [B,C,h,w] at times [B] from 0 (noise) to 1, for texts [B,n,D] of
-        which the mask [B,n], int64, says what is no padding: at the end of a row there may be some."""
+        """Return the network's output [B,C,h,w] for latents [B,C,h,w] at times [B] from 0 (noise) to 1.
+
+        encoder_hidden_states: texts [B,n,D]. encoder_attention_mask: [B,n] int64, 0 on padding at the end of a row.
+        """
         h, w = hidden_states.shape[2:]
         time = self.t_embedder(timestep * self.t_scale).type_as(hidden_states)
         text_length = encoder_attention_mask.sum(1)  # [B]
@@ -42,7 +44,7 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         for layer in self.noise_refiner:
             image = self._run(layer, image, None, image_rope, time)
         text, text_rope = self._text_tokens(encoder_hidden_states, text_length)
-        attended = None  # a text alone has no padding but the learned one. A mask would keep the fast kernels away.
+        attended = None  # a single text only has learned padding; a mask would rule out fast kernels
         if len(text) > 1:
             attended = torch.arange(text.shape[1], device=text.device) < padded_length[:, None]
         for layer in self.context_refiner:
@@ -56,53 +58,53 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         return (of_patches(patches, h, w),)
 
     def _image_tokens(self, latents: Tensor, padded_length: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B,N,D] of patches and padding, and their rotations [B,N,R]."""
+        """Return tokens [B,N,D] of patches and padding, and their rotary embeddings [B,N,R]."""
         count, _, h, w = latents.shape
         tokens = self.all_x_embedder[LAYERS](to_patches(latents))
         missing = -tokens.shape[1] % SEQ_MULTI_OF
-        place = grid(h // PATCH, w // PATCH, latents.device).expand(count, -1, -1).clone()  # [B,N,3]
-        place[..., 0] = padded_length[:, None] + 1
-        place = functional.pad(place, (0, 0, 0, missing))  # padding stands at 0
+        positions = grid(h // PATCH, w // PATCH, latents.device).expand(count, -1, -1).clone()  # [B,N,3]
+        positions[..., 0] = padded_length[:, None] + 1
+        positions = functional.pad(positions, (0, 0, 0, missing))  # padding tokens have position 0
         padding = self.x_pad_token.expand(count, missing, -1)
-        return torch.cat([tokens, padding], 1), self._rotations(place)
+        return torch.cat([tokens, padding], 1), self._rotations(positions)
 
     def _text_tokens(self, embeds: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of a text [B,n,D]: padding stands where more text would."""
+        """Return tokens and rotary embeddings of texts [B,n,D]. Padding continues the text positions."""
         embeds = functional.pad(embeds, (0, 0, 0, -embeds.shape[1] % SEQ_MULTI_OF))
-        number = torch.arange(embeds.shape[1], device=embeds.device)
-        written = (number < length[:, None])[..., None]
-        tokens = torch.where(written, self.cap_embedder(embeds), self.cap_pad_token)
-        place = functional.pad(number[:, None] + 1, (0, 2))  # [n,3]
-        return tokens, self._rotations(place.expand(len(embeds), -1, -1))
+        index = torch.arange(embeds.shape[1], device=embeds.device)
+        is_text = (index < length[:, None])[..., None]
+        tokens = torch.where(is_text, self.cap_embedder(embeds), self.cap_pad_token)
+        positions = functional.pad(index[:, None] + 1, (0, 2))  # [n,3]
+        return tokens, self._rotations(positions.expand(len(embeds), -1, -1))
 
-    def _rotations(self, place: Tensor) -> Tensor:
-        rotations: Tensor = self.rope_embedder(place.flatten(0, 1))
-        return rotations.view(*place.shape[:2], -1)
+    def _rotations(self, positions: Tensor) -> Tensor:
+        rotations: Tensor = self.rope_embedder(positions.flatten(0, 1))
+        return rotations.view(*positions.shape[:2], -1)
 
     def _run(self, layer: nn.Module, *arguments: Any) -> Tensor:
         if torch.is_grad_enabled() and self.gradient_checkpointing:
-            recomputed: Tensor = self._gradient_checkpointing_func(layer, *arguments)
-            return recomputed
+            checkpointed: Tensor = self._gradient_checkpointing_func(layer, *arguments)
+            return checkpointed
         output: Tensor = layer(*arguments)
         return output
 
 
 def to_patches(latents: Tensor) -> Tensor:
-    """Patches [B, h/2 w/2, 4 C] of latents [B,C,h,w], in the order (row, column, channel)."""
+    """Convert latents [B,C,h,w] to patches [B, h/2 w/2, 4 C] in the order (row, column, channel)."""
     count, channels, h, w = latents.shape
     patches = latents.reshape(count, channels, h // PATCH, PATCH, w // PATCH, PATCH)
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
 def of_patches(patches: Tensor, h: int, w: int) -> Tensor:
-    """Latents [B,C,h,w] of their patches."""
+    """Convert patches back to latents [B,C,h,w]."""
     rows = patches.reshape(len(patches), h // PATCH, w // PATCH, PATCH, PATCH, -1)
     return rows.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, h, w)
 
 
 def grid(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Positions [rows columns, 3] (0, row, column), int64, made on the device."""
-    place = torch.zeros(rows, columns, 3, dtype=torch.int64, device=device)
-    place[..., 1] = torch.arange(rows, device=device)[:, None]
-    place[..., 2] = torch.arange(columns, device=device)
-    return place.flatten(0, 1)
+    """Return int64 positions [rows columns, 3] (0, row, column), created on the device."""
+    positions = torch.zeros(rows, columns, 3, dtype=torch.int64, device=device)
+    positions[..., 1] = torch.arange(rows, device=device)[:, None]
+    positions[..., 2] = torch.arange(columns, device=device)
+    return positions.flatten(0, 1)

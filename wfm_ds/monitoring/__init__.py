@@ -1,1 +1,1 @@
-"""Output for people: metrics, progress, samples as files and pages."""
+"""Output for users: metrics, progress, and samples as files and in trackers."""

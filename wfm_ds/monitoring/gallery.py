@@ -1,4 +1,4 @@
-"""Generated samples as one HTML page beside their files: no script, nothing fetched, links relative to the folder."""
+"""An HTML page of generated samples next to their files: no scripts, nothing fetched, links relative to the folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from urllib.parse import quote
 
-SMALL = 128  # pixels: smaller media are shown as squares of pixels, not smeared
+SMALL = 128  # pixels; smaller samples are enlarged without smoothing
 
 STYLE = """
 :root { color-scheme: light dark; font: 16px/1.45 system-ui, sans-serif; }
@@ -33,19 +33,23 @@ small { opacity: .7; font-size: .95em; }
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One file of the page, with what it was made from."""
+    """One file on the page and its generation parameters."""
 
-    file: str  # relative to the page; .mp4 is played, all else is an image
+    file: str  # relative to the page; .mp4 is shown as a video, other files as images
     width: int  # pixels
     height: int
     prompt: str
     caption: str  # seed and parameters
-    failure: str = ""  # why it is not what the model would have drawn
+    failure: str = ""  # why it differs from the model's intended output
 
 
 def page(title: str, facts: Mapping[str, str], entries: Sequence[Entry]) -> str:
-    """The whole HTML document. Neighbours with one prompt stand under it as their heading; if every prompt comes once,
-    prompts are captions instead."""
+    """Return the whole HTML document.
+
+    Consecutive entries with the same prompt are grouped under it as a heading. If no prompt repeats, prompts are
+    captions
+    instead.
+    """
     groups = [list(group) for _, group in itertools.groupby(entries, key=lambda entry: entry.prompt)]
     if all(len(group) == 1 for group in groups):
         body = grid(entries, with_prompt=True)
@@ -56,8 +60,11 @@ def page(title: str, facts: Mapping[str, str], entries: Sequence[Entry]) -> str:
 
 
 def document(title: str, facts: Mapping[str, str], body: str, *, style: str = "") -> str:
-    """A page with this heading and this list of facts above a body that is HTML; style: CSS beside STYLE."""
-    listed = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>\n" for k, v in facts.items())
+    """Return an HTML page with a heading, a list of facts and a body.
+
+    body: HTML. style: CSS added to STYLE.
+    """
+    facts_html = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>\n" for k, v in facts.items())
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -71,7 +78,7 @@ def document(title: str, facts: Mapping[str, str], body: str, *, style: str = ""
 <body>
 <h1>{escape(title)}</h1>
 <dl>
-{listed}</dl>
+{facts_html}</dl>
 {body}
 </body>
 </html>
@@ -79,23 +86,23 @@ def document(title: str, facts: Mapping[str, str], body: str, *, style: str = ""
 
 
 def grid(entries: Sequence[Entry], *, with_prompt: bool) -> str:
-    """The files of these entries beside each other, as HTML."""
+    """Return a grid of these entries as HTML."""
     figures = "\n".join(figure(entry, with_prompt=with_prompt) for entry in entries)
     return f'<div class="grid">\n{figures}\n</div>'
 
 
 def figure(entry: Entry, *, with_prompt: bool) -> str:
-    """A file with its caption, as HTML."""
+    """Return a file with its caption as HTML."""
     link, text = escape(quote(entry.file)), escape(entry.prompt)
     size = f'width="{entry.width}" height="{entry.height}"'
     small = ' class="small"' if max(entry.width, entry.height) < SMALL else ""
     if entry.file.endswith(".mp4"):
-        shown = (
+        element = (
             f'<video{small} src="{link}" {size} aria-label="{text}" controls loop muted playsinline preload="metadata">'
             f'<a href="{link}">{link}</a></video>'
         )
     else:
-        shown = f'<a href="{link}"><img{small} src="{link}" {size} alt="{text}" loading="lazy"></a>'
+        element = f'<a href="{link}"><img{small} src="{link}" {size} alt="{text}" loading="lazy"></a>'
     prompt = f"<p>{text}</p>" if with_prompt else ""
     failure = f'<p class="failed">{escape(entry.failure)}</p>' if entry.failure else ""
-    return f"<figure>{shown}<figcaption>{prompt}{failure}<small>{escape(entry.caption)}</small></figcaption></figure>"
+    return f"<figure>{element}<figcaption>{prompt}{failure}<small>{escape(entry.caption)}</small></figcaption></figure>"

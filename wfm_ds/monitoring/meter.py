@@ -1,4 +1,4 @@
-"""Means and maxima of one step, gathered without a host sync per micro-batch. No files: monitor.py writes."""
+"""Means and maxima of one step, gathered without a host synchronization per micro-batch. monitor.py writes them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from wfm_ds.distributed.world import World
 
 
 class Meter:
-    """Weighted figures over all terms of a step and all replicas: means, unless the name says otherwise.
+    """Weighted statistics over all loss terms of a step and all replicas: means, unless the name indicates otherwise.
 
     `x_std` is a population standard deviation; a name with the word `max` (`x_max`, `x_max_abs_dev`) is a maximum.
-    Every rank adds the same names in the same order. A name without any weight is absent from the result.
+    Every
+    rank must add the same names in the same order. A name with total weight 0 is absent from the result.
     """
 
     def __init__(self) -> None:
-        # On the device, by the names that were added together: `x_std^2` is the mean square of `x_std`.
-        self._sums: dict[tuple[str, ...], Tensor] = {}  # [2, N] float64, of weighted values and of weights
+        # On the device, keyed by the names that were added together: `x_std^2` is the mean square of `x_std`.
+        self._sums: dict[tuple[str, ...], Tensor] = {}  # [2, N] float64: weighted values, weights
         self._maxima: dict[tuple[str, ...], Tensor] = {}  # [N]
 
     def add(self, stats: Mapping[str, Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> None:
-        """stats: detached [B] tensors, or (value, mask) where a value counts for some terms only; weight_B: [B], 0 for
-        dummies."""
+        """Add the statistics of a micro-batch.
+
+        stats: detached [B] tensors, or (value, mask) if a value exists only for some loss terms. weight_B: [B], 0 for
+        padding.
+        """
         means = {name: stat for name, stat in stats.items() if not is_maximum(name)}
         squares = {f"{name}^2": stat for name, stat in means.items() if name.endswith("_std")}
         if means:
@@ -39,16 +43,16 @@ class Meter:
             self._maxima[names] = torch.maximum(self._maxima.get(names, biggest), biggest)
 
     def collect(self, world: World) -> dict[str, float]:
-        """The values over all replicas, on every rank; collective. Empties the meter."""
-        kept = [*self._sums.values(), *self._maxima.values()]
+        """Return the values over all replicas and reset the meter. Collective. Identical on every rank."""
+        tensors = [*self._sums.values(), *self._maxima.values()]
         sums: dict[str, float] = {}
         weights: dict[str, float] = {}
         maxima: dict[str, float] = {}
-        # One copy to the host for all.
-        numbers = iter(torch.cat([part.flatten().double() for part in kept]).tolist() if kept else [])
+        # A single copy to the host for all values.
+        numbers = iter(torch.cat([part.flatten().double() for part in tensors]).tolist() if tensors else [])
         for names in self._sums:
-            for of_name in (sums, weights):
-                of_name |= {name: of_name.get(name, 0.0) + next(numbers) for name in names}
+            for totals_by_name in (sums, weights):
+                totals_by_name |= {name: totals_by_name.get(name, 0.0) + next(numbers) for name in names}
         for names in self._maxima:
             maxima |= {name: max(maxima.get(name, -math.inf), next(numbers)) for name in names}
         totals = world.replica_sums({f"s:{n}": v for n, v in sums.items()} | {f"w:{n}": v for n, v in weights.items()})
@@ -65,7 +69,7 @@ def is_maximum(name: str) -> bool:
 
 
 def stacked(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and weights of these statistics, [N, B] each: an operation for all of them, not for each."""
+    """Return the values and weights of these statistics, [N, B] each, in one operation for all of them."""
     value_NB = torch.stack([stat[0] if isinstance(stat, tuple) else stat for stat in stats])
     if not any(isinstance(stat, tuple) for stat in stats):
         return value_NB, weight_B.expand_as(value_NB)
@@ -75,10 +79,13 @@ def stacked(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -
 
 
 def weighted_sums(stats: Sequence[Tensor | tuple[Tensor, Tensor]], num_squared: int, weight_B: Tensor) -> Tensor:
-    """[2, N] float64: sums of weighted values, the last `num_squared` of them squared before, and of weights."""
+    """Return the sums of weighted values and of weights, [2, N] float64.
+
+    The last `num_squared` values are squared first.
+    """
     value_NB, weight_NB = stacked(stats, weight_B)
     value_NB = value_NB.double()
     if num_squared:
         value_NB[-num_squared:].square_()
-    # Not a product alone: a dummy's value may be NaN.
+    # A product is not enough, because the values of padding may be NaN.
     return torch.stack([torch.where(weight_NB > 0, value_NB * weight_NB, 0), weight_NB.double()]).sum(dim=2)

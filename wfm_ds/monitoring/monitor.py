@@ -1,4 +1,4 @@
-"""Output for people: metrics.jsonl, a progress line, trackers. Which metrics exist is not its business."""
+"""Output for users: metrics.jsonl, a progress line and trackers. Any metrics are accepted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Rank 0 writes; on the other ranks every method does nothing. Close it, or use it as a context manager."""
+    """Output of a run. Rank 0 writes; on other ranks every method does nothing. Close it, or use it as a context
+    manager."""
 
     def __init__(
         self,
@@ -36,10 +37,11 @@ class Monitor:
         unit: str = "images",
         trackers: Sequence[Subscriber] = (),
     ) -> None:
-        """Continue `output_dir/metrics.jsonl` and tell these trackers, which are started, of everything.
+        """Continue `output_dir/metrics.jsonl` and send everything to these trackers, which must be started.
 
-        With `console` and a terminal there is a live progress line; otherwise progress is logged now and then.
-        `unit` is what `progress` counts. Raises OSError if the folder cannot be written.
+        With `console` and a terminal, progress is a live line; otherwise it is logged periodically. `unit` is the unit
+        of the
+        samples that `update_progress` counts. Raises OSError if the folder cannot be written.
         """
         self._open = is_main
         if not is_main:
@@ -56,16 +58,18 @@ class Monitor:
         self._last: list[str] = []
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One line `{"step", "time", tags...}` in metrics.jsonl, at once on disk, and a point per tag in each tracker.
+        """Write one line `{"step", "time", tags...}` to metrics.jsonl, flushed at once, and one point per tag to each
+        tracker.
 
-        A value that is not finite becomes null in the file and no point, with one warning per tag. Raises ValueError
-        if a tag is named like one of the line's own keys, UserError if the disk does not take it.
+        A non-finite value becomes null in the file and is not sent to trackers, with one warning per tag. Raises
+        ValueError if
+        a tag has the name of one of the line's own keys, UserError if the line cannot be written.
         """
         if not self._open:
             return
         clash = values.keys() & {"step", "time"}
         if clash:
-            raise ValueError(f"{sorted(clash)} cannot be metrics: each line has keys of these names")
+            raise ValueError(f"invalid metric names {sorted(clash)}: each line has keys of these names")
         finite = {tag: finite_or_none(value) for tag, value in values.items()}
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         with self._writing():
@@ -78,7 +82,7 @@ class Monitor:
             self._warn_not_finite(step, tag, values[tag])
 
     def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
-        """Show samples in each tracker, those of a prompt beside each other."""
+        """Show samples in each tracker, grouped by prompt."""
         if not self._open or not samples:
             return
         siblings = by_prompt(samples)
@@ -86,12 +90,16 @@ class Monitor:
             tracker.samples(step, tag, siblings)
 
     def ended(self, status: str, metrics: Mapping[str, float]) -> None:
-        """Note how the run ended, for the trackers; one that is closed without this has failed."""
+        """Set the outcome of the run for the trackers. A monitor that is closed without an outcome reports a failed
+        run."""
         if self._open:
             self._end = status, {tag: value for tag, value in metrics.items() if finite_or_none(value) is not None}
 
     def progress(self, step: int, *, samples: int, note: str = "") -> None:
-        """`step` is done, with `samples` more than at the last call; the first call, at the start, sets the clock."""
+        """Report that `step` is done, with `samples` more than at the last call.
+
+        The first call, at the start, sets the start time.
+        """
         if not self._open:
             return
         now_s = time.monotonic()
@@ -99,7 +107,7 @@ class Monitor:
         self._progress.show(now_s, step, self._pace.text(step, note))
 
     def sync(self) -> int:
-        """Put all metrics on disk; returns the bytes of metrics.jsonl (0 on the other ranks). Raises OSError."""
+        """Write all metrics to disk. Returns the size of metrics.jsonl in bytes, 0 on other ranks. Raises OSError."""
         if not self._open:
             return 0
         self._metrics.flush()
@@ -107,17 +115,17 @@ class Monitor:
         return os.fstat(self._metrics.fileno()).st_size
 
     def message(self, text: str) -> None:
-        """A line for people: in the log, and above the progress line if there is one."""
+        """Log a line for the user, above the progress line if there is one."""
         if self._open:
             log.info("%s", text)
 
     def last_message(self, text: str) -> None:
-        """Lines for people to copy: logged when the monitor is closed. A live progress line would wrap them."""
+        """Log lines for the user to copy when the monitor is closed. A live progress line would wrap them."""
         if self._open:
             self._last.append(text)
 
     def close(self) -> None:
-        """Show the last progress and the last messages, and close all files; the second call does nothing."""
+        """Show the last progress and the final messages, and close all files. A second call does nothing."""
         if not self._open:
             return
         self._open = False
@@ -126,7 +134,7 @@ class Monitor:
             log.info("%s", text)
         for tracker in self._trackers:
             tracker.close(*self._end)
-        with suppress(OSError):  # what a full disk did not take was said when it was written
+        with suppress(OSError):  # the failure was reported when the line was written
             self._metrics.close()
 
     def __enter__(self) -> Self:
@@ -143,20 +151,20 @@ class Monitor:
             yield
         except OSError as error:
             raise UserError(
-                f"run.output_dir {self._folder} takes no more metrics ({error.strerror}): make room, then start the "
-                "same command again; it continues from the newest checkpoint"
+                f"run.output_dir {self._folder}: metrics cannot be written ({error.strerror}): free space, then "
+                "start the same command again; it resumes from the newest checkpoint"
             ) from error
 
     def _warn_not_finite(self, step: int, tag: str, value: float) -> None:
         if tag not in self._warned:
             self._warned.add(tag)
-            log.warning("step %d: %s is %s; it is written as null, and this is said once", step, tag, value)
+            log.warning("step %d: %s is %s; it is written as null, and this warning is not repeated", step, tag, value)
 
 
 def cut_metrics(path: Path, num_bytes: int) -> None:
-    """Drop the lines of metrics.jsonl beyond its first `num_bytes`, and half a line at its end. OSError if it cannot.
+    """Truncate metrics.jsonl to `num_bytes`, and remove a partial line at its end. Raises OSError if that fails.
 
-    A file that is shorter (the machine went down before it was on disk) keeps its whole lines.
+    A shorter file (the machine crashed before it was written to disk) keeps its complete lines.
     """
-    kept = path.read_bytes()[:num_bytes] if path.exists() else b""
-    atomic.write_text(path, kept[: kept.rfind(b"\n") + 1].decode())
+    content = path.read_bytes()[:num_bytes] if path.exists() else b""
+    atomic.write_text(path, content[: content.rfind(b"\n") + 1].decode())

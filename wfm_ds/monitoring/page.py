@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.monitoring.page DIR ...`: the page of runs that have none, or an old one."""
+"""`python -m wfm_ds.monitoring.page DIR ...`: write the page of runs that have none or an outdated one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from wfm_ds.program import Parser, program
 def parser() -> Parser:
     p = Parser(
         prog="python -m wfm_ds.monitoring.page",
-        description="Write index.html and page/data.js of a run: curves, samples, recipe. A run writes its own.",
+        description=(
+            "Write index.html and page/data.js of a run: curves, samples, recipe. A run also writes its own page."
+        ),
         epilog="Example: %(prog)s outputs/sd3_nft",
     )
     p.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run's output folder")
@@ -26,24 +28,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the pages. Raises UserError, before anything is written, for a folder that holds no run."""
+    """Write the pages. Raises UserError, before anything is written, if a folder is not a run's output folder."""
     from wfm_ds.monitoring.run_page import write_page
     from wfm_ds.run.layout import METRICS
 
     for folder in args.folders:
         if not (folder / METRICS).is_file():
-            raise UserError(f"{folder} holds no {METRICS}, so it is no run's folder; name the run.output_dir of a run")
+            raise UserError(f"{folder} has no {METRICS}, so it is not a run's folder; use the run.output_dir of a run")
     for folder in args.folders:
         try:
             index = write_page(folder)
         except FileExistsError as error:
-            raise UserError(f"{error}: move it, then give the same command again") from error
+            raise UserError(f"{error}: move it, then run the same command again") from error
         record_page(folder)
         sys.stdout.write(f"{index}\n")
 
 
 def record_page(folder: Path) -> None:
-    """Add the page to the record of what a run wrote there, if there is one, so that --overwrite may remove it."""
+    """Add the page to the run's record of written files, if there is one, so that --overwrite may remove it."""
     from wfm_ds.run import layout
     from wfm_ds.storage import atomic
 

@@ -1,4 +1,4 @@
-"""Images as people look at them: labelled grids and PNG files. Everything is uint8 [H,W,3]."""
+"""Labelled image grids and PNG files. All images are uint8 [H,W,3]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Picture: TypeAlias = npt.NDArray[np.uint8]
 """[H,W,3] uint8, RGB."""
 
 GAP = 2  # pixels between cells
-TEXT_HEIGHT = 14  # pixels of a line of text
+TEXT_HEIGHT = 14  # pixels per line of text
 BACKGROUND = 255
 INK = (0, 0, 0)
 
@@ -26,12 +26,12 @@ def check_picture(image: Picture) -> None:
 
 
 def enlarge(image: Picture, scale: int) -> Picture:
-    """Make every pixel a square of scale x scale pixels, without smoothing, so that small images stay as they are."""
+    """Enlarge every pixel to scale x scale pixels without smoothing, so that small images stay sharp."""
     return image.repeat(scale, axis=0).repeat(scale, axis=1)
 
 
 def reduced(image: Picture, side: int = 512) -> Picture:
-    """The image by a whole factor smaller, so that no side is longer than that."""
+    """Reduce the image by an integer factor, so that no side is longer than `side`."""
     factor = -(-max(image.shape[:2]) // side)
     return image if factor == 1 else np.asarray(Image.fromarray(image).reduce(factor))
 
@@ -44,17 +44,18 @@ def grid(
     labels: Sequence[str] | None = None,
     row_titles: Sequence[str] | None = None,
 ) -> Picture:
-    """The images in rows of `columns`, on white, each enlarged by `scale`; smaller ones sit at the top left of a cell.
+    """Draw images in rows of `columns` on white, each enlarged by `scale`; smaller ones are aligned top left in their
+    cell.
 
-    `labels` (one per image) stand below the images, `row_titles` (one per row) above the rows. Text that is too wide
-    is cut. Returns [H,W,3] uint8. Raises ValueError on no images, other shapes or counts that do not fit.
+    labels: one per image, drawn below it. row_titles: one per row, drawn above it. Text that is too wide is truncated.
+    Returns [H,W,3] uint8. Raises ValueError if there are no images, or for other shapes or wrong counts.
     """
     _check_grid(images, columns, scale)
     rows = -(-len(images) // columns)
     if labels is not None and len(labels) != len(images):
-        raise ValueError(f"{len(images)} images need as many labels, got {len(labels)}")
+        raise ValueError(f"{len(images)} images need the same number of labels, got {len(labels)}")
     if row_titles is not None and len(row_titles) != rows:
-        raise ValueError(f"{rows} rows need as many titles, got {len(row_titles)}")
+        raise ValueError(f"{rows} rows need the same number of titles, got {len(row_titles)}")
     image_height = scale * max(image.shape[0] for image in images)
     image_width = scale * max(image.shape[1] for image in images)
     above = TEXT_HEIGHT if row_titles is not None else 0
@@ -66,8 +67,8 @@ def grid(
     for i, image in enumerate(images):
         row, column = divmod(i, columns)
         x, y = GAP + column * (image_width + GAP), GAP + row * row_height + above
-        picture = enlarge(image, scale)
-        canvas[y : y + picture.shape[0], x : x + picture.shape[1]] = picture
+        enlarged = enlarge(image, scale)
+        canvas[y : y + enlarged.shape[0], x : x + enlarged.shape[1]] = enlarged
         if labels is not None:
             texts.append((x, y + image_height, image_width, labels[i]))
     for row, title in enumerate(row_titles or ()):
@@ -96,7 +97,7 @@ def _write(canvas: Picture, texts: Sequence[tuple[int, int, int, str]]) -> Pictu
 
 
 def _cut(text: str, width: int, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    # Pillow's built-in font has no glyphs beyond Latin; the full prompt stands in the text beside the grid.
+    # Pillow's built-in font has Latin characters only; the full prompt is in the text next to the grid.
     line = " ".join(text.encode("ascii", "replace").decode("ascii").split())
     while line and draw.textlength(line, font=font) > width:
         line = line[:-1]
@@ -104,6 +105,6 @@ def _cut(text: str, width: int, draw: ImageDraw.ImageDraw, font: ImageFont.Image
 
 
 def save_png(path: Path, image: Picture) -> None:
-    """Write one image [H,W,3] uint8, without loss. Raises ValueError on other arrays, OSError if it cannot write."""
+    """Write one image [H,W,3] uint8 as a PNG. Raises ValueError for other arrays, OSError if it cannot be written."""
     check_picture(image)
     Image.fromarray(image).save(path, format="PNG")

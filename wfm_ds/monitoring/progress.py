@@ -1,4 +1,4 @@
-"""Progress and speed of a run: the arithmetic, and two ways to show it. The clock is the caller's."""
+"""Progress and speed of a run, and two ways to show them. The caller supplies the time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 log = logging.getLogger(__name__)
 
-LINE_INTERVAL_S = 10.0  # between log lines where no terminal shows a live one
-WINDOW = 20  # steps that the speed is taken over: the last ones say more than the mean of the run
+LINE_INTERVAL_S = 10.0  # between log lines if there is no terminal for a live line
+WINDOW = 20  # number of last steps over which the speed is measured
 
 
 class _Point(NamedTuple):
@@ -22,7 +22,7 @@ class _Point(NamedTuple):
 
 
 class Pace:
-    """Speed over the last steps, and the time that the remaining ones need."""
+    """Speed over the last steps, and the remaining time."""
 
     def __init__(self, total_steps: int, unit: str) -> None:
         self.total_steps = total_steps
@@ -30,12 +30,12 @@ class Pace:
         self._points: deque[_Point] = deque(maxlen=WINDOW + 1)
 
     def update(self, now_s: float, step: int, samples: int) -> None:
-        """`step` was done at `now_s`, with `samples` more than at the last update."""
+        """Record that `step` was done at `now_s`, with `samples` more than at the last update."""
         before = self._points[-1].samples if self._points else 0
         self._points.append(_Point(now_s, step, before + samples))
 
     def speed(self) -> tuple[float, float] | None:
-        """Steps and samples per second; None before there are two points in time."""
+        """Return steps and samples per second; None if there are not yet two points in time."""
         if len(self._points) < 2:
             return None
         first, last = self._points[0], self._points[-1]
@@ -45,7 +45,7 @@ class Pace:
         return (last.step - first.step) / seconds, (last.samples - first.samples) / seconds
 
     def text(self, step: int, note: str = "") -> str:
-        """`step 12/300, 1:04:10 left, 8.1 images/s, NOTE`; what is unknown is left out."""
+        """Return `step 12/300, 1:04:10 left, 8.1 images/s, NOTE`, without unknown values."""
         parts = [f"step {step}/{self.total_steps}"]
         speed = self.speed()
         if speed is not None:
@@ -54,14 +54,14 @@ class Pace:
 
 
 def clock(seconds: float) -> str:
-    """H:MM:SS, or M:SS below an hour."""
+    """Format seconds as H:MM:SS, or M:SS below an hour."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class LineProgress:
-    """Log lines at most every LINE_INTERVAL_S, and always the first and the last."""
+    """Log lines at most every LINE_INTERVAL_S, and always for the first and the last step."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -69,11 +69,11 @@ class LineProgress:
         self._held: str | None = None
 
     def show(self, now_s: float, step: int, text: str) -> None:
-        due = self._shown_s is None or now_s - self._shown_s >= LINE_INTERVAL_S or step >= self._total_steps
-        if due:
+        should_log = self._shown_s is None or now_s - self._shown_s >= LINE_INTERVAL_S or step >= self._total_steps
+        if should_log:
             log.info("%s", text)
             self._shown_s = now_s
-        self._held = None if due else text
+        self._held = None if should_log else text
 
     def close(self) -> None:
         if self._held is not None:
@@ -82,7 +82,7 @@ class LineProgress:
 
 
 class ConsoleProgress:
-    """One line at the bottom of a terminal; whatever is printed meanwhile appears above it."""
+    """One line at the bottom of a terminal. Other output appears above it."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         columns = (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
@@ -98,6 +98,6 @@ class ConsoleProgress:
 
 
 def open_console() -> Console | None:
-    """stderr if it is a terminal: stdout belongs to what a command was asked to print."""
+    """Return a console on stderr if it is a terminal. stdout is reserved for the results of commands."""
     console = Console(stderr=True)
     return console if console.is_terminal else None

@@ -1,6 +1,6 @@
-"""Content of a run's page, read from the run's folder: curves thinned as they come, samples, warnings, all bounded.
+"""Content of a run's page, read from the run's folder: thinned curves, samples and warnings, all bounded in size.
 
-It needs nothing of the run but its files, so that a run that goes on and one that ended long ago read alike.
+Uses only the run's files, so running and finished runs are read in the same way.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from wfm_ds.monitoring.samples import TABLE
 from wfm_ds.recipe.tree import flat
 from wfm_ds.storage.atomic import finite_or_none
 
-MAX_POINTS, MAX_CURVES = 1000, 40  # of a curve; of the page
-MAX_STEPS, MAX_SAMPLES = 12, 16  # evaluations that are shown, and samples of each
+MAX_POINTS, MAX_CURVES = 1000, 40  # points per curve; curves on the page
+MAX_STEPS, MAX_SAMPLES = 12, 16  # evaluations shown, and samples per evaluation
 MAX_WARNINGS, MAX_CHARACTERS = 50, 500  # the last ones; of one warning, prompt or name
 MAX_RECIPE = 30_000  # characters
 PANELS = (
     ("evaluation", r"val/(reward/.+/mean|accuracy|token_accuracy)"),
-    ("held-out judges", r"val/judge/.+/mean"),
+    ("held-out rewards", r"val/judge/.+/mean"),
     ("reward while training", r"reward/.+/mean"),
     ("loss", r"((val|sft|dpo|vlm)/)?loss(/.+)?"),
     ("accuracy while training", r"dpo/accuracy|vlm/token_accuracy"),
@@ -34,19 +34,22 @@ PANELS = (
     ("samples per second", r"perf/samples_per_second"),
     ("memory, GiB", r"perf/peak_memory_gib"),
 )
-"""What is drawn in one frame: its title, and the tags in it."""
+"""Charts of the page: title, and a pattern of the tags in the chart."""
 LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:.]+Z) rank \d+ ([A-Z]+) [\w.]+: (.*)$")
-ALARM = "ALARM:"  # how the log introduces what the page shows at its top
-LOAD = "load it with:"  # how the log introduces the lines that load the weights
+ALARM = "ALARM:"  # prefix of log messages shown at the top of the page
+LOAD = "load it with:"  # log message before the lines that load the weights
 
 
 class Curve:
-    """A curve of at most `max_points` however long the run is: of each stretch of points the lowest and the highest,
-    where they were. Stretches double when there are too many of them."""
+    """A curve with a bounded number of points, for runs of any length.
+
+    Stores the lowest and the highest point of each stretch of consecutive points. If there are too many stretches,
+    neighbours are merged and their length doubles.
+    """
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
         self._max_stretches = max_points // 2
-        self._length = 1  # points in a whole stretch
+        self._length = 1  # points in a full stretch
         self._stretches: list[tuple[int, tuple[float, float], tuple[float, float]]] = []  # points, lowest, highest
 
     def add(self, step: float, value: float) -> None:
@@ -61,19 +64,19 @@ class Curve:
             self._length *= 2
 
     def points(self) -> list[float]:
-        """Return step, value, step, value ... with five digits of each value."""
-        found: list[float] = []
+        """Return [step, value, step, value, ...] with five significant digits per value."""
+        points: list[float] = []
         for _, lowest, highest in self._stretches:
             for step, value in sorted({lowest, highest}):
-                found += [step, float(f"{value:.5g}")]
-        return found
+                points += [step, float(f"{value:.5g}")]
+        return points
 
 
 def joined(
     one: tuple[int, tuple[float, float], tuple[float, float]],
     other: tuple[int, tuple[float, float], tuple[float, float]],
 ) -> tuple[int, tuple[float, float], tuple[float, float]]:
-    """Return the stretch of two neighbours."""
+    """Merge two neighbouring stretches."""
     lowest, highest = min(one[1], other[1], key=_value), max(one[2], other[2], key=_value)
     return one[0] + other[0], lowest, highest
 
@@ -83,7 +86,7 @@ def _value(point: tuple[float, float]) -> float:
 
 
 class RunReader:
-    """Reads a run's folder again and again; of metrics and log only what has been added."""
+    """Reads a run's folder repeatedly. Only new lines of the metrics and the log are read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,7 +96,7 @@ class RunReader:
         self._forget_log()
 
     def read(self) -> dict[str, Any]:
-        """Return the content of data.js. Raises OSError if a file that is there cannot be read."""
+        """Return the content of data.js. Raises OSError if an existing file cannot be read."""
         lines, is_new = self._metrics.read()
         if is_new:
             self._forget_metrics()
@@ -105,12 +108,12 @@ class RunReader:
         for line in lines:
             self._take_log(line)
         result = read_object(self.folder / "result.json")
-        done = result.get("step", self._step)
+        step = result.get("step", self._step)
         return {
             "name": self.folder.resolve().name[:MAX_CHARACTERS],
             "status": str(result.get("status", "running")),
             "message": str(result.get("message", ""))[: 4 * MAX_CHARACTERS],
-            "step": done,
+            "step": step,
             "updated": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "panels": self._panels(),
             "clock": self._clock.points(),
@@ -128,18 +131,19 @@ class RunReader:
         self._curves: dict[str, Curve] = {}
         self._panel_of: dict[str, str | None] = {}
         self._clock = Curve()
-        self._is_alarmed = False  # by the last evaluation
-        self._began: float | None = None  # seconds of the first line, as time.time() counts them
-        self._step = 0  # the run's last one: of RL, where there may be several optimizer steps in it, `rollout/step`
+        self._is_alarmed = False  # as of the last evaluation
+        self._began: float | None = None  # time of the first line in seconds since the epoch
+        # the run's last step; for RL, which may have several optimizer steps per step, from `rollout/step`
+        self._step = 0
 
     def _take_metrics(self, line: str) -> None:
         try:
             values = json.loads(line)
-            step, at = int(values["step"]), datetime.datetime.fromisoformat(values["time"]).timestamp()
+            step, timestamp = int(values["step"]), datetime.datetime.fromisoformat(values["time"]).timestamp()
         except (ValueError, KeyError, TypeError):
-            return  # half a line of a disk that was full
-        self._began = at if self._began is None else self._began
-        self._clock.add(step, at - self._began)
+            return  # a partial line, written when the disk was full
+        self._began = timestamp if self._began is None else self._began
+        self._clock.add(step, timestamp - self._began)
         number = values.get("rollout/step", None if "rollout/step" in self._panel_of else step)
         self._panel_of |= {"rollout/step": None} if "rollout/step" in values else {}
         self._is_alarmed = bool(values.get("val/alarm", self._is_alarmed))
@@ -151,15 +155,15 @@ class RunReader:
                 self._curves.setdefault(tag, Curve()).add(step, value)
 
     def _panels(self) -> list[dict[str, Any]]:
-        """Return the frames that have a curve; with more than MAX_CURVES the last frames lose theirs."""
-        left, found = MAX_CURVES, []
+        """Return the charts that have curves. Beyond MAX_CURVES, the last charts lose curves."""
+        num_left, panels = MAX_CURVES, []
         for title, _ in PANELS:
-            tags = [tag for tag in sorted(self._curves) if self._panel_of[tag] == title][:left]
-            left -= len(tags)
+            tags = [tag for tag in sorted(self._curves) if self._panel_of[tag] == title][:num_left]
+            num_left -= len(tags)
             if tags:
                 curves = [{"tag": tag[:MAX_CHARACTERS], "points": self._curves[tag].points()} for tag in tags]
-                found.append({"title": title, "curves": curves})
-        return found
+                panels.append({"title": title, "curves": curves})
+        return panels
 
     # ---- logs/rank_0.log
 
@@ -170,11 +174,11 @@ class RunReader:
         self._is_loading = False
 
     def _take_log(self, line: str) -> None:
-        found = LOG_LINE.match(line)
-        if found is None:
+        match = LOG_LINE.match(line)
+        if match is None:
             self._load += [line] if self._is_loading else []
             return
-        time, level, text = found.groups()
+        time, level, text = match.groups()
         self._is_loading = text == LOAD
         self._load = [] if self._is_loading else self._load
         if text.startswith(ALARM):
@@ -186,8 +190,10 @@ class RunReader:
     # ---- samples/ and recipe.yaml
 
     def _samples(self, last_step: int) -> Iterator[dict[str, Any]]:
-        """Yield the samples of the steps that are shown; none beyond the last step, which a run that was continued
-        from an earlier one has not come to again."""
+        """Yield the samples of the steps to show.
+
+        Steps beyond `last_step` are left out: they are from before a resume and have not been reached again.
+        """
         root = self.folder / "samples"
         names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
         steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name))
@@ -199,7 +205,7 @@ class RunReader:
                 yield {"step": step, "items": items}
 
     def _recipe_facts(self) -> dict[str, Any]:
-        """Return the recipe as text, what differs from the defaults in it, and what the head of the page says."""
+        """Return the recipe as text, its differences from the defaults, and values for the head of the page."""
         path = self.folder / "recipe.yaml"
         if not path.exists():
             return {}
@@ -210,13 +216,13 @@ class RunReader:
 
 
 class Growing:
-    """A text file to which lines are added."""
+    """A text file that grows by lines."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
 
     def read(self) -> tuple[Iterator[str], bool]:
-        """Return the whole lines since the last call, and whether the file has begun anew. Raises OSError."""
+        """Return the complete lines since the last call, and whether the file was rewritten. Raises OSError."""
         size = self._path.stat().st_size if self._path.exists() else 0
         is_new = size < self._read
         self._read = 0 if is_new else self._read
@@ -239,14 +245,14 @@ def panel_of(tag: str) -> str | None:
 
 
 def evenly(steps: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` of them: the first, the last, and evenly between."""
+    """Return at most `count` of the steps: the first, the last, and evenly spaced ones between."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(k * (len(steps) - 1) / (count - 1))] for k in range(count)]
 
 
 def sample_of(line: str, step: int) -> dict[str, Any] | None:
-    """Return a line of samples.jsonl as the page has it; None if it names no file of its folder."""
+    """Parse a line of samples.jsonl for the page; None if it does not name a file in its own folder."""
     try:
         row = json.loads(line)
         file, rewards = str(row["file"]), dict(row.get("rewards") or {})
@@ -264,13 +270,15 @@ def sample_of(line: str, step: int) -> dict[str, Any] | None:
 
 
 def recipe_facts(path: Path) -> dict[str, Any]:
-    """Return the recipe's text, its steps and algorithm, and by dotted key what is not a default in it. A recipe of
-    another version, which this one cannot read, has its text alone."""
+    """Return the recipe's text, its steps and algorithm, and its non-default values by dotted key.
+
+    Only the text is returned for a recipe of another version that cannot be parsed.
+    """
     from wfm_ds.recipe import file as recipe_file
 
     text = path.read_text(encoding="utf-8")[:MAX_RECIPE]
     try:
-        recipe = recipe_file.load(path)
+        recipe = recipe_file.load_stored_recipe(path)
     except RecipeError:
         return {"text": text}
     changed = flat(recipe.model_dump(mode="json", exclude_defaults=True))
@@ -284,9 +292,9 @@ def recipe_facts(path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file; empty if there is none."""
+    """Return the object in a JSON file; empty if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -1,7 +1,7 @@
-"""The page of a run: `index.html`, which never changes, and `page/data.js`, written anew while the run goes on.
+"""The page of a run: a constant `index.html`, and `page/data.js`, which is rewritten while the run continues.
 
-Both work from the disk without a server: a script may be loaded there, and nothing else may be fetched. A disk that
-does not take them is one warning; the run goes on.
+The page works from disk without a server, so a browser may load scripts but not fetch other files. If the page
+cannot be written, the run logs one warning and continues.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ log = logging.getLogger(__name__)
 INDEX, FOLDER = "index.html", "page"
 DATA, MACHINE = f"{FOLDER}/data.js", f"{FOLDER}/machine.json"
 TEMPLATE = Path(__file__).with_name("run_page.html")
-MARK = "<!-- the page of a run of wfm_ds -->"  # of our index.html: a file without it is somebody else's
+MARK = "<!-- the page of a run of wfm_ds -->"  # identifies our index.html; files without it belong to someone else
 EVERY_S = 10.0
-SHARE = 0.005  # of the time at most that goes into the page: a long run's takes longer to write
+SHARE = 0.005  # maximum fraction of the time spent on the page, because the page of a long run takes longer to write
 MAX_BYTES = 2 << 20
 PACKAGES = ("wfm_ds", "torch", "diffusers", "transformers", "peft", "deepspeed")
 
 
 def write_page(folder: Path, reader: RunReader | None = None) -> Path:
-    """Write index.html and page/data.js of the run in this folder, and return the former's path. Raises OSError, of an
-    index.html that is no page of a run FileExistsError."""
+    """Write index.html and page/data.js of the run in this folder, and return the path of index.html.
+
+    Raises OSError; FileExistsError if index.html is not the page of a run.
+    """
     index = folder / INDEX
     if index.exists() and not is_ours(index):
-        raise FileExistsError(f"{index} is there and is not the page of a run")
+        raise FileExistsError(f"{index} exists and is not the page of a run")
     content = (reader or RunReader(folder)).read()
     (folder / FOLDER).mkdir(exist_ok=True)
     atomic.write_text(folder / DATA, encoded(content))
@@ -48,14 +50,18 @@ def write_page(folder: Path, reader: RunReader | None = None) -> Path:
 
 
 def is_ours(index: Path) -> bool:
-    """Tell if a run's page has this file. Raises OSError."""
+    """Return whether this file is a run's page. Raises OSError."""
     with index.open("rb") as file:
         return MARK.encode() in file.read(256)
 
 
 def encoded(content: Mapping[str, Any]) -> str:
-    """Return the script of data.js, at most MAX_BYTES: prompts are anybody's words, and no text in it can end a script
-    or begin a tag. Curves give way if it is too long, then samples."""
+    """Return the script of data.js, at most MAX_BYTES long.
+
+    If it is too long, curves are left out, then samples. Characters of HTML tags are escaped, because prompts may
+    contain
+    any text.
+    """
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for name in ("panels", "samples"):
         if len(text) > MAX_BYTES:
@@ -66,7 +72,7 @@ def encoded(content: Mapping[str, Any]) -> str:
 
 
 def machine_facts(devices: str) -> dict[str, str]:
-    """Return what the run runs on: devices in words, system, versions."""
+    """Return a description of the machine: devices, system, package versions."""
     facts = {"devices": devices, "system": platform.platform(), "python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -75,13 +81,14 @@ def machine_facts(devices: str) -> dict[str, str]:
 
 
 def write_or_warn(folder: Path, reader: RunReader | None = None, *, warned: bool = False) -> bool:
-    """Write the page; False, with a warning unless there was one, if that cannot be done: no run ends for its page."""
+    """Write the page. If that fails, return False with a warning, unless one was logged before: a run must not fail for
+    it."""
     try:
         write_page(folder, reader)
-    except Exception as error:  # noqa: BLE001  (whatever is wrong with a page, it is not worth a run)
+    except Exception as error:  # noqa: BLE001  (an error in the page must not end the run)
         if not warned:
             log.warning(
-                "the page %s is not written (%s: %s); the run goes on", folder / INDEX, type(error).__name__, error
+                "the page %s cannot be written (%s: %s); the run continues", folder / INDEX, type(error).__name__, error
             )
         return False
     return True
@@ -89,7 +96,7 @@ def write_or_warn(folder: Path, reader: RunReader | None = None, *, warned: bool
 
 @contextlib.contextmanager
 def live_page(folder: Path, *, devices: str) -> Iterator[None]:
-    """Inside, a thread keeps the page of this run; at the end it is written once more. Rank 0 enters it."""
+    """Update the page of this run in a thread inside the context, and a last time at its end. On rank 0 only."""
     stop = threading.Event()
     thread = threading.Thread(target=_keep, args=(folder, devices, stop), name="page", daemon=True)
     thread.start()
@@ -97,28 +104,28 @@ def live_page(folder: Path, *, devices: str) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(3 * EVERY_S)  # a disk that hangs keeps the page, not the run
+        thread.join(3 * EVERY_S)  # if the disk hangs, the page is abandoned, not the run
 
 
 def _keep(folder: Path, devices: str, stop: threading.Event) -> None:
-    reader, wait_s, is_over, warned, seen = RunReader(folder), 0.0, False, False, None
+    reader, wait_s, is_over, has_warned, last_state = RunReader(folder), 0.0, False, False, None
     try:
         (folder / FOLDER).mkdir(exist_ok=True)
         atomic.write_text(folder / MACHINE, json.dumps(machine_facts(devices)) + "\n")
     except OSError as error:
-        log.warning("%s is not written (%s); the run goes on", folder / MACHINE, error)
-        warned = True
+        log.warning("%s cannot be written (%s); the run continues", folder / MACHINE, error)
+        has_warned = True
     while not is_over:
         is_over = stop.wait(wait_s)
-        began = time.thread_time()
-        if is_over or (state := state_of(folder)) != seen:
-            warned = not write_or_warn(folder, reader, warned=warned) or warned
-            seen = None if is_over else state
-        wait_s = max(EVERY_S, (time.thread_time() - began) / SHARE)
+        start = time.thread_time()
+        if is_over or (state := state_of(folder)) != last_state:
+            has_warned = not write_or_warn(folder, reader, warned=has_warned) or has_warned
+            last_state = None if is_over else state
+        wait_s = max(EVERY_S, (time.thread_time() - start) / SHARE)
 
 
 def state_of(folder: Path) -> tuple[int, ...]:
-    """Return numbers that change when there is something new to show."""
+    """Return file sizes and times, which change when there is something new to show."""
     paths = (folder / "metrics.jsonl", folder / "logs" / "rank_0.log", folder / "samples")
     stats = [path.stat() for path in paths if path.exists()]
     return tuple(number for stat in stats for number in (stat.st_size, stat.st_mtime_ns))

@@ -1,4 +1,4 @@
-"""Generated samples with what belongs to them: as files, as a grid, as a table, as one animation."""
+"""Generated samples with their metadata: as files, as a grid, as a table, as one animation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from wfm_ds.storage import atomic
 from wfm_ds.storage.atomic import finite_or_none
 
 TABLE = "samples.jsonl"
-MIN_CELL = 64  # pixels: smaller samples are enlarged in the grid, or nobody sees them
-# Of an animation, whose file is about half a byte a pixel and frame: a page with many of them must stay usable.
+MIN_CELL = 64  # pixels; smaller samples are enlarged in the grid to be visible
+# Limits for animations, which use about half a byte per pixel and frame: a page with many of them must stay usable.
 MAX_ANIMATED_CELL, MAX_ANIMATED_FRAMES = 160, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSample:
-    """One generated image or video, with what it was asked to show and what it was worth."""
+    """One generated image or video, with its prompt and rewards."""
 
     prompt: str
     prompt_id: str
@@ -41,22 +41,25 @@ class ShownSample:
 
     @property
     def moves(self) -> bool:
-        """Return whether there is more than one frame: a video of one is kept and shown as an image."""
+        """True if there is more than one frame. A video with a single frame is saved and shown as an image."""
         return len(self.frames) > 1
 
 
 def write_samples(folder: Path, samples: Sequence[ShownSample]) -> None:
-    """Write `0000.png` or `0000.mp4`, ... and `samples.jsonl`: a complete folder or none.
+    """Write `0000.png` or `0000.mp4`, ... and `samples.jsonl` to a folder, complete or absent.
 
-    A folder of that name is replaced. Raises ValueError if a sample is not uint8 [H,W,3] or [T,H,W,3], OSError if it
-    cannot write.
+    An existing folder is replaced. Raises ValueError if a sample is not uint8 [H,W,3] or [T,H,W,3], OSError if writing
+    fails.
     """
-    with atomic.new_folder(folder) as making:
-        write_table(making, [write_media(making, number, sample) for number, sample in enumerate(samples)])
+    with atomic.new_folder(folder) as temporary:
+        write_table(temporary, [write_media(temporary, number, sample) for number, sample in enumerate(samples)])
 
 
 def write_media(folder: Path, number: int, sample: ShownSample) -> dict[str, Any]:
-    """Write the sample's file; its line of samples.jsonl: file, prompt, prompt_id, seed, fps of a video, rewards."""
+    """Write the sample's file and return its line for samples.jsonl.
+
+    The line has file, prompt, prompt_id, seed, fps of a video, and rewards.
+    """
     name = f"{number:04d}.{'mp4' if sample.moves else 'png'}"
     line: dict[str, Any] = {"file": name, "prompt": sample.prompt, "prompt_id": sample.prompt_id, "seed": sample.seed}
     if sample.moves:
@@ -76,48 +79,51 @@ def write_table(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def by_prompt(samples: Sequence[ShownSample]) -> list[ShownSample]:
-    """The samples of a prompt beside each other, prompts in the order of their first sample."""
-    first: dict[str, int] = {}
-    for place, sample in enumerate(samples):
-        first.setdefault(sample.prompt_id, place)
-    return sorted(samples, key=lambda sample: first[sample.prompt_id])
+    """Return the samples grouped by prompt. Prompts are in the order of their first sample."""
+    first_index: dict[str, int] = {}
+    for index, sample in enumerate(samples):
+        first_index.setdefault(sample.prompt_id, index)
+    return sorted(samples, key=lambda sample: first_index[sample.prompt_id])
 
 
 def sample_grid(samples: Sequence[ShownSample]) -> Picture:
-    """[H,W,3] uint8: the first frames with their rewards below; a row per prompt if each has equally many samples, else
-    a square."""
+    """Draw the first frames in a grid with their rewards below: [H,W,3] uint8.
+
+    One row per prompt if all prompts have the same number of samples, otherwise a square.
+    """
     return _grid(samples, [sample.frames[0] for sample in samples])
 
 
 def sample_animation(samples: Sequence[ShownSample]) -> tuple[Video, float]:
-    """The grid in motion, and its frames per second, for a page: reduced cells, and of long videos every k-th frame.
+    """Return the grid as an animation [T,H,W,3] uint8, and its frames per second.
 
-    [T,H,W,3] uint8. A sample with fewer frames than others rests on its last one. Raises ValueError without an fps.
+    Cells are reduced in size, and for long videos only every k-th frame is used. A sample with fewer frames than others
+    repeats its last one. Raises ValueError if no sample has an fps.
     """
     fps = next((sample.fps for sample in samples if sample.fps is not None), None)
     if fps is None:
-        raise ValueError("none of the samples says its frames per second")
+        raise ValueError("no sample has frames per second")
     longest = max(len(sample.frames) for sample in samples)
     stride = -(-longest // MAX_ANIMATED_FRAMES)
-    shown = [[smaller(s.frames[min(t, len(s.frames) - 1)]) for s in samples] for t in range(0, longest, stride)]
-    return np.stack([_grid(samples, images) for images in shown]), fps / stride
+    frames = [[smaller(s.frames[min(t, len(s.frames) - 1)]) for s in samples] for t in range(0, longest, stride)]
+    return np.stack([_grid(samples, cells) for cells in frames]), fps / stride
 
 
 def smaller(image: Picture) -> Picture:
     return pictures.reduced(image, MAX_ANIMATED_CELL)
 
 
-def _grid(samples: Sequence[ShownSample], images: Sequence[Picture]) -> Picture:
+def _grid(samples: Sequence[ShownSample], cells: Sequence[Picture]) -> Picture:
     per_prompt = _samples_per_prompt(samples)
     columns = per_prompt if per_prompt > 1 else max(1, round(len(samples) ** 0.5))
-    scale = max(1, -(-MIN_CELL // min(min(image.shape[:2]) for image in images)))
+    scale = max(1, -(-MIN_CELL // min(min(image.shape[:2]) for image in cells)))
     titles = [samples[row].prompt for row in range(0, len(samples), columns)] if per_prompt > 1 else None
     labels = [" ".join(_number(value) for value in sample.rewards.values()) for sample in samples]
-    return pictures.grid(images, columns, scale=scale, labels=labels if any(labels) else None, row_titles=titles)
+    return pictures.grid(cells, columns, scale=scale, labels=labels if any(labels) else None, row_titles=titles)
 
 
 def _samples_per_prompt(samples: Sequence[ShownSample]) -> int:
-    """Number of successive samples that share their prompt, if that is the same number for all; else 1."""
+    """Return the number of consecutive samples per prompt if it is the same for all prompts, otherwise 1."""
     runs: list[int] = []
     last = None
     for sample in samples:
@@ -134,7 +140,7 @@ def _number(value: float | None) -> str:
 
 
 def sample_table(samples: Sequence[ShownSample]) -> str:
-    """Markdown: one line per sample, in the order of the grid."""
+    """Return a Markdown table with one row per sample, in the order of the grid."""
     names = list(dict.fromkeys(name for sample in samples for name in sample.rewards))
     lines = [["", "prompt", "seed", *names], ["---"] * (3 + len(names))]
     for number, sample in enumerate(samples):

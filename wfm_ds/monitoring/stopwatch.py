@@ -1,9 +1,9 @@
-"""Seconds and device memory of a step, by phase.
+"""Time and device memory of a step, by phase.
 
-The host only queues what a GPU does, so by the host's clock the work of one phase would count for whichever later one
-waits for it. There a phase lies between two events on the current stream, which the device stamps when it comes to
-them; they are read once a step, by the only wait in here. A phase in which the host waits and the device does not, as
-for data, has the seconds that the device stood idle.
+The host only queues work for a GPU, so with the host's clock the time of one phase would count for a later phase that
+waits for it. Therefore phases on a GPU are measured by two events on the current stream. They are read at the end of
+the step, which is the only synchronization in this module. A phase in which the host waits but the GPU does not, such
+as for data, has the time that the GPU was idle.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Mark = TypeVar("Mark")
 
 
 class Clock(Protocol[Mark]):
-    """Marks in time, and the seconds between two of them."""
+    """A source of time points, and the seconds between two of them."""
 
     def mark(self) -> Mark: ...
 
     def wait(self, mark: Mark) -> None:
-        """Return once it and all earlier ones can be read."""
+        """Wait until the device has passed this time point and all earlier ones."""
 
     def seconds(self, began: Mark, ended: Mark) -> float: ...
 
     def free(self, marks: Sequence[Mark]) -> None:
-        """Take back marks that nobody will read again."""
+        """Release time points that are no longer needed."""
 
 
 class HostClock:
-    """The time of this process, for a device that works while the caller waits: the CPU."""
+    """The time of this process, for a device that works synchronously: the CPU."""
 
     def mark(self) -> float:
         return time.monotonic()
@@ -54,7 +54,7 @@ class HostClock:
 
 
 class EventClock:
-    """CUDA events on the current stream, as many as one step needs and used again in the next."""
+    """CUDA events on the current stream. Events of one step are reused in the next."""
 
     def __init__(self) -> None:
         self._unused: list[torch.cuda.Event] = []
@@ -75,7 +75,7 @@ class EventClock:
 
 
 class ProcessMemory:
-    """The largest resident size of this process since it began: no CPU says it for a phase."""
+    """Peak resident memory of this process since its start: on a CPU there is no peak per phase."""
 
     def note(self, phases: Sequence[str]) -> None:
         pass
@@ -85,7 +85,7 @@ class ProcessMemory:
 
 
 class GpuMemory:
-    """The most that tensors took in each phase, and that was reserved for them in the whole step."""
+    """Peak memory allocated for tensors in each phase, and peak reserved memory of the whole step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,7 +93,7 @@ class GpuMemory:
         self._reserved = 0
 
     def note(self, phases: Sequence[str]) -> None:
-        """Count the peak since the last call for these phases, which were all under way."""
+        """Assign the peak since the last call to these phases, which were all active."""
         allocated = torch.cuda.max_memory_allocated(self._device)
         for phase in phases:
             self._of_phases[phase] = max(self._of_phases[phase], allocated)
@@ -101,7 +101,7 @@ class GpuMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def take(self) -> dict[str, float]:
-        """The metrics since the last call."""
+        """Return the metrics since the last call."""
         self.note(())
         peaks = {f"{MEMORY}/{phase}": peak / GIB for phase, peak in sorted(self._of_phases.items())}
         peaks[MEMORY] = self._reserved / GIB
@@ -111,7 +111,7 @@ class GpuMemory:
 
 
 class PhaseTimes(Generic[Mark]):
-    """Spans of a step by one clock; one phase may have several, and lie within another."""
+    """Time spans of a step, measured by one clock. A phase may have several spans, and may be nested in another."""
 
     def __init__(self, clock: Clock[Mark]) -> None:
         self._clock, self._began = clock, clock.mark()
@@ -125,39 +125,37 @@ class PhaseTimes(Generic[Mark]):
         self._spans.append((phase, began, self._clock.mark()))
 
     def take(self) -> dict[str, float]:
-        """The seconds of each phase, and of the step; the next one begins."""
+        """Return the seconds of each phase and of the step, and start the next step."""
         now = self._clock.mark()
         self._clock.wait(now)
         seconds: dict[str, float] = defaultdict(float)
-        for phase, began, ended in self._spans:
-            seconds[phase] += self._clock.seconds(began, ended)
-        whole = self._clock.seconds(self._began, now)
+        for phase, start, end in self._spans:
+            seconds[phase] += self._clock.seconds(start, end)
+        step_seconds = self._clock.seconds(self._began, now)
         self._forget(now)
-        return {f"time/{phase}": s for phase, s in sorted(seconds.items())} | {"time/step": whole}
+        return {f"time/{phase}": s for phase, s in sorted(seconds.items())} | {"time/step": step_seconds}
 
     def restart(self) -> None:
         self._forget(self._clock.mark())
 
     def _forget(self, now: Mark) -> None:
-        self._clock.free([mark for _, began, ended in self._spans for mark in (began, ended)])
+        self._clock.free([mark for _, start, end in self._spans for mark in (start, end)])
         self._clock.free([self._began])
         self._spans, self._began = [], now
 
 
 class Stopwatch:
-    """Times and memory of the steps of a run: `with timer("train"):` is a phase, and `lap` ends a step.
-
-    Used by the thread that computes alone.
-    """
+    """Time and memory of the steps of a run: `with timer("train"):` measures a phase, and `end_step` ends a step. Use
+    it only in the thread that computes."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device`: the phases' work is there."""
+        """device: the device that does the work of the phases."""
         on_gpu = device.type == "cuda"
         self._times: PhaseTimes[Any] = PhaseTimes(EventClock()) if on_gpu else PhaseTimes(HostClock())
         self._memory: GpuMemory | ProcessMemory = GpuMemory(device) if on_gpu else ProcessMemory()
         self._under_way: list[str] = []
         self.interrupted: str | None = None
-        """The innermost phase that the last error left."""
+        """The innermost phase in which the last error occurred."""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -165,24 +163,24 @@ class Stopwatch:
             self.interrupted = None
         self._memory.note(self._under_way)
         self._under_way.append(phase)
-        began = self._times.mark()
+        start = self._times.mark()
         try:
             yield
-        except BaseException:  # the device is asked nothing more: what it says may hide the error
+        except BaseException:  # no further calls to the device: their errors could hide this one
             self.interrupted = self.interrupted or phase
             raise
         else:
-            self._times.add(phase, began)
+            self._times.add(phase, start)
             self._memory.note(self._under_way)
         finally:
             self._under_way.pop()
 
     def lap(self) -> dict[str, float]:
-        """Metrics of the step that ends, `time/...` and `perf/peak_memory_gib...`, of this rank; every rank has had the
-        same phases."""
+        """Return this rank's metrics of the step, `time/...` and `perf/peak_memory_gib...`. Every rank has the same
+        phases."""
         return {**self._times.take(), **self._memory.take()}
 
     def restart(self) -> None:
-        """Forget what was measured so far: it belongs to no step."""
+        """Discard the measurements since the last step, which do not belong to one."""
         self._times.restart()
         self._memory.take()

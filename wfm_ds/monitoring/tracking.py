@@ -1,7 +1,7 @@
-"""Trackers: what shows a run's numbers and samples elsewhere. Each hears of them in a thread of its own.
+"""Experiment trackers, which show a run's numbers and samples elsewhere. Each runs in its own thread.
 
-A run never waits for a tracker and never ends for one: what raises is dropped with one warning, and what falls behind
-loses samples, never numbers. metrics.jsonl is not a tracker's matter: it has everything.
+A run never waits for a tracker and never fails because of one: a tracker that raises is dropped with one warning, and a
+slow one loses samples but no numbers. metrics.jsonl does not depend on trackers and is always complete.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from wfm_ds.monitoring.samples import ShownSample
 
 log = logging.getLogger(__name__)
 
-FOLDER = "trackers"  # of a run: what trackers keep on its disk
+FOLDER = "trackers"  # in the run's folder: local files of trackers
 START_S, FINISH_S = 90.0, 30.0
-MAX_SHOWN = 4  # evaluations whose samples wait for a slow tracker; their pictures are in memory
+MAX_SHOWN = 4  # evaluations with samples queued for a slow tracker; their images are in memory
 
 
 class TrackerError(UserError):
@@ -30,24 +30,24 @@ class TrackerError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """A run, as far as trackers are told of it."""
+    """The information about a run that trackers receive."""
 
     output_dir: Path
     name: str
     project: str
     recipe: Mapping[str, Any] = field(default_factory=dict)  # by dotted key
-    resumed_at: int | None = None  # the last step that counts of what was shown before; None: nothing was
-    options: Mapping[str, Any] = field(default_factory=dict)  # of this tracker's library, as the recipe has them
+    resumed_at: int | None = None  # last step that is still valid in the tracker; None for a new run
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the tracker's library, from the recipe
 
     @property
     def folder(self) -> Path:
-        """The folder for what a tracker keeps; made when asked for."""
+        """The folder for a tracker's files, created at first use."""
         folder = self.output_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def remembered(self, name: str, new: Callable[[], str]) -> str:
-        """Return a word that a continued run finds again: of a new run, what `new` returns."""
+        """Return a value that is stored for a resumed run. For a new run it is created by `create`."""
         path = self.folder / name
         if self.resumed_at is None or not path.is_file():
             path.write_text(new(), encoding="utf-8")
@@ -55,32 +55,32 @@ class RunFacts:
 
 
 class Tracker(Protocol):
-    """One library. All methods are called in one thread, `start` first and `finish` last."""
+    """A tracker library. All methods are called in one thread, `start` first and `finish` last."""
 
     name: str
 
     def start(self, run: RunFacts) -> None:
-        """Raise TrackerError, or what the library raises, if it cannot be used."""
+        """Start the tracker. Raises TrackerError, or an error of the library, if it cannot be used."""
         ...
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Take finite numbers of an optimizer step; several calls may be of one step."""
+        """Log finite numbers of an optimizer step. May be called several times per step."""
         ...
 
     def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
-        """Take generated samples, those of a prompt beside each other."""
+        """Log generated samples, grouped by prompt."""
         ...
 
     def finish(self, status: str, summary: Mapping[str, float]) -> None:
-        """Take the run's end: finished, preempted or failed, and its last numbers."""
+        """Finish the run with a status (finished, preempted or failed) and its last numbers."""
         ...
 
 
 class Subscriber:
-    """A tracker in its thread."""
+    """A tracker and its thread."""
 
     def __init__(self, tracker: Tracker, run: RunFacts) -> None:
-        """Start it. Raises TrackerError if it cannot be, or has not within START_S."""
+        """Start the tracker. Raises TrackerError if it fails or takes longer than START_S."""
         self._tracker, self._run = tracker, run
         self._events: deque[tuple[str, Callable[[], None]]] = deque()
         self._changed = threading.Condition()
@@ -89,10 +89,10 @@ class Subscriber:
         self._thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
         self._thread.start()
         if not self._started.wait(START_S):
-            raise TrackerError(f"logging.trackers: {tracker.name} has not started after {START_S:.0f} s: remove it")
+            raise TrackerError(f"logging.trackers: {tracker.name} did not start within {START_S:.0f} s: remove it")
         if self._refusal:
             raise TrackerError(
-                f"logging.trackers: {tracker.name} cannot be started ({self._refusal}): mend or remove it"
+                f"logging.trackers: {tracker.name} cannot be started ({self._refusal}): fix or remove it"
             )
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -105,17 +105,19 @@ class Subscriber:
             self._put("samples", lambda: self._tracker.samples(step, tag, samples))
         elif not self._warned:
             self._warned = True
-            log.warning("%s is behind: samples of step %d and perhaps later ones are not shown there", self.name, step)
+            log.warning(
+                "%s is too slow: samples of step %d and perhaps later ones are not shown there", self.name, step
+            )
 
     def close(self, status: str, summary: Mapping[str, float]) -> None:
-        """Tell the run's end and wait for it, FINISH_S at most."""
+        """Send the outcome of the run and wait for the tracker, at most FINISH_S."""
         self._put("finish", lambda: self._tracker.finish(status, summary))
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join(FINISH_S)
         if self._thread.is_alive():
-            log.warning("%s has not taken everything after %.0f s; the run ends without it", self.name, FINISH_S)
+            log.warning("%s did not finish within %.0f s; the run ends without it", self.name, FINISH_S)
 
     @property
     def name(self) -> str:
@@ -130,7 +132,7 @@ class Subscriber:
     def _work(self) -> None:
         try:
             self._tracker.start(self._run)
-        except Exception as error:  # noqa: BLE001  (a library's own; said by the constructor)
+        except Exception as error:  # noqa: BLE001  (an error of the library; the constructor reports it)
             self._refusal = " ".join(str(error).split())[:300] or type(error).__name__
             return
         finally:
@@ -143,10 +145,10 @@ class Subscriber:
                 _, event = self._events.popleft()
             try:
                 event()
-            except Exception as error:  # noqa: BLE001  (whatever it is, it is not worth a run)
+            except Exception as error:  # noqa: BLE001  (an error of a tracker must not end the run)
                 with self._changed:
                     self._dropped = True
                     self._events.clear()
                 reason = " ".join(str(error).split())[:300]
-                log.warning("%s is dropped (%s: %s); the run goes on", self.name, type(error).__name__, reason)
+                log.warning("%s is dropped (%s: %s); the run continues", self.name, type(error).__name__, reason)
                 return

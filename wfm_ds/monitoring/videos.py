@@ -1,4 +1,4 @@
-"""Videos as files: MP4 for people and tools, GIF for pages that show only images. Everything is uint8 [T,H,W,3]."""
+"""Video files: MP4 for users and tools, GIF for pages that show only images. All videos are uint8 [T,H,W,3]."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from PIL import Image
 Video: TypeAlias = npt.NDArray[np.uint8]
 """[T,H,W,3] uint8, RGB."""
 
-# x264: a quality at which the eye sees no difference; no B-frames, with which equal frames gave other bytes in one of a
-# hundred small files (its assembler code reads memory that nothing has written).
+# x264 quality without visible loss. No B-frames: with them, equal frames resulted in different bytes in about one of a
+# hundred small files (the assembler code reads uninitialised memory).
 OPTIONS = {"crf": "18", "bf": "0"}
-THREADS = 4  # not the machine's number of cores, with which the bytes would change
-BT709 = 1  # ITU-T H.273: primaries, transfer and matrix of HD video; untagged, players guess by the size
-MIN_GIF_DELAY_MS = 20  # browsers show a shorter one as 100 ms
+THREADS = 4  # constant, because the bytes would depend on the number of cores
+BT709 = 1  # ITU-T H.273 code for primaries, transfer and matrix of HD video; without it, players guess by the size
+MIN_GIF_DELAY_MS = 20  # browsers show shorter delays as 100 ms
 
 
 def check_video(video: Video) -> None:
@@ -31,10 +31,12 @@ def check_video(video: Video) -> None:
 
 
 def save_mp4(path: Path, video: Video, fps: float) -> None:
-    """Write H.264 in yuv420p with BT.709 colours, which every browser and player shows; equal frames, equal bytes.
+    """Write H.264 in yuv420p with BT.709 colours, which every browser and player supports. Equal frames result in equal
+    bytes.
 
-    yuv420p has one colour for 2 x 2 pixels: an odd height or width is filled up by a copy of the last row or column.
-    Raises ValueError for other arrays or an fps that is not positive, OSError if the file cannot be written.
+    yuv420p has one colour per 2 x 2 pixels: odd sizes are padded by repeating the last row or column. Raises ValueError
+    for
+    other arrays or an fps that is not positive, OSError if the file cannot be written.
     """
     check_video(video)
     if not fps > 0:
@@ -48,21 +50,21 @@ def save_mp4(path: Path, video: Video, fps: float) -> None:
         codec = stream.codec_context
         codec.thread_count = THREADS
         codec.colorspace = codec.color_primaries = codec.color_trc = BT709
-        for picture in video:
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.pad(picture, odd, mode="edge")), format="rgb24")
+        for image in video:
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.pad(image, odd, mode="edge")), format="rgb24")
             container.mux(stream.encode(frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)))
         container.mux(stream.encode(None))
 
 
 def gif_bytes(video: Video, fps: float) -> bytes:
-    """An animated GIF that repeats for ever, at most 50 frames a second. Raises ValueError as save_mp4 does."""
+    """Return an endlessly looping animated GIF with at most 50 frames per second. Raises ValueError like save_mp4."""
     check_video(video)
     if not fps > 0:
         raise ValueError(f"fps must be positive, got {fps}")
-    # 256 colours for each frame; Pillow's own choice of them is a little better and a hundred times slower.
-    quick = Image.Quantize.FASTOCTREE
-    first, *others = [Image.fromarray(picture).quantize(256, method=quick) for picture in video]
-    delay_ms = max(MIN_GIF_DELAY_MS, 10 * round(100 / fps))  # the format counts in hundredths of a second
+    # 256 colours per frame. Pillow's default quantisation is slightly better but a hundred times slower.
+    fast_method = Image.Quantize.FASTOCTREE
+    first, *others = [Image.fromarray(image).quantize(256, method=fast_method) for image in video]
+    delay_ms = max(MIN_GIF_DELAY_MS, 10 * round(100 / fps))  # the unit of the format is 1/100 second
     buffer = io.BytesIO()
     first.save(buffer, format="GIF", save_all=True, append_images=others, duration=delay_ms, loop=0)
     return buffer.getvalue()

@@ -1,1 +1,1 @@
-"""Messages between processes over ZeroMQ: tasks, leases, results, bulk data. Knows nothing of models or training."""
+"""Messages between processes over ZeroMQ: tasks, leases, results, bulk data. Independent of models and training."""

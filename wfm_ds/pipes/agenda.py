@@ -1,4 +1,4 @@
-"""Keys in the order of a number each, such as a deadline or a place in a queue. Pure."""
+"""A priority queue with unique keys, ordered by a number such as a deadline or a submission index. No I/O."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import heapq
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-SPARE = 64  # outdated places that are not worth a rebuild
+SPARE = 64  # a heap with fewer outdated entries is not rebuilt
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Agenda(Generic[K]):
-    """Each key stands at one place; keys at equal places keep the order in which they were put there.
+    """Priority queue in which each key has one priority. Keys with equal priorities keep their insertion order.
 
-    `put` and `discard` cost O(log n) on average, `first` and `due` nothing but what they return. A place that is left
-    stays in the heap until it comes to the front, or until such places are more than half of the heap.
+    `put` and `discard` cost O(log n) on average; `peek` and `pop_due` cost no more than the keys they return. Outdated
+    heap entries are removed lazily: at the front of the heap, or all together when they outnumber the valid ones.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, K]] = []  # (place, number, key)
-        self._number_of: dict[K, int] = {}  # of the heap's line that holds; others of this key are outdated
+        self._heap: list[tuple[float, int, K]] = []  # (priority, entry number, key)
+        self._number_of: dict[K, int] = {}  # the valid heap entry of each key; other entries of the key are outdated
         self._next = 0
 
     def __len__(self) -> int:
@@ -30,24 +30,24 @@ class Agenda(Generic[K]):
         return key in self._number_of
 
     def put(self, key: K, place: float) -> None:
-        """Put the key there, wherever it was before."""
+        """Insert the key, or move it to a new priority."""
         self._next += 1
         self._number_of[key] = self._next
         heapq.heappush(self._heap, (place, self._next, key))
         self._compact()
 
     def discard(self, key: K) -> None:
-        """Remove the key, if it is here."""
+        """Remove the key if it is present."""
         if self._number_of.pop(key, None) is not None:
             self._compact()
 
     def first(self) -> K | None:
-        """The key at the lowest place; None if there is none."""
+        """Return the key with the lowest priority, None if the queue is empty."""
         self._drop_outdated()
         return self._heap[0][2] if self._heap else None
 
     def due(self, before: float) -> list[K]:
-        """Remove the keys whose places are lower than this; lowest first."""
+        """Remove and return all keys with a priority below `before`, lowest first."""
         keys = []
         while (key := self.first()) is not None and self._heap[0][0] < before:
             keys.append(key)
@@ -61,5 +61,5 @@ class Agenda(Generic[K]):
 
     def _compact(self) -> None:
         if len(self._heap) > 2 * len(self._number_of) + SPARE:
-            self._heap = [line for line in self._heap if self._number_of.get(line[2]) == line[1]]
+            self._heap = [entry for entry in self._heap if self._number_of.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)

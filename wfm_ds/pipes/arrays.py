@@ -1,4 +1,4 @@
-"""Small named arrays, such as the actions of a sample, in a row of a message and wherever else JSON travels."""
+"""JSON encoding of small named arrays, such as the actions of a sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_RANK = 8
 
 
 def pack_arrays(arrays: Arrays) -> dict[str, list[Any]]:
-    """Return the JSON form of float32 arrays: shape, and the bytes of little-endian numbers in base64, exactly."""
+    """Encode float32 arrays losslessly as {name: [shape, base64 of the little-endian bytes]}."""
     return {
         name: [list(array.shape), base64.b64encode(np.ascontiguousarray(array, dtype=FLOAT32).tobytes()).decode()]
         for name, array in arrays.items()
@@ -25,7 +25,7 @@ def pack_arrays(arrays: Arrays) -> dict[str, list[Any]]:
 
 
 def unpack_arrays(packed: Any) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the arrays of what `pack_arrays` gave. Raises ValueError for anything else."""
+    """Decode the output of `pack_arrays`. Raises ValueError for anything else."""
     if not isinstance(packed, dict):
         raise ValueError("arrays must be a map")
     return {str(name): _unpacked(name, value) for name, value in packed.items()}
@@ -34,10 +34,10 @@ def unpack_arrays(packed: Any) -> dict[str, npt.NDArray[np.float32]]:
 def _unpacked(name: Any, value: Any) -> npt.NDArray[np.float32]:
     shape, text = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
     if not isinstance(shape, list | tuple) or len(shape) > MAX_RANK or not isinstance(text, str):
-        raise ValueError(f"{name} is not a shape and its numbers")
+        raise ValueError(f"{name}: expected [shape, base64 text]")
     if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"{name} has the shape {shape}")
+        raise ValueError(f"{name}: invalid shape {shape}")
     content = base64.b64decode(text, validate=True)
     if len(content) != FLOAT32.itemsize * math.prod(shape):
-        raise ValueError(f"{name} has {len(content)} bytes, not those of {list(shape)}")
+        raise ValueError(f"{name}: {len(content)} bytes do not match shape {list(shape)}")
     return np.frombuffer(content, dtype=FLOAT32).astype(np.float32).reshape(shape)

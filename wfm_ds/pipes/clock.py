@@ -1,19 +1,19 @@
-"""The time for which a process was running: one that was stopped itself must not call others silent or late."""
+"""A clock without the time this process was suspended: a suspended process must not report others as silent or late."""
 
 from __future__ import annotations
 
-MAX_STEP_S = 2.0  # between two looks of a thread that looks several times a second; more than that it was stopped
+MAX_STEP_S = 2.0  # the owner ticks several times a second; a longer step means that it was suspended
 
 
 class OwnClock:
-    """A clock that stands still while its owner does not look at it."""
+    """A clock that advances by at most MAX_STEP_S per tick."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = now_s
         self._looked_at_s = now_s
 
     def look(self, now_s: float) -> float:
-        """The owner's time. Called by one thread, several times in MAX_STEP_S; `now_s` may be read by all."""
+        """Advance and return the time. One thread calls it several times per MAX_STEP_S; all may read `now_s`."""
         self.now_s += min(now_s - self._looked_at_s, MAX_STEP_S)
         self._looked_at_s = now_s
         return self.now_s

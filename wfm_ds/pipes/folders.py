@@ -1,7 +1,7 @@
-"""Folders for ipc sockets: private, with a short path, and removed by the next start if their owners were killed.
+"""Private folders with short paths for ipc sockets. Folders of killed processes are removed at the next start.
 
-Each process that uses a folder holds a shared lock on it, which ends with the process. A sweep takes the exclusive
-lock first, and looks into the folder and removes it under that lock.
+Each process that uses a folder holds a shared lock on it until it exits. `remove_orphaned_folders` takes the exclusive
+lock before it inspects and removes a folder.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from wfm_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
-IPC_PATH_BYTES = 107  # of sockaddr_un
-NAME_BYTES = 48  # of a folder and of a file in it
+IPC_PATH_BYTES = 107  # limit of sockaddr_un
+NAME_BYTES = 48  # of a folder and a file in it, joined
 PREFIX = f"wfm-pipes-{os.geteuid()}-"
 ATTEMPTS = 100
-OURS = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")  # as mkdtemp completes it
+OURS = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")  # mkdtemp appends the random part
 
 
 class SocketFolder:
-    """A new 0700 folder at `path`, in use until `remove` or the end of this process."""
+    """A new 0700 folder at `path`, locked until `remove` or the end of this process."""
 
     def __init__(self) -> None:
-        """Sweep the place first. Raises UserError if there is no place for such a folder."""
+        """Remove orphaned folders, then create one. Raises UserError if no suitable parent folder exists."""
         base = _base()
         sweep(base)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
@@ -48,17 +48,17 @@ class SocketFolder:
         self.remove()
 
     def restore(self) -> None:
-        """Make it again if somebody has removed it, such as a sweep between its making and its locking."""
+        """Recreate the folder if it was removed, for example by another process before it was locked."""
         for _ in range(ATTEMPTS):
             if self._lock is not None and _is_at(self._lock, self.path):
                 return
             self._release()
             self.path.mkdir(mode=0o700, exist_ok=True)
             self._lock = _held(self.path)
-        raise UserError(f"{self.path} is removed again and again, or another user's: set TMPDIR to another folder")
+        raise UserError(f"{self.path} is removed repeatedly or belongs to another user: set TMPDIR to another folder")
 
     def remove(self) -> None:
-        """Remove it with what is in it. May be called again."""
+        """Remove the folder and its content. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._release()
 
@@ -69,21 +69,21 @@ class SocketFolder:
 
 
 def hold(path: Path) -> int | None:
-    """Keep a SocketFolder that another process has made, for as long as the returned descriptor is open.
+    """Hold a SocketFolder created by another process while the returned descriptor is open.
 
-    None for any other folder, which nobody sweeps, and for one that is gone or about to go.
+    Returns None for other folders, which are never removed, and for folders that are already (being) removed.
     """
     return _held(path) if OURS.fullmatch(path.name) else None
 
 
 def sweep(base: Path) -> list[Path]:
-    """Remove the SocketFolders of this user in `base` that no process holds. Returns them."""
-    swept = []
+    """Remove and return the SocketFolders of this user in `base` that no process holds."""
+    removed = []
     for path in base.iterdir():
         if OURS.fullmatch(path.name) and _swept(path):
-            log.info("removed %s, whose owner was killed", path)
-            swept.append(path)
-    return swept
+            log.info("removed %s: its owner was killed", path)
+            removed.append(path)
+    return removed
 
 
 def _base() -> Path:
@@ -94,9 +94,9 @@ def _base() -> Path:
 
 
 def _swept(path: Path) -> bool:
-    """Remove this folder, if it is this user's, nobody holds it, and there are only files in it."""
+    """Remove the folder if it belongs to this user, no process holds it and it contains only files."""
     with _opened(path) as folder:
-        with contextlib.suppress(OSError):  # it is held, gone meanwhile, or there is a folder in it that is not ours
+        with contextlib.suppress(OSError):  # it is held, already removed, or contains a folder
             if folder is None:
                 return False
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,17 +109,17 @@ def _swept(path: Path) -> bool:
 
 
 def _held(path: Path) -> int | None:
-    """A descriptor with a shared lock on this folder; None if it is gone, or another user's."""
+    """Return a descriptor with a shared lock on the folder; None if it is gone or belongs to another user."""
     with _opened(path) as folder:
         if folder is None:
             return None
-        fcntl.flock(folder, fcntl.LOCK_SH)  # waits for a sweep, which is over at once
-        return os.dup(folder)  # the lock lasts as long as any descriptor of it
+        fcntl.flock(folder, fcntl.LOCK_SH)  # waits for a removal in progress, which is short
+        return os.dup(folder)  # the lock lasts until all of its descriptors are closed
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
-    """A descriptor of this folder; None if it is gone, is not a folder, or belongs to another user."""
+    """Yield a descriptor of the folder; None if it is gone, not a folder, or belongs to another user."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -132,7 +132,7 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 
 def _is_at(folder: int, path: Path) -> bool:
-    """True if the open folder is the one at this path, not one that was there before."""
+    """Return whether the open folder is still the one at this path."""
     try:
         return os.path.samestat(os.fstat(folder), path.stat(follow_symlinks=False))
     except FileNotFoundError:

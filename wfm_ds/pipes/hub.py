@@ -1,8 +1,8 @@
-"""Two ROUTERs around a ledger, in a thread of its own: clients submit, workers are leased tasks, clients get results.
+"""The broker: a thread with two ROUTER sockets around a ledger. Clients submit tasks, workers lease them.
 
-The hub holds everything in memory. After a crash the clients submit again what they have not seen finished: the
-submitter is the one source of truth. Payload frames are kept as received and forwarded; the hub never opens them.
-Results may have tensors too: they stay in the spool until the submitter releases them, for any client of its run.
+The broker keeps everything in memory. After a crash, clients resubmit their unfinished tasks: the submitter is the
+source of truth. Payload frames are forwarded as received and never decoded. Tensors of results stay in the spool until
+the submitter releases them; any client of its run can fetch them.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from wfm_ds.pipes.tasks import Completion, Task, TaskPayload
 
 log = logging.getLogger(__name__)
 
-TICK_MS = 200  # the resolution of stalls and deadlines
+TICK_MS = 200  # upper limit for the delay of stall and deadline checks
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of task: what the hub needs to know, and what it tells clients."""
+    """A kind of task: scheduling limits, and information for clients."""
 
-    stall_s: float  # a lease without progress for this long is given to another worker
-    info: Mapping[str, Any]  # plain values, for `attached`
-    max_waiting: int | None = None  # tasks of this kind that may wait; None: as many as the hub lets wait in all
+    stall_s: float  # a task without progress for this long goes to another worker
+    info: Mapping[str, Any]  # plain values, sent to clients in `attached`
+    max_waiting: int | None = None  # limit of waiting tasks of this kind; None: only the overall limit
 
 
 class Hub:
-    """Bind in the constructor, serve between `start` and `stop`. All public methods may be called from any thread."""
+    """Binds in the constructor and serves between `start` and `stop`. Public methods are thread-safe."""
 
     def __init__(
         self,
@@ -63,18 +63,20 @@ class Hub:
         on_stall: Callable[[str], None] = lambda worker: None,
         silent_worker_s: float | None = None,
     ) -> None:
-        """Endpoints may end in port 0 or *. `observer` is called in the hub's thread with every task that ends: it must
-        be quick, and not raise. `on_stall` likewise, with the id of a worker that seems to hang. With `keys` clients
-        must have one that they allow, with `worker_keys` workers too. Raises PipeError if an endpoint cannot be bound.
+        """Bind the sockets. Raises PipeError if an endpoint cannot be bound.
 
-        `silent_worker_s`: a worker that is not heard of for this long is lost, and what it holds is given to others;
-        None: its supervisor alone decides. One that comes back is a worker again.
+        clients, workers: endpoints; the port may be 0 or *.
+        observer: called in the broker's thread with every finished task. It must be fast and must not raise.
+        on_stall: called in the broker's thread with the id of a worker that seems to hang; same requirements.
+        keys: clients must authenticate with an allowed key; with worker_keys, workers too.
+        worker_timeout_s: a worker without messages for this long counts as lost and its tasks are requeued. It may
+        reconnect later. None: only `report_lost_worker` removes workers.
         """
         self.id = uuid.uuid4().hex
         self.kinds = kinds
         self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
-        self.dismissed = False  # there will be no more work
+        self.dismissed = False  # all work is done
         self._observer = observer
         self._ledger = Ledger(
             {name: kind.stall_s for name, kind in kinds.items()},
@@ -85,9 +87,9 @@ class Hub:
         )
         self._commands: Mailbox[Callable[[], None]] = Mailbox()
         self._questions: deque[Future[HubStatus]] = deque()
-        self._closed = False  # nothing more is answered
+        self._closed = False  # no more replies
         self._context: zmq.Context[Any] = zmq.Context()
-        self._clock = OwnClock(time.monotonic())  # the time for which the hub itself was stopped does not count
+        self._clock = OwnClock(time.monotonic())  # excludes the time this process was suspended
         self._routers: list[Router] = []
         self._ports: list[Port] = []
         try:
@@ -115,61 +117,61 @@ class Hub:
             cancel=self._workers.cancel,
         )
         self._stop_at_s: float | None = None
-        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def alive(self) -> bool:
-        """False once the hub has stopped, or failed with `error`."""
+        """Return False if the broker has stopped, or failed with `error`."""
         return self._thread.is_alive()
 
     def worker_lost(self, worker: str, why: str) -> None:
-        """Requeue at once what a worker held, whose process has ended."""
+        """Requeue the tasks of a worker after its process has ended."""
         self._commands.put(lambda: self._workers.lose(worker, why))
 
     def kind_down(self, kind: str, why: str) -> None:
-        """Fail all tasks of a kind whose workers are given up."""
+        """Fail all current and future tasks of a kind because it has no workers left."""
         self._commands.put(lambda: self._ledger.kind_down(kind, why))
 
     def announce(self, note: Mapping[str, Any], files: Mapping[str, Path]) -> None:
-        """Lease each task from here on with this note of plain values, and let clients read these files by name."""
+        """Attach these plain values to every task leased from now on, and let clients read these files by name."""
         self._commands.put(lambda: self._announce(note, files))
 
     def dismiss_workers(self, why: str) -> None:
-        """Tell all workers that there will be no more work."""
+        """Tell all workers to leave because all work is done."""
         self.dismissed = True
         self._commands.put(lambda: self._workers.dismiss(why))
 
     def workers(self) -> list[str]:
-        """The ids of the connected workers, as of a moment ago."""
+        """Return a recent snapshot of the connected worker ids."""
         return self._workers.ids()
 
     def status(self) -> Future[HubStatus]:
-        """The state of the hub, given by its own thread within about TICK_MS. Cancelled if the hub has stopped."""
-        answer: Future[HubStatus] = Future()
-        self._questions.append(answer)
+        """Request the status; the broker's thread replies within about POLL_MS. Cancelled if it has stopped."""
+        future: Future[HubStatus] = Future()
+        self._questions.append(future)
         self._commands.put(self._answer)
-        if self._closed or not self.alive():  # looked at last: what is appended before it closes, it cancels itself
-            answer.cancel()
-        return answer
+        if self._closed or not self.alive():  # checked last: closing cancels the requests added before
+            future.cancel()
+        return future
 
     def stop(self, drain_s: float) -> None:
-        """Lease nothing more, wait up to drain_s until what is leased has finished and the clients have it, close.
+        """Stop leasing, wait up to drain_s for leased tasks and the delivery of their results, then close the sockets.
 
-        A message sent is not one received: zmq drops what a client has not read when the connection goes away.
-        Returns when the sockets are closed.
+        Waits for acknowledgements because zmq drops unread messages when a connection closes. Returns after the
+        sockets are closed.
         """
         self._commands.put(lambda: self._begin_stop(drain_s))
         self._thread.join(drain_s + 10)
 
-    # The thread
+    # Methods of the broker's thread
 
     def _answer(self) -> None:
         while self._questions:
-            answer = self._questions.popleft()
-            if answer.set_running_or_notify_cancel():  # else nobody waits for it any more
-                answer.set_result(self._census(self._clock.now_s))
+            future = self._questions.popleft()
+            if future.set_running_or_notify_cancel():  # else the caller has cancelled it
+                future.set_result(self._census(self._clock.now_s))
 
     def _census(self, now_s: float) -> HubStatus:
         kinds, workers = self._ledger.census(now_s)
@@ -196,14 +198,14 @@ class Hub:
             while not self._done():
                 poller.poll(TICK_MS)
                 self._turn(self._clock.look(time.monotonic()))
-        except Exception as error:  # the border of the thread: whoever owns the hub reads `error`
-            log.exception("the hub failed")
+        except Exception as error:  # top level of the thread: the owner reads `error`
+            log.exception("the broker failed")
             self.error = error
         finally:
             self._close()
 
     def _turn(self, now_s: float) -> None:
-        self._workers.receive(now_s)  # before "lost": a last result counts
+        self._workers.receive(now_s)  # before the commands: the last result of a lost worker counts
         for command in self._commands.take():
             command()
         self._clients.receive(now_s)

@@ -1,6 +1,6 @@
-"""The clients' side of a hub: attached clients, their submissions, what they are told and may read.
+"""Client side of the broker: attached clients, their submissions, completions and payload requests.
 
-It meets the workers' side in the ledger and in the spool. The hub's thread alone uses it.
+Shares the ledger and the spool with the worker side. Used only by the broker's thread.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from wfm_ds.pipes.spool import NotHeld, Spool, run_of
 from wfm_ds.pipes.tasks import Admission, Completion, Refused, Task, TaskPayload
 from wfm_ds.pipes.wire import HEADER_BYTES, Message, TensorSpec, WireError
 
-SILENT_CLIENT_S = 300.0  # then its tasks are dropped
+SILENT_CLIENT_S = 300.0  # the tasks of a client that is silent for longer are dropped
 FINISHED_BYTES = HEADER_BYTES - 4096
-ANSWERS_PER_MESSAGE = 100  # an id and a reason each: they fit a header
+ANSWERS_PER_MESSAGE = 100  # an id and a reason each, so that they fit in one header
 
 
 @dataclass(slots=True)
@@ -33,12 +33,12 @@ class _Client:
     key: str
     route: bytes
     seen_at_s: float
-    session: str = field(default_factory=lambda: uuid.uuid4().hex)  # as long as the hub remembers it
-    notified: int = 0  # the last completion sent
+    session: str = field(default_factory=lambda: uuid.uuid4().hex)  # constant while the broker remembers the client
+    notified: int = 0  # seq of the last completion sent
 
 
 class Clients:
-    """The attached clients, by route and by *owner*, RUN/CLIENT: their name in the ledger and in the spool."""
+    """The attached clients, by route and by *owner* (RUN/CLIENT), their name in the ledger and the spool."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class Clients:
         kinds: Mapping[str, Mapping[str, Any]],
         cancel: Callable[[str, str, str], None],
     ) -> None:
-        """`kinds`: what clients are told of each kind of task. `cancel` is called with (worker, task id, why) for a
-        withdrawn task that this worker works on."""
+        """`kinds`: information for clients about each kind of task. `cancel(worker, task_id, why)` is called for a
+        cancelled task that a worker is running."""
         self._port, self._ledger, self._spool = port, ledger, spool
         self._kinds, self._cancel = kinds, cancel
         self._owner_of: dict[bytes, str] = {}
         self._attached: dict[str, _Client] = {}
 
     def silences(self, now_s: float) -> dict[str, float]:
-        """Seconds since each client was heard, by owner."""
+        """Return the seconds since each client's last message, by owner."""
         return {owner: now_s - client.seen_at_s for owner, client in self._attached.items()}
 
     def receive(self, now_s: float) -> None:
@@ -68,7 +68,7 @@ class Clients:
             self._forget(owner)
 
     def notify(self) -> None:
-        """Tell each what has finished since the last time."""
+        """Send each client the tasks that finished since the last call."""
         for owner, client in self._attached.items():
             self._notify(owner, client)
 
@@ -89,7 +89,7 @@ class Clients:
             self._ledger.release(owner, fields["seq"])
             self._attached[owner].notified = fields["seq"]
             if not self._ledger.completions(owner, fields["seq"]):
-                self._port.send(route, "finished", {"after": fields["seq"], "items": []})  # a sign of life
+                self._port.send(route, "finished", {"after": fields["seq"], "items": []})  # a keep-alive reply
         elif message.type == "fetch":
             self._answer_with(route, fields["id"], lambda: self._spool.result(fields["id"], run))
         elif message.type == "read":
@@ -105,7 +105,7 @@ class Clients:
     def _answer_with(
         self, route: bytes, name: str, read: Callable[[], tuple[Sequence[TensorSpec], Sequence[Any]]]
     ) -> None:
-        """Send the payload, or the reason why there is none. A full pipe drops it: the client asks again."""
+        """Send the payload, or the reason it is missing. If the send queue is full, the client repeats its request."""
         try:
             specs, payload = read()
         except NotHeld as error:
@@ -118,24 +118,24 @@ class Clients:
         client = self._attached.get(owner)
         why = ""
         if client is not None and client.key != key:
-            why = f"a client with another key is called {owner}"
+            why = f"client {owner} is already attached with another key"
         elif client is not None and fields["epoch"] < client.epoch:
             why = f"a newer client {owner} is attached"
         if why:
             self._port.send(route, "reject", {"about": mid, "why": why[:REASON_CHARS]})
             return
         if client is None or fields["epoch"] > client.epoch:
-            self._forget(owner)  # ids return after a resume, perhaps with other media
+            self._forget(owner)  # a resumed run reuses ids, possibly for different data
             client = self._attached[owner] = _Client(fields["epoch"], key, route, now_s)
         self._owner_of.pop(client.route, None)
         self._owner_of[route] = owner
         client.route, client.seen_at_s = route, now_s
-        client.notified = 0  # what was sent to its old route may be lost
+        client.notified = 0  # messages to the old route may be lost
         kinds = {name: dict(info) for name, info in self._kinds.items()}
         self._port.send(route, "attached", {"session": client.session, "kinds": kinds})
 
     def _forget(self, owner: str) -> None:
-        self._cancel_running(self._ledger.forget(owner), "its client left")
+        self._cancel_running(self._ledger.forget(owner), "its client disconnected")
         self._spool.drop_of(owner)
         client = self._attached.pop(owner, None)
         if client is not None:
@@ -148,28 +148,28 @@ class Clients:
     def _submit(self, route: bytes, owner: str, message: Message, payload: list[zmq.Frame], now_s: float) -> None:
         rows, tasks = message.fields["rows"], message.fields["tasks"]
         if len(message.specs) not in (0, len(rows)) or not all(t["start"] < t["stop"] <= len(rows) for t in tasks):
-            raise WireError("submit: its tasks, rows and tensors do not belong together")
-        answers: list[tuple[str, str | list[str]]] = []
+            raise WireError("submit: its tasks, rows and tensors do not match")
+        admissions: list[tuple[str, str | list[str]]] = []
         frame_at = [0, *itertools.accumulate(spec.num_frames for spec in message.specs)]
         for fields in tasks:
             part = slice(fields["start"], fields["stop"])
             specs = message.specs[part]
             frames = payload[frame_at[part.start] : frame_at[part.stop]] if specs else []
-            held = TaskPayload(rows[part], specs, tuple(frames), now_s)
+            content = TaskPayload(rows[part], specs, tuple(frames), now_s)
             num_bytes, num_rows = sum(spec.nbytes for spec in specs), part.stop - part.start
-            task = Task(fields["id"], owner, fields["kind"], num_bytes, now_s + fields["deadline_s"], held, num_rows)
+            task = Task(fields["id"], owner, fields["kind"], num_bytes, now_s + fields["deadline_s"], content, num_rows)
             try:
                 admission = self._ledger.submit(task)
-                answers.append(("ids" if admission is Admission.NEW else "known", task.id))
+                admissions.append(("ids" if admission is Admission.NEW else "known", task.id))
             except Refused as error:
-                answers.append(("refused", [task.id, str(error)]))
-        for at in range(0, len(answers), ANSWERS_PER_MESSAGE):
-            some = answers[at : at + ANSWERS_PER_MESSAGE]
-            lists = {key: [a for k, a in some if k == key] for key in ("ids", "known", "refused")}
+                admissions.append(("refused", [task.id, str(error)]))
+        for start in range(0, len(admissions), ANSWERS_PER_MESSAGE):
+            batch = admissions[start : start + ANSWERS_PER_MESSAGE]
+            lists = {key: [value for k, value in batch if k == key] for key in ("ids", "known", "refused")}
             self._port.send(route, "accepted", lists)
 
     def _notify(self, owner: str, client: _Client) -> None:
-        """Send what has finished since the last time. A lost message is repeated when the client says `since`."""
+        """Send the completions since the last call. A `since` message from the client repeats lost ones."""
         items = self._ledger.completions(owner, client.notified)
         while items:
             batch: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
-"""The workers' side of a hub: connected workers, tasks on their way to them, workers that hang or are lost.
+"""Worker side of the broker: connected workers, tasks to be sent to them, stalled and lost workers.
 
-It meets the clients' side in the ledger and in the spool. The hub's thread alone uses it, but for `ids`.
+Shares the ledger and the spool with the client side. Used only by the broker's thread, except `worker_ids`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class _Letter:
 @dataclass(slots=True)
 class _Worker:
     life: str
-    key: str  # whose name it is; "" where workers need none
+    key: str  # public key that owns the worker name; "" without keys
     route: bytes
     heard_at_s: float
-    outbox: deque[_Letter] = field(default_factory=deque)  # tasks that a full pipe refused
+    outbox: deque[_Letter] = field(default_factory=deque)  # tasks not sent yet
 
 
 class Workers:
-    """The connected workers, by id and by route, each with the tasks that are still to be sent to it."""
+    """The connected workers, by id and by route, each with its unsent tasks."""
 
     def __init__(
         self,
@@ -56,59 +56,62 @@ class Workers:
         on_stall: Callable[[str], None],
         silent_s: float | None,
     ) -> None:
-        """`on_stall` is told the id of a worker that seems to hang; one that is not heard of for `silent_s` is lost."""
-        self.note: Mapping[str, Any] = {}  # goes with each task that is leased
+        """`on_stall` receives the id of a worker that seems to hang. A worker silent for `timeout_s` counts as lost."""
+        self.note: Mapping[str, Any] = {}  # sent with each leased task
         self._port, self._ledger, self._spool = port, ledger, spool
         self._hub_id, self._on_stall, self._silent_s = hub_id, on_stall, silent_s
         self._worker_of: dict[bytes, str] = {}
         self._connected: dict[str, _Worker] = {}
 
     def ids(self) -> list[str]:
-        """The ids of the connected workers, as of a moment ago; for any thread."""
+        """Return a recent snapshot of the connected worker ids. Thread-safe."""
         return sorted(self._connected)
 
     def receive(self, now_s: float) -> None:
         self._port.receive(self._on_message, now_s)
 
     def lose(self, worker: str, why: str) -> None:
-        """Requeue what a worker held that died, hangs or cannot be reached. Tasks that were sent may be the cause."""
+        """Requeue the tasks of a worker that died, hangs or is unreachable.
+
+        Tasks that had been sent count as failed attempts because they may be the cause.
+        """
         if worker in self._connected:
-            self._ledger.not_sent(worker, [letter.task_id for letter in self._connected[worker].outbox])
+            self._ledger.not_sent(worker, [task.task_id for task in self._connected[worker].outbox])
         for task_id in self._ledger.worker_lost(worker, why):
-            log.warning("task %s was with a worker that is lost: %s", task_id, why)
+            log.warning("task %s was lost with its worker: %s", task_id, why)
         self._forget(worker)
 
     def lose_silent(self, now_s: float) -> None:
         limit_s = self._silent_s
         if limit_s is not None:
-            for worker in [w for w, known in self._connected.items() if now_s - known.heard_at_s > limit_s]:
+            for worker in [w for w, state in self._connected.items() if now_s - state.heard_at_s > limit_s]:
                 log.warning("worker %s was silent for %g s", worker, limit_s)
                 self.lose(worker, f"its worker was silent for {limit_s:g} s")
 
     def expire(self, now_s: float) -> None:
-        """Take back what does not advance, and ask those that have it whether they hang."""
+        """Requeue tasks without progress and send `stalled` to their workers."""
         for worker, task_id, attempt in self._ledger.expire(now_s):
             log.warning("task %s stalled in worker %s", task_id, worker)
             self._on_stall(worker)
             self._send(worker, "stalled", {"id": task_id, "attempt": attempt})
 
     def lease(self, now_s: float) -> None:
-        """Hand out what waits; what a full pipe refuses is sent later."""
+        """Lease waiting tasks to workers. Tasks that do not fit in a send queue are sent later."""
         for grant in self._ledger.lease(now_s):
             self._queue(grant)
         for worker in list(self._connected):
             self._flush(worker)
 
     def cancel(self, worker: str, task_id: str, why: str) -> None:
-        """Tell a worker that the task it works on was withdrawn."""
+        """Tell a worker that its task was cancelled."""
         self._send(worker, "cancel", {"ids": [task_id], "why": why})
 
     def dismiss(self, why: str) -> None:
-        """Tell all workers that there will be no more work."""
+        """Tell all workers to leave because all work is done."""
         for worker in list(self._connected):
             self._send(worker, "bye", {"why": why})
 
-    # What they say
+    # Messages from workers
 
     def _on_message(self, route: bytes, message: Message, frames: list[zmq.Frame], now_s: float) -> None:
         fields = message.fields
@@ -128,35 +131,35 @@ class Workers:
             self._port.send(route, "ack", {"ids": [fields["id"]]})
         elif message.type == "leave":
             for task_id in self._ledger.worker_left(worker):
-                log.info("task %s was with a worker that leaves: %s", task_id, fields["why"])
+                log.info("task %s was returned by a leaving worker: %s", task_id, fields["why"])
             self._forget(worker)
         else:
             status = self._ledger.failed(worker, fields["id"], fields["attempt"], fields["reason"], fields["fatal"])
-            if status is ReportStatus.ACCEPTED:  # a peer may say it again and again, and of tasks that it does not have
-                log.warning("worker %s failed at %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
+            if status is ReportStatus.ACCEPTED:  # a peer may repeat the report, or report a task it does not hold
+                log.warning("worker %s failed on %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
             self._port.send(route, "ack", {"ids": [fields["id"]]})
 
     def _hello(self, route: bytes, key: str, fields: Mapping[str, Any], now_s: float) -> None:
         worker, life = fields["worker"], fields["life"]
-        known = self._connected.get(worker)
-        if known is not None and known.key != key:
-            raise WireError(f"a worker with another key is called {worker}", "name of a worker")
-        if known is not None and known.life != life:
+        state = self._connected.get(worker)
+        if state is not None and state.key != key:
+            raise WireError(f"worker {worker} is already connected with another key", "worker name")
+        if state is not None and state.life != life:
             self.lose(worker, "its worker died")
-            known = None
-        if known is None or known.route != route:  # a repeated hello of one route says nothing about what is lost
-            self._worker_of.pop(known.route if known is not None else b"", None)
-            known = self._connected[worker] = _Worker(life, key, route, now_s)
+            state = None
+        if state is None or state.route != route:  # a repeated hello on the same route does not mean lost leases
+            self._worker_of.pop(state.route if state is not None else b"", None)
+            state = self._connected[worker] = _Worker(life, key, route, now_s)
             self._worker_of[route] = worker
             self._ledger.worker_up(worker, frozenset(fields["kinds"]), fields["credit"], fields["held"])
-        known.heard_at_s = now_s
+        state.heard_at_s = now_s
         self._port.send(route, "welcome", {"hub": self._hub_id, "beat_s": BEAT_S})
 
     def _result(self, worker: str, message: Message, payload: list[zmq.Frame]) -> None:
         fields = message.fields
         size = wire.packed_size(fields["meta"])
         if size > META_BYTES:
-            reason = f"a result of {size} bytes, {META_BYTES} are allowed"
+            reason = f"result too large: {size} bytes, limit {META_BYTES}"
             self._ledger.failed(worker, fields["id"], fields["attempt"], reason, fatal=True)
             return
         owner = self._ledger.owner_of(fields["id"])
@@ -165,11 +168,11 @@ class Workers:
             self._spool.put(fields["id"], owner, message.specs, payload)
 
     def _forget(self, worker: str) -> None:
-        known = self._connected.pop(worker, None)
-        if known is not None:
-            self._worker_of.pop(known.route, None)
+        state = self._connected.pop(worker, None)
+        if state is not None:
+            self._worker_of.pop(state.route, None)
 
-    # What they are told
+    # Messages to workers
 
     def _send(self, worker: str, message_type: str, fields: Mapping[str, Any]) -> None:
         if worker in self._connected:
@@ -181,7 +184,7 @@ class Workers:
         fields["note"] = dict(self.note)
         try:
             header = self._port.encode("task", fields, payload.specs)
-        except WireError as error:  # rows that fitted their submission, but not together with the note
+        except WireError as error:  # the rows fitted in their submission, but not together with the announcement
             why = f"cannot be sent: {error}"[:REASON_CHARS]
             self._ledger.failed(grant.worker, grant.task.id, grant.attempt, why, fatal=True)
             return
@@ -190,9 +193,9 @@ class Workers:
     def _flush(self, worker: str) -> None:
         route, outbox = self._connected[worker].route, self._connected[worker].outbox
         while outbox:
-            letter = outbox[0]
+            task = outbox[0]
             try:
-                self._port.router.send(route, letter.header, letter.frames)
+                self._port.router.send(route, task.header, task.frames)
             except Full:
                 return
             except Unreachable:

@@ -1,9 +1,9 @@
-"""CURVE keys, with which sockets encrypt and know each other. `python -m wfm_ds.pipes.keys new DIR NAME` makes a pair.
+"""CURVE keys that encrypt and authenticate connections. `python -m wfm_ds.pipes.keys new DIR NAME` creates a pair.
 
-A folder of keys holds DIR/NAME.key_secret, readable by its owner alone, and DIR/public/NAME.key. A hub's folder has
-hub.key_secret, and in public/ the keys of those who may connect; a peer's has one other secret, and public/hub.key.
-Whoever holds the hub's own secret may connect with it too: the processes on the hub's side need no keys of theirs. The
-files are those of pyzmq.
+A key folder contains DIR/NAME.key_secret, readable only by its owner, and DIR/public/NAME.key. The broker's folder has
+hub.key_secret and, in public/, the keys of all allowed peers. A peer's folder has one secret key and public/hub.key.
+The broker's own key may connect too, so processes on the broker's machine need no extra keys. The file format is
+pyzmq's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class KeyFileError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """A peer's own pair, and the public key of the hub that it means to reach."""
+    """A peer's key pair, and the public key of its broker."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -49,7 +49,7 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class HubKeys:
-    """A hub's own pair, and who may connect."""
+    """The broker's key pair, and a check for allowed public keys."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -57,71 +57,72 @@ class HubKeys:
 
     @property
     def insider(self) -> ClientKeys:
-        """The keys of processes on the hub's own side, which may always connect."""
+        """Keys for processes on the broker's side, which may always connect."""
         return ClientKeys(self.public, self.secret, self.public, HUB)
 
 
 def hub_keys(folder: Path) -> HubKeys:
-    """The keys of a hub. Those in public/ are read at each connection: add or remove files at any time.
+    """Load the broker's keys. Files in public/ are read at each connection and may be added or removed at any time.
 
-    Raises KeyFileError, also for a file in public/ that is not a key. One that is damaged later is logged and ignored.
+    Raises KeyFileError, also if a file in public/ is not a key. Files that become unreadable later are logged and
+    ignored.
     """
     public, secret = _pair(folder / f"{HUB}{SECRET}")
     for path in _listed(folder):
         _public(path)
 
-    complaints = Throttle(log.warning)  # the folder is read at each handshake, and anybody may try one
+    log_throttle = Throttle(log.warning)  # anyone may trigger a handshake, and each one reads the folder
 
-    def allowed(key: bytes) -> bool:
-        """Never raises: it is called by the thread on which every handshake depends."""
-        return key == public or key in _readable(folder, complaints)
+    def is_allowed(key: bytes) -> bool:
+        """Return whether the key may connect. Never raises: all handshakes depend on the calling thread."""
+        return key == public or key in _readable(folder, log_throttle)
 
-    return HubKeys(public, secret, allowed)
+    return HubKeys(public, secret, is_allowed)
 
 
 def _listed(folder: Path) -> list[Path]:
     return [path for path in (folder / "public").glob(f"*{PUBLIC}") if path.stem != HUB]
 
 
-def _readable(folder: Path, complaints: Throttle) -> set[bytes]:
-    """The public keys that can be read at this moment: a file may be half copied, or just have been removed."""
+def _readable(folder: Path, log_throttle: Throttle) -> set[bytes]:
+    """Return the readable public keys. Files may be incomplete or removed at any moment; these are logged."""
     keys = set()
     try:
         for path in _listed(folder):
             try:
                 keys.add(_public(path))
             except KeyFileError as error:
-                complaints.tell(path.name, f"passed over: {error}", time.monotonic())
+                log_throttle.tell(path.name, f"ignored: {error}", time.monotonic())
     except OSError as error:
-        complaints.tell("list", f"{folder / 'public'} cannot be listed: {error}", time.monotonic())
+        log_throttle.tell("list", f"{folder / 'public'} cannot be listed: {error}", time.monotonic())
     return keys
 
 
 def client_keys(folder: Path) -> ClientKeys:
-    """The keys of a client or a worker; in a hub's folder, the hub's own. Raises KeyFileError."""
+    """Load the keys of a client or worker; from the broker's folder, the broker's own keys. Raises KeyFileError."""
     secrets = [path for path in folder.glob(f"*{SECRET}") if path.name != f"{HUB}{SECRET}"]
     if not secrets and (folder / f"{HUB}{SECRET}").exists():
         return hub_keys(folder).insider
     if len(secrets) != 1:
-        found = ", ".join(sorted(path.name for path in secrets)) or "none"
+        names = ", ".join(sorted(path.name for path in secrets)) or "none"
         raise KeyFileError(
-            f"{folder}: one key of a client is needed, NAME{SECRET}; found {found}. Make one by "
-            f"`python -m wfm_ds.pipes.keys new {folder} NAME`"
+            f"{folder}: expected exactly one client key NAME{SECRET}, found {names}. Create one: "
+            f"python -m wfm_ds.pipes.keys new {folder} NAME"
         )
     public, secret = _pair(secrets[0])
     return ClientKeys(public, secret, _public(folder / "public" / f"{HUB}{PUBLIC}"), secrets[0].stem)
 
 
 def new(folder: Path, name: str) -> tuple[Path, Path]:
-    """Make a pair: (secret file, public file). Raises KeyFileError if one of that name is there."""
+    """Create a key pair and return (secret file, public file). Raises KeyFileError if the name is taken."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-        raise KeyFileError(f"{name!r} is not a name for a key: use letters, digits, - and _")
+        raise KeyFileError(f"{name!r} is not a valid key name: use letters, digits, - and _")
     secret_file, public_file = folder / f"{name}{SECRET}", folder / "public" / f"{name}{PUBLIC}"
     public, secret = zmq.curve_keypair()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         public_file.parent.mkdir(exist_ok=True)
-        for file in (secret_file, public_file):  # of both, before one of them is written
+        for file in (secret_file, public_file):  # check both before writing either
             if file.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(file))
         _write(
@@ -129,7 +130,7 @@ def new(folder: Path, name: str) -> tuple[Path, Path]:
         )
         _write(public_file, f'curve\n    public-key = "{public.decode()}"\n', 0o644)
     except FileExistsError as error:
-        raise KeyFileError(f"{error.filename} is there already: choose another name, or remove it first") from error
+        raise KeyFileError(f"{error.filename} already exists: choose another name or remove it") from error
     except OSError as error:
         raise KeyFileError(f"{folder}: cannot write: {error}") from error
     return secret_file, public_file
@@ -137,17 +138,17 @@ def new(folder: Path, name: str) -> tuple[Path, Path]:
 
 def _write(path: Path, text: str, mode: int) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-        os.fchmod(file.fileno(), mode)  # whatever the umask
+        os.fchmod(file.fileno(), mode)  # independent of the umask
         file.write(text)
 
 
 def _pair(path: Path) -> tuple[bytes, bytes]:
     public, secret = _load(path)
     if secret is None:
-        raise KeyFileError(f"{path} holds no secret key")
+        raise KeyFileError(f"{path} has no secret key")
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
-        raise KeyFileError(f"{path}: others can read this secret (mode {mode:04o}): chmod 600 it, or make a new one")
+        raise KeyFileError(f"{path}: others can read this secret (mode {mode:04o}): chmod 600 it, or create a new one")
     return public, secret
 
 
@@ -158,7 +159,7 @@ def _public(path: Path) -> bytes:
 def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
         public, secret = zmq.auth.load_certificate(path)
-    except (OSError, ValueError, IndexError) as error:  # IndexError: pyzmq's, for a line without its =
+    except (OSError, ValueError, IndexError) as error:  # IndexError: pyzmq, for a line without =
         raise KeyFileError(f"{path} cannot be read as a key: {error}") from error
     if len(public) != 40 or (secret is not None and len(secret) != 40):
         raise KeyFileError(f"{path} cannot be read as a key: keys have 40 characters")
@@ -170,16 +171,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm_ds.pipes.keys", description="Keys of hubs, clients and workers.")
-    p.add_argument("command", choices=["new"], help="make a pair of keys")
-    p.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there")
-    p.add_argument("name", metavar="NAME", help=f"{HUB} for a hub; any other for a client or worker")
+    p = argparse.ArgumentParser(prog="wfm_ds.pipes.keys", description="Create keys of brokers, clients and workers.")
+    p.add_argument("command", choices=["new"], help="create a key pair")
+    p.add_argument("folder", type=Path, metavar="DIR", help="created if it does not exist")
+    p.add_argument("name", metavar="NAME", help=f"{HUB} for the broker; any other name for a client or worker")
     return p
 
 
 def run(args: argparse.Namespace) -> None:
     secret, public = new(args.folder, args.name)
-    sys.stdout.write(f"secret: {secret} (keep it on this machine)\npublic: {public} (copy it to those who need it)\n")
+    sys.stdout.write(f"secret: {secret} (keep it on this machine)\npublic: {public} (copy it to the peers)\n")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Tasks and the workers they are leased to: credit, attempts, duplicates. A pure state machine, without a clock.
+"""Tasks and their leases to workers: credit, attempts, duplicates. A state machine without I/O or clock.
 
-    WAITING --lease--> LEASED --result--> DONE --release--> gone (its id is remembered)
-       ^                 |  `--failed for good, or attempts used up--> QUARANTINED --release--> gone
-       `----requeue------'      cancel: gone from any state; kind_down, deadline: QUARANTINED
+    WAITING --lease--> LEASED --result--> DONE --release--> removed (its id is remembered)
+       ^                 |  `--fatal failure, or no attempts left--> QUARANTINED --release--> removed
+       `----requeue------'      cancel: removed from any state; disabled kind, deadline: QUARANTINED
 
-A *lease* outlives its task's interest in it: when the task is finished elsewhere, cancelled or requeued, the lease is
-*void* but keeps its place in the worker's credit until the worker reports, or is lost. So a worker that hangs is never
-given more. The first result of a task wins, whoever brings it; every other one is recognised and ignored.
+When a leased task is finished elsewhere, cancelled or requeued, the lease becomes *void*. It still uses the worker's
+credit until the worker reports or is lost, so a hanging worker gets no more tasks. The first result of a task wins,
+from any worker; later results are detected as duplicates and ignored.
 
-An *attempt* is a lease that ended in a failure, a stall or its worker's death: MAX_ATTEMPTS of them quarantine a task.
-A worker that says goodbye, or that the task never reached, costs none.
+An *attempt* is a lease that ended in a failure, a stall or the death of its worker. MAX_ATTEMPTS attempts quarantine a
+task. Leases returned by a leaving worker, or never sent, do not count as attempts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from wfm_ds.pipes.records import Entry, Lease, LeaseHolder, Submitter
 from wfm_ds.pipes.tasks import Admission, Completion, Grant, Refused, ReportStatus, State, Task
 
 MAX_ATTEMPTS = 3
-MAX_REMEMBERED = 65536  # ids of finished work, for each owner
+MAX_REMEMBERED = 65536  # ids of removed tasks, per owner
 
 
 class Ledger:
-    """All times are seconds on one monotonic clock of the caller."""
+    """Task and lease states. All times are seconds on one monotonic clock of the caller."""
 
     def __init__(
         self,
@@ -40,22 +40,24 @@ class Ledger:
         max_waiting_of: Mapping[str, int] | None = None,
         on_end: Callable[[Task, Completion], None] = lambda task, completion: None,
     ) -> None:
-        """`stall_s`: by kind, how long a lease may go without progress. These are the kinds that can be submitted.
+        """Create an empty ledger.
 
-        `max_waiting_of`: the same limit as max_waiting, for tasks of one kind. `on_end` is told of every task that is
-        done or quarantined, with its payload.
+        stall_s: maximum time without progress, by kind. Only these kinds can be submitted.
+        max_waiting_by_kind: like max_waiting, for the tasks of one kind.
+        on_end: called with every task that is done or quarantined, including its payload.
         """
         self.stall_s = dict(stall_s)
         self.max_waiting_of = dict(max_waiting_of or {})
         self.max_waiting = max_waiting
         self.max_bytes = max_bytes
-        self.leasing = True  # False while draining
+        self.leasing = True  # False while the broker drains
         self.counts: Counter[str] = Counter()
         self.held_bytes = 0
         self._entries: dict[str, Entry] = {}
-        self._waiting: dict[str, Agenda[str]] = {kind: Agenda() for kind in stall_s}  # by order of submission
-        self._deadlines: Agenda[str] = Agenda()  # of the tasks that wait
-        self._stalls: Agenda[tuple[str, str]] = Agenda()  # when a worker's lease will have stalled, void ones too
+        self._waiting: dict[str, Agenda[str]] = {kind: Agenda() for kind in stall_s}  # ordered by submission
+        self._deadlines: Agenda[str] = Agenda()  # deadlines of waiting tasks
+        # (worker, task id) by the time at which the lease stalls, including void leases
+        self._stalls: Agenda[tuple[str, str]] = Agenda()
         self._on_end = on_end
         self._workers: dict[str, LeaseHolder] = {}
         self._owners: dict[str, Submitter] = {}
@@ -65,19 +67,19 @@ class Ledger:
     # Submitters
 
     def submit(self, task: Task) -> Admission:
-        """Idempotent. Raises Refused for an undeclared kind, somebody else's id, or when full."""
+        """Add a task. Idempotent. Raises TaskRejected for an unknown kind, an id of another owner, or a full queue."""
         entry, owner = self._entries.get(task.id), self._owners.setdefault(task.owner, Submitter())
         if entry is not None and entry.task.owner != task.owner:
             raise Refused("this id belongs to another client")
         if entry is not None or task.id in owner.gone:
             return Admission.KNOWN
         if task.kind not in self.stall_s:
-            raise Refused(f"no worker does {task.kind}; known are {', '.join(sorted(self.stall_s))}"[:300])
+            raise Refused(f"unknown task kind {task.kind}; available: {', '.join(sorted(self.stall_s))}"[:300])
         if task.num_bytes > self.max_bytes:
-            raise Refused(f"{task.num_bytes} bytes, this hub holds {self.max_bytes} at most")
-        most = self.max_waiting_of.get(task.kind, self.max_waiting)
-        crowded = len(self._waiting[task.kind]) >= most or len(self._deadlines) >= self.max_waiting
-        if crowded or self.held_bytes + task.num_bytes > self.max_bytes:
+            raise Refused(f"task too large: {task.num_bytes} bytes, limit {self.max_bytes}")
+        limit = self.max_waiting_of.get(task.kind, self.max_waiting)
+        is_full = len(self._waiting[task.kind]) >= limit or len(self._deadlines) >= self.max_waiting
+        if is_full or self.held_bytes + task.num_bytes > self.max_bytes:
             raise Refused("full")
         self._order += 1
         self._entries[task.id] = Entry(task, self._order)
@@ -90,19 +92,19 @@ class Ledger:
         return Admission.NEW
 
     def completions(self, owner: str, after_seq: int) -> list[Completion]:
-        """Completions that are not released yet, oldest first."""
-        known = self._owners.get(owner)
-        newest_first = reversed(known.completions.values()) if known else ()
+        """Return the unreleased completions with a seq above after_seq, oldest first."""
+        submitter = self._owners.get(owner)
+        newest_first = reversed(submitter.completions.values()) if submitter else ()
         return list(itertools.takewhile(lambda c: c.seq > after_seq, newest_first))[::-1]
 
     def release(self, owner: str, up_to_seq: int) -> None:
-        """Forget completions that the submitter has, all but their ids."""
+        """Drop completions the submitter has received. Their ids are remembered."""
         completions = self._owners[owner].completions if owner in self._owners else {}
         while completions and (oldest := next(iter(completions.values()))).seq <= up_to_seq:
             self._remove(self._entries[oldest.id], "released")
 
     def cancel(self, owner: str, ids: Iterable[str]) -> list[tuple[str, str]]:
-        """Drop withdrawn tasks; unknown ids are ignored. Returns (worker, id) of those being worked on."""
+        """Drop tasks; unknown ids are ignored. Returns (worker, id) of the running ones."""
         running = []
         for task_id in ids:
             entry = self._entries.get(task_id)
@@ -113,14 +115,17 @@ class Ledger:
         return running
 
     def forget(self, owner: str) -> list[tuple[str, str]]:
-        """Drop everything of a submitter that left or started anew, remembered ids too."""
-        known = self._owners.get(owner)
-        running = self.cancel(owner, list(known.tasks)) if known else []
+        """Drop all state of a submitter that left or restarted, including remembered ids.
+
+        Returns (worker, id) of its running tasks.
+        """
+        submitter = self._owners.get(owner)
+        running = self.cancel(owner, list(submitter.tasks)) if submitter else []
         self._owners.pop(owner, None)
         return running
 
     def kind_down(self, kind: str, why: str) -> None:
-        """Fail tasks of this kind, waiting and future ones, with this reason."""
+        """Fail all waiting and future tasks of this kind with this reason."""
         self._down[kind] = why
         while entry := self._oldest_waiting(kind):
             self._finish(entry, State.QUARANTINED, reason=why)
@@ -128,14 +133,14 @@ class Ledger:
     # Workers
 
     def worker_up(self, worker: str, kinds: frozenset[str], credit: int, held: Iterable[str]) -> None:
-        """Book a worker's hello, perhaps a repeated one. Leases on tasks that it does not hold requeue."""
-        known = self._workers.setdefault(worker, LeaseHolder(kinds, credit))
-        known.kinds, known.credit = kinds, credit
-        for task_id in known.leases.keys() - set(held):
+        """Add or update a worker. Tasks leased to it that are not in `held` are requeued."""
+        holder = self._workers.setdefault(worker, LeaseHolder(kinds, credit))
+        holder.kinds, holder.credit = kinds, credit
+        for task_id in holder.leases.keys() - set(held):
             self._give_back(worker, task_id)
 
     def lease(self, now_s: float) -> list[Grant]:
-        """Hand out what waits, oldest first within a kind, as far as credit goes; prefers a worker not tried yet."""
+        """Lease waiting tasks within the workers' credit: oldest first within a kind, preferring untried workers."""
         grants = []
         for kind in self._waiting if self.leasing else ():
             while (entry := self._oldest_waiting(kind)) and (worker := self._free_worker(entry)):
@@ -150,43 +155,45 @@ class Ledger:
         return grants
 
     def progress(self, worker: str, task_id: str, attempt: int, done: int, now_s: float) -> None:
-        """`done` larger than before renews the lease; equal `done` renews nothing: a thread may answer in a hang."""
-        known = self._workers.get(worker)
-        lease = known.leases.get(task_id) if known else None
+        """Renew the lease if `done` has increased. An unchanged `done` renews nothing: a hanging worker may send it."""
+        holder = self._workers.get(worker)
+        lease = holder.leases.get(task_id) if holder else None
         if lease is not None and lease.attempt == attempt and done > lease.done:
             lease.done, lease.progress_at_s = done, now_s
             self._stalls.put((worker, task_id), now_s + lease.stall_s)
 
     def result(self, worker: str, task_id: str, attempt: int, seconds: float, meta: Mapping[str, Any]) -> ReportStatus:
-        """Book a result; whatever becomes of it, the worker may forget its copy."""
-        current = self._take_lease(worker, task_id)
+        """Record a result. The worker may drop its copy, regardless of the returned status."""
+        is_current = self._take_lease(worker, task_id)
         entry = self._entries.get(task_id)
         if entry is None:
-            gone = any(task_id in owner.gone for owner in self._owners.values())
-            return self._count(ReportStatus.DUPLICATE if gone else ReportStatus.UNKNOWN)
+            was_removed = any(task_id in owner.gone for owner in self._owners.values())
+            return self._count(ReportStatus.DUPLICATE if was_removed else ReportStatus.UNKNOWN)
         if entry.state in (State.DONE, State.QUARANTINED):
             return self._count(ReportStatus.DUPLICATE)
         self._finish(entry, State.DONE, worker=worker, seconds=seconds, meta=meta, attempt=attempt)
-        return self._count(ReportStatus.ACCEPTED if current else ReportStatus.LATE)
+        return self._count(ReportStatus.ACCEPTED if is_current else ReportStatus.LATE)
 
     def failed(self, worker: str, task_id: str, attempt: int, reason: str, fatal: bool) -> ReportStatus:
-        """Book a failure: another attempt, or quarantine with the reasons of all attempts."""
-        known = self._workers.get(worker)
-        lease = known.leases.get(task_id) if known else None
+        """Record a failure: the task is requeued, or quarantined with the reasons of all attempts."""
+        holder = self._workers.get(worker)
+        lease = holder.leases.get(task_id) if holder else None
         if lease is not None and lease.attempt != attempt:
-            return self._count(ReportStatus.DUPLICATE)  # about an earlier lease of the same worker
-        current = self._take_lease(worker, task_id)
+            return self._count(ReportStatus.DUPLICATE)  # reports an earlier lease of the same worker
+        is_current = self._take_lease(worker, task_id)
         entry = self._entries.get(task_id)
-        if entry is None or not current:
+        if entry is None or not is_current:
             return self._count(ReportStatus.DUPLICATE if entry else ReportStatus.UNKNOWN)
         self._requeue(entry, reason, fatal)
         return self._count(ReportStatus.ACCEPTED)
 
     def worker_lost(self, worker: str, why: str) -> list[str]:
-        """Requeue all its leases; each counts as an attempt, so a task that kills workers ends in quarantine. Returns
-        their tasks."""
-        known = self._workers.get(worker)
-        lost = list(known.leases) if known else []
+        """Requeue all leases of a lost worker and return their task ids.
+
+        Each counts as an attempt, so tasks that kill workers end in quarantine.
+        """
+        holder = self._workers.get(worker)
+        lost = list(holder.leases) if holder else []
         for task_id in lost:
             if self._take_lease(worker, task_id):
                 self._requeue(self._entries[task_id], why, fatal=False)
@@ -194,24 +201,23 @@ class Ledger:
         return lost
 
     def worker_left(self, worker: str) -> list[str]:
-        """Requeue all leases of a worker that said goodbye; none counts as an attempt. Returns their tasks."""
-        known = self._workers.get(worker)
-        left = list(known.leases) if known else []
-        self.not_sent(worker, left)
+        """Requeue all leases of a worker that left, without counting an attempt. Returns their task ids."""
+        holder = self._workers.get(worker)
+        task_ids = list(holder.leases) if holder else []
+        self.not_sent(worker, task_ids)
         self._workers.pop(worker, None)
-        return left
+        return task_ids
 
     def not_sent(self, worker: str, task_ids: Iterable[str]) -> None:
-        """Requeue these leases, which have not reached the worker; none counts as an attempt."""
+        """Requeue leases that were not sent to the worker, without counting an attempt."""
         for task_id in task_ids:
             self._give_back(worker, task_id)
 
     def expire(self, now_s: float) -> list[tuple[str, str, int]]:
-        """Requeue what saw no progress for its kind's stall_s, give up what is past its deadline.
+        """Requeue tasks without progress for stall_s, and quarantine waiting tasks past their deadline.
 
-        Returns (worker, task id, attempt) of the leases that have stalled, void ones too, again after each stall_s:
-        those workers hang, or never heard of the task. The leases keep their place in the worker's credit: see the
-        module docstring.
+        Returns (worker, task id, attempt) of stalled leases, including void ones, again after every further stall_s:
+        these workers hang or never received the task. The leases still use the worker's credit (module docstring).
         """
         stalled = []
         for worker, task_id in self._stalls.due(now_s):
@@ -226,26 +232,25 @@ class Ledger:
             self._finish(entry, State.QUARANTINED, reason="; ".join(["deadline", *entry.reasons]))
         return stalled
 
-    # Reading
+    # Queries
 
     def has_leases(self) -> bool:
         return any(not lease.void for worker in self._workers.values() for lease in worker.leases.values())
 
     def has_completions(self) -> bool:
-        """True if anything has finished that its submitter has not released."""
+        """Return whether any finished task is not yet released by its submitter."""
         return any(owner.completions for owner in self._owners.values())
 
     def knows_worker(self, worker: str) -> bool:
         return worker in self._workers
 
     def owner_of(self, task_id: str) -> str | None:
-        """The submitter of a task; None if the task is unknown or gone."""
+        """Return the submitter of a task, None if the task is unknown or removed."""
         entry = self._entries.get(task_id)
         return entry.task.owner if entry is not None else None
 
     def census(self, now_s: float) -> tuple[dict[str, tuple[int, int]], dict[str, float | None]]:
-        """Counts (waiting, leased) by kind; and by worker, seconds since the last progress of its tasks, None if it has
-        no task."""
+        """Return {kind: (num waiting, num leased)}, and {worker: seconds since its last progress, None if idle}."""
         leases = [(t, lease) for worker in self._workers.values() for t, lease in worker.leases.items()]
         leased = Counter(self._entries[task_id].task.kind for task_id, lease in leases if not lease.void)
         ages = {
@@ -262,7 +267,7 @@ class Ledger:
         self._deadlines.put(entry.task.id, entry.task.deadline_s)
 
     def _requeue(self, entry: Entry, reason: str, fatal: bool) -> None:
-        """Book an attempt that has ended without a result."""
+        """Count an attempt that ended without a result; requeue or quarantine the task."""
         entry.reasons.append(reason)
         entry.suspect = True
         entry.failures += 1
@@ -314,7 +319,7 @@ class Ledger:
         self.counts[as_what] += 1
 
     def _stop_holding(self, entry: Entry) -> None:
-        """Leave WAITING or LEASED for a final state: free the bytes and the place in the queue, void the lease."""
+        """Free the bytes and the queue entry of a task in WAITING or LEASED, and void its lease."""
         self._stop_waiting(entry)
         if entry.worker is not None:
             lease = self._workers[entry.worker].leases.get(entry.task.id)
@@ -329,14 +334,14 @@ class Ledger:
         self._deadlines.discard(entry.task.id)
 
     def _take_lease(self, worker: str, task_id: str) -> bool:
-        """End a worker's lease; True if it was live."""
-        known = self._workers.get(worker)
-        lease = known.leases.pop(task_id, None) if known else None
+        """Remove a worker's lease. Returns True if it existed and was not void."""
+        holder = self._workers.get(worker)
+        lease = holder.leases.pop(task_id, None) if holder else None
         self._stalls.discard((worker, task_id))
         return lease is not None and not lease.void
 
     def _give_back(self, worker: str, task_id: str) -> None:
-        """End a worker's lease, and count no attempt."""
+        """Remove a worker's lease and requeue the task without counting an attempt."""
         if self._take_lease(worker, task_id):
             self._wait_again(self._entries[task_id])
 
@@ -348,7 +353,7 @@ class Ledger:
         free = [
             (name in entry.tried, len(worker.leases), name)
             for name, worker in self._workers.items()
-            # A worker that still sits on an earlier attempt of this very task cannot hold it twice.
+            # A worker cannot hold a task twice: it may still have a lease from an earlier attempt.
             if entry.task.kind in worker.kinds
             and worker.takes(entry.task.rows, alone=entry.suspect)
             and entry.task.id not in worker.leases

@@ -1,8 +1,8 @@
-"""Every message type on the wire and its keys, with the reason beside each. wire.py refuses anything else.
+"""Schemas of all messages on the wire, with the purpose of each key. wire.py rejects everything else.
 
-A *task* is one unit of work for one worker: a range of the *rows* of a submission. A row is a small map, and the
-tensor of the same index in the submission's table. So media travel once for all rewards, and the hub hands each worker
-the rows of its task without opening them.
+A *task* is one unit of work for one worker: a range of the *rows* of a submission. A row is a small map plus the tensor
+with the same index in the submission's table. So images and videos are sent once for all rewards, and the broker
+forwards the rows of a task without decoding them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-MAX_ROWS = 64  # of one submission
-MAX_TASKS = 1024  # of one submission
-MAX_ITEMS = 4096  # of any other list
+MAX_ROWS = 64  # per submission
+MAX_TASKS = 1024  # per submission
+MAX_ITEMS = 4096  # in any other list
 ID_CHARS = 300
 REASON_CHARS = 300
 DETAIL_CHARS = 8000  # a traceback
-META_BYTES = 32 * 1024  # of a result's meta: half a header, so that the hub can always pass it on
+META_BYTES = 32 * 1024  # of a result's meta: half a header, so that the broker can always forward it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Integer:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Finite: wire.py lets no other through."""
+    """A finite number; wire.py rejects NaN and infinities."""
 
     low: float = 0.0
     high: float = math.inf
@@ -47,7 +47,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class FreeMap:
-    """Any map of plain values; wire.py bounds its depth, and the header its size."""
+    """Any map of plain values. wire.py limits its depth, the header limit its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,32 +73,32 @@ _IDS = ListOf(_ID)
 _REASON = Text(REASON_CHARS)
 
 _TASK = Record({
-    "id": _ID,  # equal id = equal work: a repeated submission changes nothing
-    "kind": _ID,  # which workers can do it, such as score:ocr
+    "id": _ID,  # equal ids mean equal work, so submissions can be repeated
+    "kind": _ID,  # selects the workers, e.g. score:ocr
     "start": Integer(0, MAX_ROWS),  # rows [start, stop) of the submission
     "stop": Integer(1, MAX_ROWS),
-    "deadline_s": Number(),  # remaining: the two clocks need not agree
+    "deadline_s": Number(),  # remaining seconds, independent of the peers' clocks
 })  # fmt: skip
 _COMPLETION = Record({
-    "seq": Integer(1),  # counts the submitter's completions; it asks for those after the last one it has seen
+    "seq": Integer(1),  # counts the submitter's completions; `since` requests those after a seq
     "id": _ID,
     "ok": Flag(),
     "worker": Text(),
     "attempt": Integer(),
     "seconds": Number(),
     "meta": FreeMap(),
-    "reason": Text(),  # why there is no result; empty if ok
+    "reason": Text(),  # of a failure; empty if ok
 })  # fmt: skip
 
 SCHEMAS: dict[str, dict[str, Check]] = {
-    # worker -> hub
+    # worker -> broker
     "hello": {
-        "worker": Text(64),  # the logical id: routes change with every reconnection, this does not
-        "life": Text(64),  # of the worker's process: a new one means that the last one died
-        "name": Text(),  # for people
+        "worker": Text(64),  # the logical id; unlike the route, it survives reconnections
+        "life": Text(64),  # one per process: a new value means that the previous process died
+        "name": Text(),  # for display
         "kinds": ListOf(_ID, 64),
-        "credit": Integer(1, 1024),  # tasks it wants to hold
-        "held": _IDS,  # what it has; leases on anything else were lost on the way
+        "credit": Integer(1, 1024),  # rows it can hold at once
+        "held": _IDS,  # the task ids it has; leases on other tasks were lost in transit
     },
     "beat": {"progress": ListOf(Tuple((_ID, Integer(1), Integer(), Integer())))},  # [id, attempt, done, total]
     "result": {"id": _ID, "attempt": Integer(1), "seconds": Number(), "meta": FreeMap()},
@@ -107,43 +107,43 @@ SCHEMAS: dict[str, dict[str, Check]] = {
         "attempt": Integer(1),
         "reason": _REASON,
         "detail": Text(DETAIL_CHARS),
-        "fatal": Flag(),  # do not try elsewhere
+        "fatal": Flag(),  # no other attempt
     },
-    "leave": {"why": _REASON},  # nothing it holds will be done
-    # hub -> worker
-    "welcome": {"hub": Text(64), "beat_s": Number()},  # `hub` is new at each start of the hub
+    "leave": {"why": _REASON},  # its tasks will not be done
+    # broker -> worker
+    "welcome": {"hub": Text(64), "beat_s": Number()},  # `hub` changes at each start of the broker
     "task": {
         "id": _ID,
-        "attempt": Integer(1),  # how often it was leased; not all of these count as attempts at it
+        "attempt": Integer(1),  # lease number; not every lease counts as a failed attempt
         "kind": _ID,
         "rows": ListOf(FreeMap(), MAX_ROWS),
-        "note": FreeMap(),  # what the hub's owner announced last, such as the weights to use
+        "note": FreeMap(),  # the last announcement of the broker's owner, e.g. the weights to use
     },
     "ack": {"ids": _IDS},
-    "stalled": {"id": _ID, "attempt": Integer(1)},  # this lease saw no progress; perhaps its task never arrived
-    "bye": {"why": _REASON},  # the hub's work is done: leave
-    # client -> hub
+    "stalled": {"id": _ID, "attempt": Integer(1)},  # no progress on this lease; the task may not have arrived
+    "bye": {"why": _REASON},  # all work is done: leave
+    # client -> broker
     "attach": {"run": Text(120), "client": Text(120), "epoch": Integer()},  # a restarted client has a higher epoch
     "submit": {"rows": ListOf(FreeMap(), MAX_ROWS), "tasks": ListOf(_TASK, MAX_TASKS)},
-    "since": {"seq": Integer()},  # completions up to seq have arrived; also the sign of life
-    "fetch": {"id": _ID},  # the tensors of a result; any client of the submitter's run may
+    "since": {"seq": Integer()},  # completions up to seq have arrived; also the keep-alive
+    "fetch": {"id": _ID},  # the tensors of a result, for any client of the submitter's run
     "read": {"file": _ID, "offset": Integer()},  # a piece of an announced file
-    "release": {"ids": _IDS},  # nobody fetches these any more; repeated until `released`
-    # hub -> client
+    "release": {"ids": _IDS},  # these results are no longer needed; repeated until `released`
+    # broker -> client
     "attached": {
-        "session": Text(64),  # a new one means that the hub knows nothing of this client's tasks
-        "kinds": FreeMap(),  # what it offers: kind -> facts from its configuration
+        "session": Text(64),  # a new value means that the broker has none of this client's tasks
+        "kinds": FreeMap(),  # task kinds offered -> information from the configuration
     },
     "accepted": {"ids": _IDS, "known": _IDS, "refused": ListOf(Tuple((_ID, Text())))},
     "finished": {
-        "after": Integer(),  # the seq before these: a client that has not seen it knows that a message was lost
+        "after": Integer(),  # the seq before these items; lets clients detect lost messages
         "items": ListOf(_COMPLETION),
     },
     "released": {"ids": _IDS},
     "payload": {"id": _ID},  # a result, or `file@offset`
     "missing": {"id": _ID, "why": _REASON},
-    # hub -> any, client -> hub
-    "who": {},  # "I do not know this route: say hello or attach again"
+    # broker -> any, client -> broker
+    "who": {},  # unknown route: send `hello` or `attach` again
     "reject": {"about": Integer(), "why": _REASON},
     "cancel": {"ids": _IDS, "why": _REASON},
 }
@@ -156,11 +156,11 @@ TYPES_WITH_TENSORS = frozenset({"submit", "task", "result", "payload"})
 
 
 def problem_in(value: Any, check: Check) -> str:
-    """The error in a value, "" if there is none."""
+    """Return the error in a value, "" if it is valid."""
     match check:
         case Text(max_chars):
             good = type(value) is str and len(value) <= max_chars
-            return "" if good else f"is not a text of at most {max_chars} characters"
+            return "" if good else f"is not a string of at most {max_chars} characters"
         case Integer(low, high):
             good = type(value) is int and low <= value <= high
             return "" if good else f"is not an integer from {low} to {high}"

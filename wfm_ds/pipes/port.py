@@ -1,4 +1,4 @@
-"""One ROUTER of a hub as messages: what comes in is decoded, or rejected and counted; what goes out is numbered."""
+"""Message layer of a broker's ROUTER: decodes incoming messages, rejects and counts bad ones, numbers outgoing."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from wfm_ds.pipes.wire import Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
 
-MESSAGES_PER_TURN = 256  # of one socket, so that neither starves the other
+MESSAGES_PER_TURN = 256  # per socket, so that neither socket starves the other
 
 Handler: TypeAlias = Callable[[bytes, Message, list[zmq.Frame], float], None]  # route, message, its frames, now_s
 
 
 class Port:
-    """The hub's thread alone uses it; whoever made the router closes it."""
+    """Messages over one ROUTER. Used only by the broker's thread. The router's creator closes it."""
 
     def __init__(self, router: Router, expected: frozenset[str], rejected: Counter[str]) -> None:
-        """`expected`: the message types that may come in. `rejected` counts the others, by endpoint."""
+        """`expected_types`: allowed incoming message types. `rejected` counts invalid messages by endpoint."""
         self.router = router
         self._expected = expected
         self._rejected = rejected
@@ -35,7 +35,7 @@ class Port:
         self._drops = Throttle(log.warning)
 
     def receive(self, handle: Handler, now_s: float) -> None:
-        """Hand over what has come; reject what is not a message for this port, and what `handle` refuses."""
+        """Pass arrived messages to `handle`. Reject invalid ones, and those for which `handle` raises WireError."""
         self._drops.look(now_s)
         for _ in range(MESSAGES_PER_TURN):
             received = self.router.receive()
@@ -51,11 +51,11 @@ class Port:
                 self.send(route, "reject", {"about": 0, "why": str(error)[:REASON_CHARS]})
 
     def close(self, now_s: float) -> None:
-        """Log what was dropped and not logged yet."""
+        """Log the remaining counts of dropped messages."""
         self._drops.close(now_s)
 
     def encode(self, message_type: str, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()) -> bytes:
-        """The header of a message that `router.send` takes later. Raises WireError if it is too large."""
+        """Return the header of a message to be sent by `router.send`. Raises WireError if it is too large."""
         return wire.encode(message_type, next(self._mids), fields, specs)
 
     def send(
@@ -66,7 +66,7 @@ class Port:
         specs: Sequence[TensorSpec] = (),
         payload: Sequence[Any] = (),
     ) -> bool:
-        """Send; False if it could not be sent. The protocol repeats everything sent this way if it is lost."""
+        """Send a message; return False if it was not sent. The protocol repeats lost messages of these types."""
         try:
             self.router.send(route, self.encode(message_type, fields, specs), payload)
         except (Unreachable, Full):

@@ -1,4 +1,4 @@
-"""The records of a ledger: tasks in hand, leases, workers and submitters. Plain data; ledger.py changes it."""
+"""Records of the ledger: tasks, leases, workers and submitters. Plain data, modified only by ledger.py."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class Entry:
     """A task from its submission until its completion is released."""
 
     task: Task
-    order: int  # kept for life: a requeued task is leased before younger ones
+    order: int  # fixed, so that a requeued task is leased before newer ones
     state: State = State.WAITING
-    attempt: int = 0  # how often it was leased: which lease a worker speaks of
+    attempt: int = 0  # number of leases; identifies the lease in a worker's report
     failures: int = 0
     worker: str | None = None
     tried: set[str] = field(default_factory=set)
-    reasons: list[str] = field(default_factory=list)  # of the failures
+    reasons: list[str] = field(default_factory=list)  # of failed attempts
     suspect: bool = False  # it failed, or its worker died or hung
 
     @property
     def open(self) -> bool:
-        """True until the task is finished."""
+        """Return whether the task is not finished yet."""
         return self.state in (State.WAITING, State.LEASED)
 
 
@@ -41,15 +41,17 @@ class Lease:
 
 @dataclass(slots=True)
 class LeaseHolder:
-    """A worker, as the ledger knows it."""
+    """A worker with its leases."""
 
     kinds: frozenset[str]
     credit: int
     leases: dict[str, Lease] = field(default_factory=dict)
 
     def takes(self, rows: int, *, alone: bool) -> bool:
-        """Return whether a task fits beside what the worker holds. A task that may have killed a worker is held alone:
-        if it kills again, no other task is lost with it."""
+        """Return whether the worker can hold another task.
+
+        A task that may have killed a worker is leased exclusively, so that no other task is lost if it does so again.
+        """
         if not self.leases:
             return True
         alone = alone or any(lease.alone for lease in self.leases.values())
@@ -59,7 +61,7 @@ class LeaseHolder:
 @dataclass(slots=True)
 class Submitter:
     last_seq: int = 0
-    tasks: dict[str, None] = field(default_factory=dict)  # ids of its entries
-    # Ordered, and cheap at both ends: a dict looks again at all that was removed from its front.
+    tasks: dict[str, None] = field(default_factory=dict)  # ids of its TaskEntry records
+    # OrderedDict: removing from the front of a dict leaves gaps that iteration must skip.
     completions: OrderedDict[str, Completion] = field(default_factory=OrderedDict)  # by task id, in order of seq
     gone: OrderedDict[str, None] = field(default_factory=OrderedDict)

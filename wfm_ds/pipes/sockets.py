@@ -1,8 +1,7 @@
-"""The only place that opens a socket and sets its options. DEALER (a peer, connects) <-> ROUTER (a hub, binds).
+"""All ZeroMQ sockets and their options: DEALER (a peer, connects) <-> ROUTER (the broker, binds).
 
-A socket belongs to one thread. Other threads reach that thread through its Mailbox. Endpoints are ipc paths in private
-folders or loopback tcp; on other addresses of this machine nothing listens without keys (keys.py), which encrypt and
-authenticate.
+Each socket belongs to one thread; other threads communicate with it through a Mailbox. Endpoints are ipc paths in
+private folders or loopback tcp. Other addresses require keys (keys.py) for encryption and authentication.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from wfm_ds.pipes.keys import ClientKeys, HubKeys
 from wfm_ds.pipes.wire import FRAME_BYTES, Buffer
 
 LINGER_MS = 2000
-HIGH_WATER_MARK = 64  # messages; a safety net, credit is the bound
+HIGH_WATER_MARK = 64  # messages; a safety net, since credit limits the queue
 ZAP_DOMAIN = b"wfm"
-REOPEN_S = 1.0  # before a hub that has refused a peer is tried again
+REOPEN_S = 1.0  # before reconnecting to a broker that rejected this peer
 EVERY_INTERFACE = ("*", "0.0.0.0", "::")
 
 HANDSHAKE_FAILED = (
@@ -43,30 +42,30 @@ T = TypeVar("T")
 
 
 class PipeError(UserError):
-    """An endpoint cannot be bound, is not allowed, or nobody answers there."""
+    """An endpoint cannot be bound, is not allowed, or does not reply."""
 
 
 class NotAllowed(PipeError):
-    """An endpoint that is not used as it is: waiting does not help."""
+    """The endpoint is invalid or insecure; retrying does not help."""
 
 
 class Unreachable(Exception):
-    """The peer is gone, or there is none yet: nothing was sent."""
+    """The peer is not connected; nothing was sent."""
 
 
 class Full(Exception):
-    """The peer does not read; nothing was sent."""
+    """The send queue is full because the peer does not read; nothing was sent."""
 
 
 class Mailbox(Generic[T]):
-    """A queue to the thread that polls `fileno()`. `put` may be called from any thread, and never blocks."""
+    """A queue to the thread that polls `fileno()`. `put` is thread-safe and never blocks."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._lock = threading.RLock()  # a signal handler may put while another one does
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt `put` and call it
 
     def fileno(self) -> int:
         return self._reader.fileno()
@@ -74,10 +73,10 @@ class Mailbox(Generic[T]):
     def put(self, item: T) -> None:
         self._items.append(item)
         with self._lock, contextlib.suppress(BlockingIOError, OSError):
-            self._writer.send(b"!")  # a full pipe wakes the reader as well; a closed one has no reader
+            self._writer.send(b"!")  # a full pipe also wakes the reader; a closed one has no reader
 
     def take(self) -> list[T]:
-        """Take everything put so far, in order; the polling thread calls it."""
+        """Remove and return all items in order. Called by the polling thread."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
@@ -93,18 +92,18 @@ class Mailbox(Generic[T]):
 
 
 def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
-    """The endpoint, if it may be used: ipc://PATH, tcp:// on loopback, or with keys any one tcp:// address.
+    """Return the endpoint if it is allowed: ipc://PATH, loopback tcp://, or with keys any single tcp:// address.
 
-    Raises NotAllowed with the way out.
+    Raises EndpointNotAllowed with a suggestion.
     """
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/") or len(os.fsencode(path)) > IPC_PATH_BYTES:
-            raise NotAllowed(f"{endpoint}: an ipc path is absolute and at most {IPC_PATH_BYTES} bytes long")
+            raise NotAllowed(f"{endpoint}: an ipc path must be absolute and at most {IPC_PATH_BYTES} bytes long")
         return endpoint
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(\d{1,5}|\*)", endpoint)
     if not match:
-        raise NotAllowed(f"{endpoint!r} is not an endpoint; write ipc:///PATH or tcp://127.0.0.1:PORT")
+        raise NotAllowed(f"{endpoint!r} is not an endpoint; use ipc:///PATH or tcp://127.0.0.1:PORT")
     host = match[1].strip("[]")
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -113,23 +112,23 @@ def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
     if loopback or (keys and host not in EVERY_INTERFACE):
         return endpoint
     if keys:
-        raise NotAllowed(f"{endpoint}: name one address of this machine, not all of them")
-    raise NotAllowed(f"{endpoint}: only ipc:// and loopback tcp are allowed without keys, messages travel unencrypted")
+        raise NotAllowed(f"{endpoint}: use one address of this machine, not a wildcard")
+    raise NotAllowed(f"{endpoint}: only ipc:// and loopback tcp are allowed without keys (no encryption)")
 
 
 class Router:
-    """The hub's end: many peers, addressed by the routes that zmq gave them."""
+    """The broker's socket: many peers, addressed by zmq routing ids."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: HubKeys | None = None) -> None:
-        """`keys` need a ThreadAuthenticator in the context (`authenticator`). Raises PipeError if the endpoint is not
-        allowed, or in use."""
+        """Bind the endpoint. `keys` require `start_authenticator` in the same context. Raises PipeError if the endpoint
+        is not allowed or in use."""
         check_endpoint(endpoint, keys=keys is not None)
         path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
-        self._folder = None if path is None else hold(path.parent)  # whoever made it may be killed before us
+        self._folder = None if path is None else hold(path.parent)  # its creator may exit before this process
         self._lock_file = None if path is None else _locked(path)
         self.socket = context.socket(zmq.ROUTER)
         _set_options(self.socket, endpoint)
-        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # else what cannot be delivered vanishes silently
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # else undeliverable messages are silently dropped
         if keys is not None:
             self.socket.set(zmq.CURVE_SERVER, 1)
             self.socket.set(zmq.CURVE_SECRETKEY, keys.secret)
@@ -143,19 +142,19 @@ class Router:
         self.endpoint: str = self.socket.get_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
-        """The next message and its route, None if there is none now."""
+        """Return the next message and its route, None if none has arrived."""
         frames = _receive(self.socket)
         return None if frames is None else (frames[0].bytes, frames[1:])
 
     def send(self, route: bytes, header: bytes, payload: Sequence[zmq.Frame] = ()) -> None:
-        """Raises Unreachable if the route is gone, Full if its peer does not read; in both cases nothing was sent."""
+        """Send a message. Raises PeerUnreachable or SendQueueFull; nothing was sent in either case."""
         _send(self.socket, [route, header, *payload])
 
     def close(self) -> None:
         self.socket.close(linger=LINGER_MS)
 
     def release(self) -> None:
-        """Remove an ipc socket's files, after the context is terminated: until then zmq may still do so itself."""
+        """Remove the files of an ipc socket. Call it after context.term(), until which zmq may use them."""
         if self._lock_file is not None:
             path = Path(self._lock_file.name)
             path.with_suffix("").unlink(missing_ok=True)
@@ -167,7 +166,7 @@ class Router:
 
 
 def key_of(frame: zmq.Frame) -> str:
-    """The public key with which the sender of a received frame was let in; "" at a socket without keys."""
+    """Return the public key of the sender of a received frame, "" if the socket has no keys."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
@@ -175,7 +174,7 @@ def key_of(frame: zmq.Frame) -> str:
 
 
 class Dealer:
-    """A peer's end: one hub, which may come later, go, and come back."""
+    """A peer's socket: one broker, which may start later and may restart."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: ClientKeys | None = None) -> None:
         check_endpoint(endpoint, keys=keys is not None)
@@ -184,7 +183,7 @@ class Dealer:
         self._opened_at_s = time.monotonic()
         self.socket = context.socket(zmq.DEALER)
         _set_options(self.socket, endpoint)
-        self.socket.set(zmq.IMMEDIATE, 1)  # an outage is seen, nothing is queued for a hub that is not there
+        self.socket.set(zmq.IMMEDIATE, 1)  # nothing is queued while disconnected, so outages are noticed
         self.socket.set(zmq.RECONNECT_IVL, 100)
         self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         if keys is not None:
@@ -199,30 +198,30 @@ class Dealer:
         return _receive(self.socket)
 
     def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Raises Full if there is no hub, or it does not read; nothing was sent. The payload is not copied."""
+        """Send a message without copying its payload. Raises SendQueueFull if no broker reads it."""
         _send(self.socket, [header, *payload])
 
     def trouble(self) -> str:
-        """The reason why the hub refuses this peer, as of the last attempt to connect; "" if none is known."""
+        """Return why the broker rejected the last connection attempt, "" if it did not."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._trouble = ""
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 name = self._keys.name if self._keys is not None else ""
-                self._trouble = f"the hub does not know the key {name}: copy public/{name}.key to its folder of keys"
+                self._trouble = f"the broker does not accept key {name}: copy public/{name}.key to its key folder"
             elif self._keys is not None:
-                self._trouble = "no handshake: the hub has another key than public/hub.key here, or uses none"
+                self._trouble = "handshake failed: public/hub.key is not the broker's key, or it has none"
             else:
-                self._trouble = "no handshake: the hub wants keys, or this is no hub"
+                self._trouble = "handshake failed: the broker requires keys, or this is another service"
         return self._trouble
 
     def settled(self) -> bool:
-        """True when there was time for a first handshake."""
+        """Return whether enough time has passed for the first handshake."""
         return time.monotonic() - self._opened_at_s > REOPEN_S
 
     def stale(self) -> bool:
-        """True when another must be opened: zmq does not return by itself to a hub that has refused it."""
+        """Return whether the socket must be reopened: zmq does not reconnect to a broker that rejected it."""
         return bool(self.trouble()) and self.settled()
 
     def close(self) -> None:
@@ -233,25 +232,25 @@ class Dealer:
 
 
 def authenticator(context: zmq.Context[Any], keys: HubKeys) -> ThreadAuthenticator:
-    """A thread that lets peers with allowed keys connect. The caller stops it before the context ends."""
+    """Start a thread that admits peers with allowed keys. Stop it before terminating the context."""
 
-    class Allowed:
+    class KeyCheck:
         def callback(self, domain: str, key: bytes) -> bool:
             return keys.allowed(key)
 
     thread = ThreadAuthenticator(context)
     thread.start()
-    thread.configure_curve_callback(domain=ZAP_DOMAIN.decode(), credentials_provider=Allowed())
+    thread.configure_curve_callback(domain=ZAP_DOMAIN.decode(), credentials_provider=KeyCheck())
     return thread
 
 
 def _set_options(sock: zmq.Socket[Any], endpoint: str) -> None:
-    sock.set(zmq.IPV6, int(endpoint.startswith("tcp://[")))  # else localhost could be another address than the hub's
+    sock.set(zmq.IPV6, int(endpoint.startswith("tcp://[")))  # else localhost may resolve to another address
     sock.set(zmq.LINGER, LINGER_MS)
     sock.set(zmq.SNDHWM, HIGH_WATER_MARK)
     sock.set(zmq.RCVHWM, HIGH_WATER_MARK)
-    sock.set(zmq.MAXMSGSIZE, FRAME_BYTES + 64 * 1024)  # for each frame
-    sock.set(zmq.HANDSHAKE_IVL, 5000)  # silent connections do not keep a descriptor for long
+    sock.set(zmq.MAXMSGSIZE, FRAME_BYTES + 64 * 1024)  # per frame
+    sock.set(zmq.HANDSHAKE_IVL, 5000)  # silent connections release their descriptor soon
     sock.set(zmq.HEARTBEAT_IVL, 2000)
     sock.set(zmq.HEARTBEAT_TIMEOUT, 10000)
     sock.set(zmq.HEARTBEAT_TTL, 10000)
@@ -278,7 +277,7 @@ def _send(sock: zmq.Socket[Any], frames: Sequence[Any]) -> None:
 
 
 def _locked(path: Path) -> Any:
-    """An open lock file beside a socket: a second live bind of one ipc path would silently steal it."""
+    """Lock the file PATH.lock of an ipc socket. Without it, a second bind would silently take over the path."""
     try:
         lock_file = path.with_name(path.name + ".lock").open("w")
     except OSError as error:
@@ -287,5 +286,5 @@ def _locked(path: Path) -> Any:
         fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock_file.close()
-        raise PipeError(f"cannot listen at ipc://{path}: another process does") from error
+        raise PipeError(f"cannot listen at ipc://{path}: another process already does") from error
     return lock_file

@@ -1,6 +1,6 @@
-"""Data that a hub holds for others to read: tensors of results until they are released, and announced files.
+"""Data that the broker serves to clients: tensors of results until their release, and announced files.
 
-Pure bookkeeping around buffers and paths; the hub's thread alone uses it. Frames stay as they were received.
+Keeps references to buffers and paths; frames stay as received. Used only by the broker's thread.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from wfm_ds.pipes.wire import FRAME_BYTES, Buffer, TensorSpec
 
 
 class NotHeld(LookupError):
-    """Raised when nothing is held under that name; the message says why."""
+    """No data under this name; the message gives the reason."""
 
 
 def run_of(owner: str) -> str:
-    """RUN of an owner RUN/CLIENT."""
+    """Return RUN of an owner RUN/CLIENT."""
     return owner.split("/", 1)[0]
 
 
@@ -37,12 +37,12 @@ class _Result:
 
 
 class Spool:
-    """Results by task id. `held_bytes` is bounded by what their submitter admits: it releases what it has used."""
+    """Results by task id, and announced files. Submitters bound `held_bytes` by releasing results they have used."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
         self._results: dict[str, _Result] = {}
-        self._ids_of: dict[str, set[str]] = {}  # by owner: what is held for it
+        self._ids_of: dict[str, set[str]] = {}  # owner -> task ids
         self._files: dict[str, Path] = {}
 
     def put(self, task_id: str, owner: str, specs: tuple[TensorSpec, ...], frames: Iterable[Any]) -> None:
@@ -52,17 +52,17 @@ class Spool:
         self.held_bytes += sum(spec.nbytes for spec in specs)
 
     def result(self, task_id: str, run: str) -> tuple[tuple[TensorSpec, ...], tuple[Any, ...]]:
-        """The tensors of a result, for a client of that run. Raises NotHeld."""
-        found = self._results.get(task_id)
-        if found is None or found.run != run:
-            raise NotHeld(f"the hub does not have the result {task_id}")
-        return found.specs, found.frames
+        """Return the tensors of a result to a client of its run. Raises NotInSpool."""
+        result = self._results.get(task_id)
+        if result is None or result.run != run:
+            raise NotHeld(f"the broker does not have result {task_id}")
+        return result.specs, result.frames
 
     def drop(self, ids: Iterable[str], run: str) -> None:
-        """Forget results for a client of that run. Ids that are not held or belong to another run are ignored."""
+        """Drop results on behalf of a client of their run. Unknown ids and ids of other runs are ignored."""
         for task_id in ids:
-            found = self._results.get(task_id)
-            if found is not None and found.run == run:
+            result = self._results.get(task_id)
+            if result is not None and result.run == run:
                 self._drop(task_id)
 
     def drop_of(self, owner: str) -> None:
@@ -70,14 +70,14 @@ class Spool:
             self._drop(task_id)
 
     def announce(self, files: Mapping[str, Path]) -> None:
-        """Offer these files, and no others, under these names."""
+        """Replace the announced files, by name."""
         self._files = dict(files)
 
     def piece(self, name: str, offset: int) -> tuple[list[TensorSpec], list[Buffer]]:
-        """One frame of a file from `offset` on, or less at its end, as a uint8 tensor. Raises NotHeld."""
+        """Return up to one frame of a file, starting at `offset`, as a uint8 tensor. Raises NotInSpool."""
         path = self._files.get(name)
         if path is None:
-            raise NotHeld(f"the hub offers no file {name}")
+            raise NotHeld(f"the broker has no file {name}")
         try:
             with path.open("rb") as file:
                 file.seek(offset)
@@ -88,10 +88,10 @@ class Spool:
         return specs, frames[0]
 
     def _drop(self, task_id: str) -> None:
-        found = self._results.pop(task_id, None)
-        if found is not None:
-            self.held_bytes -= sum(spec.nbytes for spec in found.specs)
-            ids = self._ids_of[found.owner]
+        result = self._results.pop(task_id, None)
+        if result is not None:
+            self.held_bytes -= sum(spec.nbytes for spec in result.specs)
+            ids = self._ids_of[result.owner]
             ids.remove(task_id)
             if not ids:
-                del self._ids_of[found.owner]
+                del self._ids_of[result.owner]

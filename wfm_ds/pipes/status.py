@@ -1,4 +1,4 @@
-"""A hub's reports to its owner: its state, and every task that ends."""
+"""Reports of the broker to its owner: its status, and every finished task."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from wfm_ds.pipes.wire import Buffer, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class HubStatus:
-    """The state of a hub at one moment."""
+    """A snapshot of the broker."""
 
-    kinds: Mapping[str, tuple[int, int]]  # tasks that wait and that are leased, by kind
-    workers: Mapping[str, float | None]  # by id: seconds since its work was last seen to advance; None: it has none
-    clients: Mapping[str, float]  # by name: seconds since it was heard of
-    counts: Mapping[str, int]  # of the ledger: submitted, done, quarantined, requeued, duplicate, ...
-    rejected: int  # messages that were dropped
-    held_bytes: int  # of media, for tasks that wait or are worked on
+    kinds: Mapping[str, tuple[int, int]]  # kind -> (number of waiting tasks, number of leased tasks)
+    workers: Mapping[str, float | None]  # id -> seconds since its last progress; None: idle
+    clients: Mapping[str, float]  # name -> seconds since its last message
+    counts: Mapping[str, int]  # ledger counters: submitted, done, quarantined, requeued, duplicate, ...
+    rejected: int  # number of dropped messages
+    held_bytes: int  # tensor bytes of waiting and leased tasks
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A task that is done or quarantined. `frames` are the received buffers of its tensors, valid during the call."""
+    """A done or quarantined task. `frames` are the received tensor buffers, valid only during the observer call."""
 
     kind: str
     rows: Sequence[Mapping[str, Any]]
     specs: Sequence[TensorSpec]
     frames: Sequence[Any]
     completion: Completion
-    waited_s: float  # from its submission to the beginning of the attempt that ended it, about
+    waited_s: float  # approximate time from submission to the start of the last attempt
 
     def first_bytes(self, count: int) -> bytes:
-        """The first bytes of the first tensor; fewer if it is smaller."""
-        taken = bytearray()
+        """Return up to `count` leading bytes of the first tensor."""
+        content = bytearray()
         for frame in self.frames[: self.specs[0].num_frames if self.specs else 0]:
             buffer: Buffer = frame.buffer
-            taken += buffer[: count - len(taken)]
-            if len(taken) >= count:
+            content += buffer[: count - len(content)]
+            if len(content) >= count:
                 break
-        return bytes(taken)
+        return bytes(content)
 
 
 def ignore(ended: Ended) -> None:
-    """The observer of a hub without one."""
+    """Do nothing: the default observer."""

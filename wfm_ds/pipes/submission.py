@@ -1,4 +1,4 @@
-"""Rows for several kinds of workers, cut into messages and tasks that fit."""
+"""Submit rows to several kinds of workers, split into messages and tasks within the limits."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from wfm_ds.pipes.messages import MAX_ROWS
 from wfm_ds.pipes.unfinished import TaskRequest
 from wfm_ds.pipes.wire import Array, WireError
 
-SUBMISSION_BYTES = 64 * 2**20  # of tensors in one message; one larger row travels alone
+SUBMISSION_BYTES = 64 * 2**20  # tensor bytes per message; a larger row gets its own message
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One task: rows [start, stop) of what was submitted, for a worker of `kind`."""
+    """One task: submitted rows [start, stop) for a worker of `kind`."""
 
     id: str
     kind: str
     start: int
     stop: int
     failure: str | None = None
-    """Why it could not be sent: then it will have no outcome."""
+    """Reason why it could not be sent. It then gets no outcome."""
 
 
 def submit_in_pieces(
@@ -35,15 +35,15 @@ def submit_in_pieces(
     new_id: Callable[[str], str],
     deadline_s: float,
 ) -> list[Piece]:
-    """Submit the rows, one tensor each, to every kind in `max_rows`, in tasks of at most this many rows.
+    """Submit the rows, one tensor each, to every kind in `max_rows`, in tasks of at most `max_rows[kind]` rows.
 
-    A tensor travels once for all kinds. `new_id` makes a task's id of its kind. The tensors must not change until the
-    tasks have ended. Only a row that is too large by itself cannot be sent.
+    Each tensor is sent once for all kinds. `new_id(kind)` returns a new task id. Do not modify the tensors until the
+    tasks have ended. Only rows that exceed the message limits by themselves fail.
     """
-    pieces: list[Piece] = []
+    tasks: list[Piece] = []
     for start, stop in _messages([tensor.nbytes for tensor in tensors]):
-        pieces += _submit(pipe, rows, tensors, max_rows, new_id, deadline_s, start, stop)
-    return pieces
+        tasks += _submit(pipe, rows, tensors, max_rows, new_id, deadline_s, start, stop)
+    return tasks
 
 
 def _messages(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -67,19 +67,19 @@ def _submit(
     start: int,
     stop: int,
 ) -> list[Piece]:
-    """One message, or two halves if its header is too large for one."""
-    pieces = [
-        Piece(new_id(kind), kind, at, min(at + most, stop))
-        for kind, most in max_rows.items()
-        for at in range(start, stop, most)
+    """Submit one message, or two halves if the header is too large."""
+    tasks = [
+        Piece(new_id(kind), kind, at, min(at + limit, stop))
+        for kind, limit in max_rows.items()
+        for at in range(start, stop, limit)
     ]
-    requests = [TaskRequest(p.id, p.kind, p.start - start, p.stop - start, deadline_s) for p in pieces]
+    requests = [TaskRequest(t.id, t.kind, t.start - start, t.stop - start, deadline_s) for t in tasks]
     try:
         pipe.submit(rows[start:stop], [("media", tensor) for tensor in tensors[start:stop]], requests)
     except WireError as error:
         if stop - start > 1:
             half = (start + stop) // 2
-            cuts = itertools.pairwise((start, half, stop))
-            return [p for a, b in cuts for p in _submit(pipe, rows, tensors, max_rows, new_id, deadline_s, a, b)]
-        return [Piece(p.id, p.kind, p.start, p.stop, f"cannot be sent: {error}") for p in pieces]
-    return pieces
+            halves = itertools.pairwise((start, half, stop))
+            return [t for a, b in halves for t in _submit(pipe, rows, tensors, max_rows, new_id, deadline_s, a, b)]
+        return [Piece(t.id, t.kind, t.start, t.stop, f"cannot be sent: {error}") for t in tasks]
+    return tasks

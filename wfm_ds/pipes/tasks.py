@@ -1,4 +1,4 @@
-"""The ledger's vocabulary: tasks, grants to workers, and completions."""
+"""Data types of the ledger: tasks, leases granted to workers, and completions."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class Admission(Enum):
 
 
 class ReportStatus(Enum):
-    """The fate of a worker's report."""
+    """The outcome of a worker's report."""
 
     ACCEPTED = auto()
-    LATE = auto()  # accepted from a lease that had expired
-    DUPLICATE = auto()  # the task is finished, or gone
+    LATE = auto()  # accepted although the lease had expired
+    DUPLICATE = auto()  # the task is already finished or removed
     UNKNOWN = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     id: str
-    owner: str  # who submitted it; completions and their numbers belong to the owner
+    owner: str  # RUN/CLIENT of the submitter; completions are numbered per owner
     kind: str
-    num_bytes: int  # of its payload, for the limit on what is held
+    num_bytes: int  # payload size, for the memory limit
     deadline_s: float  # on the ledger's clock
-    payload: Any = None  # opaque; dropped when the task is finished
-    rows: int = 1  # its size in a worker's credit
+    payload: Any = None  # opaque; dropped when the task finishes
+    rows: int = 1  # credit it uses at a worker
 
 
 @dataclass(frozen=True, slots=True)
 class TaskPayload:
-    """A task's payload in a hub: its rows and their tensors, as they were received."""
+    """Payload of a task in the broker: its rows and their tensors as received."""
 
     rows: list[dict[str, Any]]
     specs: tuple[TensorSpec, ...]
     frames: tuple[Any, ...]  # zmq.Frame
-    submitted_at_s: float  # on the hub's clock
+    submitted_at_s: float  # on the broker's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +72,4 @@ class Completion:
 
 
 class Refused(ValueError):
-    """A task cannot be taken; the message says why. One that begins with "full" may be offered again."""
+    """The ledger rejected a task; the message gives the reason. After "full" it may be submitted again."""

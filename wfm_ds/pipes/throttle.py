@@ -1,4 +1,4 @@
-"""One log line a minute for each reason, however often it is met, with the number of those that had no line."""
+"""Rate-limited logging: at most one line per minute and reason, with the number of suppressed lines."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 EVERY_S = 60.0
-MAX_REASONS = 32  # at once; a peer that invents reasons gets no line for each
+MAX_REASONS = 32  # tracked at once, against peers that cause many different reasons
 OTHER = "other reasons"
 
 
 @dataclass(slots=True)
 class _Counted:
-    since_s: float  # the last line
-    count: int = 0  # without a line
-    text: str = ""  # of the newest of them
+    since_s: float  # time of the last line
+    count: int = 0  # suppressed since then
+    text: str = ""  # the newest suppressed line
 
 
 class Throttle:
-    """Lines by reason: the first at once, a count when EVERY_S have passed since. For one thread, which gives the time.
+    """Logs the first line of a reason immediately and counts further ones for LOG_INTERVAL_S. Not thread-safe.
 
-    A reason is a fixed text of ours. What a peer wrote belongs into the text of the line.
+    Reasons must be fixed texts; put text from peers into the line.
     """
 
     def __init__(self, write: Callable[[str], None], every_s: float = EVERY_S, max_reasons: int = MAX_REASONS) -> None:
-        """`write` is given each line, such as a logger's `warning`."""
+        """`write` receives each line, e.g. logger.warning."""
         self._write, self._every_s, self._max_reasons = write, every_s, max_reasons
         self._counted: dict[str, _Counted] = {}
 
     def tell(self, reason: str, text: str, now_s: float) -> None:
-        """Write `text`, or count it if this reason had a line less than `every_s` ago."""
+        """Write `text`, or count it if the last line of this reason is newer than interval_s."""
         self.look(now_s)
         if reason not in self._counted and len(self._counted) >= self._max_reasons:
             reason = OTHER
@@ -41,7 +41,7 @@ class Throttle:
             counted.count, counted.text = counted.count + 1, text
 
     def look(self, now_s: float) -> None:
-        """Write the counts that are due. Call it from time to time: else they wait for the next `tell`."""
+        """Write the counts older than interval_s. Call it regularly, or they wait for the next `log`."""
         for reason, counted in list(self._counted.items()):
             if now_s - counted.since_s < self._every_s:
                 continue
@@ -52,7 +52,7 @@ class Throttle:
                 del self._counted[reason]
 
     def close(self, now_s: float) -> None:
-        """Write all counts: nobody will call `look` any more."""
+        """Write all remaining counts."""
         for reason, counted in self._counted.items():
             if counted.count:
                 self._report(reason, counted, now_s)

@@ -1,4 +1,4 @@
-"""A client's unfinished work: when each submission is sent, until the hub has accepted it and its tasks have ended."""
+"""A client's unfinished submissions, and when to send them, until their tasks have ended."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.wire import Buffer, TensorSpec
 
-RESUBMIT_S = 2.0  # until accepted
-FULL_S = 1.0  # before a full hub is asked again
-MAX_IN_FLIGHT = 4  # submissions sent and not accepted: the rest waits here, not in a socket
+RESUBMIT_S = 2.0  # between sends of an unaccepted submission
+FULL_S = 1.0  # before resending to a full broker
+MAX_IN_FLIGHT = 4  # submissions sent but not accepted; the rest waits here, not in a socket
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest:
-    """Rows [start, stop) of a submission for one worker of `kind`. Equal id = equal work."""
+    """Rows [start, stop) of a submission for one worker of `kind`. Equal ids mean equal work."""
 
     id: str
     kind: str
     start: int
     stop: int
-    deadline_s: float  # on PipeClient.now_s; the hub gives up after it
+    deadline_s: float  # on the clock of PipeClient.now_s; afterwards the broker drops the task
 
 
 @dataclass(slots=True)
 class Submission:
-    """Rows, their tensors, and the tasks over them."""
+    """Rows, their tensors, and the tasks over these rows."""
 
     rows: Sequence[Mapping[str, Any]]
     specs: list[TensorSpec]
     frames: list[Buffer]
-    open: dict[str, TaskRequest]  # without an outcome
+    open: dict[str, TaskRequest]  # tasks without an outcome
     unaccepted: set[str] = field(default_factory=set)
     retry_at_s: float = float("-inf")
 
     def encode(self, mid: int, now_s: float) -> bytes:
-        """The header of a message with the tasks that are not accepted."""
+        """Return the header of a message with the unaccepted tasks."""
         tasks = [
             {"id": t.id, "kind": t.kind, "start": t.start, "stop": t.stop, "deadline_s": max(0.0, t.deadline_s - now_s)}
             for t in self.open.values()
@@ -47,7 +47,7 @@ class Submission:
 
 
 class Unfinished:
-    """Submissions in their order, and the place of each of their tasks. Without clock and socket."""
+    """Submissions in order, indexed by task. No clock, no sockets."""
 
     def __init__(self) -> None:
         self._submissions: list[Submission] = []
@@ -58,11 +58,11 @@ class Unfinished:
         self._where.update(dict.fromkeys(submission.open, submission))
 
     def ids(self) -> list[str]:
-        """The tasks without an outcome."""
+        """Return the ids of tasks without an outcome."""
         return list(self._where)
 
     def due(self, now_s: float) -> Iterator[Submission]:
-        """Yield the submissions to send, of the first that may be in flight together."""
+        """Yield the submissions to send now, among the first MAX_IN_FLIGHT unaccepted ones."""
         in_flight = 0
         for submission in self._submissions:
             if not submission.unaccepted:
@@ -74,24 +74,24 @@ class Unfinished:
                 return
 
     def accepted(self, ids: Iterable[str]) -> None:
-        """Note that the hub has these tasks."""
+        """Record that the broker has accepted these tasks."""
         for task_id in ids:
             if task_id in self._where:
                 self._where[task_id].unaccepted.discard(task_id)
 
     def full(self, task_id: str, now_s: float) -> None:
-        """Note that the hub has no room for this task: it is asked again after FULL_S."""
+        """Resend this task after FULL_RETRY_S because the broker is full."""
         if task_id in self._where:
             self._where[task_id].retry_at_s = now_s + FULL_S
 
     def forgotten(self) -> None:
-        """Note that the hub knows nothing: all is to be sent again, at once."""
+        """Mark all submissions as unaccepted, to be resent immediately to a new broker."""
         for submission in self._submissions:
             submission.unaccepted = set(submission.open)
             submission.retry_at_s = float("-inf")
 
     def drop(self, task_id: str) -> bool:
-        """Forget a task; return whether it was there, and no repetition."""
+        """Remove a task. Returns False if it is unknown, e.g. for a duplicate outcome."""
         submission = self._where.pop(task_id, None)
         if submission is None:
             return False

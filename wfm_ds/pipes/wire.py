@@ -1,8 +1,8 @@
-"""Frames, header and limits: bytes <-> checked messages. Pure: no socket, no clock, no state.
+"""The wire format: bytes <-> validated messages. No sockets, clock or state.
 
-A message is `[header][frame]*`. The header is four bytes of checksum and the msgpack map they are of; tensors follow as
-raw little-endian frames of at most FRAME_BYTES, C order. Nothing is believed, and nothing allocated, before it is
-checked; there is no pickle and there are no class names. Which types exist, and their keys, is in messages.py.
+A message is `[header][frame]*`. The header is a 4-byte checksum followed by a msgpack map. Tensors follow as raw
+little-endian C-order frames of at most MAX_FRAME_BYTES. Everything is validated before memory is allocated; there are
+no pickles and no class names. messages.py defines the message types and their keys.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import xxhash
 
 from wfm_ds.pipes.messages import SCHEMAS, TYPES_WITH_TENSORS, problem_in
 
-RESERVED = frozenset({"v", "t", "mid", "tensors"})  # keys of every header, not of any message
+RESERVED = frozenset({"v", "t", "mid", "tensors"})  # header keys that messages cannot use
 PROTOCOL = 1
 HEADER_BYTES = 64 * 1024
-FRAME_BYTES = 4 * 2**20  # larger buffers are mapped and page-faulted each time, smaller ones cost more messages
-CACHED_BYTES = 256 * 1024  # copied and then checked while a core still has them
+FRAME_BYTES = 4 * 2**20  # larger buffers cause page faults at each use; smaller ones need more messages
+CACHED_BYTES = 256 * 1024  # copied, then hashed while still in the CPU cache
 CHECK_BITS = 2**32 - 1
 TABLE = "tensor table"
 MAX_FRAMES = 320
 PAYLOAD_BYTES = 2**30
 MAX_TENSORS = 64
 MAX_DIMENSIONS = 8
-MAX_DEPTH = 16  # the msgpack decoder itself accepts hundreds of levels
+MAX_DEPTH = 16  # the msgpack decoder allows hundreds of levels
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "int32", "int64", "float16", "float32")}
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -39,23 +39,23 @@ Buffer: TypeAlias = bytes | memoryview
 
 
 class WireError(ValueError):
-    """Bytes from a peer are not a message that is allowed here. The receiver drops the message and counts it."""
+    """Invalid or unexpected message. The receiver drops and counts it."""
 
     def __init__(self, text: str, reason: str = "") -> None:
-        """`reason`: a fixed text for one sort of error, where `text` holds what the peer wrote."""
+        """`reason`: a fixed text per kind of error, needed if `text` contains data from the peer."""
         super().__init__(text)
         self.reason = reason or text
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One line of a header's tensor table: enough to check, cut and rebuild the frames without opening them."""
+    """One entry of a header's tensor table: enough to validate, slice and forward the frames without decoding them."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    check: int  # `checksum` of the bytes; verified by who reads the tensor, not by a hub that forwards it
+    check: int  # `compute_checksum` of the bytes; verified by the reader, not by the broker
 
     @property
     def num_frames(self) -> int:
@@ -64,7 +64,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A decoded message whose header and frame sizes are right. `payload` still are the received buffers."""
+    """A decoded message with a valid header and frame sizes. `payload` holds the received buffers."""
 
     type: str
     mid: int
@@ -73,7 +73,7 @@ class Message:
     payload: tuple[Buffer, ...] = ()
 
     def tensors(self) -> list[Array]:
-        """Aligned, writable copies in table order (received frames lie at odd addresses). WireError for damage."""
+        """Return aligned, writable copies of the tensors in table order. Raises WireError if a checksum is wrong."""
         arrays, start = [], 0
         for spec in self.specs:
             stop = start + spec.num_frames
@@ -83,21 +83,21 @@ class Message:
 
 
 def checksum(data: Buffer) -> int:
-    """The lower half of XXH3-64: misses one damage in 2**32, as a crc32 does, at a tenth of its time."""
+    """Return the lower 32 bits of XXH3-64: as reliable as crc32 and ten times faster."""
     return xxhash.xxh3_64_intdigest(data) & CHECK_BITS
 
 
 def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec], list[list[Buffer]]]:
-    """Table lines and, for each, its frames: views of the arrays, which must not change until they are sent.
+    """Return the table entries and the frames of each. Frames are views: do not modify the arrays until they are sent.
 
-    Raises WireError for a dtype that does not travel.
+    Raises WireError for an unsupported dtype.
     """
     specs: list[TensorSpec] = []
     frames: list[list[Buffer]] = []
     for name, array in arrays:
         dtype = array.dtype.name
         if dtype not in DTYPES:
-            raise WireError(f"{name}: dtype {dtype} does not travel; use {', '.join(DTYPES)}")
+            raise WireError(f"{name}: unsupported dtype {dtype}; use {', '.join(DTYPES)}")
         flat = np.ascontiguousarray(array, dtype=DTYPES[dtype]).reshape(-1).view(np.uint8).data
         specs.append(TensorSpec(name, dtype, tuple(array.shape), flat.nbytes, checksum(flat)))
         frames.append([flat[at : at + FRAME_BYTES] for at in range(0, flat.nbytes, FRAME_BYTES)])
@@ -105,8 +105,8 @@ def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec],
 
 
 def encode(message_type: str, mid: int, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()) -> bytes:
-    """The header frame. Raises WireError for what `decode` would refuse: senders know the limits."""
-    assert not fields.keys() & RESERVED, f"{message_type} uses a name of the header itself"
+    """Return the header frame. Raises WireError for messages that `decode_message` would reject."""
+    assert not fields.keys() & RESERVED, f"{message_type} uses a reserved header key"
     header: dict[str, Any] = {"v": PROTOCOL, "t": message_type, "mid": mid, **fields}
     if specs:
         header["tensors"] = [[s.name, s.dtype, list(s.shape), s.nbytes, s.check] for s in specs]
@@ -115,17 +115,17 @@ def encode(message_type: str, mid: int, fields: Mapping[str, Any], specs: Sequen
     _check_table(message_type, specs)
     try:
         packed: bytes = msgpack.packb(header)
-    except ValueError as error:  # such as half a surrogate pair in a prompt
+    except ValueError as error:  # e.g. an unpaired surrogate in a prompt
         raise WireError(f"{message_type}: {error}") from error
     if len(packed) + 4 > HEADER_BYTES:
-        raise WireError(f"{message_type}: a header of {len(packed)} bytes, {HEADER_BYTES - 4} are allowed")
+        raise WireError(f"{message_type}: header of {len(packed)} bytes, limit {HEADER_BYTES - 4}")
     return struct.pack("<I", checksum(packed)) + packed
 
 
 def decode(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
-    """One multipart message whose type is among `expected`. Raises WireError; never another exception."""
+    """Decode a multipart message of one of the `expected` types. Raises WireError and no other exception."""
     if not 1 <= len(frames) <= 1 + MAX_FRAMES:
-        raise WireError(f"{len(frames)} frames, 1 to {1 + MAX_FRAMES} are allowed", "number of frames")
+        raise WireError(f"{len(frames)} frames, expected 1 to {1 + MAX_FRAMES}", "number of frames")
     header = _unpacked(frames[0])
     if header.pop("v", None) != PROTOCOL:
         raise WireError(f"not a message of protocol {PROTOCOL}")
@@ -133,8 +133,8 @@ def decode(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
     if not isinstance(message_type, str) or message_type not in expected:
         raise WireError(f"message type {str(message_type)[:40]!r} is not expected here", "unexpected message type")
     if type(mid) is not int or mid < 0:
-        raise WireError(f"{message_type}: mid is not a counter")
-    specs = tuple(_spec(line) for line in _table(header.pop("tensors", [])))
+        raise WireError(f"{message_type}: mid is not an integer >= 0")
+    specs = tuple(_spec(entry) for entry in _table(header.pop("tensors", [])))
     _check_fields(message_type, header)
     _check_table(message_type, specs)
     _check_payload(message_type, specs, frames[1:])
@@ -142,20 +142,20 @@ def decode(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
 
 
 def packed_size(value: Any) -> int:
-    """Bytes of a value inside a header. Raises WireError for what cannot be in one."""
+    """Return the bytes of a value in a header. Raises WireError if a header cannot contain it."""
     _check_values(value)
     try:
         return len(msgpack.packb(value))
-    except ValueError as error:  # such as half a surrogate pair
+    except ValueError as error:  # e.g. an unpaired surrogate
         raise WireError(f"not a plain value: {error}") from error
 
 
 def _unpacked(frame: Buffer) -> dict[str, Any]:
     blob = bytes(frame[: HEADER_BYTES + 1])
     if not 4 < len(blob) <= HEADER_BYTES:
-        raise WireError(f"a header of {len(frame)} bytes, 5 to {HEADER_BYTES} are allowed", "size of the header")
+        raise WireError(f"header of {len(frame)} bytes, expected 5 to {HEADER_BYTES}", "header size")
     if struct.unpack_from("<I", blob)[0] != checksum(blob[4:]):
-        raise WireError("the header's checksum is wrong")
+        raise WireError("wrong header checksum")
     try:
         header = msgpack.unpackb(blob[4:], strict_map_key=True, max_ext_len=0, max_bin_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -167,27 +167,27 @@ def _unpacked(frame: Buffer) -> dict[str, Any]:
 
 
 def _check_values(value: Any, depth: int = 0) -> None:
-    """Only plain, finite values of bounded depth: the decoder lets NaN, byte keys and deep nests through."""
+    """Allow only plain, finite values of limited depth. The decoder accepts NaN, byte keys and deep nesting."""
     if depth > MAX_DEPTH:
         raise WireError(f"nested deeper than {MAX_DEPTH}")
     if value is None or type(value) in (bool, str):
         return
     if type(value) is int:
         if not -(2**63) <= value < 2**63:
-            raise WireError("an integer beyond 64 bits")
+            raise WireError("integer beyond 64 bits")
     elif type(value) is float:
         if not math.isfinite(value):
-            raise WireError("a number that is not finite")
+            raise WireError("non-finite number")
     elif type(value) in (list, tuple):
         for item in value:
             _check_values(item, depth + 1)
     elif type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
-                raise WireError("a map key that is not text")
+                raise WireError("map key is not a string")
             _check_values(item, depth + 1)
     else:
-        raise WireError(f"a value of type {type(value).__name__}")
+        raise WireError(f"unsupported value of type {type(value).__name__}")
 
 
 def _check_fields(message_type: str, fields: Mapping[str, Any]) -> None:
@@ -209,42 +209,42 @@ def _table(value: Any) -> list[Any]:
     return value
 
 
-def _spec(line: Any) -> TensorSpec:
-    if not isinstance(line, list) or len(line) != 5:
-        raise WireError("a line of the tensor table is not [name, dtype, shape, nbytes, checksum]")
-    name, dtype, shape, nbytes, check = line
+def _spec(entry: Any) -> TensorSpec:
+    if not isinstance(entry, list) or len(entry) != 5:
+        raise WireError("tensor table entry is not [name, dtype, shape, nbytes, checksum]")
+    name, dtype, shape, nbytes, check = entry
     if not (isinstance(name, str) and len(name) <= 64 and isinstance(dtype, str) and isinstance(shape, list)):
-        raise WireError("a line of the tensor table has wrong types")
+        raise WireError("tensor table entry has wrong types")
     if not all(type(n) is int for n in (*shape, nbytes, check)):
-        raise WireError("a line of the tensor table has sizes that are not integers")
+        raise WireError("tensor table entry has non-integer sizes")
     return TensorSpec(name, dtype, tuple(shape), nbytes, check)
 
 
 def _check_table(message_type: str, specs: Sequence[TensorSpec]) -> None:
     if specs and message_type not in TYPES_WITH_TENSORS:
-        raise WireError(f"{message_type} carries no tensors")
+        raise WireError(f"{message_type} cannot have tensors")
     if len(specs) > MAX_TENSORS:
-        raise WireError(f"{message_type}: {len(specs)} tensors, {MAX_TENSORS} are allowed")
+        raise WireError(f"{message_type}: {len(specs)} tensors, limit {MAX_TENSORS}")
     for spec in specs:
         if spec.dtype not in DTYPES:
-            raise WireError(f"{message_type}: dtype {spec.dtype[:40]!r} does not travel", TABLE)
+            raise WireError(f"{message_type}: unsupported dtype {spec.dtype[:40]!r}", TABLE)
         if len(spec.shape) > MAX_DIMENSIONS or not all(0 <= n < 2**31 for n in spec.shape):
-            raise WireError(f"{message_type}: a tensor of shape {str(spec.shape)[:100]}", TABLE)
+            raise WireError(f"{message_type}: invalid tensor shape {str(spec.shape)[:100]}", TABLE)
         if math.prod(spec.shape) * DTYPES[spec.dtype].itemsize != spec.nbytes or not 0 <= spec.check <= CHECK_BITS:
-            raise WireError(f"{message_type}: {spec.nbytes} bytes do not fit {spec.dtype} {list(spec.shape)}", TABLE)
+            raise WireError(f"{message_type}: {spec.nbytes} bytes do not match {spec.dtype} {list(spec.shape)}", TABLE)
     if sum(s.nbytes for s in specs) > PAYLOAD_BYTES or sum(s.num_frames for s in specs) > MAX_FRAMES:
         raise WireError(f"{message_type}: more than {PAYLOAD_BYTES} bytes or {MAX_FRAMES} frames of tensors")
 
 
 def _check_payload(message_type: str, specs: Sequence[TensorSpec], payload: Sequence[Buffer]) -> None:
-    want = [
+    expected = [
         min(FRAME_BYTES, spec.nbytes - at) for spec in specs for at in range(0, spec.nbytes, FRAME_BYTES)
-    ]  # at most MAX_FRAMES entries: the table was checked
+    ]  # at most MAX_FRAMES entries, as checked by _check_table
     sizes = [len(frame) for frame in payload]
-    if sizes != want:
+    if sizes != expected:
         raise WireError(
-            f"{message_type}: payload frames of {str(sizes)[:100]} bytes, the header says {str(want)[:100]}",
-            "sizes of the payload frames",
+            f"{message_type}: payload frames of {str(sizes)[:100]} bytes, expected {str(expected)[:100]}",
+            "payload frame sizes",
         )
 
 
@@ -259,5 +259,5 @@ def _joined(spec: TensorSpec, frames: Sequence[Buffer]) -> Array:
             digest.update(copied.data)
             at += len(piece)
     if digest.intdigest() & CHECK_BITS != spec.check:
-        raise WireError(f"tensor {spec.name}: the checksum is wrong")
+        raise WireError(f"tensor {spec.name}: wrong checksum")
     return flat.view(DTYPES[spec.dtype]).reshape(spec.shape)

@@ -1,7 +1,7 @@
-"""A worker's side: one thread talks to the hub, the caller's thread does the tasks, one after the other.
+"""The worker: a background thread communicates with the broker, the caller's thread runs the tasks sequentially.
 
-A result is kept until the hub acknowledges it. Progress comes only from inside the task: the talking thread repeats the
-last mark, so that a task which hangs is seen to hang although this thread answers.
+Results are kept until the broker acknowledges them. Only the task itself reports progress; the background thread
+repeats the last value. So the broker detects a hanging task even though this thread keeps replying.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
 log = logging.getLogger(__name__)
 
 POLL_MS = 100
-HELLO_S = 0.1  # between attempts to be welcomed
-RESEND_S = 5.0  # an unacknowledged result
-ARM_S = 2.0  # how often the watchdog is told that the interpreter's lock still goes round
-EXIT_HUNG = 3  # the exit status of a worker that gave itself up
+HELLO_S = 0.1  # between `hello` messages until `welcome`
+RESEND_S = 5.0  # before resending an unacknowledged result
+ARM_S = 2.0  # between resets of the watchdog, which fires if the GIL is blocked
+EXIT_HUNG = 3  # exit code of a worker with a hanging task
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Call it with (done, total), done growing, from inside a task or a batch of them."""
+"""Called as report(done, total) from inside a task or batch, with increasing `done`."""
 
 
 class TaskFailed(Exception):
-    """A task cannot be done. `fatal`: another attempt would fail alike."""
+    """A task failed. `fatal`: another attempt would fail the same way."""
 
     def __init__(self, reason: str, *, fatal: bool) -> None:
         super().__init__(reason)
@@ -59,12 +59,12 @@ class TaskInHand:
 
     @property
     def note(self) -> Mapping[str, Any]:
-        """The values that the hub's owner had announced when the task was leased."""
-        note: Mapping[str, Any] = self.message.fields["note"]
-        return note
+        """Return the values announced by the broker's owner when the task was leased."""
+        announcement: Mapping[str, Any] = self.message.fields["note"]
+        return announcement
 
     def tensors(self) -> list[Array]:
-        """Aligned copies, one per row, or none. Raises TaskFailed if they were damaged on the way."""
+        """Return aligned copies of the tensors, one per row or none. Raises TaskFailed if a checksum is wrong."""
         try:
             return self.message.tensors()
         except WireError as error:
@@ -73,7 +73,7 @@ class TaskInHand:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A result with tensors, which stay with the hub until the submitter releases them."""
+    """A result with tensors, which the broker keeps until the submitter releases them."""
 
     meta: Mapping[str, Any]
     tensors: Sequence[tuple[str, Array]]
@@ -81,12 +81,12 @@ class Answer:
 
 Handle: TypeAlias = Callable[[TaskInHand, Progress], "Mapping[str, Any] | Answer"]
 HandleBatch: TypeAlias = Callable[[Sequence[TaskInHand], Progress], "Sequence[Mapping[str, Any] | Answer | TaskFailed]"]
-"""One answer for each task, in order."""
+"""Returns one result per task, in order."""
 
 
 @dataclass(slots=True)
 class _Report:
-    """A result or a failure that the hub has not acknowledged."""
+    """A result or failure not yet acknowledged by the broker."""
 
     type: str
     fields: Mapping[str, Any]
@@ -96,7 +96,7 @@ class _Report:
 
 
 class LeaseWorker:
-    """`run` in the thread that computes; it returns when the parent's pipe is closed or `stop` was called."""
+    """Leases tasks from a broker and runs them in the calling thread, until `stop` or the parent's pipe closes."""
 
     def __init__(
         self,
@@ -111,12 +111,13 @@ class LeaseWorker:
         watchdog_s: float = 600.0,
         ends_process: bool = True,
     ) -> None:
-        """`keys`: for a hub whose workers need some. `parent_fd`: the read end of a pipe, whose end of file means that
-        nobody wants the work any more.
+        """Create a worker; `run` or `run_batches` connects it.
 
-        `watchdog_s`: a task that keeps the interpreter's lock this long ends the process; nothing else could.
-        `ends_process`: so does a task that is still running when the worker is to stop; False: the caller waits for
-        `left` and ends it.
+        keys: needed if the broker authenticates workers.
+        parent_fd: read end of a pipe. End of file means that the parent is gone and the worker stops.
+        watchdog_s: the process exits if a task blocks the GIL for this long.
+        ends_process: exit the process if a task is still running when the worker stops. False: the caller waits for
+        `disconnected` and exits.
         """
         life = uuid.uuid4().hex
         self._hello = {"worker": worker, "life": life, "name": name, "kinds": kinds, "credit": credit}
@@ -124,49 +125,52 @@ class LeaseWorker:
         self._parent_fd = parent_fd
         self._watchdog_s, self._ends_process = watchdog_s, ends_process
         self._tasks: queue.SimpleQueue[TaskInHand | None] = queue.SimpleQueue()
-        self._news: Mailbox[_Report | None] = Mailbox()  # None: there is new progress
+        self._news: Mailbox[_Report | None] = Mailbox()  # None: new progress
         self._reports: dict[str, _Report] = {}
-        self._queued: dict[str, int] = {}  # the attempts that are held: arrived, not reported yet
-        self._next: TaskInHand | None = None  # arrived, but too large for the batch that was being gathered
+        self._queued: dict[str, int] = {}  # task id -> attempt, for tasks received and not reported
+        self._next: TaskInHand | None = None  # received, but did not fit in the last batch
         self._running: frozenset[str] = frozenset()
-        self._marks: list[tuple[TaskInHand, int, int]] = []  # (task, done, total) of those that run
+        self._marks: list[tuple[TaskInHand, int, int]] = []  # (task, done, total) of running tasks
         self._mids = itertools.count(1)
         self._drops = Throttle(log.warning)
         self._hub = ""
-        self._trouble = ""  # why the hub does not want this worker, as logged last
+        self._trouble = ""  # last logged reason for a rejection
         self._hello_s = HELLO_S
         self._beat_s = 2.0
         self._stopping = threading.Event()
         self._main_done = threading.Event()
-        self._broken = False  # a task has ended the loop
-        self.left = threading.Event()  # nothing is sent any more; the hub was told, if it was there
+        self._broken = False  # an exception such as SystemExit left the loop
+        self.left = threading.Event()  # set after the worker has left the broker and closed its socket
 
     def run(self, handle: Handle) -> None:
-        """Do tasks until told to stop. An exception of `handle` becomes a failure of that task; the loop goes on."""
+        """Run tasks one by one until stopped. An exception in `handle` fails only that task."""
         self.run_batches(lambda tasks, progress: [handle(task, progress) for task in tasks], max_rows=1, max_wait_s=0.0)
 
     def run_batches(self, handle: HandleBatch, *, max_rows: int, max_wait_s: float) -> None:
-        """The same with all tasks at once that arrive within `max_wait_s` of the first and together have at most
-        `max_rows` rows; the first may have more. An exception of `handle` is a failure of all of them."""
-        talker = threading.Thread(target=self._talk, name="pipes", daemon=True)
-        talker.start()
+        """Run tasks in batches until stopped.
+
+        A batch contains the tasks that arrive within `max_wait_s` of the first and have at most `max_rows` rows in
+        total; a single larger task is allowed. An exception in `handle` fails all tasks of the batch.
+        """
+        thread = threading.Thread(target=self._talk, name="pipes", daemon=True)
+        thread.start()
         try:
             while batch := self._gathered(max_rows, max_wait_s):
                 self._do(batch, handle)
-        except BaseException:  # sys.exit in a task: who just left would be given the task again, for ever
+        except BaseException:  # e.g. sys.exit: do not send `leave`, which would requeue the task without an attempt
             self._broken = True
             raise
         finally:
             self._main_done.set()
             self.stop()
-            talker.join(10)
+            thread.join(10)
 
     def stop(self) -> None:
         self._stopping.set()
         self._news.put(None)
 
     def _gathered(self, max_rows: int, max_wait_s: float) -> list[TaskInHand]:
-        """The next tasks to do; none when told to stop."""
+        """Return the next batch of tasks, [] when stopped."""
         batch: list[TaskInHand] = []
         rows, wait_until_s = 0, float("inf")
         while rows < max_rows:
@@ -180,7 +184,7 @@ class LeaseWorker:
                     self._tasks.put(None)  # for the next call
                 return batch
             if self._queued.get(task.id) != task.attempt:
-                continue  # cancelled meanwhile, or sent again
+                continue  # cancelled or leased again in the meantime
             if batch and rows + len(task.rows) > max_rows:
                 self._next = task
                 break
@@ -194,11 +198,11 @@ class LeaseWorker:
         self._running = frozenset(task.id for task in batch)
         started = time.monotonic()
         try:
-            answers = handle(batch, lambda done, total: self._progress(batch, done, total))
+            results = handle(batch, lambda done, total: self._progress(batch, done, total))
             seconds = (time.monotonic() - started) / max(1, sum(len(task.rows) for task in batch))
-            answered = list(zip(batch, answers, strict=True))
-            reports = [_report(t.id, self._attempt(t), answer, seconds * len(t.rows)) for t, answer in answered]
-        except Exception as error:  # noqa: BLE001  (the border of the worker's loop: it becomes a named failure)
+            pairs = list(zip(batch, results, strict=True))
+            reports = [_report(t.id, self._attempt(t), result, seconds * len(t.rows)) for t, result in pairs]
+        except Exception as error:  # noqa: BLE001  (top level of the worker's loop: reported as a failure)
             reports = [_report(task.id, self._attempt(task), error, 0.0) for task in batch]
         self._running, self._marks = frozenset(), []
         for report in reports:
@@ -209,10 +213,10 @@ class LeaseWorker:
         self._news.put(None)
 
     def _attempt(self, task: TaskInHand) -> int:
-        """The lease under which the hub knows it: a later one than it came with, if it was leased here again."""
+        """Return the latest lease number of the task, which may have been leased to this worker again."""
         return self._queued.get(task.id, task.attempt)
 
-    # The talking thread
+    # Methods of the background thread
 
     def _talk(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
@@ -229,14 +233,14 @@ class LeaseWorker:
                 if now_s - armed_at_s > ARM_S:
                     armed_at_s = now_s
                     faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
-                new_mark = self._take_news()
+                has_progress = self._take_news()
                 while (frames := dealer.receive()) is not None:
                     self._from_hub(frames, now_s)
                 if not self._hub and now_s - hello_at_s > self._hello_s:
                     hello_at_s = now_s
                     held = sorted(self._queued.keys() | self._reports.keys())
                     self._send(dealer, "hello", {**self._hello, "held": held})
-                if self._hub and (new_mark or now_s - beat_at_s > self._beat_s):
+                if self._hub and (has_progress or now_s - beat_at_s > self._beat_s):
                     beat_at_s = now_s
                     progress = [(task.id, self._attempt(task), done, total) for task, done, total in self._marks]
                     self._send(dealer, "beat", {"progress": progress})
@@ -250,7 +254,7 @@ class LeaseWorker:
             self.left.set()
             self._tasks.put(None)
             if self._ends_process and not self._main_done.wait(1.0):
-                os._exit(0)  # busy with a task that nobody wants any more
+                os._exit(0)  # still running a task that is no longer needed
 
     def _readable(self, dealer: Dealer) -> Mapping[Any, int]:
         poller = zmq.Poller()
@@ -270,21 +274,21 @@ class LeaseWorker:
         return self._parent_fd is not None and self._parent_fd in readable and not os.read(self._parent_fd, 4096)
 
     def _take_news(self) -> bool:
-        """Take what the main thread has put; True if there is new progress. Reports are kept until acknowledged."""
-        new_mark = False
+        """Move reports from the mailbox to self._reports. Returns True if there is new progress."""
+        has_progress = False
         for report in self._news.take():
             if report is None:
-                new_mark = bool(self._marks)
+                has_progress = bool(self._marks)
             else:
                 self._queued.pop(report.fields["id"], None)
                 self._reports[report.fields["id"]] = report
-        return new_mark
+        return has_progress
 
     def _from_hub(self, frames: list[zmq.Frame], now_s: float) -> None:
         try:
             message = wire.decode([frame.buffer for frame in frames], HUB_TO_WORKER)
         except WireError as error:
-            self._drops.tell(error.reason, f"dropped a message of the hub: {error}", now_s)
+            self._drops.tell(error.reason, f"dropped a message from the broker: {error}", now_s)
             return
         fields = message.fields
         if message.type == "welcome":
@@ -301,7 +305,7 @@ class LeaseWorker:
             for task_id in fields["ids"]:
                 self._reports.pop(task_id, None)
         elif message.type == "bye":
-            log.info("the hub says: %s", fields["why"])
+            log.info("stopped by the broker: %s", fields["why"])
             self._stopping.set()
         elif message.type == "cancel":
             for task_id in self._queued.keys() & set(fields["ids"]) - self._running:
@@ -309,34 +313,34 @@ class LeaseWorker:
         elif message.type == "stalled":
             self._stalled(fields["id"], fields["attempt"])
         else:
-            self._hello_s = RESEND_S  # it may be about a hello, and be repeated
+            self._hello_s = RESEND_S  # possibly a rejected hello: slow down
             if fields["why"] != self._trouble:
-                log.warning("the hub rejected a message: %s", fields["why"])
+                log.warning("the broker rejected a message: %s", fields["why"])
             self._trouble = fields["why"]
 
     def _take(self, task: TaskInHand) -> None:
-        """Keep a task to do it, unless it is in hand: then the hub had lost this worker, and leases the same again."""
-        told, held = self._reports.get(task.id), self._queued.get(task.id)
-        if told is not None and told.type == "failed" and told.fields["attempt"] < task.attempt:
-            del self._reports[task.id]  # the hub has heard of it: this is another try
-        elif told is not None:
-            return  # the hub is about to hear of it
-        self._queued[task.id] = task.attempt  # the hub listens to no earlier one
-        if held != task.attempt and task.id not in self._running:
+        """Queue a task. If this worker already has it, the broker had lost the worker and leased the task again."""
+        report, attempt = self._reports.get(task.id), self._queued.get(task.id)
+        if report is not None and report.type == "failed" and report.fields["attempt"] < task.attempt:
+            del self._reports[task.id]  # the broker has received the failure: this is another attempt
+        elif report is not None:
+            return  # the report will be sent
+        self._queued[task.id] = task.attempt  # the broker ignores reports of earlier leases
+        if attempt != task.attempt and task.id not in self._running:
             self._tasks.put(task)
 
     def _stalled(self, task_id: str, attempt: int) -> None:
         if task_id in self._reports or self._queued.get(task_id, attempt) != attempt:
-            return  # it is over
+            return  # already finished, or leased again
         if task_id in self._running:
-            hung = ", ".join(sorted(self._running))
-            log.error("%s hangs: this worker ends, its supervisor starts another. Stacks:", hung)
+            hanging = ", ".join(sorted(self._running))
+            log.error("%s hangs: this worker exits and its supervisor restarts it. Stack traces:", hanging)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-            os._exit(EXIT_HUNG)  # a thread that hangs cannot be stopped in any other way
-        self._give_up(task_id, attempt, "it was not begun" if task_id in self._queued else "it did not arrive")
+            os._exit(EXIT_HUNG)  # a hanging thread cannot be stopped otherwise
+        self._give_up(task_id, attempt, "not started" if task_id in self._queued else "not received")
 
     def _give_up(self, task_id: str, attempt: int, why: str) -> None:
-        """Report a task as failed that was not begun."""
+        """Report a task that was not started as failed."""
         self._queued.pop(task_id, None)
         failure = {"reason": _text(why, REASON_CHARS), "detail": "", "fatal": False}
         self._news.put(_Report("failed", {"id": task_id, "attempt": attempt, **failure}))
@@ -363,26 +367,26 @@ class LeaseWorker:
         return True
 
 
-def _report(task_id: str, attempt: int, answer: Mapping[str, Any] | Answer | Exception, seconds: float) -> _Report:
-    """The report of a task to the hub. Never raises: a result that cannot be sent is a failure."""
-    about = {"id": task_id, "attempt": attempt}
-    if not isinstance(answer, Exception):
+def _report(task_id: str, attempt: int, result: Mapping[str, Any] | Answer | Exception, seconds: float) -> _Report:
+    """Return the report of a task. Never raises: a result that cannot be sent becomes a failure."""
+    lease = {"id": task_id, "attempt": attempt}
+    if not isinstance(result, Exception):
         try:
-            meta, tensors = (answer.meta, answer.tensors) if isinstance(answer, Answer) else (answer, ())
+            meta, tensors = (result.meta, result.tensors) if isinstance(result, Answer) else (result, ())
             size = wire.packed_size(meta)
             if size > META_BYTES:
-                raise TaskFailed(f"a result of {size} bytes, {META_BYTES} are allowed", fatal=True)
+                raise TaskFailed(f"result too large: {size} bytes, limit {META_BYTES}", fatal=True)
             specs, frames = wire.pack_tensors(tensors)
-            fields = {**about, "seconds": seconds, "meta": meta}
-            wire.encode("result", 0, fields, specs)  # raises for what cannot be sent
+            fields = {**lease, "seconds": seconds, "meta": meta}
+            wire.encode("result", 0, fields, specs)  # raises if it cannot be sent
             return _Report("result", fields, specs, list(itertools.chain(*frames)))
         except (WireError, TaskFailed) as error:
-            answer = error
-    return _Report("failed", {**about, **_failure(answer)})
+            result = error
+    return _Report("failed", {**lease, **_failure(result)})
 
 
 def _remaining(until_s: float) -> float | None:
-    """Seconds, None if there is no end."""
+    """Return the seconds until then, None if it is infinite."""
     return None if until_s == float("inf") else max(0.0, until_s - time.monotonic())
 
 
@@ -395,5 +399,5 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def _text(text: str, max_chars: int) -> str:
-    """The text as a message can carry it: cut, and without half surrogate pairs."""
+    """Return the text truncated and without unpaired surrogates, as messages require."""
     return text[:max_chars].encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""The quickstart's world of actions: a grey wall that becomes brighter and darker when it is told to."""
+"""The actions demo: videos of a grey wall that becomes brighter or darker with the actions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ REWARD = "val/reward/brightness"
 JUDGE = "val/judge/seen_action/mean"
 METRICS: Mapping[str, str] = {
     "actions followed (chance .33)": f"{REWARD}/following/mean",
-    "- of those that change nothing": f"{REWARD}/still/mean",
+    "- actions without a change": f"{REWARD}/still/mean",
     "distance of the pixels from the nearest move, in steps": f"{REWARD}/residual/mean",
-    "judge (inverse dynamics that RL never sees)": JUDGE,
+    "held-out reward (inverse dynamics)": JUDGE,
 }
 NUM_SHOWN = 12
 SCALE = 3
 
 
 class Brightness(World):
-    """A wall that brightens and darkens."""
+    """A grey wall that brightens and darkens."""
 
     name = "world"
     what = "a grey wall that follows actions"
@@ -42,16 +42,16 @@ class Brightness(World):
         return [f"validation.path={folder / 'data' / 'held_out'}"]
 
     def show(self, folder: Path, run: Path) -> list[str]:
-        found = evaluations(run, f"{REWARD}/mean")
-        for (samples, _), name in ((found[0], "before"), (found[-1], "after")):
+        results = evaluations(run, f"{REWARD}/mean")
+        for (samples, _), name in ((results[0], "before"), (results[-1], "after")):
             write_pairs(folder / f"{name}.png", samples, folder / "data" / "held_out")
-        before, after = found[0][1], found[-1][1]
+        before, after = results[0][1], results[-1][1]
         rows = [(label, before[tag], after[tag]) for label, tag in METRICS.items()]
-        pictures = (
-            f"Pictures: {folder / 'before.png'} and {folder / 'after.png'}: above what the actions ask for, below what "
-            "was drawn, from the same first frame."
+        image_paths = (
+            f"Images: {folder / 'before.png'} and {folder / 'after.png'}. In each pair of rows the upper one is the "
+            "real clip, the lower one the generated video with the same first frame and actions."
         )
-        return [*table("on held-out starts with actions of their own", rows), "", pictures]
+        return [*table("on held-out clips", rows), "", image_paths]
 
     def more(self, folder: Path) -> str:
         data = folder / "data"
@@ -64,10 +64,10 @@ class Brightness(World):
 
 
 def write_pairs(path: Path, samples: Path, clips: Path) -> None:
-    """The first videos of an evaluation, frame by frame: above each the clip whose actions it was told."""
+    """Write the frames of the first generated videos, each below the real clip with the same actions."""
     from wfm_ds.monitoring.pictures import grid, save_png
 
     entries = [json.loads(line) for line in (samples / "samples.jsonl").read_text().splitlines()][:NUM_SHOWN]
-    rows = [video for e in entries for video in (clips / f"{e['prompt_id']}.mkv", samples / e["file"])]
-    frames = [frame for video in rows for frame in load_video(video)]
+    paths = [path for e in entries for path in (clips / f"{e['prompt_id']}.mkv", samples / e["file"])]
+    frames = [frame for video in paths for frame in load_video(video)]
     save_png(path, grid(frames, NUM_FRAMES, scale=SCALE))

@@ -1,8 +1,8 @@
-"""`python -m wfm_ds.quickstart`: a small world drawn from nothing by SFT, then improved by DiffusionNFT, and the result
-shown.
+"""`python -m wfm_ds.quickstart`: train a small model from scratch by SFT, improve it by DiffusionNFT, and report the
+result.
 
-Both runs are the ordinary command on the recipes of recipes/WORLD/; this file only prepares their inputs and reads
-what they left behind.
+Both runs use the ordinary training command with the demo's recipes in recipes/. This module only prepares their inputs
+and reads their results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from wfm_ds.quickstart.world import World, sft_pipeline
 from wfm_ds.recipe import shipped
 
 MARKER = "QUICKSTART"
-WORLDS = ("digits", "moving", "world")
+DEMOS = ("digits", "shapes", "actions")
+OLD_NAMES = {"digits": "digits", "moving": "shapes", "world": "actions"}  # values of --world, the old name of --demo
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,36 +34,49 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> Parser:
     p = Parser(prog="python -m wfm_ds.quickstart", description=" ".join(__doc__.split("\n\n")[0].split()))
     p.add_argument(
-        "--world",
-        choices=WORLDS,
-        default=WORLDS[0],
-        help="handwritten digits, videos of moving shapes, or a wall that follows actions",
+        "--demo",
+        choices=DEMOS,
+        default=DEMOS[0],
+        help="handwritten digits (default), videos of moving shapes, or videos that follow actions",
     )
-    p.add_argument("--output", type=Path, help="replaced if a quickstart made it (outputs/quickstart, -video, -world)")
+    p.add_argument("--world", dest="demo", type=parse_old_name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    p.add_argument(
+        "--output",
+        type=Path,
+        help="output folder; replaced if a quickstart has written it (default outputs/quickstart, -video or -world)",
+    )
     p.add_argument("--seed", type=int, default=0, help="run.seed of both runs")
-    p.add_argument("--rl", default="nft", metavar="RECIPE", help="the second recipe of recipes/WORLD/ (nft)")
-    p.add_argument("--control", action="store_true", help="shuffle the rewards: RL must not gain")
+    p.add_argument("--rl", default="nft", metavar="RECIPE", help="RL recipe of the demo (default %(default)s)")
+    p.add_argument(
+        "--control", action="store_true", help="control experiment: shuffle the rewards, RL must not improve"
+    )
     return p
 
 
+def parse_old_name(text: str) -> str:
+    if text not in OLD_NAMES:
+        raise argparse.ArgumentTypeError(f"invalid choice {text!r}; choose --demo {', '.join(DEMOS)}")
+    return OLD_NAMES[text]
+
+
 def run(args: argparse.Namespace) -> None:
-    began, world = time.monotonic(), world_of(args.world)
-    output: Path = args.output or world.output
-    shipped.require(f"{world.name}/{args.rl}")
-    prepare(world, output)
-    start = train_start(world, output, output / "sft", args.seed)
+    start_s, demo = time.monotonic(), world_of(args.demo)
+    output: Path = args.output or demo.output
+    shipped.require(f"{demo.name}/{args.rl}")
+    prepare(demo, output)
+    sft_result = train_start(demo, output, output / "sft", args.seed)
     folder = output / args.rl
-    improve(world, output, folder, start, args.seed, f"reward.shuffle={str(args.control).lower()}")
-    show(world, output, folder, seconds=time.monotonic() - began)
+    improve(demo, output, folder, sft_result, args.seed, f"reward.shuffle={str(args.control).lower()}")
+    show(demo, output, folder, seconds=time.monotonic() - start_s)
 
 
 def world_of(name: str) -> World:
-    """The world of one of the names of WORLDS. Imports what its data needs."""
+    """Return the demo with this name (see DEMOS). Imports the packages that its data needs."""
     if name == "digits":
         from wfm_ds.quickstart.digits import Digits
 
         return Digits()
-    if name == "world":
+    if name == "actions":
         from wfm_ds.quickstart.brightness import Brightness
 
         return Brightness()
@@ -72,23 +86,23 @@ def world_of(name: str) -> World:
 
 
 def prepare(world: World, folder: Path) -> None:
-    """The data as a paired folder and a prompt file, and the untrained pipeline."""
+    """Write the demo's data and untrained pipeline. Raises UserError if the folder has other content."""
     from wfm_ds.models.tiny import write_tiny
 
     if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
-        raise UserError(f"{folder} holds something else: choose an empty folder with --output")
+        raise UserError(f"{folder} was not written by a quickstart: choose an empty folder with --output")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / MARKER).write_text(
-        "Made by python -m wfm_ds.quickstart, which replaces this folder when it runs again.\n"
+        "Written by python -m wfm_ds.quickstart, which replaces this folder when it runs again.\n"
     )
-    say(f"preparing {world.what} and an untrained model")
+    say(f"preparing the data ({world.what}) and an untrained model")
     world.write(folder / "data")
     write_tiny(world.name, folder / "model")
 
 
 def train_start(world: World, folder: Path, out: Path, seed: int, *overrides: str) -> Mapping[str, Any]:
-    """Train the world's model by SFT from random weights, with what `prepare` left in the folder; its result.json."""
+    """Train the demo's model by SFT from random weights, after `prepare_folder`. Return result.json of the run."""
     return train(
         f"{world.name}/sft",
         f"run.output_dir={out}",
@@ -103,8 +117,10 @@ def train_start(world: World, folder: Path, out: Path, seed: int, *overrides: st
 def improve(
     world: World, folder: Path, out: Path, start: Mapping[str, Any], seed: int, *overrides: str
 ) -> Mapping[str, Any]:
-    """Train what SFT left, as its result.json `start` says, by the recipe that the folder `out` is named after; its
-    result.json."""
+    """Train the SFT model by RL with the demo's recipe `out.name`. Return result.json of the run.
+
+    sft_result: result.json of the SFT run.
+    """
     return train(
         f"{world.name}/{out.name}",
         f"run.output_dir={out}",
@@ -117,7 +133,7 @@ def improve(
 
 
 def train(recipe: str, *overrides: str) -> Mapping[str, Any]:
-    """The command of README.md on a recipe; its result.json. Exits with the command's code when it fails."""
+    """Run the training command on a recipe and return result.json. Exits with the command's exit code if it fails."""
     command = ["deepspeed", "--num_gpus", str(num_ranks()), "-m", "wfm_ds.train", str(shipped.require(recipe))]
     say(" ".join([*command, *overrides]))
     code = subprocess.run(
@@ -131,7 +147,7 @@ def train(recipe: str, *overrides: str) -> Mapping[str, Any]:
 
 
 def num_ranks() -> int:
-    """Two, on a CPU too; on a machine with a single GPU one."""
+    """Return 2, or 1 on a machine with a single GPU."""
     import torch
 
     from wfm_ds.distributed.accelerator import uses_cuda
@@ -140,25 +156,26 @@ def num_ranks() -> int:
 
 
 def show(world: World, folder: Path, run: Path, *, seconds: float) -> None:
-    """Write the pictures and report.md, and print it: the table and the lines that load the result."""
+    """Write the images and report.md, and print the report. run: output folder of the RL run."""
     from wfm_ds.checkpoint.export import loading_lines
 
     base, artifacts = sft_pipeline(run), json.loads((run / "result.json").read_text())["artifacts"]
-    lora, made = "lora" in artifacts, Path(artifacts.get("lora") or artifacts["pipeline"])
-    compared = world.show(folder, run)
+    is_lora, export = "lora" in artifacts, Path(artifacts.get("lora") or artifacts["pipeline"])
+    model_options = f"--model {base} --lora {export}" if is_lora else f"--pipeline {export}"
+    comparison = world.show(folder, run)
     report = "\n".join(
         [
-            *compared,
-            f"All of it took {seconds:.0f} s.",
+            *comparison,
+            f"Total time: {seconds:.0f} s.",
             f"Curves: tensorboard --logdir {folder}",
             "",
-            "Load the result with plain diffusers:",
+            "Load the result with diffusers:",
             "",
-            *(f"    {line}" for line in loading_lines(Path(base), made, lora=lora).splitlines()),
+            *(f"    {line}" for line in loading_lines(Path(base), export, lora=is_lora).splitlines()),
             "",
-            "Draw more with it, as a page of pictures:",
+            "Generate more samples, with a page to view them:",
             "",
-            f"    python -m wfm_ds.generate {f'--model {base} --lora {made}' if lora else f'--pipeline {made}'} \\",
+            f"    python -m wfm_ds.generate {model_options} \\",
             f"        {world.more(folder)}",
         ]
     )

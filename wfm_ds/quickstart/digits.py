@@ -1,4 +1,4 @@
-"""The quickstart's digits: pictures of 8 x 8 pixels, rewarded if a classifier reads the digit that was asked for."""
+"""The digits demo: images of 8 x 8 pixels, rewarded if a classifier recognizes the digit in the prompt."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from wfm_ds.quickstart.world import World, evaluations, table
 GRID_ROWS, GRID_COLUMNS = 8, 10
 REWARD = "val/reward/digits/mean"
 METRICS = {
-    "reward (the classifier that RL is rewarded by)": REWARD,
-    "second judge (a classifier that RL never sees)": "val/reward/digits/second_judge/mean",
+    "reward (the classifier used by RL)": REWARD,
+    "second classifier (not used by RL)": "val/reward/digits/second_judge/mean",
 }
 
 
 class Digits(World):
-    """Handwritten digits of scikit-learn."""
+    """Handwritten digits from scikit-learn."""
 
     name = "digits"
     what = "handwritten digits"
@@ -34,18 +34,18 @@ class Digits(World):
     def show(self, folder: Path, run: Path) -> list[str]:
         from wfm_ds.monitoring.pictures import grid, save_png
 
-        found = evaluations(run, REWARD)
-        spreads = []
-        for (samples_folder, _), name in ((found[0], "before"), (found[-1], "after")):
+        results = evaluations(run, REWARD)
+        stds = []
+        for (samples_folder, _), name in ((results[0], "before"), (results[-1], "after")):
             samples = load_samples(samples_folder)
             images = [image for image, _ in samples[: GRID_ROWS * GRID_COLUMNS]]
             save_png(folder / f"{name}.png", grid(images, GRID_COLUMNS, scale=6))
-            spreads.append(spread_within_prompts(samples))
-        before, after = found[0][1], found[-1][1]
+            stds.append(spread_within_prompts(samples))
+        before, after = results[0][1], results[-1][1]
         rows = [(label, before[tag], after[tag]) for label, tag in METRICS.items() if tag in before]
-        rows.append(("spread: std between images of one prompt", spreads[0], spreads[1]))
-        pictures = f"Pictures: {folder / 'before.png'} and {folder / 'after.png'}."
-        return [*table("on held-out noise seeds, 200 images", rows), "", pictures]
+        rows.append(("diversity: std between images of one prompt", stds[0], stds[1]))
+        image_paths = f"Images: {folder / 'before.png'} and {folder / 'after.png'}."
+        return [*table("on held-out noise seeds, 200 images", rows), "", image_paths]
 
     def more(self, folder: Path) -> str:
         return (
@@ -55,7 +55,7 @@ class Digits(World):
 
 
 def load_samples(folder: Path) -> list[tuple[npt.NDArray[np.uint8], str]]:
-    """Images with their prompts, in the order of samples.jsonl."""
+    """Return the images with their prompts, in the order of samples.jsonl."""
     from PIL import Image
 
     entries = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -63,7 +63,7 @@ def load_samples(folder: Path) -> list[tuple[npt.NDArray[np.uint8], str]]:
 
 
 def spread_within_prompts(samples: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> float:
-    """Standard deviation between the images of a prompt, over pixels in [0, 1], averaged over pixels and prompts."""
+    """Return the std between the images of a prompt (pixels in [0, 1]), averaged over pixels and prompts."""
     by_prompt: dict[str, list[npt.NDArray[np.uint8]]] = {}
     for image, prompt in samples:
         by_prompt.setdefault(prompt, []).append(image)

@@ -1,5 +1,7 @@
-"""The quickstart's moving shapes: videos of 5 frames, rewarded if the shape that was asked for moves where it was asked
-to, and judged by the real clip that they look like."""
+"""The shapes demo: videos of 5 frames, rewarded if the shape in the prompt moves in the direction in the prompt.
+
+A held-out reward compares each video with the nearest real clip.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,21 @@ REWARD = "val/reward/moving"
 JUDGE = "val/judge/nearest_clip"
 METRICS: Mapping[str, str] = {
     "reward": f"{REWARD}/mean",
-    "- moves more than half of the way in the right direction": f"{REWARD}/right_way/mean",
+    "- moves more than half of the distance in the right direction": f"{REWARD}/right_way/mean",
     "- looks like the shape in every frame": f"{REWARD}/identity/mean",
-    "judge: nearest real clip has the right shape": f"{JUDGE}/shape/mean",
-    "judge: nearest real clip has the right direction": f"{JUDGE}/direction/mean",
-    "judge: both": f"{JUDGE}/both/mean",
-    "judge: PSNR to the nearest real clip, dB": f"{JUDGE}/mean",
-    "judge: share of real clips": f"{JUDGE}/real/mean",
+    "held-out reward: nearest real clip has the right shape": f"{JUDGE}/shape/mean",
+    "held-out reward: nearest real clip has the right direction": f"{JUDGE}/direction/mean",
+    "held-out reward: both are right": f"{JUDGE}/both/mean",
+    "held-out reward: PSNR to the nearest real clip, dB": f"{JUDGE}/mean",
+    "held-out reward: fraction of videos that match a real clip": f"{JUDGE}/real/mean",
 }
 STARTS = f"correct starts hit, of {NUM_PLACES}"
-NUM_SHOWN = 6  # videos of a prompt in an animation
-FPS = 4  # of it: five frames are soon over
+NUM_SHOWN = 6  # videos of each prompt in the animation
+FPS = 4  # of the animation: slow, because there are only five frames
 
 
 class MovingShapes(World):
-    """Shapes that move across a dark field."""
+    """Bright shapes that move across a dark background."""
 
     name = "moving"
     what = "moving shapes"
@@ -48,18 +50,18 @@ class MovingShapes(World):
         return [f"validation.prompts={prompts}", f"data.cache_dir={folder / 'cache'}"]
 
     def show(self, folder: Path, run: Path) -> list[str]:
-        found = evaluations(run, f"{REWARD}/mean")
+        results = evaluations(run, f"{REWARD}/mean")
         starts = []
-        for (samples_folder, _), name in ((found[0], "before"), (found[-1], "after")):
+        for (samples_folder, _), name in ((results[0], "before"), (results[-1], "after")):
             videos = load_videos(samples_folder)
             write_strips(folder / f"{name}.png", videos)
             write_animation(folder / f"{name}.gif", videos)
             starts.append(starts_hit(videos))
-        before, after = found[0][1], found[-1][1]
+        before, after = results[0][1], results[-1][1]
         rows = [(label, before[tag], after[tag]) for label, tag in METRICS.items()]
         rows.append((f"{STARTS}, mean over prompts", starts[0], starts[1]))
-        pictures = f"Pictures: {folder / 'before.png'} and {folder / 'after.png'}, each beside a .gif of the same name."
-        return [*table("on held-out noise seeds, 120 videos", rows, digits=2), "", pictures]
+        image_paths = f"Images: {folder / 'before.png'} and {folder / 'after.png'}. Animations: the same names as .gif."
+        return [*table("on held-out noise seeds, 120 videos", rows, digits=2), "", image_paths]
 
     def more(self, folder: Path) -> str:
         return (
@@ -70,14 +72,14 @@ class MovingShapes(World):
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A video that was asked for."""
+    """A generated video with its prompt."""
 
     prompt: str
     frames: Frames  # [5,32,32,3]
 
 
 def load_videos(folder: Path) -> list[Video]:
-    """Videos with their prompts, in the order of samples.jsonl."""
+    """Return the videos with their prompts, in the order of samples.jsonl."""
     entries = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     return [Video(entry["prompt"], load_video(folder / entry["file"])) for entry in entries]
 
@@ -88,37 +90,40 @@ def load_video(path: Path) -> Frames:
 
 
 def by_prompt(videos: Sequence[Video]) -> dict[str, list[Frames]]:
-    found: dict[str, list[Frames]] = {}
+    groups: dict[str, list[Frames]] = {}
     for video in videos:
-        found.setdefault(video.prompt, []).append(video.frames)
-    return found
+        groups.setdefault(video.prompt, []).append(video.frames)
+    return groups
 
 
 def starts_hit(videos: Sequence[Video]) -> float:
-    """Number of the places that a prompt's videos begin at, of those whose nearest real clip is what was asked for;
-    the mean over prompts. A model that always draws the same right video has 1, one with nothing right 0."""
-    hit = []
-    for prompt, media in by_prompt(videos).items():
-        clips = [nearest(cells_of(frames))[0] for frames in media]
-        hit.append(len({clip.place for clip in clips if clip.prompt == prompt}))
-    return float(np.mean(hit))
+    """Return the number of different start positions among a prompt's correct videos, averaged over prompts.
+
+    A video is correct if its nearest real clip has the same prompt. A model that always generates the same correct
+    video scores 1; a model without correct videos scores 0.
+    """
+    counts = []
+    for prompt, frame_lists in by_prompt(videos).items():
+        clips = [nearest(cells_of(frames))[0] for frames in frame_lists]
+        counts.append(len({clip.place for clip in clips if clip.prompt == prompt}))
+    return float(np.mean(counts))
 
 
 def write_strips(path: Path, videos: Sequence[Video]) -> None:
-    """Two videos of each prompt beside each other, frame by frame, a row a prompt."""
+    """Write the frames of two videos per prompt, one row per prompt."""
     from wfm_ds.monitoring.pictures import grid, save_png
 
-    shown = {prompt: media[:2] for prompt, media in by_prompt(videos).items()}
-    images = [frame for media in shown.values() for frames in media for frame in frames]
+    shown = {prompt: frame_lists[:2] for prompt, frame_lists in by_prompt(videos).items()}
+    images = [frame for frame_lists in shown.values() for frames in frame_lists for frame in frames]
     save_png(path, grid(images, len(images) // len(shown), row_titles=[*shown]))
 
 
 def write_animation(path: Path, videos: Sequence[Video]) -> None:
-    """NUM_SHOWN videos of each prompt, a column a prompt."""
+    """Write an animation of NUM_SHOWN videos per prompt, one column per prompt."""
     from wfm_ds.monitoring.pictures import grid
     from wfm_ds.monitoring.videos import gif_bytes
 
-    prompts = [media[:NUM_SHOWN] for media in by_prompt(videos).values()]
-    rows = [media for row in zip(*prompts, strict=True) for media in row]
-    moments = [grid([frames[time] for frames in rows], len(prompts)) for time in range(len(rows[0]))]
-    path.write_bytes(gif_bytes(np.stack([*moments, moments[-1]]), FPS))  # rests a moment at the end
+    columns = [frame_lists[:NUM_SHOWN] for frame_lists in by_prompt(videos).values()]
+    cells = [frames for row in zip(*columns, strict=True) for frames in row]
+    images = [grid([frames[time] for frames in cells], len(columns)) for time in range(len(cells[0]))]
+    path.write_bytes(gif_bytes(np.stack([*images, images[-1]]), FPS))  # the last frame is shown twice

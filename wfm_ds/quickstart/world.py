@@ -1,4 +1,4 @@
-"""The base of the quickstart's worlds: what is drawn in them, and how what was learnt is shown."""
+"""Base class of the quickstart's demos: their data, their models, and the comparison before and after RL."""
 
 from __future__ import annotations
 
@@ -12,54 +12,56 @@ Metrics = Mapping[str, float]
 
 
 class World(ABC):
-    """A small world: its data, its untrained model, and its recipes, which are those of recipes/NAME/."""
+    """A demo: synthetic data, an untrained tiny model, and the SFT and RL recipes in recipes/NAME/."""
 
     name: ClassVar[str]
-    """Of the tiny pipeline, of the folder of recipes and of `--world`."""
+    """Name of its tiny pipeline and of its folder in recipes/."""
     what: ClassVar[str]
-    """What its data shows."""
+    """Description of its data, for messages."""
     media: ClassVar[str]
-    """The folder of its data that SFT learns from."""
+    """Subfolder of the data used by SFT."""
     asked: ClassVar[str] = "prompts"
-    """The folder of its data that RL is asked for: prompts, or clips that samples begin with."""
+    """Subfolder of the data used by RL: prompts, or clips with the first frames of the samples."""
     output: ClassVar[Path]
-    """Where its quickstart leaves everything, unless told otherwise."""
+    """Default output folder."""
 
     @abstractmethod
     def write(self, out: Path) -> int:
-        """Write the data into a new or empty folder; return the number of media."""
+        """Write the data into a new or empty folder. Return the number of images or videos."""
 
     def sft_overrides(self, folder: Path) -> list[str]:
-        """Keys of the SFT recipe that name files of the quickstart's folder, beside its model and data."""
+        """Return recipe overrides for SFT with further paths in the output folder, besides model and data."""
         return []
 
     def rl_overrides(self, folder: Path) -> list[str]:
-        """Keys of the RL recipe that name files of the quickstart's folder, beside its model and data."""
+        """Return recipe overrides for RL with further paths in the output folder, besides model and data."""
         return []
 
     @abstractmethod
     def show(self, folder: Path, run: Path) -> list[str]:
-        """Write pictures of the first and the last evaluation of the RL run into the folder; return the lines that
-        compare them."""
+        """Write images of the first and the last evaluation of the RL run to the folder.
+
+        Returns the lines of the report that compare them.
+        """
 
     @abstractmethod
     def more(self, folder: Path) -> str:
-        """Return the arguments of wfm_ds.generate that draw more of it, but for the models."""
+        """Return the arguments of wfm_ds.generate for more samples, without the model."""
 
 
 def sft_pipeline(run: Path) -> str:
-    """The pipeline folder that the RL run started from, as its resolved recipe names it."""
-    from wfm_ds.recipe.file import load  # a third of a second that --help need not pay
+    """Return the pipeline folder that an RL run started from, from its recipe.yaml."""
+    from wfm_ds.recipe.file import load_stored_recipe  # local import: slow, and --help does not need it
 
-    return load(run / "recipe.yaml").model.path
+    return load_stored_recipe(run / "recipe.yaml").model.path
 
 
 def evaluations(run: Path, tag: str) -> list[tuple[Path, Metrics]]:
-    """Return the evaluations of a run, first to last: the folder of samples, and the metrics among which is `tag`."""
+    """Return (samples folder, metrics) of each evaluation of a run, in order. tag: a metric of every evaluation."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = sorted(int(folder.name.removeprefix("step_")) for folder in (run / "samples").iterdir())
-    found = [record for record in records if tag in record]
-    return [(run / "samples" / f"step_{step}", metrics) for step, metrics in zip(steps, found, strict=True)]
+    metric_records = [record for record in records if tag in record]
+    return [(run / "samples" / f"step_{step}", metrics) for step, metrics in zip(steps, metric_records, strict=True)]
 
 
 def table(title: str, rows: Sequence[tuple[str, float, float]], digits: int = 3) -> list[str]:

@@ -1,1 +1,1 @@
-"""The recipe: what a user may write, how it is read and checked, and the numbers that follow from it."""
+"""The recipe: its schema, how it is read and checked, and the sizes derived from it."""

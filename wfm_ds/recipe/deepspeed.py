@@ -1,7 +1,7 @@
-"""The configuration for deepspeed.initialize: ZeRO settings from one JSON file, everything else from the recipe.
+"""The DeepSpeed config: ZeRO settings from a JSON file, everything else from the recipe.
 
-Owns the search for the file, the keys that it may hold and the combinations that are refused, because DeepSpeed would
-ignore them, or train on wrong weights without an error. No torch, no DeepSpeed: a recipe is checked on any machine.
+Rejects keys and combinations that DeepSpeed would ignore, or with which it would silently train wrong weights. Does not
+import torch or DeepSpeed, so recipes can be checked on any machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 
-# The repository's folder (editable install, checkout), then the copy inside an installed wheel.
+# The folder of the repository (editable install), and the copy inside an installed wheel.
 PACKAGE = Path(__file__).parent.parent
 CONFIG_FOLDERS = (PACKAGE.parent / "ds_configs", PACKAGE / "ds_configs")
 
@@ -32,30 +32,30 @@ RECIPE_OWNS = {
     "scheduler": "optimizer.schedule",
 }
 TRAINER_OWNS = {
-    "train_batch_size": "it follows from micro batch, accumulation and ranks",
-    "steps_per_print": "the trainer has its own log",
-    "timers": "the trainer has its own clock, which does not wait for the device",
+    "train_batch_size": "it is derived from micro-batch size, accumulation and ranks",
+    "steps_per_print": "the trainer writes its own log",
+    "timers": "the trainer has its own timers, which do not synchronize the device",
     "zero_allow_untested_optimizer": "the trainer sets it",
 }
 UNTESTED = {
-    "hybrid_engine": "it generates text",
+    "hybrid_engine": "it is for text generation",
     "compile": "DeepCompile is not tested with wfm_ds",
-    "compression_training": "quantised weights are not tested with wfm_ds",
-    "weight_quantization": "quantised weights are not tested with wfm_ds",
-    "checkpoint": "the trainer owns the format, and DeepSpeed's fast writer can lose files without an error",
-    "flops_profiler": "it does not see all attention variants",
-    "comms_logger": "it does not see all collectives",
+    "compression_training": "quantized weights are not tested with wfm_ds",
+    "weight_quantization": "quantized weights are not tested with wfm_ds",
+    "checkpoint": "the trainer defines the format, and DeepSpeed's fast writer can lose files silently",
+    "flops_profiler": "it misses some attention variants",
+    "comms_logger": "it misses some collectives",
     "prescale_gradients": "the trainer scales the loss",
     "gradient_predivide_factor": "the trainer scales the loss",
     "gradient_allreduce_op": "the trainer scales the loss",
     "managed_gradient_accumulation": "the trainer counts the micro-steps",
-    "zero_quantized_weights": "quantised gathers change the predictions",
-    "zero_quantized_nontrainable_weights": "quantised gathers change the predictions",
-    "zero_quantized_gradients": "quantised gradients are not tested with wfm_ds",
+    "zero_quantized_weights": "quantized gathers change the predictions",
+    "zero_quantized_nontrainable_weights": "quantized gathers change the predictions",
+    "zero_quantized_gradients": "quantized gradients are not tested with wfm_ds",
     "mics_shard_size": "MiCS is not tested with wfm_ds",
     "mics_hierarchical_params_gather": "MiCS is not tested with wfm_ds",
     "zenflow": "ZenFlow is not tested with wfm_ds",
-    "compute_grad_norm": "without the norm a NaN gradient would be applied",
+    "compute_grad_norm": "NaN gradients are detected by the norm",
 }
 KNOWN_KEYS = frozenset({"zero_optimization", "zero_force_ds_cpu_optimizer", "aio", "wall_clock_breakdown"})
 KNOWN_ZERO_KEYS = frozenset(
@@ -86,26 +86,26 @@ KNOWN_ZERO_KEYS = frozenset(
 
 
 def policy_copies(policies: frozenset[str], *, lora: bool) -> frozenset[str]:
-    """The policies that are kept as copies of the weights: all but `ref` of a LoRA run, which is the bare base."""
+    """Return the policies stored as weight copies. For LoRA, `ref` is the base model itself."""
     return policies - {"ref"} if lora else policies
 
 
-# Keys of rollouts that shards cannot serve, and why.
+# Rollout keys that do not work with ZeRO-3 shards, and why.
 WHOLE_WEIGHTS = {
     "merge_lora": "adds adapters to whole layers",
-    "cuda_graph": "needs weights that stay where they are",
+    "cuda_graph": "needs weights at fixed addresses",
 }
 
-# Keys of adapters that shards cannot serve, and why.
+# LoRA keys that do not work with ZeRO-3 shards, and why.
 WHOLE_LAYERS = {"dora": "needs the norms of whole weights", "modules_to_save": "copies whole layers"}
 
 
 def deepspeed_config(
     recipe: Recipe, *, accumulation: int, policies: frozenset[str], world_size: int, ranks_per_node: int
 ) -> dict[str, Any]:
-    """The dictionary for deepspeed.initialize. `accumulation`: backward passes per optimizer step.
+    """Return the config dict for deepspeed.initialize. accumulation: backward passes per optimizer step.
 
-    Raises RecipeError naming the JSON file, the key and the way out.
+    Raises RecipeError with the JSON file, the key and the fix.
     """
     source = find_config(recipe.engine.deepspeed)
     from_json = read_config(source)
@@ -114,53 +114,56 @@ def deepspeed_config(
     if "zero_hpz_partition_size" in zero:
         zero["zero_hpz_partition_size"] = _hpz_size(zero, world_size, ranks_per_node, source)
     if zero["stage"] == 3:
-        # DeepSpeed's default, true, replaces torch.nn.functional.linear in the whole process for good.
+        # DeepSpeed's default, true, permanently replaces torch.nn.functional.linear in the whole process.
         zero.setdefault("memory_efficient_linear", False)
     return from_json | {"zero_optimization": zero} | _recipe_keys(recipe, accumulation, zero["stage"])
 
 
 def with_overlap(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
-    """The ZeRO settings with `overlap_comm`, where the JSON leaves it open.
+    """Return the ZeRO settings with a default for `overlap_comm`.
 
-    At stages 1 and 2 DeepSpeed ends each backward pass that overlaps with a wait for the device: full weights have
-    gradients worth it, adapters do not. At stage 3 it means gathering weights ahead, which waits for nothing.
+    At stages 1 and 2, overlap makes DeepSpeed synchronize the device after each backward pass, which pays off for full
+    weights but not for adapters. At stage 3 it prefetches weights without synchronization.
     """
     return {"overlap_comm": zero["stage"] == 3 or not lora} | zero
 
 
 def find_config(name: str) -> Path:
-    """The JSON file that `engine.deepspeed` means: a path (has a slash or ends in .json) or a name in ds_configs/."""
+    """Return the JSON file of `engine.deepspeed`: a path (with a slash or .json) or a name in ds_configs/."""
     if "/" in name or name.endswith(".json"):
         path = Path(name).expanduser()
         if not path.is_file():
-            raise RecipeError(f"engine.deepspeed: no file {path.absolute()}; give its path or a name in ds_configs/")
+            raise RecipeError(f"engine.deepspeed: {path.absolute()} not found: set a path or a name in ds_configs/")
         return path
     known = {path.stem: path for folder in reversed(CONFIG_FOLDERS) for path in sorted(folder.glob("*.json"))}
     if name not in known:
-        raise RecipeError(f"engine.deepspeed: {name} is none of {', '.join(sorted(known))}, and a path ends in .json")
+        raise RecipeError(
+            f"engine.deepspeed: unknown name {name}: set one of {', '.join(sorted(known))}, or a path that ends in "
+            ".json"
+        )
     return known[name]
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """The JSON object of a file. Raises RecipeError if it is not one, or holds a key twice."""
+    """Return the JSON object of a file. Raises RecipeError if it is not a JSON object or has duplicate keys."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
-        if twice:
-            raise RecipeError(f"{source}: {', '.join(twice)} stands there twice: keep one")
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        duplicates = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
+        if duplicates:
+            raise RecipeError(f"{source}: duplicate keys {', '.join(duplicates)}: remove one of each")
         return dict(pairs)
 
     try:
-        content = json.loads(source.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        content = json.loads(source.read_text(encoding="utf-8"), object_pairs_hook=reject_duplicates)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise RecipeError(f"{source}: not a readable JSON file: {error}") from error
     if not isinstance(content, dict):
-        raise RecipeError(f"{source}: must hold a JSON object, found {type(content).__name__}")
+        raise RecipeError(f"{source}: expected a JSON object, got {type(content).__name__}")
     return content
 
 
 def check_keys(from_json: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """A copy of `zero_optimization`, once all keys are known (DeepSpeed itself ignores a misspelt one)."""
+    """Check all keys and return a copy of `zero_optimization`. (DeepSpeed ignores misspelt keys.)"""
     taken = sorted(from_json.keys() & RECIPE_OWNS.keys())
     if taken:
         hints = ", ".join(f"{key} (set {RECIPE_OWNS[key]} in the recipe)" for key in taken)
@@ -182,25 +185,25 @@ def _refuse_unknown(keys: Mapping[str, Any], known: frozenset[str], prefix: str,
             raise RecipeError(f"{source}: remove {prefix}{key}: {UNTESTED[key]}")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(sorted(known))}"
-            raise RecipeError(f"{source}: {prefix}{key} is not a key that wfm_ds supports; {hint}")
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"supported keys: {', '.join(sorted(known))}"
+            raise RecipeError(f"{source}: {prefix}{key} is not supported by wfm_ds; {hint}")
 
 
 def check_combinations(
     from_json: Mapping[str, Any], zero: Mapping[str, Any], recipe: Recipe, policies: frozenset[str], source: Path
 ) -> None:
-    """Raises RecipeError for settings that are fine alone and wrong together."""
+    """Raise RecipeError for combinations of settings that do not work together."""
     lora = recipe.lora is not None
     copies = ", ".join(sorted(policy_copies(policies, lora=lora)))
     devices = {part: _offload_device(zero, part, source) for part in ("offload_optimizer", "offload_param")}
     if "nvme" in devices.values() and copies:
-        raise RecipeError(f"{source}: offload to nvme cannot serve the copies ({copies}); use cpu")
+        raise RecipeError(f"{source}: offload to nvme does not support weight copies ({copies}): use cpu")
     if any(devices.values()) and from_json.get("zero_force_ds_cpu_optimizer", True):
         raise RecipeError(f"{source}: offload needs zero_force_ds_cpu_optimizer: false (torch's AdamW)")
     if any(devices.values()) and recipe.optimizer.name != "adamw":
         raise RecipeError(
-            f"{source}: offload keeps the moments on the host, where optimizer.name: {recipe.optimizer.name} spares "
-            "the GPU nothing: set it to adamw, or use zero2 or zero3"
+            f"{source}: with offload the moments are on the host, so optimizer.name: {recipe.optimizer.name} saves no "
+            "GPU memory: set it to adamw, or use zero2 or zero3"
         )
     if zero.get("memory_efficient_linear"):
         raise RecipeError(
@@ -210,23 +213,21 @@ def check_combinations(
         for key, why in WHOLE_WEIGHTS.items():
             if getattr(recipe.rollout, key):
                 raise RecipeError(
-                    f"{source}: ZeRO stage 3 cuts the weights into shards, and rollout.{key} {why}: use zero2, or "
-                    "remove the key"
+                    f"{source}: ZeRO stage 3 shards the weights, but rollout.{key} {why}: use zero2, or remove the key"
                 )
     for key, why in WHOLE_LAYERS.items():
         if zero["stage"] == 3 and recipe.lora is not None and getattr(recipe.lora, key):
             raise RecipeError(
-                f"{source}: ZeRO stage 3 cuts the weights into shards, and lora.{key} {why}: use zero2, or remove "
-                "the key"
+                f"{source}: ZeRO stage 3 shards the weights, but lora.{key} {why}: use zero2, or remove the key"
             )
     if recipe.engine.compile and zero["stage"] == 3 and "leaf_module" not in zero:
         raise RecipeError(
-            f"{source}: engine.compile cannot compile blocks inside which ZeRO stage 3 gathers weights: use zero2, or, "
-            "to train all weights, name the blocks in zero_optimization.leaf_module (docs/engine.md)"
+            f"{source}: engine.compile cannot compile blocks in which ZeRO stage 3 gathers weights: use zero2, or, to "
+            "train all weights, list the blocks in zero_optimization.leaf_module (docs/engine.md)"
         )
     if recipe.model.fp8_training is not None and zero["stage"] == 3:
         raise RecipeError(
-            f"{source}: model.fp8_training keeps weights that ZeRO stage 3 has gathered until the backward pass: use "
+            f"{source}: model.fp8_training keeps the weights gathered by ZeRO stage 3 until the backward pass: use "
             "zero1 or zero2"
         )
     if "leaf_module" in zero and lora:
@@ -236,21 +237,26 @@ def check_combinations(
 
 
 def require_idle_experts(recipe: Recipe) -> None:
-    """Refuse, for models of several experts, each of which is idle in some micro-steps, settings (RecipeError) under
-    which DeepSpeed reduces, or hands to the offloaded optimizer, gradients of the last micro-step's expert only."""
+    """Raise RecipeError for settings that lose gradients of models with several experts.
+
+    Each expert is idle in some micro-batches. With these settings DeepSpeed would reduce, or pass to the offloaded
+    optimizer, only the gradients of the last micro-batch's expert.
+    """
     source = find_config(recipe.engine.deepspeed)
     zero = read_config(source)["zero_optimization"]
-    reason = "only the expert of an optimizer step's last micro-batch would get its gradients"
+    reason = "only the expert of the last micro-batch of a step would get its gradients"
     if zero["stage"] == 1:
         raise RecipeError(
-            f"{source}: ZeRO stage 1 cannot train a model with two experts ({reason}); use zero2 or zero3"
+            f"{source}: ZeRO stage 1 cannot train a model with two experts ({reason}): use zero2 or zero3"
         )
     if _offload_device(zero, "offload_optimizer", source) is not None:
-        raise RecipeError(f"{source}: offload_optimizer cannot serve a model with two experts ({reason}); use zero3")
+        raise RecipeError(
+            f"{source}: offload_optimizer does not support a model with two experts ({reason}): use zero3"
+        )
 
 
 def _offload_device(zero: Mapping[str, Any], part: str, source: Path) -> str | None:
-    """cpu, nvme or None."""
+    """Return `cpu`, `nvme` or None."""
     settings = zero.get(part)
     if settings is None:
         return None
@@ -273,18 +279,18 @@ def _hpz_size(zero: Mapping[str, Any], world_size: int, ranks_per_node: int, sou
 
 
 def _recipe_keys(recipe: Recipe, accumulation: int, stage: int) -> dict[str, Any]:
-    """Batch, precision and clipping."""
+    """Return the DeepSpeed keys for batch sizes, precision and gradient clipping."""
     keys: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": recipe.engine.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": recipe.engine.max_grad_norm,  # left out, DeepSpeed clips to 1
+        "gradient_clipping": recipe.engine.max_grad_norm,  # DeepSpeed's default clips to 1
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
-        # DeepSpeed's own clock waits for the device in every forward and every micro-step.
+        # DeepSpeed's throughput timer synchronizes the device in every forward pass and micro-step.
         "timers": {"throughput": {"enabled": False}},
     }
     if recipe.model.dtype == "bfloat16":
         keys |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
-        if stage > 1:  # at stage 1 it would select another optimizer class: engine/accumulation.py does it there
+        if stage > 1:  # at stage 1 it would select another optimizer class; engine/accumulation.py handles that stage
             keys["data_types"] = {"grad_accum_dtype": "fp32"}
     return keys

@@ -1,4 +1,4 @@
-"""The recipe schema in words: for error messages and for the reference page."""
+"""Descriptions of the recipe schema for error messages and the reference page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel
+from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
 
 from wfm_ds.errors import RecipeError
@@ -29,7 +29,7 @@ SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place of the schema: a type, the constraints beside it, and the key that tells the members of a union apart."""
+    """A node of the schema: a type, its constraints, and the key that selects a member of a union."""
 
     type: Any
     constraints: tuple[Any, ...] = ()
@@ -37,7 +37,7 @@ class Slot:
 
     @classmethod
     def of(cls, annotation: Any, constraints: Sequence[Any] = ()) -> Slot:
-        """The slot of an annotation, out of its Annotated shells."""
+        """Build the node of a type annotation, unwrapping Annotated."""
         selector = None
         while get_origin(annotation) is Annotated:
             annotation, *extra = get_args(annotation)
@@ -52,21 +52,21 @@ class Slot:
         return cls(slot.type, slot.constraints, str(field.discriminator) if field.discriminator else slot.selector)
 
     def members(self) -> list[Slot]:
-        """The members of a union, itself if it is none; null is left out."""
+        """Return the members of a union without None, or [self] if the type is not a union."""
         if get_origin(self.type) not in (Union, types.UnionType):
             return [self]
         inner = (Slot.of(m, self.constraints) for m in get_args(self.type) if m is not types.NoneType)
         return [leaf for member in inner for leaf in member.members()]
 
     def own_section(self, value: Any) -> type[BaseModel] | None:
-        """The section class that the user's own algorithm brings; None if `value` names none that can be imported."""
+        """Return the settings class of the user's algorithm that `value` names, or None if it cannot be imported."""
         try:
             return user_settings(value) if self.selector == "name" else None
         except RecipeError:
             return None
 
     def section(self, value: Any) -> type[BaseModel] | None:
-        """The section class that a mapping `value` must fit; None if the slot has none or `value` selects none."""
+        """Return the section class that the mapping `value` must match, or None if there is none."""
         sections = [m.type for m in self.members() if isinstance(m.type, type) and issubclass(m.type, BaseModel)]
         if own := self.own_section(value):
             return own
@@ -75,8 +75,21 @@ class Slot:
             return next((s for s in sections if name in choices(s, self.selector)), None)
         return sections[0] if sections else None
 
+    def find_union_member(self, tag: str | int) -> Slot | None:
+        """Return the union member with a tag of pydantic's error location: the value of the selector key, or a Tag.
+
+        None for unions without tags.
+        """
+        for member in self.members():
+            tags = [item.tag for item in member.constraints if isinstance(item, Tag)]
+            if self.selector is not None:
+                tags += choices(member.type, self.selector)
+            if tag in tags:
+                return member
+        return None
+
     def inner(self, key: str | int, value: Any) -> Slot | None:
-        """The slot of an entry of `value`, None where the schema has none (unknown keys)."""
+        """Return the node of an entry of `value`, or None for keys that are not in the schema."""
         section = self.section(value)
         if section is not None:
             field = section.model_fields.get(str(key))
@@ -96,19 +109,19 @@ ROOT = Slot(Recipe)
 
 
 def choices(section: type[BaseModel], key: str) -> tuple[Any, ...]:
-    """The literals that `key` of a section may be: the name of an algorithm."""
+    """Return the allowed literals of a section's key, such as the name of an algorithm."""
     return get_args(section.model_fields[key].annotation)
 
 
 def words(slot: Slot) -> str:
-    """Say what is expected, to be read after "expected": "a whole number > 0", "one of a, b, c"."""
+    """Describe the allowed values, to follow "expected": "a whole number > 0", "one of a, b, c"."""
     if slot.selector is not None:
         return f"a mapping with {slot.selector}: {' or '.join(names(slot))}"
     return " or ".join(_member_words(member) for member in slot.members())
 
 
 def names(slot: Slot) -> list[str]:
-    """List what the selector of a slot may be: the names of all algorithms."""
+    """Return all values of the selector key, such as the names of all algorithms."""
     assert slot.selector is not None
     return [str(name) for member in slot.members() for name in choices(member.type, slot.selector)]
 
@@ -134,20 +147,20 @@ def _member_words(slot: Slot) -> str:
 
 
 def kinds(slot: Slot) -> set[type]:
-    """The Python types that a scalar may have there, `object` for any."""
-    found: set[type] = set()
+    """Return the Python types allowed for a scalar; `object` for any."""
+    scalar_kinds: set[type] = set()
     for member in slot.members():
         if get_origin(member.type) is Literal:
-            found |= {type(item) for item in get_args(member.type)}
+            scalar_kinds |= {type(item) for item in get_args(member.type)}
         elif member.type is Any:
-            found.add(object)
+            scalar_kinds.add(object)
         elif isinstance(member.type, type):
-            found.add(str if member.type is Path else member.type)
-    return found
+            scalar_kinds.add(str if member.type is Path else member.type)
+    return scalar_kinds
 
 
 def shown(value: Any) -> str:
-    """A value as the user wrote it, more or less."""
+    """Format a value for a message, close to how the user wrote it."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -163,9 +176,9 @@ def nearest(word: str, valid: Iterable[str]) -> str | None:
 
 
 def sections() -> Iterator[tuple[KeyPath, str, type[BaseModel]]]:
-    """(path, title, class) of every section and mapping of the schema, outer before inner, in the schema's order.
+    """Yield (path, title, class) of every section in the schema, in schema order, parents first.
 
-    The title is the dotted path, an algorithm's its name; entries of a list have the path part N.
+    The title is the dotted path, or the name of an algorithm. List entries have the path part N.
     """
     for name, field in Recipe.model_fields.items():
         yield from _sections_in(Slot.of_field(field), (name,))

@@ -1,4 +1,5 @@
-"""Recipe files: read, merge, override, check, write. Every error names the place, the key and what was expected."""
+"""Recipe files: read, merge, override, check, write. Every error states the location, the key and the expected
+value."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from pydantic_core import ErrorDetails
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import shipped
 from wfm_ds.recipe.describe import ROOT, Slot, kinds, names, nearest, sections, shown, words
+from wfm_ds.recipe.key_renames import convert_old_names, find_old_names
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tree import KeyPath, Problem, Tree, dotted, merge, override, parse, refuse, shortened
 from wfm_ds.recipe.yaml_text import MAX_CHARACTERS, to_yaml
@@ -26,24 +28,26 @@ KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a YAML file, with the file that its `defaults` names below it and `section.key=value` words on top.
+    """Load a recipe from a YAML file, merged over the file of its `defaults`, with `section.key=value` overrides.
 
-    A path where nothing is may be the name of a shipped recipe (shipped.py).
-    Raises RecipeError: one line a problem, each with file and line (or override), key and what was expected.
+    If the path does not exist, it may be the name of a shipped recipe (shipped_recipes.py).
+    Raises RecipeError with one line per problem: file and line (or override), key and expected value.
     """
-    tree = _read_with_defaults(named(path))
-    for word in overrides:
-        if word.partition("=")[0] == "defaults":
-            raise RecipeError(f"override {word}: defaults belongs into a file, it cannot be an override")
-    override(tree, overrides)
-    for name in Recipe.model_fields:
-        if name in tree.values and tree.values[name] is None:
-            del tree.values[name]  # its place stays known, for the error if it is needed
-    return _validate(tree)
+    return _resolve_recipe(_read_with_defaults(named(path)), overrides)
+
+
+def load_stored_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Load the resolved recipe of a run folder or checkpoint. Renamed keys of earlier versions are converted.
+
+    Raises RecipeError like load_recipe.
+    """
+    tree = _read_with_defaults(path)
+    convert_old_names(tree)
+    return _resolve_recipe(tree, overrides)
 
 
 def dump(recipe: Recipe) -> str:
-    """YAML that `load` reads back as an equal recipe. Sections that are not used are left out."""
+    """Return YAML that load_recipe reads back as an equal recipe. Unused sections are omitted."""
     values = recipe.model_dump(mode="json")
     unread = recipe.unread_sections
     return to_yaml({name: value for name, value in values.items() if value is not None and name not in unread})
@@ -53,7 +57,7 @@ def dump(recipe: Recipe) -> str:
 
 
 def named(path: Path) -> Path:
-    """Return the path if anything is there, else the shipped recipe of that name, if there is one."""
+    """Return the path if it exists, else the file of the shipped recipe with this name, else the path."""
     return path if os.path.lexists(path) else shipped.of_name(str(path)) or path
 
 
@@ -66,26 +70,26 @@ def _read_with_defaults(path: Path) -> Tree:
     if not isinstance(name, str):
         raise RecipeError(f"{place}: defaults: expected the path of one recipe, got {shown(name)}")
     base_path = path.parent / name
-    if not os.path.isfile(base_path):  # unlike Path.is_file, it takes a path of any length
+    if not os.path.isfile(base_path):  # unlike Path.is_file, it accepts a path of any length
         shown_path = shortened(str(base_path))
-        raise RecipeError(f"{place}: defaults: there is no file {shown_path} (relative to the including file)")
+        raise RecipeError(f"{place}: defaults: file {shown_path} not found (relative to the including file)")
     base = _read(base_path)
     if "defaults" in base.values:
         place = base.place(("defaults",))
-        raise RecipeError(f"{place}: a recipe that others include cannot have defaults of its own (included by {path})")
+        raise RecipeError(f"{place}: an included recipe cannot have its own defaults (included by {path})")
     return merge(base, variant)
 
 
 def _read(path: Path) -> Tree:
     try:
         with path.open(encoding="utf-8-sig") as file:
-            text = file.read(MAX_CHARACTERS + 1)  # no more: it may be a device that never ends
+            text = file.read(MAX_CHARACTERS + 1)  # limited: it may be a device that never ends
     except FileNotFoundError as error:
-        raise RecipeError(f"{path}: there is no such recipe file{shipped.nearest(str(path))}") from error
+        raise RecipeError(f"{path}: recipe file not found{shipped.nearest(str(path))}") from error
     except IsADirectoryError as error:
-        raise RecipeError(f"{path} is a folder; name the recipe file in it") from error
+        raise RecipeError(f"{path} is a folder: pass the recipe file in it") from error
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not a text file in UTF-8") from error
+        raise RecipeError(f"{path}: not a UTF-8 text file") from error
     except OSError as error:
         raise RecipeError(f"{shortened(str(path))}: cannot be read: {error.strerror}") from error
     tree = parse(text, str(path))
@@ -103,8 +107,20 @@ def _read(path: Path) -> Tree:
 # ---- checks
 
 
+def _resolve_recipe(tree: Tree, overrides: Sequence[str]) -> Recipe:
+    """Apply the overrides and validate."""
+    for argument in overrides:
+        if argument.partition("=")[0] == "defaults":
+            raise RecipeError(f"override {argument}: defaults must be in a file, not in an override")
+    override(tree, overrides)
+    for name in Recipe.model_fields:
+        if name in tree.values and tree.values[name] is None:
+            del tree.values[name]  # its location is kept for the error if the section is required
+    return _validate(tree)
+
+
 def _validate(tree: Tree) -> Recipe:
-    explained = _misread(ROOT, tree.values, ())
+    explained = [*find_old_names(tree), *_misread(ROOT, tree.values, ())]
     problems = [Problem(tree.place(path), text) for path, text in explained]
     recipe = None
     try:
@@ -112,19 +128,19 @@ def _validate(tree: Tree) -> Recipe:
     except ValidationError as error:
         problems += _problems(error.errors(), tree, {path for path, _ in explained})
     refuse(problems)
-    assert recipe is not None, "pydantic refused the recipe with errors that all gave way to others"
+    assert recipe is not None, "pydantic rejected the recipe, but no error was reported"
     return recipe
 
 
 def _misread(slot: Slot, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
-    """Find values that pydantic would convert though the file says something else: true as 1, the text "30" as 30."""
+    """Find values that pydantic would silently convert: true to 1, the text "30" to the number 30."""
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         inner = [(key, entry, slot.inner(key, value)) for key, entry in entries]
-        return [found for key, entry, s in inner if s is not None for found in _misread(s, entry, (*path, key))]
+        return [misread for key, entry, s in inner if s is not None for misread in _misread(s, entry, (*path, key))]
     allowed = kinds(slot)
     if isinstance(value, int | float) and int in allowed and float not in allowed and MAX_WHOLE < abs(value) < math.inf:
-        return [(path, f"{dotted(path)}: expected {words(slot)}, and 2**63 - 1 at most, got {shown(value)}")]
+        return [(path, f"{dotted(path)}: expected {words(slot)}, at most 2**63 - 1, got {shown(value)}")]
     is_flag_as_number = isinstance(value, bool) and bool not in allowed and bool(allowed & {int, float})
     is_text_as_number = isinstance(value, str) and bool(allowed) and allowed <= {int, float}
     if is_flag_as_number or is_text_as_number:
@@ -134,12 +150,13 @@ def _misread(slot: Slot, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """Place of an error in the file and in the schema; the slot is None for a key that the schema lacks."""
+    """Location of an error in the file and in the schema."""
 
     path: KeyPath
-    slot: Slot | None
+    slot: Slot | None  # None for a key that is not in the schema
     value: Any
     outer: _Spot | None
+    is_inexact: bool = False  # the error is somewhere inside this value
 
     def enter(self, key: str | int) -> _Spot:
         slot = None if self.slot is None else self.slot.inner(key, self.value)
@@ -147,37 +164,37 @@ class _Spot:
         return _Spot((*self.path, key), slot, self.value[key] if is_known else None, self)
 
 
-def _locate(loc: Sequence[str | int], values: Any) -> _Spot | None:
-    """pydantic's location holds the names of union members too; None for a member that the value is not meant for."""
+def _locate(loc: Sequence[str | int], values: Any) -> _Spot:
+    """Convert pydantic's error location, which contains a tag for every union on the way.
+
+    An error inside an untagged union is located at the union's key.
+    """
     spot, rest = _Spot((), ROOT, values, None), list(loc)
     while rest:
-        own = None if spot.slot is None else spot.slot.own_section(spot.value)
-        if own is not None:  # no union: its keys follow at once
+        slot = spot.slot
+        own = None if slot is None else slot.own_section(spot.value)
+        if own is not None:  # validated outside of the union: no tag
             spot = replace(spot, slot=Slot(own)).enter(rest.pop(0))
-        elif spot.slot is not None and len(spot.slot.members()) > 1 and rest[0] != spot.slot.selector:
-            section, tag = spot.slot.section(spot.value), rest.pop(0)
-            if not isinstance(spot.value, dict) or section is None:
-                return spot
-            # A section with a check of its own is called `function-after[_check(), Section]`.
-            if spot.slot.selector is None and section.__name__ not in re.findall(r"\w+", str(tag)):
-                return None
-            spot = replace(spot, slot=Slot(section))
+        elif slot is not None and len(slot.members()) > 1 and rest[0] != slot.selector:
+            member = slot.find_union_member(rest.pop(0))
+            if not rest or member is None:
+                return replace(spot, is_inexact=bool(rest))
+            spot = replace(spot, slot=member)
         else:
             spot = spot.enter(rest.pop(0))
     return spot
 
 
 def _problems(errors: Sequence[ErrorDetails], tree: Tree, explained: set[KeyPath]) -> list[Problem]:
-    """pydantic's errors in our words, without those of another member of a union, and without "expected text or a list"
-    where a check of the value itself has said what is wrong, or `explained` has."""
-    found = [(details, spot) for details in errors if (spot := _locate(details["loc"], tree.values)) is not None]
-    explained = explained | {spot.path for details, spot in found if details["type"] == "value_error"}
-    kept = [(d, spot) for d, spot in found if d["type"] == "value_error" or spot.path not in explained]
-    return [_problem(details, spot, tree) for details, spot in kept]
+    """Translate pydantic's errors. A key's type error is dropped if the key is in `explained` or failed a check."""
+    located = [(details, _locate(details["loc"], tree.values)) for details in errors]
+    explained = explained | {spot.path for details, spot in located if details["type"] == "value_error"}
+    relevant = [(d, spot) for d, spot in located if d["type"] == "value_error" or spot.path not in explained]
+    return [_problem(details, spot, tree) for details, spot in relevant]
 
 
 def _problem(details: ErrorDetails, spot: _Spot, tree: Tree) -> Problem:
-    """One error of pydantic in our words."""
+    """Translate one error of pydantic."""
     text, path = details["msg"], spot.path
     match details["type"]:
         case "value_error":
@@ -185,13 +202,15 @@ def _problem(details: ErrorDetails, spot: _Spot, tree: Tree) -> Problem:
             path = path or _mentioned(text, tree)
             is_placed = not spot.path or text.startswith(f"{dotted(spot.path)} ")  # names its key itself
             text = text if is_placed else f"{dotted(spot.path)}: {text}"
+        case _ if spot.is_inexact:
+            text = _unexpected(spot)
         case "finite_number" if spot.slot is not None:
             text = f"{dotted(path)}: expected {words(spot.slot)} that is finite, got {shown(spot.value)}"
         case "extra_forbidden":
             text = _unknown(spot)
         case "missing":
             text = _missing(spot)
-        case "union_tag_invalid" | "union_tag_not_found":
+        case "union_tag_invalid" | "union_tag_not_found" if spot.slot is not None and spot.slot.selector is not None:
             text, path = _unknown_member(spot)
         case _ if spot.slot is not None:
             text = _unexpected(spot)
@@ -218,7 +237,7 @@ def _missing(spot: _Spot) -> str:
 
 
 def _unknown(spot: _Spot) -> str:
-    """A key that its section lacks: the nearest one it has, the sections that have it, or all that there are."""
+    """Describe a key that its section does not have: suggest the closest key, or the sections that have it."""
     assert spot.outer is not None
     assert spot.outer.slot is not None
     section, word = spot.outer.slot.section(spot.outer.value), str(spot.path[-1])
@@ -232,12 +251,12 @@ def _unknown(spot: _Spot) -> str:
     if near:
         hint = f"did you mean {near}?" + (f" ({there})" if there else "")
     else:
-        hint = there or f"valid are {', '.join(section.model_fields)}"
+        hint = there or f"valid keys: {', '.join(section.model_fields)}"
     return f"{dotted(spot.path)} is not {f'a key of {title}' if title else 'a section'}; {hint}"
 
 
 def _unknown_member(spot: _Spot) -> tuple[str, KeyPath]:
-    """An algorithm that does not exist, or none named."""
+    """Describe a missing or unknown selector, such as the name of an algorithm."""
     assert spot.slot is not None
     assert spot.slot.selector is not None
     key, valid = spot.slot.selector, names(spot.slot)
@@ -249,7 +268,7 @@ def _unknown_member(spot: _Spot) -> tuple[str, KeyPath]:
 
 
 def _mentioned(text: str, tree: Tree) -> KeyPath:
-    """The most precise key named in the text of a check of several sections, so that it has a line."""
-    found = [tuple(word.split(".")) for word in KEY_IN_TEXT.findall(text)]
-    known = [path for path in found if path[0] in Recipe.model_fields and path in tree.places]
+    """Return the longest recipe key that the message of a check mentions, so that the error has a line number."""
+    mentioned = [tuple(word.split(".")) for word in KEY_IN_TEXT.findall(text)]
+    known = [path for path in mentioned if path[0] in Recipe.model_fields and path in tree.places]
     return max(known, key=len, default=())

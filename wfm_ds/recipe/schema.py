@@ -1,11 +1,12 @@
-"""The recipe: its sections, and what must hold between them.
+"""The recipe: all sections, and the checks that involve several of them.
 
-Reading files, overrides and error messages with line numbers are in recipe/file.py.
+Files, overrides and line numbers of errors are handled in recipe/file.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import model_validator
@@ -38,30 +39,8 @@ from wfm_ds.recipe.sections import (
 from wfm_ds.recipe.watching import LoggingRecipe, ValidationRecipe
 from wfm_ds.recipe.weights import check_weights
 
-# Keys that not every recipe reads. A key without effect is an error.
-OF_ROLLOUTS = ("solver", "noise_level", "window", "explore", "same_noise")
-OF_PROMPT_SETS = ("name", "split", "choose")
-OF_MEDIA = ("fps", "allow_repeats", "clip", "crop", "buckets", "max_upscale", "cache_latents", "inputs")
-OF_CONVERSATIONS = ("media_path", "system_prompt", "max_tokens", "too_long", "pack", "pixels", "video")
-OF_SAMPLES = ("prompts", "num_prompts", "seeds", "rollout_correlation", "judges")  # of validation
-OF_ASYNC = (
-    "max_staleness",
-    "base_precision",
-    "spawn",
-    "devices",
-    "bind",
-    "keys",
-    "policy_folder",
-    "in_flight",
-    "lost_after_s",
-    "timeout_s",
-)
-OF_HELD_OUT_MEDIA = ("path", "holdout", "num_images")
-
-
-# The names under which a recipe has no section `sampling`, and what stands there instead: nothing reads it.
-LANGUAGE_ALGORITHMS = frozenset({"vlm_sft"})
-UNREAD_SAMPLING = SamplingRecipe(height=1, width=1)
+LANGUAGE_ALGORITHMS = frozenset({"vlm_sft"})  # their recipes have no section `sampling`
+UNREAD_SAMPLING = SamplingRecipe(height=1, width=1)  # placeholder in these recipes
 
 
 class Recipe(Section):
@@ -89,39 +68,40 @@ class Recipe(Section):
 
     @property
     def rl(self) -> RlSections:
-        """The sections of reinforcement learning. Raises TypeError for another recipe, which is our own bug."""
+        """The sections of RL recipes. Raises TypeError for other recipes, which is a bug of the caller."""
         if not isinstance(self.algorithm, RlSettings) or self.rollout is None or self.reward is None:
-            raise TypeError(f"algorithm {self.algorithm.name} has neither rollouts nor rewards: ask recipe.is_rl first")
+            raise TypeError(
+                f"algorithm {self.algorithm.name} has neither rollouts nor rewards: check recipe.is_rl first"
+            )
         return RlSections(self.algorithm, self.rollout, self.reward)
 
     @property
     def supervised(self) -> SupervisedSettings:
-        """The settings of an algorithm that learns from data alone. Raises TypeError for another recipe, which is our
-        own bug."""
+        """The settings of a supervised algorithm. Raises TypeError for other recipes, which is a bug of the caller."""
         if not isinstance(self.algorithm, SupervisedSettings):
-            raise TypeError(f"algorithm {self.algorithm.name} is not supervised: ask recipe.is_rl first")
+            raise TypeError(f"algorithm {self.algorithm.name} is not supervised: check recipe.is_rl first")
         return self.algorithm
 
     @property
     def language(self) -> VlmSftAlgorithm:
-        """The settings of an algorithm that trains a language model. Raises TypeError for another recipe, which is our
-        own bug."""
+        """The settings of a language model algorithm. Raises TypeError for other recipes, which is a bug of the
+        caller."""
         if not isinstance(self.algorithm, VlmSftAlgorithm):
-            raise TypeError(f"algorithm {self.algorithm.name} trains no language model: ask trains_language first")
+            raise TypeError(f"algorithm {self.algorithm.name} trains no language model: check trains_language first")
         return self.algorithm
 
     @property
     def judging(self) -> RewardRecipe | None:
-        """The judges of evaluations as rewards, asked as the recipe's rewards are; None without any."""
-        judges = [RewardFunction(**judge.model_dump()) for judge in self.validation.judges]
-        if not judges:
+        """The held-out rewards with the service settings of the section `reward`. None if there are none."""
+        functions = [RewardFunction(**reward.model_dump()) for reward in self.validation.held_out_rewards]
+        if not functions:
             return None
-        asked = self.reward or RewardRecipe(functions=judges)
-        return asked.model_copy(update={"functions": judges, "clip": None, "scale": 1.0})
+        service = self.reward or RewardRecipe(functions=functions)
+        return service.model_copy(update={"functions": functions, "clip": None, "scale": 1.0})
 
     @property
     def scoring(self) -> RewardRecipe | None:
-        """The rewards and the judges: what a service of this run computes. None for a run that scores nothing."""
+        """All rewards that the service of this run computes, held-out ones included. None without any."""
         if self.reward is None or self.judging is None:
             return self.reward or self.judging
         return self.reward.model_copy(update={"functions": [*self.reward.functions, *self.judging.functions]})
@@ -132,24 +112,23 @@ class Recipe(Section):
 
     @property
     def chooses_samples(self) -> bool:
-        """An RL step trains on some of the samples that it generates."""
+        """Whether an RL step trains on only some of the generated samples."""
         return self.sampling.explore is not None or (self.rollout is not None and self.rollout.max_refills > 0)
 
     @property
     def rollout_precision(self) -> BasePrecision | None:
-        """The precision of the base where samples are generated, without a backward pass."""
+        """Storage format of the base model in rollouts."""
         own = None if self.rollout is None else self.rollout.base_precision
         return own or self.forward_precision
 
     @property
     def forward_precision(self) -> BasePrecision | None:
-        """The precision of the base in forwards of training."""
+        """Storage format of the base model in forward passes of training."""
         return "fp8" if self.model.base_precision == "fp8_twice" else self.model.base_precision
 
     @property
     def joint_rows(self) -> dict[str, int]:
-        """Rows of the largest forward that may hold both halves of guided predictions, by its purpose; of purposes that
-        are not named each half has a forward of its own."""
+        """Maximum batch size of a joint guidance forward pass, by purpose. Other purposes use separate passes."""
         if self.sampling.guidance_batch == "separate":
             return {}
         exact = not self.is_rl or self.rl.algorithm.compares_log_probs
@@ -157,16 +136,16 @@ class Recipe(Section):
 
     @property
     def unread_sections(self) -> frozenset[str]:
-        """Sections that this recipe has no use for and that its file must not have."""
+        """Sections that this recipe does not use and that its file must not contain."""
         return frozenset({"sampling"} if self.algorithm.trains_language else ())
 
     @model_validator(mode="before")
     @classmethod
     def _without_sampling(cls, values: Any) -> Any:
-        """Fill in the section that nothing reads where a language model is trained. ValueError if it is there."""
+        """Add the placeholder `sampling` to language model recipes. Raises ValueError if the section is set."""
         algorithm = values.get("algorithm") if isinstance(values, dict) else None
         name = algorithm.get("name") if isinstance(algorithm, dict) else getattr(algorithm, "name", None)
-        if not isinstance(name, str) or name not in LANGUAGE_ALGORITHMS:  # a list is told below that it is none
+        if not isinstance(name, str) or name not in LANGUAGE_ALGORITHMS:
             return values
         if "sampling" in values:
             raise ValueError(f"{name} does not read the section sampling: remove it")
@@ -199,29 +178,30 @@ class Recipe(Section):
             unread = [section for section in of_rl if section not in missing]
             raise ValueError(f"{name} does not read the section {' and '.join(unread)}: remove it")
         if self.is_async and not self.rl.algorithm.may_be_async:
-            raise ValueError(f"rollout.mode: async is not for algorithm {name}: set it to colocated")
+            raise ValueError(f"rollout.mode: async is not supported by algorithm {name}: set it to colocated")
         if self.is_async and self.data.buckets is not None:
             raise ValueError(
-                "rollout.mode: async generates samples of one size: remove data.buckets, or set mode: colocated"
+                "rollout.mode: async generates samples of a single size: remove data.buckets, or set mode: colocated"
             )
 
     def _data_fits(self) -> None:
         algorithm, data = self.algorithm, self.data
         kinds = {
             "prompts": (algorithm.takes_prompts, "data.kind: prompts"),
-            "captioned media": (
+            "captioned images or videos": (
                 algorithm.takes_media or algorithm.num_conditional_frames[1] > 0,
-                "captioned media: data.kind folder, paired, cosmos or webdataset",
+                "captioned images or videos: data.kind folder, paired, cosmos or webdataset",
             ),
             "pairs": (algorithm.takes_pairs, "data.kind: pairs"),
             "llava": (algorithm.takes_conversations, "data.kind: llava"),
         }
-        fits = [data.kind] if data.kind in kinds else ["captioned media", *(["pairs"] if data.is_own_kind else [])]
+        fits = [data.kind] if data.kind in kinds else ["captioned images or videos"]
+        fits += ["pairs"] if data.is_own_kind else []
         if not any(kinds[kind][0] for kind in fits):
-            if isinstance(algorithm, GivenFramesSettings) and fits[0] == "captioned media":
+            if isinstance(algorithm, GivenFramesSettings) and fits[0] == "captioned images or videos":
                 raise ValueError(
-                    f"algorithm {algorithm.name} reads the media of data.kind {data.kind} where samples are given "
-                    "frames of them: set algorithm.max_num_conditional_frames, or data.kind: prompts"
+                    f"algorithm {algorithm.name} uses data.kind: {data.kind} only for conditioning frames: set "
+                    "algorithm.max_num_conditional_frames, or data.kind: prompts"
                 )
             needed = " or ".join(words for taken, words in kinds.values() if taken)
             raise ValueError(f"algorithm {algorithm.name} needs {needed}")
@@ -230,48 +210,47 @@ class Recipe(Section):
         if not self.data.streaming:
             return
         if self.is_rl:
-            raise ValueError(f"data.streaming is for SFT, not {self.algorithm.name}: remove it")
+            raise ValueError(f"data.streaming is only for SFT, not {self.algorithm.name}: remove it")
         if self.validation.path is None and (self.validation.holdout > 0 or self.validation.prompts is None):
             raise ValueError(
-                "data.streaming knows no samples before it trains on them, so none are held out or shown: name a "
-                "folder in validation.path, or set validation.holdout: 0 and validation.prompts"
+                "data.streaming cannot hold out or show training samples: set validation.path to a folder, or set "
+                "validation.holdout: 0 and validation.prompts"
             )
 
     def _draws_have_frames(self) -> None:
         least = self.algorithm.num_conditional_frames[0]
         if least and self.validation.prompts is not None:
             raise ValueError(
-                f"validation.prompts has texts alone, and every sample is given frames "
-                f"(algorithm.min_num_conditional_frames {least}): remove it, and name media in validation.path"
+                f"validation.prompts has no frames, but every sample needs conditioning frames "
+                f"(algorithm.min_num_conditional_frames {least}): remove it, and set validation.path"
             )
 
     def _trajectories_fit(self) -> None:
-        """Refuse trajectories that there are not, and counterfactual ones where there is nothing to exchange, or where
-        clips are trained on under what their samples are told."""
+        """Check data.inputs and rollout.trajectories.
+
+        Shuffled or library trajectories need inputs to replace, and must not be combined with a loss on the clips.
+        """
         inputs = self.data.inputs
         if inputs and self.validation.prompts is not None:
             raise ValueError(
-                "validation.prompts has texts alone, and samples are told data.inputs: remove it, and name media in "
+                "validation.prompts has only texts, but samples are conditioned on data.inputs: remove it, and set "
                 "validation.path"
             )
         if "actions" in inputs and self.sampling.num_frames == 1:
-            raise ValueError(
-                "data.inputs: actions lead from frame to frame, and sampling.num_frames: 1 has one frame: raise it, or "
-                "remove actions"
-            )
+            raise ValueError("data.inputs: actions needs sampling.num_frames above 1: raise it, or remove actions")
         if not self.is_rl or self.rl.rollout.trajectories == "data":
             return
         key = f"rollout.trajectories: {self.rl.rollout.trajectories}"
         wanted = ("actions", "c2w") if self.rl.rollout.trajectories == "shuffle" else ("actions",)
         if not any(name in inputs for name in wanted):
-            raise ValueError(f"{key} needs {' or '.join(wanted)} in data.inputs: name one, or remove it")
+            raise ValueError(f"{key} needs {' or '.join(wanted)} in data.inputs: add one, or remove it")
         if self.rl.rollout.trajectories == "shuffle" and self.rl.rollout.prompts_per_step < 2:
-            raise ValueError(f"{key} exchanges those of a step's groups: set rollout.prompts_per_step above 1")
+            raise ValueError(f"{key} exchanges trajectories between groups: set rollout.prompts_per_step above 1")
         algorithm = self.rl.algorithm
         if algorithm.num_data(algorithm.terms_per_sample(self.sampling)) > 0:
             raise ValueError(
-                f"{key} tells samples what their clips do not show, and {algorithm.name} trains on these clips too: "
-                "set algorithm.data_beta: 0, or trajectories: data"
+                f"{key} does not match the clips, which algorithm {algorithm.name} also trains on: set "
+                "algorithm.data_beta: 0, or trajectories: data"
             )
 
     def _all_keys_are_read(self) -> None:
@@ -286,7 +265,7 @@ class Recipe(Section):
             )
 
     def _samples_can_be_chosen(self) -> None:
-        """Refuse recipes in which samples cannot be chosen by their rewards."""
+        """Check sampling.explore and rollout.max_refills, which select samples by their rewards."""
         if not self.is_rl:
             return
         algorithm, rollout, explore = self.rl.algorithm, self.rl.rollout, self.sampling.explore
@@ -296,62 +275,61 @@ class Recipe(Section):
         ]
         for key in chosen_by:
             if self.is_async:
-                raise ValueError(f"{key} is for colocated rollouts: remove it, or set rollout.mode: colocated")
+                raise ValueError(f"{key} is only for colocated rollouts: remove it, or set rollout.mode: colocated")
             if self.data.kind != "prompts":
-                raise ValueError(f"{key} is for data.kind: prompts, not {self.data.kind}: remove it")
+                raise ValueError(f"{key} is only for data.kind: prompts, not {self.data.kind}: remove it")
         if explore is None:
             return
         if algorithm.samples_in_edm:
             raise ValueError(
-                f"sampling.explore is not for algorithm {algorithm.name}, whose solvers have a grid of their own: "
-                "remove it"
+                f"sampling.explore is not supported by the EDM solvers of algorithm {algorithm.name}: remove it"
             )
         if algorithm.compares_log_probs and not explore.regenerate:
             raise ValueError(
-                f"algorithm {algorithm.name} trains on the denoise steps of its samples, and candidates keep none: set "
+                f"algorithm {algorithm.name} trains on denoising steps, which candidates do not store: set "
                 "sampling.explore.regenerate: true"
             )
         if explore.group_size < rollout.group_size:
             raise ValueError(
                 f"sampling.explore.group_size {explore.group_size} is less than rollout.group_size "
-                f"{rollout.group_size}, the candidates that are kept: raise it"
+                f"{rollout.group_size}, the number of selected candidates: raise it"
             )
         if explore.group_size > rollout.group_size and rollout.group_size % 2:
             raise ValueError(
-                f"sampling.explore keeps as many best as worst candidates: make rollout.group_size "
+                f"sampling.explore selects equally many best and worst candidates: make rollout.group_size "
                 f"{rollout.group_size} even"
             )
 
     def _can_be_recorded(self) -> None:
         if self.engine.sequence_parallel > 1:
             raise ValueError(
-                "rollout.cuda_graph: a graph cannot hold the exchanges between the ranks of a replica; remove the key, "
-                "or set engine.sequence_parallel: 1"
+                "rollout.cuda_graph: a graph cannot contain the communication between the ranks of a replica: remove "
+                "the key, or set engine.sequence_parallel: 1"
             )
 
     def _judges_are_held_out(self) -> None:
-        names = [judge.name for judge in self.validation.judges]
+        names = [reward.name for reward in self.validation.held_out_rewards]
         if len(set(names)) < len(names):
-            raise ValueError(f"validation.judges: each may be named once, got {names}")
+            raise ValueError(f"validation.held_out_rewards: each may be listed only once, got {names}")
         functions = [] if self.reward is None else self.reward.functions
         trained = {f.name.partition("/")[0] for f in functions if f.weight != 0}
         for name in names:
             if name.partition("/")[0] in trained:
                 raise ValueError(
-                    f"validation.judges: {name} is trained on by reward.functions, so it is no held-out judge: remove "
-                    "it from one of the two"
+                    f"validation.held_out_rewards: {name} is not held out, reward.functions trains on it: remove it "
+                    "from one of them"
                 )
             if name in [f.name for f in functions]:
                 raise ValueError(
-                    f"validation.judges: {name} is in reward.functions too, with weight 0: remove it there, a judge is "
-                    "asked at evaluations alone"
+                    f"validation.held_out_rewards: {name} is also in reward.functions, with weight 0: remove it there; "
+                    "held-out rewards are computed only in evaluations"
                 )
         if self.reward is not None and not self.reward.spawn:
-            for judge in self.validation.judges:  # a service that runs already has settings of its own
-                judge.require_default("workers", "max_batch", unless="reward.spawn: true")
+            for held_out in self.validation.held_out_rewards:  # a running service has its own settings
+                held_out.require_default("workers", "max_batch", unless="reward.spawn: true")
 
     def _waits_fit(self, reward: RewardRecipe) -> None:
-        """A rank that waits for rewards as long as it may is not stuck."""
+        """Check that a rank may wait for rewards without counting as stuck."""
         for key in ("timeout_s", "start_timeout_s"):
             if getattr(reward, key) >= 60 * self.engine.timeout_minutes:
                 raise ValueError(
@@ -361,34 +339,68 @@ class Recipe(Section):
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class ConditionalKeys:
+    """Keys of one section that only some recipes read. A key without effect is an error."""
+
+    section: str
+    keys: tuple[str, ...]
+    is_read: Callable[[Recipe], bool]
+
+
+# A table, not one recipe class per kind of run: resolved recipes contain all keys, and most code handles all kinds.
+CONDITIONAL_KEYS = (
+    ConditionalKeys("data", ("name", "choose"), lambda recipe: recipe.data.kind == "prompts"),
+    ConditionalKeys("data", ("split",), lambda recipe: recipe.data.kind in ("prompts", "hf", "folder")),
+    ConditionalKeys(
+        "data",
+        ("fps", "allow_repeats", "clip", "crop", "buckets", "max_upscale", "cache_latents", "inputs"),
+        lambda recipe: recipe.data.kind not in ("prompts", "llava"),
+    ),
+    ConditionalKeys(
+        "data", ("caption_dropout",), lambda recipe: not recipe.is_rl and recipe.data.kind not in ("prompts", "llava")
+    ),
+    ConditionalKeys(
+        "data",
+        ("media_path", "system_prompt", "max_tokens", "too_long", "pack", "pixels", "video"),
+        lambda recipe: recipe.data.kind == "llava",
+    ),
+    ConditionalKeys(
+        "sampling", ("solver", "noise_level", "window", "explore", "same_noise"), lambda recipe: recipe.is_rl
+    ),
+    ConditionalKeys(
+        "validation",
+        ("prompts", "num_prompts", "seeds", "held_out_rewards"),
+        lambda recipe: not recipe.algorithm.trains_language,
+    ),
+    ConditionalKeys("validation", ("rollout_correlation",), lambda recipe: recipe.is_rl),
+    ConditionalKeys(
+        "validation",
+        ("path",),
+        lambda recipe: not recipe.is_rl or recipe.algorithm.num_conditional_frames[1] > 0,
+    ),
+    ConditionalKeys("validation", ("holdout", "num_images"), lambda recipe: not recipe.is_rl),
+    ConditionalKeys("logging", ("sample_every",), lambda recipe: not recipe.algorithm.trains_language),
+)
+ASYNC_KEYS = (
+    *("max_staleness", "base_precision", "spawn", "devices", "bind", "keys", "policy_folder", "in_flight"),
+    *("worker_timeout_s", "timeout_s"),
+)
+"""Keys of `rollout` that only async rollouts read."""
+
+
 def unread_keys(recipe: Recipe) -> list[str]:
-    """Keys that this recipe does not read and that have another value than their default, as `section.key`: a resolved
-    recipe names all keys."""
-    data: tuple[str, ...] = (
-        (*OF_MEDIA, "caption_dropout") if recipe.data.kind in ("prompts", "llava") else OF_PROMPT_SETS
-    )
-    if recipe.data.kind in ("hf", "folder"):
-        data = tuple(key for key in data if key != "split")
-    data = (*data, *OF_PROMPT_SETS) if recipe.data.kind == "llava" else (*data, *OF_CONVERSATIONS)
-    unread = [("data", key) for key in data]
-    if recipe.algorithm.trains_language:
-        return unread_of(recipe, [*unread, *(("validation", key) for key in OF_SAMPLES), ("logging", "sample_every")])
-    if recipe.is_rl:
-        gives = recipe.algorithm.num_conditional_frames[1] > 0
-        unread += [("validation", key) for key in OF_HELD_OUT_MEDIA if not (gives and key == "path")]
-        unread += [("data", "caption_dropout")] if "caption_dropout" not in data else []
-    else:
-        unread += [*(("sampling", key) for key in OF_ROLLOUTS), ("validation", "rollout_correlation")]
-    return unread_of(recipe, unread)
-
-
-def unread_of(recipe: Recipe, keys: Sequence[tuple[str, str]]) -> list[str]:
-    """List those of these keys that are set."""
-    return [f"{section}.{key}" for section, key in keys if getattr(recipe, section).changed(key)]
+    """Return the keys, as `section.key`, that this recipe does not read although they differ from their default."""
+    return [
+        f"{group.section}.{key}"
+        for group in CONDITIONAL_KEYS
+        if not group.is_read(recipe)
+        for key in getattr(recipe, group.section).changed(*group.keys)
+    ]
 
 
 def unread_async_keys(recipe: Recipe) -> list[str]:
-    """Keys about rollout workers, set in a recipe whose training ranks generate the samples, as `section.key`."""
+    """Return the keys of async rollouts, as `section.key`, that are set in a recipe with colocated rollouts."""
     if recipe.rollout is None or recipe.is_async:
         return []
-    return [f"rollout.{key}" for key in recipe.rollout.changed(*OF_ASYNC)]
+    return [f"rollout.{key}" for key in recipe.rollout.changed(*ASYNC_KEYS)]

@@ -1,4 +1,4 @@
-"""Values that the schema and the options of commands share: importing them costs no schema."""
+"""Defaults shared by the recipe schema and command-line options. Cheap to import."""
 
 from __future__ import annotations
 

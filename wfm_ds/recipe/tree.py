@@ -1,6 +1,6 @@
-"""Recipes as trees before they are checked: YAML text to values that know their line, merging, overrides.
+"""Unchecked recipes: parse YAML into values with line numbers, merge recipes, apply overrides.
 
-Pure: no file is read here and no key is known here. What YAML means is yaml_text.py's.
+Reads no files and does not depend on the schema. YAML rules are in yaml_text.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from wfm_ds.recipe.yaml_text import (
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
-MAX_PROBLEMS = 40  # that are shown at once
+MAX_PROBLEMS = 40  # shown at once
 MAX_OVERRIDES = 1000
 SHOWN_CHARACTERS = 200
 
@@ -43,23 +43,23 @@ class Place:
 
 @dataclass(slots=True)
 class Tree:
-    """Values, and where they were written."""
+    """Recipe values and their locations."""
 
     values: Any
     places: dict[KeyPath, Place] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> Place:
-        """Return the place of the value, or of the nearest mapping or list around it."""
+        """Return the location of a value, or of the innermost enclosing mapping or list that has one."""
         return next(self.places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.places)
 
     def forget(self, path: KeyPath) -> None:
-        """Drop what is known of the places at and below `path`."""
+        """Remove the locations of `path` and everything inside it."""
         self.places = {p: place for p, place in self.places.items() if p[: len(path)] != path}
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, as one line."""
+    """One problem, printed as one line."""
 
     place: Place
     text: str
@@ -72,10 +72,10 @@ class Problem:
 
 
 def refuse(problems: Sequence[Problem]) -> None:
-    """Raise RecipeError with one line a problem, files before overrides, by line; nothing if there is no problem."""
+    """Raise RecipeError with one line per problem, files first, sorted by line. Do nothing if there are none."""
     lines = list(dict.fromkeys(str(p) for p in sorted(problems, key=Problem.sort_key)))
     if len(lines) > MAX_PROBLEMS:
-        lines[MAX_PROBLEMS:] = [f"and {len(lines) - MAX_PROBLEMS} more of the kind: mend these first"]
+        lines[MAX_PROBLEMS:] = [f"and {len(lines) - MAX_PROBLEMS} more problems: fix these first"]
     if lines:
         raise RecipeError("\n".join(lines))
 
@@ -85,15 +85,15 @@ def dotted(path: KeyPath) -> str:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dotted keys; lists stay whole."""
-    found: dict[str, Any] = {}
+    """Flatten nested mappings into one with dotted keys. Lists are not flattened."""
+    result: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        result |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return result
 
 
 def shortened(text: str) -> str:
-    """The text for a message: its beginning, if it is longer than a line or two."""
+    """Truncate a text for a message."""
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
@@ -101,7 +101,7 @@ def shortened(text: str) -> str:
 
 
 def parse(text: str, source: str) -> Tree:
-    """The one YAML document of `text`. Raises RecipeError. An empty document has the value None."""
+    """Parse a text with one YAML document. An empty document has the value None. Raises RecipeError."""
     try:
         node = compose(text)
     except TooLarge as error:
@@ -112,7 +112,7 @@ def parse(text: str, source: str) -> Tree:
         hint = " (indent with spaces, not tabs)" if "\\t" in reason else ""
         place = Place(source, mark.line + 1 if mark else 1)
         raise RecipeError(f"{place}: this is not YAML: {reason}{hint}") from error
-    except yaml.YAMLError as error:  # a character that YAML does not allow: no mark, but a position
+    except yaml.YAMLError as error:  # invalid character: no mark, but a position
         place = Place(source, text.count("\n", 0, getattr(error, "position", 0)) + 1)
         raise RecipeError(f"{place}: this is not YAML: it contains a control character") from error
     tree = Tree(None, {(): Place(source, 1)})
@@ -122,13 +122,13 @@ def parse(text: str, source: str) -> Tree:
 
 
 def parse_value(text: str, place: Place) -> Any:
-    """The YAML value of an override. Raises RecipeError."""
+    """Parse the YAML value of an override. Raises RecipeError."""
     try:
         node = compose(text)
     except TooLarge as error:
         raise RecipeError(f"{place}: {error}") from error
     except yaml.YAMLError as error:
-        raise RecipeError(f"{place}: the value is not YAML; put text with special characters in quotes") from error
+        raise RecipeError(f"{place}: the value is not YAML: put text with special characters in quotes") from error
     tree = Tree(None)
     if node is not None:
         refuse(_Reader(tree, lambda line: place).problems_of(node))
@@ -136,16 +136,16 @@ def parse_value(text: str, place: Place) -> Any:
 
 
 class _Reader:
-    """Turns nodes into values, notes the line of each, and collects problems instead of stopping at the first."""
+    """Converts YAML nodes to values and records their lines. Collects all problems instead of stopping at the first."""
 
     def __init__(self, tree: Tree, at_line: Callable[[int], Place]) -> None:
         self.tree, self.at_line = tree, at_line
         self.problems: list[Problem] = []
-        self._open: list[yaml.Node] = []  # an alias to one of these refers to itself
-        self._nodes = 0  # read so far: an alias is read as often as it stands for something
+        self._open: list[yaml.Node] = []  # enclosing nodes, to detect recursive aliases
+        self._nodes = 0  # nodes read so far; aliases count every time
 
     def problems_of(self, node: yaml.Node) -> list[Problem]:
-        """Fill the tree; what is wrong with the document. Raises RecipeError if aliases expand it beyond the limits."""
+        """Fill the tree and return the problems. Raises RecipeError if aliases expand beyond the limits."""
         try:
             self.tree.values = self.read(node, (), node)
         except TooLarge as error:
@@ -171,19 +171,19 @@ class _Reader:
             self._open.pop()
 
     def _pairs(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
             if key.tag != TAG + "str" or not isinstance(key, yaml.ScalarNode):
-                self._wrong(key, f"a key must be text, got {_source_of(key)}; put it in quotes if it is meant")
+                self._wrong(key, f"a key must be text, got {_source_of(key)}: put it in quotes")
             elif unfit := unfit_character(key.value):
                 self._wrong(key, f"the key {shortened(key.value)!r} contains {unfit}: remove it")
-            elif key.value in own:
+            elif key.value in pairs:
                 self._wrong(
-                    key, f"{dotted((*path, key.value))} is written twice; first at {self._place(own[key.value][0])}"
+                    key, f"duplicate key {dotted((*path, key.value))}; first at {self._place(pairs[key.value][0])}"
                 )
             else:
-                own[key.value] = (key, value)
-        return own
+                pairs[key.value] = (key, value)
+        return pairs
 
     def _scalar(self, node: yaml.Node) -> Any:
         kind = node.tag.removeprefix(TAG)
@@ -194,7 +194,7 @@ class _Reader:
         except (KeyError, ValueError):
             return self._wrong(node, f"{shortened(node.value)!r} is not of the YAML type {kind}")
         if value != value:
-            return self._wrong(node, "nan is not a number to work with")
+            return self._wrong(node, "nan is not allowed")
         if isinstance(value, str) and (unfit := unfit_character(value)):
             return self._wrong(node, f"the text {shortened(value)!r} contains {unfit}: remove it")
         return value
@@ -211,7 +211,7 @@ def _source_of(node: yaml.Node) -> str:
 
 
 def unfit_character(text: str) -> str:
-    """Name what no path and no stored text can hold, if the text has it; else "". An escape in quotes can write it."""
+    """Return the name of a character that paths and files cannot store, or "". Quoted escapes can produce one."""
     if "\0" in text:
         return "a NUL character"
     return "half of a surrogate pair" if any("\ud800" <= c <= "\udfff" for c in text) else ""
@@ -221,18 +221,18 @@ def unfit_character(text: str) -> str:
 
 
 def merge(base: Tree, variant: Tree) -> Tree:
-    """The base with the variant's mappings merged in; other values, lists too, replace the base's.
+    """Merge the variant's mappings into the base. Other values and lists replace the base's.
 
-    A variant that names another algorithm gets none of the base algorithm's keys.
+    If the variant selects a different algorithm, the base's algorithm keys are dropped.
     """
     replaced: set[KeyPath] = set()
     values = _merge(base.values, variant.values, (), replaced)
-    kept = {p: at for p, at in base.places.items() if not any(p[:n] in replaced for n in range(len(p) + 1))}
-    return Tree(values, kept | variant.places)
+    remaining = {p: at for p, at in base.places.items() if not any(p[:n] in replaced for n in range(len(p) + 1))}
+    return Tree(values, remaining | variant.places)
 
 
 def _merge(old: Any, new: Any, path: KeyPath, replaced: set[KeyPath]) -> Any:
-    """The merged value; the paths where it is the variant's alone go into `replaced`."""
+    """Return the merged value and add the paths that the variant replaces to `replaced`."""
     is_fresh = path == ("algorithm",) and _renames(old, new)
     if isinstance(old, dict) and isinstance(new, dict) and not is_fresh:
         return old | {k: _merge(old.get(k), v, (*path, k), replaced) for k, v in new.items()}
@@ -245,14 +245,14 @@ def _renames(old: Any, new: Any) -> bool:
 
 
 def override(tree: Tree, words: Sequence[str]) -> None:
-    """Apply `section.key=value` words to the tree, in order. The value is YAML; a number in the path indexes a list.
+    """Apply `section.key=value` overrides to the tree, in order. Values are YAML; numbers in the path index lists.
 
-    Raises RecipeError for words of another form, for values that are not YAML, and for entries that a list lacks.
+    Raises RecipeError for malformed overrides, values that are not YAML, and list indices out of range.
     """
     if len(words) > MAX_OVERRIDES:
-        raise RecipeError(f"{len(words):,} overrides, at most {MAX_OVERRIDES:,} are allowed: put them into a file")
+        raise RecipeError(f"{len(words):,} overrides, at most {MAX_OVERRIDES:,} are allowed: use a file")
     parsed = [_split(word) for word in words]
-    # A change of algorithm drops the keys of the old one, so it comes first: the order of the words does not matter.
+    # A new algorithm drops the keys of the old one, so it is applied first, regardless of the order.
     for path, value, place in sorted(parsed, key=lambda item: item[0] != ("algorithm", "name")):
         if path == ("algorithm", "name") and _renames(tree.values.get("algorithm"), {"name": value}):
             tree.forget(("algorithm",))
@@ -273,17 +273,19 @@ def _split(word: str) -> tuple[KeyPath, Any, Place]:
         raise RecipeError(f"{place}: expected section.key=value")
     if not text.strip():
         name = shortened(key)
-        raise RecipeError(f"{place}: there is no value; write {name}=null for none, or {name}=\"''\" for an empty text")
+        raise RecipeError(
+            f"{place}: the value is missing: write {name}=null for none, or {name}=\"''\" for an empty text"
+        )
     return path, parse_value(text, place), place
 
 
 def _put(tree: Tree, path: KeyPath, value: Any, place: Place) -> None:
     holder = tree.values
-    real: KeyPath = ()  # with numbers for list entries
+    real: KeyPath = ()  # with integers for list entries
     for part in path[:-1]:
         step = _step(holder, real, part, place)
         inner = holder.get(step) if isinstance(holder, dict) else holder[step]
-        if not isinstance(inner, dict | list):  # algorithm.old_decay.slope=.1 where a word stood or nothing
+        if not isinstance(inner, dict | list):  # replace a scalar or nothing, as in algorithm.old_decay.slope=.1
             inner = holder[step] = {}
             tree.places[(*real, step)] = place
         holder, real = inner, (*real, step)
@@ -294,11 +296,11 @@ def _put(tree: Tree, path: KeyPath, value: Any, place: Place) -> None:
 
 
 def _step(holder: Any, path: KeyPath, part: str | int, place: Place) -> Any:
-    """`part` as a key of a mapping or an index of a list."""
+    """Return `part` as a key of a mapping or an index of a list."""
     if isinstance(holder, dict):
         return part
     if not str(part).isdecimal() or int(part) >= len(holder):
         last = len(holder) - 1
-        have = f"has the entries 0 to {last}" if holder else "is empty"
-        raise RecipeError(f"{place}: {dotted(path)} is a list that {have}, it has no {part}")
+        have = f"a list with entries 0 to {last}" if holder else "an empty list"
+        raise RecipeError(f"{place}: {dotted(path)} is {have}: there is no entry {part}")
     return int(part)

@@ -1,4 +1,4 @@
-"""The conditions between the sections that say how weights are kept and trained: model, lora, rollout, algorithm."""
+"""Checks between the sections on weight formats and trained weights: model, lora, rollout, algorithm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from wfm_ds.recipe.sections import BasePrecision, EngineRecipe, LoraRecipe, Mode
 
 
 class Sections(Protocol):
-    """The recipe, as far as these conditions are about it."""
+    """The recipe sections that these checks use."""
 
     @property
     def model(self) -> ModelRecipe: ...
@@ -43,7 +43,7 @@ class Sections(Protocol):
 
 
 def check_weights(recipe: Sections) -> None:
-    """Raises ValueError for precisions, adapters and an algorithm that do not go together."""
+    """Raise ValueError if base precision, adapters and algorithm do not fit together."""
     if recipe.rollout is not None and recipe.rollout.merge_lora:
         _lora_can_be_merged(recipe)
     _base_can_be_quantised(recipe)
@@ -57,73 +57,73 @@ def check_weights(recipe: Sections) -> None:
 
 def _lora_can_be_merged(recipe: Sections) -> None:
     if recipe.lora is None:
-        raise ValueError("rollout.merge_lora: without a lora section there is nothing to merge; remove the key")
+        raise ValueError("rollout.merge_lora: without a lora section there is nothing to merge: remove the key")
     if recipe.rollout_precision is not None:
         raise ValueError(
-            f"rollout.merge_lora: adapters cannot be merged into a base in {recipe.rollout_precision}; remove one of "
-            "the keys"
+            f"rollout.merge_lora: adapters cannot be merged into a base in {recipe.rollout_precision}: remove "
+            "merge_lora or base_precision"
         )
     if recipe.rl.algorithm.compares_log_probs:
         raise ValueError(
-            f"rollout.merge_lora: algorithm {recipe.algorithm.name} compares the log-probabilities of its rollouts "
-            "with those of training, and merged weights are rounded otherwise; remove the key"
+            f"rollout.merge_lora: algorithm {recipe.algorithm.name} compares log-probabilities of rollouts and "
+            "training, and merged weights round differently: remove the key"
         )
 
 
 def _adapters_can_be_trained(recipe: Sections, lora: LoraRecipe) -> None:
     if lora.dropout and recipe.is_rl and recipe.rl.algorithm.compares_log_probs:
         raise ValueError(
-            f"lora.dropout: algorithm {recipe.algorithm.name} compares the log-probabilities of its rollouts with "
-            "those of training, which dropout would change; remove the key"
+            f"lora.dropout: algorithm {recipe.algorithm.name} compares log-probabilities of rollouts and training, "
+            "which dropout would change: remove the key"
         )
     if lora.dora and (recipe.model.base_precision or recipe.rollout_precision):
         raise ValueError(
-            "lora.dora: the norms of a base in fewer bits are not those of its weights; remove it or base_precision"
+            "lora.dora needs the norms of the original weights, not of a quantized base: remove it or base_precision"
         )
     whole = [key for key in ("dora", "modules_to_save") if getattr(lora, key)]
     if whole and recipe.rollout is not None and recipe.rollout.merge_lora:
-        raise ValueError(f"rollout.merge_lora: merges plain adapters, not lora.{whole[0]}; remove one of the keys")
+        raise ValueError(f"rollout.merge_lora only merges plain adapters, not lora.{whole[0]}: remove one of the keys")
 
 
 def _base_can_be_quantised(recipe: Sections) -> None:
     if recipe.model.base_precision is not None and recipe.lora is None:
         raise ValueError(
-            f"model.base_precision: {recipe.model.base_precision} is for a base that does not train: add a lora section"
+            f"model.base_precision: {recipe.model.base_precision} is only for a frozen base: add a lora section"
         )
     if recipe.rollout is None or recipe.rollout.base_precision is None:
         return
     if recipe.lora is None:
         raise ValueError(
-            f"rollout.base_precision: {recipe.rollout.base_precision} is for a base that does not train: add a lora "
-            "section, or remove the key"
+            f"rollout.base_precision: {recipe.rollout.base_precision} is only for a frozen base: add a lora section, "
+            "or remove the key"
         )
     if recipe.rollout.base_precision == "fp8_twice":
-        raise ValueError("rollout.base_precision: fp8_twice is for a backward pass, which workers have none of: fp8")
+        raise ValueError("rollout.base_precision: fp8_twice is for backward passes, workers have none: set it to fp8")
     if recipe.rollout.base_precision == recipe.forward_precision:
         return
     if recipe.rl.algorithm.reads_rollout_log_probs(recipe.rl.rollout):
         raise ValueError(
-            f"rollout.base_precision: algorithm {recipe.algorithm.name} compares the log-probabilities of its "
-            "rollouts with those of training, and another base has others; set model.base_precision for both, or, "
-            "for flow_grpo, algorithm.old_log_prob: recompute with rollout.max_staleness: 0"
+            f"rollout.base_precision: algorithm {recipe.algorithm.name} compares log-probabilities of rollouts and "
+            "training, which need the same base: set model.base_precision for both, or, for flow_grpo, "
+            "algorithm.old_log_prob: recompute with rollout.max_staleness: 0"
         )
 
 
 def _can_train_in_float8(recipe: Sections) -> None:
     if recipe.lora is not None:
         raise ValueError(
-            "model.fp8_training is for training all weights: remove the lora section, or set "
-            "model.base_precision: fp8, which is for the base of a LoRA"
+            "model.fp8_training is for training all weights: remove the lora section, or set model.base_precision: fp8 "
+            "for the frozen base of a LoRA"
         )
     if recipe.model.fp8_training == "torchao":
         return
     if recipe.is_rl or recipe.supervised.references:
         raise ValueError(
             f"model.fp8_training: transformer_engine: algorithm {recipe.algorithm.name} compares predictions of "
-            "batches of different sizes, on which they depend where a tensor has one scale; set it to torchao"
+            "different batch sizes, which differ with one scale per tensor: set it to torchao"
         )
     if recipe.engine.compile:
         raise ValueError(
-            "model.fp8_training: transformer_engine has layers that torch cannot compile: remove engine.compile, "
-            "or set it to torchao"
+            "model.fp8_training: transformer_engine has layers that torch cannot compile: remove engine.compile, or "
+            "set it to torchao"
         )

@@ -1,7 +1,7 @@
-"""YAML as recipes read and write it: text to nodes within limits, plain nodes to values, values to text.
+"""YAML for recipes: parse text to nodes within limits, convert scalars, write values.
 
-YAML is read by the 1.2 rules where 1.1 surprises: `1e-4` is a number, `on`, `off`, `yes`, `no` and dates are text.
-Neither the length of a text nor its nesting, nor what its aliases expand to, may cost more than a moment.
+Uses the YAML 1.2 rules where 1.1 surprises: `1e-4` is a number; `on`, `off`, `yes`, `no` and dates are text. Limits on
+length, nesting and expanded aliases keep parsing fast for any input.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from wfm_ds.errors import RecipeError
 
 MAX_CHARACTERS = 1 << 20
 MAX_NODES = 10_000
-"""Keys and values of a file or of an override; an alias counts as all that it stands for."""
+"""Maximum number of keys and values of a file or override. Aliases count with everything they expand to."""
 MAX_DEPTH = 32
 LIMITS = f"a recipe has at most {MAX_CHARACTERS:,} characters, {MAX_NODES:,} keys and values and {MAX_DEPTH} levels"
 
 TAG = "tag:yaml.org,2002:"
-SCALARS = {  # what an unquoted scalar is, and the characters it may begin with
+SCALARS = {  # patterns of unquoted scalars, and their possible first characters
     "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
     "int": (re.compile(r"^[-+]?[0-9][0-9_]{0,99}$"), list("-+0123456789")),
@@ -34,7 +34,7 @@ SCALARS = {  # what an unquoted scalar is, and the characters it may begin with
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """Composes nodes, but no more and no deeper ones than the limits allow."""
+    """YAML loader that enforces the limits on the number and depth of nodes."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 -- PyYAML's interface
 
@@ -43,7 +43,7 @@ class _RecipeLoader(yaml.SafeLoader):
         self._nodes = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next node, as PyYAML calls it for each key and value. Raises TooLarge."""
+        """Compose the next node (called by PyYAML for each key and value). Raises TooLarge."""
         self._nodes, self._depth = self._nodes + 1, self._depth + 1
         require_within(self._nodes, self._depth)
         try:
@@ -53,7 +53,7 @@ class _RecipeLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that readers of YAML 1.1 or 1.2 would take for something else."""
+    """YAML dumper that quotes texts which YAML 1.1 or 1.2 would read as another type."""
 
 
 for _name, (_pattern, _first) in SCALARS.items():
@@ -67,7 +67,7 @@ def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    # PyYAML loses these rare line breaks in any style without escapes.
+    # PyYAML loses these rare line breaks in styles without escapes.
     style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
     return dumper.represent_scalar(TAG + "str", text, style=style)
 
@@ -77,19 +77,19 @@ _Dumper.add_representer(str, _represent_text)
 
 
 class TooLarge(RecipeError):
-    """A text or what it expands to is beyond the limits."""
+    """The text, or its expanded aliases, exceeds the limits."""
 
 
 def require_within(nodes: int, depth: int) -> None:
-    """Raise TooLarge if there are more nodes, or more of them inside each other, than a recipe may have."""
+    """Raise TooLarge if a recipe has too many nodes or is nested too deeply."""
     if nodes > MAX_NODES:
-        raise TooLarge(f"more than {MAX_NODES:,} keys and values, aliases counted as what they stand for; {LIMITS}")
+        raise TooLarge(f"more than {MAX_NODES:,} keys and values, with expanded aliases; {LIMITS}")
     if depth > MAX_DEPTH:
         raise TooLarge(f"nested more than {MAX_DEPTH} levels deep; {LIMITS}")
 
 
 def compose(text: str) -> yaml.Node | None:
-    """The node of the one document in the text; None for an empty one. Raises TooLarge or yaml.YAMLError."""
+    """Return the node of the document in the text, or None if it is empty. Raises TooLarge or yaml.YAMLError."""
     if len(text) > MAX_CHARACTERS:
         raise TooLarge(f"more than {MAX_CHARACTERS:,} characters; {LIMITS}")
     loader = _RecipeLoader(text)
@@ -114,5 +114,5 @@ def scalar_value(text: str, kind: str) -> str | bool | int | float | None:
 
 
 def to_yaml(values: Any) -> str:
-    """Text that `parse` reads back as the same values."""
+    """Return YAML text that parse_yaml reads back as the same values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

@@ -1,3 +1,3 @@
-"""Generation of the samples of an RL step, by the training ranks or other processes, and their scores."""
+"""Generation and scoring of the samples of an RL step, by the training ranks or by rollout workers."""
 
-KIND = "denoise"  # of the tasks that workers lease
+KIND = "denoise"  # kind of the tasks that workers lease

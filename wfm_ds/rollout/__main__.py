@@ -4,4 +4,4 @@ from wfm_ds.distributed.lifecycle import entry
 from wfm_ds.rollout.worker import main
 
 if __name__ == "__main__":
-    entry(main)  # a chunk that nobody wants any more is not waited for
+    entry(main)  # exits without waiting for an abandoned chunk

@@ -1,4 +1,4 @@
-"""Interface of a source of rollouts for the RL loop, which cannot tell which source it has."""
+"""Interface between the RL loop and the source of its rollouts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from wfm_ds.types import Score
 
 
 class Source(Protocol):
-    """Samples and their scores, step by step. Every rank calls every method at the same place."""
+    """Samples and their scores, step by step. All methods are collective."""
 
     groups: GroupSource
 
     def publish(self, step: int) -> None:
-        """The policies have moved after RL step `step` (before the first one to be done: the last one done); what
-        comes may be generated with them."""
+        """Make the policies after RL step `step` available for generation.
+
+        Called before the first step with the number of the last finished step, then after every step.
+        """
 
     def wait(self, step: int) -> bool:
-        """Return once the samples of this step can be had at once; False if a rank is asked to stop before."""
+        """Wait until the samples of this step are available. Return False if a rank should stop first."""
 
     def next(self, step: int) -> StepRollouts:
-        """The samples of this step, this rank's in full."""
+        """Return the samples of this step. Latents are present for the local samples only."""
 
     def scores(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
-        """{reward: Score} of every member on all ranks, in member order."""
+        """Return {reward: Score} for every sample of all ranks. Same order on every rank."""
 
     def stats(self) -> dict[str, float]:
-        """Metrics of the last `next`, equal on all ranks."""
+        """Return the metrics of the last `collect_rollouts`. Identical on every rank."""

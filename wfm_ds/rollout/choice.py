@@ -1,5 +1,7 @@
-"""The choice of an RL step's groups among those that were generated for it, round by round. Pure: every rank makes the
-same one."""
+"""Selection of an RL step's groups from the groups generated over several rounds.
+
+Pure functions of their inputs: every rank selects the same groups.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,29 @@ from wfm_ds.rollout.members import RolloutSample
 
 
 class Choice:
-    """Begins without groups. A round adds some: those that teach stay, and the others stand in for groups that teach
-    until later rounds bring these."""
+    """The groups selected so far for one RL step.
+
+    A group is informative if its rewards differ. Informative groups are always selected. Other groups only fill the
+    step until later rounds replace them with informative ones.
+    """
 
     def __init__(self, num_groups: int) -> None:
-        """num_groups: of an RL step."""
+        """num_groups: number of groups in an RL step."""
         self.num_groups = num_groups
-        self.num_dropped = 0  # groups that do not teach, replaced or not
+        self.num_dropped = 0  # groups that are not informative, replaced or not
         self._teaching: list[list[RolloutSample]] = []
         self._others: list[list[RolloutSample]] = []
 
     @property
     def num_missing(self) -> int:
-        """Groups that the next round is to generate."""
+        """Number of groups that the next round must generate."""
         return self.num_groups - len(self._teaching)
 
     def add(self, members: Sequence[RolloutSample], teaching: Collection[str]) -> None:
-        """Take up the chosen members of a round's groups, at most num_missing; teaching: the ids of groups whose
-        rewards are not all equal."""
+        """Add the selected samples of one round, at most `num_missing` groups.
+
+        informative: ids of the groups with unequal rewards.
+        """
         groups: dict[str, list[RolloutSample]] = {}
         for member in members:
             groups.setdefault(member.group_id, []).append(member)
@@ -38,23 +45,25 @@ class Choice:
 
     @property
     def members(self) -> list[RolloutSample]:
-        """The members of num_groups groups in the order in which they were generated, first those that teach."""
+        """The samples of `num_groups` groups: informative groups first, each kind in the order of generation."""
         return [member for group in [*self._teaching, *self._others][: self.num_groups] for member in group]
 
 
 def correlation_in_groups(
     first: Sequence[float | None], second: Sequence[float | None], groups: Sequence[str]
 ) -> float | None:
-    """Pearson's correlation of two rewards of the same samples, each less the mean of its group, over the samples that
-    have both; None where one of the two does not vary in any group."""
+    """Return Pearson's correlation of two rewards after subtracting each group's mean.
+
+    Samples without both rewards are ignored. Returns None if one of the rewards is constant within every group.
+    """
     pairs: dict[str, list[tuple[float, float]]] = {}
     for a, b, group in zip(first, second, groups, strict=True):
         if a is not None and b is not None:
             pairs.setdefault(group, []).append((a, b))
     if not pairs:
         return None
-    centred = np.concatenate([np.array(of_group) - np.mean(of_group, axis=0) for of_group in pairs.values()])
-    spread = np.sqrt(np.square(centred).sum(axis=0))
-    if not (spread > 1e-9 * max(1.0, float(np.abs(centred).max()))).all():
+    centred = np.concatenate([np.array(rewards) - np.mean(rewards, axis=0) for rewards in pairs.values()])
+    norms = np.sqrt(np.square(centred).sum(axis=0))
+    if not (norms > 1e-9 * max(1.0, float(np.abs(centred).max()))).all():
         return None
-    return float((centred[:, 0] * centred[:, 1]).sum() / (spread[0] * spread[1]))
+    return float((centred[:, 0] * centred[:, 1]).sum() / (norms[0] * norms[1]))

@@ -1,4 +1,4 @@
-"""Rollouts by the training ranks themselves: a chunk is scored elsewhere while the next one is denoised."""
+"""Rollouts by the training ranks: a chunk is decoded and scored while the next chunk is denoised."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ from wfm_ds.types import Score
 
 
 class ColocatedSource:
-    """`next(step)` generates and submits media for scoring; `scores` waits for what is not scored yet."""
+    """Generates samples on the training ranks and submits them for scoring.
+
+    `collect_rollouts` generates and submits; `collect_rewards` waits for the outstanding scores.
+    """
 
     def __init__(self, job: Job, groups: GroupSource, rewards: RewardClient, algorithm: RlAlgorithm) -> None:
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
         self.group_size = job.recipe.rl.rollout.group_size
 
     def publish(self, step: int) -> None:
-        """The ranks that generate have the weights."""
+        """Do nothing: the generating ranks already have the weights."""
 
     def wait(self, step: int) -> bool:
-        """Return at once: `next` generates."""
+        """Return True at once: `collect_rollouts` generates the samples."""
         return True
 
     def stats(self) -> dict[str, float]:
         return self.groups.stats()
 
     def next(self, step: int) -> StepRollouts:
-        """Generate the step's samples. Collective."""
-        members = self.members(self.groups.groups(step), self.group_size, step)
-        return self.generate(members, self.algorithm.plan(step))
+        """Generate this replica's share of the step. Collective."""
+        samples = self.members(self.groups.groups(step), self.group_size, step)
+        return self.generate(samples, self.algorithm.plan(step))
 
     def members(
         self, groups: Sequence[Group], group_size: int, step: int, *, first_group: int = 0
     ) -> list[RolloutSample]:
-        """So many samples of each of these groups, whose numbers in the step begin with `first_group`."""
+        """Plan `group_size` samples for each group. `first_group` is the number of the first group within the step."""
         recipe = self.job.recipe
         return step_members(
             groups,
@@ -54,45 +57,47 @@ class ColocatedSource:
         )
 
     def generate(self, members: Sequence[RolloutSample], plan: Plan) -> StepRollouts:
-        """Denoise this replica's share of these samples under the rollout policy, and submit it to be scored.
+        """Denoise this replica's share of these samples with the rollout policy and submit it for scoring.
 
-        Collective: all replicas denoise equally many in equal chunks, those whose share is smaller the first sample
-        once more."""
+        Finished chunks are decoded and sent to the reward service while the next chunk is denoised. All replicas
+        denoise the same number of samples in equal chunks: replicas with a smaller share repeat the first sample as
+        padding. Collective.
+        """
         job = self.job
-        shares = even_shares(len(members), job.world.dp_size)
-        mine = shares[job.world.dp_rank]
-        here = members[mine.start : mine.stop]
-        rows = [*here, *[members[0]] * (len(shares[0]) - len(here))]
-        made: list[tuple[Sequence[RolloutSample], Trajectory]] = []
-        submissions = Submissions(job, self.rewards)
+        shards = even_shares(len(members), job.world.dp_size)
+        shard = shards[job.world.dp_rank]
+        local = members[shard.start : shard.stop]
+        padded = [*local, *[members[0]] * (len(shards[0]) - len(local))]
+        trajectories: list[tuple[Sequence[RolloutSample], Trajectory]] = []
+        scoring = Submissions(job, self.rewards)
         merge = job.recipe.rl.rollout.merge_lora
         with job.engine.policy(self.algorithm.rollout_policy, merge=merge), job.engine.replayed(), torch.no_grad():
-            for part in chunks(rows, job.recipe.engine.max_forward_batch):
+            for chunk in chunks(padded, job.recipe.engine.max_forward_batch):
                 trajectory = job.sampler.generate(
                     "rollout",
-                    [m.prompt for m in part],
-                    [m.noise_seed for m in part],
+                    [sample.prompt for sample in chunk],
+                    [sample.noise_seed for sample in chunk],
                     plan,
-                    seeds=[m.seed for m in part],
-                    conditional_frames=conditional_latents([m.group for m in part]),
-                    shape=None if part[0].group.data is None else part[0].group.data.shape,  # one in an RL step
+                    seeds=[sample.seed for sample in chunk],
+                    conditional_frames=conditional_latents([sample.group for sample in chunk]),
+                    shape=None if chunk[0].group.data is None else chunk[0].group.data.shape,  # equal within an RL step
                 )
-                wanted = part[: max(0, len(here) - sum(len(p) for p, _ in made))]
-                made.append((part, trajectory))
-                if wanted:
+                unpadded = chunk[: max(0, len(local) - sum(len(earlier) for earlier, _ in trajectories))]
+                trajectories.append((chunk, trajectory))
+                if unpadded:
                     with job.timer("decode"):
-                        clean = trajectory.clean[: len(wanted)]
-                        submissions.add(clean, [m.sample_id for m in wanted], [m.prompt for m in wanted])
+                        clean = trajectory.clean[: len(unpadded)]
+                        scoring.add(clean, [s.sample_id for s in unpadded], [s.prompt for s in unpadded])
         with job.timer("decode"):
-            broken = submissions.close()
+            failures = scoring.close()
         rollouts = [
-            rolled_out(m, trajectory, i, broken=m.sample_id in broken)
-            for part, trajectory in made
-            for i, m in enumerate(part)
+            rolled_out(sample, trajectory, row, broken=sample.sample_id in failures)
+            for chunk, trajectory in trajectories
+            for row, sample in enumerate(chunk)
         ]
-        return StepRollouts(members=members, mine=rollouts[: len(here)], first=mine.start, broken=broken)
+        return StepRollouts(members=members, mine=rollouts[: len(local)], first=shard.start, broken=failures)
 
     def scores(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
-        """{reward: Score} of every member on all ranks, in member order; collective."""
+        """Wait for the outstanding scores and gather them. Same order on every rank. Collective."""
         by_id = gather_scores(self.job.world, self.rewards.wait() | rollouts.broken)
         return [by_id[m.sample_id] for m in rollouts.members]

@@ -1,16 +1,16 @@
-"""Bookkeeping of an async run: groups to generate, samples to train on, steps that are complete. Pure.
+"""State of an async run: chunks to generate, results to train on, complete steps. Pure bookkeeping, no I/O.
 
-A *publication* n is the policy after RL step n (0: before the first). RL step s trains on the groups of its own place
-in the prompt stream, all of them and in order, so that what is trained follows from the step alone and a resumed run
-skips nothing. A group comes in *chunks*, each generated as one batch under the weights of one publication:
+Publication n is the policy after RL step n (0: before the first step). RL step s trains on all groups of its position
+in the prompt stream, in order. So the training data depends only on the step, and a resumed run skips nothing. A group
+is split into chunks. Each chunk is generated as one batch with the weights of one publication:
 
-    ADMITTED --result, fresh--> CLOSED --plan(s)--> trained
-       ^  `-----result, stale: again under a new id
-       `--lost: again under a new id;    given up: CLOSED with a reason in place of samples
+    ADMITTED --fresh result--> CLOSED --pop_step(s)--> trained
+       ^  `--stale result or lost task: retried under a new task id
+       `--abandoned: CLOSED with a reason instead of samples
 
-The bound on staleness holds twice. Admission: the groups of step s are admitted when n >= s - 1 - S, and a worker never
-uses older weights than those announced with its task. Acceptance: a result of publication n is taken if
-s - 1 - n <= S, whatever its worker claims to have done meanwhile.
+The staleness bound S is enforced twice. Admission: the groups of step s are admitted when n >= s - 1 - S, and a worker
+never uses older weights than the ones announced with its task. Acceptance: a result of publication n is accepted only
+if s - 1 - n <= S.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
-    """A part of a group: samples [first, stop) of group `group` of RL step `step`."""
+    """Samples [first, stop) of group `group` of RL step `step`."""
 
     step: int
     group: int
@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """End of a chunk: `publication` of the policy that made it, or `reason` why there are no samples."""
+    """A finished chunk: the publication that generated it, or the reason why it has no samples."""
 
     chunk: Chunk
     task_id: str
@@ -46,7 +46,11 @@ class _Step:
 
 
 class Coordinator:
-    """One life of a run: `life` is in every task id, so that results of an earlier life are not taken."""
+    """Tracks the chunks of one session of a run.
+
+    A session is one process of the run, from start or resume to exit. Its id is part of every task id, so results of
+    earlier sessions are ignored.
+    """
 
     def __init__(
         self,
@@ -59,26 +63,26 @@ class Coordinator:
         first_step: int,
         last_step: int,
     ) -> None:
-        """Steps first_step to last_step will be trained, after publication first_step - 1."""
+        """Plan for RL steps first_step to last_step. The first publication is first_step - 1."""
         self.life, self.groups_per_step, self.group_size = life, groups_per_step, group_size
         self.chunk_size = min(chunk_size, group_size)
         self.max_staleness, self.last_step = max_staleness, last_step
         self.first_publication = first_step - 1
-        self.published = first_step - 2  # nothing yet
-        self.next_step = first_step  # the first that is not admitted
+        self.published = first_step - 2  # none yet
+        self.next_step = first_step  # the first step that is not admitted
         self.dropped_stale = 0
         self._steps: dict[int, _Step] = {}
-        self._chunk_of: dict[str, Chunk] = {}  # of live tasks
+        self._chunk_of: dict[str, Chunk] = {}  # chunks of open tasks, by task id
         self._retries: dict[Chunk, int] = {}
 
     def publish(self, publication: int) -> None:
-        """The policy after this RL step can be used. Raises ValueError unless it is the next one."""
+        """Record that the policy after this RL step is available. Raises ValueError unless it is the next one."""
         if publication != self.published + 1:
-            raise ValueError(f"publication {publication} cannot follow {self.published}")
+            raise ValueError(f"expected publication {self.published + 1}, got {publication}")
         self.published = publication
 
     def admit(self) -> list[tuple[Chunk, str]]:
-        """Chunks that may be generated from here on, and the ids of their tasks."""
+        """Return the chunks that may be generated from now on, with their task ids."""
         admitted = []
         while self.next_step <= min(self.published + 1 + self.max_staleness, self.last_step):
             step, self.next_step = self.next_step, self.next_step + 1
@@ -88,10 +92,10 @@ class Coordinator:
         return admitted
 
     def result(self, task_id: str, publication: int) -> str | None:
-        """Samples have arrived. If they are too old: the id of the task that is to make them again, else None."""
+        """Record the result of a task. Return the id of a retry task if the samples are stale, else None."""
         chunk = self._chunk_of.get(task_id)
         if chunk is None:
-            return None  # a repetition
+            return None  # duplicate result
         oldest = max(chunk.step - 1 - self.max_staleness, self.first_publication)
         if not oldest <= publication <= self.published:
             self.dropped_stale += chunk.stop - chunk.first
@@ -100,30 +104,32 @@ class Coordinator:
         return None
 
     def give_up(self, task_id: str, reason: str) -> None:
-        """Close a chunk that no worker could make: its samples have no reward."""
+        """Close a chunk that no worker could generate. Its samples will have failed scores."""
         chunk = self._chunk_of.get(task_id)
         if chunk is not None:
             self._close(Closed(chunk, task_id, reason=reason))
 
     def ready(self, step: int) -> bool:
-        """True when all chunks of an admitted step are closed."""
-        found = self._steps.get(step)
-        return found is not None and not found.waiting
+        """Return True if the step is admitted and all of its chunks are closed."""
+        chunks = self._steps.get(step)
+        return chunks is not None and not chunks.waiting
 
     def plan(self, step: int) -> list[Closed]:
-        """All chunks of a step that is ready, in the order of its samples; they are trained on once. ValueError if it
-        is not ready, or was planned before."""
+        """Remove a complete step and return its chunks in the order of the samples.
+
+        Raises ValueError if the step is not complete or was already removed.
+        """
         if not self.ready(step):
-            raise ValueError(f"step {step} is not ready")
+            raise ValueError(f"step {step} is not complete")
         return [closed for _, closed in sorted(self._steps.pop(step).closed.items())]
 
     def waiting(self, step: int) -> int:
-        """Chunks that the step still lacks."""
-        found = self._steps.get(step)
-        return len(found.waiting) if found is not None else 0
+        """Return the number of open chunks of a step."""
+        chunks = self._steps.get(step)
+        return len(chunks.waiting) if chunks is not None else 0
 
     def chunk_of(self, task_id: str) -> Chunk:
-        """The chunk of a live task. Raises KeyError."""
+        """Return the chunk of an open task. Raises KeyError."""
         return self._chunk_of[task_id]
 
     def _chunks(self, step: int) -> Iterator[Chunk]:

@@ -1,4 +1,4 @@
-"""A rollout worker's work on one chunk: the weights, the denoise loop, the media. One at a time on the device."""
+"""Generation of one chunk by a rollout worker: load the weights, denoise, decode. One chunk at a time per device."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    publication: int  # of the weights behind every step of every sample
+    publication: int  # RL step after which the weights were published; one for the whole chunk
     trajectory: Trajectory
     media: npt.NDArray[np.uint8]  # [n,H,W,3] or [n,T,H,W,3]
     finite: Sequence[bool]
 
 
 class Generator:
-    """Shared by a worker's lanes; `make` may be called from any of them."""
+    """Generates chunks. Shared by the lanes of a worker; `generate_chunk` is thread-safe."""
 
     def __init__(
         self,
@@ -51,44 +51,44 @@ class Generator:
         joint_rows: Mapping[str, int],
         begin: Callable[[], None] | None = None,
     ) -> None:
-        """joint_rows: see Sampler. begin: called before each chunk's forwards, when its weights are there."""
+        """joint_rows: see Sampler. on_chunk_start: called after a chunk's weights are loaded, before it is denoised."""
         self._forward = CountedForward(model.denoise)
         self.sampler = Sampler(
             model=model, texts=texts, settings=settings, forward=self._reported, joint_rows=joint_rows
         )
         self.algorithm, self.weights, self._begin = algorithm, weights, begin
-        self._progress: Progress | None = None  # of the chunk in hand
+        self._progress: Progress | None = None  # of the current chunk
         self._lock = threading.Lock()
 
     @torch.no_grad()
     def make(self, work: ChunkWork, manifest: Manifest, progress: Progress) -> Generated:
-        """Denoise and decode all members as one batch under one publication. `progress` counts forwards."""
+        """Denoise and decode all samples as one batch with one set of weights. `progress` counts forward passes."""
         with self._lock:
             self._progress = progress
             self._forward.clear()
             publication = self.weights.use(manifest)
             if self._begin is not None:
                 self._begin()
-            members, device = work.samples, self.sampler.model.device
-            given = conditional_latents([m.group for m in members])
-            if given is not None:
-                given = ConditionalFrames(given.latents.to(device), given.counts)
+            samples, device = work.samples, self.sampler.model.device
+            frames = conditional_latents([sample.group for sample in samples])
+            if frames is not None:
+                frames = ConditionalFrames(frames.latents.to(device), frames.counts)
             trajectory = self.sampler.generate(
                 "rollout",
-                [m.prompt for m in members],
-                [m.noise_seed for m in members],
+                [sample.prompt for sample in samples],
+                [sample.noise_seed for sample in samples],
                 self.algorithm.plan(work.step),
-                seeds=[m.seed for m in members],
-                conditional_frames=given,
+                seeds=[sample.seed for sample in samples],
+                conditional_frames=frames,
             )
             decoding = self.sampler.decoding(trajectory.clean)
-        media, finite = decoding.wait()  # beside the next lane's denoising, on a GPU
-        return Generated(publication=publication, trajectory=trajectory, media=media, finite=finite)
+        images, is_finite = decoding.wait()  # on a GPU this overlaps with the next lane's denoising
+        return Generated(publication=publication, trajectory=trajectory, media=images, finite=is_finite)
 
     def _reported(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
     ) -> Tensor:
-        """A forward of which the trainer hears: a chunk without progress is given to another worker."""
+        """Run one forward pass and report it as progress. The trainer reassigns stalled chunks to other workers."""
         done = self._forward.counts.total() + 1
         assert self._progress is not None
         self._progress(done, done)

@@ -1,4 +1,4 @@
-"""The identity of a run's samples: digests of all that decides what a sample is, compared by trainer and worker."""
+"""Digests of everything that determines a run's samples. Trainer and worker compare them before they work together."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from wfm_ds.models.fingerprint import fingerprint
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.user_class import import_class, is_user_class, source_file
 
-ELSEWHERE = {"model": {"path", "attention"}, "lora": {"init_from"}}  # keys that may differ from machine to machine
+ELSEWHERE = {"model": {"path", "attention"}, "lora": {"init_from"}}  # keys that may differ between machines
 
 
 def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
-    """Short digests by section of the recipe, and of the pipeline's own files under `pipeline`."""
+    """Return a short digest for each relevant recipe section, and one of the pipeline's files as `pipeline`."""
     sections: dict[str, Any] = {
         "model": recipe.model,
         "lora": recipe.lora,
@@ -31,7 +31,7 @@ def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
         for name, section in sections.items()
     }
     if recipe.rl.algorithm.compares_log_probs:
-        # Log-probabilities of two kernels may differ by more than a clip range.
+        # Log-probabilities of two attention kernels may differ by more than the clip range.
         plain["model.attention and engine.compile"] = [in_use(model.bare_denoiser), recipe.engine.compile]
     plain["rollout.base_precision"] = recipe.rollout_precision
     plain["rollout.merge_lora"] = recipe.rl.rollout.merge_lora
@@ -42,21 +42,26 @@ def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
 
 
 def own_code(recipe: Recipe) -> dict[str, str]:
-    """Digests of the files that define the user's algorithm and family: a worker must not run another version."""
-    own = {"algorithm.name": recipe.algorithm.name, "model.family": recipe.model.family or ""}
+    """Return a digest of each file that defines the user's algorithm or model family, by class path.
+
+    Detects workers that run another version of the code.
+    """
+    paths = {"algorithm.name": recipe.algorithm.name, "model.family": recipe.model.family or ""}
     classes = {
-        path: import_class(path, object, key=key, error=RecipeError) for key, path in own.items() if is_user_class(path)
+        path: import_class(path, object, key=key, error=RecipeError)
+        for key, path in paths.items()
+        if is_user_class(path)
     }
-    return {path: hashlib.sha256(source_file(found).read_bytes()).hexdigest() for path, found in classes.items()}
+    return {path: hashlib.sha256(source_file(cls).read_bytes()).hexdigest() for path, cls in classes.items()}
 
 
 def require_same(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> None:
-    """Raises RecipeError that names what differs."""
+    """Raise RecipeError with the names of all digests that differ."""
     different = sorted(name for name in ours.keys() | theirs.keys() if theirs.get(name) != ours.get(name))
     if different:
         raise RecipeError(
-            f"this worker's {', '.join(different)} differ from the trainer's: start it with the recipe.yaml of the "
-            "run's output folder and the same pipeline"
+            f"this worker's {', '.join(different)} differ from the trainer's: start it with recipe.yaml from the "
+            "run's output folder and with the same pipeline"
         )
 
 

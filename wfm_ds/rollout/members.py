@@ -1,4 +1,4 @@
-"""The samples of an RL step, whoever generates them: who they are, and what is kept of each."""
+"""The samples of an RL step: their ids and seeds, and the tensors stored for each. Same for all rollout sources."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from wfm_ds.types import Prompt, Rollout, Transition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSample:
-    """One sample to generate; its place and seed follow from (run seed, step, group, member), not from the rank."""
+    """One sample to generate. Ids and seeds depend on run seed, step, group and index in the group, not on the rank."""
 
     sample_id: str
     group_id: str
     group: Group
-    seed: int  # the sample's own
-    noise_seed: int  # of its initial noise: its own too, or one for the whole group
+    seed: int  # unique to the sample
+    noise_seed: int  # seed of the initial noise: `seed`, or one value for the whole group
 
     @property
     def prompt(self) -> Prompt:
@@ -39,51 +39,52 @@ def step_members(
     same_noise: bool = False,
     first_group: int = 0,
 ) -> list[RolloutSample]:
-    """All samples of one RL step: group g holds `group_size` consecutive ones, which start from the same noise if the
-    recipe says so. first_group: the number of the first group, above 0 for further groups of the step.
+    """Return the samples of one RL step, `group_size` consecutive samples per group.
 
-    A larger group has the same first members."""
-    members = []
+    same_noise: the samples of a group start from the same noise. first_group: number of the first group; above 0 for
+    additional groups of the step. A larger group_size only appends samples to each group.
+    """
+    samples = []
     for g, group in enumerate(groups, start=first_group):
         group_id = f"{step}/{g}/{group.prompt.id}"
-        shared = derive_seed(run_seed, "group_noise", step, g)
+        group_seed = derive_seed(run_seed, "group_noise", step, g)
         for k in range(group_size):
             seed = derive_seed(run_seed, "init_noise", step, g, k)
-            members.append(
+            samples.append(
                 RolloutSample(
                     sample_id=f"{group_id}/{k}",
                     group_id=group_id,
                     group=group,
                     seed=seed,
-                    noise_seed=shared if same_noise else seed,
+                    noise_seed=group_seed if same_noise else seed,
                 )
             )
-    return members
+    return samples
 
 
 def rewarded_groups(members: Sequence[RolloutSample], rewards: Sequence[float | None]) -> list[RewardedGroup]:
-    """Return the groups of an RL step with the rewards of their samples, which are given by member."""
-    groups = {member.group_id: member.group for member in members}
-    found: dict[str, list[float | None]] = {group_id: [] for group_id in groups}
-    for member, reward in zip(members, rewards, strict=True):
-        found[member.group_id].append(reward)
-    return [(group, found[group_id]) for group_id, group in groups.items()]
+    """Return each group with the rewards of its samples. rewards: one per sample, in the order of the samples."""
+    groups = {sample.group_id: sample.group for sample in members}
+    by_group: dict[str, list[float | None]] = {group_id: [] for group_id in groups}
+    for sample, reward in zip(members, rewards, strict=True):
+        by_group[sample.group_id].append(reward)
+    return [(group, by_group[group_id]) for group_id, group in groups.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
-    """The samples of one RL step: those of this rank's replica, and who is in which group on all ranks."""
+    """The samples of one RL step: tensors of the local samples, and the group of every sample of all ranks."""
 
     members: Sequence[RolloutSample]  # of all ranks
-    mine: Sequence[Rollout]  # equally many on every replica, a contiguous part of members
-    first: int  # index of mine[0] among members
-    broken: Scores  # named failures of this rank's samples whose latents are not finite
-    rewarded: Sequence[RewardedGroup] | None = None  # all that members were chosen from; None: they are all there is
+    mine: Sequence[Rollout]  # this replica's part: contiguous, of the same length on every replica
+    first: int  # index of the first local sample in `samples`
+    broken: Scores  # failures of local samples with non-finite latents
+    rewarded: Sequence[RewardedGroup] | None = None  # all candidates that `samples` was selected from, if any
 
 
 def rolled_out(member: RolloutSample, trajectory: Trajectory, row: int, *, broken: bool) -> Rollout:
-    """Return the parts of one sample of a chunk that are kept."""
-    keep = finite if broken else torch.Tensor.detach
+    """Return one row of a chunk's trajectory as a Rollout."""
+    convert = finite if broken else torch.Tensor.detach
     return Rollout(
         sample_id=member.sample_id,
         group_id=member.group_id,
@@ -92,27 +93,27 @@ def rolled_out(member: RolloutSample, trajectory: Trajectory, row: int, *, broke
         noise_seed=member.noise_seed,
         clean_latents=finite(trajectory.clean[row]),
         transitions=transitions(trajectory, row, broken=broken),
-        states={k: keep(states[row]) for k, states in trajectory.states.items()},
+        states={k: convert(states[row]) for k, states in trajectory.states.items()},
         data=member.group.data,
         num_conditional_frames=member.group.num_conditional_frames,
     )
 
 
 def transitions(trajectory: Trajectory, row: int, *, broken: bool) -> list[Transition]:
-    """The stored steps of one sample. Views, unless it is broken: then copies with zeros for what is not finite."""
-    keep = finite if broken else torch.Tensor.detach
+    """Return the stored steps of one sample: views, or with `replace_nonfinite` copies without NaN and infinity."""
+    convert = finite if broken else torch.Tensor.detach
     return [
         Transition(
             index=stored.index,
-            latents=keep(stored.latents[row]),
-            next_latents=keep(stored.next_latents[row]),
-            log_prob=keep(stored.log_prob[row]),
-            mean=None if stored.mean is None else keep(stored.mean[row]),
+            latents=convert(stored.latents[row]),
+            next_latents=convert(stored.next_latents[row]),
+            log_prob=convert(stored.log_prob[row]),
+            mean=None if stored.mean is None else convert(stored.mean[row]),
         )
         for stored in trajectory.stored
     ]
 
 
 def finite(tensor: Tensor) -> Tensor:
-    """A copy with zeros for what is not finite: NaN times weight 0 would be NaN."""
+    """Return a copy with non-finite values replaced by 0. Needed because NaN times a weight of 0 is NaN."""
     return tensor.nan_to_num(0.0, 0.0, 0.0)

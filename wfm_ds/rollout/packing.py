@@ -1,4 +1,4 @@
-"""A chunk of samples between processes: named float32 arrays and a small map, and Rollouts again on the other side."""
+"""Serialization of chunks between trainer and rollout workers: JSON rows and named float32 arrays."""
 
 from __future__ import annotations
 
@@ -23,48 +23,50 @@ Arrays = Sequence[tuple[str, npt.NDArray[np.float32]]]
 
 @dataclass(frozen=True, slots=True)
 class ChunkWork:
-    """The work of one task: samples of one group, denoised as RL step `step` says."""
+    """The content of one task: samples of one group, to be denoised with the plan of RL step `step`."""
 
     step: int
     samples: Sequence[RolloutSample]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The work, and a row for each array of `arrays` after the first."""
+        """Return the JSON rows: the task, then one row for each array of `to_arrays` after the first."""
         first = self.samples[0]
         data, inputs = first.group.data, first.prompt.inputs
-        work = {
+        task = {
             "step": self.step,
             "group": first.group_id,
             "prompt": pack_prompt(replace(first.prompt, inputs={})),
             "members": [[s.sample_id, s.seed, s.noise_seed] for s in self.samples],
             **({} if data is None else {"latent_frames": data.shape[1]}),
         }
-        return [work, *({"input": name} for name in inputs)]
+        return [task, *({"input": name} for name in inputs)]
 
     def arrays(self) -> list[tuple[str, npt.NDArray[np.float32]]]:
-        """The latents [C,n,h,w] that the samples are given, n from 0, or none [0], and their inputs; nothing in a run
-        that has neither. One for each of `rows`."""
+        """Return the conditioning frames [C,n,h,w] (n may be 0; [0] without data) and the inputs of the samples.
+
+        One array for each row of `to_rows`; empty in a run without data and inputs.
+        """
         group, inputs = self.samples[0].group, self.samples[0].prompt.inputs
         if group.data is None and not inputs:
             return []
-        none = np.zeros(0, np.float32)
-        frames = none if group.data is None else group.data[:, : group.num_conditional_frames].cpu().numpy()
+        empty = np.zeros(0, np.float32)
+        frames = empty if group.data is None else group.data[:, : group.num_conditional_frames].cpu().numpy()
         return [("frames", frames), *inputs.items()]
 
     @classmethod
     def of_rows(cls, rows: Sequence[Mapping[str, Any]], arrays: Sequence[npt.NDArray[Any]] = ()) -> ChunkWork:
-        """The inverse of `rows` and `arrays`. Raises KeyError, TypeError or ValueError for anything else."""
-        row, *of_inputs = rows
-        if of_inputs and len(arrays) != len(rows):
-            raise ValueError(f"it has {len(arrays)} arrays for {len(rows)} rows")
-        inputs = {str(of["input"]): array for of, array in zip(of_inputs, arrays[1:], strict=True)}
+        """Invert `to_rows` and `to_arrays`. Raises KeyError, TypeError or ValueError for malformed input."""
+        row, *input_rows = rows
+        if input_rows and len(arrays) != len(rows):
+            raise ValueError(f"{len(arrays)} arrays for {len(rows)} rows")
+        inputs = {str(input_row["input"]): array for input_row, array in zip(input_rows, arrays[1:], strict=True)}
         if any(array.dtype != np.float32 for array in inputs.values()):
-            raise ValueError("its inputs are not float32")
+            raise ValueError("inputs must be float32")
         prompt, data = replace(unpack_prompt(row["prompt"]), inputs=inputs), None
         if arrays and "latent_frames" in row:
             frames = arrays[0]
             if frames.ndim != 4 or frames.dtype != np.float32 or not 0 <= frames.shape[1] < row["latent_frames"]:
-                raise ValueError(f"its given frames are {list(frames.shape)} {frames.dtype}")
+                raise ValueError(f"invalid conditioning frames: {list(frames.shape)} {frames.dtype}")
             data = padded(torch.from_numpy(frames), row["latent_frames"])
         group = Group(prompt=prompt, data=data, num_conditional_frames=0 if data is None else arrays[0].shape[1])
         samples = [
@@ -75,10 +77,15 @@ class ChunkWork:
 
 
 def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], Arrays]:
-    """(layout, arrays): `clean` [n, ...]; where steps are stored also `points` [n, p, ...], the latents before and
-    after them, each once although one step's end is often the next one's beginning, `log_prob` [n, w] and, if the plan
-    keeps them, `mean` [n, w, ...]; where states are kept `states` [n, s, ...]. The layout says which points and states
-    belong to which step. What is not finite becomes 0."""
+    """Return (layout, arrays) of n samples. Non-finite values are replaced by 0.
+
+    `clean` [n, ...]: always present.
+    `points` [n, p, ...]: latents before and after the stored steps; shared by consecutive steps.
+    `log_prob` [n, w], `mean` [n, w, ...]: of the w stored steps; `mean` only if the plan keeps it.
+    `states` [n, s, ...]: latents seen by the denoiser, if the plan keeps states.
+
+    The layout assigns points and states to steps.
+    """
     arrays: list[tuple[str, Tensor]] = [("clean", trajectory.clean)]
     points: list[Tensor] = []
     layout: list[list[int]] = []
@@ -98,7 +105,7 @@ def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], Arrays]:
 
 
 def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trajectory:
-    """The inverse of `pack_trajectory`. Raises KeyError, IndexError or ValueError for anything else."""
+    """Invert `pack_trajectory`. Raises KeyError, IndexError or ValueError for malformed input."""
     stored = [
         StoredStep(
             index,
@@ -109,30 +116,33 @@ def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         )
         for w, (index, before, after) in enumerate(layout["steps"])
     ]
-    states = {int(k): tensors["states"][:, place] for place, k in enumerate(layout["states"])}
+    states = {int(k): tensors["states"][:, i] for i, k in enumerate(layout["states"])}
     return Trajectory(tensors["clean"], stored, states)
 
 
 def require_stored(found: Trajectory, count: int, plan: Plan, shape: Sequence[int]) -> None:
-    """Raises ValueError unless it is what `plan` stores of `count` samples with latents [*shape], as float32."""
+    """Raise ValueError unless the trajectory has `plan`'s steps for `count` samples with latents [*shape] float32."""
     steps = sorted(found.states) if plan.keep_states else [s.index for s in found.stored]
     if steps != list(plan.stored) or (found.stored if plan.keep_states else found.states):
-        raise ValueError(f"it has the steps {steps}, not {list(plan.stored)}, or more of them than these")
+        raise ValueError(f"wrong stored steps: expected {list(plan.stored)}, got {steps}")
     if any((s.mean is None) == plan.keep_means for s in found.stored):
-        raise ValueError(f"it has {'no' if plan.keep_means else 'the'} means of its steps")
+        raise ValueError(f"the means of the steps are {'missing' if plan.keep_means else 'unexpected'}")
     latents = [("clean", found.clean), *(("states", state) for state in found.states.values())]
     for stored in found.stored:
         latents += [("latents", stored.latents), ("next_latents", stored.next_latents)]
         latents += [("mean", stored.mean)] if stored.mean is not None else []
-    wanted = [(name, tensor, (count, *shape)) for name, tensor in latents]
-    wanted += [("log_prob", stored.log_prob, (count,)) for stored in found.stored]
-    for name, tensor, size in wanted:
+    expected = [(name, tensor, (count, *shape)) for name, tensor in latents]
+    expected += [("log_prob", stored.log_prob, (count,)) for stored in found.stored]
+    for name, tensor, size in expected:
         if tuple(tensor.shape) != size or tensor.dtype != torch.float32:
-            raise ValueError(f"its {name} are {list(tensor.shape)} {tensor.dtype}, not {list(size)} float32")
+            raise ValueError(f"{name}: expected {list(size)} float32, got {list(tensor.shape)} {tensor.dtype}")
 
 
 def nothing(sample: RolloutSample, plan: Plan, shape: Sequence[int], device: torch.device) -> Rollout:
-    """A stand-in for a sample that could not be made: zeros that keep ranks equal. It has no reward, so weight 0."""
+    """Return a rollout of zeros in place of a sample that could not be generated.
+
+    It keeps the tensor shapes equal on all ranks. It has no reward, so its loss weight is 0.
+    """
     zeros, zero = torch.zeros(tuple(shape), device=device), torch.zeros((), device=device)
     mean = zeros if plan.keep_means else None
     return Rollout(

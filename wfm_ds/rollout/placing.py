@@ -1,4 +1,4 @@
-"""Samples on their way to the replicas that train on them, where these are not the ones that generated them."""
+"""Transfer of samples from the replicas that generated them to the replicas that train on them."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ def placed(
     mine: Mapping[str, Rollout],
     like: Rollout,
 ) -> list[Rollout]:
-    """This replica's samples of `members`, whose number the replicas divide, in their order. Collective.
+    """Return this replica's shard of `samples`, in order. Collective.
 
-    owners: the replica of each sample by its id, equal on all ranks; mine: the samples of this one, by id; like: any
-    sample of the same plan and shape, which has no data of its own.
+    samples: samples of all replicas; their number is a multiple of the number of replicas.
+    owners: replica that holds each sample, by sample id; identical on all ranks.
+    local: the samples held by this replica, by sample id.
+    template: any sample with the same plan and shape, without `data`.
     """
     count = len(members) // world.dp_size
-    here: list[Rollout] = []
-    for i, member in enumerate(members):  # every rank meets the moves in this order: nobody waits in a circle
-        source, target = owners[member.sample_id], i // count
+    received: list[Rollout] = []
+    for i, sample in enumerate(members):  # all ranks transfer in the same order, which prevents deadlocks
+        source, target = owners[sample.sample_id], i // count
         if source == target == world.dp_rank:
-            here.append(mine[member.sample_id])
+            received.append(mine[sample.sample_id])
         elif target == world.dp_rank:
-            here.append(_filled(like, member, [world.moved(t, source, target) for t in _tensors(like)]))
+            received.append(_filled(like, sample, [world.moved(t, source, target) for t in _tensors(like)]))
         elif source == world.dp_rank:
-            for tensor in _tensors(mine[member.sample_id]):
+            for tensor in _tensors(mine[sample.sample_id]):
                 world.moved(tensor, source, target)
-    return here
+    return received
 
 
 def _tensors(rollout: Rollout) -> list[Tensor]:
-    """Everything of a sample that was computed. A step that begins where the one before it ended has that memory."""
+    """List the computed tensors of a sample. Latents shared by consecutive steps are listed once."""
     tensors = [rollout.clean_latents]
     before: Transition | None = None
     for t in rollout.transitions:
@@ -50,17 +52,17 @@ def _tensors(rollout: Rollout) -> list[Tensor]:
 
 
 def _filled(like: Rollout, member: RolloutSample, tensors: Sequence[Tensor]) -> Rollout:
-    """The sample that `_tensors` gave these of."""
-    rest = iter(tensors)
-    clean = next(rest)
+    """Build a sample from the tensors of `_list_tensors`."""
+    remaining = iter(tensors)
+    clean = next(remaining)
     transitions: list[Transition] = []
     for t in like.transitions:
         before = transitions[-1] if transitions else None
-        latents = before.next_latents if before is not None and _follows(t, before) else next(rest)
-        next_latents, log_prob = next(rest), next(rest)
-        mean = None if t.mean is None else next(rest)
-        found = Transition(index=t.index, latents=latents, next_latents=next_latents, log_prob=log_prob, mean=mean)
-        transitions.append(found)
+        latents = before.next_latents if before is not None and _follows(t, before) else next(remaining)
+        next_latents, log_prob = next(remaining), next(remaining)
+        mean = None if t.mean is None else next(remaining)
+        transition = Transition(index=t.index, latents=latents, next_latents=next_latents, log_prob=log_prob, mean=mean)
+        transitions.append(transition)
     return dataclasses.replace(
         like,
         sample_id=member.sample_id,
@@ -70,7 +72,7 @@ def _filled(like: Rollout, member: RolloutSample, tensors: Sequence[Tensor]) -> 
         noise_seed=member.noise_seed,
         clean_latents=clean,
         transitions=transitions,
-        states={k: next(rest) for k in sorted(like.states)},
+        states={k: next(remaining) for k in sorted(like.states)},
     )
 
 

@@ -1,4 +1,4 @@
-"""The policy that samples, from the training ranks to the rollout workers: files, and what is announced of them."""
+"""Publication of the rollout policy from the training ranks to the rollout workers: weight files and a manifest."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ HASH_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PolicyFile:
-    name: str  # below the publication's folder
+    name: str  # path relative to the publication's folder
     num_bytes: int
     sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A publication as workers hear of it. `life` and `publication` name it; those of another life of the run
-    may have the same number and other weights."""
+    """Description of a publication, sent to the workers with each task. (session_id, publication) identifies it.
+
+    A session is one process of the run, from start or resume to exit. A publication of another session may have the
+    same number and different weights.
+    """
 
     life: str
-    publication: int  # the RL step that it follows; 0: before the first
-    folder: str  # where the trainer has it: of use where the file system is shared
+    publication: int  # number of the RL step before it; 0: before the first step
+    folder: str  # path on the trainer; used if the worker sees the same file system
     files: tuple[PolicyFile, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -44,30 +47,33 @@ class Manifest:
 
     @classmethod
     def of_json(cls, note: Mapping[str, Any]) -> Manifest:
-        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Invert `to_json`. Raises KeyError, TypeError or ValueError for malformed input."""
         files = tuple(PolicyFile(name, num_bytes, sha256) for name, num_bytes, sha256 in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
 
     def offered(self, file: PolicyFile) -> str:
-        """The name under which the hub offers a file."""
+        """Return the name under which the broker offers a file."""
         return f"{self.life}/{self.publication}/{file.name}"
 
 
 class Publisher:
-    """Writes `v<N>/` after RL step N, complete or absent, and tells the hub. Every rank calls `publish`."""
+    """Writes the policy after RL step N to `v<N>/` and announces it to the broker. All methods are collective."""
 
     def __init__(self, job: Job, policy: str, life: str, hub: Hub | None) -> None:
-        """Collective. `policy`: the one that samples. `hub`: on rank 0. What another life left is removed."""
+        """Remove the publications of earlier sessions. Collective.
+
+        policy: name of the policy that generates samples. broker: on rank 0, else None.
+        """
         self.job, self.policy, self.life, self.hub = job, policy, life, hub
         self.root = Path(job.world.broadcast(str(publications(job.recipe))))
         self.kept: list[Manifest] = []
-        # The newest, the S before it that samples in hand may come from, and one that a worker may still be reading.
+        # The newest, max_staleness older ones that workers may use, and one that a worker may still be reading.
         self.num_kept = job.recipe.rl.rollout.max_staleness + 2
         if hub is not None:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def publish(self, publication: int) -> None:
-        """Collective. Raises UserError on all ranks if the files cannot be written."""
+        """Export and announce the policy. Collective. Raises UserError on all ranks if the files cannot be written."""
         job, folder = self.job, self.root / f"v{publication:06d}"
         job.world.checked(
             lambda: export(
@@ -87,38 +93,38 @@ class Publisher:
         try:
             files = described(folder)
         except OSError as error:
-            raise UserError(f"{folder} cannot be read ({error}); check its disk") from error
+            raise UserError(f"{folder} cannot be read ({error}): check the disk") from error
         newest = Manifest(self.life, publication, str(folder.absolute()), files)
         self.kept.append(newest)
-        old, self.kept = self.kept[: -self.num_kept], self.kept[-self.num_kept :]
+        expired, self.kept = self.kept[: -self.num_kept], self.kept[-self.num_kept :]
         offers = {m.offered(f): Path(m.folder) / f.name for m in self.kept for f in m.files}
         self.hub.announce(newest.to_json(), offers)
-        for manifest in old:
+        for manifest in expired:
             shutil.rmtree(manifest.folder, ignore_errors=True)
 
 
 def publications(recipe: Recipe) -> Path:
-    """The folder of this run's publications: the same for each life on this machine, another one for each run."""
+    """Return the folder of the run's publications: unique to the run, and equal for its sessions on one machine."""
     output, folder = recipe.run.output_dir.absolute(), recipe.rl.rollout.policy_folder
     if folder is None:
         return output / POLICY
-    own = hashlib.sha256(f"{socket.gethostname()}:{output}".encode()).hexdigest()
-    return folder.absolute() / f"{output.name}-{own[:12]}"
+    run_hash = hashlib.sha256(f"{socket.gethostname()}:{output}".encode()).hexdigest()
+    return folder.absolute() / f"{output.name}-{run_hash[:12]}"
 
 
 def remove_publications(recipe: Recipe) -> None:
-    """Remove the publications of a run that has ended."""
+    """Remove the publications of a finished run."""
     shutil.rmtree(publications(recipe), ignore_errors=True)
 
 
 def described(folder: Path) -> tuple[PolicyFile, ...]:
-    """The weights in a publication's folder. Raises OSError."""
+    """Return the size and hash of each weight file in a publication's folder. Raises OSError."""
     paths = sorted(folder.rglob("*.safetensors")) + sorted(folder.rglob(f"{LORA_FOLDER}/*.json"))
     return tuple(PolicyFile(p.relative_to(folder).as_posix(), p.stat().st_size, sha256(p)) for p in paths)
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file. Raises OSError."""
+    """Return the SHA-256 hex digest of a file. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(HASH_BYTES):
@@ -127,7 +133,7 @@ def sha256(path: Path) -> str:
 
 
 def holds(folder: Path, files: Sequence[PolicyFile]) -> bool:
-    """True if a folder holds exactly these bytes."""
+    """Return True if the folder has all of these files with matching sizes and hashes."""
     try:
         return all((folder / f.name).stat().st_size == f.num_bytes for f in files) and all(
             sha256(folder / f.name) == f.sha256 for f in files

@@ -1,7 +1,7 @@
-"""Rewards of generated media: starting the reward service for a run, and asking it.
+"""Client side of the reward service: start the service for a run, submit samples, and collect scores.
 
-Rewards are computed in other processes, so that a reward may hang, crash or need its own packages; this module only
-knows their names, and turns every outcome into a Score: a finite number, or a named failure.
+Rewards run in other processes, so a reward may hang, crash or need its own packages. Every outcome becomes a Score: a
+finite number or a failure with its reason.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from wfm_ds.types import MediaBatch, Score
 
 log = logging.getLogger(__name__)
 
-MAX_RUN_CHARS = 100  # for people who read the service's log
-STALL_S = 120.0  # without progress, before a worker of a reward of the user's own is replaced
-STOP_S = 20.0  # for a service to end its scorers
+MAX_RUN_CHARS = 100  # of the run's name in the service's log
+STALL_S = 120.0  # a worker of a user-defined reward is replaced after this time without progress
+STOP_S = 20.0  # for the service to stop its workers
 MAX_RESTARTS = 5
 RESTARTS_WINDOW_S = 600.0
-DEADLINE_SLACK_S = 10.0  # the client's own deadline comes first, and has the better words
+DEADLINE_SLACK_S = 10.0  # the client's own deadline expires first, with the more specific message
 
 
 class RewardService:
-    """`python -m wfm_reward.serve` for one recipe, as a child of this process; restarted when it dies.
+    """`python -m wfm_reward.serve` for one recipe, as a child process that is restarted when it dies.
 
-    One process of a run (rank 0) has it; all ranks connect to `endpoint`. The child ends when this process does.
+    Started by rank 0; all ranks connect to `endpoint`. The child exits when this process exits.
     """
 
     def __init__(self, reward: RewardRecipe, folder: Path) -> None:
-        """Start it and wait until all rewards are loaded.
+        """Start the service and wait until all rewards are loaded.
 
-        `folder` gets reward_service.yaml, reward_service.log and pipes.json. Raises RewardError with the service's own
-        sentence if it cannot start, or is not ready within reward.start_timeout_s.
+        Writes reward_service.yaml, reward_service.log and pipes.json to `folder`. Raises RewardError with the service's
+        own message if it fails to start or is not ready within reward.start_timeout_s.
         """
         self.endpoint = str(folder / "pipes.json")
         self._config = folder / "reward_service.yaml"
         self._log = folder / "reward_service.log"
         self._stopping = threading.Event()
-        self._lock = threading.Lock()  # nothing is restarted once `stop` has begun
+        self._lock = threading.Lock()  # prevents a restart after `stop` was called
         self._sockets = SocketFolder()
         folder.mkdir(parents=True, exist_ok=True)
         Path(self.endpoint).unlink(missing_ok=True)
@@ -85,21 +85,21 @@ class RewardService:
 
     @property
     def pid(self) -> int:
-        """The process id of the service; another one after a restart."""
+        """Process id of the service. Changes after a restart."""
         return self._process.pid
 
     def stop(self) -> None:
-        """End the service and everything it started. May be called again."""
+        """Stop the service and its workers. May be called repeatedly."""
         with self._lock:
             self._stopping.set()
             process = self._process
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                pipe.close()  # the end of its stdin tells it to stop
+                pipe.close()  # the service stops when its stdin is closed
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            log.warning("the reward service did not stop within %.0f s and is killed", STOP_S)
+            log.warning("the reward service did not stop within %.0f s: killing it", STOP_S)
             process.kill()
             process.wait()
         self._sockets.remove()
@@ -113,16 +113,16 @@ class RewardService:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
-                start_new_session=True,  # Ctrl-C is for the trainer, which still needs the service while it ends a step
+                start_new_session=True,  # keeps Ctrl-C from the service: the trainer needs it to finish its step
             )
 
     def _wait_until_ready(self, timeout_s: float) -> None:
-        """The service writes one line to stdout when it is ready, and closes it when it ends."""
+        """Wait for the line that the service prints to stdout when it is ready. Raises RewardError."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(timeout_s):
-                raise RewardError(f"the reward service is not ready after {timeout_s:g} s; its log is {self._log}")
+                raise RewardError(f"the reward service was not ready after {timeout_s:g} s (log: {self._log})")
             line = self._process.stdout.readline()
         if not line:
             raise RewardError(f"{self._last_error()} (log: {self._log})")
@@ -130,10 +130,10 @@ class RewardService:
     def _last_error(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return errors[-1] if errors else f"the reward service ended with exit status {self._process.wait()}"
+        return errors[-1] if errors else f"the reward service exited with status {self._process.wait()}"
 
     def _watch(self) -> None:
-        """Restart the service when it dies; clients find the new one and submit again what has no answer."""
+        """Restart the service when it dies. Clients reconnect and resubmit their unfinished tasks."""
         deaths: deque[float] = deque()
         while True:
             status = self._process.wait()
@@ -143,9 +143,9 @@ class RewardService:
             while deaths[-1] - deaths[0] > RESTARTS_WINDOW_S:
                 deaths.popleft()
             if len(deaths) > MAX_RESTARTS:
-                log.error("the reward service died %d times; it is not started again", len(deaths))
+                log.error("the reward service died %d times: not restarting it", len(deaths))
                 return
-            log.warning("the reward service died (exit status %d) and is started again", status)
+            log.warning("the reward service died (exit status %d): restarting it", status)
             self._stopping.wait(2.0 ** (len(deaths) - 1))
             with self._lock:
                 if self._stopping.is_set():
@@ -154,10 +154,12 @@ class RewardService:
 
 
 def service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
-    """The configuration that serves exactly this recipe, with its sockets in that folder. Raises RewardError for an
-    unknown reward."""
+    """Return the configuration of a reward service for this recipe. sockets: folder of its sockets.
+
+    Raises RewardError for an unknown reward.
+    """
     rewards = {
-        # A worker without progress for longer than reward.timeout_s is of no use to this run.
+        # A worker without progress for reward.timeout_s can only produce timeouts.
         f.name: {
             "stall_s": min(_stall_s(f.name), reward.timeout_s),
             **f.model_dump(include={"workers", "max_batch", "options"}),
@@ -168,7 +170,7 @@ def service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
 
 
 def _stall_s(name: str) -> float:
-    """The reward's own limit; a class of the user's is not imported here to ask for it."""
+    """Return the stall limit of a reward: its own, or STALL_S for a user's class, which is not imported here."""
     from wfm_reward import registry
 
     return STALL_S if registry.is_path(name) else registry.describe(name).stall_s
@@ -176,33 +178,36 @@ def _stall_s(name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """A task under way: which samples get which reward, until when."""
+    """A submitted task: some samples to be scored by one reward."""
 
     reward: str
     sample_ids: tuple[str, ...]
-    deadline_s: float  # on PipeClient.now_s
+    deadline_s: float  # on the clock of PipeClient.now_s
 
 
 class RewardClient:
-    """Submit media, go on denoising, collect scores. One per rank; its methods are for one thread."""
+    """Submits samples for scoring and collects their scores. One per rank; not thread-safe."""
 
     def __init__(
         self, endpoint: str, reward: RewardRecipe, run: str, client: str, *, lost_after_s: float = 60.0
     ) -> None:
-        """`endpoint`: path of a pipes.json, ipc:// or tcp://; (run, client) names this submitter at the service.
+        """Connect to the reward service.
 
-        Raises RewardError if the recipe's keys cannot be used, nobody answers within reward.start_timeout_s, or the
-        service does not offer a reward that the recipe names, or computes it with other options. A service that stays
-        silent for lost_after_s fails what is submitted.
+        endpoint: path of a pipes.json, ipc:// or tcp:// address. run, client: identify this client in the service.
+        lost_after_s: submitted tasks fail if the service is silent for this time.
+
+        Raises RewardError if the keys are unusable, if the service does not answer within reward.start_timeout_s, or
+        if it lacks a reward of the recipe or computes it with different options.
         """
         self._reward = reward
         self._lost_after_s = lost_after_s
-        self._token = f"{client}-{uuid.uuid4().hex[:12]}"  # equal ids mean equal work: never those of another life
+        # Unique: the service treats tasks with equal ids as the same work, also across sessions of a run.
+        self._token = f"{client}-{uuid.uuid4().hex[:12]}"
         self._num_submitted = 0
         self._tickets: dict[str, _Ticket] = {}
         self._scores: dict[str, dict[str, Score]] = {}
         try:
-            # The token: runs whose folders have the same name may share a service.
+            # A unique client name: runs with equal folder names may share a service.
             keys = None if reward.keys is None else client_keys(Path(reward.keys))
             self._pipe = PipeClient(endpoint, run=run[:MAX_RUN_CHARS], client=self._token, keys=keys)
         except (PipeError, KeyFileError) as error:
@@ -218,7 +223,7 @@ class RewardClient:
             raise
 
     def submit(self, batch: MediaBatch) -> None:
-        """Send the batch to all rewards and return at once. Its media are copied; each travels once for all rewards."""
+        """Send a copy of the batch to the service for all rewards, and return at once."""
         media = np.array(batch.media)
         rows = [
             {"id": sample_id, "prompt": batch.prompts[i], "metadata": dict(batch.metadata[i]), "fps": batch.fps}
@@ -238,10 +243,10 @@ class RewardClient:
                 self._tickets[piece.id] = ticket
 
     def wait(self) -> dict[str, dict[str, Score]]:
-        """The scores of all samples submitted since the last call: {sample id: {reward name: Score}}.
+        """Wait for the scores of all samples submitted since the last call: {sample id: {reward name: Score}}.
 
-        Every sample has a Score for every function. Returns when all are there, or failed: at the latest
-        reward.timeout_s after the last submission. Never raises for what the service does.
+        Every sample has a Score for every reward; failures and timeouts are failed Scores. Returns at the latest
+        reward.timeout_s after the last submission. Never raises because of the service.
         """
         while self._tickets:
             LIVENESS.advance()
@@ -253,22 +258,22 @@ class RewardClient:
         return scores
 
     def close(self) -> None:
-        """Cancel what is under way and disconnect."""
+        """Cancel the pending tasks and disconnect."""
         self._pipe.close()
 
     def _offered(self, function: RewardFunction) -> int:
-        """The max_batch of a reward at the service. Raises RewardError if the service does not compute it so."""
+        """Return the service's max_batch of a reward. Raises RewardError if it lacks the reward or options differ."""
         info = self._pipe.kinds.get(f"score:{function.name}")
         if info is None:
             offers = ", ".join(sorted(kind.removeprefix("score:") for kind in self._pipe.kinds))
             raise RewardError(
-                f"the reward service at {self._pipe.endpoint} does not compute {function.name}, which the recipe "
-                f"names; it offers {offers}"
+                f"the reward service at {self._pipe.endpoint} does not offer {function.name} of the recipe; it offers "
+                f"{offers}"
             )
         if not self._reward.spawn and function.options and function.options != info.get("options"):
             raise RewardError(
                 f"the reward service at {self._pipe.endpoint} computes {function.name} with the options "
-                f"{info.get('options')}, the recipe says {function.options}: change one of them"
+                f"{info.get('options')}, but the recipe has {function.options}: change one of them"
             )
         return int(info["max_batch"])
 
@@ -277,20 +282,20 @@ class RewardClient:
         return f"{self._token}/{self._num_submitted}#{kind.removeprefix('score:')}"
 
     def _patience_s(self) -> float:
-        """Seconds until the next deadline; at most half a second, to notice a lost service."""
+        """Return the seconds until the next deadline, at most 0.5 so that a lost service is noticed."""
         return min(0.5, min(ticket.deadline_s for ticket in self._tickets.values()) - self._pipe.now_s())
 
     def _book(self, outcome: TaskOutcome) -> None:
         ticket = self._tickets.pop(outcome.id, None)
         if ticket is None:
-            return  # given up already
+            return  # already failed
         if not outcome.ok:
             self._fail(ticket, outcome.reason)
             return
         try:
             scores = list(_scores(ticket, outcome))
         except (KeyError, TypeError, ValueError) as error:
-            self._fail(ticket, f"the service's answer cannot be read: {error}")
+            self._fail(ticket, f"malformed reply of the reward service: {error}")
             return
         for score in scores:
             self._scores.setdefault(score.sample_id, {})[score.reward] = score
@@ -319,10 +324,10 @@ class RewardClient:
 
 
 def _scores(ticket: _Ticket, outcome: TaskOutcome) -> Iterator[Score]:
-    """Raises KeyError, TypeError or ValueError unless the answer is one [value, failure, parts] per sample."""
-    answers = outcome.meta["scores"]
+    """Yield the scores in a reply. Raises KeyError, TypeError or ValueError unless it has one row per sample."""
+    rows = outcome.meta["scores"]
     seconds = outcome.seconds / len(ticket.sample_ids)
-    for sample_id, (value, failure, parts) in zip(ticket.sample_ids, answers, strict=True):
+    for sample_id, (value, failure, parts) in zip(ticket.sample_ids, rows, strict=True):
         yield Score(
             sample_id=sample_id, reward=ticket.reward, value=value, failure=failure, seconds=seconds, parts=parts
         )

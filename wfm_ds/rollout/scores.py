@@ -1,4 +1,4 @@
-"""Media to the rewards, and the scores of all ranks on every rank, so that all compute the same advantages."""
+"""Decoding and submission of samples for scoring, and gathering of the scores on every rank."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ from wfm_ds.types import FIRST_FRAME, MediaBatch, Prompt, Score
 if TYPE_CHECKING:
     from wfm_ds.run.job import Job
 
-NUM_REASONS = 5  # of failed rewards, named in a log line
+NUM_REASONS = 5  # failure reasons in one log line
 Scores = dict[str, dict[str, Score]]
-"""Scores by sample id and reward."""
+"""{sample id: {reward name: Score}}."""
 
 
 def submit_pictures(
     job: Job, rewards: RewardClient, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]
 ) -> tuple[npt.NDArray[np.uint8], Scores]:
-    """Decode latents [B, ...] to uint8 images [B,H,W,3] or videos [B,T,H,W,3] and send them to be scored; returns at
-    once. All ranks of a replica call it; its leader alone sends and gets media.
+    """Decode latents [B, ...] to uint8 images [B,H,W,3] or videos [B,T,H,W,3] and submit them for scoring.
 
-    A sample whose latents are not finite is not sent; its named failures are returned.
+    Does not wait for the scores. Collective in the replica; only its leader gets and sends the images. Samples with
+    non-finite latents are not sent; their failures are returned.
     """
-    media, finite = decoded(job, latents)
-    return media, submit_decoded(job, rewards, media, finite, sample_ids, prompts)
+    images, is_finite = decoded(job, latents)
+    return images, submit_decoded(job, rewards, images, is_finite, sample_ids, prompts)
 
 
 def decoded(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-    """Decode on all ranks of a replica, which call it together: media on its leader, [0] on the others. All know what
-    is finite."""
+    """Decode latents [B, ...] on all ranks of a replica. Collective in the replica.
+
+    Returns the images on the leader and [0] on other ranks, and on all ranks whether each sample's latents are finite.
+    """
     return SharedDecoding(job, latents).wait()
 
 
 class SharedDecoding:
-    """Samples that the ranks of a replica decode together: each a share of them, neighbours in their order."""
+    """Decoding of samples by the ranks of a replica. Each rank decodes a contiguous shard."""
 
     def __init__(self, job: Job, latents: Tensor) -> None:
-        """Begin with this rank's share (Sampler.decoding). latents: equal on these ranks."""
+        """Start decoding the local shard. latents: identical on all ranks of the replica."""
         self._world, ranks = job.world, job.world.sp_size
         self._counts = [len(latents) // ranks + (rank < len(latents) % ranks) for rank in range(ranks)]
         first = sum(self._counts[: job.world.sp_rank])
@@ -53,16 +55,16 @@ class SharedDecoding:
         self.is_behind = self._mine.is_behind
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Return what `decoded` does; collective in a replica."""
-        media, finite = self._mine.wait()
-        return self._world.joined_rows(media, self._counts), finite
+        """Wait for all shards. Collective in the replica. Returns the same as `decode_in_replica`."""
+        images, is_finite = self._mine.wait()
+        return self._world.joined_rows(images, self._counts), is_finite
 
 
 class Submissions:
-    """Chunks of samples on their way to the rewards. A chunk is decoded behind its denoising, on a GPU beside that of
-    the next one, and sent when it is there. In a replica chunks wait until every rank has a sample to decode.
+    """Decodes denoised chunks and sends them to the reward service.
 
-    All ranks of a replica call the same methods in one order.
+    On a GPU a chunk is decoded on a side stream while the next chunk is denoised, and sent when it is ready. Chunks are
+    merged until every rank of the replica has a sample to decode. All methods are collective in the replica.
     """
 
     def __init__(self, job: Job, rewards: RewardClient) -> None:
@@ -77,7 +79,7 @@ class Submissions:
             self._begin()
 
     def close(self) -> Scores:
-        """Send what is left; return the named failures of all samples whose latents were not finite."""
+        """Send the remaining chunks. Return the failures of all samples with non-finite latents."""
         if self._pending:
             self._begin()
         self._send()
@@ -86,7 +88,7 @@ class Submissions:
     def _begin(self) -> None:
         chunk, self._pending = Chunk.joined(self._pending), []
         decoding = SharedDecoding(self.job, chunk.latents)
-        self._send()  # the one before, which was decoded meanwhile
+        self._send()  # the previous chunk, which is decoded by now
         self._decoding = decoding, chunk
         if not decoding.is_behind:
             self._send()
@@ -95,13 +97,13 @@ class Submissions:
         if self._decoding is None:
             return
         (decoding, chunk), self._decoding = self._decoding, None
-        media, finite = decoding.wait()
-        self._broken |= submit_decoded(self.job, self.rewards, media, finite, chunk.sample_ids, chunk.prompts)
+        images, is_finite = decoding.wait()
+        self._broken |= submit_decoded(self.job, self.rewards, images, is_finite, chunk.sample_ids, chunk.prompts)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Samples that were denoised."""
+    """Denoised samples that are not decoded yet."""
 
     latents: Tensor  # [B, ...]
     sample_ids: Sequence[str]
@@ -122,7 +124,7 @@ def submit_decoded(
     sample_ids: Sequence[str],
     prompts: Sequence[Prompt],
 ) -> Scores:
-    """`submit_media` to the rewards of a run."""
+    """Submit decoded samples to all rewards of the run. See `submit_finite_samples`."""
     names = [function.name for function in job.recipe.rl.reward.functions]
     fps = job.recipe.sampling.fps if job.model.video else None
     return submit_media(rewards, names, media, finite, sample_ids, prompts, fps)
@@ -137,39 +139,43 @@ def submit_media(
     prompts: Sequence[Prompt],
     fps: float | None,
 ) -> Scores:
-    """Send the media that were made of finite latents to be scored by the rewards of these names; the named failures of
-    the others."""
-    whole = [i for i, ok in enumerate(finite) if ok]
-    if whole and len(media):
+    """Submit the samples with finite latents for scoring. Return the failures of the others.
+
+    names: rewards that get a failed Score for each sample that is not submitted. fps: None for images.
+    """
+    rows = [i for i, ok in enumerate(finite) if ok]
+    if rows and len(media):
         rewards.submit(
             MediaBatch(
-                media=media[whole],
-                sample_ids=[sample_ids[i] for i in whole],
-                prompts=[prompts[i].text for i in whole],
-                metadata=[prompts[i].metadata for i in whole],
-                inputs=[small(prompts[i].inputs) for i in whole],
+                media=media[rows],
+                sample_ids=[sample_ids[i] for i in rows],
+                prompts=[prompts[i].text for i in rows],
+                metadata=[prompts[i].metadata for i in rows],
+                inputs=[small(prompts[i].inputs) for i in rows],
                 fps=fps,
             )
         )
-    broken = [sample_id for sample_id, ok in zip(sample_ids, finite, strict=True) if not ok]
-    why = "latents are not finite"
-    return {s: {name: Score(sample_id=s, reward=name, failure=why) for name in names} for s in broken}
+    failed = [sample_id for sample_id, ok in zip(sample_ids, finite, strict=True) if not ok]
+    reason = "latents are not finite"
+    return {s: {name: Score(sample_id=s, reward=name, failure=reason) for name in names} for s in failed}
 
 
 def small(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
-    """These inputs without the pixels that a video begins with: it shows them, and they are no part of a message's
-    header."""
+    """Return the inputs without the first frame: the video already contains it, and it is too large for a message."""
     return {name: array for name, array in inputs.items() if name != FIRST_FRAME}
 
 
 def gather_scores(world: World, mine: Mapping[str, Mapping[str, Score]]) -> Scores:
-    """{sample_id: {reward: Score}} of all replicas, in their order; collective. `mine`: what the leader knows."""
+    """Gather the scores of all replicas, in the order of the replicas. Collective.
+
+    local_scores: the scores of this replica; only the leader's are used.
+    """
     parts = world.replica_gather(pack_scores(mine))
     return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
 
 
 def failure_reasons(scores: Sequence[Mapping[str, Score]]) -> str:
-    """Name the first few different failures among these samples' rewards, for a log line; empty where none failed."""
+    """Return the first NUM_REASONS distinct failures as one line for the log; empty if nothing failed."""
     failed = {
         f"{score.reward}: {score.failure}" for by_reward in scores for score in by_reward.values() if score.failure
     }
@@ -177,7 +183,7 @@ def failure_reasons(scores: Sequence[Mapping[str, Score]]) -> str:
 
 
 def pack_scores(scores: Mapping[str, Mapping[str, Score]], max_failure_chars: int | None = None) -> list[Any]:
-    """JSON form of scores by sample and reward; failures may be cut to this many characters."""
+    """Return the scores as JSON. max_failure_chars: failures are truncated to this length."""
     return [
         [
             sample_id,

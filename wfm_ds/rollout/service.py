@@ -1,4 +1,4 @@
-"""The trainer's end of async rollouts, on rank 0: the hub that workers lease from, and the workers it starts itself."""
+"""Trainer side of async rollouts, on rank 0: the broker that leases tasks to workers, and the workers it starts."""
 
 from __future__ import annotations
 
@@ -34,23 +34,29 @@ from wfm_ds.storage import atomic
 log = logging.getLogger(__name__)
 
 PIPES = "pipes.json"
-STOP_S = 20.0  # for a worker to leave
+STOP_S = 20.0  # for a worker to exit
 DRAIN_S = 2.0
 MAX_DEATHS = 5
 DEATHS_WINDOW_S = 600.0
-# What a launcher tells its ranks; a worker is none.
+# Set by launchers for their ranks; removed from the environment of workers.
 OF_RANKS = re.compile(r"RANK|(LOCAL|GROUP|ROLE|CROSS)_.*|WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|WFM_(LAUNCH|STATUS)_.*")
 
 
 class RolloutService:
-    """The hub in a thread of this process, `rollout/pipes.json` for those that join, and `rollout.spawn` children."""
+    """The broker in a thread of this process, and `rollout.spawn` worker processes.
+
+    Writes the broker's addresses to `rollout/pipes.json` for workers that are started elsewhere.
+    """
 
     def __init__(self, recipe: Recipe, identity: Mapping[str, str], rewards: str, num_ranks: int) -> None:
-        """`identity`: of this trainer's samples. `rewards`: address of the reward service. `num_ranks`: with which the
-        workers share this machine.
+        """Start the broker and the workers.
 
-        Raises PipeError if rollout.bind cannot be bound, KeyFileError if rollout.keys cannot be used, RecipeError for a
-        device that has to be named, OSError if a file cannot be written or a child not started; nothing is left then.
+        identity: the trainer's, from `compute_identity`. rewards: address of the reward service. num_ranks: training
+        ranks on this machine.
+
+        Raises PipeError if rollout.bind cannot be bound, KeyFileError if rollout.keys is unusable, RecipeError if
+        rollout.devices is missing or invalid, OSError if a file cannot be written or a worker not started. Nothing is
+        left running then.
         """
         self.recipe, self.settings, self.rewards = recipe, recipe.rl.rollout, rewards
         self.places = places(self.settings, num_ranks)
@@ -67,7 +73,7 @@ class RolloutService:
                 clients=clients,
                 workers=workers,
                 kinds={KIND: Kind(stall_s(self.settings, recipe.rl.reward), info)},
-                silent_worker_s=self.settings.lost_after_s,
+                silent_worker_s=self.settings.worker_timeout_s,
                 keys=trainer_keys(self.settings),
                 worker_keys=self.settings.keys is not None,
                 observer=self._observe,
@@ -85,39 +91,41 @@ class RolloutService:
             raise
 
     def command(self, name: str, place: Place) -> list[str]:
-        device = place.device if place.gpu is None else "cuda:0"  # the only one that it sees
+        name_in_worker = place.device if place.gpu is None else "cuda:0"  # the only GPU that the worker sees
         recipe, endpoint = str(self.recipe.run.output_dir / "recipe.yaml"), self.endpoint
-        options = {"--connect": endpoint, "--rewards": self.rewards, "--device": device, "--name": name}
-        words = [word for pair in options.items() for word in pair]
-        return [sys.executable, "-m", "wfm_ds.rollout", recipe, *words, "--stop-on-eof"]
+        options = {"--connect": endpoint, "--rewards": self.rewards, "--device": name_in_worker, "--name": name}
+        arguments = [argument for option in options.items() for argument in option]
+        return [sys.executable, "-m", "wfm_ds.rollout", recipe, *arguments, "--stop-on-eof"]
 
     def environment(self, gpu: str | None) -> dict[str, str]:
-        """Environment of this process without the variables that make it a rank, and with this GPU alone if it has
-        one."""
-        kept = {name: value for name, value in os.environ.items() if not OF_RANKS.fullmatch(name)}
-        own = {"OMP_NUM_THREADS": str(self.threads), **kept}
-        return own if gpu is None else for_process(own, gpu)
+        """Return the environment of a worker: this process's without the launcher's variables.
+
+        gpu: the only visible GPU; None leaves the visible GPUs unchanged.
+        """
+        inherited = {name: value for name, value in os.environ.items() if not OF_RANKS.fullmatch(name)}
+        variables = {"OMP_NUM_THREADS": str(self.threads), **inherited}
+        return variables if gpu is None else for_process(variables, gpu)
 
     def failures(self) -> list[str]:
-        """The reasons why children are not started again."""
-        return [child.failure for child in self.children if child.failure]
+        """Return the failures of workers that are not restarted."""
+        return [worker.failure for worker in self.children if worker.failure]
 
     def alone(self) -> str:
-        """The reason why nothing will ever be generated; "" if something may be."""
-        lost = self.failures()
-        hopeless = self.children and len(lost) == len(self.children) and not self.hub.workers()
-        return "; ".join(dict.fromkeys(lost)) if hopeless else ""
+        """Return the failures if all workers have failed and none is connected, else ""."""
+        failures = self.failures()
+        is_dead = self.children and len(failures) == len(self.children) and not self.hub.workers()
+        return "; ".join(dict.fromkeys(failures)) if is_dead else ""
 
     def stop(self) -> None:
-        """End the children and the hub. May be called again."""
-        for child in self.children:
-            child.ask_to_stop()
-        for child in self.children:
-            child.stop()
+        """Stop the workers and the broker. May be called repeatedly."""
+        for worker in self.children:
+            worker.ask_to_stop()
+        for worker in self.children:
+            worker.stop()
         self.hub.stop(DRAIN_S)
         self._remove_sockets()
         Path(self.endpoint).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the logs of workers stay
+        with contextlib.suppress(OSError):  # not empty: the workers' logs are kept
             self.folder.rmdir()
 
     def _announce(self, content: Mapping[str, Any]) -> None:
@@ -126,10 +134,10 @@ class RolloutService:
             part.write_text(json.dumps(content))
 
     def _observe(self, ended: Ended) -> None:
-        """Note which child works. Called in the hub's thread."""
+        """Record which worker finished a chunk. Called in the broker's thread."""
         if ended.completion.ok:
-            for child in self.children:
-                child.worked = child.worked or ended.completion.worker.startswith(f"{child.life}/")
+            for worker in self.children:
+                worker.worked = worker.worked or ended.completion.worker.startswith(f"{worker.life}/")
 
     def _remove_sockets(self) -> None:
         if self._sockets is not None:
@@ -137,15 +145,15 @@ class RolloutService:
 
 
 class Child:
-    """A worker on this machine; started again when it dies. It ends when this process does: its stdin closes."""
+    """A worker process on this machine, restarted when it dies. It exits when this process does (stdin is closed)."""
 
     def __init__(self, service: RolloutService, name: str, place: Place) -> None:
         self.service, self.name, self.place = service, name, place
-        self.failure = ""  # why it is not started again
+        self.failure = ""  # why it is not restarted
         self.log = service.folder / f"{name}.log"
         self._stopping = threading.Event()
-        self._lock = threading.Lock()  # nothing is started once stopping
-        self.worked = False  # its process has finished a chunk
+        self._lock = threading.Lock()  # prevents a restart after a stop request
+        self.worked = False  # since the last start
         self._life = 0
         self._process = self._started()
         self._watcher = threading.Thread(target=self._watch, name=name, daemon=True)
@@ -153,12 +161,12 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id; another one after a restart."""
+        """Process id. Changes after a restart."""
         return self._process.pid
 
     @property
     def life(self) -> str:
-        """The name of its process; that of a lane is LIFE/NUMBER."""
+        """Name of the current process. Its lanes are named PROCESS_NAME/NUMBER."""
         return f"{self.name}.{self._life}"
 
     def ask_to_stop(self) -> None:
@@ -172,7 +180,7 @@ class Child:
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            log.warning("rollout worker %s did not stop within %.0f s and is killed", self.name, STOP_S)
+            log.warning("rollout worker %s did not stop within %.0f s: killing it", self.name, STOP_S)
             self._process.kill()
             self._process.wait()
 
@@ -185,7 +193,7 @@ class Child:
                 stdout=log_file,
                 stderr=log_file,
                 env=self.service.environment(self.place.gpu),
-                start_new_session=True,  # Ctrl-C is for the trainer
+                start_new_session=True,  # keeps Ctrl-C from the worker
             )
 
     def _watch(self) -> None:
@@ -197,7 +205,7 @@ class Child:
             for lane in range(self.service.settings.in_flight):
                 self.service.hub.worker_lost(f"{self.life}/{lane}", "its worker died")
             if self.worked:
-                deaths.clear()  # only lives in which nothing was done speak against another one
+                deaths.clear()  # only deaths without a finished chunk count against a restart
             deaths.append(time.monotonic())
             while deaths[-1] - deaths[0] > DEATHS_WINDOW_S:
                 deaths.popleft()
@@ -207,7 +215,7 @@ class Child:
                 self.failure = f"rollout worker {self.name} {self._last_error(status)} (log: {self.log})"
                 log.error("%s", self.failure)
                 return
-            log.warning("rollout worker %s died (exit status %d) and is started again", self.name, status)
+            log.warning("rollout worker %s died (exit status %d): restarting it", self.name, status)
             self._stopping.wait(2.0 ** (len(deaths) - 1))
             with self._lock:
                 if self._stopping.is_set():
@@ -217,12 +225,14 @@ class Child:
     def _last_error(self, status: int) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return f"cannot work: {errors[-1]}" if status == 2 and errors else f"keeps dying, last with status {status}"
+        return f"failed: {errors[-1]}" if status == 2 and errors else f"died repeatedly, last exit status {status}"
 
 
 def stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
-    """A chunk makes no progress while it waits for its turn on the device, behind the worker's others, or for its
-    scores."""
+    """Return the time in seconds without progress after which a chunk counts as stalled.
+
+    It includes the time that a chunk waits for the worker's other chunks and for its scores.
+    """
     return max(1, rollout.in_flight - 1) * rollout.timeout_s + reward.timeout_s
 
 
@@ -230,52 +240,62 @@ def stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
 class Place:
     """The device of a worker on this machine."""
 
-    device: str  # as the recipe has it
-    gpu: str | None = None  # what CUDA_VISIBLE_DEVICES calls it; None for one that is no GPU
+    device: str  # as in the recipe
+    gpu: str | None = None  # its name in CUDA_VISIBLE_DEVICES; None if it is not a GPU
 
 
 def places(rollout: RolloutRecipe, num_ranks: int) -> list[Place]:
-    """The places of the children, in turn, beside `num_ranks` training ranks of this machine. Raises RecipeError for
-    GPUs that are not there, and where a guess could take memory from the ranks. Warns of a GPU that is a rank's too."""
-    devices = spawn_devices(rollout.devices, rollout.spawn)[: max(1, rollout.spawn)]
-    if not any(device.startswith("cuda") for device in devices):
-        return [Place(device) for device in devices]
+    """Return the devices of the workers, assigned round-robin. num_ranks: training ranks on this machine.
+
+    Raises RecipeError if a GPU does not exist or rollout.devices is required. Warns if a GPU is also used for training.
+    """
+    names = spawn_devices(rollout.devices, rollout.spawn)[: max(1, rollout.spawn)]
+    if not any(name.startswith("cuda") for name in names):
+        return [Place(name) for name in names]
     gpus = machine_gpus(num_ranks)
-    found = [Place(device, gpus.name(device)) for device in devices]
-    shared = [place.device for place in found if place.gpu in gpus.of_ranks]
-    if shared:  # the only way on a machine with one GPU
+    devices = [Place(name, gpus.name(name)) for name in names]
+    shared = [device.device for device in devices if device.gpu in gpus.of_ranks]
+    if shared:  # unavoidable on a machine with one GPU
         log.warning(
-            "rollout.devices: %s train too: rollouts and training slow each other down there, and share the memory",
+            "rollout.devices: %s are also used for training: rollouts and training share their memory and slow each "
+            "other down",
             ", ".join(dict.fromkeys(shared)),
         )
-    return found
+    return devices
 
 
 def spawn_devices(named: list[str] | None, spawn: int) -> list[str]:
-    """The devices of the children, in turn. Raises RecipeError where a guess could take memory from the ranks."""
+    """Return the names of the workers' devices; the CPU by default.
+
+    Raises RecipeError on GPU machines without rollout.devices, because a default could take memory from the ranks.
+    """
     if named is not None or spawn == 0:
         return named or ["cpu"]
     if uses_cuda():
         raise RecipeError(
-            "rollout.spawn: name the GPUs of the workers in rollout.devices, such as [cuda:6, cuda:7], and leave them "
-            "out of the training ranks; or set spawn: 0 and start workers elsewhere"
+            "rollout.spawn needs rollout.devices: set it to GPUs that do not train, such as [cuda:6, cuda:7], or set "
+            "rollout.spawn to 0 and start workers elsewhere"
         )
     return ["cpu"]
 
 
 def trainer_keys(settings: RolloutRecipe) -> HubKeys | None:
-    """The keys of the trainer's hub; None without rollout.keys. Ranks, and workers that the trainer starts, use its
-    `insider`. Raises KeyFileError."""
+    """Load the broker's keys; None without rollout.keys. Raises KeyFileError.
+
+    Ranks and workers started by the trainer use `insider`.
+    """
     return None if settings.keys is None else hub_keys(settings.keys)
 
 
 def endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
-    """The endpoints for clients (joining workers, ranks) and for leases. Raises RecipeError for a port without a next
-    one."""
+    """Return the broker's addresses for clients (ranks, joining workers) and for leases (port + 1).
+
+    folder: of the ipc sockets; None for TCP. Raises RecipeError for an invalid rollout.bind.
+    """
     if folder is not None:
         return f"ipc://{folder}/clients", f"ipc://{folder}/workers"
     host, _, port = bind.rpartition(":")
     if not port.isdecimal() or not int(port) < 65535:
-        raise RecipeError(f"rollout.bind {bind}: write ipc, or tcp://HOST:PORT with a port from 1 to 65534, or 0")
+        raise RecipeError(f"rollout.bind: expected ipc or tcp://HOST:PORT with a port from 0 to 65534, got {bind}")
     second = int(port) + 1 if int(port) else free_port()
     return bind, f"{host}:{second}"

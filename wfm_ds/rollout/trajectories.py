@@ -1,6 +1,6 @@
-"""Counterfactual trajectories: samples of an RL step that start where a clip does, and are told to go elsewhere.
+"""Counterfactual trajectories: samples of an RL step start from a clip but follow other actions than the recorded ones.
 
-To follow actions cannot be learned from the recorded continuation alone: a model that remembers it need not listen.
+With recorded actions alone, a model that memorizes the clips can ignore the actions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Trajectories:
-    """Trajectories of the groups of an RL step, by rollout.trajectories. The same on every rank, at any step."""
+    """Replaces the trajectories of an RL step's prompts as configured by rollout.trajectories. Same on every rank."""
 
     def __init__(self, recipe: Recipe, actions: Actions | None) -> None:
         rollout = recipe.rl.rollout
@@ -31,50 +31,52 @@ class Trajectories:
         self._library = None if actions is None else actions.library
 
     def of_step(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
-        """Return the prompts of all groups of a step with the trajectories that their samples are told."""
+        """Return the prompts with new trajectories. prompts: of all groups of the step."""
         if self.mode == "shuffle":
-            found = exchanged(prompts, seed=self.seed, step=step)
-            if not self._has_warned and all(here is there for here, there in zip(found, prompts, strict=True)):
+            shuffled = exchanged(prompts, seed=self.seed, step=step)
+            if not self._has_warned and all(new is old for new, old in zip(shuffled, prompts, strict=True)):
                 self._has_warned = True
                 log.warning(
-                    "rollout.trajectories: shuffle exchanged nothing in step %d: each of its %d groups is alone in its "
-                    "domain; raise rollout.prompts_per_step",
+                    "rollout.trajectories: shuffle changed nothing in step %d: no two of its %d groups share a domain. "
+                    "Increase rollout.prompts_per_step",
                     step,
                     len(prompts),
                 )
-            return found
+            return shuffled
         if self._library is None:
             return list(prompts)
-        chosen = [derive_seed(self.seed, "trajectories", step, g) % len(self._library) for g in range(len(prompts))]
+        indices = [derive_seed(self.seed, "trajectories", step, g) % len(self._library) for g in range(len(prompts))]
         return [
-            replace(prompt, inputs={**prompt.inputs, ACTIONS: self._library[place]})
-            for prompt, place in zip(prompts, chosen, strict=True)
+            replace(prompt, inputs={**prompt.inputs, ACTIONS: self._library[index]})
+            for prompt, index in zip(prompts, indices, strict=True)
         ]
 
 
 def exchanged(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt]:
-    """Return the prompts of an RL step with one another's actions and camera paths: nobody keeps his own, and only
-    those of one `domain` exchange. One that is alone in its domain keeps its own."""
+    """Return the prompts with their actions and camera paths exchanged within each `domain`.
+
+    No prompt keeps its own trajectory, except a prompt that is the only one of its domain.
+    """
     domains: dict[float, list[int]] = {}
     for i, prompt in enumerate(prompts):
         domains.setdefault(float(prompt.inputs.get(DOMAIN, 0)), []).append(i)
-    found = list(prompts)
-    for domain, members in sorted(domains.items()):
-        order = permuted(len(members), derive_seed(seed, "trajectories", step, str(domain)))
-        if len(members) == 1:
+    shuffled = list(prompts)
+    for domain, indices in sorted(domains.items()):
+        order = permuted(len(indices), derive_seed(seed, "trajectories", step, str(domain)))
+        if len(indices) == 1:
             continue
-        ring = [members[place] for place in order]  # each takes the next one's
-        for here, there in zip(ring, [*ring[1:], ring[0]], strict=True):
-            found[here] = replace(prompts[here], inputs=moved(prompts[here].inputs, prompts[there].inputs))
-    return found
+        ring = [indices[i] for i in order]  # each prompt takes the trajectory of the next one
+        for target, source in zip(ring, [*ring[1:], ring[0]], strict=True):
+            shuffled[target] = replace(prompts[target], inputs=moved(prompts[target].inputs, prompts[source].inputs))
+    return shuffled
 
 
 def moved(here: Mapping[str, Floats], there: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return the inputs of one sample with the trajectory of another, whose camera begins where its own does."""
-    found = dict(here)
+    """Return the inputs `target` with the trajectory of `source`. The camera path keeps the start pose of `target`."""
+    inputs = dict(here)
     if ACTIONS in here:
-        found[ACTIONS] = there[ACTIONS]
+        inputs[ACTIONS] = there[ACTIONS]
     if POSES in here:
         start = here[POSES][0].astype(np.float64) @ np.linalg.inv(there[POSES][0].astype(np.float64))
-        found[POSES] = (start @ there[POSES].astype(np.float64)).astype(np.float32)
-    return found
+        inputs[POSES] = (start @ there[POSES].astype(np.float64)).astype(np.float32)
+    return inputs

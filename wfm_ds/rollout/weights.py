@@ -1,4 +1,4 @@
-"""A rollout worker's copy of the published policy: found on a shared path or fetched, checked, and put on the model."""
+"""A rollout worker's copy of the published policy: located or downloaded, verified, and loaded into the model."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ from wfm_ds.rollout.publisher import Manifest, PolicyFile, holds
 log = logging.getLogger(__name__)
 
 PIECE_S = 60.0  # for one piece of a file to arrive
-NAME = re.compile(r"[\w-]+/[\w.-]+")  # of a file: one folder deep, nowhere else
+NAME = re.compile(r"[\w-]+/[\w.-]+")  # exactly one folder deep: a path cannot leave the publication's folder
 
 
 class PolicyWeights:
-    """The model's denoiser with the weights of one publication. For one thread at a time."""
+    """Loads publications into the model's denoiser. Not thread-safe."""
 
     def __init__(self, model: DiffusionModel, client: PipeClient, *, lora: bool, merge: bool = False) -> None:
-        """`client`: attached to the trainer's hub. merge: have the adapter in the weights (engine/merging.py)."""
+        """client: connected to the trainer's broker. merge: merge the adapter into the base weights (AdapterMerge)."""
         self.model, self.client, self.lora, self.merge = model, client, lora, merge
         self.loaded: Manifest | None = None
         self._adapted = False
         self._merged: AdapterMerge | None = None
 
     def use(self, manifest: Manifest) -> int:
-        """Have at least this publication on the model, and return which one it is: the newest known of its life.
+        """Load this publication unless the model already has it or a newer one of the same session.
 
-        Raises TaskFailed, not for good, if it cannot be had: the weights are those of before then, or none.
+        Returns the number of the publication in the model. Raises TaskFailed (not fatal) if it cannot be downloaded or
+        loaded. The model then has its earlier weights, or undefined weights that the next call replaces.
         """
-        held = self.loaded
-        if held is not None and held.life == manifest.life and held.publication >= manifest.publication:
-            return held.publication
+        current = self.loaded
+        if current is not None and current.life == manifest.life and current.publication >= manifest.publication:
+            return current.publication
         with self._found(manifest) as folder:
-            self.loaded = None  # until all of it is on the model
+            self.loaded = None  # until all weights are loaded
             try:
                 self._load(folder)
             except (UserError, OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
@@ -58,14 +59,17 @@ class PolicyWeights:
                     f"publication {manifest.publication} cannot be loaded: {error}", fatal=False
                 ) from error
         self.loaded = manifest
-        log.info("uses publication %d", manifest.publication)
+        log.info("loaded publication %d", manifest.publication)
         return manifest.publication
 
     @contextlib.contextmanager
     def _found(self, manifest: Manifest) -> Iterator[Path]:
-        """A folder with exactly the bytes that were announced; what is fetched for it goes again."""
+        """Yield a folder with the announced files: the trainer's if it is visible, else a temporary download.
+
+        Raises TaskFailed.
+        """
         if not manifest.files or not all(NAME.fullmatch(f.name) for f in manifest.files):
-            raise TaskFailed("a publication names no files, or strange ones", fatal=True)
+            raise TaskFailed("a publication has no files or invalid file names", fatal=True)
         shared = Path(manifest.folder)
         if holds(shared, manifest.files):
             yield shared
@@ -77,10 +81,10 @@ class PolicyWeights:
                     self._fetch(manifest, file, folder / file.name)
             except (PipeError, WireError, OSError) as error:
                 raise TaskFailed(
-                    f"publication {manifest.publication} cannot be fetched: {error}", fatal=False
+                    f"publication {manifest.publication} cannot be downloaded: {error}", fatal=False
                 ) from error
             if not holds(folder, manifest.files):
-                raise TaskFailed(f"publication {manifest.publication} does not have the announced digests", fatal=False)
+                raise TaskFailed(f"publication {manifest.publication} does not match its announced hashes", fatal=False)
             yield folder
 
     def _fetch(self, manifest: Manifest, file: PolicyFile, path: Path) -> None:
@@ -108,7 +112,7 @@ class PolicyWeights:
             load_adapter(self.model, folder / LORA_FOLDER)
             for name, parameter in self.model.denoiser.named_parameters():
                 if ".lora_" in name:
-                    parameter.data = parameter.data.to(self.model.dtype)  # as the training ranks compute
+                    parameter.data = parameter.data.to(self.model.dtype)  # same dtype as on the training ranks
             self._adapted = True
             return
         for part in self.model.denoiser_parts:
@@ -116,19 +120,21 @@ class PolicyWeights:
             load_saved(getattr(self.model.pipeline, part), folder / LORA_FOLDER / SAVED_FILES[part])
 
     def _copy(self, part: str, paths: list[Path]) -> None:
-        """Write the tensors of these files into a part of the denoiser. Raises ValueError unless they are all that
-        training changes of it."""
+        """Copy the tensors of these files into a part of the denoiser.
+
+        Raises ValueError if a trained tensor is missing.
+        """
         network: Any = getattr(self.model.pipeline, part)
-        places = network.state_dict()
+        targets = network.state_dict()
         if self.lora:
-            names = {n: diffusers_name(n.replace(".default.", ".")) for n in places if ".lora_" in n}
-            places = {f"{LORA_PREFIX}.{name}": places[n] for n, name in names.items()}
-        trained = {name for name in places if not matches(name, self.model.frozen)}
+            names = {n: diffusers_name(n.replace(".default.", ".")) for n in targets if ".lora_" in n}
+            targets = {f"{LORA_PREFIX}.{name}": targets[n] for n, name in names.items()}
+        trained = {name for name in targets if not matches(name, self.model.frozen)}
         missing = placed_names(network) if self.lora else trained
         for path in paths:
             with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118, it is no mapping
-                    places[name].copy_(file.get_tensor(name))
+                for name in file.keys():  # noqa: SIM118, not a mapping
+                    targets[name].copy_(file.get_tensor(name))
                     missing.discard(name)
         if missing:
             raise ValueError(f"{len(missing)} tensors of {part} are missing, e.g. {min(missing)}")

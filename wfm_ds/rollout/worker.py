@@ -1,8 +1,8 @@
-"""`python -m wfm_ds.rollout RECIPE --connect ADDRESS`: a process that generates samples for an async run.
+"""`python -m wfm_ds.rollout RECIPE --connect ADDRESS`: a worker process that generates samples for an async run.
 
-It needs no DeepSpeed engine and no rank: it leases chunks from the trainer, generates them with the published policy,
-has them scored, and returns samples with their scores. SIGTERM or SIGINT: it leaves, and others do what it held. Exit
-codes: 0 when told to stop or when the run is over, 2 for an error of the user's, 1 for anything else.
+A worker is not a training rank and does not use DeepSpeed. It leases chunks from the trainer, generates them with the
+published policy, submits them for scoring, and returns samples and scores. On SIGTERM or SIGINT it exits, and other
+workers take over its chunks. Exit codes: 0 when stopped or when the run is complete, 2 for a user error, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -35,49 +35,59 @@ if TYPE_CHECKING:
 log = logging.getLogger("wfm_ds.rollout")
 
 ATTACH_S = 60.0
-LOOK_S = 1.0  # between looks at the hub and at the lanes
-LEAVE_S = 5.0  # to tell the hub
-MAX_NAME_CHARS = 60  # with the number of a lane it fits a message
+LOOK_S = 1.0  # interval for checking the broker and the lanes
+LEAVE_S = 5.0  # to sign off from the broker
+MAX_NAME_CHARS = 60  # limited by the messages, which add the number of a lane
 HOST_CHARS = 40
-MAX_FAILURE_CHARS = 150  # of a reward: all failures of a chunk fit a message
+MAX_FAILURE_CHARS = 150  # per reward: all failures of a chunk fit into one message
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="wfm_ds.rollout",
-        description="Generate samples for an async run, on a device of its own.",
+        description="Generate samples for an async run on its own device.",
         epilog="Example: python -m wfm_ds.rollout outputs/run/recipe.yaml --connect outputs/run/rollout/pipes.json "
         "--device cuda:1",
     )
     p.add_argument(
-        "recipe", type=Path, help="recipe.yaml of the run's output folder, or the recipe it was started with"
+        "recipe", type=Path, help="recipe.yaml in the run's output folder, or the recipe that started the run"
     )
-    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
-    p.add_argument("--connect", required=True, metavar="ADDRESS", help="rollout/pipes.json of the run, or its tcp://")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="recipe overrides")
+    p.add_argument(
+        "--connect", required=True, metavar="ADDRESS", help="rollout/pipes.json of the run, or its tcp:// address"
+    )
     p.add_argument(
         "--keys",
         type=Path,
         metavar="DIR",
-        help="this worker's key and the trainer's public one (default: rollout.keys)",
+        help="folder with this worker's key and the trainer's public key (default: rollout.keys)",
     )
-    p.add_argument("--rewards", metavar="ADDRESS", help="the reward service, if this machine reaches it elsewhere")
-    p.add_argument("--device", help="default: cuda if there is one, else cpu")
+    p.add_argument("--rewards", metavar="ADDRESS", help="address of the reward service, if it differs on this machine")
+    p.add_argument("--device", help="default: cuda if available, else cpu")
     p.add_argument(
-        "--name", type=_name, default=default_name(), help="one of its own (default: host, pid and a random part)"
+        "--name", type=_name, default=default_name(), help="unique name (default: host, pid and a random part)"
     )
-    p.add_argument("--orphan-s", type=float, default=300.0, metavar="S", help="leave when the trainer is gone so long")
-    p.add_argument("--stop-on-eof", action="store_true", help="stop when stdin is closed: the parent is gone")
+    p.add_argument(
+        "--orphan-s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="exit after this many seconds without the trainer (default %(default)g)",
+    )
+    p.add_argument("--stop-on-eof", action="store_true", help="exit when stdin is closed (the parent process is gone)")
     return p
 
 
 def default_name() -> str:
-    """Containers may share their host's name and have equal pids: two workers of one name take each other's tasks."""
+    """Return a unique name. Host and pid are not enough: containers may share both, and names identify workers."""
     return f"{socket.gethostname()[:HOST_CHARS]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
 
 def _name(text: str) -> str:
     if not 1 <= len(text) <= MAX_NAME_CHARS:
-        raise argparse.ArgumentTypeError(f"a name has 1 to {MAX_NAME_CHARS} characters, {text!r} has {len(text)}")
+        raise argparse.ArgumentTypeError(
+            f"the name must have 1 to {MAX_NAME_CHARS} characters, got {len(text)}: {text}"
+        )
     return text
 
 
@@ -92,29 +102,31 @@ def run(args: argparse.Namespace) -> int:
 
     stop = threading.Event()
 
-    def ask_to_stop(number: int, frame: FrameType | None) -> None:
+    def request_stop(number: int, frame: FrameType | None) -> None:
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ask_to_stop)
+        signal.signal(number, request_stop)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {args.name} %(levelname)s %(message)s")
     quieten_libraries()
     recipe = recipe_file.load(args.recipe, args.overrides)
     if not recipe.is_async:
-        raise RecipeError(f"{args.recipe}: rollout.mode is not async: this run's ranks generate their own samples")
+        raise RecipeError(f"{args.recipe}: workers need rollout.mode: async, got {recipe.rl.rollout.mode}")
     with deterministic(recipe.engine.deterministic):
         return work(recipe, args, stop)
 
 
 def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
-    """Serve until told to stop. Raises UserError if the trainer, its recipe or its rewards are not what they should."""
+    """Generate chunks until stopped. Raises UserError if trainer, recipe and reward service do not match."""
     keys = worker_keys(recipe, args.keys)
     client = PipeClient(args.connect, run="workers", client=args.name, keys=keys)
     try:
         client.attach(ATTACH_S)
         info = client.kinds.get(KIND)
         if info is None:
-            raise RecipeError(f"{args.connect} is not a trainer of an async run: give rollout/pipes.json of its output")
+            raise RecipeError(
+                f"{args.connect} is not the trainer of an async run: use rollout/pipes.json in the run's output folder"
+            )
         generator = build_generator(recipe, args.device, client, info["identity"])
         return Lanes(recipe, generator, client, keys, info, args).run(stop)
     finally:
@@ -122,13 +134,16 @@ def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int
 
 
 def worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
-    """The keys in `folder`, else the trainer's own if this machine has them. Raises KeyFileError."""
-    own = recipe.rl.rollout.keys
+    """Load the keys from `folder`, else from rollout.keys. None if the run does not use keys. Raises KeyFileError."""
+    trainer_folder = recipe.rl.rollout.keys
     if folder is not None:
         return client_keys(folder)
-    if own is not None and not own.exists():
-        raise KeyFileError(f"this trainer wants keys and {own} is not here: give this worker's by --keys DIR")
-    return None if own is None else client_keys(own)
+    if trainer_folder is not None and not trainer_folder.exists():
+        raise KeyFileError(
+            f"the trainer requires keys but {trainer_folder} (rollout.keys) does not exist here: pass --keys DIR with "
+            "this worker's keys"
+        )
+    return None if trainer_folder is None else client_keys(trainer_folder)
 
 
 def build_generator(
@@ -154,34 +169,37 @@ def build_generator(
     from wfm_ds.run.model import load_model
 
     torch.set_num_threads(threads_per_rank())
-    place = chosen_device(device)
-    with current(place):
-        model = load_model(recipe, place)
-        quantise_base(model.denoiser, model.block_classes, recipe.rollout_precision, model.dtype, place)
-        move(model.denoiser, model.dtype, place)
-        train_in_float8(model.denoiser, model.block_classes, recipe.model.fp8_training, model.dtype, place)
-        kernel = attention.choose(recipe.model.attention, model.denoiser, model.dtype, place, trains=False)
+    torch_device = chosen_device(device)
+    with current(torch_device):
+        model = load_model(recipe, torch_device)
+        quantise_base(model.denoiser, model.block_classes, recipe.rollout_precision, model.dtype, torch_device)
+        move(model.denoiser, model.dtype, torch_device)
+        train_in_float8(model.denoiser, model.block_classes, recipe.model.fp8_training, model.dtype, torch_device)
+        kernel = attention.choose(recipe.model.attention, model.denoiser, model.dtype, torch_device, trains=False)
     attention.use(model.denoiser, kernel)
     require_same(identity_there, identity(recipe, model))
-    if recipe.lora is not None:  # as the trainer does, before any text is encoded
+    if recipe.lora is not None:  # before any text is encoded, as in the trainer
         model.freeze_all_but(recipe.lora.trained_layers(model.default_lora_targets))
     store = text_store(recipe, model)
     texts = TextCache(model, store=store if store is not None and opened(store, required=False) else None)
-    if texts.folder is not None:  # the trainer has filled it, if it is on this machine: they may never be needed
+    if texts.folder is not None:  # if the trainer has filled this folder, the text encoders are not needed
         model.move_text_encoders("cpu")
     algorithm = build_rl(recipe, model.rollout_sigmas(recipe.sampling))
     weights = PolicyWeights(model, client, lora=recipe.lora is not None, merge=recipe.rl.rollout.merge_lora)
     if recipe.engine.compile:
         compile_blocks(model.denoiser, model.block_classes)
-    begin = None
+    on_chunk_start = None
     if recipe.rl.rollout.cuda_graph:
         network: Any = ReplayedNetwork(model.denoiser)
-        model.denoiser, begin = network, network.begin
-    return Generator(model, texts, recipe.sampling, algorithm, weights, recipe.joint_rows, begin)
+        model.denoiser, on_chunk_start = network, network.begin
+    return Generator(model, texts, recipe.sampling, algorithm, weights, recipe.joint_rows, on_chunk_start)
 
 
 class Lanes:
-    """A worker's chunks in hand: each lane is a thread that leases, generates in its turn, and waits for scores."""
+    """The lanes of a worker. A lane is a thread that leases a chunk, generates it, and waits for its scores.
+
+    Several lanes overlap the generation of one chunk with the scoring of another.
+    """
 
     def __init__(
         self,
@@ -193,8 +211,8 @@ class Lanes:
         args: argparse.Namespace,
     ) -> None:
         self.recipe, self.generator, self.client, self.args = recipe, generator, client, args
-        self.trouble: UserError | None = None  # why this worker cannot go on
-        self.info = info  # of the trainer that it was started for
+        self.trouble: UserError | None = None  # stops the worker
+        self.info = info  # of the trainer at the start
         self.rewards_at = args.rewards or info["rewards"]
         self.rewards: list[RewardClient] = []
         patience_s = recipe.rl.rollout.timeout_s + 60.0
@@ -213,8 +231,10 @@ class Lanes:
         ]
 
     def run(self, stop: threading.Event) -> int:
-        """Work until asked to stop, dismissed, or left alone, or until another trainer is at the address. Raises
-        OutOfMemory if a chunk needs more memory than there is."""
+        """Generate chunks until stopped, dismissed, orphaned, or until another trainer uses the address.
+
+        Raises OutOfMemory if a chunk does not fit into memory.
+        """
         from wfm_ds.rollout.rewards import RewardClient
 
         reward = self.recipe.rl.reward
@@ -228,20 +248,20 @@ class Lanes:
                 threads.append(threading.Thread(target=worker.run, args=[handle], name=name, daemon=True))
             for thread in threads:
                 thread.start()
-            log.info("generates for %s", self.args.connect)
+            log.info("generating for %s", self.args.connect)
             while not any(worker.left.is_set() for worker in self.workers) and not stop.wait(LOOK_S):
                 if self.client.silent_s() > self.args.orphan_s:
-                    log.warning("the trainer is gone for %.0f s: %s", self.client.silent_s(), self.client.trouble())
+                    log.warning("no trainer for %.0f s (%s): exiting", self.client.silent_s(), self.client.trouble())
                     break
-                if self.client.kinds.get(KIND) != self.info:  # another recipe or model, or it listens elsewhere
-                    log.warning("another trainer is at %s: leaves, start a worker for that one", self.args.connect)
+                if self.client.kinds.get(KIND) != self.info:  # another recipe or model, or other addresses
+                    log.warning("another trainer is at %s: exiting, start a new worker for it", self.args.connect)
                     break
         finally:
             for worker in self.workers:
                 worker.stop()
             for thread, worker in zip(threads, self.workers, strict=False):
                 if thread.ident is not None:
-                    worker.left.wait(LEAVE_S)  # what it holds is given to others at once, and was no attempt
+                    worker.left.wait(LEAVE_S)  # its chunks are reassigned at once, without counting as failed attempts
             for rewards in self.rewards:
                 rewards.close()
         if self.trouble is not None:
@@ -250,13 +270,13 @@ class Lanes:
 
     @property
     def advice(self) -> list[str]:
-        """The keys to change where a chunk needs more memory than there is."""
+        """Recipe keys to change if a chunk does not fit into memory."""
         from wfm_ds.run.fit import advice_for
 
         return advice_for(self.recipe, "rollout", num_ranks=1)
 
     def chunk(self, rewards: RewardClient, task: TaskInHand, progress: Progress) -> Answer:
-        """Samples of one chunk with their scores."""
+        """Generate one chunk and return its samples with their scores. Raises TaskFailed."""
         from wfm_ds.distributed.accelerator import current
         from wfm_ds.rollout.packing import ChunkWork, pack_trajectory
         from wfm_ds.rollout.publisher import Manifest
@@ -267,30 +287,30 @@ class Lanes:
             work = ChunkWork.of_rows(task.rows, task.tensors())
             manifest = Manifest.of_json(task.note)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise TaskFailed(f"the task cannot be read: {type(error).__name__} {error}", fatal=True) from error
-        place = self.generator.sampler.model.device
+            raise TaskFailed(f"malformed task: {type(error).__name__} {error}", fatal=True) from error
+        device = self.generator.sampler.model.device
         try:
-            # A lane is a thread: its own device would be GPU 0.
-            with current(place), explained(place, lambda phase: self.advice, lambda: "rollout"):
-                made = self.generator.make(work, manifest, progress)
+            # The current device of a new thread is GPU 0, so set it.
+            with current(device), explained(device, lambda phase: self.advice, lambda: "rollout"):
+                generated = self.generator.make(work, manifest, progress)
         except OutOfMemory as error:
             self.trouble = error
-            for worker in self.workers:  # at once: what they hold is for workers with more memory, and was no attempt
+            for worker in self.workers:  # their chunks go to workers with more memory, without counting as attempts
                 worker.stop()
             raise TaskFailed(str(error), fatal=False) from error
         names = [function.name for function in self.recipe.rl.reward.functions]
-        samples, video = work.samples, self.generator.sampler.model.video
-        broken = submit_media(
+        samples, is_video = work.samples, self.generator.sampler.model.video
+        failures = submit_media(
             rewards,
             names,
-            made.media,
-            made.finite,
+            generated.media,
+            generated.finite,
             [s.sample_id for s in samples],
             [s.prompt for s in samples],
-            self.recipe.sampling.fps if video else None,
+            self.recipe.sampling.fps if is_video else None,
         )
-        layout, arrays = pack_trajectory(made.trajectory)
-        scores = rewards.wait() | broken
+        layout, arrays = pack_trajectory(generated.trajectory)
+        scores = rewards.wait() | failures
         packed = pack_scores({s.sample_id: scores[s.sample_id] for s in samples}, MAX_FAILURE_CHARS)
-        meta = {"life": manifest.life, "publication": made.publication, "layout": layout, "scores": packed}
+        meta = {"life": manifest.life, "publication": generated.publication, "layout": layout, "scores": packed}
         return Answer(meta, arrays)

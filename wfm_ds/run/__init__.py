@@ -1,1 +1,1 @@
-"""One run: its folder, its copies in a storage, what it is made of, and how it ends."""
+"""A run: its folder, its copies in a storage, its model and memory, and its shutdown."""

@@ -1,7 +1,7 @@
-"""Bytes that a family's forwards keep alive, at a recipe's sizes, counted on the meta device: nothing is computed.
+"""Activation memory of a recipe, measured on the meta device without computing anything.
 
-The denoiser with its adapters, forward and backward, with and without gradient checkpointing; the VAE both ways. The
-counts are of tensors: what a library takes for itself (workspaces of convolutions, CUDA's context) comes on top.
+Covers forward and backward passes of the denoiser with its adapters, with and without gradient checkpointing, and
+encoding and decoding with the VAE. Counts only tensors, not the CUDA context and workspaces of libraries.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Live bytes of forwards, without the weights and the gradients of weights."""
+    """Memory of forward and backward passes in bytes, without weights and their gradients."""
 
-    inference: int  # the peak of a forward without gradient
-    kept: int = 0  # after a forward with gradient: what its backward pass needs
-    peak: int = 0  # of that forward and its backward pass
+    inference: int  # peak of a forward pass without gradient
+    kept: int = 0  # activations kept after a forward pass with gradient
+    peak: int = 0  # peak of that forward pass and its backward pass
 
 
 def shadow_of(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -> DiffusionModel:
-    """Copy a family whose denoiser has no adapters yet onto the meta device, ready to train as the recipe says.
-    `policies`: the engine's, each of which is an adapter in a LoRA run."""
+    """Return a copy of a model on the meta device, prepared for training by the recipe.
+
+    model: before adapters are added. policies: the engine's policies; in a LoRA run each is an adapter.
+    """
     shadow, dtype = copy.copy(model), DTYPES[recipe.model.dtype]
     shadow.pipeline = copy.copy(model.pipeline)
     shadow.pipeline.vae = on_meta(model.pipeline.vae)
@@ -67,28 +69,28 @@ def denoiser_passes(
     ranks: int,
     training: bool = True,
 ) -> Passes:
-    """Count one forward of a batch without gradient and, if `training`, one with gradient and its backward.
+    """Measure a forward pass without gradient and, if `training`, one with gradient and its backward pass.
 
-    shape: of one sample's latents. ranks: that share the tokens of a sample. Everything but the text lies along the
-    tokens, so a rank's bytes are read from the line through two sizes.
+    shape: latent shape of one sample. ranks: number of ranks that split the tokens of a sample. All memory except that
+    of the text is linear in the number of tokens, so the memory per rank is interpolated from two sizes.
     """
     module: Any = shadow.bare_denoiser
     if checkpointing:
         module.enable_gradient_checkpointing()
 
-    def counted(rows: int) -> Passes:
+    def measure_rows(rows: int) -> Passes:
         latents = (*shape[:-2], rows, shape[-1])
         return _passes(shadow, latents, batch, text_dtype, training=training)
 
-    whole = counted(shape[-2])
+    whole = measure_rows(shape[-2])
     if ranks > 1:
         rows = _half(shadow, shape)
-        less = counted(rows)
-        share = shape[-2] / ranks
+        partial = measure_rows(rows)
+        rows_per_rank = shape[-2] / ranks
         whole = Passes(
             *(
-                round(low + (high - low) * (share - rows) / (shape[-2] - rows))
-                for low, high in zip(astuple(less), astuple(whole), strict=True)
+                round(low + (high - low) * (rows_per_rank - rows) / (shape[-2] - rows))
+                for low, high in zip(astuple(partial), astuple(whole), strict=True)
             )
         )
     if checkpointing:
@@ -97,7 +99,7 @@ def denoiser_passes(
 
 
 def _half(shadow: DiffusionModel, shape: Sequence[int]) -> int:
-    """About half of the rows, as many as make whole patches."""
+    """Return about half of the latent rows, rounded down to whole patches."""
     rows = shape[-2]
     patch = next(p for p in range(1, rows + 1) if shadow.num_tokens((*shape[:-2], p, shape[-1])))
     return max(patch, rows // 2 // patch * patch)
@@ -123,7 +125,7 @@ def _passes(
 
 
 def _forget(parameter: Tensor) -> None:
-    """The engine reduces a gradient when it is there: it lies in a bucket then, which is counted elsewhere."""
+    """Drop a gradient: the engine reduces it into a bucket, which is counted separately."""
     parameter.grad = None
 
 
@@ -135,16 +137,16 @@ def _predict(shadow: DiffusionModel, shape: Sequence[int], batch: int, text_dtyp
     conditioning = text_rows(shadow.text_shapes(), text_dtype, batch)
     conditioning |= text_rows(shadow.input_shapes(shape), torch.float32, batch)
     latents, sigma = torch.empty(batch, *shape, device=META), torch.empty(batch, device=META)
-    return shadow.denoise(latents, sigma, conditioning, 0)  # experts are all alike
+    return shadow.denoise(latents, sigma, conditioning, 0)  # all experts have the same shape
 
 
 def decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: int) -> int:
-    """The peak of decoding latents of this shape, [batch, *shape]; a guardrail works on the host."""
+    """Return the peak of decoding latents [batch, *shape]. The guardrail runs on the host and is not counted."""
     return _peak(lambda: DiffusionModel.decode(shadow, torch.empty(batch, *shape, device=META)))
 
 
 def encode_bytes(shadow: DiffusionModel, pixels: Sequence[int], batch: int) -> int:
-    """The peak of encoding pixels of this shape, [3,H,W] or [3,F,H,W]."""
+    """Return the peak of encoding a batch of pixels with shape [3,H,W] or [3,F,H,W]."""
     return _peak(lambda: shadow.encode_pixels(torch.empty(batch, *pixels, device=META)))
 
 
@@ -155,12 +157,12 @@ def _peak(work: Callable[[], object]) -> int:
 
 
 def text_bytes(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype) -> int:
-    """One text's conditioning."""
+    """Return the bytes of one text's conditioning."""
     return sum(tensor.nbytes for tensor in text_rows(shapes, text_dtype, 1).values())
 
 
 def text_rows(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype, batch: int) -> dict[str, Tensor]:
-    """The conditioning of texts, without values."""
+    """Return text conditioning on the meta device."""
     return {
         name: torch.empty(batch, *shape, device=META, dtype=torch.int64 if name.endswith("mask") else text_dtype)
         for name, shape in shapes.items()

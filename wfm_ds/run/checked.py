@@ -1,4 +1,4 @@
-"""The findings of a check of a recipe, as a person and as a program reads them."""
+"""Result of checking a recipe, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from wfm_ds.run.estimate import Estimate, memory_lines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A recipe that can be run."""
+    """Result of a successful check."""
 
     facts: Mapping[str, str]
     derived: Derived
     memory: Estimate
-    of: str = "denoiser"  # what is trained
-    verdict: str  # on the memory
+    of: str = "denoiser"  # the trained network
+    verdict: str  # whether the memory suffices
 
     def __str__(self) -> str:
         return "\n".join(
@@ -32,7 +32,7 @@ class Checked:
         )
 
     def numbers(self) -> dict[str, Any]:
-        """All of it as JSON has it: sizes in bytes, the memory of a rank by phase and part."""
+        """Return the report as a JSON object, with sizes in bytes and the memory per rank by phase and part."""
         phases = {phase: dict(parts) for phase, parts in self.memory.phases.items()}
         return {
             "facts": dict(self.facts),

@@ -1,11 +1,11 @@
-"""The end of a run, as contexts one inside the other.
+"""Shutdown of a run, as nested contexts.
 
-    with watched(world) as ending:                    the process: the other ranks are told, an exit code is left
-        with ending.recording(take_back(...)):        the folder is this run's: a failure leaves it as it was
-            with recorded(ending, ...) as record:     the loop runs: result.json says how far it came, and why it ended
+    with watch_ranks(world) as shutdown:                  errors reach the other ranks and become an exit code
+        with shutdown.use_recorder(discard_new_run(...)): a failure before the first step restores the folder
+            with record_run(shutdown, ...) as record:     result.json states the last step and the error
 
-A failure is recorded once, on rank 0, by the innermost context: on the way out of the main thread, or by the
-heartbeat's thread where the main one hangs.
+A failure is recorded once, on rank 0, by the innermost context. This happens in the main thread or, if that hangs, in
+the heartbeat thread.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LONE = "error: "  # what a rank tells the others of a UserError of its own begins like this
+LONE = "error: "  # prefix of a UserError that only one rank has, as sent to the other ranks
 
 
 class Progress(Protocol):
-    """Progress of a run, as its training loop has it."""
+    """Progress of a run, provided by its training loop."""
 
-    step: int  # the last one done
+    step: int  # last completed step
     metrics: Mapping[str, float]  # of that step
 
 
 class Exports(Protocol):
-    """Exports of a run so far."""
+    """Exports of a run."""
 
     @property
     def artifacts(self) -> Mapping[str, str]:
@@ -56,27 +56,27 @@ class Exports(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a run ends by an error, as far as the ranks could agree."""
+    """The error that ended a run, as agreed by the ranks."""
 
     message: str
-    is_own: bool  # this rank is the one to say it
+    is_own: bool  # this rank reports it
 
 
 class Ending:
-    """The run's end by an error, as this rank and the others know it."""
+    """Error handling of a run across its ranks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.started = datetime.datetime.now(datetime.UTC)
-        self.error_code = 1  # the exit code of a run that is ended by an error
-        self.heartbeat: Heartbeat | None = None  # of a run of several ranks
+        self.error_code = 1  # exit code if an error ends the run
+        self.heartbeat: Heartbeat | None = None  # for several ranks
         self._cause: Cause | None = None
-        self._records: list[Callable[[str], None]] = []  # of the contexts that are entered, the innermost last
+        self._records: list[Callable[[str], None]] = []  # of the entered contexts, innermost last
         self._recording, self._is_recorded = threading.Lock(), False
 
     @contextmanager
     def recording(self, record: Callable[[str], None]) -> Iterator[None]:
-        """Inside, `record(message)` is what a failure leaves on rank 0, instead of what contexts further out would."""
+        """Call `record(message)` on rank 0 if the block fails, instead of the recorders of outer contexts."""
         self._records.append(record)
         try:
             yield
@@ -87,19 +87,19 @@ class Ending:
             self._records.pop()
 
     def cause_of(self, error: Exception) -> Cause:
-        """Tell the other ranks of this error, once, and learn which rank is at fault."""
+        """Report this error to the other ranks, once, and return the agreed cause."""
         if self._cause is None:
             self._cause = self._agreed_cause(error)
         return self._cause
 
     def ended_by_fault(self, text: str) -> None:
-        """Log and record the fault of some rank; called from the heartbeat's thread where the main one cannot go on."""
+        """Log and record the fault of any rank. The heartbeat thread calls it if the main thread hangs."""
         from wfm_ds.program import USER_ERROR
 
         if f" failed: {LONE}" in text:
             self.error_code = USER_ERROR
         log.error("the run ends: %s", text)
-        if not self.world.is_main and self.world.local_rank == 0:  # one voice for each machine; the log has rank 0's
+        if not self.world.is_main and self.world.local_rank == 0:  # one message per machine; rank 0 logs
             os.write(2, f"rank {self.world.rank}: the run ends: {text}\n".encode())
         self._record(text)
 
@@ -112,7 +112,7 @@ class Ending:
             if heartbeat is not None:
                 heartbeat.stop()
             return Cause(str(error), is_own=self.world.is_main)
-        if isinstance(error, UserError):  # the others wait for this rank in an exchange, and end by its fault
+        if isinstance(error, UserError):  # the others wait for this rank in a collective and end through the heartbeat
             self.error_code = USER_ERROR
             fault = heartbeat.failed(f"{LONE}{error}", is_secondary=False) if heartbeat is not None else None
             return Cause(str(error), is_own=fault is None or rank in fault.ranks)
@@ -121,8 +121,8 @@ class Ending:
         if fault is None or not is_secondary:
             return Cause(message, is_own=True)
         self.ended_by_fault(fault.text)
-        log.error("rank %d saw it as %s", rank, message)
-        if rank in fault.ranks:  # the exchange broke here
+        log.error("rank %d: resulting error: %s", rank, message)
+        if rank in fault.ranks:  # the collective failed on this rank
             traceback.print_exception(error)
         return Cause(fault.text, is_own=False)
 
@@ -134,23 +134,23 @@ class Ending:
 
 
 def is_shared(error: Exception, world: World) -> bool:
-    """Tell if all ranks have this error, so that they can go on talking to each other."""
+    """Return whether all ranks have this error, so that collectives still work."""
     return isinstance(error, (RunError, UserError)) and (error.agreed or world.size == 1)
 
 
 @contextmanager
 def watched(world: World, *, stuck_s: float) -> Iterator[Ending]:
-    """Inside, each rank hears when another one cannot go on. Collective.
+    """Share errors of the block between the ranks. Collective.
 
-    Leaves by SystemExit with the run's exit code once an error of the user's, of the run or of another rank is said; an
-    error that nobody expected leaves as it is. stuck_s: the run ends if no rank moves for so long.
+    Reported errors (UserError, RunError, errors of other ranks) become SystemExit with the run's exit code. Unexpected
+    errors of this rank propagate. stuck_s: end the run after this many seconds without progress on any rank.
     """
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.heartbeat import start
 
     ending = Ending(world)
     try:
-        # Who is ended by another rank's error has that one's exit code: the launcher reports whichever it sees first.
+        # A rank that ends because of another rank uses its exit code: the launcher reports the first one it sees.
         ending.heartbeat = start(
             world,
             stuck_s=stuck_s,
@@ -172,7 +172,7 @@ def watched(world: World, *, stuck_s: float) -> Iterator[Ending]:
 
 
 def take_back(folder: Path, start: Start) -> Callable[[str], None]:
-    """A record of a run that ends before its first step: a new one leaves the folder as it was, so that the mended
+    """Return a recorder for failures before the first step. It clears the folder of a new run, so that the corrected
     recipe can start."""
 
     def record(message: str) -> None:
@@ -180,43 +180,43 @@ def take_back(folder: Path, start: Start) -> Callable[[str], None]:
         from wfm_ds.run.layout import REWARD, ROLLOUT
 
         if start.is_new:
-            clear_run(folder, keep=[REWARD, ROLLOUT])  # their logs may be what the message is about
+            clear_run(folder, keep=[REWARD, ROLLOUT])  # the message may refer to their logs
 
     return record
 
 
 class Record:
-    """Content of result.json for a run whose loop has begun. Every rank has one, rank 0 writes it."""
+    """Writes result.json once the loop has started. Exists on every rank; rank 0 writes."""
 
     def __init__(
         self, recipe: Recipe, ending: Ending, mirror: Mirror | None, loop: Progress, exporter: Exports
     ) -> None:
         self._recipe, self._ending, self._mirror = recipe, ending, mirror
         self._loop, self._exporter = loop, exporter
-        self._copies: Copies | None = None  # once the run has waited for them
+        self._copies: Copies | None = None  # set after waiting for them
 
     def ended(self, outcome: Outcome) -> Copies | None:
-        """Wait for the copies of a run that ends well, and write what it reached. Collective."""
+        """Wait for the copies of a successful run and write result.json. Collective."""
         self.wait_for_copies()
         if self._ending.world.is_main:
             try:
                 self._write(outcome.status, outcome.step, outcome.metrics, "")
             except OSError as error:
                 raise UserError(
-                    f"run.output_dir {self._recipe.run.output_dir} takes no result.json ({error.strerror}): all "
-                    "else of the run is there; make room, then start the same command again"
+                    f"run.output_dir {self._recipe.run.output_dir}: result.json cannot be written ({error.strerror}); "
+                    "everything else is complete: free disk space, then run the same command again"
                 ) from error
         return self._copies
 
     def failed(self, message: str) -> None:
-        """Write what the loop reached before it failed, on rank 0."""
+        """Write result.json with the last step and the error, on rank 0."""
         try:
             self._write("failed", self._loop.step, self._loop.metrics, message)
-        except OSError as error:  # of a disk that is full, which is what ends the run more often than not
+        except OSError as error:  # the disk may be full
             log.error("result.json cannot be written: %s", error.strerror)
 
     def wait_for_copies(self) -> None:
-        """Wait until the storage of the run has all that it left, or does not take it. Collective."""
+        """Wait until the storage has all files, or stops accepting data. Collective."""
         from wfm_ds.run.stored import finish
 
         self._copies = finish(self._recipe, self._ending.world, self._mirror)
@@ -252,7 +252,7 @@ class Record:
 def recorded(
     ending: Ending, recipe: Recipe, mirror: Mirror | None, loop: Progress, exporter: Exports
 ) -> Iterator[Record]:
-    """Inside, a failure is recorded with what the loop reached; one that all ranks have waits for the copies before."""
+    """Record a failure of the block in result.json. If all ranks have the error, wait for the copies first."""
     record = Record(recipe, ending, mirror, loop, exporter)
     with ending.recording(record.failed):
         try:

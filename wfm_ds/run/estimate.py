@@ -1,8 +1,8 @@
-"""A memory estimate before anything is trained: the bytes of one rank by part and by phase of a step.
+"""Memory estimate of a run: bytes per rank, by part and by phase of a step.
 
-Counted on the meta device (run/activations.py) and from the numbers of parameters; nothing is computed. A phase is the
-sum of what is there meanwhile, the peak the largest phase. Not counted: CUDA's context, workspaces of its libraries,
-and memory that is lost between blocks of other sizes.
+Activations are measured on the meta device (run/activation_memory.py), the rest follows from parameter counts. The
+memory of a phase is the sum of its parts; the peak is the largest phase. Not included: the CUDA context, library
+workspaces and fragmentation.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from wfm_ds.sampling.denoise import Trajectory
 
 
 def lora_parameters(denoiser: nn.Module, targets: Sequence[str], rank: int) -> int:
-    """Parameters of A and B on every linear layer whose name ends with a target."""
+    """Return the number of LoRA parameters (A and B) on all linear layers that match a target suffix."""
     layers: list[Any] = [denoiser.get_submodule(name) for name in adapted_names(denoiser, targets)]
     return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Bytes of one rank: `phases[phase][part]`, and the numbers that they were made of."""
+    """Memory of one rank in bytes, as `phases[phase][part]`, with the counts behind it."""
 
     phases: Mapping[str, Mapping[str, int]]
     world_size: int
-    total: int  # parameters of the denoiser, without adapters
+    total: int  # parameters of the denoiser without adapters
     trained: int
-    stage: int  # of ZeRO
-    checkpoint_bytes: int  # all ranks' files of one checkpoint
+    stage: int  # ZeRO stage
+    checkpoint_bytes: int  # size of one checkpoint over all ranks
     export_bytes: int
 
     def of_phase(self, phase: str) -> int:
@@ -64,12 +64,12 @@ class Estimate:
 
     @property
     def peak_phase(self) -> str:
-        """The phase that needs most."""
+        """The phase with the largest memory."""
         return max(self.phases, key=self.of_phase)
 
     @property
     def peak(self) -> int:
-        """Bytes of that phase."""
+        """Memory of the largest phase."""
         return self.of_phase(self.peak_phase)
 
 
@@ -82,18 +82,18 @@ def estimate(
     encoder_bytes: int | None = None,
     keeps_encoders: bool = False,
 ) -> Estimate:
-    """Estimate the memory of each rank of a run of this recipe.
+    """Estimate the memory per rank of a run of this recipe.
 
-    model: as loaded, or on the meta device (models/empty.py), before an engine has changed its denoiser.
-    device: `cuda`, or `cpu`, where text encoders are float32. encoder_bytes: of text encoders that `model` does not
-    have. keeps_encoders: they stay beside the denoiser, because texts are not cached.
-    Raises RecipeError as `derive` does.
+    model: loaded or on the meta device (models/empty.py), before an engine changes its denoiser.
+    device: `cuda`, or `cpu`, with float32 text encoders. encoder_bytes: size of the text encoders if `model` does not
+    contain them. keeps_encoders: they stay loaded because texts are not cached.
+    Raises RecipeError like derive_run_sizes.
     """
     sums = _Sums(recipe, model, world_size, device)
     encoders = sums.encoder_bytes() if encoder_bytes is None else encoder_bytes
-    staying = sums.states() | sums.frozen() | ({"text encoders": encoders} if keeps_encoders else {})
+    static = sums.states() | sums.frozen() | ({"text encoders": encoders} if keeps_encoders else {})
     phases: dict[str, dict[str, int]] = {"texts": sums.frozen() | {"text encoders": encoders}}
-    phases |= {name: staying | parts for name, parts in sums.phases().items()}
+    phases |= {name: static | parts for name, parts in sums.phases().items()}
     return Estimate(
         phases=phases,
         world_size=world_size,
@@ -106,7 +106,7 @@ def estimate(
 
 
 class _Sums(EngineSums):
-    """The terms of an estimate."""
+    """Memory terms of a diffusion run."""
 
     def __init__(self, recipe: Recipe, model: DiffusionModel, world_size: int, device: str) -> None:
         self.derived: Derived = derive(recipe, world_size)
@@ -115,17 +115,17 @@ class _Sums(EngineSums):
         low = self.on_cuda and recipe.model.dtype == "bfloat16"
         self.text_dtype = torch.bfloat16 if low else torch.float32
         adapters = self.trained * (1 + self.num_copies) if recipe.lora is not None else 0
-        quantised = [m for m in self.shadow.bare_denoiser.modules() if isinstance(m, FrozenLinear)]
-        self.total = self.numel - adapters + sum(m.in_features * m.out_features for m in quantised)
+        quantized = [m for m in self.shadow.bare_denoiser.modules() if isinstance(m, FrozenLinear)]
+        self.total = self.numel - adapters + sum(m.in_features * m.out_features for m in quantized)
         size = recipe.sampling
         self.shape = model.latent_shape(size.height, size.width, size.num_frames)
         self.latent_bytes = math.prod(self.shape) * FLOAT32
         self.row_bytes = text_bytes(self.shadow.text_shapes(), self.text_dtype)
 
-    # What stays from phase to phase
+    # Static memory
 
     def frozen(self) -> dict[str, int]:
-        """The VAE, and parts that are neither it nor a text encoder nor the denoiser."""
+        """Return the bytes of the VAE and of other frozen parts except the text encoders."""
         encoders = {id(part) for part in self.model.text_parts().values()}
         others = [part for part in self.shadow.frozen_parts() if id(part) not in encoders]
         vae = parameter_bytes(self.shadow.pipeline.vae)
@@ -133,7 +133,7 @@ class _Sums(EngineSums):
         return {"VAE": vae} | ({"other parts": rest} if rest else {})
 
     def encoder_bytes(self) -> int:
-        """The text encoders, in the dtype that they are loaded in."""
+        """Return the bytes of the text encoders in the dtype they are loaded in."""
         parts = self.model.text_parts().values()
         numel = sum(int(parameter.numel()) for part in parts for parameter in part.parameters())
         return numel * int(self.text_dtype.itemsize)
@@ -141,22 +141,22 @@ class _Sums(EngineSums):
     # Phases
 
     def phases(self) -> dict[str, dict[str, int]]:
-        """Return what each phase adds to what stays."""
-        samples, trained = self.sampling_batch(), self.training_batch()
-        asked = self.passes(samples, training=False)
-        kept = self.kept()
+        """Return the bytes that each phase adds to the static memory."""
+        samples, batch = self.sampling_batch(), self.training_batch()
+        sample_passes = self.passes(samples, training=False)
+        step_data = self.kept()
         gathered = self.gathered(training=False)
         decoding = decode_bytes(self.shadow, self.shape, self.decode_batch(samples))
-        sampling = gathered | self.merged() | {"activations": asked.inference + 2 * samples * self.latent_bytes}
+        sampling = gathered | self.merged() | {"activations": sample_passes.inference + 2 * samples * self.latent_bytes}
         if self.on_cuda and self.recipe.is_rl and not self.recipe.is_async:
-            sampling["decoding beside it"] = decoding  # of the chunk before, on a stream of its own
-        phases = {"sampling": kept | sampling, "decode": kept | {"activations": decoding}}
+            sampling["decoding beside it"] = decoding  # of the previous chunk, on a side stream
+        phases = {"sampling": step_data | sampling, "decode": step_data | {"activations": decoding}}
         if self.encodes_media():
-            phases["encode"] = kept | {"activations": self.encode_peak()}
-        if references := self.reference_passes(asked):
-            phases["references"] = kept | gathered | {"activations": references.inference}
-        phases["train"] = kept | self.training(self.passes(trained), trained)
-        phases["optimizer"] = kept | self.stepping()
+            phases["encode"] = step_data | {"activations": self.encode_peak()}
+        if references := self.reference_passes(sample_passes):
+            phases["references"] = step_data | gathered | {"activations": references.inference}
+        phases["train"] = step_data | self.training(self.passes(batch), batch)
+        phases["optimizer"] = step_data | self.stepping()
         return phases
 
     def passes(self, batch: int, *, training: bool = True) -> Passes:
@@ -171,18 +171,18 @@ class _Sums(EngineSums):
         )
 
     def sampling_batch(self) -> int:
-        """The most samples of one forward without gradient: in rollouts, validation and references."""
-        validated = self.recipe.validation.num_prompts * len(self.recipe.validation.seeds)
+        """Return the largest batch of a forward pass without gradient: rollouts, validation, references."""
+        num_validated = self.recipe.validation.num_prompts * len(self.recipe.validation.seeds)
         if not self.recipe.is_rl:
-            validated = min(validated, self.recipe.logging.num_samples)
-        counts = [math.ceil(validated / self.derived.num_replicas)]
+            num_validated = min(num_validated, self.recipe.logging.num_samples)
+        counts = [math.ceil(num_validated / self.derived.num_replicas)]
         if self.recipe.is_rl:
             counts += [self.derived.samples_per_rank, self.derived.candidates_per_rank]
-        halves = 2 if self.recipe.joint_rows else 1  # of guided predictions, in one forward where they fit
+        halves = 2 if self.recipe.joint_rows else 1  # joint guidance runs both halves in one forward pass
         return min(self.recipe.engine.max_forward_batch, halves * max(counts))
 
     def training_batch(self) -> int:
-        """The most samples of one forward with gradient."""
+        """Return the largest batch of a forward pass with gradient."""
         size = min(self.recipe.engine.micro_batch_size, self.derived.terms_per_rank)
         if not self.recipe.is_rl:
             return size * self.recipe.supervised.num_media
@@ -191,7 +191,7 @@ class _Sums(EngineSums):
         return 2 * size if joined else size
 
     def kept(self) -> dict[str, int]:
-        """Return what an RL step keeps on the device from its rollouts on; the texts of one forward in SFT."""
+        """Return the bytes of data kept on the device during a step: in RL texts and rollouts, in SFT texts."""
         if not self.recipe.is_rl:
             return {"texts": self.training_batch() * self.row_bytes}
         groups = math.ceil(self.derived.samples_per_rank / self.recipe.rl.rollout.group_size)
@@ -201,76 +201,80 @@ class _Sums(EngineSums):
         return texts | {"rollouts": self.held_latents() * self.latent_bytes}
 
     def held_latents(self) -> int:
-        """The most latents of samples that a rank holds at once: those that it trains on, and the candidates that it
-        chooses them from or, while groups are refilled, a whole round more."""
+        """Return the maximum number of sample latents on a rank: training samples, and their candidates or, with
+        refills, another full round."""
         recipe, derived = self.recipe, self.derived
-        trained = derived.samples_per_rank * self.kept_latents()
-        if recipe.sampling.explore is not None:  # a candidate is its clean latents
+        training = derived.samples_per_rank * self.kept_latents()
+        if recipe.sampling.explore is not None:  # candidates store only clean latents
             generated = derived.candidates_per_rank
-            return max(trained, generated) if recipe.sampling.explore.regenerate else trained + generated
-        return 2 * trained if recipe.rl.rollout.max_refills else trained
+            return max(training, generated) if recipe.sampling.explore.regenerate else training + generated
+        return 2 * training if recipe.rl.rollout.max_refills else training
 
     @functools.cached_property
     def algorithm(self) -> RlAlgorithm:
         return build_rl(self.recipe, self.model.rollout_sigmas(self.recipe.sampling))
 
     def kept_latents(self) -> int:
-        """Latents that a rollout keeps of a sample, as its plan does with a single number."""
+        """Return the number of latents that a rollout stores per sample, measured with one-element latents."""
         one = torch.zeros(1, *(1 for _ in self.shape))
         trajectory: Trajectory = self.algorithm.plan(1).run(lambda latents, sigma: torch.zeros_like(latents), one, [0])
-        kept = [trajectory.clean, *trajectory.states.values()]
+        tensors = [trajectory.clean, *trajectory.states.values()]
         for stored in trajectory.stored:
-            kept += [stored.latents, stored.next_latents, *([] if stored.mean is None else [stored.mean])]
-        return len({tensor.untyped_storage()._cdata for tensor in kept})
+            tensors += [stored.latents, stored.next_latents, *([] if stored.mean is None else [stored.mean])]
+        return len({tensor.untyped_storage()._cdata for tensor in tensors})
 
     def reference_passes(self, of_samples: Passes) -> Passes | None:
-        """A forward of the policies that the loss compares with, None without any: as large as one of rollouts,
-        `of_samples`, but in the batches of training where the algorithm is supervised."""
+        """Return the memory of a reference forward pass, or None if the loss has no references.
+
+        In RL it has the rollout batch size (`of_samples`), else the training batch size.
+        """
         if self.recipe.is_rl:
             return of_samples if self.algorithm.recalls_old or self.algorithm.references else None
-        asks = self.recipe.supervised.references
-        return self.passes(self.training_batch(), training=False) if asks else None
+        references = self.recipe.supervised.references
+        return self.passes(self.training_batch(), training=False) if references else None
 
     def encodes_media(self) -> bool:
         return self.recipe.data.kind != "prompts"
 
     def encode_peak(self) -> int:
-        """Videos one after the other, pictures of a micro-batch together."""
+        """Return the peak of encoding: videos one at a time, images of a micro-batch together."""
         size = self.recipe.sampling
         frames = (size.num_frames,) if self.model.video else ()
         batch = 1 if self.model.video else self.encoding_batch()
         return encode_bytes(self.shadow, (3, *frames, size.height, size.width), batch)
 
     def encoding_batch(self) -> int:
-        """Pictures that are encoded together."""
+        """Return the number of images encoded together."""
         size = self.recipe.engine.micro_batch_size
         return size if self.recipe.is_rl else size * self.recipe.supervised.num_media
 
     def merged(self) -> dict[str, int]:
-        """The weights that rollout.merge_lora puts aside while samples are generated."""
+        """Return the bytes of the original weights that rollout.merge_lora keeps while sampling."""
         if not self.recipe.is_rl or not self.recipe.rl.rollout.merge_lora:
             return {}
         layers = adapted_layers(self.shadow.bare_denoiser)
         return {"merged weights": sum(layer.get_base_layer().weight.numel() for layer in layers) * self.compute}
 
     def decode_batch(self, samples: int) -> int:
-        where = copy.copy(self.shadow)
-        where.device = torch.device("cuda" if self.on_cuda else "cpu")
+        model = copy.copy(self.shadow)
+        model.device = torch.device("cuda" if self.on_cuda else "cpu")
         sampler = Sampler(
-            model=where, texts=TextCache(where), settings=self.recipe.sampling, forward=CountedForward(where.denoise)
+            model=model, texts=TextCache(model), settings=self.recipe.sampling, forward=CountedForward(model.denoise)
         )
         return min(samples, sampler.decode_batch(self.shape))
 
     def training(self, passes: Passes, batch: int) -> dict[str, int]:
-        """A forward and a backward; where guided, the other half is predicted while the first one waits."""
+        """Return the bytes of a forward and backward pass. With guidance in RL, the second half is predicted while the
+        activations of the first are kept."""
         guided = passes.kept + passes.inference if self.recipe.is_rl and self.recipe.sampling.is_guided() else 0
-        peak = max(passes.peak, guided) + 6 * batch * self.latent_bytes  # noise, targets, the loss's own
+        peak = max(passes.peak, guided) + 6 * batch * self.latent_bytes  # noise, targets, temporaries of the loss
         parts = {"activations": peak, "gradients": self.gradients} | self.gathered(training=True)
         return parts | {"DeepSpeed": self.reducing()}
 
 
 def memory_lines(found: Estimate, *, of: str = "denoiser") -> list[str]:
-    """The estimate as a table of GiB for `--check`: a line a part, a column a phase. of: what it trains."""
+    """Format the estimate in GiB for `--check`: one line per part, one column per phase. trained_part: for the
+    title."""
     names = list(found.phases)
     parts = list(dict.fromkeys(part for of_phase in found.phases.values() for part in of_phase))
     rows = [(part, [found.phases[name].get(part, 0) for name in names]) for part in parts]
@@ -279,7 +283,7 @@ def memory_lines(found: Estimate, *, of: str = "denoiser") -> list[str]:
     head = "  ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
     lines = [
         f"{of + ' parameters':27}{found.total:,}, trained {found.trained:,}",
-        f"memory a rank, estimated   {found.peak / GIB:.2f} GiB at its peak, in the phase {found.peak_phase} "
+        f"estimated memory per rank  {found.peak / GIB:.2f} GiB peak, in the phase {found.peak_phase} "
         f"(ZeRO stage {found.stage}, {found.world_size} rank{'s' * (found.world_size != 1)})",
         f"  {'GiB':18}{head}",
     ]

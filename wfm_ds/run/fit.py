@@ -1,4 +1,4 @@
-"""Judgement of a memory estimate against a GPU, and the recipe's keys that would lower it."""
+"""Compare a memory estimate with a GPU, and suggest recipe keys that reduce the memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from wfm_ds.monitoring.stopwatch import GIB
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.estimate import Estimate
 
-SIZES = (24, 32, 40, 48, 80, 141, 192)  # GB that GPUs are sold with, which is about as many GiB less a twentieth
-USABLE = 0.92  # of a GPU's memory: its context, its libraries' workspaces and gaps between blocks need the rest
-ROOMY = 0.8  # up to this share a batch or a prompt more does not end the run
+SIZES = (24, 32, 40, 48, 80, 141, 192)  # memory sizes of GPUs in GB
+USABLE = 0.92  # of GPU memory; the rest is for the context, library workspaces and fragmentation
+ROOMY = 0.8  # up to this fraction a slightly larger batch still fits
 
-# Parts of the memory in the order in which lowering them costs least, and the estimate's names of the phases in which
-# activations are largest.
+# Memory parts, cheapest to reduce first. PHASES maps stopwatch phases to estimate phases.
 PARTS = (
     *("activations", "decoding beside it", "merged weights", "text encoders", "VAE"),
     *("optimizer states", "policies", "gradients", "weights"),
@@ -28,37 +27,39 @@ def fits(needed: int, memory: int) -> bool:
 
 
 def smallest_gpu(needed: int) -> int | None:
-    """GB of the smallest usual GPU that has room for so many bytes; None if none has."""
+    """Return the size in GB of the smallest common GPU that fits these bytes, or None."""
     return next((size for size in SIZES if fits(needed, size * 10**9)), None)
 
 
 def advice(recipe: Recipe, found: Estimate) -> list[str]:
-    """The keys that lower the peak, those first that act on what is largest there."""
+    """Return the keys that reduce the peak, those for the largest part first."""
     if recipe.algorithm.trains_language:
         return language_keys(recipe)
     phase = found.phases[found.peak_phase]
-    told: list[str] = []
+    keys: list[str] = []
     for part in sorted(phase, key=lambda name: -phase[name]):
-        told += [key for key in keys_of(part, found.peak_phase, recipe) if key not in told]
-    return told
+        keys += [key for key in keys_of(part, found.peak_phase, recipe) if key not in keys]
+    return keys
 
 
 def advice_for(recipe: Recipe, phase: str, num_ranks: int) -> list[str]:
-    """The keys that lower the memory of a run that ran out of it in this phase of the stopwatch ("" for none), with
-    `num_ranks` on a machine: what costs least first, without those that are at their end."""
-    told: list[str] = []
+    """Return the keys that reduce the memory of a run that ran out of it, cheapest first, without exhausted ones.
+
+    phase: of the stopwatch, "" for none. num_ranks: ranks per machine.
+    """
+    keys: list[str] = []
     if recipe.algorithm.trains_language:
         return language_keys(recipe)
     for part in PARTS:
-        told += [key for key in keys_of(part, PHASES.get(phase, phase), recipe) if key not in told]
-    at_end = [f"engine.deepspeed: {recipe.engine.deepspeed}"]
+        keys += [key for key in keys_of(part, PHASES.get(phase, phase), recipe) if key not in keys]
+    exhausted = [f"engine.deepspeed: {recipe.engine.deepspeed}"]
     if recipe.engine.sequence_parallel == num_ranks:
-        at_end += [f"engine.sequence_parallel above {recipe.engine.sequence_parallel}"]
-    return [key for key in told if key not in at_end]
+        exhausted += [f"engine.sequence_parallel above {recipe.engine.sequence_parallel}"]
+    return [key for key in keys if key not in exhausted]
 
 
 def language_keys(recipe: Recipe) -> list[str]:
-    """Name what lowers the memory of a language model, the cheapest first."""
+    """Return the keys that reduce the memory of a language model, cheapest first."""
     engine, model = recipe.engine, recipe.model
     return [
         *(["model.dtype: bfloat16"] if model.dtype == "float32" else []),
@@ -66,16 +67,16 @@ def language_keys(recipe: Recipe) -> list[str]:
         *([] if model.gradient_checkpointing else ["model.gradient_checkpointing: true"]),
         *(["engine.micro_batch_size: 1"] if engine.micro_batch_size > 1 else []),
         f"data.max_tokens below {recipe.data.max_tokens}",
-        *(["a section lora"] if recipe.lora is None else []),
+        *(["a lora section"] if recipe.lora is None else []),
     ]
 
 
 def keys_of(part: str, phase: str, recipe: Recipe) -> list[str]:
-    """Name what lowers this part in this phase, the cheapest first."""
+    """Return the keys that reduce this part in this phase, cheapest first."""
     engine, model, lora = recipe.engine, recipe.model, recipe.lora
     shorter = ["model.dtype: bfloat16"] if model.dtype == "float32" else []
     pixels = ["model.vae_dtype: bfloat16"] if model.vae_dtype == "float32" else []
-    adapters = ["a section lora"] if lora is None else [f"lora.rank below {lora.rank}"] if lora.rank > 1 else []
+    adapters = ["a lora section"] if lora is None else [f"lora.rank below {lora.rank}"] if lora.rank > 1 else []
     if part == "activations":
         return activation_keys(phase, recipe, shorter, pixels)
     if part == "decoding beside it" and phase == "sampling":
@@ -89,11 +90,11 @@ def keys_of(part: str, phase: str, recipe: Recipe) -> list[str]:
         plain = lora is not None and model.base_precision is None and not merges
         frozen = ["model.base_precision: fp8"] if plain else []
         return [*shorter, "engine.deepspeed: zero3" if "zero3" not in engine.deepspeed else "more ranks", *frozen]
-    if part == "gradients":  # which ZeRO-2 shares out already
+    if part == "gradients":  # ZeRO-2 already shards them
         shared = ["engine.deepspeed: zero2"] if "zero1" in engine.deepspeed else []
         return [*adapters, *shared, "engine.deepspeed: zero3_offload", "more ranks"]
     if part in ("optimizer states", "policies"):
-        average = ["no section ema"] if part == "policies" and recipe.ema is not None else []
+        average = ["no ema section"] if part == "policies" and recipe.ema is not None else []
         eight_bits = part == "optimizer states" and lora is None and recipe.optimizer.name == "adamw"
         moments = ["optimizer.name: adamw8bit"] if eight_bits else []
         return [*adapters, *average, *moments, "engine.deepspeed: zero3_offload", "more ranks"]
@@ -107,7 +108,7 @@ def keys_of(part: str, phase: str, recipe: Recipe) -> list[str]:
 
 
 def activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixels: list[str]) -> list[str]:
-    """Name what lowers the tensors of a forward. shorter: dtypes of the denoiser; pixels: of the VAE."""
+    """Return the keys that reduce activations. shorter: keys for the denoiser's dtype; pixels: for the VAE's."""
     engine, several = recipe.engine, recipe.engine.micro_batch_size > 1
     terms = [f"engine.micro_batch_size below {engine.micro_batch_size}"] if several else []
     if phase == "train":
@@ -126,13 +127,13 @@ def activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixels: list
 
 
 def verdict(recipe: Recipe, found: Estimate, memory: int | None) -> str:
-    """A line of `--check`: whether the peak fits the GPU of `memory` bytes; None: which GPU it needs."""
+    """Return a line for `--check`: whether the peak fits into `memory` bytes; None: which GPU it needs."""
     if memory is None:
         size = smallest_gpu(found.peak)
         if size is not None:
             return f"  fits a GPU of {size} GB"
-        return f"  fits no GPU of {SIZES[-1]} GB: change {', '.join(advice(recipe, found))}"
-    of = f"the {memory / GIB:.0f} GiB of this GPU"
+        return f"  does not fit a GPU of {SIZES[-1]} GB: change {', '.join(advice(recipe, found))}"
+    size_text = f"the {memory / GIB:.0f} GiB of this GPU"
     if fits(found.peak, memory):
-        return f"  fits {of}"
-    return f"  does not fit {of}, of which {USABLE:.0%} are usable: change {', '.join(advice(recipe, found))}"
+        return f"  fits {size_text}"
+    return f"  does not fit {size_text} ({USABLE:.0%} usable): change {', '.join(advice(recipe, found))}"

@@ -1,4 +1,4 @@
-"""The output folder of a run: the lock, the decision where a run begins, and what --overwrite may remove."""
+"""Output folder of a run: lock, start position of the run, and removal with --overwrite."""
 
 from __future__ import annotations
 
@@ -34,45 +34,45 @@ LOCK = ".lock"
 ELSEWHERE = "set run.output_dir to another folder, or pass --overwrite to replace that run"
 STORED_ELSEWHERE = "set checkpoint.storage to another address, or pass --overwrite to replace that run"
 
-# What a continued run may change: how long it is, where it is, what it shows and keeps, and who scores.
+# Keys that a continued run may change: length, location, logging, checkpoints and services.
 MAY_CHANGE = (
     *("run.steps", "run.output_dir", "run.resume", "logging.", "validation.", "checkpoint."),
-    # How the work is cut over ranks: sums in another order, the same numbers but for their last bits.
+    # Partitioning of the work over ranks: only changes the order of sums.
     *("engine.deepspeed", "engine.micro_batch_size", "engine.gradient_accumulation", "engine.max_forward_batch"),
     *("engine.sequence_parallel", "engine.guard", "engine.deterministic", "engine.compile"),
     *("model.gradient_checkpointing", "model.attention"),
     *("reward.spawn", "reward.endpoint", "reward.keys", "reward.timeout_s", "reward.start_timeout_s"),
     *("rollout.spawn", "rollout.devices", "rollout.bind", "rollout.keys", "rollout.policy_folder", "rollout.in_flight"),
-    *("rollout.lost_after_s", "rollout.timeout_s"),
+    *("rollout.worker_timeout_s", "rollout.timeout_s"),
 )
-# Which images are held out decides which are trained on.
+# They determine the training samples.
 MAY_NOT_CHANGE = ("validation.path", "validation.holdout")
 NUM_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The beginning of a run: its first step, a checkpoint, or none because it has finished."""
+    """Start of a run: from step 0, from a checkpoint, or not at all because it has finished."""
 
-    checkpoint: str | None = None  # the folder or s3:// address to continue from
-    step: int = 0  # the last one done
-    metrics_bytes: int = 0  # of the run's metrics.jsonl that belong to these steps
+    checkpoint: str | None = None  # folder or s3:// address to continue from
+    step: int = 0  # last completed step
+    metrics_bytes: int = 0  # size of metrics.jsonl up to this step
     finished: bool = False
-    again: bool = False  # an earlier attempt at this run ended before its first checkpoint
+    again: bool = False  # an earlier attempt ended before its first checkpoint
 
     @property
     def is_new(self) -> bool:
-        """True if nothing of this run was there before."""
+        """Whether this is the first attempt at this run."""
         return self.checkpoint is None and not self.again
 
 
 def find_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Start:
-    """Decide by recipe.run.resume and what the folder and the storage hold, which with `overwrite` are about to be
-    cleared; creates and changes nothing.
+    """Determine the start from recipe.run.resume and the contents of folder and storage. Changes nothing.
 
-    Raises RecipeError when the folder cannot be written, when folder or storage hold a run that is not to be continued
-    or cannot be (of another recipe, of another world size, with damaged checkpoints alone) or folders of somebody else
-    under the names of a run's, or when run.resume names no checkpoint. StorageError when the storage does not answer.
+    overwrite: folder and storage will be cleared.
+    Raises RecipeError if the folder cannot be written; if folder or storage contain a run that must not or cannot be
+    continued (different recipe or global batch, only damaged checkpoints) or third-party files with names of a run's
+    files; or if run.resume is not a checkpoint. Raises StorageError if the storage does not reply.
     """
     folder, resume, storage = recipe.run.output_dir, recipe.run.resume, recipe.checkpoint.storage
     require_usable(folder)
@@ -86,27 +86,27 @@ def find_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> S
     places = [layout.in_folder(folder)]
     if storage is not None:
         places.append(layout.in_storage(storage))
-    held = [place for place in places if place.files]
-    if not held:
+    occupied = [place for place in places if place.files]
+    if not occupied:
         for place in places:
             require_own_names_free(place)
         return first_start(recipe, world_size)
-    there = f"{held[0].key} holds a run already ({', '.join(held[0].files)})"
     if resume == "never":
-        raise RecipeError(f"{there}: {way_out(held[0])}")
+        first = occupied[0]
+        raise RecipeError(f"{first.key} already contains a run ({', '.join(first.files)}): {way_out(first)}")
     require_foreign(recipe)
-    # A folder's own checkpoint stands before an equal one in the storage.
-    found = max((place.checkpoint for place in held if place.checkpoint), key=lambda one: one.step, default=None)
-    done = max((place.done for place in held if place.done is not None), default=None)
-    for place in held:
+    # A local checkpoint is preferred to an equal one in the storage.
+    newest = max((place.checkpoint for place in occupied if place.checkpoint), key=lambda one: one.step, default=None)
+    done = max((place.done for place in occupied if place.done is not None), default=None)
+    for place in occupied:
         require_same_recipe(recipe, *place.recipe(), way_out(place))
     if done is not None and done >= recipe.run.steps:
         return Start(step=done, finished=True)
-    if found is None:
-        require_nothing_to_lose(held, done)
+    if newest is None:
+        require_nothing_to_lose(occupied, done)
         return dataclasses.replace(first_start(recipe, world_size), again=True)
-    require_same_batch(found, recipe, world_size)
-    return Start(checkpoint=str(found.path), step=found.step, metrics_bytes=found.facts["metrics_bytes"])
+    require_same_batch(newest, recipe, world_size)
+    return Start(checkpoint=str(newest.path), step=newest.step, metrics_bytes=newest.facts["metrics_bytes"])
 
 
 def way_out(place: Contents) -> str:
@@ -114,57 +114,57 @@ def way_out(place: Contents) -> str:
 
 
 def require_nothing_to_lose(held: Sequence[Contents], done: int | None) -> None:
-    """Raise RecipeError if a run without a complete checkpoint must not begin again: it has finished, or a damaged
-    checkpoint could be repaired."""
+    """Raise RecipeError if a run without a complete checkpoint must not restart from step 0: it has finished, or a
+    damaged checkpoint could be repaired."""
     if done is not None:
         raise RecipeError(
-            f"{held[0].key} holds a run that finished with step {done} and kept no checkpoint to continue from "
-            f"(checkpoint.every was 0): {way_out(held[0])}"
+            f"{held[0].key} contains a run that finished at step {done} without a checkpoint (checkpoint.every was 0): "
+            f"{way_out(held[0])}"
         )
     for place in held:
         if place.damaged:
             raise RecipeError(
-                f"{place.key} holds a run whose checkpoints are all damaged ({'; '.join(place.damaged[:NUM_SHOWN])}): "
-                f"repair one, or remove their folders to begin again from step 0, or {way_out(place)}"
+                f"{place.key} contains a run with only damaged checkpoints ({'; '.join(place.damaged[:NUM_SHOWN])}): "
+                f"repair one, or remove their folders to restart from step 0, or {way_out(place)}"
             )
 
 
 def first_start(recipe: Recipe, world_size: int) -> Start:
-    """Return the start of a new run, which may be the checkpoint of another one."""
+    """Return the start of a new run: step 0, or a checkpoint of another run."""
     resume = recipe.run.resume
     if resume in ("auto", "never"):
         return Start()
     path = resume.rstrip("/") if is_remote(resume) else str(Path(resume).expanduser())
-    found = remote.read(path) if is_remote(resume) else store.read(Path(path))
-    if found is None:
+    checkpoint = remote.read(path) if is_remote(resume) else store.read(Path(path))
+    if checkpoint is None:
         raise RecipeError(
-            f"run.resume: {path} is no complete checkpoint; give auto, never or checkpoints/step_N of a run"
+            f"run.resume: {path} is not a complete checkpoint: set auto, never or checkpoints/step_N of a run"
         )
     require_same_recipe(recipe, *layout.read_recipe(path), ELSEWHERE)
-    require_same_batch(found, recipe, world_size)
-    return Start(checkpoint=path, step=found.step)
+    require_same_batch(checkpoint, recipe, world_size)
+    return Start(checkpoint=path, step=checkpoint.step)
 
 
 def require_own_names_free(place: Contents) -> None:
-    """Raise RecipeError if a run's names are somebody else's there: a run would write into them and may remove them."""
+    """Raise RecipeError if files that belong to no run have names of a run's files."""
     if place.unrecorded:
         raise RecipeError(
-            f"{place.key} holds {', '.join(place.unrecorded)} and no run that these belong to: "
-            f"move them, or set {place.key.partition(' ')[0]} to another place"
+            f"{place.key} contains {', '.join(place.unrecorded)}, which belong to no run: move them, or set "
+            f"{place.key.partition(' ')[0]} to another location"
         )
 
 
 def require_recorded(place: str, unrecorded: Collection[str]) -> None:
-    """Raise RecipeError unless a run's own record lists all that --overwrite would delete."""
+    """Raise RecipeError if --overwrite would delete files that no run has recorded as its own."""
     if unrecorded:
         raise RecipeError(
-            f"{place} holds {', '.join(unrecorded)}, which no record of a run ({RECORD}) lists, so that --overwrite "
-            f"does not delete them: remove them yourself, or set {place.partition(' ')[0]} to another place"
+            f"{place} contains {', '.join(unrecorded)}, which {RECORD} does not list, so --overwrite does not delete "
+            f"them: remove them yourself, or set {place.partition(' ')[0]} to another location"
         )
 
 
 def require_foreign(recipe: Recipe) -> None:
-    """Raise RecipeError if run.resume names a checkpoint of the run itself, which continues from its newest one."""
+    """Raise RecipeError if run.resume is a checkpoint of this run, which continues from its newest one anyway."""
     resume, folder, storage = recipe.run.resume, recipe.run.output_dir, recipe.checkpoint.storage
     if resume in ("auto", "never"):
         return
@@ -175,29 +175,28 @@ def require_foreign(recipe: Recipe) -> None:
         key, own = "run.output_dir", is_below(path, folder.resolve())
     if own:
         raise RecipeError(
-            f"run.resume {resume} is a checkpoint of {key} itself, which continues from its newest one: leave "
-            "run.resume out, or set run.output_dir and checkpoint.storage to new places to begin there from this "
-            "checkpoint"
+            f"run.resume {resume} is a checkpoint of {key} itself, which continues from its newest one: remove "
+            "run.resume, or set run.output_dir and checkpoint.storage to new locations to start from this checkpoint"
         )
 
 
 def require_same_recipe(recipe: Recipe, path: str, other: Recipe | None, way_out: str) -> None:
-    """Raise RecipeError unless `other`, which stands at `path`, is the recipe of the same run."""
+    """Raise RecipeError unless `other`, read from `path`, describes the same run."""
     if other is None:
-        raise RecipeError(f"{path} is missing, so nobody can tell whether that run can be continued: {way_out}")
+        raise RecipeError(f"{path} is missing, so that run cannot be continued: {way_out}")
     differing = differences(other, recipe)
     if differing:
         more = f" and {len(differing) - NUM_SHOWN} more" if len(differing) > NUM_SHOWN else ""
         raise RecipeError(
-            f"{path} is of another recipe ({'; '.join(differing[:NUM_SHOWN])}{more}), so that run cannot be "
-            f"continued: take these changes back, or {way_out}"
+            f"{path} is a different recipe ({'; '.join(differing[:NUM_SHOWN])}{more}), so that run cannot be "
+            f"continued: undo these changes, or {way_out}"
         )
 
 
 def differences(there: Recipe, here: Recipe) -> list[str]:
-    """Return `key: OLD there, NEW here` for each key whose change makes another run."""
+    """Return `key: OLD there, NEW here` for each difference that prevents continuing the run."""
     old, new = flat(there.model_dump(mode="json")), flat(here.model_dump(mode="json"))
-    # With buckets the samples of a micro-batch have one size, which decides in what order samples come.
+    # With buckets, all samples of a micro-batch have one size, so its size affects their order.
     decides_order = here.data.buckets is not None and not here.is_rl
     fixed = (*MAY_NOT_CHANGE, *(["engine.micro_batch_size"] if decides_order else []))
     return [
@@ -208,93 +207,98 @@ def differences(there: Recipe, here: Recipe) -> list[str]:
 
 
 def require_same_batch(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError for another global batch than the checkpoint's, which decides which samples come next. In SFT
-    of several experts the number of micro-batches decides which of them trains when, and must stay too."""
+    """Raise RecipeError if the global batch differs from the checkpoint's, since it determines the next samples.
+
+    In SFT of several experts the number of micro-batches must also match: it determines which expert trains when.
+    """
     derived = derive(recipe, world_size)
     here, there = derived.samples_per_step, found.facts["samples_per_step"]
     if here != there:
         raise RecipeError(
-            f"{found.path} was written by {found.world_size} ranks with {there} samples a step; {world_size} ranks of "
-            f"this recipe make {here}: set engine.micro_batch_size, engine.gradient_accumulation and "
-            f"engine.sequence_parallel so that they make {there}"
+            f"{found.path} was written by {found.world_size} ranks with {there} samples per step; {world_size} ranks "
+            f"with this recipe have {here}: change engine.micro_batch_size, engine.gradient_accumulation or "
+            f"engine.sequence_parallel to get {there}"
         )
     micros = found.facts.get("accumulation")
     if not recipe.is_rl and found.facts.get("num_experts", 1) > 1 and micros != derived.accumulation:
         raise RecipeError(
-            f"{found.path} is of a model with several experts, which took turns in {micros} micro-batches of each "
-            f"optimizer step; this recipe makes {derived.accumulation}: set engine.gradient_accumulation to {micros}, "
-            f"and engine.micro_batch_size or the number of ranks so that a step has {there} samples"
+            f"{found.path} has several experts, trained in {micros} micro-batches per optimizer step; this recipe has "
+            f"{derived.accumulation}: set engine.gradient_accumulation to {micros}, and engine.micro_batch_size or the "
+            f"number of ranks to get {there} samples per step"
         )
 
 
 def claim(folder: Path) -> None:
-    """Record that what stands under a run's names in this folder is a run's, before the first of it is written. The
-    caller holds the lock, and `find_start` found nobody else's there."""
+    """Record that files with a run's names in this folder belong to a run, before the first is written.
+
+    The caller holds the lock, and find_run_start found no third-party files.
+    """
     with first_write(folder):
         atomic.write_text(folder / RECORD, layout.record_of(layout.NAMES))
 
 
 def open_output(recipe: Recipe, start: Start) -> None:
-    """Put the resolved recipe into the folder, and cut what else it holds back to `start`."""
+    """Write the resolved recipe to the folder, and truncate its metrics to `start`."""
     folder = recipe.run.output_dir
     with first_write(folder):
-        # First, and never without: whoever finds the rest must be able to tell whose it is.
+        # The recipe is written first: it identifies the other files.
         atomic.write_text(folder / RECIPE, recipe_file.dump(recipe))
         if start.again:
             set_aside(folder)
-        (folder / RESULT).unlink(missing_ok=True)  # it will be told anew how the run ends
+        (folder / RESULT).unlink(missing_ok=True)  # written again at the end of the run
         cut_metrics(folder / METRICS, start.metrics_bytes)
 
 
 def set_aside(folder: Path) -> None:
-    """Move the metrics of an attempt that ended before its first checkpoint to `earlier/N`, if it has any."""
+    """Move the metrics of an attempt that ended before its first checkpoint to `earlier/N`, if there are any."""
     metrics = folder / METRICS
     if not metrics.exists() or metrics.stat().st_size == 0:
         return
     root = folder / EARLIER
     root.mkdir(exist_ok=True)
     number = 1 + max((int(entry.name) for entry in root.iterdir() if entry.name.isdecimal()), default=0)
-    aside = root / str(number)
-    aside.mkdir()
-    for name in (TENSORBOARD, RESULT, METRICS):  # the metrics last: while they are there, the rest is moved, too
+    archive = root / str(number)
+    archive.mkdir()
+    for name in (TENSORBOARD, RESULT, METRICS):  # metrics last: as long as they exist, the move is repeated
         if (folder / name).exists():
-            (folder / name).rename(aside / name)
-    log.info("begins again from step 0: %s has the metrics of the attempt before, which saved no checkpoint", aside)
+            (folder / name).rename(archive / name)
+    log.info("restarting from step 0; metrics of the earlier attempt without a checkpoint: %s", archive)
 
 
 def clear_run(folder: Path, *, keep: Collection[str] = ()) -> None:
-    """Remove what a run's record says it wrote there, except for `keep`, and nothing else. The caller holds the
-    lock."""
+    """Remove the files listed in the folder's record, except `keep`. The caller holds the lock."""
     listed = layout.recorded(folder)
     for name in listed.difference(keep).intersection(RUN_FOLDERS):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in listed.difference(keep).intersection(RUN_FILES):
         (folder / name).unlink(missing_ok=True)
     page = folder / layout.PAGE
-    if layout.PAGE in listed and page.is_file() and is_ours(page):  # a run that went on here may have found another
+    if layout.PAGE in listed and page.is_file() and is_ours(page):  # it may be a third-party file
         page.unlink()
-    left = [name for name in listed if (folder / name).exists()]
-    if left:
-        atomic.write_text(folder / RECORD, layout.record_of(left))
+    remaining = [name for name in listed if (folder / name).exists()]
+    if remaining:
+        atomic.write_text(folder / RECORD, layout.record_of(remaining))
     else:
         (folder / RECORD).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def first_write(folder: Path) -> Iterator[None]:
-    """Turn an OSError of the block, of a read-only folder or a full disk, into one sentence."""
+    """Convert an OSError of the block, such as a full disk or read-only folder, to a UserError."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"run.output_dir {folder} cannot be written ({error}): free space there, or name another folder"
+            f"run.output_dir {folder} cannot be written ({error}): free disk space, or set another folder"
         ) from error
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other runs out of the folder, which is created; the lock goes when the process does. Raises RecipeError if
-    a run is there, UserError if it cannot be written."""
+    """Create the folder and lock it against other runs. The lock is released when the process ends.
+
+    Raises RecipeError if another run has the lock, UserError if the folder cannot be written.
+    """
     with first_write(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a")
@@ -304,7 +308,7 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise RecipeError(
-                    f"run.output_dir {folder}: a run is going on there; wait until it has ended"
+                    f"run.output_dir {folder}: another run is active there: wait until it has ended"
                 ) from error
-            log.warning("%s cannot be locked (%s): nothing keeps a second run out of it", folder, error)
+            log.warning("%s cannot be locked (%s): a second run would not be detected", folder, error)
         yield

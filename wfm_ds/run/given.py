@@ -1,4 +1,4 @@
-"""Inputs of the videos of `wfm generate` besides texts: a first frame, actions, a camera."""
+"""Inputs of `wfm generate` besides texts: a first frame, actions, a camera."""
 
 from __future__ import annotations
 
@@ -27,35 +27,36 @@ from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import FIRST_FRAME
 
 OPTIONS = {ACTIONS: "--actions", DOMAIN: "--domain", POSES: "--camera", INTRINSICS: "--camera"}
-"""The option by which `wfm generate` is told an input."""
+"""Command-line option of each input."""
 
 Inputs = dict[str, npt.NDArray[np.float32]]
 
 
 def named(args: argparse.Namespace) -> list[str]:
-    """Return the inputs that the options name."""
+    """Return the names of the inputs set by options."""
     camera = [POSES, INTRINSICS] if args.camera is not None else []
     return [name for name in (ACTIONS, DOMAIN) if getattr(args, name) is not None] + camera
 
 
 def first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
-    """The latents [C,T,h,w] of a video that begins with this image; None for a model that is told it as an input.
-    Raises UserError for a model that continues no images, for one that does nothing else, and for a file that is no
-    image."""
+    """Encode the first frame as latents [C,T,h,w], or return None if the model receives it as an input.
+
+    Raises UserError if the model does not support first frames, requires one, or the file is not an image.
+    """
     model = sampler.model
     if file is None:
         if min(model.conditional_frames) > 0:
-            raise UserError(f"{model.path} makes videos from an image alone: name one with --first-frame")
+            raise UserError(f"{model.path} needs a first frame: pass an image with --first-frame")
         return None
     if 1 not in model.conditional_frames:
-        raise UserError(f"--first-frame: {model.family} ({model.path}) takes no given frames; leave it out")
+        raise UserError(f"--first-frame: {model.family} ({model.path}) does not support it: remove it")
     if not model.pins_frames:
         return None
     return padded(model.encode_media([picture(sampler, file)])[0], sampler.latent_shape[1])
 
 
 def picture(sampler: Sampler, file: Path) -> npt.NDArray[np.uint8]:
-    """Pixels [H,W,3] of an image, cut to size around its middle. Raises UserError for a file that is no image."""
+    """Load an image as pixels [H,W,3], centre-cropped to size. Raises UserError if the file is not an image."""
     return load_media(LocalFile(str(file)), framing(sampler.settings), centre)
 
 
@@ -64,20 +65,18 @@ def framing(settings: SamplingRecipe) -> Framing:
 
 
 def told(sampler: Sampler, args: argparse.Namespace) -> Inputs:
-    """Inputs of every video, by --actions and --domain, by --camera and --intrinsics, and by --first-frame if the model
-    is told it so. Raises UserError for a model that takes no such thing, and for a file that it cannot use."""
-    model, size, given = sampler.model, sampler.settings, named(args)
-    for name in given:
+    """Read the inputs of all videos: actions and domain, camera, and the first frame if the model has it as an input.
+
+    Raises UserError for inputs that the model does not support or requires, and for unusable files.
+    """
+    model, size, names = sampler.model, sampler.settings, named(args)
+    for name in names:
         if name not in model.takes:
-            raise UserError(f"{OPTIONS[name]}: {model.family} ({model.path}) takes no {name}; leave it out")
-    for name, taken in model.takes.items():
-        if taken.required and name not in given:
-            way = (
-                f"name a file with {OPTIONS[name]}"
-                if name in OPTIONS
-                else "draw in a run's validation, which is told it"
-            )
-            raise UserError(f"{model.family} ({model.path}) makes no video without {name}: {way}")
+            raise UserError(f"{OPTIONS[name]}: {model.family} ({model.path}) does not support {name}: remove it")
+    for name, spec in model.takes.items():
+        if spec.required and name not in names:
+            hint = f"pass {OPTIONS[name]}" if name in OPTIONS else "it is only available in a run's validation"
+            raise UserError(f"{model.family} ({model.path}) needs the input {name}: {hint}")
     inputs: Inputs = {}
     if args.actions is not None:
         inputs |= actions_of(args)
@@ -94,12 +93,12 @@ def actions_of(args: argparse.Namespace) -> Inputs:
     with refusing("--actions", args.actions), args.actions.open("rb") as file:
         inputs = {ACTIONS: read_npy(file)}
         if not np.isfinite(inputs[ACTIONS]).all():
-            raise ValueError("it has NaN or infinite numbers")
+            raise ValueError("contains NaN or infinite numbers")
     return inputs if args.domain is None else inputs | {DOMAIN: np.asarray(args.domain, np.float32)}
 
 
 def camera_of(args: argparse.Namespace, size: SamplingRecipe) -> Inputs:
-    """The camera, its lens that of the pixels that are drawn: the first frame's are cut and scaled."""
+    """Read the camera. Intrinsics are adapted to the crop and size of the first frame."""
     with refusing("--camera", args.camera):
         inputs = read_camera(args.camera, args.intrinsics)
         if args.first_frame is not None:
@@ -109,20 +108,18 @@ def camera_of(args: argparse.Namespace, size: SamplingRecipe) -> Inputs:
 
 
 def check(model: DiffusionModel, inputs: Inputs, size: SamplingRecipe, args: argparse.Namespace) -> None:
-    """UserError for inputs that the model cannot use."""
+    """Raise UserError if the model cannot use these inputs."""
     try:
         model.encode_inputs([inputs], size.num_frames, (size.height, size.width))
     except ValueError as error:
         options = dict.fromkeys(OPTIONS[name] for name in inputs)
         files = [str(file) for file in (args.actions, args.camera) if file is not None]
-        raise UserError(
-            f"{' and '.join(options)}: {model.family} cannot follow {' and '.join(files)}: {error}"
-        ) from error
+        raise UserError(f"{' and '.join(options)}: {model.family} cannot use {' and '.join(files)}: {error}") from error
 
 
 @contextmanager
 def refusing(option: str, value: object) -> Iterator[None]:
-    """Turn what cannot be read in the block into a UserError."""
+    """Convert read errors of the block to a UserError."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The commit of a model of the hub: found once, kept in the run's recipe, fetched by one process of each machine."""
+"""Commit of a Hub model: resolved once, stored in the run's recipe, downloaded by one process per machine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ log = logging.getLogger(__name__)
 
 
 def at_commit(recipe: Recipe, *, overwrite: bool = False) -> Recipe:
-    """Return the recipe with the commit of its model in model.revision: that of the run which it continues (one that
-    `overwrite` clears is none), else that of the branch or tag at this moment. A model of this disk has none.
+    """Return the recipe with a commit in model.revision: that of the continued run, else the branch's or tag's current
+    one. Recipes with local models are returned unchanged.
 
-    Raises ModelError where the hub cannot say, and what reading the run's recipe raises.
+    overwrite: ignore an existing run. Raises ModelError if the Hub cannot resolve the revision, and the errors of
+    reading the run's recipe.
     """
     path, revision = recipe.model.path, recipe.model.revision
     if not hub.is_id(path) or hub.is_commit(revision):
@@ -30,7 +31,7 @@ def at_commit(recipe: Recipe, *, overwrite: bool = False) -> Recipe:
     if commit is None:
         commit = located(recipe).name
     elif revision is not None:
-        log.info("model.revision %s: this run goes on with %s, the commit that it began with", revision, commit)
+        log.info("model.revision %s: this run keeps its initial commit %s", revision, commit)
     return with_revision(recipe, commit)
 
 
@@ -39,16 +40,17 @@ def with_revision(recipe: Recipe, revision: str | None) -> Recipe:
 
 
 def began_with(recipe: Recipe) -> str | None:
-    """Return the commit in the recipe of the run that this recipe continues; None if there is none with this model."""
+    """Return the commit stored by the run that this recipe continues, or None."""
     for place in continued(recipe):
-        _, there = layout.read_recipe(place)
-        if there is not None and there.model.path == recipe.model.path and hub.is_commit(there.model.revision):
-            return there.model.revision
+        _, other = layout.read_recipe(place)
+        if other is not None and other.model.path == recipe.model.path and hub.is_commit(other.model.revision):
+            return other.model.revision
     return None
 
 
 def continued(recipe: Recipe) -> Iterator[str]:
-    """Yield the places where a run's recipe may be, the run's own before one whose checkpoint it begins with."""
+    """Yield the folders and addresses that may contain the recipe: first of this run, then of the run it starts
+    from."""
     yield str(recipe.run.output_dir)
     if recipe.checkpoint.storage is not None:
         yield recipe.checkpoint.storage
@@ -57,23 +59,25 @@ def continued(recipe: Recipe) -> Iterator[str]:
 
 
 def agreed_commit(recipe: Recipe, world: World, *, overwrite: bool) -> Recipe:
-    """Return `at_commit` as rank 0 finds it, on all ranks; collective."""
-    found = world.checked(lambda: at_commit(recipe, overwrite=overwrite).model.revision, on="main")
-    return with_revision(recipe, world.broadcast(found))
+    """Run pin_commit on rank 0 and return its result on all ranks. Collective."""
+    revision = world.checked(lambda: at_commit(recipe, overwrite=overwrite).model.revision, on="main")
+    return with_revision(recipe, world.broadcast(revision))
 
 
 def fetch(recipe: Recipe, world: World) -> None:
-    """Bring the model of the hub to the cache of each machine, where one process fetches while the others wait as long
-    as it takes; collective. A ModelError anywhere is raised on all ranks."""
+    """Download a Hub model to the cache of each machine, with one process per machine. Collective.
+
+    The other ranks wait without a timeout. A ModelError on any rank is raised on all ranks.
+    """
     model = recipe.model
-    if not world.broadcast(hub.is_id(model.path)):  # as rank 0 sees it: a folder here may be missing elsewhere
+    if not world.broadcast(hub.is_id(model.path)):  # rank 0 decides: a local folder may exist only on its machine
         return
     log.info("model %s @ %s", model.path, str(model.revision)[:7])
     world.patiently(lambda: str(complete(recipe)), here=world.local_rank == 0)
 
 
 def located(recipe: Recipe) -> Path:
-    """Return the folder of a model of which little more than its commit is known yet. Raises ModelError."""
+    """Return the folder of a model, downloading only what is needed to find its commit. Raises ModelError."""
     model = recipe.model
     if recipe.algorithm.trains_language:
         return language_location.locate(model.path, model.revision)
@@ -81,7 +85,7 @@ def located(recipe: Recipe) -> Path:
 
 
 def complete(recipe: Recipe) -> Path:
-    """Return the folder of a model, once all its files are there. Raises ModelError."""
+    """Return the folder of a model with all its files. Raises ModelError."""
     model = recipe.model
     if recipe.algorithm.trains_language:
         return language_location.resolve(model.path, model.revision)

@@ -1,4 +1,4 @@
-"""The LoRA that a run starts from (lora.init_from), held to the recipe and to the model before anything is written."""
+"""Load the LoRA that a run starts from (lora.init_from), and check that it fits the recipe and the model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ log = logging.getLogger(__name__)
 
 
 def initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | None:
-    """The first values of the adapter's tensors, by the names that an engine gives them; None for a run that starts
-    afresh. Layers that the file does not have are left out. `model`: before an engine has changed its denoiser.
+    """Return the initial adapter tensors by engine name, without layers missing in the file. None without init_from.
 
-    Raises ModelError for a file that cannot be read or does not fit the model, RecipeError where it is another kind of
-    adapter than the recipe's.
+    model: before an engine changes its denoiser. Raises ModelError if the file cannot be read or does not fit the
+    model, RecipeError if its adapter differs from the recipe's.
     """
     lora = recipe.lora
     if lora is None or lora.init_from is None:
@@ -36,8 +35,8 @@ def initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | N
     source = LoraSource(lora.init_from, NameTable(model.lora_names), weights_of(model.path))
     if source.parts != parts:
         raise ModelError(
-            f"lora.init_from {lora.init_from} has a LoRA for {' and '.join(source.parts)}, {model.path} has "
-            f"{' and '.join(parts)}: name the folder of an export with a file for each"
+            f"lora.init_from {lora.init_from} is a LoRA for {' and '.join(source.parts)}, {model.path} has "
+            f"{' and '.join(parts)}: set an export folder with a file for each"
         )
     start: dict[str, Tensor] = {}
     for part in parts:
@@ -45,55 +44,57 @@ def initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | N
         _require_kind(layers, saved, lora)
         _require_fit(layers, saved, network, lora.init_from, model.path)
         adapted = set(adapted_names(network, lora.target_modules or model.default_lora_targets))
-        if strange := sorted(layers.keys() - adapted):
+        if unexpected := sorted(layers.keys() - adapted):
             raise RecipeError(
-                f"lora.init_from {lora.init_from} has {len(strange)} layers that lora.target_modules does not name "
-                f"({', '.join(strange[:3])}): add them there"
+                f"lora.init_from {lora.init_from} has {len(unexpected)} layers that are not in lora.target_modules "
+                f"({', '.join(unexpected[:3])}): add them there"
             )
         log.info(
-            "LoRA from %s on %d layers, %d start afresh", lora.init_from, len(layers), len(adapted - layers.keys())
+            "LoRA from %s: %d layers loaded, %d initialized", lora.init_from, len(layers), len(adapted - layers.keys())
         )
         start |= {target.prefix(part) + name: tensor for name, tensor in named_tensors(layers, saved)}
     return start
 
 
 def _require_kind(layers: LoraLayers, saved: dict[str, Tensor], lora: LoraRecipe) -> None:
-    """Raise RecipeError unless the file's adapter is the recipe's: rank, scale, DoRA, modules that train whole."""
+    """Raise RecipeError unless rank, scale, DoRA and fully trained modules of the file match the recipe."""
     ranks, alphas = ({getattr(layer, name) for layer in layers.values()} for name in ("rank", "alpha"))
     if len(ranks) > 1 or len(alphas) > 1:
         raise RecipeError(
-            f"lora.init_from {lora.init_from} has a rank or alpha of its own for some layers, and a run has one: "
-            "merge it into the model (wfm convert --merge), or use another LoRA"
+            f"lora.init_from {lora.init_from} has different ranks or alphas per layer, a run supports only one: merge "
+            "it into the model (wfm convert --merge), or use another LoRA"
         )
     rank, alpha = ranks.pop(), alphas.pop()
-    own = lora.alpha * lora.rank**0.5 if lora.rslora else lora.alpha
-    if (lora.rank, own) != (rank, alpha):
-        stated = alpha / rank**0.5 if lora.rslora else alpha
+    effective_alpha = lora.alpha * lora.rank**0.5 if lora.rslora else lora.alpha
+    if (lora.rank, effective_alpha) != (rank, alpha):
+        recipe_alpha = alpha / rank**0.5 if lora.rslora else alpha
         raise RecipeError(
             f"lora.rank {lora.rank} and lora.alpha {lora.alpha:g}, but {lora.init_from} has rank {rank} and alpha "
-            f"{stated:g}: set them to these"
+            f"{recipe_alpha:g}: change them"
         )
     if lora.dora != any(layer.magnitude is not None for layer in layers.values()):
         has = "has no magnitudes (DoRA)" if lora.dora else "is a DoRA"
-        raise RecipeError(f"lora.dora: {str(lora.dora).lower()}, but {lora.init_from} {has}: set it to the other")
-    suffixes = tuple(lora.modules_to_save)
-    if strange := [name for name in saved if not name.rpartition(".")[0].endswith(suffixes or ("\0",))]:
         raise RecipeError(
-            f"lora.init_from {lora.init_from} has {strange[0]} of a layer that trained whole: add it to "
+            f"lora.dora: {str(lora.dora).lower()}, but {lora.init_from} {has}: set it to {str(not lora.dora).lower()}"
+        )
+    suffixes = tuple(lora.modules_to_save)
+    if unexpected := [name for name in saved if not name.rpartition(".")[0].endswith(suffixes or ("\0",))]:
+        raise RecipeError(
+            f"lora.init_from {lora.init_from} has {unexpected[0]} of a fully trained layer: add it to "
             "lora.modules_to_save"
         )
 
 
 def _require_fit(layers: LoraLayers, saved: dict[str, Tensor], network: nn.Module, file: Path, base: Path) -> None:
-    """Raise ModelError for layers that the network does not have, or has in another shape."""
+    """Raise ModelError for layers that the network does not have, or has with another shape."""
     shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
-    theirs = {f"{name}.weight": layer.weight_shape for name, layer in layers.items()}
-    theirs |= {name: tensor.shape for name, tensor in saved.items()}
-    wrong = [name for name, shape in theirs.items() if shapes.get(name) != shape]
+    file_shapes = {f"{name}.weight": layer.weight_shape for name, layer in layers.items()}
+    file_shapes |= {name: tensor.shape for name, tensor in saved.items()}
+    wrong = [name for name, shape in file_shapes.items() if shapes.get(name) != shape]
     if wrong:
         first = wrong[0]
-        ours = f"has {list(shapes[first])}" if first in shapes else "has no such layer"
+        expected = f"has {list(shapes[first])}" if first in shapes else "has no such layer"
         raise ModelError(
-            f"lora.init_from {file} is for another base: {len(wrong)} of its {len(theirs)} layers do not fit, e.g. "
-            f"{first} {list(theirs[first])}, where {base} {ours}"
+            f"lora.init_from {file} is for another base: {len(wrong)} of its {len(file_shapes)} layers do not fit, "
+            f"e.g. {first} {list(file_shapes[first])}, but {base} {expected}"
         )

@@ -1,4 +1,4 @@
-"""Objects that every training loop works with, built once per run. No loop and no algorithm in here."""
+"""Objects shared by all training loops, built once per run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class CommonJob(ABC):
-    """One run on one rank, whatever it trains: what the frame of the loops needs."""
+    """A run on one rank, for any kind of model."""
 
     recipe: Recipe
     derived: Derived
@@ -46,10 +46,10 @@ class CommonJob(ABC):
     stop: StopFlag
     engine: DenoiserEngine
     monitor: Monitor
-    mirror: Mirror | None = None  # rank 0's, if the run is copied to a storage
+    mirror: Mirror | None = None  # rank 0 only, with checkpoint.storage
     timer: Stopwatch = field(init=False)
 
-    artifact: ClassVar[str] = "pipeline"  # the kind of what a full run exports, in result.json
+    artifact: ClassVar[str] = "pipeline"  # kind of a full export in result.json
     num_experts: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
@@ -57,55 +57,55 @@ class CommonJob(ABC):
 
     @property
     def evaluation_policy(self) -> str:
-        """The weights that are validated, shown and exported."""
+        """The policy used for validation, samples and exports."""
         return "ema" if self.recipe.ema is not None else "train"
 
     def should_stop(self) -> bool:
-        """Return whether any rank was asked to stop; collective, called once per step by all."""
+        """Return whether any rank was requested to stop. Collective, once per step."""
         return self.world.any(self.stop.is_set)
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """The dtype that exports have."""
+        """Dtype of exports."""
 
     @property
     @abstractmethod
     def export_note(self) -> ExportNote:
-        """The note that exports are made by, besides the engine's weights."""
+        """Settings of exports besides the engine's weights."""
 
     @abstractmethod
     def export(self, out: Path) -> Path:
-        """Write the evaluation weights as users load them; every rank calls. Returns the folder to load."""
+        """Export the evaluation weights and return the folder to load. Collective."""
 
     @abstractmethod
     def loading_lines(self, folder: Path) -> str:
-        """The lines of Python that load what `export` returned."""
+        """Return Python code that loads the exported folder."""
 
     def take_counts(self) -> Mapping[str, float]:
-        """Metrics that count the work since the last call."""
+        """Return metrics that count the forward passes since the last call."""
         return {}
 
     def take_work(self) -> Work | None:
-        """The FLOPs of this rank's forwards since the last call, where they are known: on rank 0, which stands for
-        all."""
+        """Return the FLOPs of this rank's forward passes since the last call. Known only on rank 0, which represents
+        all ranks."""
         return self.engine.take_work()
 
 
 @dataclass(kw_only=True)
 class Job(CommonJob):
-    """One run of a diffusion model on one rank."""
+    """A run of a diffusion model on one rank."""
 
     model: DiffusionModel
     texts: TextCache
-    latents: LatentCache | None = None  # of training media, if they are kept
-    forward: CountedForward = field(init=False)  # every forward of the denoiser, under the engine's active policy
+    latents: LatentCache | None = None  # of training images and videos, if cached
+    forward: CountedForward = field(init=False)  # all forward passes of the denoiser, with the engine's active policy
     sampler: Sampler = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_experts = len(self.model.sigma_ranges)
-        one_size = self.recipe.data.buckets is None  # else height and width are each replica's own
+        one_size = self.recipe.data.buckets is None  # with buckets each replica has its own height and width
         self.forward = CountedForward(self.model.denoise, self.engine, one_size=one_size)
         self.sampler = Sampler(
             model=self.model,
@@ -117,7 +117,7 @@ class Job(CommonJob):
 
     @property
     def cached_latents(self) -> Callable[[Media, Framing], Tensor | None] | None:
-        """The kept latents of a medium, for a source of batches; None if the run keeps none."""
+        """Function that reads cached latents for a batch source, or None without a latent cache."""
         return None if self.latents is None else self.latents.read
 
     @property

@@ -1,4 +1,4 @@
-"""Layout of a run's folder and of its storage: the names, which are a contract, and their meaning."""
+"""Layout of a run's folder and storage. The names are a stable interface."""
 
 from __future__ import annotations
 
@@ -23,78 +23,80 @@ RUN_FILES = (RECIPE, METRICS, RESULT)
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 EXPORTS = "safetensors"
-REWARD = "reward"  # the services' log, which a run that failed before its first step leaves
-FETCHED = "fetched"  # a checkpoint of another run's storage, until this run has taken it up
-POLICY = "policy"  # weights for the workers of an async run, while it runs
-ROLLOUT = "rollout"  # where these workers find the run, and the logs of those that it starts, which stay too
-TRACKERS = "trackers"  # files of trackers: wandb, mlflow, trackio
-EARLIER = "earlier"  # the metrics of attempts that ended before their first checkpoint, numbered from 1
-PAGE, PAGE_FOLDER = "index.html", "page"  # for people: a page without the files above is no run
+REWARD = "reward"  # log of the reward service, kept if a run fails before its first step
+FETCHED = "fetched"  # checkpoint downloaded from another run's storage, until it is loaded
+POLICY = "policy"  # weights for the workers of an active async run
+ROLLOUT = "rollout"  # addresses for rollout workers, and logs of spawned workers (kept like REWARD)
+TRACKERS = "trackers"  # files of wandb, mlflow and trackio
+EARLIER = "earlier"  # metrics of attempts without a checkpoint, numbered from 1
+PAGE, PAGE_FOLDER = "index.html", "page"  # the run page; does not make a folder a run
 RUN_FOLDERS = (
     *(TENSORBOARD, "samples", EXPORTS, CHECKPOINTS, "logs", REWARD, FETCHED, POLICY, ROLLOUT, EARLIER),
     PAGE_FOLDER,
     TRACKERS,
 )
 NAMES = (*RUN_FILES, PAGE, *RUN_FOLDERS)
-RECORD = ".wfm_run.json"  # which of these names a run here may have written, and --overwrite may remove
+RECORD = ".wfm_run.json"  # lists the names that a run has written here and --overwrite may remove
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Contents of a folder or a storage that belong to a run."""
+    """Contents of a run folder or storage."""
 
-    key: str  # the recipe's, with its value, for messages
+    key: str  # recipe key and value, for messages
     place: str  # folder or address
-    files: tuple[str, ...]  # of RUN_FILES; without any there is no run
-    unrecorded: tuple[str, ...]  # a run's names that no record lists: they may be somebody else's
-    checkpoint: Checkpoint | RemoteCheckpoint | None  # the newest complete one
-    damaged: tuple[str, ...]  # why each of the others is not complete
-    done: int | None  # the last step of a run that has finished
+    files: tuple[str, ...]  # existing RUN_FILES; empty: no run
+    unrecorded: tuple[str, ...]  # names of a run not listed in the record: possibly third-party files
+    checkpoint: Checkpoint | RemoteCheckpoint | None  # newest complete checkpoint
+    damaged: tuple[str, ...]  # reasons why the others are incomplete
+    done: int | None  # last step of a finished run
 
     def recipe(self) -> tuple[str, Recipe | None]:
-        """Return the path of the newest checkpoint's recipe, or of the run's if it has no checkpoint, and that recipe;
-        None if it is missing. Raises RecipeError and StorageError."""
+        """Return path and recipe of the newest checkpoint, or of the run if it has no checkpoint.
+
+        The recipe is None if it is missing. Raises RecipeError and StorageError.
+        """
         return read_recipe(self.place if self.checkpoint is None else str(self.checkpoint.path))
 
 
 def in_folder(folder: Path) -> Contents:
-    """Read what a folder holds. Raises RecipeError if it cannot be read, or has a result.json that no run wrote."""
+    """Read the contents of a folder. Raises RecipeError if it cannot be read or result.json is invalid."""
     try:
         names = set(os.listdir(folder)) if folder.exists() else set[str]()
         files = tuple(name for name in RUN_FILES if name in names)
-        found = store.newest(folder / CHECKPOINTS) if files else None
+        newest = store.newest(folder / CHECKPOINTS) if files else None
         result = folder / RESULT
         text = result.read_text(encoding="utf-8") if RESULT in files else None
         damaged = tuple(store.flaws(folder / CHECKPOINTS)) if files else ()
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"run.output_dir {folder} cannot be read ({error}): choose another folder") from error
+        raise RecipeError(f"run.output_dir {folder} cannot be read ({error}): set another folder") from error
     done = None if text is None else finished_step(text, str(result))
     listed = recorded(folder)
     if not files and store.steps(folder / CHECKPOINTS):
-        listed -= {CHECKPOINTS}  # whose they are is not known, and a new run would remove them
+        listed -= {CHECKPOINTS}  # of an unknown run, and a new run would remove them
     unrecorded = unrecorded_of(names, listed)
-    return Contents(f"run.output_dir {folder}", str(folder), files, unrecorded, found, damaged, done)
+    return Contents(f"run.output_dir {folder}", str(folder), files, unrecorded, newest, damaged, done)
 
 
 def in_storage(address: str) -> Contents:
-    """Read what a storage holds. Raises StorageError, and RecipeError for a result.json that no run wrote."""
+    """Read the contents of a storage. Raises StorageError, and RecipeError if result.json is invalid."""
     names = {name.partition("/")[0] for name in transfer.listing(address)}
     files = tuple(name for name in RUN_FILES if name in names)
-    found = remote.newest(f"{address}/{CHECKPOINTS}") if files else None
+    newest = remote.newest(f"{address}/{CHECKPOINTS}") if files else None
     result = f"{address}/{RESULT}"
     done = finished_step(transfer.read_text(result), result) if RESULT in files else None
-    damaged = tuple(remote.flaws(f"{address}/{CHECKPOINTS}")) if files and found is None else ()
+    damaged = tuple(remote.flaws(f"{address}/{CHECKPOINTS}")) if files and newest is None else ()
     unrecorded = unrecorded_of(names, recorded_at(address))
-    return Contents(f"checkpoint.storage {address}", address, files, unrecorded, found, damaged, done)
+    return Contents(f"checkpoint.storage {address}", address, files, unrecorded, newest, damaged, done)
 
 
 def unrecorded_in(folder: Path) -> tuple[str, ...]:
-    """Return a run's names in this folder that no record lists."""
+    """Return the names of a run that exist in this folder but are not in its record."""
     return unrecorded_of(os.listdir(folder) if folder.exists() else (), recorded(folder))
 
 
 def unrecorded_at(address: str) -> tuple[str, ...]:
-    """Return a run's names in this storage that no record lists. Raises StorageError."""
+    """Return the names of a run that exist in this storage but are not in its record. Raises StorageError."""
     names = {name.partition("/")[0] for name in transfer.listing(address)}
     return unrecorded_of(names, recorded_at(address))
 
@@ -104,7 +106,7 @@ def unrecorded_of(names: Collection[str], listed: Collection[str]) -> tuple[str,
 
 
 def recorded(folder: Path) -> frozenset[str]:
-    """Return the names that the folder's record lists; none if there is no record that can be read."""
+    """Return the names in a folder's record; empty without a readable record."""
     try:
         return parse_record((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -112,7 +114,7 @@ def recorded(folder: Path) -> frozenset[str]:
 
 
 def recorded_at(address: str) -> frozenset[str]:
-    """Return the names that the record of a storage lists. Raises StorageError."""
+    """Return the names in a storage's record. Raises StorageError."""
     try:
         return parse_record(transfer.read_text(f"{address}/{RECORD}"))
     except FileNotFoundError:
@@ -128,15 +130,18 @@ def parse_record(text: str) -> frozenset[str]:
 
 
 def record_of(names: Collection[str]) -> str:
-    """Return the text of a record that lists these names."""
+    """Return the text of a record with these names."""
     return json.dumps({"wrote": sorted(names)}) + "\n"
 
 
 def read_recipe(place: str) -> tuple[str, Recipe | None]:
-    """Read the recipe.yaml of a folder or an address; None if it has none. Raises RecipeError and StorageError."""
+    """Read recipe.yaml of a folder or address and return its path and the recipe, or None if there is none.
+
+    Raises RecipeError and StorageError.
+    """
     if not is_remote(place):
         path = Path(place) / RECIPE
-        return str(path), recipe_file.load(path) if path.exists() else None
+        return str(path), recipe_file.load_stored_recipe(path) if path.exists() else None
     address = f"{place}/{RECIPE}"
     try:
         text = transfer.read_text(address)
@@ -145,16 +150,16 @@ def read_recipe(place: str) -> tuple[str, Recipe | None]:
     with tempfile.TemporaryDirectory(prefix="wfm-") as folder:
         path = Path(folder) / RECIPE
         path.write_text(text, encoding="utf-8")
-        return address, recipe_file.load(path)
+        return address, recipe_file.load_stored_recipe(path)
 
 
 def finished_step(text: str, place: str) -> int | None:
-    """Return the last step of a run that its result.json calls finished, else None. Raises RecipeError."""
+    """Return the last step from result.json if the run has finished, else None. Raises RecipeError if it is invalid."""
     try:
         result = json.loads(text)
         return int(result["step"]) if result["status"] == "finished" else None
     except (ValueError, KeyError, TypeError) as error:
         raise RecipeError(
-            f"{place} is not what a run writes ({error}): set run.output_dir or checkpoint.storage to another place, "
-            "or pass --overwrite to replace that run"
+            f"{place} was not written by a run ({error}): set run.output_dir or checkpoint.storage to another "
+            "location, or pass --overwrite to replace that run"
         ) from error

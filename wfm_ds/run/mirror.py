@@ -1,10 +1,9 @@
-"""A run's folder in S3: what the run leaves there is copied by a thread while it trains, verified, tried again.
+"""Copy of a run's folder in S3: a thread uploads new files during training, verifies them and retries.
 
-    folder/.storage.json     what the storage has of each file; without it files are only sent once more
+    folder/.storage.json     state of the uploaded files; without it, files are uploaded again
 
-Files and folders of a run are complete or have hidden or .tmp names (atomic.py, store.py), so that the thread finds
-what is new by looking. The newest checkpoint goes first. Logs and metrics, which grow, are sent whole, as long as they
-are.
+Incomplete files and folders have hidden or .tmp names (atomic.py, store.py), so the thread finds new files by listing
+the folder. The newest checkpoint is uploaded first. Growing files (logs, metrics) are uploaded as a whole each time.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from wfm_ds.storage.transfer import Moved
 log = logging.getLogger(__name__)
 
 NOTES = ".storage.json"
-PASS_S = 300.0  # between two looks at what has grown; checkpoints and exports do not wait for it
-FIRST_RETRY_S, LAST_RETRY_S = 2.0, 60.0  # the wait after a failed pass doubles from one to the other
-FOLDERS = ("samples", "safetensors", "tensorboard", "logs", EARLIER, PAGE_FOLDER)  # besides checkpoints
-LAST = ("model_index.json", "adapter_config.json", "samples.jsonl")  # whoever sees one of these finds what it is about
+PASS_S = 300.0  # interval for growing files; checkpoints and exports are uploaded immediately
+FIRST_RETRY_S, LAST_RETRY_S = 2.0, 60.0  # waiting time after failed passes: doubles from the first to the last
+FOLDERS = ("samples", "safetensors", "tensorboard", "logs", EARLIER, PAGE_FOLDER)  # in addition to checkpoints
+LAST = ("model_index.json", "adapter_config.json", "samples.jsonl")  # uploaded after the files they refer to
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A local file as it was when it was sent, and the size of the object in the storage."""
+    """State of a local file when it was uploaded, and the size of its object in the storage."""
 
     size: int
     mtime_ns: int
@@ -47,56 +46,55 @@ class Sent:
 
 
 class Progress:
-    """Time at which the storage last took something that it had not taken before.
+    """Time of the last upload progress.
 
-    A file that is sent again after a failure counts from where the try that got furthest was cut off: a storage that
-    takes the same part again and again is not taking the run.
+    A repeated upload only counts as progress once it exceeds the bytes of the best earlier attempt, so that a storage
+    that always fails at the same point counts as stalled.
     """
 
     def __init__(self) -> None:
         self.at = time.monotonic()
-        self._furthest: dict[str, int] = {}  # bytes of the best try, by name
+        self._furthest: dict[str, int] = {}  # bytes of the best attempt, by name
 
     def begin(self, name: str) -> Moved:
-        """Return a function that counts the bytes of a try to send this name."""
+        """Return a function that counts the bytes of a new attempt to upload this file."""
         sent = 0
 
-        def moved(num_bytes: int) -> None:
+        def count_bytes(num_bytes: int) -> None:
             nonlocal sent
             sent += num_bytes
             if sent > self._furthest.get(name, -1):
                 self._furthest[name] = sent
                 self.at = time.monotonic()
 
-        return moved
+        return count_bytes
 
 
 class Mirror:
-    """Copies `folder` to `address` from `start` to `finish`. All methods but the thread's own are the main thread's, on
-    rank 0."""
+    """Copies `folder` to `address` between `start` and `finish`. Rank 0 only; public methods belong to the main
+    thread."""
 
     def __init__(self, folder: Path, address: str, *, keep: int) -> None:
         self.folder, self.address, self.keep = folder, address, keep
         self._sent = self._noted()
-        self._copied: dict[tuple[int, ...], str] = {}  # the object of a file with several names, by its identity
+        self._copied: dict[tuple[int, ...], str] = {}  # uploaded objects of hard-linked files, by identity
         self._wakeup = threading.Event()
-        self._finishing, self._complete = False, threading.Event()  # the next whole pass is the last, and is over
+        self._finishing, self._complete = False, threading.Event()  # the next complete pass is the last one; it is done
         self._progress = Progress()
-        self._is_claimed = False  # by the record of what a run may have written there
+        self._is_claimed = False  # the record of the run's names is uploaded
         self._closed, self._failure = False, ""
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def clear(self) -> None:
-        """Remove what the address's record says a run wrote there, and nothing else. Raises StorageError."""
+        """Remove the files listed in the storage's record. Raises StorageError."""
         listed = layout.recorded_at(self.address)
-        own = [name for name in transfer.listing(self.address) if name.partition("/")[0] in listed]
-        own.sort(key=lambda name: not name.endswith(f"/{store.COMPLETE}"))
-        transfer.remove(f"{self.address}/{name}" for name in own)
+        names = [name for name in transfer.listing(self.address) if name.partition("/")[0] in listed]
+        names.sort(key=lambda name: not name.endswith(f"/{store.COMPLETE}"))
+        transfer.remove(f"{self.address}/{name}" for name in names)
         self._sent = {}
 
     def fetch_metrics(self) -> None:
-        """Copy the metrics of attempts that saved no checkpoint into the folder, which keeps what it has. Raises
-        StorageError."""
+        """Download the metrics of attempts without a checkpoint, unless they are in the folder. Raises StorageError."""
         for name, size in transfer.listing(self.address).items():
             path = self.folder / name
             if (name == METRICS or name.partition("/")[0] == EARLIER) and not path.exists():
@@ -104,40 +102,40 @@ class Mirror:
                 transfer.download(f"{self.address}/{name}", path, size=size)
 
     def fetch(self, address: str) -> Path:
-        """Copy this checkpoint of the storage, and the metrics up to it, into the folder, and return the checkpoint's
-        folder. Raises StorageError."""
-        found = remote.read(address)
+        """Download a checkpoint and its metrics into the folder, and return the checkpoint's folder. Raises
+        StorageError."""
+        checkpoint = remote.read(address)
         stored = transfer.listing(self.address)
-        if found is None or METRICS not in stored:
-            raise StorageError(f"{address} or {self.address}/{METRICS} has been removed a moment ago: start again")
-        began, folder = time.monotonic(), self.folder / CHECKPOINTS / f"step_{found.step}"
-        remote.fetch(found, folder)
+        if checkpoint is None or METRICS not in stored:
+            raise StorageError(f"{address} or {self.address}/{METRICS} was just removed: start again")
+        began, folder = time.monotonic(), self.folder / CHECKPOINTS / f"step_{checkpoint.step}"
+        remote.fetch(checkpoint, folder)
         transfer.download(f"{self.address}/{METRICS}", self.folder / METRICS, size=stored[METRICS])
-        self._keep_note_of(marker(found.step), stored[marker(found.step)])
+        self._keep_note_of(marker(checkpoint.step), stored[marker(checkpoint.step)])
         self._note()
-        log.info("copied %s to %s in %.1f s", address, folder, time.monotonic() - began)
+        log.info("downloaded %s to %s in %.1f s", address, folder, time.monotonic() - began)
         return folder
 
     def newer(self) -> int | None:
-        """Return the newest step of the storage's complete checkpoints if the folder has none as new, else None. Raises
-        StorageError."""
-        found = remote.newest(f"{self.address}/{CHECKPOINTS}")
-        return None if found is None or found.step <= max(self._steps(), default=-1) else found.step
+        """Return the step of the storage's newest complete checkpoint if it is newer than all local ones, else None.
+        Raises StorageError."""
+        newest = remote.newest(f"{self.address}/{CHECKPOINTS}")
+        return None if newest is None or newest.step <= max(self._steps(), default=-1) else newest.step
 
     def start(self) -> None:
-        """Begin to copy; from here on the storage holds a run that is not over. Raises StorageError, also if it holds
-        a newer checkpoint than the folder: it is not this run's to replace."""
+        """Start uploading, and remove result.json from the storage. Raises StorageError, also if the storage has a
+        newer checkpoint than the folder."""
         newer = self.newer()
         if newer is not None:
             raise StorageError(
-                f"{self.address} holds a checkpoint of step {newer}, newer than all in {self.folder}: another machine "
-                "has continued this run; if that one has ended, start the same command again to go on from there, else "
-                "set checkpoint.storage to another address"
+                f"{self.address} has a checkpoint of step {newer}, newer than all in {self.folder}: another machine "
+                "has continued this run. If it has ended, run the same command again to continue from there, else set "
+                "checkpoint.storage to another address"
             )
         stored = transfer.listing(self.address)
         transfer.remove([f"{self.address}/{RESULT}"] if RESULT in stored else [])
         self._sent = {name: sent for name, sent in self._sent.items() if stored.get(name) == sent.stored}
-        for step in self._steps():  # its COMPLETE stands for the rest
+        for step in self._steps():  # COMPLETE lists its files
             files = json.loads((self.folder / marker(step)).read_text(encoding="utf-8"))["files"]
             folder = f"{CHECKPOINTS}/step_{step}"
             if any(stored.get(f"{folder}/{name}") != size for name, size in files.items()):
@@ -146,22 +144,24 @@ class Mirror:
         self.wake()
 
     def wake(self) -> None:
-        """Send what is complete by now without waiting for the next pass."""
+        """Upload complete files now instead of at the next pass."""
         self._wakeup.set()
 
     def unverified(self) -> Collection[int]:
-        """Return the steps of local checkpoints that must not be removed: neither they nor newer ones are stored."""
+        """Return the steps of local checkpoints that must be kept: neither they nor newer ones are in the storage."""
         verified = max((step for step in self._steps() if self._has(marker(step))), default=-1)
         return [step for step in self._steps() if step > verified]
 
     def finish(self, stall_s: float) -> list[str]:
-        """Wait until the storage has everything, and end; no longer than it takes nothing new for `stall_s`. Returns
-        the names that it does not have."""
+        """Wait until all files are uploaded, or for `stall_s` seconds without progress, and stop the thread.
+
+        Returns the names of missing files.
+        """
         self._progress = Progress()
         self._finishing = True
         self._wakeup.set()
         while (left := self._progress.at + stall_s - time.monotonic()) > 0 and not self._complete.wait(left):
-            pass  # something has been taken meanwhile, or not
+            pass  # recompute the deadline after progress
         self._closed = True
         self._wakeup.set()
         if self._complete.is_set():
@@ -171,20 +171,20 @@ class Mirror:
 
     @property
     def failure(self) -> str:
-        """The reason why the last pass failed; empty if it did not."""
+        """Reason why the last pass failed; empty if it succeeded."""
         return self._failure
 
     def missing(self) -> list[str]:
-        """Return the names that the storage does not have as they are; a checkpoint counts as one."""
+        """Return the names of files that are missing or outdated in the storage. A checkpoint counts as one."""
         return [*(f"{CHECKPOINTS}/step_{step}" for step in self._unsent_steps()), *self._unsent()]
 
     def send_result(self) -> None:
-        """Send the page as it is at last, and result.json, once all else is there. Raises StorageError."""
+        """Upload the final page data and result.json, after all other files. Raises StorageError."""
         if (self.folder / DATA).exists():
             transfer.upload(self.folder / DATA, f"{self.address}/{DATA}")
         transfer.upload(self.folder / RESULT, f"{self.address}/{RESULT}")
 
-    # ---- the thread
+    # ---- upload thread
 
     def _run(self) -> None:
         wait_s, retry_s = PASS_S, FIRST_RETRY_S
@@ -193,19 +193,19 @@ class Mirror:
             self._wakeup.clear()
             if self._closed:
                 return
-            is_last = self._finishing  # what the run left before it asked is sent by a pass that begins afterwards
+            is_last = self._finishing  # a pass that starts now includes all files written before finish()
             try:
                 self._pass()
             except _ClosedError:
                 return
             except (StorageError, OSError) as error:
                 self._failed(str(error))
-            except Exception as error:  # the border of the thread: training goes on, and the end says what is missing
+            except Exception as error:  # keep training; missing files are reported at the end
                 log.exception("copying to %s failed", self.address)
                 self._failed(f"{type(error).__name__}: {error}")
             else:
                 if self._failure:
-                    log.info("%s takes copies again", self.address)
+                    log.info("%s accepts uploads again", self.address)
                 wait_s, retry_s, self._failure = PASS_S, FIRST_RETRY_S, ""
                 if is_last:
                     self._complete.set()
@@ -215,69 +215,68 @@ class Mirror:
 
     def _failed(self, reason: str) -> None:
         if not self._failure:
-            log.warning("%s; this is tried again, meanwhile nothing is removed from %s", reason, self.folder)
+            log.warning("%s; retrying, and removing nothing from %s meanwhile", reason, self.folder)
         self._failure = reason
 
     def _pass(self) -> None:
-        """Send everything that the storage does not have. Raises StorageError and OSError."""
-        if not self._is_claimed:  # before anything else, so that --overwrite may remove it
+        """Upload all missing files. Raises StorageError and OSError."""
+        if not self._is_claimed:  # first, so that --overwrite can remove the other files
             transfer.put(layout.record_of(layout.NAMES).encode(), f"{self.address}/{RECORD}")
             self._is_claimed = True
         try:
             while unsent := self._unsent_steps():
-                with contextlib.suppress(FileNotFoundError):  # pruned: it is not among them any more
+                with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
                     self._send_checkpoint(max(unsent))
             self._send_files()
         finally:
             self._note()
 
     def _send_files(self) -> None:
-        """Send all but checkpoints. A file that fails does not keep the others; if two in a row do, the storage is to
-        blame. Raises the first StorageError."""
-        first, before = None, None
+        """Upload all files except checkpoints. Stop after two consecutive failures. Raises the first StorageError."""
+        first, previous = None, None
         for name in self._unsent():
             error = None
             try:
                 self._send(name)
-            except FileNotFoundError:  # replaced or removed: the next look finds what is there
+            except FileNotFoundError:  # replaced or removed: the next pass retries
                 continue
             except StorageError as failure:
                 error, first = failure, first or failure
                 self._failed(str(failure))
-            if error is not None and before is not None:
+            if error is not None and previous is not None:
                 break
-            before = error
+            previous = error
         if first is not None:
             raise first
 
     def _send_checkpoint(self, step: int) -> None:
         began, path = time.monotonic(), self.folder / CHECKPOINTS / f"step_{step}"
-        found = store.read(path)
-        if found is None:
+        checkpoint = store.read(path)
+        if checkpoint is None:
             raise FileNotFoundError(path)
 
-        def metrics() -> None:  # a checkpoint counts on this many bytes of them
+        def send_metrics() -> None:  # the checkpoint needs the metrics up to its step
             for name in (RECIPE, METRICS):
                 if not (self.folder / name).exists():
                     raise StorageError(
-                        f"{self.folder / name} is missing, and no run goes on from a checkpoint without it"
+                        f"{self.folder / name} is missing, and no run can continue from a checkpoint without it"
                     )
                 self._send(name)
 
         root = f"{self.address}/{CHECKPOINTS}"
         target = f"{root}/step_{step}"
-        num_bytes = remote.publish(found, target, before_complete=metrics, moved=self._counted(marker(step)))
+        num_bytes = remote.publish(checkpoint, target, before_complete=send_metrics, moved=self._counted(marker(step)))
         self._keep_note_of(marker(step), num_bytes[store.COMPLETE])
         self._note()
         seconds, mib = time.monotonic() - began, sum(num_bytes.values()) / MIB
-        log.info("copied checkpoint %d to %s: %.1f MiB in %.1f s", step, root, mib, seconds)
+        log.info("uploaded checkpoint %d to %s: %.1f MiB in %.1f s", step, root, mib, seconds)
         newest = max(step for step in self._steps() if self._has(marker(step)))
         remote.prune(root, newest=newest, keep=self.keep)
 
     def _send(self, name: str) -> None:
         local, target = self._stat(name), f"{self.address}/{name}"
         identity = (local.st_dev, local.st_ino, local.st_size, local.st_mtime_ns)
-        known = self._copied.get(identity) if local.st_nlink > 1 else None  # of the model, as in other full exports
+        known = self._copied.get(identity) if local.st_nlink > 1 else None  # model file shared by full exports
         if known is None or not self._copy_within(known, target, name, local.st_size):
             transfer.upload(self.folder / name, target, size=local.st_size, moved=self._counted(name))
             if local.st_nlink > 1:
@@ -285,11 +284,12 @@ class Mirror:
         self._sent[name] = Sent(local.st_size, local.st_mtime_ns, local.st_size)
 
     def _copy_within(self, source: str, target: str, name: str, size: int) -> bool:
-        """Return whether the storage made the file of an object of its own, which somebody may have removed."""
+        """Copy an uploaded object inside the storage. Return False if that fails, for example because it was
+        removed."""
         try:
             transfer.copy_within(source, target, size)
         except StorageError as error:
-            log.info("%s: the file is sent instead", error)
+            log.info("%s: uploading the file instead", error)
             return False
         self._counted(name)(size)
         return True
@@ -299,18 +299,17 @@ class Mirror:
         self._sent[name] = Sent(local.st_size, local.st_mtime_ns, stored)
 
     def _counted(self, name: str) -> Moved:
-        """Return a function that counts the bytes of this file as they arrive, and ends the transfer once nobody
-        waits."""
-        moved = self._progress.begin(name)
+        """Return a function that counts the uploaded bytes of a file, and aborts the upload after `finish`."""
+        count_bytes = self._progress.begin(name)
 
-        def counted(num_bytes: int) -> None:
+        def count_or_abort(num_bytes: int) -> None:
             if self._closed:
                 raise _ClosedError
-            moved(num_bytes)
+            count_bytes(num_bytes)
 
-        return counted
+        return count_or_abort
 
-    # ---- what is there
+    # ---- local files
 
     def _steps(self) -> list[int]:
         """Return the steps of complete local checkpoints."""
@@ -318,20 +317,20 @@ class Mirror:
         return [step for step in store.steps(root) if store.read(root / f"step_{step}") is not None]
 
     def _unsent_steps(self) -> list[int]:
-        """Return the steps of checkpoints that are kept and not yet stored."""
-        known = self._steps()
-        kept = store.kept_steps(known, newest=max(known, default=0), keep=self.keep)
-        return [step for step in known if step in kept and not self._has(marker(step))]
+        """Return the steps of retained checkpoints that are not yet uploaded."""
+        steps = self._steps()
+        retained = store.kept_steps(steps, newest=max(steps, default=0), keep=self.keep)
+        return [step for step in steps if step in retained and not self._has(marker(step))]
 
     def _unsent(self) -> Iterator[str]:
-        """Yield the files besides checkpoints and result.json that are new or have changed since they were sent."""
+        """Yield new and changed files, except checkpoints and result.json."""
         yield from (name for name in (RECIPE, METRICS, PAGE) if (self.folder / name).exists() and not self._has(name))
         for top in FOLDERS:
             names = sorted(_files(self.folder, top), key=lambda name: (name.split("/")[:2], _comes_last(name), name))
             yield from (name for name in names if not self._has(name))
 
     def _has(self, name: str) -> bool:
-        """Return whether the storage has the file as it is."""
+        """Return whether the current version of the file is uploaded."""
         sent = self._sent.get(name)
         if sent is None:
             return False
@@ -344,31 +343,31 @@ class Mirror:
     def _stat(self, name: str) -> os.stat_result:
         return (self.folder / name).stat()
 
-    # ---- the note of it
+    # ---- state file
 
     def _note(self) -> None:
-        """Write down what the storage has, for the next process in this folder."""
+        """Save the state of the uploads for the next process in this folder."""
         files = {name: [sent.size, sent.mtime_ns, sent.stored] for name, sent in self._sent.items()}
         try:
             atomic.write_text(self.folder / NOTES, json.dumps({"address": self.address, "files": files}) + "\n")
-        except OSError as error:  # a full disk, of which the run itself speaks
-            log.warning("%s: %s; a continued run sends these files once more", self.folder / NOTES, error)
+        except OSError as error:  # a full disk, which the run reports itself
+            log.warning("%s: %s; a continued run will upload these files again", self.folder / NOTES, error)
 
     def _noted(self) -> dict[str, Sent]:
-        """Read what `_note` wrote; empty if it cannot be used: files are then sent again."""
+        """Load the state of the uploads. Empty if it is missing or invalid; files are then uploaded again."""
         try:
-            notes = json.loads((self.folder / NOTES).read_text(encoding="utf-8"))
-            files = notes["files"] if notes["address"] == self.address else {}
+            state = json.loads((self.folder / NOTES).read_text(encoding="utf-8"))
+            files = state["files"] if state["address"] == self.address else {}
             return {name: Sent(*map(int, numbers)) for name, numbers in files.items()}
         except FileNotFoundError:
             return {}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("%s is damaged (%s): all files are sent again", self.folder / NOTES, error)
+            log.warning("%s is damaged (%s): uploading all files again", self.folder / NOTES, error)
             return {}
 
 
 class _ClosedError(Exception):
-    """Raised in the thread when the run does not wait any longer."""
+    """Raised in the thread when the run no longer waits for uploads."""
 
 
 def marker(step: int) -> str:
@@ -380,7 +379,7 @@ def _comes_last(name: str) -> bool:
 
 
 def _files(folder: Path, top: str) -> Iterator[str]:
-    """Yield the complete files below folder/top, as names below `folder`."""
+    """Yield the complete files in folder/top, as paths relative to `folder`."""
     for parent, folders, names in os.walk(folder / top):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:

@@ -1,4 +1,4 @@
-"""The model of a run: the recipe's pipeline, held to what the recipe asks of it."""
+"""Load the model of a run and check that it supports the recipe."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from wfm_ds.ulysses.install import check_shape
 
 
 def family_of(recipe: Recipe) -> type[DiffusionModel]:
-    """The family that serves the recipe's pipeline. Raises ModelError where there is no such folder or family."""
+    """Return the model family of the recipe's pipeline. Raises ModelError if there is no such folder or family."""
     own = recipe.model.family
     return registry.family_of(registry.locate(recipe.model.path, own, recipe.model.revision), own)
 
 
 def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
-    """The recipe's pipeline, its denoiser as it is stored until it is placed (engine/placement.py), or re-initialised
-    when the recipe trains from scratch. Raises ModelError when it cannot be
-    loaded, RecipeError when the recipe's size does not fit the family, UserError when its tokens cannot be shared as
-    the recipe says."""
+    """Load the recipe's pipeline. The denoiser stays as stored until it is placed (engine/placement.py), or is
+    re-initialized for training from scratch.
+
+    Raises ModelError if it cannot be loaded, RecipeError if the recipe does not fit the model, UserError if its tokens
+    cannot be split over the ranks.
+    """
     settings, size = recipe.model, recipe.sampling
     model = registry.load(
         settings.path,
@@ -56,18 +58,18 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     shape = model.latent_shape(size.height, size.width, size.num_frames)
     rollout_grid, _ = model.rollout_sigmas(size), model.sigmas(size.eval_steps, shape)
     if recipe.is_rl:
-        build_rl(recipe, rollout_grid)  # raises what depends on the family's grid
-    if (cheap := size.of_candidates) is not None:
-        model.rollout_sigmas(cheap)
+        build_rl(recipe, rollout_grid)  # checks that depend on the model's noise levels
+    if (candidates := size.of_candidates) is not None:
+        model.rollout_sigmas(candidates)
     check_conditional_frames(recipe, model, shape)
     check_inputs(recipe, model)
     recipe.algorithm.check_model(model, size)
     model.check_sampling(size)
-    sizes = buckets_of(recipe, model).sizes  # raises for sizes that the family does not have
+    sizes = buckets_of(recipe, model).sizes  # raises for unsupported sizes
     if len(model.sigma_ranges) > 1:
         require_idle_experts(recipe)
     elif size.guidance_scale_low is not None:
-        raise RecipeError(f"sampling.guidance_scale_low: {model.path} has no second expert; remove the key")
+        raise RecipeError(f"sampling.guidance_scale_low: {model.path} has no second expert: remove the key")
     if recipe.engine.sequence_parallel > 1:
         check_shareable(model.denoiser, recipe.engine.sequence_parallel)
         check_sizes_shared(recipe, model, [(size.height, size.width), *sizes])
@@ -81,52 +83,55 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
 
 
 def check_attention(recipe: Recipe, model: DiffusionModel, device: torch.device) -> AttentionName:
-    """The kernel that attention will have in training on this device. UserError for one that cannot serve there."""
+    """Return the attention kernel for training on this device. Raises UserError if the chosen one is not available."""
     return attention.choose(recipe.model.attention, model.bare_denoiser, model.dtype, device, trains=True)
 
 
 def check_sizes_shared(recipe: Recipe, model: DiffusionModel, sizes: Sequence[Size]) -> None:
-    """RecipeError for one of these sizes that is too small for the ranks of a replica to share."""
+    """Raise RecipeError if one of these sizes is too small to split over the ranks of a replica."""
     for height, width in dict.fromkeys(sizes):
         shape = model.latent_shape(height, width, recipe.sampling.num_frames)
         try:
             check_shape(model.denoiser, recipe.engine.sequence_parallel, shape)
         except UserError as error:
-            whose = "sampling" if (height, width) == (recipe.sampling.height, recipe.sampling.width) else "data.buckets"
-            raise RecipeError(f"{whose}: the size [{height}, {width}] cannot be shared among ranks: {error}") from error
+            section = (
+                "sampling" if (height, width) == (recipe.sampling.height, recipe.sampling.width) else "data.buckets"
+            )
+            raise RecipeError(f"{section}: size [{height}, {width}] cannot be split over ranks: {error}") from error
 
 
 def check_inputs(recipe: Recipe, model: DiffusionModel) -> None:
-    """RecipeError for data.inputs that the family does not take, for one that it cannot do without, and for one
-    that says nothing alone."""
-    known = ", ".join(sorted(model.takes)) or "nothing besides text and frames"
+    """Raise RecipeError for data.inputs that the model does not support, requires, or cannot use alone."""
+    supported = ", ".join(sorted(model.takes)) or "only text and frames"
     if unknown := [name for name in recipe.data.inputs if name not in model.takes]:
         raise RecipeError(
-            f"data.inputs {', '.join(unknown)}: {model.family} takes {known}; remove the key, or choose another model"
+            f"data.inputs {', '.join(unknown)}: {model.family} supports {supported}: remove the key, or use another "
+            "model"
         )
     for name in recipe.data.inputs:
-        beside = model.takes[name].beside
-        if beside is not None and beside not in recipe.data.inputs:
+        partner = model.takes[name].beside
+        if partner is not None and partner not in recipe.data.inputs:
             raise RecipeError(
-                f"data.inputs {name}: it says nothing to {model.family} without {beside}; name both, or remove {name}"
+                f"data.inputs {name}: {model.family} needs {partner} with it: add {partner}, or remove {name}"
             )
-    if lacking := [name for name, taken in model.takes.items() if taken.required and name not in recipe.data.inputs]:
-        raise RecipeError(f"{model.family} cannot do without {', '.join(lacking)}: name it in data.inputs")
+    if missing := [name for name, spec in model.takes.items() if spec.required and name not in recipe.data.inputs]:
+        raise RecipeError(f"{model.family} needs {', '.join(missing)}: add it to data.inputs")
 
 
 def check_conditional_frames(recipe: Recipe, model: DiffusionModel, shape: Sequence[int]) -> None:
-    """RecipeError for numbers of conditional frames that the family does not know, or that leave nothing to predict."""
+    """Raise RecipeError for numbers of conditioning frames that the model does not support, or if no frame remains to
+    predict."""
     low, high = recipe.algorithm.num_conditional_frames
     unknown = sorted(set(range(low, high + 1)) - set(model.conditional_frames))
     if unknown:
-        known = " or ".join(map(str, model.conditional_frames))
+        supported = " or ".join(map(str, model.conditional_frames))
         raise RecipeError(
-            f"algorithm.max_num_conditional_frames {high}: {model.family} takes {known} given latent frames; "
-            f"change the range {low} to {high}"
+            f"algorithm.max_num_conditional_frames {high}: {model.family} supports {supported} conditioning latent "
+            f"frames: change the range {low} to {high}"
         )
     num_frames = shape[1] if model.video else 1
     if high >= num_frames:
         raise RecipeError(
-            f"algorithm.max_num_conditional_frames {high} leaves nothing to predict of {num_frames} latent frames: "
-            "lower it or raise sampling.num_frames"
+            f"algorithm.max_num_conditional_frames {high} leaves none of {num_frames} latent frames to predict: lower "
+            "it or raise sampling.num_frames"
         )

@@ -1,4 +1,4 @@
-"""The card of an export on the hub: what it is, how it was trained and how it is loaded, without paths of a machine."""
+"""Model card of an export on the Hub: content, training and loading code, without local paths."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.yaml_text import to_yaml
 from wfm_ds.run.layout import METRICS
 
-SHOWN = ("val/", "reward/", "loss/", "sft/loss")  # metrics whose last values the card has
+SHOWN = ("val/", "reward/", "loss/", "sft/loss")  # metrics listed in the card
 MAX_METRICS, MAX_SAMPLES = 20, 4
-PRIVATE = ("endpoint", "storage")  # addresses of a cluster
+PRIVATE = ("endpoint", "storage")  # keys with addresses of a cluster
 PATH_STARTS = ("/", "~", "./", "../", "s3://", "http://", "https://", "tcp://", "unix:")
 
 
 def model_card(recipe: Recipe, repo: str, step: int, lines: str, base: str | None, samples: Mapping[str, Path]) -> str:
-    """The text of README.md. lines: that load the export. base: the id of the model that was trained, if it has one.
-    samples: files of the last validation by their names in the repository."""
+    """Return the text of README.md.
+
+    lines: Python code that loads the export. base: Hub id of the base model, if it has one. samples: files of the last
+    validation by their names in the repository.
+    """
     kind = "LoRA" if recipe.lora is not None else "Weights"
     data = ModelCardData(
         base_model=base,
@@ -37,15 +40,14 @@ def model_card(recipe: Recipe, repo: str, step: int, lines: str, base: str | Non
         f"## Load it\n\n```python\n{lines}\n```",
         *_metrics(recipe.run.output_dir),
         *_samples(samples),
-        "## Recipe\n\nWithout the defaults; paths are cut to their last name.\n\n"
+        "## Recipe\n\nWithout default values; paths are shortened to their last part.\n\n"
         f"```yaml\n{to_yaml(shareable(recipe.model_dump(mode='json', exclude_defaults=True)))}```",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def shareable(value: Any) -> Any:
-    """The values of a recipe without what says where on which machine it ran: of a path its last name alone, of an
-    address nothing."""
+    """Remove local information from recipe values, recursively: shorten paths to their last part and drop addresses."""
     if isinstance(value, Mapping):
         return {key: shareable(one) for key, one in value.items() if key not in PRIVATE}
     if isinstance(value, list):
@@ -56,12 +58,12 @@ def shareable(value: Any) -> Any:
 
 
 def last_samples(output_dir: Path) -> dict[str, Path]:
-    """The first files of the newest validation, by the names that they get in the repository."""
-    found = sorted((output_dir / "samples").glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))
-    if not found:
+    """Return the first files of the newest validation by their names in the repository."""
+    steps = sorted((output_dir / "samples").glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))
+    if not steps:
         return {}
-    media = [path for path in sorted(found[-1].iterdir()) if path.suffix in (".png", ".mp4")][:MAX_SAMPLES]
-    return {f"samples/{path.name}": path for path in media}
+    files = [path for path in sorted(steps[-1].iterdir()) if path.suffix in (".png", ".mp4")][:MAX_SAMPLES]
+    return {f"samples/{path.name}": path for path in files}
 
 
 def _metrics(output_dir: Path) -> Iterator[str]:
@@ -70,7 +72,7 @@ def _metrics(output_dir: Path) -> Iterator[str]:
         last |= {tag: value for tag, value in row.items() if tag.startswith(SHOWN) and isinstance(value, int | float)}
     rows = [f"| `{tag}` | {value:.5g} |" for tag, value in sorted(last.items())[:MAX_METRICS]]
     if rows:
-        yield "\n".join(["## Metrics\n", "| last value of | |", "|---|---|", *rows])
+        yield "\n".join(["## Metrics\n", "| metric | last value |", "|---|---|", *rows])
 
 
 def _samples(samples: Mapping[str, Path]) -> Iterator[str]:
@@ -91,7 +93,7 @@ def _cell(text: str) -> str:
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file; one that is being written may end within a row."""
+    """Yield the rows of a JSONL file, up to a possibly incomplete last row."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             yield json.loads(line)

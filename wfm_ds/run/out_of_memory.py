@@ -1,7 +1,7 @@
-"""An allocation that failed, as one sentence: in which phase, how much there was, and what to lower.
+"""Explain a failed allocation: the phase, the memory in use, and the recipe keys to change.
 
-The limit is the user's to mend, by the recipe's keys, so it ends a command as a UserError does. Nothing is saved then:
-the device has no room, and the checkpoint before is complete.
+The user can fix it with recipe keys, so it is a UserError. No checkpoint is saved then: the device has no free memory,
+and the previous checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -22,49 +22,48 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
 
 class OutOfMemory(UserError):
-    """The memory of this rank's device does not suffice."""
+    """This rank's device is out of memory."""
 
 
 @contextmanager
 def explained(
     device: torch.device, advice: Callable[[str], Sequence[str]], phase: Callable[[], str | None]
 ) -> Iterator[None]:
-    """Inside, an allocation that fails raises OutOfMemory with its sentence.
+    """Convert failed allocations of the block to OutOfMemory with an explanation.
 
-    phase: the one that the error left, None for none. advice: what to change for a phase (or ""), best first.
+    phase: returns the phase in which the error occurred, or None. advice: returns the keys to change for a phase (or
+    ""), best first.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RunError) or not is_out_of_memory(error):  # a RunError may tell of another process's
+        if isinstance(error, RunError) or not is_out_of_memory(error):  # a RunError may report another process
             raise
         name = phase() or ""
         raise OutOfMemory(sentence(error, device, name, advice(name))) from error
 
 
 def sentence(error: BaseException, device: torch.device, phase: str, advice: Sequence[str]) -> str:
-    """`out of memory on cuda:0 in the phase train: 2.0 GiB more were asked for, ...; change KEY or KEY`."""
-    found = ASKED.search(str(error))
-    asked = f"{_amount(float(found[1]) * UNITS[found[2]])} more were asked for, " if found else ""
-    where = f" in the phase {phase}" if phase else ""
+    """Return `out of memory on cuda:0 in phase train: requested 2.0 GiB more, ...; change KEY, or KEY`."""
+    match = ASKED.search(str(error))
+    request = f"requested {_amount(float(match[1]) * UNITS[match[2]])} more, " if match else ""
+    in_phase = f" in phase {phase}" if phase else ""
     change = f"; change {', or '.join(advice)}" if advice else ""
-    return f"out of memory on {device}{where}: {asked}{usage(device)}{change}"
+    return f"out of memory on {device}{in_phase}: {request}{usage(device)}{change}"
 
 
 def usage(device: torch.device) -> str:
-    """The peak of this process, the device's memory, and what others hold of it."""
+    """Describe the peak of this process, the device's memory, and its use by others."""
     if device.type != "cuda":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         total = psutil.virtual_memory().total
-        allowed = f", of which a process may take {_amount(limit)}" if 0 < limit < total else ""
-        return f"the process had {_amount(peak)} at its peak, this machine has {_amount(total)}{allowed}"
+        allowed = f" (limit per process: {_amount(limit)})" if 0 < limit < total else ""
+        return f"the peak of the process was {_amount(peak)}, this machine has {_amount(total)}{allowed}"
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_allocated(device)
-    return (
-        f"tensors had {_amount(peak)} at their peak, the GPU has {_amount(total)}, other uses of it {_amount(others)}"
-    )
+    return f"the peak of tensors was {_amount(peak)}, the GPU has {_amount(total)}, others use {_amount(others)} of it"
 
 
 def _amount(num_bytes: float) -> str:

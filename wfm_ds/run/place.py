@@ -1,4 +1,4 @@
-"""Checks of run.output_dir: a folder that a run must not have is refused before anything is written there."""
+"""Checks of run.output_dir before anything is written there."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from wfm_ds.recipe.deepspeed import find_config
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.storage.filesystem import is_remote, shortened
 
-PROJECT_FILES = (".git", "pyproject.toml", "setup.py")  # a folder with one of them holds somebody's source code
+PROJECT_FILES = (".git", "pyproject.toml", "setup.py")  # a folder with one of these contains source code
 
 
 def require_usable(folder: Path) -> None:
-    """Raise RecipeError unless the folder exists or can be made, and is nobody's project."""
+    """Raise RecipeError if the folder cannot be created or is a source code project."""
     existing = nearest_existing(folder)
     if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
         raise RecipeError(f"run.output_dir {folder} cannot be created: {existing} is not a writable folder")
-    held = [name for name in PROJECT_FILES if os.path.lexists(folder / name)]
-    if held:
+    project_files = [name for name in PROJECT_FILES if os.path.lexists(folder / name)]
+    if project_files:
         raise RecipeError(
-            f"run.output_dir {folder} is the folder of a project (it holds {held[0]}), where a run could replace files "
-            "of the project: name a folder of the run's own, for example outputs/my_run"
+            f"run.output_dir {folder} is a project folder (it contains {project_files[0]}), and a run could replace "
+            "its files: set a separate folder, for example outputs/my_run"
         )
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or the nearest of its parents that exists. Raises RecipeError for a path that the file system
-    refuses, and for a link that leads nowhere."""
+    """Return the folder or its nearest existing parent. Raises RecipeError for invalid paths and broken links."""
     for path in (folder, *folder.absolute().parents):
         try:
             path.stat()
@@ -41,15 +40,15 @@ def nearest_existing(folder: Path) -> Path:
                     "that folder or remove the link"
                 ) from None
             continue
-        except (OSError, ValueError) as error:  # too long, a link to itself, a parent that may not be searched
+        except (OSError, ValueError) as error:  # too long, a link to itself, no permission
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise RecipeError(f"run.output_dir {shortened(folder)}: {reason}; name another folder") from error
+            raise RecipeError(f"run.output_dir {shortened(folder)}: {reason}: set another folder") from error
         return path
-    raise RecipeError(f"run.output_dir {folder}: none of its parents exists; name another folder")
+    raise RecipeError(f"run.output_dir {folder}: none of its parents exists: set another folder")
 
 
 def require_inputs_elsewhere(recipe: Recipe) -> None:
-    """Raise RecipeError if --overwrite would delete what the run is about to read."""
+    """Raise RecipeError if --overwrite would delete files that the run needs."""
     folder, storage = recipe.run.output_dir.resolve(), recipe.checkpoint.storage
     is_folder = not recipe.model.path.startswith(TINY) and not is_id(recipe.model.path)
     model = Path(recipe.model.path).expanduser() if is_folder else None
@@ -71,11 +70,11 @@ def require_inputs_elsewhere(recipe: Recipe) -> None:
         else:
             owner = "run.output_dir" if is_below(Path(path), folder) else None
         if owner is not None:
-            raise RecipeError(f"{key} {path} lies in {owner}, which --overwrite clears: move one of them")
+            raise RecipeError(f"{key} {path} is inside {owner}, which --overwrite clears: move one of them")
 
 
 def is_below(path: Path, folder: Path) -> bool:
-    """Return whether the path lies in the folder, by any spelling; a path that leads in a circle lies nowhere."""
+    """Return whether the resolved path is inside the folder. False for circular links."""
     try:
         return path.resolve().is_relative_to(folder)
     except (OSError, RuntimeError):

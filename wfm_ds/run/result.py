@@ -1,4 +1,4 @@
-"""result.json: how a run ended. Written last, by rank 0; a folder without it holds a run that is not over."""
+"""result.json: the outcome of a run. Written last, by rank 0; without it the run has not ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wfm_ds.storage import atomic
 from wfm_ds.storage.atomic import finite_or_none
 
 STATUSES = ("finished", "preempted", "failed")
-"""All steps done; stopped on request after saving; ended by an error."""
+"""Completed all steps; stopped on request after saving; ended by an error."""
 
 
 def write_result(
@@ -29,10 +29,9 @@ def write_result(
 ) -> Path:
     """Write `output_dir/result.json` and return its path. The file is complete or absent.
 
-    `step` is the last one done, `metrics` the last values by tag (not finite: null), `artifacts` what the run left
-    behind by kind, as paths. `started` must know its time zone. `message` says why a run failed, `storage` what became
-    of its copies, as JSON.
-    Raises ValueError on an unknown status, OSError if the folder cannot be written.
+    step: last completed step. metrics: last values by tag; non-finite ones become null. artifacts: paths of the run's
+    output by kind. started: with time zone. message: reason of a failure. storage: state of the copies, as JSON.
+    Raises ValueError for an unknown status, OSError if the folder cannot be written.
     """
     if status not in STATUSES:
         raise ValueError(f"status {status!r} is not one of {', '.join(STATUSES)}")
@@ -59,7 +58,7 @@ def _iso(moment: datetime.datetime) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a training loop: `preempted` when it stopped on request at a step boundary."""
+    """Outcome of a training loop. `preempted`: stopped on request after a step."""
 
     status: Literal["finished", "preempted"]
     step: int

@@ -1,4 +1,4 @@
-"""The part of all ranks in `checkpoint.storage`: a run may begin from there, and ends when its copies are there."""
+"""Collective operations on `checkpoint.storage`: start from its checkpoints, and wait for copies at the end."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """The state of a run's copies at its end, for result.json."""
+    """State of a run's copies at its end, for result.json."""
 
     address: str
-    missing: list[str]  # names in the run's folder that the storage does not have as they are
-    reason: str  # what it last answered; empty if it just took nothing
+    missing: list[str]  # names in the run folder that are missing or outdated in the storage
+    reason: str  # last error; empty if uploads only stalled
 
     def sentence(self, folder: Path) -> str:
-        """Return the message for the user if something is missing."""
+        """Return the message about missing files."""
         names = ", ".join(self.missing[:NUM_SHOWN])
         more = f" and {len(self.missing) - NUM_SHOWN} more" if len(self.missing) > NUM_SHOWN else ""
         why = f" ({self.reason})" if self.reason else ""
         return (
-            f"{self.address} does not have all of this run{why}: {names}{more} are in {folder} alone; start the same "
-            "command again to copy them"
+            f"{self.address} is incomplete{why}: {names}{more} exist only in {folder}; run the same command again to "
+            "copy them"
         )
 
 
@@ -55,18 +55,20 @@ def require_storage(recipe: Recipe) -> None:
 
 
 def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
-    """Return the mirror of rank 0, not started yet; None on other ranks and without checkpoint.storage."""
-    keep = recipe.checkpoint
-    if keep.storage is None or not world.is_main:
+    """Return the mirror on rank 0, not yet started. None on other ranks and without checkpoint.storage."""
+    settings = recipe.checkpoint
+    if settings.storage is None or not world.is_main:
         return None
-    return Mirror(recipe.run.output_dir, keep.storage, keep=keep.keep)
+    return Mirror(recipe.run.output_dir, settings.storage, keep=settings.keep)
 
 
 def opened(recipe: Recipe, world: World, mirror: Mirror | None, start: Start, *, overwrite: bool) -> Start:
-    """Make the locked folder ready for this start, and return it with its checkpoint on this machine; every rank calls
-    it. With `overwrite` the run that is there goes first. Raises UserError."""
+    """Prepare the locked folder, and return the start with its checkpoint on this machine. Collective.
 
-    def take_over() -> None:
+    overwrite: remove the existing run first. Raises UserError.
+    """
+
+    def prepare_folder() -> None:
         if overwrite:
             clear_run(recipe.run.output_dir)
             if mirror is not None:
@@ -75,66 +77,72 @@ def opened(recipe: Recipe, world: World, mirror: Mirror | None, start: Start, *,
         if start.again and mirror is not None:
             mirror.fetch_metrics()
 
-    world.checked(take_over, on="main")
+    world.checked(prepare_folder, on="main")
     start = fetched(recipe, world, mirror, start)
     world.checked(lambda: open_output(recipe, start), on="main")
     return start
 
 
 def fetched(recipe: Recipe, world: World, mirror: Mirror | None, start: Start) -> Start:
-    """Return the start with its checkpoint on this machine; every rank calls it. Raises StorageError."""
+    """Download the checkpoint of a start, if it is remote, and return the start with its path. Collective.
+
+    Raises StorageError.
+    """
     address, folder = start.checkpoint, recipe.run.output_dir
     if address is None or not is_remote(address):
         return start
 
-    def fetch() -> str:
+    def fetch_checkpoint() -> str:
         if address.startswith(f"{recipe.checkpoint.storage}/"):
             assert mirror is not None
             return str(mirror.fetch(address))
-        found = remote.read(address)
-        if found is None:
-            raise StorageError(f"run.resume: {address} has been removed a moment ago")
-        return str(remote.fetch(found, folder / FETCHED / f"step_{found.step}").path)
+        checkpoint = remote.read(address)
+        if checkpoint is None:
+            raise StorageError(f"run.resume: {address} was just removed")
+        return str(remote.fetch(checkpoint, folder / FETCHED / f"step_{checkpoint.step}").path)
 
-    return dataclasses.replace(start, checkpoint=world.broadcast(world.patiently(fetch)))
+    return dataclasses.replace(start, checkpoint=world.broadcast(world.patiently(fetch_checkpoint)))
 
 
 def discard_fetched(recipe: Recipe, world: World) -> None:
-    """Remove another run's checkpoint once all ranks have loaded it."""
+    """Remove the downloaded checkpoint of another run after all ranks have loaded it."""
     if world.is_main:
         shutil.rmtree(recipe.run.output_dir / FETCHED, ignore_errors=True)
 
 
 def finish(recipe: Recipe, world: World, mirror: Mirror | None) -> Copies | None:
-    """Wait for the copies; every rank calls it and gets the same answer, None without checkpoint.storage."""
-    keep, root = recipe.checkpoint, recipe.run.output_dir / CHECKPOINTS
-    if keep.storage is None:
+    """Wait for the copies and return their state, or None without checkpoint.storage. Collective; identical on every
+    rank."""
+    settings, root = recipe.checkpoint, recipe.run.output_dir / CHECKPOINTS
+    if settings.storage is None:
         return None
 
-    def wait() -> list[str]:
+    def wait_for_mirror() -> list[str]:
         assert mirror is not None
-        missing = mirror.finish(keep.storage_timeout_s)
+        missing = mirror.finish(settings.storage_timeout_s)
         newest = store.newest(root)
-        if newest is not None:  # older ones may have waited for their copies
-            store.prune(root, newest=newest.step, keep=keep.keep, spared=mirror.unverified())
+        if newest is not None:  # older checkpoints may have been kept until they were uploaded
+            store.prune(root, newest=newest.step, keep=settings.keep, spared=mirror.unverified())
         return missing
 
-    missing = world.broadcast(world.patiently(wait))
+    missing = world.broadcast(world.patiently(wait_for_mirror))
     reason = world.broadcast(mirror.failure if mirror is not None and missing else "")
-    copies = Copies(address=keep.storage, missing=missing, reason=reason)
+    copies = Copies(address=settings.storage, missing=missing, reason=reason)
     if missing:
         log.error("%s", copies.sentence(recipe.run.output_dir))
     return copies
 
 
 def send_rest(recipe: Recipe, world: World, done: int) -> Copies | None:
-    """Send what the storage did not take of a run that has finished with step `done`, if its folder is here and the
-    storage is not ahead of it. Every rank calls it. Raises StorageError and RecipeError."""
+    """Upload the missing files of a run that finished at step `done`. Collective.
+
+    Does nothing if the folder is not on this machine or the storage is newer. Raises StorageError and RecipeError.
+    """
     folder = recipe.run.output_dir
     if recipe.checkpoint.storage is None or not world.broadcast((folder / RESULT).exists()):
         return None
-    with contextlib.ExitStack() as held:
-        world.checked(lambda: held.enter_context(locked(folder)), on="main")
+    with contextlib.ExitStack() as stack:
+        world.checked(lambda: stack.enter_context(locked(folder)), on="main")
         mirror = open_mirror(recipe, world)
         if world.broadcast(world.checked(lambda: mirror is not None and _is_behind(folder, mirror, done), on="main")):
             return None
@@ -142,10 +150,10 @@ def send_rest(recipe: Recipe, world: World, done: int) -> Copies | None:
         copies = finish(recipe, world, mirror)
         if mirror is not None and copies is not None:
             _write_copies(folder, copies)
-            sent = send_result(mirror, copies)
-            if sent != copies:
-                _write_copies(folder, sent)
-            copies = sent
+            updated = send_result(mirror, copies)
+            if updated != copies:
+                _write_copies(folder, updated)
+            copies = updated
     return copies
 
 
@@ -155,23 +163,22 @@ def _write_copies(folder: Path, copies: Copies) -> None:
 
 
 def _is_behind(folder: Path, mirror: Mirror, done: int) -> bool:
-    """Return whether another machine took the run further than this folder tells. Raises StorageError and
-    RecipeError."""
+    """Return whether another machine has continued the run beyond this folder. Raises StorageError and RecipeError."""
     newer = mirror.newer()
     if newer is None and layout.in_folder(folder).done == done:
         return False
     last = done if newer is None else max(done, newer)
-    log.info("%s is ahead of this folder, with step %d: nothing is copied from %s", mirror.address, last, folder)
+    log.info("%s is ahead of this folder, at step %d: nothing is copied from %s", mirror.address, last, folder)
     return True
 
 
 def send_result(mirror: Mirror, copies: Copies) -> Copies:
-    """Send result.json, the last of a run's files, if the storage took the others; return the state of the copies."""
+    """Upload result.json if all other files are uploaded, and return the state of the copies."""
     if copies.missing:
         return copies
     try:
         mirror.send_result()
     except (StorageError, OSError) as error:
-        log.error("%s: %s lacks %s alone; start the same command again to copy it", error, copies.address, RESULT)
+        log.error("%s: only %s is missing in %s; run the same command again to copy it", error, RESULT, copies.address)
         return dataclasses.replace(copies, missing=[RESULT], reason=str(error))
     return copies

@@ -1,1 +1,1 @@
-"""Denoising as plain arithmetic: noise levels, plans of steps, solvers, and keyed noise."""
+"""Noise schedules, sampling plans, solvers and seeded noise."""

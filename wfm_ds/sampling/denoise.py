@@ -1,4 +1,7 @@
-"""The denoise loop: from noise to clean latents as a plan says. Knows no family, no guidance and no algorithm."""
+"""The denoising loop: from noise to clean latents, following a sampling plan.
+
+Independent of model family, guidance and training algorithm.
+"""
 
 from __future__ import annotations
 
@@ -19,59 +22,63 @@ if TYPE_CHECKING:
     from wfm_ds.types import ConditionalFrames
 
 Predict: TypeAlias = Callable[[Tensor, float], Tensor]
-"""The velocity eps - x0, float32, of latents [B, ...] at one noise level; guided, if the rollout is."""
+"""Predict the velocity eps - x0, float32, of latents [B, ...] at one noise level; guided if the rollout is guided."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
-    """Record of one stochastic step; float32, detached."""
+    """One stochastic denoising step of B samples. float32, detached."""
 
-    index: int  # of the step in its plan
-    latents: Tensor  # [B, ...] before it
-    next_latents: Tensor  # [B, ...] after it
+    index: int  # step index in the plan
+    latents: Tensor  # [B, ...] before the step
+    next_latents: Tensor  # [B, ...] after the step
     log_prob: Tensor  # [B]
-    mean: Tensor | None  # [B, ...] of the Gaussian that next_latents was drawn from, if the plan keeps it
+    mean: Tensor | None  # [B, ...] mean of the Gaussian that next_latents was drawn from; None unless plan.keep_means
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """Result of a rollout of B samples: clean latents, float32, shape of the noise, and the plan's stored steps."""
+    """Result of a rollout of B samples: clean latents (float32, shape of the noise) and the stored steps."""
 
     clean: Tensor
     stored: list[StoredStep] = field(default_factory=list)
-    states: dict[int, Tensor] = field(default_factory=dict)  # by step: what the denoiser saw; some plans keep only that
+    states: dict[int, Tensor] = field(default_factory=dict)  # by step: denoiser input latents, if plan.keep_states
 
 
 class Plan(Protocol):
-    """Choices about a rollout, made before it starts: solver, grid, where noise enters, what is stored."""
+    """How a rollout is sampled: solver, noise-level grid, stochastic steps, stored steps. Fixed before it starts."""
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The steps that are kept for training."""
+        """Return the indices of the steps stored for training."""
 
     @property
     def keep_means(self) -> bool:
-        """Keep the means of their Gaussians too."""
+        """Return whether the Gaussian means of the stored steps are stored too."""
 
     @property
     def keep_states(self) -> bool:
-        """Keep of a step what the denoiser saw, and nothing else."""
+        """Return whether only the denoiser input latents of a step are stored."""
 
     def run(
         self, predict: Predict, noise: Tensor, seeds: Sequence[int], given: ConditionalFrames | None = None
     ) -> Trajectory:
-        """Denoise [B,C,h,w] or [B,C,T,h,w] float32 noise. What else is drawn follows from each sample's seed alone, and
-        nothing waits for the device between the first forward and the last. given: the frames that `predict` knows."""
+        """Denoise [B,C,h,w] or [B,C,T,h,w] float32 noise.
+
+        All further noise depends only on each sample's seed. The host never synchronizes with the device between the
+        first and the last forward pass. `predict` receives the
+        conditioning frames too.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowPlan:
-    """N steps on the flow's grid; sampling/plan.py makes them."""
+    """A sampling plan of N steps on the flow-matching grid. Created by sampling/plan.py."""
 
     steps: tuple[SolverStep, ...]
-    table: Tensor  # [N,5] float64 on the CPU: rows of wfm_kernels.sde_coefficients
-    noisy: tuple[int, ...] = ()  # steps that add noise
-    stored: tuple[int, ...] = ()  # those of them that are kept for training
+    table: Tensor  # [N,5] float64 on the CPU, from wfm_kernels.sde_coefficients
+    noisy: tuple[int, ...] = ()  # indices of the steps that add noise
+    stored: tuple[int, ...] = ()  # subset of these stored for training
     keep_means: bool = False
     keep_states: ClassVar[bool] = False
 
@@ -79,46 +86,46 @@ class FlowPlan:
     def run(
         self, predict: Predict, noise: Tensor, seeds: Sequence[int], given: ConditionalFrames | None = None
     ) -> Trajectory:
-        """See Plan.run. `seeds` [B] in [0, 2**63). ValueError for a noise that is not float32 latents.
+        """See SamplingPlan.denoise.
 
-        Given frames hold their latents from the first step to the last: no noise is drawn on them, and they are no part
-        of a log-probability.
+        seeds: [B] in [0, 2**63). Conditioning frames keep their latents: they are never noised and do not count in
+        log-probabilities. Raises ValueError if the noise has a wrong shape or dtype.
         """
         if noise.ndim not in (4, 5) or noise.dtype != torch.float32:
             raise ValueError(f"noise must be [B,C,h,w] or [B,C,T,h,w] float32, got {list(noise.shape)} {noise.dtype}")
-        # Once per rollout, not in the loop: a copy may wait for the device.
+        # Copy once per rollout: a copy inside the loop could synchronize with the device.
         table = self.table.to(noise.device)
         noise_seeds = {k: step_seeds(seeds, k).to(noise.device) for k in self.noisy}
         multistep = any(step.correction for step in self.steps)
-        free = None if given is None else free_frames(given)
+        mask = None if given is None else free_frames(given)
 
-        def held(latents: Tensor) -> Tensor:
-            return latents if given is None or free is None else torch.where(free > 0, latents, given.latents)
+        def restore_frames(latents: Tensor) -> Tensor:
+            return latents if given is None or mask is None else torch.where(mask > 0, latents, given.latents)
 
-        latents, clean_before, stored = held(noise), None, list[StoredStep]()
+        latents, previous_clean, stored = restore_frames(noise), None, list[StoredStep]()
         for k, step in enumerate(self.steps):
             velocity, row = predict(latents, step.sigma), table[k].expand(len(latents), -1)
             clean = latents - step.sigma * velocity if multistep else None
             if k in noise_seeds:
-                keep = k in self.stored
-                out = sde_step(velocity, latents, row, seeds=noise_seeds[k], return_mean=keep and self.keep_means)
-                after, log_prob = held(out.next_latents), out.log_prob
-                if keep:
-                    if free is not None:
-                        log_prob = transition_log_prob(velocity, latents, after, row, free)
-                    stored.append(StoredStep(k, latents, after, log_prob, out.mean))
+                is_stored = k in self.stored
+                out = sde_step(velocity, latents, row, seeds=noise_seeds[k], return_mean=is_stored and self.keep_means)
+                next_latents, log_prob = restore_frames(out.next_latents), out.log_prob
+                if is_stored:
+                    if mask is not None:
+                        log_prob = transition_log_prob(velocity, latents, next_latents, row, mask)
+                    stored.append(StoredStep(k, latents, next_latents, log_prob, out.mean))
             else:
-                # The row's noise has std 0, so any finite tensor of the right shape serves as noise.
-                after = held(sde_step(velocity, latents, row, noise=latents).next_latents)
-            latents = after
+                # The std of this step is 0, so any finite tensor of the right shape can be passed as noise.
+                next_latents = restore_frames(sde_step(velocity, latents, row, noise=latents).next_latents)
+            latents = next_latents
             if step.correction != 0.0:
                 assert clean is not None
-                assert clean_before is not None
-                latents = latents + step.correction * (clean - clean_before)
-            clean_before = clean
+                assert previous_clean is not None
+                latents = latents + step.correction * (clean - previous_clean)
+            previous_clean = clean
         return Trajectory(latents, stored)
 
 
 def step_seeds(seeds: Sequence[int], index: int) -> Tensor:
-    """[B] int64 on the CPU: seeds of the noise that these samples get at that step (wfm_kernels' noise contract)."""
+    """Return the noise seeds of these samples at this step, [B] int64 on the CPU (wfm_kernels noise contract)."""
     return torch.tensor([derive_seed(seed, "sde_noise", index) for seed in seeds], dtype=torch.int64)

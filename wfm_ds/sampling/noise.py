@@ -1,7 +1,7 @@
-"""Noise as a function of each sample's seed alone, and latents with noise.
+"""Noise that depends only on each sample's seed, and noisy latents.
 
-Initial noise is what plain diffusers draws from a seed, on the CPU; all other noise is drawn where it is needed, by the
-noise contract of wfm_kernels.
+Initial noise equals what diffusers draws from the same seed on the CPU. All other noise is drawn on the device of the
+latents, following the noise contract of wfm_kernels.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from wfm_kernels import flow_noise
 
 
 def seeded_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
-    """Standard normal noise [B, *shape] float32 on `device`, sample i a function of seeds[i] and shape alone.
+    """Return standard normal noise [B, *shape], float32 on `device`. Sample i depends only on seeds[i] and shape.
 
-    seeds: in [0, 2**63), of which torch's CPU generator keeps the low 32 bits: seeds equal there draw the same.
+    seeds: in [0, 2**63). torch's CPU generator uses only the low 32 bits: seeds with equal low bits give equal noise.
 
-    Drawn on the CPU as a diffusers pipeline with a float32 denoiser draws it from the generators
-    `[torch.Generator("cpu").manual_seed(s) for s in seeds]`: neither the batch nor the device changes the picture.
-    Raises ValueError without seeds.
+    Drawn on the CPU, exactly as a diffusers pipeline with a float32 denoiser does with the generators
+    `[torch.Generator("cpu").manual_seed(s) for s in seeds]`. Batch size and device do not change the noise.
+    Raises ValueError if `seeds` is empty.
     """
     if not seeds:
-        raise ValueError("noise for no samples: at least one seed is needed")
-    # The leading 1 is diffusers' own shape for one sample of a batch.
+        raise ValueError("seeds is empty: pass at least one seed")
+    # diffusers draws each sample of a batch with a leading dimension of 1.
     draws = [
         torch.randn((1, *shape), generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32)
         for seed in seeds
@@ -36,24 +36,26 @@ def seeded_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.de
 
 
 def drawn_normal(seeds: Tensor, like: Tensor) -> Tensor:
-    """Standard normal noise in the shape, dtype and device of `like` [B, ...], sample i a function of seeds[i] alone.
+    """Return standard normal noise like `like` [B, ...] (shape, dtype, device). Sample i depends only on seeds[i].
 
-    seeds [B] int64 on that device. Drawn there, by the noise contract of wfm_kernels: nothing waits for it.
+    seeds: [B] int64 on that device. Drawn there without host synchronization (wfm_kernels noise contract).
     """
     return flow_noise(like, torch.zeros(len(like), dtype=like.dtype, device=like.device), seeds=seeds)[1].to(like.dtype)
 
 
 def noised(clean_latents: Tensor, sigma: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """`noisy_latents` with noise drawn for them, and that noise: sample i's is a function of seeds[i] alone, in
-    [0, 2**63). Drawn on their device in one kernel, by the noise contract of wfm_kernels."""
+    """Draw noise and return (noisy latents, noise). The noise of sample i depends only on seeds[i], in [0, 2**63).
+
+    Drawn on the device of the latents in one kernel (wfm_kernels noise contract). Shapes as in `noisy_latents`.
+    """
     require_latents(clean_latents=clean_latents)
     require_vectors(clean_latents, sigma=sigma)
-    drawn = on_device(torch.tensor(seeds, dtype=torch.int64), clean_latents.device)
-    return flow_noise(clean_latents, sigma, seeds=drawn)
+    device_seeds = on_device(torch.tensor(seeds, dtype=torch.int64), clean_latents.device)
+    return flow_noise(clean_latents, sigma, seeds=device_seeds)
 
 
 def noisy_latents(clean_latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """x_s = (1-sigma)*x0 + sigma*eps, float32, shape of the latents ([B,C,h,w] or [B,C,T,h,w]); sigma [B] float32.
+    """Return x_s = (1-sigma)*x0 + sigma*eps, float32, for latents [B,C,h,w] or [B,C,T,h,w] and sigma [B] float32.
 
     Raises ValueError for other shapes and dtypes.
     """

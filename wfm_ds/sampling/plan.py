@@ -1,4 +1,4 @@
-"""Plans of rollouts: the solver's coefficients at every step, and where noise enters. Host side, float64."""
+"""Sampling plans: solver coefficients of every step, and the steps that add noise. Computed on the host in float64."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from wfm_kernels import sde_coefficients
 if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import Window
 
-STD = 2  # the column of a coefficient table that holds the standard deviation of a step's noise
+STD = 2  # column of a coefficient table: standard deviation of the noise of a step
 
 
 def deterministic_plan(solver: str, sigmas: Tensor) -> FlowPlan:
-    """`ode` or `dpm2` on the grid [N+1] float64; ValueError for another solver or grid (schedule.solver_steps)."""
+    """Return a plan with solver `ode` or `dpm2` on the grid [N+1] float64. Raises ValueError as solver_steps does."""
     steps = tuple(solver_steps(solver, sigmas))
     return FlowPlan(steps=steps, table=sde_coefficients("ode", sigmas[:-1], sigmas[1:]))
 
@@ -36,36 +36,41 @@ def stochastic_plan(
     keep_means: bool = False,
     gaussian: bool = True,
 ) -> FlowPlan:
-    """`flow_sde`, `dance` or `cps` at the steps `noisy` of the grid [N+1] float64, N > 1, and Euler at the others.
+    """Return a plan with `flow_sde`, `dance` or `cps` at noisy_steps and Euler steps elsewhere.
 
-    noisy None: all steps; a last step of dance is Euler then, whose result is x0_hat, as DanceGRPO decodes it. The grid
-    begins at 1 exactly: latents there are pure noise, and the coefficients of .9997 are absurd. `gaussian: False` keeps
-    the published log-probability of cps, which has neither variance nor constant. Raises RecipeError where a step would
-    turn the latents' sign (c_x <= 0), ValueError for what solver_steps and sde_coefficients refuse.
+    sigmas: grid [N+1] float64, N > 1. Its first value is set to exactly 1 (pure noise): the coefficients at .9997 would
+    be extreme. noisy_steps: None for all steps; the last step of `dance` is then an Euler step that returns the x0
+    prediction, as in DanceGRPO. gaussian: False keeps the published log-probability of `cps`, which lacks the variance
+    and the constant.
+
+    Raises RecipeError if a step would flip the sign of the latents (c_x <= 0), ValueError as solver_steps and
+    sde_coefficients do.
     """
     grid = sigmas.clone()
     grid[0] = 1.0
     steps = tuple(solver_steps("ode", grid))
     chosen = list(range(len(steps)))[: -1 if solver == "dance" else None] if noisy is None else list(noisy)
-    here, after = grid[:-1], grid[1:]
-    table = sde_coefficients("ode", here, after)
-    # sigma_max is the second level of the whole grid, wherever noise enters.
-    table[chosen] = sde_coefficients(solver, here[chosen], after[chosen], eta=noise_level, sigma_max=float(grid[1]))
+    start, end = grid[:-1], grid[1:]
+    table = sde_coefficients("ode", start, end)
+    # sigma_max is the second level of the full grid, whichever steps are noisy.
+    table[chosen] = sde_coefficients(solver, start[chosen], end[chosen], eta=noise_level, sigma_max=float(grid[1]))
     if gaussian:
         table = with_gaussian_log_prob(table)
-    turned = [k for k in chosen if table[k, 0] <= 0]
-    if turned:
+    flipped = [k for k in chosen if table[k, 0] <= 0]
+    if flipped:
         raise RecipeError(
-            f"sampling.noise_level {noise_level} of {solver} is too large for steps {turned} of {len(steps)}: they "
-            f"would turn the sign of the latents; lower it, or use more sampling.steps"
+            f"sampling.noise_level {noise_level} is too large for {solver} at steps {flipped} of {len(steps)}: "
+            f"the latents would flip their sign. Lower it or increase sampling.steps"
         )
-    drawn = tuple(k for k in chosen if table[k, STD] > 0)
-    return FlowPlan(steps=steps, table=table, noisy=drawn, stored=tuple(stored), keep_means=keep_means)
+    stochastic = tuple(k for k in chosen if table[k, STD] > 0)
+    return FlowPlan(steps=steps, table=table, noisy=stochastic, stored=tuple(stored), keep_means=keep_means)
 
 
 def with_gaussian_log_prob(table: Tensor) -> Tensor:
-    """The coefficient table [N,5] with w and c0 of the Gaussian log-density, -(mean d^2)/(2 s^2) - ln s - ln(2 pi)/2,
-    at its noisy rows."""
+    """Return the table [N,5] with the coefficients of the Gaussian log-density in its noisy rows.
+
+    The log-density is -(mean d^2)/(2 s^2) - ln s - ln(2 pi)/2; columns 3 and 4 are its scale and constant.
+    """
     table, noisy = table.clone(), table[:, STD] > 0
     std = table[noisy, STD]
     table[noisy, 3], table[noisy, 4] = 0.5 / std.square(), -std.log() - 0.5 * math.log(2 * math.pi)
@@ -73,9 +78,9 @@ def with_gaussian_log_prob(table: Tensor) -> Tensor:
 
 
 def noisy_steps(window: Window | None, num_steps: int, *, run_seed: int, step: int) -> list[int]:
-    """The denoise steps of RL step `step` (from 1) that are Gaussian draws and may be trained on, ascending.
+    """Return the stochastic denoising steps of RL step `step` (from 1) that may be trained on, ascending.
 
-    Without a window all but the last, otherwise as the window says: the same for every rank and sample.
+    Without a window these are all steps except the last. Identical on every rank and for every sample.
     """
     if window is None:
         return list(range(num_steps - 1))
@@ -92,7 +97,7 @@ def noisy_steps(window: Window | None, num_steps: int, *, run_seed: int, step: i
 
 
 def possible_steps(window: Window | None, num_steps: int) -> list[int]:
-    """All steps that `noisy_steps` may ever return, ascending."""
+    """Return all steps that `trainable_steps` can return in any RL step, ascending."""
     if window is None:
         return list(range(num_steps - 1))
     if window.kind == "subset":

@@ -1,4 +1,4 @@
-"""A stochastic denoise step as what it is: a draw from a Gaussian whose mean is affine in the velocity."""
+"""Mean and log-probability of a stochastic denoising step: a Gaussian with a mean affine in the velocity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCALE, OFFSET = 3, 4  # columns of wfm_kernels.sde_coefficients
 
 
 def transition_mean(velocity: Tensor, latents: Tensor, coefficients: Tensor) -> Tensor:
-    """Return c_x * latents + c_v * velocity, the mean of the next latents: [B, ...]. coefficients [B,5] float64."""
+    """Return the mean of the next latents, c_x * latents + c_v * velocity: [B, ...]. coefficients: [B,5] float64."""
     c_x, c_v = (coefficients[:, i].to(latents.dtype).view(-1, *[1] * (latents.ndim - 1)) for i in (0, 1))
     return c_x * latents + c_v * velocity
 
@@ -19,10 +19,11 @@ def transition_mean(velocity: Tensor, latents: Tensor, coefficients: Tensor) -> 
 def transition_log_prob(
     velocity: Tensor, latents: Tensor, next_latents: Tensor, coefficients: Tensor, free: Tensor | None = None
 ) -> Tensor:
-    """Return the log-probability [B] of the next latents, a mean over the free elements of a sample.
+    """Return the log-probability [B] of the next latents, averaged over the elements of each sample.
 
-    Latents and velocity [B, ...] of one shape, with gradient by the velocity; coefficients [B,5] float64; free as in
-    sample_mean, None where all elements are. A rollout and training get the same bits for the same velocity.
+    Latents and velocity have one shape [B, ...]; gradients flow to the velocity. coefficients: [B,5] float64.
+    mask: as in sample_mean, None if all elements count. Equal velocities give bit-identical results in rollout and
+    training.
     """
     if free is None:
         return sde_log_prob(velocity, latents, next_latents, coefficients)

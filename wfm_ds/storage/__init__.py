@@ -1,1 +1,1 @@
-"""Files and objects, on this machine or in S3: complete or absent, verified. Knows nothing of training."""
+"""Local files and S3 objects, written atomically and verified. Independent of training."""

@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent: written under another name, flushed to disk, then renamed."""
+"""Atomic files and folders: written under a temporary name, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Flush one file or one folder entry to the disk, so that a rename after it never outlives its content."""
+    """Flush a file or folder to disk. Call it before a rename, so that the new name never has incomplete content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -22,10 +22,10 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield an empty file beside `path`, to be written; it replaces `path` when the block ends without an exception.
+    """Yield an empty temporary file in the folder of `path`. It replaces `path` if the block raises no exception.
 
-    Each writer has a file of its own: of those that write one path at the same time the last wins. It has the mode of
-    any new file, also where the writer makes one that only its owner can read (safetensors). Raises OSError.
+    Concurrent writers use different temporary files; the last one wins. The file gets the default mode, even if the
+    writer creates it readable by its owner only (safetensors). Raises OSError.
     """
     part = path.with_name(f".{secrets.token_hex(8)}.part")
     part.touch(exist_ok=False)
@@ -42,19 +42,19 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file by this UTF-8 text. A reader sees the old text or the new one, never a part. Raises OSError."""
+    """Replace the file by this UTF-8 text. Readers see the old or the new text, never a mix. Raises OSError."""
     with new_file(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `final`, which takes that name when the block ends without an exception.
+    """Yield an empty temporary folder. It is renamed to `final` if the block raises no exception.
 
-    A folder that has the name already is replaced. What a killed writer left is dealt with first: the folder that it
-    had already moved aside returns, everything else of it is removed. Raises OSError.
+    An existing folder `final` is replaced. First cleans up after a killed writer: restores the folder it was replacing
+    and removes its temporary folder. Raises OSError.
     """
-    making = final.with_name(f".{final.name}.wfm-tmp")  # names that nobody gives to a folder of their own
+    making = final.with_name(f".{final.name}.wfm-tmp")  # names that users do not give to folders
     replaced = final.with_name(f".{final.name}.wfm-old")
     if replaced.exists() and not final.exists():
         replaced.rename(final)
@@ -67,7 +67,7 @@ def new_folder(final: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(making, ignore_errors=True)
         raise
-    if final.exists():  # rename() does not replace a folder that has files
+    if final.exists():  # rename() cannot replace a folder that is not empty
         final.rename(replaced)
     making.rename(final)
     sync(final.parent)
@@ -76,6 +76,6 @@ def new_folder(final: Path) -> Iterator[Path]:
 
 
 def finite_or_none(value: float) -> float | None:
-    """Return the number as JSON may hold it: JSON has no NaN and no infinity."""
+    """Return the number, or None if it is NaN or infinite, which JSON cannot represent."""
     number = float(value)
     return number if math.isfinite(number) else None

@@ -1,4 +1,4 @@
-"""Files by address, on this machine or in S3: the one place that opens remote storage and knows its credentials."""
+"""Access to local files and s3:// addresses. Only this module opens remote storage and reads its credentials."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import fsspec
 
 from wfm_ds.errors import DataError, StorageError
 
-NUM_TRIES = 8  # of one request; the waits between them grow, to about a minute in all
+NUM_TRIES = 8  # per request, with growing waits of about a minute in total
 CONNECT_TIMEOUT_S = 10
-READ_TIMEOUT_S = 60  # without a byte
-NUM_SHOWN = 200  # characters of a path
+READ_TIMEOUT_S = 60  # without receiving data
+NUM_SHOWN = 200  # of a path in messages
 ACCESS_KEY = "PROD_S3_CHECKPOINT_ACCESS_KEY_ID"
 SECRET_KEY = "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"
 ENDPOINT = "PROD_S3_CHECKPOINT_ENDPOINT_URL"
@@ -31,7 +31,7 @@ def is_remote(address: str) -> bool:
 
 
 def shortened(path: str | os.PathLike[str]) -> str:
-    """Return a path as a message can show it: the middle of a very long one is left out."""
+    """Return a path for messages, without the middle part if it is very long."""
     text = os.fspath(path)
     if len(text) <= NUM_SHOWN:
         return text
@@ -41,13 +41,13 @@ def shortened(path: str | os.PathLike[str]) -> str:
 def filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:
     """Return the fsspec file system of a path or `s3://` address, and the path within it.
 
-    S3 is asked with the four PROD_S3_CHECKPOINT_ variables; those that are not set are found where AWS's own tools find
-    them. Requests are tried NUM_TRIES times, or `num_tries`. StorageError for other kinds of address, for a key without
-    its secret, and where s3fs is not installed.
+    S3 settings come from the four PROD_S3_CHECKPOINT_ variables; unset ones use the default AWS configuration. Requests
+    are tried num_tries times (default NUM_TRIES). Raises StorageError for other schemes, for an access key without a
+    secret key, and if s3fs is not installed.
     """
     num_tries = num_tries or NUM_TRIES
-    scheme, found, rest = address.partition("://")
-    if not found:
+    scheme, separator, rest = address.partition("://")
+    if not separator:
         return fsspec.filesystem("file"), os.path.abspath(Path(address).expanduser())
     if scheme != "s3":
         raise StorageError(f"{address}: {scheme}:// is not supported; use a path or an s3:// address")
@@ -60,11 +60,11 @@ def filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:
 
 
 def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]:
-    """Return the options of s3fs. StorageError, which names variables and no value, if a key lacks its secret."""
+    """Return the options of s3fs. Raises StorageError if only one of the two keys is set; never prints their values."""
     key, secret = environment.get(ACCESS_KEY), environment.get(SECRET_KEY)
     if bool(key) != bool(secret):
-        there, lacking = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
-        raise StorageError(f"{there} is set and {lacking} is not: set both, or none to use AWS's own credentials")
+        present, missing = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
+        raise StorageError(f"{present} is set but {missing} is not: set both, or neither to use AWS's own credentials")
     client = {"endpoint_url": environment.get(ENDPOINT), "region_name": environment.get(REGION)}
     config = {
         "connect_timeout": CONNECT_TIMEOUT_S,
@@ -81,7 +81,7 @@ def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]
 
 @contextlib.contextmanager
 def answering(address: str, action: str = "read") -> Iterator[None]:
-    """Turn what a storage that fails or refuses raises in the block into StorageError. FileNotFoundError stays."""
+    """Convert exceptions of the storage in the block to StorageError, except FileNotFoundError."""
     try:
         yield
     except FileNotFoundError:
@@ -95,28 +95,30 @@ def answering(address: str, action: str = "read") -> Iterator[None]:
 def storage_errors(remote: bool) -> tuple[type[Exception], ...]:
     if not remote:
         return (OSError,)
-    from aiohttp import ClientError as BrokenConnection  # only where s3fs is, which needs both
+    from aiohttp import ClientError as BrokenConnection  # dependencies of s3fs
     from botocore.exceptions import BotoCoreError, ClientError
 
     return (OSError, TimeoutError, BotoCoreError, ClientError, BrokenConnection)
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Read these bytes of a file. A connection that breaks is opened again, NUM_TRIES times at most.
+    """Read `size` bytes of a file at `offset`. Broken connections are retried up to NUM_TRIES times.
 
-    Raises FileNotFoundError, and StorageError when the storage keeps failing or the file is too short.
+    Raises FileNotFoundError, and StorageError if the storage keeps failing or the file is too short.
     """
     fs, path = filesystem(address)
     with answering(address):
         content: bytes = fs.cat_file(path, start=offset, end=offset + size)
     if len(content) != size:
-        raise StorageError(f"{address} has {len(content)} instead of {size} bytes at {offset}: it has changed")
+        raise StorageError(f"{address}: read {len(content)} instead of {size} bytes at {offset}: the file has changed")
     return content
 
 
 def version(address: str) -> tuple[str | int, ...]:
-    """Return (address, size, tag), which changes when the file does. Raises FileNotFoundError and StorageError, the
-    latter also for what is no regular file: a read of a pipe or a device may never end."""
+    """Return (address, size, tag), which changes when the file changes.
+
+    Raises FileNotFoundError and StorageError, also for pipes and devices: reading them could block forever.
+    """
     fs, path = filesystem(address)
     if not is_remote(address) and os.path.exists(path) and not os.path.isfile(path):
         raise StorageError(f"{address} is not a regular file")
@@ -126,24 +128,22 @@ def version(address: str) -> tuple[str | int, ...]:
 
 
 def expand(pattern: str) -> list[str]:
-    """Return the addresses that a path or s3:// address with {000..123} and * ? [ ] stands for, sorted where it is a
-    glob.
+    """Expand {000..123} and * ? [ ] in a path or s3:// address. Glob matches are sorted, paths are made absolute.
 
-    Paths are made absolute. Those of a range need not exist. DataError for globs that match nothing, StorageError for
-    ranges that run backwards.
+    Files of a range need not exist. Raises DataError if a glob matches nothing, StorageError for a descending range.
     """
-    return [address for one in expand_ranges(pattern) for address in expand_glob(one)]
+    return [address for part in expand_ranges(pattern) for address in expand_glob(part)]
 
 
 def expand_ranges(pattern: str) -> list[str]:
-    found = RANGE.search(pattern)
-    if found is None:
+    match = RANGE.search(pattern)
+    if match is None:
         return [pattern]
-    first, last = found[1], found[2]
+    first, last = match[1], match[2]
     if int(last) < int(first):
-        raise StorageError(f"{pattern}: the range {found[0]} runs backwards")
+        raise StorageError(f"{pattern}: the range {match[0]} is descending")
     numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return [one for n in numbers for one in expand_ranges(pattern[: found.start()] + n + pattern[found.end() :])]
+    return [part for n in numbers for part in expand_ranges(pattern[: match.start()] + n + pattern[match.end() :])]
 
 
 def expand_glob(pattern: str) -> list[str]:
@@ -153,7 +153,7 @@ def expand_glob(pattern: str) -> list[str]:
     if not glob.has_magic(pattern):
         return [path]
     with answering(pattern):
-        found = sorted(fs.glob(path))
-    if not found:
-        raise DataError(f"{pattern}: no file has such a name")
-    return [f"s3://{name}" if is_remote(pattern) else name for name in found]
+        names = sorted(fs.glob(path))
+    if not names:
+        raise DataError(f"{pattern}: no matching files")
+    return [f"s3://{name}" if is_remote(pattern) else name for name in names]

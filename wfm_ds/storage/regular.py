@@ -1,4 +1,4 @@
-"""Files of a user's folder, opened without trust in what they are: a pipe or a device never blocks the reader."""
+"""Open only regular files, so that a pipe or device in a user's folder cannot block the reader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 def open_regular(path: Path | str) -> BinaryIO:
     """Open a regular file for reading. Raises OSError, also for a pipe, a socket, a device or a folder."""
-    # Without O_NONBLOCK the open itself waits for whoever writes into a pipe; regular files do not know the flag.
+    # Without O_NONBLOCK, opening a pipe waits for a writer. The flag has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,4 +1,4 @@
-"""A file of a storage as a stream that can seek, of which no more is read than is asked for."""
+"""Seekable streams over local or remote files that read only the requested ranges."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import BinaryIO, cast
 
 from wfm_ds.storage.filesystem import read_range, version
 
-BUFFER_BYTES = 256 * 1024  # of one request: the header of most images, and many of them whole
+BUFFER_BYTES = 256 * 1024  # per request; enough for the headers of most images
 
 
 class Stream(io.RawIOBase):
-    """The bytes of an address. Raises FileNotFoundError and StorageError, where it is made or read."""
+    """Unbuffered stream over an address. Creating and reading it raise FileNotFoundError and StorageError."""
 
     def __init__(self, address: str) -> None:
         self._address, self._place = address, 0
@@ -40,5 +40,5 @@ class Stream(io.RawIOBase):
 
 
 def open_stream(address: str) -> BinaryIO:
-    """Open a file of a storage. Raises FileNotFoundError and StorageError."""
+    """Open an address for buffered reading. Raises FileNotFoundError and StorageError."""
     return cast(BinaryIO, io.BufferedReader(Stream(address), BUFFER_BYTES))

@@ -1,4 +1,4 @@
-"""Tensors on disk by what they were computed from: one safetensors file for each entry, complete or absent."""
+"""Cache of tensors on disk, keyed by their inputs: one safetensors file per entry, written atomically."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from wfm_ds.storage import atomic
 
 Key = Mapping[str, Any]
-"""Everything that the value depends on, as JSON: equal keys mean equal tensors."""
+"""Everything that the tensors depend on, as JSON. Equal keys mean equal tensors."""
 
 
 class TensorStore:
-    """Entries of any number of runs and ranks, which may write the same one at the same time.
+    """Tensors shared by any number of runs and ranks, which may write the same entry concurrently.
 
-    An entry's file is named by a hash of its key, so that no text of a user becomes a name. The key is in the file:
-    an entry with another one, or in a damaged file, counts as absent.
+    The file name is a hash of the key, so it never contains user text. The file also stores the key: files with another
+    key, and damaged files, are treated as absent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,23 +32,23 @@ class TensorStore:
         return self._names(key) is not None
 
     def read(self, key: Key) -> dict[str, Tensor] | None:
-        """Read the tensors under this key on the host, None if there are none."""
+        """Return the tensors of this key on the CPU, None if absent."""
         names = self._names(key)
         if names is None:
             return None
         try:
             with safe_open(self._path(key), framework="pt") as file:
                 return {name: file.get_tensor(name) for name in names}
-        except (OSError, SafetensorError):  # removed or replaced meanwhile
+        except (OSError, SafetensorError):  # removed or replaced in the meantime
             return None
 
     def write(self, key: Key, tensors: Mapping[str, Tensor]) -> None:
-        """Put these tensors, on any device, under this key. Raises OSError."""
+        """Store tensors from any device under this key. Raises OSError."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         with atomic.new_file(path) as part:
-            save_file(host, part, metadata={"key": canonical(key)})
+            save_file(cpu_tensors, part, metadata={"key": canonical(key)})
 
     def _path(self, key: Key) -> Path:
         digest = hashlib.sha256(canonical(key).encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""Whole files to S3 and back, verified. Which files, and when, is the business of others.
+"""Upload and download whole files to and from S3, with verification.
 
-A file that was sent counts as there only when the storage reports its size and, as ETag, the MD5 of what was read
-here; each request also carries an MD5 of its content, by which S3 itself refuses what changed on the way. Under KMS
-encryption an ETag is no MD5, and that refusal is the check.
+After an upload, the size and the ETag (MD5) reported by the storage must match the data read locally. Each request also
+has a Content-MD5, so S3 rejects data that changed in transit. With KMS encryption the ETag is not an MD5, and
+Content-MD5 is the only check.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from wfm_ds.errors import StorageError
 from wfm_ds.storage import atomic
 from wfm_ds.storage.filesystem import answering, filesystem, read_range
 
-PART_BYTES = 32 << 20  # of one request; as many as NUM_CONNECTIONS are in memory
-MAX_PARTS = 10_000  # of a file, S3's limit
+PART_BYTES = 32 << 20  # per request; up to NUM_CONNECTIONS parts are in memory
+MAX_PARTS = 10_000  # per file, limit of S3
 NUM_CONNECTIONS = 4
-PAGE_KEYS = 1000  # of one answer of a listing, S3's limit
-NUM_TRIES = 3  # of one request: whoever sends tries again later, and should hear soon that something is wrong
+PAGE_KEYS = 1000  # per list request, limit of S3
+NUM_TRIES = 3  # per request; low, because callers retry later and need early errors
 MD5_TAG = re.compile(r'"?([0-9a-f]{32}(-[0-9]+)?)"?')
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Moved = Callable[[int], None]
-"""Called with the number of bytes of each part that has arrived. What it raises ends the transfer."""
+"""Called with the number of bytes of each transferred part. An exception in it aborts the transfer."""
 
 
 def ignore(num_bytes: int) -> None:
@@ -40,10 +40,10 @@ def ignore(num_bytes: int) -> None:
 
 
 def upload(path: Path, address: str, *, size: int | None = None, moved: Moved = ignore) -> str:
-    """Copy the file, or its first `size` bytes, to an s3:// address, and return the SHA-256 of these bytes.
+    """Upload the file, or its first `size` bytes, to an s3:// address, and return the SHA-256 of these bytes.
 
-    An object of that name is replaced at once, when all has arrived. Raises OSError if the file cannot be read,
-    StorageError if the storage fails, refuses, or reports something else than was sent.
+    An existing object is replaced atomically at the end. Raises OSError if the file cannot be read, StorageError if the
+    storage fails, denies access, or reports other data than was sent.
     """
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
@@ -63,13 +63,13 @@ def upload(path: Path, address: str, *, size: int | None = None, moved: Moved = 
 
 
 def put(content: bytes, address: str) -> None:
-    """Make this the content of an s3:// address. Raises StorageError."""
+    """Write `content` to an s3:// address. Raises StorageError."""
     target = _Target(address)
     target.require(len(content), target.put(content))
 
 
 def copy_within(source: str, address: str, size: int) -> None:
-    """Let the storage itself copy an object of this size. Raises StorageError."""
+    """Copy an object of this size on the server. Raises StorageError."""
     target = _Target(address)
     with _writing(address):
         target.fs.cp_file(_Target(source).path, target.path)
@@ -77,8 +77,11 @@ def copy_within(source: str, address: str, size: int) -> None:
 
 
 def download(address: str, path: Path, *, size: int, sha256: str | None = None, moved: Moved = ignore) -> None:
-    """Copy an object to a file, which is complete or absent. Raises OSError if the file cannot be written, StorageError
-    if the storage fails, FileNotFoundError included, or if it has other bytes than these."""
+    """Download an object to a file, atomically.
+
+    Raises OSError if the file cannot be written, StorageError if the object is missing, the storage fails, or size or
+    SHA-256 do not match.
+    """
     digest = hashlib.sha256()
     offsets = range(0, size, PART_BYTES)
     with atomic.new_file(path) as part, part.open("wb") as file:
@@ -88,21 +91,21 @@ def download(address: str, path: Path, *, size: int, sha256: str | None = None, 
             moved(len(content))
     if sha256 is not None and digest.hexdigest() != sha256:
         path.unlink()
-        raise StorageError(f"{address} is damaged: its SHA-256 is not the one that was noted when it was written")
+        raise StorageError(f"{address} is damaged: its SHA-256 differs from the one recorded at its upload")
 
 
 def listing(address: str) -> dict[str, int]:
-    """Return {name below the address: size} of all objects there. Raises StorageError."""
+    """Return {name relative to the address: size} of all objects under the address. Raises StorageError."""
     target = _Target(address)
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     page: dict[str, Any] = {}
     prefix = f"{target.key}/" if target.key else ""
     while True:
         with answering(address), _no_bucket(address):
             page = target.call("list_objects_v2", key=False, Prefix=prefix, MaxKeys=PAGE_KEYS, **page)
-        found |= {entry["Key"].removeprefix(prefix): int(entry["Size"]) for entry in page.get("Contents", [])}
+        sizes |= {entry["Key"].removeprefix(prefix): int(entry["Size"]) for entry in page.get("Contents", [])}
         if not page.get("IsTruncated"):
-            return {name: size for name, size in found.items() if name and not name.endswith("/")}
+            return {name: size for name, size in sizes.items() if name and not name.endswith("/")}
         page = {"ContinuationToken": page["NextContinuationToken"]}
 
 
@@ -114,11 +117,11 @@ def read_text(address: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise StorageError(f"{address} is not a text in UTF-8") from error
+        raise StorageError(f"{address} is not UTF-8 text") from error
 
 
 def remove(addresses: Iterable[str]) -> None:
-    """Remove objects, in this order; those that do not exist are no error. Raises StorageError."""
+    """Remove objects in this order; missing objects are ignored. Raises StorageError."""
     for address in addresses:
         target = _Target(address)
         with _writing(address):
@@ -126,11 +129,11 @@ def remove(addresses: Iterable[str]) -> None:
 
 
 def require_writable(address: str) -> None:
-    """Write an object below the address, read it back, and remove it. Raises StorageError."""
+    """Check write access: write an object under the address, read it back, and remove it. Raises StorageError."""
     probe, content = f"{address}/.wfm_ds-{secrets.token_hex(8)}", b"may be removed\n"
     put(content, probe)
     if _range(probe, 0, len(content)) != content:
-        raise StorageError(f"{probe} holds something else than what was written there a moment ago")
+        raise StorageError(f"{probe}: read back other data than was written")
     remove([probe])
 
 
@@ -142,11 +145,11 @@ def _writing(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_bucket(address: str) -> Iterator[None]:
-    """Turn FileNotFoundError of the block into StorageError: only a missing bucket can be the reason."""
+    """Convert FileNotFoundError in the block to StorageError: it can only mean a missing bucket or upload."""
     try:
         yield
     except FileNotFoundError as error:
-        raise StorageError(f"{address}: there is no such bucket, or an upload to it was cancelled") from error
+        raise StorageError(f"{address}: the bucket does not exist, or an upload to it was cancelled") from error
 
 
 def _range(address: str, offset: int, size: int) -> bytes:
@@ -157,7 +160,7 @@ def _range(address: str, offset: int, size: int) -> bytes:
 
 
 class _Target:
-    """An object in S3, and the requests about it."""
+    """An object in S3 and requests for it."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -165,19 +168,19 @@ class _Target:
         self.bucket, _, self.key = self.path.partition("/")
 
     def call(self, method: str, *, key: bool = True, **arguments: Any) -> dict[str, Any]:
-        where = {"Bucket": self.bucket, **({"Key": self.key} if key else {})}
-        answer: dict[str, Any] = self.fs.call_s3(method, **where, **arguments)
-        return answer
+        location = {"Bucket": self.bucket, **({"Key": self.key} if key else {})}
+        response: dict[str, Any] = self.fs.call_s3(method, **location, **arguments)
+        return response
 
     def put(self, content: bytes) -> str:
-        """Send the object; return the MD5 of what was sent, as in an ETag."""
+        """Upload the object in one request and return its expected ETag, the MD5 of the content."""
         md5 = hashlib.md5(content, usedforsecurity=False)
         with _writing(self.address):
             self.call("put_object", Body=content, ContentMD5=_in_base64(md5.digest()))
         return md5.hexdigest()
 
     def put_parts(self, parts: Iterable[bytes], moved: Moved) -> str:
-        """Send the parts; return the MD5 of the MD5s of all parts and their number, as in an ETag."""
+        """Upload the object in parts and return its expected ETag: the MD5 of all part MD5s, and their number."""
         with _writing(self.address):
             upload_id = self.call("create_multipart_upload")["UploadId"]
         try:
@@ -187,11 +190,11 @@ class _Target:
             ):
                 sent.append((number, tag, md5))
                 moved(num_bytes)
-            listed = [{"PartNumber": number, "ETag": tag} for number, tag, _ in sent]
+            part_list = [{"PartNumber": number, "ETag": tag} for number, tag, _ in sent]
             with _writing(self.address):
-                self.call("complete_multipart_upload", UploadId=upload_id, MultipartUpload={"Parts": listed})
+                self.call("complete_multipart_upload", UploadId=upload_id, MultipartUpload={"Parts": part_list})
         except BaseException:
-            with contextlib.suppress(StorageError), _writing(self.address):  # else its parts are stored, and paid for
+            with contextlib.suppress(StorageError), _writing(self.address):  # else the parts remain stored and billed
                 self.call("abort_multipart_upload", UploadId=upload_id)
             raise
         whole = hashlib.md5(b"".join(md5 for _, _, md5 in sent), usedforsecurity=False)
@@ -200,21 +203,23 @@ class _Target:
     def _put_part(self, upload_id: str, number: int, content: bytes) -> tuple[str, bytes, int]:
         md5 = hashlib.md5(content, usedforsecurity=False).digest()
         with _writing(self.address):
-            answer = self.call(
+            response = self.call(
                 "upload_part", UploadId=upload_id, PartNumber=number, Body=content, ContentMD5=_in_base64(md5)
             )
-        return answer["ETag"], md5, len(content)
+        return response["ETag"], md5, len(content)
 
     def require(self, size: int, tag: str | None) -> None:
-        """Raise StorageError unless the storage reports the object as it was sent."""
+        """Raise StorageError if the storage reports another size or MD5 than was sent."""
         with _writing(self.address):
-            answer = self.call("head_object")
-        if int(answer["ContentLength"]) != size:
-            raise StorageError(f"{self.address} has {answer['ContentLength']} instead of {size} bytes after its upload")
-        found = MD5_TAG.fullmatch(answer.get("ETag", ""))
-        encrypted = "kms" in answer.get("ServerSideEncryption", "") or "SSECustomerAlgorithm" in answer
-        if tag is not None and found is not None and not encrypted and found[1] != tag:
-            raise StorageError(f"{self.address} was damaged on its way: the storage has another MD5 than was sent")
+            response = self.call("head_object")
+        if int(response["ContentLength"]) != size:
+            raise StorageError(
+                f"{self.address} has {response['ContentLength']} instead of {size} bytes after its upload"
+            )
+        match = MD5_TAG.fullmatch(response.get("ETag", ""))
+        is_encrypted = "kms" in response.get("ServerSideEncryption", "") or "SSECustomerAlgorithm" in response
+        if tag is not None and match is not None and not is_encrypted and match[1] != tag:
+            raise StorageError(f"{self.address} was damaged in transit: the storage reports another MD5 than was sent")
 
 
 def _in_base64(digest: bytes) -> str:
@@ -222,15 +227,15 @@ def _in_base64(digest: bytes) -> str:
 
 
 def _parts(path: Path, file: IO[bytes], size: int, part_bytes: int) -> Iterator[bytes]:
-    """Yield the first `size` bytes; at least one part, which is empty for none."""
-    left = size
+    """Yield the first `size` bytes in parts; one empty part if size is 0."""
+    remaining = size
     while True:
-        content = file.read(min(part_bytes, left))
-        if len(content) != min(part_bytes, left):
+        content = file.read(min(part_bytes, remaining))
+        if len(content) != min(part_bytes, remaining):
             raise OSError(f"{path} became shorter while it was read")
         yield content
-        left -= len(content)
-        if left == 0:
+        remaining -= len(content)
+        if remaining == 0:
             return
 
 
@@ -241,7 +246,7 @@ def _hashed(parts: Iterable[bytes], update: Callable[[bytes], None]) -> Iterator
 
 
 def _ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """`map` with NUM_CONNECTIONS threads, which takes no more items than these work on."""
+    """Yield work(item) in order, computed by NUM_CONNECTIONS threads. Reads at most that many items ahead."""
     running: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(NUM_CONNECTIONS, thread_name_prefix="storage") as pool:
         for item in items:

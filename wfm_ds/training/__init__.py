@@ -1,1 +1,1 @@
-"""The loops, and all that is assembled around them."""
+"""Training loops, and the setup, checks, validation and checkpoints around them."""

@@ -1,8 +1,9 @@
-"""Alarm of held-out judges: the trained reward rises, and they fall.
+"""Reward-hacking alarm: the trained reward increases while a held-out reward decreases.
 
-Both are compared with the first evaluation, sample by sample, by the statistics of `wfm evaluate`. One look at p < .05
-would raise a false alarm in most runs that are evaluated twenty times; so it takes p < .01, after Holm's correction
-over the judges, a fall of a tenth of a standard deviation at least, and the same judge at two evaluations in a row.
+Both are compared with the first evaluation, sample by sample, with the statistics of `wfm evaluate`. A single test at
+p < .05 would give a false alarm in most runs with twenty evaluations. The alarm therefore needs p < .01 after Holm's
+correction over the held-out rewards, a decrease of at least a tenth of a standard deviation, and the same reward in two
+consecutive evaluations.
 """
 
 from __future__ import annotations
@@ -18,48 +19,50 @@ from wfm_ds.storage.atomic import finite_or_none
 
 LEVEL = 0.01
 PROMPTS = 32
-"""With so many prompts a fall of half a standard deviation is rarely missed; with fewer it often is."""
+"""Recommended number of validation prompts. With fewer, a decrease of half a standard deviation is often missed."""
 
 
 class Alarm:
-    """Remembers the first evaluation and who fell at the last one. The same on every rank, as scores are."""
+    """Stores the first evaluation and the rewards that decreased at the last one. Identical on every rank."""
 
     def __init__(self, key: Sequence[Any]) -> None:
-        """key: JSON of what is evaluated; another one makes what was remembered useless."""
+        """key: JSON that identifies prompts, seeds and rewards. State with another key is discarded."""
         self._key = list(key)
-        self._first: dict[str, Array] = {}  # total and judges at the first evaluation
+        self._first: dict[str, Array] = {}  # total reward (key "") and held-out rewards at the first evaluation
         self._suspects: set[str] = set()
-        self.fell: dict[str, Difference] = {}  # judges that raise the alarm now
+        self.fell: dict[str, Difference] = {}  # held-out rewards that raise the alarm now
 
     def look(self, total: Array | None, judges: Mapping[str, Array]) -> dict[str, float]:
-        """Take an evaluation; `total` [P, S]: the reward that is trained on, None in a run without. Returns metrics,
-        from the second evaluation on; `fell` is set."""
-        now = {**({} if total is None else {"": total}), **judges}
+        """Add an evaluation and set `falling_rewards`. Returns metrics, empty for the first evaluation.
+
+        total: trained reward [P, S] (prompts, seeds), None in runs without rewards; held_out_rewards: [P, S] by name.
+        """
+        scores_by_name = {**({} if total is None else {"": total}), **judges}
         if not self._first:
-            self._first = now
+            self._first = scores_by_name
             return {}
-        gaps = {name: difference(self._first[name], scores) for name, scores in now.items()}
-        fell = fallen({name: gap for name, gap in gaps.items() if gap and name}, LEVEL)
-        rose = (whole := gaps.get("")) is not None and whole.estimate.rose
-        suspects = set(fell) if rose else set()
-        known = {name: gap for name in sorted(suspects & self._suspects) if (gap := gaps[name])}
-        self._suspects, self.fell = suspects, known
-        changes = {f"val/judge/{name}/change": gap.estimate.value for name, gap in gaps.items() if gap and name}
-        return changes | ({} if total is None else {"val/alarm": float(bool(self.fell))})
+        changes = {name: difference(self._first[name], scores) for name, scores in scores_by_name.items()}
+        falling = fallen({name: change for name, change in changes.items() if change and name}, LEVEL)
+        total_rose = (change := changes.get("")) is not None and change.estimate.rose
+        suspects = set(falling) if total_rose else set()
+        confirmed = {name: change for name in sorted(suspects & self._suspects) if (change := changes[name])}
+        self._suspects, self.fell = suspects, confirmed
+        metrics = {f"val/judge/{name}/change": c.estimate.value for name, c in changes.items() if c and name}
+        return metrics | ({} if total is None else {"val/alarm": float(bool(self.fell))})
 
     def sentence(self) -> str:
-        """Say who fell."""
-        fell = ", ".join(f"{name} by {-gap.z:.2g} sd" for name, gap in self.fell.items())
-        return f"the trained reward rose and {fell} fell since the first evaluation, at two evaluations in a row"
+        """Return a message about the rewards that decreased."""
+        fell = ", ".join(f"{name} by {-change.z:.2g} sd" for name, change in self.fell.items())
+        return f"since the first evaluation the trained reward rose and {fell} fell, in two consecutive evaluations"
 
     def state(self) -> dict[str, Any]:
-        """Everything remembered, as JSON."""
+        """Return the state as JSON."""
         rows = {name: scores.tolist() for name, scores in self._first.items()}
-        first = {name: [[finite_or_none(one) for one in row] for row in table] for name, table in rows.items()}
+        first = {name: [[finite_or_none(score) for score in row] for row in table] for name, table in rows.items()}
         return {"key": self._key, "first": first, "suspects": sorted(self._suspects)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; from nothing if other prompts, seeds or judges are evaluated now."""
+        """Restore `state`. Ignored if other prompts, seeds or held-out rewards are evaluated now."""
         if state.get("key") == self._key:
             self._first = {name: np.array(rows, np.float64) for name, rows in state["first"].items()}
             self._suspects = set(state["suspects"])

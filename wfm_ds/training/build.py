@@ -1,4 +1,4 @@
-"""Assembly of a run, done once: the engine, the caches, the order of the data, and the loop that uses them."""
+"""Setup of a diffusion training run: engine, caches, data sources and the training loop."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ DiffusionLoop = RlLoop | SftLoop
 
 
 def freeze_base(model: DiffusionModel, recipe: Recipe) -> None:
-    """Tell the model which layers the recipe's adapters leave as they are, before it encodes any text."""
+    """Tell the model which layers are not trained. Call before it encodes any text."""
     if recipe.lora is not None:
         model.freeze_all_but(recipe.lora.trained_layers(model.default_lora_targets))
 
@@ -83,8 +83,10 @@ def build_engine(
     policies: frozenset[str],
     start: Mapping[str, Tensor] | None = None,
 ) -> DenoiserEngine:
-    """Wrap the model's denoiser; from here on the model's forwards go through the engine. start: first values of the
-    adapter's tensors."""
+    """Wrap the model's denoiser in an engine. All later forward passes go through the engine.
+
+    adapter_tensors: initial values of the adapter.
+    """
     freeze_base(model, recipe)
     engine = DenoiserEngine.build(
         model.denoiser,
@@ -92,7 +94,7 @@ def build_engine(
         world,
         lora_targets=model.default_lora_targets,
         policies=policies,
-        accumulation=max(derived.accumulation, len(model.sigma_ranges)),  # a micro-batch has terms of one expert
+        accumulation=max(derived.accumulation, len(model.sigma_ranges)),  # a micro-batch has one expert
         total_updates=derived.total_updates,
         block_classes=model.block_classes,
         frozen=model.frozen_names(),
@@ -113,10 +115,10 @@ def open_job(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> Job:
-    """The engine around the denoiser, the caches, and the run's log, which `resources` closes. Collective."""
+    """Build engine, caches and monitor. `resources` closes the monitor. Collective."""
     derived = derive(recipe, world.size)
     world.checked(lambda: freeze_base(model, recipe))
-    texts = texts_of(recipe, model, data, derived, world)  # before the engine: the denoiser is not on the device yet
+    texts = texts_of(recipe, model, data, derived, world)  # before the engine, while the denoiser is not on the GPU
     policies = engine_policies(recipe)
     first = None if start.checkpoint else world.checked(lambda: initial_lora(recipe, model))
     engine = world.checked(lambda: build_engine(model, recipe, derived, world, policies, first))
@@ -151,23 +153,25 @@ def open_job(
 def prepare(
     recipe: Recipe, world: World, stop: StopFlag, advised: Advised
 ) -> Callable[[Start, Mirror | None, ExitStack], DiffusionLoop]:
-    """Check the recipe, find the data and load the model, held to the recipe; before anything is written. Collective.
-    Returns `build_loop` but for its last arguments."""
+    """Check the recipe and load data and model, before anything is written. Collective.
+
+    Returns `build_diffusion_loop` with all arguments except the last three.
+    """
     log.info("reading data %s", recipe.data.path)
     data = read_on_main(world, lambda: preflight(recipe, world.size))
     log.info("%s", counted(recipe, data))
 
-    def loaded() -> DiffusionModel:
+    def load_with_advice() -> DiffusionModel:
         with advised(lambda: "start"):
             return load_model(recipe, world.device)
 
     log.info("loading model %s", recipe.model.path)
-    model: DiffusionModel = world.checked(loaded)
+    model: DiffusionModel = world.checked(load_with_advice)
     log.info("model loaded, %.0f s after the start", seconds_since_start())
-    world.checked(lambda: initial_lora(recipe, model))  # raises what does not fit, before anything is written
+    world.checked(lambda: initial_lora(recipe, model))  # raises errors before anything is written
     world.checked(lambda: check_attention(recipe, model, world.device))
-    drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
-    world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
+    texts = [prompt.text for prompt in (*data.prompts, *data.shown)]
+    world.checked(lambda: model.check_prompts(texts[world.rank :: world.size]))
     return functools.partial(build_loop, recipe, world, stop, model, data)
 
 
@@ -181,9 +185,9 @@ def build_loop(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> DiffusionLoop:
-    """The recipe's loop with all that it uses, before its first step; `resources` ends what it started. Collective."""
+    """Build the recipe's training loop. `resources` closes what it opens. Collective."""
     algorithm = rl_algorithm(recipe, model)
-    endpoint = resources.enter_context(reward_endpoint(recipe, world))  # it loads while the engine is built
+    endpoint = resources.enter_context(reward_endpoint(recipe, world))  # rewards load while the engine is built
     job = open_job(recipe, world, stop, model, data, start, mirror, resources)
     exporter, checkpoints = Exporter(job), Checkpoints(job)
     if algorithm is None:
@@ -193,7 +197,7 @@ def build_loop(
 
 @contextlib.contextmanager
 def reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
-    """Yield the address of the rewards for every rank: the recipe's service, or one that rank 0 runs meanwhile."""
+    """Yield the address of the reward service on every rank: the recipe's, or one that rank 0 starts and stops."""
     reward = recipe.scoring
     if reward is None or reward.endpoint is not None:
         yield reward.endpoint if reward else None
@@ -207,7 +211,7 @@ def reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
 
 
 def rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
-    """Build the RL algorithm on the grid of its rollouts; None for a supervised one."""
+    """Build the RL algorithm on the rollout grid; None for supervised training."""
     return build_rl(recipe, model.rollout_sigmas(recipe.sampling), model) if recipe.is_rl else None
 
 
@@ -221,19 +225,27 @@ def supervision(
 ) -> SftLoop:
     recipe, world = job.recipe, job.world
     buckets, inputs = buckets_of(recipe, job.model), inputs_of(recipe, job.model, data)
-    batches = {"global_batch": job.derived.samples_per_step, "unit": recipe.engine.micro_batch_size}
-    source = batch_source(recipe, world, data, buckets, cached=job.cached_latents, inputs=inputs, **batches)
+    source = batch_source(
+        recipe,
+        world,
+        data,
+        buckets,
+        global_batch=job.derived.samples_per_step,
+        unit=recipe.engine.micro_batch_size,
+        cached=job.cached_latents,
+        inputs=inputs,
+    )
     resources.callback(source.close)
-    num_images, whole = recipe.validation.num_images, data.num_samples
+    num_images, num_samples = recipe.validation.num_images, data.num_samples
     held_out = chosen_once(
         world,
         data.held_out,
         lambda: readable(
-            data.held_out, recipe, buckets, num_images, whole=whole, what="samples held out", inputs=inputs
+            data.held_out, recipe, buckets, num_images, whole=num_samples, what="samples held out", inputs=inputs
         ),
     )
-    places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
-    framings = [buckets.framings[place] for place in world.share(places)]
+    indices = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
+    framings = [buckets.framings[index] for index in world.share(indices)]
     algorithm = build_supervised(recipe)
     judges = judge_client(job, endpoint, resources)
     loss = ValidationLoss(job, algorithm, held_out, framings) if held_out else None
@@ -280,7 +292,7 @@ def reward_client(
 
 
 def judge_client(job: Job, endpoint: str | None, resources: contextlib.ExitStack) -> RewardClient | None:
-    """Connect to the judges of evaluations; None if the recipe has none."""
+    """Connect to the held-out rewards; None if the recipe has none."""
     judging = job.recipe.judging
     if judging is None:
         return None
@@ -289,17 +301,17 @@ def judge_client(job: Job, endpoint: str | None, resources: contextlib.ExitStack
 
 
 def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
-    """Groups about the data's media, or about prompts where it has no media."""
+    """Build the source of rollout groups: from the data's images and videos, or from prompts."""
     recipe, seed = job.recipe, job.recipe.run.seed
     num_groups = recipe.rl.rollout.prompts_per_step
-    if not data.samples and recipe.data.choose == "spread":
+    if not data.samples and recipe.data.choose == "reward_std":
         table = SpreadTable(len(data.prompts), floor=recipe.data.choose_floor, memory=recipe.data.choose_memory)
         ahead = recipe.rl.rollout.max_staleness if recipe.is_async else 0
         return SpreadGroups(data.prompts, num_groups, table=table, seed=seed, ahead=ahead)
     if not data.samples:
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
     inputs = inputs_of(recipe, job.model, data)
-    # The rollouts of a step and their data have one size.
+    # The rollouts and the data of a step have one size.
     source = batch_source(
         recipe,
         job.world,
@@ -311,12 +323,12 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
         inputs=inputs,
     )
     resources.callback(source.close)
-    given = algorithm.settings.num_conditional_frames
+    num_frames = algorithm.settings.num_conditional_frames
 
-    def encode(samples: Sequence[TrainingSample]) -> Tensor:
+    def encode_batch(samples: Sequence[TrainingSample]) -> Tensor:
         latents = clean_latents(job, samples)
-        return padded(latents, job.sampler.latent_shape[1]) if given[1] else latents
+        return padded(latents, job.sampler.latent_shape[1]) if num_frames[1] else latents
 
-    pinned = job.model.pinned(given)
-    read = encode if pinned[1] or trains_on_data(recipe) else None
-    return PairGroups(job, source, read, pinned, Trajectories(recipe, data.actions))
+    frame_range = job.model.pinned(num_frames)
+    encode = encode_batch if frame_range[1] or trains_on_data(recipe) else None
+    return PairGroups(job, source, encode, frame_range, Trajectories(recipe, data.actions))

@@ -1,4 +1,4 @@
-"""Caches of texts and media on disk, and the texts that a run will ask for."""
+"""Disk caches of text embeddings and latents, and the texts that a run will encode."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from wfm_ds.types import Prompt
 
 log = logging.getLogger(__name__)
 
-NUM_AHEAD = 16  # media whose pixels are in memory at once
+NUM_AHEAD = 16  # images or videos decoded in memory at once
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingFile:
-    """A caption's embedding beside it in a Cosmos folder: one tensor [n, D], or a pickle of one array."""
+    """The embedding file of a caption in a Cosmos folder: one tensor [n, D], or a pickle of one array."""
 
     path: Path
 
@@ -62,59 +62,62 @@ class EmbeddingFile:
         except (OSError, SafetensorError) as error:
             raise DataError(f"{self.path} cannot be read: {error}") from error
         if len(tensors) != 1 or next(iter(tensors.values())).ndim != 2:
-            raise DataError(f"{self.path} must hold one tensor [n, D] and nothing else")
+            raise DataError(f"{self.path} must hold exactly one tensor [n, D]")
         return next(iter(tensors.values()))
 
 
 def text_cache(recipe: Recipe, model: DiffusionModel, data: TrainingData, *, in_memory: bool = False) -> TextCache:
-    """Open the text cache: on disk (models/text_store.py), or in memory alone where the recipe or caller says so."""
+    """Open the text cache: on disk (models/text_store.py), or in memory if set by the recipe or `in_memory`."""
     files = {s.prompt.text: EmbeddingFile(s.embedding) for s in samples_of(data) if s.embedding}
     return TextCache(model, store=None if in_memory else text_store(recipe, model), precomputed=files)
 
 
 def latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | None:
+    """Open the latent cache; None without data.cache_latents."""
     if not recipe.data.cache_latents:
         return None
-    assert recipe.data.cache_dir is not None  # the recipe is checked
+    assert recipe.data.cache_dir is not None  # checked by the recipe
     return LatentCache(model, TensorStore(recipe.data.cache_dir / "latents"))
 
 
 def needed_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> list[Text]:
-    """Every text that the run will encode, once."""
-    shown = data.shown[: recipe.validation.num_prompts]
-    drawn = drawn_prompts(recipe, data)
+    """Return every text that the run will encode, without duplicates."""
+    validation_prompts = data.shown[: recipe.validation.num_prompts]
+    prompts = [*drawn_prompts(recipe, data), *validation_prompts]
     by_size = defaultdict[Size, list[Text]](list)
-    by_size[recipe.sampling.height, recipe.sampling.width] += [prompt.text for prompt in [*drawn, *shown]]
-    dropped = [NegativeText("")] if data.samples and recipe.data.caption_dropout > 0 else []
+    by_size[recipe.sampling.height, recipe.sampling.width] += [prompt.text for prompt in prompts]
+    empty_caption = [NegativeText("")] if data.samples and recipe.data.caption_dropout > 0 else []
     guided = recipe.sampling.is_guided()
     if guided:
-        texts = negatives(model, recipe.sampling, [*drawn, *shown])
-        by_size[recipe.sampling.height, recipe.sampling.width] += texts
+        by_size[recipe.sampling.height, recipe.sampling.width] += negatives(model, recipe.sampling, prompts)
     for size, samples in samples_by_size(recipe, model, data).items():
-        prompts = [sample.prompt for sample in samples]
-        by_size[size] += [*(prompt.text for prompt in prompts), *dropped]
+        sample_prompts = [sample.prompt for sample in samples]
+        by_size[size] += [*(prompt.text for prompt in sample_prompts), *empty_caption]
         if guided and recipe.is_rl:
-            by_size[size] += negatives(model, recipe.sampling, prompts)
-    found = [captioned(model, texts, size, recipe.sampling.num_frames) for size, texts in by_size.items()]
-    return list(dict.fromkeys(itertools.chain(*found)))
+            by_size[size] += negatives(model, recipe.sampling, sample_prompts)
+    captions = [captioned(model, texts, size, recipe.sampling.num_frames) for size, texts in by_size.items()]
+    return list(dict.fromkeys(itertools.chain(*captions)))
 
 
 def samples_by_size(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> Mapping[Size, Sequence[Sample]]:
-    """The samples of a run by the size that they are framed to; all under one where captions do not state it."""
+    """Group the samples by the image size of their bucket. One group if captions do not depend on the size."""
     buckets, samples = buckets_of(recipe, model), samples_of(data)
     if len({model.caption("", *size, recipe.sampling.num_frames) for size in buckets.sizes}) == 1:
         return {buckets.sizes[0]: samples}
-    found = defaultdict[Size, list[Sample]](list)
+    by_size = defaultdict[Size, list[Sample]](list)
     for sample in samples:
-        found[buckets.sizes[buckets.index_of(sample.media)]].append(sample)
-    return found
+        by_size[buckets.sizes[buckets.index_of(sample.media)]].append(sample)
+    return by_size
 
 
 def drawn_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
-    """The prompts that an RL run about prompts alone asks for, each once; all prompts where rewards choose among them,
-    and all captions of a run about media, where a bad file has a substitute."""
-    by_reward = recipe.data.choose == "spread" or (recipe.is_rl and recipe.rl.rollout.max_refills > 0)
-    if not data.prompts or data.samples or by_reward:
+    """Return the prompts that an RL run can draw, without duplicates.
+
+    These are all prompts if rewards influence the choice, or if the data has images or videos (unreadable ones are
+    replaced by others).
+    """
+    depends_on_rewards = recipe.data.choose == "reward_std" or (recipe.is_rl and recipe.rl.rollout.max_refills > 0)
+    if not data.prompts or data.samples or depends_on_rewards:
         return data.prompts
     order = PromptOrder(data.prompts, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
     count = min(recipe.run.steps * recipe.rl.rollout.prompts_per_step, len(data.prompts))
@@ -126,9 +129,9 @@ def samples_of(data: TrainingData) -> list[Sample]:
 
 
 def drop_idle_encoders(model: DiffusionModel, texts: TextCache, needed: Iterable[Text]) -> bool:
-    """Free the text encoders if the disk has all that is needed; whether it has."""
+    """Free the text encoders if the cache has all these texts. Returns whether it has."""
     for text in needed:
-        LIVENESS.advance()  # a file each, and storages are slow
+        LIVENESS.advance()  # one file access per text, slow on network storage
         if not texts.stored(text):
             return False
     model.drop_text_encoders()
@@ -136,7 +139,7 @@ def drop_idle_encoders(model: DiffusionModel, texts: TextCache, needed: Iterable
 
 
 class Filler:
-    """Computes one rank's share of what a recipe keeps on disk."""
+    """Fills the disk caches of a recipe with one rank's shard of the texts and latents."""
 
     def __init__(self, recipe: Recipe, model: DiffusionModel, data: TrainingData, rank: int, world_size: int) -> None:
         self._recipe, self._model = recipe, model
@@ -148,9 +151,10 @@ class Filler:
         self._max_bad = recipe.data.max_bad_fraction * sum(len(sample.all_media) for sample in samples_of(data))
 
     def fill(self, *, show: bool) -> dict[str, int]:
-        """Write what is missing: how many entries are `new`, were `kept`, and how many media are `bad`.
+        """Write missing entries. Returns the number of `new`, `kept` (already cached) and `bad` (unreadable) entries.
 
-        `show`: with a progress bar. Raises DataError when more media than data.max_bad_fraction allows are bad.
+        show_progress: display a progress bar. Raises DataError if more than data.max_bad_fraction of the files are
+        unreadable.
         """
         self._counts = Counter(new=0, kept=0, bad=0)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -167,16 +171,16 @@ class Filler:
         self._counts["new" if new else "kept"] += 1
 
     def _fill_latents(self, samples: Sequence[Sample], cache: LatentCache) -> None:
-        """Decode side by side, encode one by one: the last bits of a latent depend on what is encoded with it."""
+        """Decode in parallel, encode one by one: the last bits of a latent depend on the batch it is encoded in."""
 
-        def load(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
+        def load_pixels(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
             framing = self._buckets.framing_of(sample.media)
             with decoding(media):
                 return framing, None if cache.holds(media, framing) else load_media(media, framing, centre)
 
         all_media = [(sample, media) for sample in samples for media in sample.all_media]
         with ThreadPoolExecutor(self._recipe.data.workers) as pool:
-            futures = [pool.submit(load, sample, media) for sample, media in all_media]
+            futures = [pool.submit(load_pixels, sample, media) for sample, media in all_media]
             for (_, media), future in zip(all_media, futures, strict=True):
                 try:
                     framing, pixels = future.result()
@@ -192,6 +196,6 @@ class Filler:
         log.warning("skipped %s", failure)
         if self._counts["bad"] > self._max_bad:
             raise DataError(
-                f"{self._counts['bad']} media cannot be used, more than data.max_bad_fraction "
-                f"{self._recipe.data.max_bad_fraction:g} of them; the last: {failure}"
+                f"{self._counts['bad']} images or videos are unreadable, more than data.max_bad_fraction "
+                f"{self._recipe.data.max_bad_fraction:g} allows. Last: {failure}"
             )

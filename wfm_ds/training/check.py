@@ -1,4 +1,4 @@
-"""Check of a recipe: everything before the first step, of whatever it trains."""
+"""Check a recipe (`--check`): everything that happens before the first step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from wfm_ds.training import language_build, preflight
 
 
 def check(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Checked:
-    """Check a run of that many ranks: data, model, rewards, memory. Raises UserError for what cannot be run."""
-    examine = language_build.examine if recipe.algorithm.trains_language else preflight.examine
-    return examine(recipe, world_size, overwrite=overwrite)
+    """Check data, model, rewards and memory of a run with `world_size` ranks. Raises UserError if it cannot run."""
+    check_recipe = language_build.examine if recipe.algorithm.trains_language else preflight.examine
+    return check_recipe(recipe, world_size, overwrite=overwrite)

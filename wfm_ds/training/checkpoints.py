@@ -1,4 +1,4 @@
-"""Saving of a run at its times, and continuing it. The folders are store.py's, their content state.py's."""
+"""When checkpoints are saved, and how a run resumes. store.py manages the folders, state.py their content."""
 
 from __future__ import annotations
 
@@ -18,64 +18,63 @@ log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
-    """Interface of a training loop for its checkpoints."""
+    """A training loop, as seen by its checkpoints."""
 
-    step: int  # the last one done
+    step: int  # the last completed step
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step and its metrics depend on besides the engine, as JSON; the same on every rank.
-        All ranks call it."""
+        """Return the JSON state needed to resume, except the engine's. Identical on every rank. Collective."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore the result of `state_dict`."""
         ...
 
 
 class Checkpoints:
-    """Writes `checkpoints/step_<N>/` at the recipe's interval and when the run is stopped. Every rank calls all."""
+    """Writes `checkpoints/step_<N>/` at the recipe's interval and when the run stops. All methods are collective."""
 
     def __init__(self, job: CommonJob) -> None:
         self.job, self.settings = job, job.recipe.checkpoint
         self.root = job.recipe.run.output_dir / CHECKPOINTS
-        self._saved_at: int | None = None  # the step of the last save that was begun
+        self._saved_at: int | None = None  # step of the last started save
         self._saving: Save | None = None
 
     def restore(self, loop: Resumable, source: Path) -> None:
-        """Restore engine and loop as they were in this checkpoint, before the first step."""
-        found = store.read(source)
-        assert found is not None, "it was complete a moment ago"
-        loop.restore(read_state(self.job.engine, source, found.world_size))
-        if source.parent == self.root:  # a run that began from another's checkpoint has none of its own yet
+        """Restore engine and loop from this checkpoint. Call before the first step."""
+        checkpoint = store.read(source)
+        assert checkpoint is not None, "it was complete a moment ago"
+        loop.restore(read_state(self.job.engine, source, checkpoint.world_size))
+        if source.parent == self.root:  # not for a checkpoint of another run
             self._saved_at = loop.step
         self.job.monitor.message(f"continues after step {loop.step} from {source}")
 
     @property
     def is_writing(self) -> bool:
-        """Tell if a thread of this rank still writes its share of the last checkpoint."""
+        """Return whether a thread of this rank is still writing its shard of the last checkpoint."""
         return self._saving is not None and not self._saving.share_is_written()
 
     def after_step(self, loop: Resumable, agreed: Agreed) -> None:
-        """Save, when the recipe says so or SIGUSR1 did. After the step's metrics are written: they belong to the
-        checkpoint.
+        """Save if scheduled by the recipe or requested by SIGUSR1.
 
-        The step waits only until its state is on the host; a thread writes it, and a later step finds it written.
+        Call after the metrics of the step are written, because the checkpoint includes them. Blocks only until the
+        state is on the host. A thread writes it to disk, and a later step completes the checkpoint.
         """
         if not agreed.writing:
             self.finish()
         every, step = self.settings.every, loop.step
-        due = every > 0 and (step % every == 0 or step == self.job.recipe.run.steps)
-        if due or agreed.save:
+        is_scheduled = every > 0 and (step % every == 0 or step == self.job.recipe.run.steps)
+        if is_scheduled or agreed.save:
             self._begin(loop)
 
     def at_stop(self, loop: Resumable) -> None:
-        """Save, whatever the interval, and wait for it."""
+        """Save regardless of the interval, and wait until the checkpoint is complete."""
         if self._saved_at != loop.step:
             self._begin(loop)
         self.finish()
 
     def finish(self) -> None:
-        """Wait until the save that is under way is complete, if there is one."""
+        """Wait for the pending save, if any, and complete it."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             with self.job.timer("checkpoint"):

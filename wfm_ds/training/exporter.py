@@ -1,4 +1,4 @@
-"""Times at which weights are exported, and what a user copies to load them. export.py writes them."""
+"""When weights are exported and pushed to the Hub. checkpoint/export.py writes the files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wfm_ds.run.layout import EXPORTS
 
 
 class Exporter:
-    """Writes `safetensors/step_<N>/` at the recipe's interval and at the end. Every rank calls every method."""
+    """Writes `safetensors/step_<N>/` at the recipe's interval and at the end. All methods are collective."""
 
     def __init__(self, job: CommonJob) -> None:
         self.job = job
@@ -20,7 +20,7 @@ class Exporter:
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """Return the artifacts of the run so far, by kind, for result.json."""
+        """Return the latest export of the run by kind, for result.json."""
         return {"lora" if self.job.engine.lora else self.job.artifact: str(self._written[1])} if self._written else {}
 
     def after_step(self, step: int) -> None:
@@ -29,7 +29,7 @@ class Exporter:
             self._export(step)
 
     def at_end(self, step: int) -> None:
-        """Export the last weights, unless that was just done, and say how to load them."""
+        """Export the final weights unless this step is already exported, and print how to load them."""
         if self._written is None or self._written[0] != step:
             self._export(step)
         assert self._written is not None

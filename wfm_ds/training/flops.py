@@ -1,4 +1,4 @@
-"""Floating-point operations of one sample through a family's denoiser, and of the forwards that a recipe runs."""
+"""FLOPs of the denoiser per sample, and of the forward passes of a recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wfm_ds.training.forwards import Forwards
 
 @dataclass(frozen=True, slots=True)
 class ForwardWork:
-    """FLOPs of some forwards."""
+    """FLOPs of a set of forward passes."""
 
     forward: int
     backward: int = 0
@@ -34,30 +34,30 @@ def count_flops(
     *,
     checkpointing: bool = False,
 ) -> Flops:
-    """Count the model's denoiser as it stands: its adapters compute, and what requires gradients gets them.
+    """Count the FLOPs of the model's denoiser in its current state, with its adapters and requires_grad flags.
 
-    latent_shape: of one sample, without batch; conditioning: of one sample, [1, ...] each, of which shapes and dtypes
-    count; checkpointing: recompute block activations in the backward pass.
+    latent_shape: of one sample, without batch dimension. conditioning: of one sample, [1, ...] each; only shapes and
+    dtypes are used. checkpointing: recompute block activations in the backward pass.
     """
     shadow = copy.copy(model)
     shadow.denoiser = on_meta(model.bare_denoiser)
     latents, sigma = torch.empty(1, *latent_shape, device="meta"), torch.empty(1, device="meta")
     inputs = {name: torch.empty_like(tensor, device="meta") for name, tensor in conditioning.items()}
-    besides = model.input_shapes(latent_shape)
-    inputs |= {name: torch.empty(1, *shape, device="meta") for name, shape in besides.items()}
+    extra_shapes = model.input_shapes(latent_shape)
+    inputs |= {name: torch.empty(1, *shape, device="meta") for name, shape in extra_shapes.items()}
     return flops_of(
         shadow.denoiser,
-        lambda: shadow.denoise(latents, sigma, inputs, 0),  # experts are all alike
+        lambda: shadow.denoise(latents, sigma, inputs, 0),  # all experts have the same architecture
         checkpointing=checkpointing,
     )
 
 
 def work_of(forwards: Mapping[str, Forwards], flops: Flops) -> dict[str, ForwardWork]:
-    """FLOPs by purpose. Only `policy` is differentiated."""
+    """Return the FLOPs by purpose. Only the forward passes of `policy` have a backward pass."""
     work = {}
     for purpose, f in forwards.items():
         with_adapters = f.samples - f.without_adapters
         forward = with_adapters * flops.forward + f.without_adapters * flops.forward_without_adapters
-        trained = f.samples if purpose == "policy" else 0
-        work[purpose] = ForwardWork(forward, trained * flops.backward, trained * flops.recompute)
+        num_backward = f.samples if purpose == "policy" else 0
+        work[purpose] = ForwardWork(forward, num_backward * flops.backward, num_backward * flops.recompute)
     return work

@@ -1,9 +1,9 @@
-"""Counts of denoiser forwards by recipe: what `perf/forwards_*` will say, known before anything runs.
+"""Predict the number of denoiser forward passes of a recipe (the metrics `perf/forwards_*`) without running it.
 
-Counts are those of one rank, equal on all ranks (those of a replica run each forward together), and exact as long as
-every optimizer step is applied. With two experts a micro-batch holds terms of one, so an update may run one forward
-more of each purpose, and of `policy` one more for data in forwards of its own; with `data.buckets` a validation loss
-runs a forward more for each further size. The names are those of `CountedForward.counts`.
+Counts are per rank, equal on all ranks (the ranks of a replica run each forward pass together), and exact while every
+optimizer step is applied. Two cases can add forward passes. With two experts a micro-batch holds terms of one expert,
+so an update may run one more per purpose, and one more of `policy` for separate data forwards. With `data.buckets`
+the validation loss runs one more per additional size. Purposes are named as in `CountingForward.counts`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Forwards:
-    """Forwards of one purpose."""
+    """Number of forward passes of one purpose."""
 
     calls: int
-    samples: int  # through all calls together
-    without_adapters: int = 0  # of the samples, those that see the reference: in a LoRA run the base alone
+    samples: int  # total over all calls
+    without_adapters: int = 0  # samples with adapters disabled: reference policy of a LoRA run
 
     def __add__(self, other: Forwards) -> Forwards:
         return Forwards(
@@ -45,26 +45,26 @@ class Forwards:
 
 NONE = Forwards(0, 0)
 Guided = Callable[[float], bool]
-"""Tells for a noise level if the prediction there is guided, that is, takes an unconditional pass too."""
+"""Return whether predictions at a noise level use guidance, which adds an unconditional pass."""
 
 
 def in_batches(samples: int, batch: int, times: int = 1) -> Forwards:
-    """`times` passes over the samples in batches of this size."""
+    """Count `num_passes` passes over the samples in batches of this size."""
     return Forwards(times * math.ceil(samples / batch), times * samples)
 
 
 def added(*parts: Mapping[str, Forwards]) -> dict[str, Forwards]:
-    """Sums by purpose; purposes without a call are left out."""
+    """Sum the counts by purpose. Purposes without calls are omitted."""
     sums = {purpose: sum((p.get(purpose, NONE) for p in parts), NONE) for part in parts for purpose in part}
     return {purpose: forwards for purpose, forwards in sums.items() if forwards.calls}
 
 
 def sft_step(recipe: Recipe, derived: Derived) -> dict[str, Forwards]:
-    """One optimizer step of a supervised algorithm."""
+    """Count one optimizer step of a supervised algorithm."""
     settings = recipe.supervised
     calls = math.ceil(derived.samples_per_rank / recipe.engine.micro_batch_size)
-    asked = Forwards(calls, derived.samples_per_rank * settings.num_media)
-    return {"policy": asked, **{policy: seen_by(policy, asked) for policy in settings.references}}
+    count = Forwards(calls, derived.samples_per_rank * settings.num_media)
+    return {"policy": count, **{policy: seen_by(policy, count) for policy in settings.references}}
 
 
 def rl_step(
@@ -76,89 +76,91 @@ def rl_step(
     guided: Guided | None = None,
     explored_at: Sequence[float] | None = None,
 ) -> dict[str, Forwards]:
-    """RL step `step`, from 1: the rollout, unless other processes do it, then the predictions of every update.
+    """Count RL step `step` (from 1): the rollout, unless other processes run it, and the predictions of every update.
 
-    `guided`: unless all noise levels are or none is; then as large a share of the trained terms as of the rollout's
-    predictions is taken to be. `explored_at`: with it, the noise levels of the candidates of sampling.explore. Fewer if
-    samples are dropped (failed rewards, `zero_std: drop`), or terms that have no gradient, more if groups are refilled.
-    best_of_n is taken as its share of every update, which is exact where ranks hold whole groups and train them in one
-    update.
+    guided: needed if only some noise levels use guidance; the fraction of guided training terms is then assumed to
+    equal that of the rollout. exploration_sigmas: noise levels of the candidates of sampling.explore.
+
+    The actual count is lower if samples or terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
+    higher if groups are refilled. best_of_n is assumed to select the same fraction of every update. This is exact if
+    each rank holds whole groups and trains them in one update.
     """
-    policy, asked_at = algorithm.rollout_policy, evaluations(algorithm.plan(step))
-    num_guided = sum(map(guided or guided_by(recipe), asked_at))
-    share = num_guided / len(asked_at)
-    rollout = sampled(recipe, "rollout", derived.samples_per_rank, len(asked_at), num_guided)
+    policy, sigmas = algorithm.rollout_policy, evaluations(algorithm.plan(step))
+    num_guided = sum(map(guided or guided_by(recipe), sigmas))
+    guided_fraction = num_guided / len(sigmas)
+    rollout = sampled(recipe, "rollout", derived.samples_per_rank, len(sigmas), num_guided)
     if (explore := recipe.sampling.explore) is not None:
-        levels = [1.0] * explore.steps if explored_at is None else explored_at
-        guided_levels = sum(map(guided or guided_by(recipe), levels))
-        candidates = sampled(recipe, "rollout", derived.candidates_per_rank, explore.steps, guided_levels)
+        explored = [1.0] * explore.steps if explored_at is None else explored_at
+        num_explored_guided = sum(map(guided or guided_by(recipe), explored))
+        candidates = sampled(recipe, "rollout", derived.candidates_per_rank, explore.steps, num_explored_guided)
         rollout = candidates + rollout if explore.regenerate else candidates
     rollout = seen_by(policy, rollout)
     if recipe.rl.rollout.merge_lora:
         rollout = dataclasses.replace(rollout, without_adapters=rollout.samples)
     terms = num_terms(recipe, derived)
-    divided, size = algorithm.settings.num_divided(terms), recipe.engine.micro_batch_size
-    sizes = [*map(len, chunks(range(terms - divided), size)), *map(len, chunks(range(divided), size))]
-    calls, of_data = len(sizes), math.ceil(divided / size)  # a term and its data share a forward, unless divided
-    trained = Forwards(calls + of_data, terms + algorithm.settings.num_data(terms))
-    compared = Forwards(folded_calls(sizes, recipe.engine.max_forward_batch), terms)
+    num_split, size = algorithm.settings.num_divided(terms), recipe.engine.micro_batch_size
+    sizes = [*map(len, chunks(range(terms - num_split), size)), *map(len, chunks(range(num_split), size))]
+    calls, data_calls = len(sizes), math.ceil(num_split / size)  # a term and its data share a forward unless split
+    training = Forwards(calls + data_calls, terms + algorithm.settings.num_data(terms))
+    references = Forwards(folded_calls(sizes, recipe.engine.max_forward_batch), terms)
 
     parts = [] if recipe.is_async else [{"rollout": rollout}]
     current = equal_policies(algorithm, derived, step)
     for update in range(derived.updates_per_step):
-        recalled = {"old"} if algorithm.recalls_old and update == 0 else set()
-        asked = [p for p in algorithm.references if p not in current | recalled]
-        velocities = {"policy": trained, **{p: seen_by(p, compared) for p in asked}}
-        if algorithm.surveys:
-            velocities["survey"] = Forwards(calls, terms)
-        if "old" in velocities and algorithm.recalls_old:
-            velocities["old"] = Forwards(calls, terms)  # in the batches of training
-        parts.append(velocities)
-        parts.append({"uncond": sum((part_of(f, share) for f in velocities.values()), NONE)})
+        own_old = (
+            {"old"} if algorithm.recalls_old and update == 0 else set()
+        )  # `old` equals the policy in the first update
+        policies = [p for p in algorithm.references if p not in current | own_old]
+        counts = {"policy": training, **{p: seen_by(p, references) for p in policies}}
+        if algorithm.uses_group_statistics:
+            counts["survey"] = Forwards(calls, terms)
+        if "old" in counts and algorithm.recalls_old:
+            counts["old"] = Forwards(calls, terms)  # uses the batch size of training
+        parts.append(counts)
+        parts.append({"uncond": sum((part_of(f, guided_fraction) for f in counts.values()), NONE)})
         current = set()
     return added(*parts)
 
 
 def equal_policies(algorithm: RlAlgorithm, derived: Derived, step: int) -> set[str]:
-    """Policies whose weights are the trained ones when RL step `step` begins: their predictions need no forward."""
+    """Return policies equal to the trained one at the start of RL step `step`. Their forward passes are skipped."""
     if step == 1:
         return {algorithm.rollout_policy}
-    moves = algorithm.moves(step - 1, (step - 1) * derived.updates_per_step)
-    return {policy for policy, decay in moves.items() if decay == 0}
+    decays = algorithm.moves(step - 1, (step - 1) * derived.updates_per_step)
+    return {policy for policy, decay in decays.items() if decay == 0}
 
 
 def num_terms(recipe: Recipe, derived: Derived) -> int:
-    """Terms of one optimizer step on one rank."""
+    """Return the number of terms of one optimizer step on one rank."""
     algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
-    kept = algorithm.best_of_n or rollout.group_size
-    return math.ceil(derived.terms_per_rank * kept / rollout.group_size)
+    num_selected = algorithm.best_of_n or rollout.group_size
+    return math.ceil(derived.terms_per_rank * num_selected / rollout.group_size)
 
 
 def evaluations(plan: Plan) -> list[float]:
-    """The noise levels at which a rollout of this plan asks for predictions: it is run, on a single number and without
-    a denoiser."""
-    asked: list[float] = []
+    """Return the noise levels at which this plan calls the denoiser. Runs the plan on a single number."""
+    sigmas: list[float] = []
 
-    def predict(latents: Tensor, sigma: float) -> Tensor:
-        asked.append(sigma)
+    def record_sigma(latents: Tensor, sigma: float) -> Tensor:
+        sigmas.append(sigma)
         return torch.zeros_like(latents)
 
-    plan.run(predict, torch.zeros(1, 1, 1, 1), [0])
-    return asked
+    plan.run(record_sigma, torch.zeros(1, 1, 1, 1), [0])
+    return sigmas
 
 
 def folded_calls(sizes: Iterable[int], most: int) -> int:
-    """Forwards of predictions without gradient, by the sizes of the micro-batches: whole ones share a forward while
-    they have at most `most` terms."""
-    calls, room = 0, 0
+    """Count the forward passes of reference predictions: micro-batches share one up to `max_terms` terms."""
+    calls, remaining = 0, 0
     for size in sizes:
-        if size > room:
-            calls, room = calls + 1, most
-        room -= size
+        if size > remaining:
+            calls, remaining = calls + 1, most
+        remaining -= size
     return calls
 
 
 def seen_by(policy: str, forwards: Forwards) -> Forwards:
+    """Return the count for this policy: `ref` runs without adapters."""
     return dataclasses.replace(forwards, without_adapters=forwards.samples) if policy == "ref" else forwards
 
 
@@ -172,43 +174,47 @@ def evaluation(
     rollout: Sequence[float] = (),
     guided: Guided | None = None,
 ) -> dict[str, Forwards]:
-    """One evaluation: the samples of this many prompts, and in SFT, which shows but does not score them, the validation
-    loss on this many images or pairs. `guided_steps`: of sampling.eval_steps, unless all of them are or none is.
-    `rollout`: the noise levels at which a rollout asks for predictions, if validation.rollout_correlation makes some;
-    `guided` as of rl_step."""
-    chosen = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
+    """Count one evaluation: sampling, and in supervised training the validation loss on `num_images` images or pairs.
+
+    guided_steps: number of sampling.eval_steps with guidance, if only some have it. rollout_sigmas: noise levels of a
+    rollout, if validation.rollout_correlation samples rollouts too. guided: as in count_rl_step.
+    """
+    num_samples = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
     if not recipe.is_rl:
-        chosen = min(chosen, recipe.logging.num_samples)
+        num_samples = min(num_samples, recipe.logging.num_samples)
     steps = recipe.sampling.eval_steps
     if guided_steps is None:
         guided_steps = steps if guided_by(recipe)(1.0) else 0
-    share = math.ceil(chosen / num_replicas)
-    drawn = sampled(recipe, "validation", share, steps, guided_steps)
-    drawn += sampled(recipe, "validation", share, len(rollout), sum(map(guided or guided_by(recipe), rollout)))
-    return {"validation": drawn + (NONE if recipe.is_rl else measured(recipe, num_replicas, num_images))}
+    shard_size = math.ceil(num_samples / num_replicas)
+    count = sampled(recipe, "validation", shard_size, steps, guided_steps)
+    count += sampled(recipe, "validation", shard_size, len(rollout), sum(map(guided or guided_by(recipe), rollout)))
+    return {"validation": count + (NONE if recipe.is_rl else measured(recipe, num_replicas, num_images))}
 
 
 def measured(recipe: Recipe, num_replicas: int, num_images: int) -> Forwards:
-    """The validation loss on this many held-out samples, under the evaluation weights and each reference."""
+    """Count the validation loss on this many held-out samples, for the evaluation weights and each reference."""
     settings, size = recipe.supervised, recipe.engine.max_forward_batch
     terms = math.ceil(num_images * NUM_BUCKETS / num_replicas)
-    asked = Forwards(math.ceil(terms / max(1, size // settings.num_media)), terms * settings.num_media)
-    return sum((seen_by(policy, asked) for policy in settings.references), asked)
+    count = Forwards(math.ceil(terms / max(1, size // settings.num_media)), terms * settings.num_media)
+    return sum((seen_by(policy, count) for policy in settings.references), count)
 
 
 def sampled(recipe: Recipe, purpose: str, samples: int, steps: int, guided_steps: int) -> Forwards:
-    """Denoise these samples in batches of engine.max_forward_batch; at guided steps each half has a forward, unless
-    both share one."""
-    most = recipe.joint_rows.get(purpose, 0)
+    """Count the sampling of `samples` in batches of engine.max_forward_batch.
+
+    Guided steps run two forward passes, or one joint pass if the doubled batch fits.
+    """
+    max_joint_rows = recipe.joint_rows.get(purpose, 0)
     sizes = [len(part) for part in chunks(range(samples), recipe.engine.max_forward_batch)]
-    calls = sum(steps + (guided_steps if 2 * size > most else 0) for size in sizes)
+    calls = sum(steps + (guided_steps if 2 * size > max_joint_rows else 0) for size in sizes)
     return Forwards(calls, samples * (steps + guided_steps))
 
 
 def guided_by(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> Guided:
-    """Tell by noise level if the recipe's guidance runs. `expert_of`: DiffusionModel.expert_of."""
+    """Return a function that tells whether guidance is used at a noise level. expert_of: maps sigma to the expert."""
     return lambda sigma: recipe.sampling.is_guided(expert_of(sigma))
 
 
 def part_of(forwards: Forwards, share: float) -> Forwards:
+    """Multiply a count by a fraction, rounded up."""
     return Forwards(*(math.ceil(number * share) for number in dataclasses.astuple(forwards)))

@@ -1,4 +1,4 @@
-"""Fine-tuning of a vision-language model, top to bottom: rows of conversations, the losses of their answers."""
+"""Training loop for vision-language models (VLM SFT), on packed sequences of conversations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class LanguageJob(CommonJob):
-    """One run of a language model on one rank."""
+    """One language model run on one rank."""
 
     model: LanguageModel
     target: LanguageTarget
@@ -52,7 +52,7 @@ class LanguageJob(CommonJob):
         return self.target
 
     def take_work(self) -> Work:
-        """The FLOPs of this rank's rows since the last call."""
+        """Return the FLOPs of this rank's packed sequences since the last call."""
         return self.work.take()
 
     def export(self, out: Path) -> Path:
@@ -70,7 +70,7 @@ class LanguageJob(CommonJob):
 
 
 class LanguageLoop(Loop):
-    """One step is one optimizer step on the rows of `source`."""
+    """VLM training loop. One step is one optimizer step on the packed sequences of `source`."""
 
     job: LanguageJob
 
@@ -85,46 +85,49 @@ class LanguageLoop(Loop):
         by_sample: bool,
         rejected: Mapping[str, int],
     ) -> None:
-        """by_sample: each conversation counts alike, not each token. rejected: rows of the data that are not used, by
-        reason."""
+        """weights_by_sample: weight conversations equally, instead of tokens. rejected: number of unusable
+        conversations by reason."""
         super().__init__(job, validator, exporter, checkpoints)
         self.source, self.by_sample, self.rejected = source, by_sample, rejected
 
     def wait(self, step: int) -> bool:
-        """Return at once: the data are read ahead, and `train_on` waits for them."""
+        """Return True at once. Data is prefetched, and `train_step` waits for it."""
         return True
 
     def train_on(self, step: int) -> StepReport:
         job, world = self.job, self.job.world
         with job.timer("data_wait"):
-            found: StepRows = world.checked(lambda: self.source.step(step, world.dp_rank, world.dp_size))
-            rows = read_by_all(world, found.rows)
+            data: StepRows = world.checked(lambda: self.source.step(step, world.dp_rank, world.dp_size))
+            rows = read_by_all(world, data.rows)
             batches = self.micro_batches(rows)
         labelled, samples = (sum(len(b.kept) for b in batches), sum(b.num_samples for b in batches))
-        # What could not be read shows only now: the terms are those that are there, on all ranks together.
+        # Unreadable conversations are only known now: count the actual terms over all ranks.
         sums = world.replica_sums(
             {
                 "labelled": labelled,
                 "samples": samples,
                 "tokens": sum(b.input_ids.numel() for b in batches),
-                "bad": found.num_bad,
-                "tried": found.num_tried,
+                "bad": data.num_bad,
+                "tried": data.num_tried,
             }
         )
         counts = {name: round(value) for name, value in sums.items()}
         self.source.judge(counts["bad"], counts["tried"], job.recipe.data.max_bad_fraction)
         with job.timer("train"):
-            names = [sample.id for row in rows for sample in row]
-            metrics = self.optimize(batches, counts["samples" if self.by_sample else "labelled"], names)
+            sample_ids = [sample.id for row in rows for sample in row]
+            metrics = self.optimize(batches, counts["samples" if self.by_sample else "labelled"], sample_ids)
         return StepReport(self.measures(step, counts), [metrics], counts["samples"], counts["tokens"])
 
     def micro_batches(self, rows: Sequence[list[Sample]]) -> list[RowBatch]:
-        """The rows of this rank in micro-batches. Conversations do not see each other, so neighbouring rows are one."""
+        """Split this rank's packed sequences into micro-batches.
+
+        Conversations do not attend to each other, so the sequences of a micro-batch are concatenated.
+        """
         parts = chunks(rows, self.job.recipe.engine.micro_batch_size)
         return [self.job.maker.row([sample for row in part for sample in row]) for part in parts]
 
     def optimize(self, batches: Sequence[RowBatch], num_terms: int, names: Sequence[str]) -> dict[str, float]:
-        """One optimizer step on this rank's rows; num_terms: of all ranks."""
+        """Run one optimizer step on this rank's batches. num_terms: loss denominator over all ranks."""
         engine = self.job.engine
         if num_terms == 0:
             result = engine.skip()
@@ -133,10 +136,10 @@ class LanguageLoop(Loop):
             for batch in batches:
                 self.job.work.note(batch)
                 row = batch.to(self.job.world.device)
-                found = self.job.model.predict(row)
-                engine.backward((found.losses * row.weights).sum(), num_terms)
-                losses = found.losses.detach()
-                self.meter.add({"vlm/loss": losses, "vlm/token_accuracy": found.hits}, torch.ones_like(losses))
+                prediction = self.job.model.predict(row)
+                engine.backward((prediction.losses * row.weights).sum(), num_terms)
+                losses = prediction.losses.detach()
+                self.meter.add({"vlm/loss": losses, "vlm/token_accuracy": prediction.hits}, torch.ones_like(losses))
             result = engine.step()
         self.finite.watch(result, names)
         if result.applied:
@@ -144,21 +147,21 @@ class LanguageLoop(Loop):
         return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
 
     def measures(self, step: int, counts: Mapping[str, int]) -> dict[str, float]:
-        """Metrics of a step's rows."""
-        room = self.job.derived.samples_per_step * self.job.recipe.data.max_tokens
+        """Return the data metrics of a step."""
+        capacity = self.job.derived.samples_per_step * self.job.recipe.data.max_tokens
         bad = {f"data/bad/{reason}": float(count) for reason, count in self.rejected.items()}
         bad["data/bad/media"] += self.source.bad
         return {
             "vlm/tokens": float(counts["tokens"]),
             "vlm/labelled_tokens": float(counts["labelled"]),
             "vlm/conversations": float(counts["samples"]),
-            "vlm/fill": counts["tokens"] / room,
+            "vlm/fill": counts["tokens"] / capacity,
             "data/epoch": self.source.epoch(step),
             **bad,
         }
 
     def own_state(self) -> dict[str, Any]:
-        """The rows follow from the step alone."""
+        """See the base class. The packed sequences depend only on the step."""
         return {"source": self.source.state()}
 
     def restore_own(self, state: Mapping[str, Any]) -> None:
@@ -166,21 +169,21 @@ class LanguageLoop(Loop):
 
 
 class HeldOut:
-    """The loss and the accuracy on conversations held out, the same rows at every step and number of ranks."""
+    """Validation loss and token accuracy on held-out conversations. Independent of step and number of ranks."""
 
     def __init__(self, job: LanguageJob, reader: SampleReader, data: Measured) -> None:
-        """Read this replica's share, and keep it. What cannot be read is left out."""
+        """Read this replica's shard into memory. Unreadable conversations are skipped."""
         self.job, self.last = job, dict[str, float]()
         self._evaluated_at = -1
         rows = packed(data.lengths, job.recipe.data.max_tokens)
         world = job.world
-        mine = range(world.dp_rank, math.ceil(len(rows) / world.dp_size) * world.dp_size, world.dp_size)
-        # Blank rows where others have one more: a forward needs all ranks.
-        samples = [readable(reader, [data.conversations[i] for i in rows[k]] if k < len(rows) else []) for k in mine]
+        shard = range(world.dp_rank, math.ceil(len(rows) / world.dp_size) * world.dp_size, world.dp_size)
+        # Pad with empty sequences: all ranks must run the same number of forward passes.
+        samples = [readable(reader, [data.conversations[i] for i in rows[k]] if k < len(rows) else []) for k in shard]
         self._samples, self._rows = samples, list[RowBatch]()
 
     def make_rows(self) -> None:
-        """Make the rows of what was read. Collective."""
+        """Build the batches from the samples read. Collective."""
         self._rows = [self.job.maker.row(row) for row in read_by_all(self.job.world, self._samples)]
         self._samples = []
 
@@ -205,7 +208,7 @@ class HeldOut:
         self._evaluated_at, self.last = state["evaluated_at"], state["metrics"]
 
     def evaluate(self, step: int) -> None:
-        """Measure `val/loss` and `val/token_accuracy` of the evaluation weights: means over all labelled tokens."""
+        """Compute `val/loss` and `val/token_accuracy` of the evaluation weights: means over all labelled tokens."""
         job, self._evaluated_at = self.job, step
         if not job.world.any(bool(self._rows)):
             return
@@ -213,9 +216,9 @@ class HeldOut:
         with job.timer("validation"), job.engine.policy(job.evaluation_policy), torch.no_grad():
             for batch in self._rows:
                 row = batch.to(job.world.device)
-                found = job.model.predict(row)
-                sums["loss"] += float(found.losses.double().sum())
-                sums["hits"] += float(found.hits.sum())
+                prediction = job.model.predict(row)
+                sums["loss"] += float(prediction.losses.double().sum())
+                sums["hits"] += float(prediction.hits.sum())
                 sums["tokens"] += len(row.kept)
         totals = job.world.replica_sums(sums)
         if not totals["tokens"]:
@@ -230,22 +233,24 @@ class HeldOut:
 
 
 def read_by_all(world: World, rows: list[list[Sample]]) -> list[list[Sample]]:
-    """Return a replica's rows without the samples that one of its ranks could not read: each rank reads them itself,
-    and all must have the same row. Collective."""
+    """Keep only the samples that all ranks of the replica could read. Collective.
+
+    Each rank reads the data itself, and all ranks of a replica must have the same packed sequence.
+    """
     if world.sp_size == 1:
         return rows
     first = world.rank - world.sp_rank
-    of_ranks = world.gather([[sample.id for sample in row] for row in rows])[first : first + world.sp_size]
-    common = [set(row).intersection(*others) for row, *others in zip(*of_ranks, strict=True)]
+    ids_by_rank = world.gather([[sample.id for sample in row] for row in rows])[first : first + world.sp_size]
+    common = [set(row).intersection(*others) for row, *others in zip(*ids_by_rank, strict=True)]
     return [[sample for sample in row if sample.id in ids] for row, ids in zip(rows, common, strict=True)]
 
 
 def readable(reader: SampleReader, conversations: Sequence[Conversation]) -> list[Sample]:
-    """Read these conversations but those whose media cannot be read, which are logged."""
-    found = []
+    """Read these conversations. Ones with unreadable images or videos are logged and skipped."""
+    samples = []
     for conversation in conversations:
         try:
-            found.append(reader.read(conversation))
+            samples.append(reader.read(conversation))
         except BadConversation as error:
-            log.warning("left out of validation: %s", error)
-    return found
+            log.warning("skipped in validation: %s", error)
+    return samples

@@ -1,4 +1,4 @@
-"""Assembly of a run that trains a vision-language model, and the report of `--check` about it."""
+"""Setup of a vision-language training run, and its `--check` report."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Advised = Callable[[Callable[[], str | None]], contextlib.AbstractContextManager
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A model and its data, before anything is written."""
+    """A loaded model and its data."""
 
     model: LanguageModel
     reader: SampleReader
@@ -66,7 +66,7 @@ class Ready:
 
 
 def reader_of(recipe: Recipe, model: LanguageModel) -> SampleReader:
-    """Make the reader of the recipe's conversations for this model."""
+    """Create the reader of the recipe's conversations for this model."""
     return SampleReader(
         Renderer(model.tokenizer, train_on=recipe.language.train_on),
         MediaReader(model.image_processor, recipe.data),
@@ -79,14 +79,17 @@ def reader_of(recipe: Recipe, model: LanguageModel) -> SampleReader:
 def prepare(
     recipe: Recipe, world: World, stop: StopFlag, advised: Advised
 ) -> Callable[[Start, Mirror | None, ExitStack], Loop]:
-    """Do all that comes before anything is written. Collective. Returns `build_loop` but for its last arguments."""
+    """Load and check everything before anything is written. Collective.
+
+    Returns `build_language_loop` with all arguments except the last three.
+    """
     return functools.partial(build_loop, recipe, world, stop, made_ready(recipe, world, advised))
 
 
 def made_ready(recipe: Recipe, world: World, advised: Advised) -> Ready:
-    """Check what can be checked cheaply, load the model, read the annotations and measure them. Collective."""
+    """Check settings, load the model, read the annotations and measure their lengths. Collective."""
 
-    def loaded() -> LanguageModel:
+    def load_model() -> LanguageModel:
         check_settings(recipe, world.size)
         with advised(lambda: "start"):
             model = load(recipe.model.path, DTYPES[recipe.model.dtype], recipe.model.revision)
@@ -95,7 +98,7 @@ def made_ready(recipe: Recipe, world: World, advised: Advised) -> Ready:
         return model
 
     log.info("loading model %s", recipe.model.path)
-    model: LanguageModel = world.checked(loaded)
+    model: LanguageModel = world.checked(load_model)
     log.info("model loaded, %.0f s after the start", seconds_since_start())
     log.info("reading data %s", recipe.data.path)
     reader: SampleReader = world.checked(lambda: reader_of(recipe, model))
@@ -103,7 +106,7 @@ def made_ready(recipe: Recipe, world: World, advised: Advised) -> Ready:
 
 
 def check_settings(recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError for an engine that cannot be, TrackerError for a tracker that is not installed."""
+    """Raise RecipeError for invalid engine settings, TrackerError for a tracker that is not installed."""
     require_trackers(recipe)
     deepspeed_config(
         recipe,
@@ -123,10 +126,10 @@ def build_loop(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> Loop:
-    """The loop with all that it uses, before its first step; `resources` ends what it started. Collective."""
+    """Build the training loop. `resources` closes what it opens. Collective."""
     model, data, settings = ready.model, ready.data, recipe.language
     derived = derive(recipe, world.size)
-    # Media of every kind that the data has, in every row: else the tower would run on some ranks and not on others.
+    # Every packed sequence gets a blank item of each media kind in the data: the vision tower must run on all ranks.
     kinds = [kind for kind in KINDS if kind in data.kinds] or ["image"]
     blanks = [ready.reader.blank(kind) for kind in KINDS if kind in kinds]
     target = LanguageTarget.of(model.network, model.path)
@@ -174,24 +177,24 @@ def row_order(recipe: Recipe, data: LanguageData) -> RowOrder:
 
 
 def row_work(recipe: Recipe, model: LanguageModel) -> RowWork:
-    """Make the counter of what rows cost, of a model that is still whole and has no adapters."""
+    """Create the FLOPs counter. Call before the model is sharded or gets adapters."""
     return RowWork(trained_shadow(recipe, model), checkpointing=recipe.model.gradient_checkpointing)
 
 
 def trained_shadow(recipe: Recipe, model: LanguageModel) -> nn.Module:
-    """Copy the network onto the meta device, with the adapters and flags that the engine will give it."""
-    shadow = on_meta(model.network)
-    make_trainable(shadow, recipe, targets_of(recipe, model), [], model.frozen(recipe.language.freeze))
-    return shadow
+    """Copy the network to the meta device, with the adapters and requires_grad flags that the engine will set."""
+    network = on_meta(model.network)
+    make_trainable(network, recipe, targets_of(recipe, model), [], model.frozen(recipe.language.freeze))
+    return network
 
 
 def targets_of(recipe: Recipe, model: LanguageModel) -> list[str]:
-    """The layers that the recipe's adapters stand on, by their names or the ends of these."""
+    """Return the names, or name suffixes, of the layers that get LoRA adapters."""
     return (recipe.lora and recipe.lora.target_modules) or model.default_lora_targets
 
 
 def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> DenoiserEngine:
-    """Wrap the network; from here on its forwards go through the engine."""
+    """Wrap the network in an engine. All later forward passes go through the engine."""
     derived = derive(recipe, world.size)
     model.by_segments = world.replica is None and attention.install(model.network)
     engine = DenoiserEngine.build(
@@ -213,13 +216,13 @@ def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> Denoiser
 
 
 def examine(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Checked:
-    """Return what `--check` tells when all is well (check.py). Raises UserError otherwise."""
+    """Check a language recipe and return the report of `--check`. Raises UserError if a check fails."""
     recipe = at_commit(recipe, overwrite=overwrite)
     start = find_start(recipe, world_size, overwrite=overwrite)
     ready = made_ready(recipe, World.alone(), lambda _: contextlib.nullcontext())
     if recipe.lora is not None and not adapted(recipe, ready.model):
-        named = ", ".join(recipe.lora.target_modules or [])
-        raise RecipeError(f"lora.target_modules: no linear layer ends with {named}")
+        suffixes = ", ".join(recipe.lora.target_modules or [])
+        raise RecipeError(f"lora.target_modules: no linear layer ends with {suffixes}")
     row = fullest_row(recipe, ready.data, row_order(recipe, ready.data))
     sizes = language_estimate(recipe, ready.model, trained_shadow(recipe, ready.model), row, world_size)
     facts = {
@@ -233,13 +236,13 @@ def examine(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Chec
 
 
 def summary(recipe: Recipe) -> str:
-    """Load model and data, and say what they are. Raises UserError."""
+    """Load model and data and return a one-line summary. Raises UserError."""
     ready = made_ready(recipe, World.alone(), lambda _: contextlib.nullcontext())
     return f"{ready.model.config.model_type}, {counted(recipe, ready.data)}"
 
 
 def counted(recipe: Recipe, data: LanguageData) -> str:
-    """Conversations, and how full the rows of the first epoch are."""
+    """Return the number of conversations, tokens and packed sequences (first epoch) as text."""
     lengths, order = data.training.lengths, row_order(recipe, data)
     num_rows = next(k for k in range(len(lengths) + 1) if order.place(k)[0] > 0)
     return (
@@ -249,7 +252,7 @@ def counted(recipe: Recipe, data: LanguageData) -> str:
 
 
 def adapted(recipe: Recipe, model: LanguageModel) -> list[str]:
-    """The modules that the recipe's adapters would stand on."""
+    """Return the modules that match the LoRA targets."""
     assert recipe.lora is not None
     targets = targets_of(recipe, model)
     names = [name for name, _ in model.network.named_modules()]

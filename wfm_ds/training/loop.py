@@ -1,4 +1,4 @@
-"""The frame of both training loops: all that happens around a step. What a step trains on is the child's matter."""
+"""Base class of the training loops: evaluation, export, checkpoints and shutdown around each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wfm_ds.training.outcome import FiniteSteps, StepReport, finish_step
 
 
 class Evaluation(Protocol):
-    """The evaluations of a loop at their times (validation.py). Every rank calls every method at the same step."""
+    """Evaluations during training (see validation.py). Every rank must call every method at the same step."""
 
     def at_start(self, step: int) -> None: ...
 
@@ -32,7 +32,10 @@ class Evaluation(Protocol):
 
 
 class Loop(ABC):
-    """Trains `job.engine`, step by step. Every rank calls every method at the same place."""
+    """Trains `job.engine` step by step. Every rank must call every method in the same order.
+
+    Subclasses define the data and the loss of a step.
+    """
 
     job: CommonJob
     validator: Evaluation
@@ -40,18 +43,18 @@ class Loop(ABC):
     def __init__(self, job: CommonJob, validator: Evaluation, exporter: Exporter, checkpoints: Checkpoints) -> None:
         self.job, self.validator, self.exporter, self.checkpoints = job, validator, exporter, checkpoints
         self.meter, self.finite = Meter(), FiniteSteps()
-        self.step = 0  # the last one done, or under way
-        self.metrics: Mapping[str, float] = {}  # of the last step done
+        self.step = 0  # the last completed step, or the current one
+        self.metrics: Mapping[str, float] = {}  # metrics of the last completed step
 
     def run(self) -> Outcome:
-        """`train`, then export the last weights and, if all steps are done, evaluate them."""
+        """Train, export the final weights and, if all steps are done, evaluate them."""
         try:
             outcome = self.train()
-        except RunError:  # raised on all ranks alike; the weights are those of the last good step
+        except RunError:  # raised on all ranks; the weights of the last good step are still valid
             self.keep()
             raise
         self.keep()
-        # Who asks a run to stop does not wait for an evaluation.
+        # Do not delay a requested stop by an evaluation.
         evaluation = self.validator.at_end(outcome.step) if outcome.status == "finished" else {}
         result = self.job.recipe.run.output_dir / "result.json"
         self.job.monitor.message(f"{outcome.status} at step {outcome.step}; result in {result}")
@@ -60,12 +63,12 @@ class Loop(ABC):
         return outcome
 
     def keep(self) -> None:
-        """Complete the checkpoint that is under way, and export the weights."""
+        """Complete a pending checkpoint and export the weights."""
         self.checkpoints.finish()
         self.exporter.at_end(self.step)
 
     def train(self) -> Outcome:
-        """Train to the recipe's last step, or until a rank is asked to stop; then save and say `preempted`."""
+        """Train to the recipe's last step, or until any rank gets a stop request; then save and return `preempted`."""
         job = self.job
         self.begin()
         stop, is_first = job.should_stop(), True
@@ -75,36 +78,36 @@ class Loop(ABC):
                 return Outcome("preempted", self.step, self.metrics)
             stop = self.advance()
             if is_first:
-                job.monitor.message(f"the first step was done {seconds_since_start():.0f} s after the start")
+                job.monitor.message(f"first step completed {seconds_since_start():.0f} s after the start")
             is_first = False
         return Outcome("finished", self.step, self.metrics)
 
     def advance(self) -> bool:
-        """Do the next step and all that is due after it. True if a rank is asked to stop."""
+        """Run the next step and everything scheduled after it. Returns True if any rank got a stop request."""
         self.step += 1
         report = self.train_on(self.step)
         self.validator.after_step(self.step)
         self.exporter.after_step(self.step)
         agreed = finish_step(self.job, self.step, report, writing=self.checkpoints.is_writing)
         self.metrics = report.last
-        self.checkpoints.after_step(self, agreed)  # last: the step's metrics belong to it
+        self.checkpoints.after_step(self, agreed)  # last, because a checkpoint includes the metrics of the step
         return agreed.stop
 
     def begin(self) -> None:
-        """Evaluate the weights of the start where the recipe asks for it, and start the clocks."""
+        """Run the evaluation at the start if the recipe has one, and start the progress display."""
         self.validator.at_start(self.step)
         self.job.monitor.progress(self.step, samples=0)
 
     @abstractmethod
     def wait(self, step: int) -> bool:
-        """Return once what this step trains on can be had; False if a rank is asked to stop before."""
+        """Wait for the data of this step. Returns False if any rank gets a stop request first."""
 
     @abstractmethod
     def train_on(self, step: int) -> StepReport:
-        """Do the optimizer steps of this step."""
+        """Run the optimizer steps of this step."""
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step and its metrics depend on besides the engine, as JSON; equal on every rank."""
+        """Return the JSON state needed to resume, except the engine's. Identical on every rank. Collective."""
         return {
             "step": self.step,
             "metrics": dict(self.metrics),
@@ -114,7 +117,7 @@ class Loop(ABC):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore the result of `state_dict`."""
         self.step, self.metrics = state["step"], state["metrics"]
         self.finite.in_a_row = state["nonfinite_in_a_row"]
         self.validator.restore(state["validator"])
@@ -122,8 +125,8 @@ class Loop(ABC):
 
     @abstractmethod
     def own_state(self) -> dict[str, Any]:
-        """The child's part of `state`. Collective."""
+        """Return the subclass's part of the state. Collective."""
 
     @abstractmethod
     def restore_own(self, state: Mapping[str, Any]) -> None:
-        """Take up the child's part of `state`."""
+        """Restore the subclass's part of the state."""

@@ -1,12 +1,11 @@
-"""Division of the terms of an optimizer step into forwards: micro-batches of one expert, and several of them in one
-forward where nothing is differentiated."""
+"""Micro-batches: split the loss terms of an optimizer step into forward passes and pad them across ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -18,62 +17,66 @@ from wfm_ds.chunks import chunks
 from wfm_ds.types import ConditionalFrames
 
 TermT = TypeVar("TermT", bound=Term)
-# Of a GPU's free memory for predictions, and as much for batches, that wait for the next pass: the rest is for
-# activations.
+# Fraction of the free GPU memory used to cache predictions, and again to cache batches. The rest is for activations.
 KEPT_SHARE = 0.1
-KEPT_ON_HOST = 256 << 20  # for batches, where the device is the host
+KEPT_ON_HOST = 256 << 20  # bytes for cached batches if training runs on the CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Update(Generic[TermT]):
-    """The terms of one optimizer step on this rank, levelled: all ranks run equally many forwards for them."""
+    """The loss terms of one optimizer step on this rank, padded so that all ranks run the same forward passes."""
 
     terms: Sequence[TermT]
-    count: float  # of this rank's terms in the denominator: those without a gradient, which are left out, too
+    count: float  # this rank's part of the loss denominator; includes the terms dropped for having no gradient
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Terms that go through the denoiser together, or part by part; `batch` is of the algorithm's own class."""
+    """Terms that share a forward pass, or one forward pass per part. `batch` is of the algorithm's own class."""
 
     batch: Any
-    expert: int  # the expert that denoises at all of its noise levels
+    expert: int  # the expert of all its noise levels
 
     def parts(self) -> list[MicroBatch]:
-        """The batches that have a forward and backward of their own, in their order."""
+        """Return one micro-batch per forward and backward pass, in order."""
         return [MicroBatch(part, self.expert) for part in self.batch.parts()]
 
-    def told(self, survey: torch.Tensor | None) -> MicroBatch:
-        """Return the same with these sums [B], if there are some, for its loss."""
-        return self if survey is None else MicroBatch(dataclasses.replace(self.batch, survey=survey), self.expert)
+    def with_group_statistics(self, group_statistics: torch.Tensor | None) -> MicroBatch:
+        """Return a copy with these sums [B] in its batch; self if None."""
+        if group_statistics is None:
+            return self
+        return MicroBatch(dataclasses.replace(self.batch, group_statistics=group_statistics), self.expert)
 
     @classmethod
     def joined(cls, micros: Sequence[MicroBatch]) -> MicroBatch:
-        """One batch for a forward of all of these, of one expert; what only a loss needs is left behind."""
+        """Concatenate micro-batches of one expert for a shared forward pass. Drops the fields only used by the loss."""
         if len(micros) == 1:
             return micros[0]
         batches = [m.batch for m in micros]
-        whole = TermBatch(
+        batch = TermBatch(
             latents=torch.cat([b.latents for b in batches]),
             sigma=torch.cat([b.sigma for b in batches]),
             weight=torch.cat([b.weight for b in batches]),
             prompts=[prompt for b in batches for prompt in b.prompts],
             conditional_frames=joined_frames([b.conditional_frames for b in batches]),
         )
-        return cls(whole, micros[0].expert)
+        return cls(batch, micros[0].expert)
 
     def for_references(self) -> MicroBatch:
+        """Return the part of the batch that reference policies predict."""
         return MicroBatch(self.batch.for_references(), self.expert)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches(Generic[TermT]):
-    """The micro-batches of an optimizer step, each assembled when its turn comes: all noised videos at once would fill
-    a device. Iterating again assembles the same again, for every draw has a key, but for those that were kept."""
+    """The micro-batches of an optimizer step, assembled one at a time to save memory.
 
-    cuts: Sequence[tuple[Sequence[TermT], int]]  # terms and their expert
+    Every pass gives identical batches, because all random draws depend on keys.
+    """
+
+    cuts: Sequence[tuple[Sequence[TermT], int]]  # (terms, expert) of each micro-batch
     assemble: Callable[[Sequence[TermT]], Any]
-    room: int = 0  # bytes for batches that are kept from one pass to the next
+    room: int = 0  # bytes for batches cached between passes
     _kept: dict[int, MicroBatch] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -81,84 +84,135 @@ class MicroBatches(Generic[TermT]):
 
     @property
     def num_backwards(self) -> int:
+        """Return the number of backward passes."""
         return sum(terms[0].num_parts for terms, _ in self.cuts)
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        """The last pass: what was kept is let go, one after the other."""
-        for i, (terms, expert) in enumerate(self.cuts):
-            yield self._kept.pop(i) if i in self._kept else MicroBatch(self.assemble(terms), expert)
+    def iterate(self, *, release: bool) -> Iterator[MicroBatch]:
+        """Yield all micro-batches in order.
 
-    def before_others(self) -> Iterator[MicroBatch]:
-        """A pass that others follow: as many of the first ones as there is room for are kept."""
-        free = self.room - sum(num_bytes(micro.batch) for micro in self._kept.values())
+        release=False caches batches for the next pass, as long as they fit into the cache. release=True is for the last
+        pass: it removes each batch from the cache when it is yielded.
+        """
         for i, (terms, expert) in enumerate(self.cuts):
-            micro = self._kept.get(i) or MicroBatch(self.assemble(terms), expert)
-            if i not in self._kept and (size := num_bytes(micro.batch)) <= free:
-                self._kept[i], free = micro, free - size
+            micro = self._kept.pop(i, None) if release else self._kept.get(i)
+            if micro is None:
+                micro = MicroBatch(self.assemble(terms), expert)
+                if not release and num_bytes(micro.batch) <= self.room - self._cache_size():
+                    self._kept[i] = micro
             yield micro
+
+    def _cache_size(self) -> int:
+        return sum(num_bytes(micro.batch) for micro in self._kept.values())
 
 
 def num_bytes(batch: Any) -> int:
-    """Bytes of the tensors that a batch holds, in its own fields and in those of its parts."""
+    """Return the bytes of all tensors in a batch, including nested dataclasses."""
     if isinstance(batch, torch.Tensor):
         return batch.nbytes
     return sum(num_bytes(getattr(batch, f.name)) for f in dataclasses.fields(batch)) if is_dataclass(batch) else 0
 
 
 def joined_frames(parts: Sequence[ConditionalFrames | None]) -> ConditionalFrames | None:
-    """Join the conditional frames of batches, of which either all have some or none does."""
-    known = [part for part in parts if part is not None]
-    if not known:
+    """Concatenate the conditioning frames of batches. Either all batches have some, or none does."""
+    frames = [part for part in parts if part is not None]
+    if not frames:
         return None
-    return ConditionalFrames(torch.cat([part.latents for part in known]), torch.cat([part.counts for part in known]))
+    return ConditionalFrames(torch.cat([f.latents for f in frames]), torch.cat([f.counts for f in frames]))
+
+
+@dataclass(frozen=True, slots=True)
+class TermGroup(Generic[TermT]):
+    """This rank's terms of one expert and one number of parts. Only terms of one group may share a forward pass."""
+
+    expert: int
+    num_parts: int
+    terms: Sequence[TermT]
+    training: Sequence[TermT]  # the terms with weight 1 and a gradient
+
+    @property
+    def max_sigma(self) -> float:
+        """Return the largest noise level, 0 without terms."""
+        return max((term.sigma for term in self.terms), default=0.0)
+
+    @property
+    def name(self) -> str:
+        return f"expert {self.expert}, num_parts {self.num_parts}"
+
+    def pad(self, length: int, substitute: TermT) -> list[TermT]:
+        """Return the training terms, padded with zero-weight terms to `length`.
+
+        The padding repeats terms of this group, those without weight first. substitute: used if the group is empty on
+        this rank.
+        """
+        candidates = sorted(self.terms, key=lambda term: term.weight) or [substitute]
+        padding = [dataclasses.replace(term, weight=0.0) for term in candidates]
+        return [*self.training, *itertools.islice(itertools.cycle(padding), length - len(self.training))]
 
 
 def level(
     terms: Sequence[TermT],
     expert_of: Callable[[float], int],
     num_experts: int,
-    maxima: Callable[[dict[str, float]], dict[str, float]],
+    maxima: Callable[[dict[str, float]], Mapping[str, float]],
     has_gradient: Callable[[TermT], bool] = lambda term: True,
 ) -> Update[TermT]:
-    """Terms of weight 1 with a gradient in their order, and enough of weight 0 that all ranks have equally many of each
-    expert and number of parts.
+    """Drop terms without gradient and pad with zero-weight terms, so that all ranks run the same forward passes.
 
-    `terms`: this rank's, not empty, with the numbers of parts that every rank has. `maxima`: over ranks, collective.
-    Where no rank has a term with a gradient each has one of weight 0, for the optimizer step is still to be done; where
-    no rank has a term of weight 1 there is none to do, and no term.
+    terms: this rank's terms, not empty; every rank has the same set of num_parts. max_over_ranks: maximum over ranks of
+    named numbers. If no rank has a term with a gradient, every rank gets one padding term, because the optimizer step
+    must still run. If no rank has a term of weight 1, the result is empty and the optimizer step is skipped.
+    Collective.
     """
-    kinds = list(itertools.product(range(num_experts), sorted({t.num_parts for t in terms})))
-    of_kind = {kind: [t for t in terms if (expert_of(t.sigma), t.num_parts) == kind] for kind in kinds}
-    live = {kind: [t for t in of_kind[kind] if t.weight > 0 and has_gradient(t)] for kind in kinds}
-    count = sum(t.weight for t in terms)
-    said = {f"count {kind}": float(len(live[kind])) for kind in kinds}
-    said |= {f"sigma {kind}": max((t.sigma for t in of_kind[kind]), default=0.0) for kind in kinds}
-    agreed = maxima(said | {"count": count})
-    wanted = {kind: int(agreed[f"count {kind}"]) for kind in kinds}
-    if agreed["count"] > 0 and not any(wanted.values()):
-        wanted[next(kind for kind in kinds if agreed[f"sigma {kind}"] > 0)] = 1
-    levelled: list[TermT] = []
-    for kind in kinds:
-        # A rank without a term of this expert asks about another one's latents at a sigma of the expert, for no weight.
-        another = next(t for t in terms if t.num_parts == kind[1])
-        fillers = of_kind[kind] or [dataclasses.replace(another, sigma=agreed[f"sigma {kind}"])]
-        unused = [dataclasses.replace(t, weight=0.0) for t in sorted(fillers, key=lambda t: t.weight)]
-        missing = wanted[kind] - len(live[kind])
-        levelled += [*live[kind], *itertools.islice(itertools.cycle(unused), missing)]
-    return Update(levelled, count)
+    groups = group_terms(terms, expert_of, num_experts, has_gradient)
+    total_weight = sum(term.weight for term in terms)
+    largest = maxima(
+        {f"terms of {group.name}": float(len(group.training)) for group in groups}
+        | {f"max sigma of {group.name}": group.max_sigma for group in groups}
+        | {"weight": total_weight}
+    )
+    lengths = [int(largest[f"terms of {group.name}"]) for group in groups]
+    sigmas = [largest[f"max sigma of {group.name}"] for group in groups]
+    if largest["weight"] > 0 and not any(lengths):
+        lengths[next(i for i, sigma in enumerate(sigmas) if sigma > 0)] = 1
+    padded: list[TermT] = []
+    for group, length, sigma in zip(groups, lengths, sigmas, strict=True):
+        # A rank without terms of this expert evaluates another term's latents, at a noise level of the expert.
+        substitute = next(term for term in terms if term.num_parts == group.num_parts)
+        padded += group.pad(length, dataclasses.replace(substitute, sigma=sigma))
+    return Update(padded, total_weight)
+
+
+def group_terms(
+    terms: Sequence[TermT],
+    expert_of: Callable[[float], int],
+    num_experts: int,
+    has_gradient: Callable[[TermT], bool],
+) -> list[TermGroup[TermT]]:
+    """Group terms by expert and number of parts, in this order. Includes groups that are empty on this rank."""
+    by_kind: dict[tuple[int, int], list[TermT]] = {
+        kind: [] for kind in itertools.product(range(num_experts), sorted({term.num_parts for term in terms}))
+    }
+    for term in terms:
+        by_kind[expert_of(term.sigma), term.num_parts].append(term)
+    return [
+        TermGroup(expert, num_parts, members, [t for t in members if t.weight > 0 and has_gradient(t)])
+        for (expert, num_parts), members in by_kind.items()
+    ]
 
 
 def cut(terms: Sequence[TermT], size: int, expert_of: Callable[[float], int]) -> list[tuple[Sequence[TermT], int]]:
-    """Micro-batches of at most `size` terms of one expert and one number of parts, in the order of experts, with their
-    expert."""
-    of_kind: dict[tuple[int, int], list[TermT]] = defaultdict(list)
+    """Split terms into micro-batches of at most `max_terms` terms, each of one expert and one number of parts.
+
+    Returns (terms, expert) per micro-batch, ordered by expert and number of parts.
+    """
+    by_kind: dict[tuple[int, int], list[TermT]] = defaultdict(list)
     for term in terms:
-        of_kind[expert_of(term.sigma), term.num_parts].append(term)
-    return [(part, kind[0]) for kind in sorted(of_kind) for part in chunks(of_kind[kind], size)]
+        by_kind[expert_of(term.sigma), term.num_parts].append(term)
+    return [(part, kind[0]) for kind in sorted(by_kind) for part in chunks(by_kind[kind], size)]
 
 
 def joined_stats(parts: Sequence[Stats]) -> Stats:
-    """Statistics of a micro-batch whose loss is the sum of those of its parts."""
+    """Merge the statistics of the parts of a micro-batch. `loss/total` is the sum over parts."""
     if len(parts) == 1:
         return parts[0]
     totals = [cast(torch.Tensor, stats["loss/total"]) for stats in parts]
@@ -167,7 +221,10 @@ def joined_stats(parts: Sequence[Stats]) -> Stats:
 
 
 def folded(micros: Iterable[MicroBatch], max_terms: int) -> Iterator[list[MicroBatch]]:
-    """Neighbours of one expert, as many as have at most `max_terms` terms together; a larger one stays alone."""
+    """Group consecutive micro-batches of one expert, at most `max_terms` terms per group.
+
+    A micro-batch with more terms forms a group by itself.
+    """
     group: list[MicroBatch] = []
     for micro in micros:
         count = sum(len(m.batch.sigma) for m in [*group, micro])

@@ -1,4 +1,4 @@
-"""Results of a step and of a run: the metrics of a step, the limit of failed steps, and what the run reports."""
+"""Step reports: metrics of a step, flags agreed across ranks, and the limit of non-finite steps."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ HEADLINES = ("reward/total/mean", "sft/loss", "dpo/loss", "loss/total", "vlm/los
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Report of a step, the same on every rank."""
+    """Metrics and counts of a training step. Identical on every rank."""
 
     step: Mapping[str, float]  # metrics of the step as a whole
     updates: Sequence[Mapping[str, float]]  # metrics of each of its optimizer steps
-    samples: int  # that it trained on
-    tokens: int | None = None  # of a language model
+    samples: int  # trained samples
+    tokens: int | None = None  # trained tokens, for language models
 
     @property
     def lines(self) -> list[Mapping[str, float]]:
-        """Metrics by optimizer step; the first has those of the whole step too."""
+        """Return the metrics of each optimizer step; the first one includes the metrics of the whole step."""
         return [{**self.step, **self.updates[0]}, *self.updates[1:]]
 
     @property
     def last(self) -> Mapping[str, float]:
-        """The last value of each metric."""
+        """Return the last value of each metric."""
         return {**self.step, **self.updates[-1]}
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Facts that some rank knew when a step ended and all ranks know since, for decisions that they take together."""
+    """End-of-step state agreed across ranks: each flag is True if it is True on any rank."""
 
-    stop: bool  # asked to stop
-    save: bool  # asked for a checkpoint
-    writing: bool  # its share of the last checkpoint is not on disk yet
+    stop: bool  # stop requested
+    save: bool  # checkpoint requested
+    writing: bool  # the last checkpoint is still being written
 
 
 class FiniteSteps:
-    """Three optimizer steps in a row with a non-finite loss or gradient stop the run."""
+    """Stops the run after MAX_NONFINITE_STEPS consecutive optimizer steps with a non-finite loss or gradient."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
     def watch(self, result: StepResult, sample_ids: Sequence[str]) -> None:
-        """Count a step by the engine's answer, which is the same on all ranks; call it on every rank."""
+        """Check the result of an optimizer step, which is identical on every rank. Raises RunError at the limit."""
         self.in_a_row = 0 if result.applied else self.in_a_row + 1
         if not result.applied:
             log.warning(
-                "step not applied: loss or gradient is not finite; samples of this rank: %s", ", ".join(sample_ids)
+                "step not applied: non-finite loss or gradient; samples of this rank: %s", ", ".join(sample_ids)
             )
         if self.in_a_row >= MAX_NONFINITE_STEPS:
             raise RunError(
-                f"{self.in_a_row} optimizer steps in a row had a non-finite loss or gradient: lower optimizer.lr"
+                f"{self.in_a_row} consecutive optimizer steps had a non-finite loss or gradient: lower optimizer.lr"
             )
 
 
@@ -78,13 +78,13 @@ def engine_metrics(job: CommonJob, result: StepResult) -> dict[str, float]:
 
 
 def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool) -> Agreed:
-    """Write the metrics of a step's optimizer steps, one line each; collective, in one exchange.
+    """Write the metrics of a step, one line per optimizer step, and agree on the step flags. Collective.
 
-    The first line also has the times, counts and speed of the whole step. writing: this rank's share of a checkpoint is
-    not on disk yet.
+    The first line includes the times, counts and speed of the whole step. writing: whether this rank is still writing
+    its shard of a checkpoint.
     """
     first, *others = report.lines
-    work = job.take_work()  # within the step's time: it takes seconds at first
+    work = job.take_work()  # part of the step time: the first call takes seconds
     times, agreed = agree(job, job.timer.lap(), writing=writing)
     speed = speed_metrics(job, work, report.samples, times["time/step"])
     if report.tokens is not None:
@@ -100,7 +100,7 @@ def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool)
 
 
 def agree(job: CommonJob, measured: Mapping[str, float], *, writing: bool) -> tuple[dict[str, float], Agreed]:
-    """Return the times of the slowest rank, the memory of the largest, and what all ranks must agree on; collective."""
+    """Return (maxima over ranks of times and memory, flags agreed across ranks). Collective."""
     flags = {"save": job.stop.take_save(), "stop": job.stop.is_set, "writing": writing}
     largest = job.world.maxima({**measured, **flags})
     return {name: largest[name] for name in measured}, Agreed(**{name: largest[name] > 0 for name in flags})

@@ -1,4 +1,7 @@
-"""The checks before a run writes anything: model, data, rewards. Also `--check`. The output folder: run/folder.py."""
+"""Checks of model, data and rewards before a run writes anything, also used by `--check`.
+
+run/folder.py checks the output folder.
+"""
 
 from __future__ import annotations
 
@@ -39,26 +42,29 @@ from wfm_ds.types import Prompt
 
 log = logging.getLogger(__name__)
 
-NUM_DECODED = 32  # samples that --check looks into
-MIN_VISITS = 3  # of a prompt: below it, little is known of most prompts when they are drawn
+NUM_DECODED = 32  # samples that --check reads
+MIN_VISITS = 3  # draws per prompt in a run; with fewer, reward statistics of most prompts are unreliable
 
 
 def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
-    """Known rewards that can score these prompts; a running service answers. Raises RewardError or RecipeError."""
+    """Check that the rewards exist and can score these prompts, and that a running service replies.
+
+    Raises RewardError or RecipeError.
+    """
     reward = recipe.scoring
     if reward is None:
         return
-    family, told = family_of(recipe), recipe.data.inputs
+    family, inputs = family_of(recipe), recipe.data.inputs
     for function in reward.functions:
-        check_needs(function, prompts, local=reward.spawn, video=family.video, told=told, takes=family.takes)
+        check_needs(function, prompts, local=reward.spawn, video=family.video, told=inputs, takes=family.takes)
     if reward.endpoint is not None:
         RewardClient(reward.endpoint, reward, run="check", client="check").close()
 
 
 def check_workers(recipe: Recipe) -> None:
-    """Raises RecipeError, PipeError or KeyFileError for workers that could not be started, or not be reached."""
+    """Raise RecipeError, PipeError or KeyFileError if rollout workers cannot be started or reached."""
     rollout = recipe.rl.rollout
-    if accelerator_present():  # --check on a machine without any may be for another one
+    if accelerator_present():  # without an accelerator, --check may run for another machine
         places(rollout, num_ranks=0)
     keys = trainer_keys(rollout)
     if rollout.bind != "ipc":
@@ -75,8 +81,11 @@ def check_needs(
     told: Sequence[str] = (),
     takes: Container[str] = (),
 ) -> None:
-    """`video`: whether the model makes videos; `told`: data.inputs, of what it `takes`. A reward of a service elsewhere
-    may be unknown here; then the service itself is asked."""
+    """Check that a reward gets the media type, inputs and metadata it needs. Raises RecipeError.
+
+    is_local: whether this run starts the reward service; unknown rewards of a remote service are skipped. makes_video:
+    whether the model generates videos. provided_inputs: data.inputs. accepted_inputs: inputs of the model.
+    """
     from wfm_reward import registry as rewards
 
     if not local and function.name not in rewards.names():
@@ -84,30 +93,30 @@ def check_needs(
     reward = rewards.describe(function.name)
     if not video and "image" not in reward.media:
         raise RecipeError(
-            f"reward {function.name} scores videos, but the model makes images: choose another reward or model"
+            f"reward {function.name} scores videos, but the model generates images: choose another reward or model"
         )
     for key in reward.needs_inputs:
         if key in told:
             continue
         if key in takes:
-            raise RecipeError(f"reward {function.name} needs {key}: name it in data.inputs, or choose another reward")
+            raise RecipeError(f"reward {function.name} needs {key}: add it to data.inputs, or choose another reward")
         raise RecipeError(
-            f"reward {function.name} needs the input {key}, which samples of this model are not told: choose "
-            "another reward, or a model that takes it (docs/models.md#inputs)"
+            f"reward {function.name} needs the input {key}, which this model does not accept: choose another "
+            "reward, or a model that accepts it (docs/models.md#inputs)"
         )
     for key in reward.needs:
-        lacking = [p.id for p in prompts if key not in p.metadata]
-        if lacking:
+        missing = [p.id for p in prompts if key not in p.metadata]
+        if missing:
             raise RecipeError(
-                f"reward {function.name} needs the metadata key {key!r}, which {len(lacking)} of {len(prompts)} "
-                f"prompts lack, e.g. {lacking[0]}: add it to the prompt file or choose another reward"
+                f"reward {function.name} needs the metadata key {key!r}, missing in {len(missing)} of {len(prompts)} "
+                f"prompts, e.g. {missing[0]}: add it to the prompt file or choose another reward"
             )
     if local:
         rewards.check(function.name, "cpu", function.options, function.max_batch)
 
 
 def preflight(recipe: Recipe, world_size: int) -> TrainingData:
-    """The data, once what can be refused cheaply was, in the order in which a user would fix it. Writes nothing."""
+    """Run the cheap checks in the order in which a user would fix problems, and load the data. Writes nothing."""
     num_replicas(recipe, world_size, ranks_per_node=ranks_per_node(world_size))
     derived = derive(recipe, world_size)
     deepspeed_config(
@@ -121,8 +130,8 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
     require_trackers(recipe)
     family_of(recipe)
     data = load_data(recipe)
-    for doubt in [*recipe.algorithm.doubts(), *choice_doubts(recipe, data), *judge_doubts(recipe, data)]:
-        log.warning(doubt)
+    for warning in [*recipe.algorithm.doubts(), *choice_doubts(recipe, data), *judge_doubts(recipe, data)]:
+        log.warning(warning)
     if recipe.is_async:
         check_workers(recipe)
     if recipe.scoring is not None:
@@ -131,35 +140,40 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
 
 
 def visits(recipe: Recipe, data: TrainingData) -> float:
-    """Return how often a prompt is drawn in the run, on average."""
+    """Return the average number of times a prompt is drawn in the run."""
     return recipe.run.steps * recipe.rl.rollout.prompts_per_step / len(data.prompts)
 
 
 def choice_doubts(recipe: Recipe, data: TrainingData) -> list[str]:
-    """Say where rewards are to choose among prompts of which most are met once or twice."""
+    """Return a warning if prompts are chosen by reward std but most are drawn fewer than MIN_PROMPT_DRAWS times."""
     if recipe.data.choose == "even" or visits(recipe, data) >= MIN_VISITS:
         return []
     return [
-        f"data.choose: spread draws by what earlier steps said of a prompt, and this run draws each of its "
-        f"{len(data.prompts)} prompts {visits(recipe, data):.2g} times: set data.choose: even, or use fewer prompts"
+        f"data.choose: reward_std needs rewards of earlier draws, but this run draws each of its {len(data.prompts)} "
+        f"prompts only {visits(recipe, data):.2g} times: set data.choose: even, or use fewer prompts"
     ]
 
 
 def judge_doubts(recipe: Recipe, data: TrainingData) -> list[str]:
-    """Say where held-out judges could hardly raise an alarm, or not at all."""
-    if not recipe.validation.judges or not recipe.is_rl:
+    """Return warnings if the alarm of held-out rewards is unlikely to work: too few prompts or evaluations."""
+    if not recipe.validation.held_out_rewards or not recipe.is_rl:
         return []
-    doubts, prompts = [], min(len(data.shown), recipe.validation.num_prompts)
-    if prompts < PROMPTS:
-        many = "no alarm can be raised" if prompts < MIN_PROMPTS else "a fall may be missed"
-        doubts.append(f"validation.judges look at {prompts} prompts: {many}; set validation.num_prompts to {PROMPTS}")
+    warnings, num_prompts = [], min(len(data.shown), recipe.validation.num_prompts)
+    if num_prompts < PROMPTS:
+        effect = "no alarm is possible" if num_prompts < MIN_PROMPTS else "a decrease may be missed"
+        warnings.append(
+            f"validation.held_out_rewards score only {num_prompts} prompts: {effect}. "
+            f"Set validation.num_prompts to {PROMPTS}"
+        )
     if recipe.validation.every == 0:
-        doubts.append("validation.judges are asked at the end alone, too late for an alarm: set validation.every")
-    return doubts
+        warnings.append(
+            "validation.held_out_rewards are only evaluated at the end, too late for an alarm: set validation.every"
+        )
+    return warnings
 
 
 def examine(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Checked:
-    """Return what `--check` tells when all is well (check.py). Raises UserError otherwise."""
+    """Check a diffusion recipe and return the report of `--check`. Raises UserError if a check fails."""
     recipe = at_commit(recipe, overwrite=overwrite)
     start = find_start(recipe, world_size, overwrite=overwrite)
     data = preflight(recipe, world_size)
@@ -168,16 +182,16 @@ def examine(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Chec
     samples = data.samples
     if recipe.data.streaming:
         samples = [row.sample for row in HfStream(recipe.data).read(NUM_DECODED)]
-    whole, inputs = len(samples) + len(data.held_out), inputs_of(recipe, model, data)
-    readable(samples, recipe, buckets_of(recipe, model), NUM_DECODED, whole=whole, inputs=inputs)
+    num_samples, inputs = len(samples) + len(data.held_out), inputs_of(recipe, model, data)
+    readable(samples, recipe, buckets_of(recipe, model), NUM_DECODED, whole=num_samples, inputs=inputs)
     check_spawned_rewards(recipe)
     sizes = estimate(recipe, model, world_size, keeps_encoders=keeps_encoders(recipe, model, data, world_size))
-    chosen = "" if recipe.data.choose == "even" else f", by spread, {visits(recipe, data):.3g} times each on average"
-    known = "a stream" if recipe.data.streaming else len(data.samples)
+    choice = "" if recipe.data.choose == "even" else f", by reward_std, {visits(recipe, data):.3g} draws each"
+    number = "a stream" if recipe.data.streaming else len(data.samples)
     counts = (
-        ("prompts", f"{len(data.prompts)}{chosen}")
+        ("prompts", f"{len(data.prompts)}{choice}")
         if recipe.is_rl
-        else ("samples", f"{known} to train on, {len(data.held_out)} held out")
+        else ("samples", f"{number} to train on, {len(data.held_out)} held out")
     )
     facts = dict(
         [
@@ -193,7 +207,7 @@ def examine(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Chec
 
 
 def counted(recipe: Recipe, data: TrainingData) -> str:
-    """Say how much there is to train on."""
+    """Return the number of prompts or samples as text."""
     if recipe.is_rl:
         return f"{len(data.prompts)} prompts"
     number = "a stream of" if recipe.data.streaming else len(data.samples)
@@ -201,18 +215,19 @@ def counted(recipe: Recipe, data: TrainingData) -> str:
 
 
 def gpu_memory() -> int | None:
-    """Bytes of this machine's first GPU; None where there is none."""
+    """Return the memory of the first GPU in bytes; None without a GPU."""
     return torch.cuda.get_device_properties(0).total_memory if uses_cuda() else None
 
 
 def beginning(start: Start) -> str:
+    """Return the start of the run (new, resumed, finished) as text for `--check`."""
     if start.finished:
-        return f"a run that has finished with step {start.step}: nothing would be done"
+        return f"finished run (step {start.step}): nothing to do"
     return f"continues after step {start.step} from {start.checkpoint}" if start.checkpoint else "a new run"
 
 
 def check_spawned_rewards(recipe: Recipe) -> None:
-    """Start the service once and stop it: a missing package or model shows here and not an hour later."""
+    """Start and stop the reward service, to find a missing package or model before training."""
     reward = recipe.scoring
     if reward is None or not reward.spawn:
         return

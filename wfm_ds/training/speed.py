@@ -1,4 +1,4 @@
-"""The numbers that people look at first: samples a second, TFLOP/s and utilisation of a step."""
+"""Throughput metrics of a step: samples per second, TFLOP/s and MFU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MFU = "perf/mfu"
 
 
 def speed_metrics(job: CommonJob, work: Work | None, samples: int, seconds: float) -> dict[str, float]:
-    """Metrics of a step with this duration and number of trained samples, over all ranks.
+    """Return the throughput metrics of a step. samples: trained samples over all ranks; seconds: duration of the step.
 
-    work: this rank's part of it, None where it is not known. Rank 0 stands for all: the ranks run the same forwards,
-    but where data.buckets gives each of them other sizes.
+    work: FLOPs of this rank, None if unknown. TFLOP/s and MFU are reported for rank 0. Other ranks run the same
+    forward passes, except that sizes differ with data.buckets.
     """
     metrics = {SAMPLES: samples / seconds}
     if work is None:
@@ -35,7 +35,7 @@ def speed_metrics(job: CommonJob, work: Work | None, samples: int, seconds: floa
 
 
 def rates(work: Work, seconds: float, peak: float | None) -> dict[str, float]:
-    """TFLOP/s of all work, and the share of the peak that the needed part of it is. Without any work: nothing."""
+    """Return TFLOP/s of all work, and MFU (from the work without recomputation). Empty if no work was done."""
     if work.needed == 0:
         return {}
     tflops = {TFLOPS: (work.needed + work.repeated) / TERA / seconds}
@@ -43,7 +43,7 @@ def rates(work: Work, seconds: float, peak: float | None) -> dict[str, float]:
 
 
 def speed_note(metrics: Mapping[str, float]) -> str:
-    """`312 TFLOP/s a GPU, MFU 32 %, 61.2 GiB`, for the console; what is unknown is left out."""
+    """Return a console summary such as `312 TFLOP/s a GPU, MFU 32 %, 61.2 GiB`. Unknown values are omitted."""
     parts = []
     if TFLOPS in metrics:
         parts.append(f"{metrics[TFLOPS]:.3g} TFLOP/s a GPU")

@@ -1,8 +1,8 @@
-"""Sequence parallelism: the ranks of a group share the tokens of one sample.
+"""Sequence parallelism: the tokens of one sample are sharded over the ranks of a group.
 
-DeepSpeed-Ulysses (arXiv 2309.14509): tokens are shared everywhere but in attention, where heads are. Linear attention
-and convolutions exchange less: a state that does not grow with the sequence, and the lines along a border.
+DeepSpeed-Ulysses (arXiv 2309.14509): tokens are sharded everywhere except in attention, where heads are sharded. Linear
+attention and convolutions exchange less: a state of constant size, and the lines of tokens at the shard borders.
 
-`install` changes a diffusers transformer, `sequence_group` makes the groups; every other file but `exchange`,
-`attention` and `base` is a family, named by the transformer class that it serves.
+`install_ulysses` changes a diffusers transformer in place, `create_sequence_group` creates the process groups. Each
+model family has its own module.
 """

@@ -1,4 +1,4 @@
-"""Softmax attention over tokens that the ranks of a group share, and the rotation by position before it."""
+"""Softmax attention over sharded tokens, and the rotary embedding applied before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from wfm_ds.ulysses.exchange import reshard, shares
 
-Pairs = Literal["neighbours", "halves"]  # which two channels rotate together: 2 i and 2 i + 1, or i and i + D / 2
+Pairs = Literal["neighbours", "halves"]  # channels that rotate together: 2 i and 2 i + 1, or i and i + D / 2
 
 
 def attend(
@@ -24,11 +24,11 @@ def attend(
     group: ProcessGroup,
     backend: Any,
 ) -> Tensor:
-    """Attention of every token to every token, [B,n,H,D]. Two exchanges: queries, keys and values in one, then back.
+    """Return the attention of all tokens to all tokens, [B,n,H,D]. Collective in the group.
 
-    n: this rank's tokens, lengths[rank] of `lengths`. Between the exchanges a rank has all tokens for its share of the
-    heads, so any attention kernel without a mask serves; rotations and norms are already applied. backend: one of
-    diffusers' names, else its active one.
+    query, key, value: of the local tokens, n = lengths[rank], after norms and rotation. Two all-to-alls: one for
+    queries, keys and values, one for the result. In between a rank has all tokens for its shard of the heads, so any
+    attention kernel without a mask works. backend: diffusers' name of a kernel; None for the active one.
     """
     heads = shares(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
     query, key, value = reshard((query_BnHD, key_BnHD, value_BnHD), 2, heads, 1, lengths, group)  # [B,S,h,D]
@@ -37,15 +37,18 @@ def attend(
 
 
 def rotated(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: Pairs) -> Tensor:
-    """Queries or keys turned by their position, in their dtype, computed in float32. tables: cosines, sines."""
+    """Apply the rotary embedding to queries or keys. Computed in float32, returned in their dtype.
+
+    tables: cosines and sines.
+    """
     cos, sin = tables_nD
     unbind_dim = {"neighbours": -1, "halves": -2}[pairs]
-    turned: Tensor = apply_rotary_emb(x_BnHD, (cos, sin), use_real=True, use_real_unbind_dim=unbind_dim, sequence_dim=1)
-    return turned
+    result: Tensor = apply_rotary_emb(x_BnHD, (cos, sin), use_real=True, use_real_unbind_dim=unbind_dim, sequence_dim=1)
+    return result
 
 
 def projected_out(attn: Any, attended_BnC: Tensor) -> Tensor:
-    """The last layers of a diffusers attention."""
+    """Apply the output projection and the dropout of a diffusers attention."""
     projection, dropout = attn.to_out
-    made: Tensor = dropout(projection(attended_BnC))
-    return made
+    result: Tensor = dropout(projection(attended_BnC))
+    return result

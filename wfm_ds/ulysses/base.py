@@ -1,4 +1,4 @@
-"""The common part of the families: where a forward's tokens are split, and where its output is made whole again."""
+"""Base class of the model families: shards the tokens after the patch embedding and gathers the output."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ from wfm_ds.ulysses.hooks import change_arguments
 
 
 class SharedTokens(ABC):
-    """One transformer whose tokens the ranks of a group share. The constructor changes it in place, by hooks and
-    attention processors; parameters and their names stay as they are.
+    """A transformer with sharded tokens.
 
-    A family is a subclass in a file of its own in this folder; `install` finds it. From the patch embedding on a rank
-    has its tokens only; what is the same for all tokens (text, times) is whole on every rank unless the family says
-    otherwise; the output of `proj_out` is gathered. No parameter is used after that, or its gradient would not be a
-    partial sum.
+    The constructor installs hooks and attention processors. Parameters and their names do not change.
 
-    A block learns all it needs from its arguments, never from the fields here: under gradient checkpointing it runs
-    again in the backward pass, when a forward of another shape may have come between.
+    Each model family is a subclass in its own module of this package, where `ulysses_families` finds it. After the
+    patch embedding a rank has only its local tokens. Inputs without a token dimension (text, timesteps) are complete on
+    every rank unless the family shards them. The output of `proj_out` is gathered. No parameter may be used after
+    `proj_out`: its gradient would not be a partial sum.
+
+    Hooks inside a block must use only the block's arguments, not the attributes of this object: gradient checkpointing
+    reruns the block in the backward pass, when these attributes may belong to a forward pass with other shapes.
     """
 
     transformer: ClassVar[type[nn.Module]]
-    patch_embedding: ClassVar[str]  # the module whose output is split
-    exchanges_heads: ClassVar[bool] = True  # whether attention gives each rank some heads
-    unit: ClassVar[str] = "tokens"  # what a rank gets a whole number of, in words
-    refused: ClassVar[Mapping[str, str]] = {}  # arguments of forward that would need a share of their own, in words
+    patch_embedding: ClassVar[str]  # name of the module with the output to be sharded
+    exchanges_heads: ClassVar[bool] = True  # whether attention shards the heads
+    unit: ClassVar[str] = "tokens"  # smallest part that can be sharded, for messages
+    refused: ClassVar[Mapping[str, str]] = {}  # unsupported arguments of forward, with a description for messages
 
     def __init__(self, transformer: Any, group: ProcessGroup) -> None:
-        """Raises UserError for a transformer that cannot be shared as it is."""
+        """Shard the transformer. Raises UserError if it cannot be sharded."""
         self.config = transformer.config
         self.group = group
         self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.lengths: list[int] = []  # tokens of each rank in the running forward
+        self.lengths: list[int] = []  # number of tokens of each rank in the current forward pass
         for name, part in transformer.named_modules():
             if getattr(part, "fused_projections", False):
                 raise self.cannot(f"{name} has fused projections; call unfuse_qkv_projections() first")
@@ -53,55 +54,60 @@ class SharedTokens(ABC):
 
     @abstractmethod
     def share_blocks(self, transformer: Any) -> None:
-        """Change what tokens do to each other. Raises UserError before the first change."""
+        """Change the blocks' operations between tokens. Raises UserError before anything is changed."""
 
     @abstractmethod
     def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        """The tokens of each rank for a forward with these arguments, which may be changed: they are what the
-        transformer gets. UserError if a rank would get nothing."""
+        """Return the number of tokens of each rank for a forward pass with these arguments.
+
+        May change the arguments; the transformer receives the changed ones. Raises UserError if a rank would have no
+        tokens.
+        """
 
     def split(self, embedded: Tensor) -> Tensor:
-        """This rank's share of the patch embedding's output, [B,S,C] unless a family says otherwise."""
+        """Return the local shard of the patch embedding's output, [B,S,C] unless a family overrides this."""
         return self.own(embedded, 1)
 
     def own(self, x: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
-        """This rank's share of all tokens (or of what has these lengths), in memory of its own: a view would keep the
-        whole."""
-        share = own(x, dim, self.lengths if lengths is None else lengths, self.group)
-        return share.clone(memory_format=torch.contiguous_format)
+        """Return a copy of the local shard. A view would keep the whole tensor in memory.
+
+        lengths: shard sizes; None for the token shards.
+        """
+        shard = own(x, dim, self.lengths if lengths is None else lengths, self.group)
+        return shard.clone(memory_format=torch.contiguous_format)
 
     @classmethod
     def check(cls, config: Any, num_ranks: int) -> None:
-        """UserError for a transformer that this many ranks cannot share whatever its inputs."""
+        """Raise UserError if a transformer with this config cannot be sharded over this many ranks."""
         if cls.exchanges_heads:
             shares(config.num_attention_heads, num_ranks, f"attention heads of {cls.transformer.__name__}")
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:
-        """Number of `unit`s that a grid of tokens has."""
+        """Return the number of shardable units in a grid of tokens."""
         return math.prod(grid)
 
     @classmethod
     def check_shape(cls, config: Any, num_ranks: int, shape: Sequence[int]) -> None:
-        """UserError for latents of this shape, [C,h,w] or [C,T,h,w], that leave a rank without a share."""
+        """Raise UserError if latents of this shape, [C,h,w] or [C,T,h,w], have fewer units than ranks."""
         size = config.patch_size if isinstance(config.patch_size, Sequence) else [config.patch_size] * 2
         shares(cls.num_units(patches(shape[1:], size)), num_ranks, cls.unit)
 
     def take_processor(self, attention: Any, stock: type) -> Any:
-        """The stock processor that a family replaces; UserError if it is another one."""
+        """Return the attention's processor. Raises UserError unless it is of the type that the family replaces."""
         if type(attention.processor) is not stock:
-            raise self.cannot(f"its attention runs {type(attention.processor).__name__}, not {stock.__name__}")
+            raise self.cannot(f"its attention uses {type(attention.processor).__name__}, not {stock.__name__}")
         if getattr(attention.processor, "_parallel_config", None) is not None:
-            raise self.cannot("diffusers' own context parallelism is on already")
+            raise self.cannot("diffusers' context parallelism is already enabled")
         return attention.processor
 
     def cannot(self, why: str) -> UserError:
-        return UserError(f"{self.transformer.__name__} cannot share its tokens among ranks: {why}")
+        return UserError(f"{self.transformer.__name__} does not support sequence parallelism: {why}")
 
     def _enter(self, arguments: dict[str, Any]) -> None:
-        for name, words in self.refused.items():
+        for name, description in self.refused.items():
             if arguments.get(name) is not None:
-                raise self.cannot(f"{words} ({name}) are not supported")
+                raise self.cannot(f"{description} ({name}) are not supported")
         self.lengths = self.token_shares(arguments)
 
     def _split(self, _: nn.Module, args: Any, embedded: Tensor) -> Tensor:
@@ -112,5 +118,5 @@ class SharedTokens(ABC):
 
 
 def patches(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
-    """The grid of tokens, rows last but one: of latents whose shape ends in [h,w] or [T,h,w]."""
+    """Return the grid of tokens, [h,w] or [T,h,w] in patches. shape: the latents' without channels."""
     return [count // side for count, side in zip(shape, patch_size, strict=True)]

@@ -1,8 +1,7 @@
-"""Cosmos-Predict2.5: any tokens of a video can be shared.
+"""Cosmos-Predict2.5: tokens of a video can be sharded anywhere.
 
-Splits, in diffusers' CosmosTransformer3DModel: the outputs of `patch_embed` and of `learnable_pos_embed`, and the times
-of frames, which are given to this rank's tokens only. `attn1` exchanges after its rotation; `attn2` (text, image
-context) is local.
+In diffusers' CosmosTransformer3DModel the outputs of `patch_embed`, `learnable_pos_embed` and `time_embed` are sharded.
+`attn1` exchanges tokens after the rotation; `attn2` (text, image context) is local.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Cosmos25(SharedTokens):
     refused: ClassVar = {"block_controlnet_hidden_states": "ControlNet residuals"}
 
     def share_blocks(self, transformer: Any) -> None:
-        self.frames: tuple[int, int] | None = None  # videos and frames, if each frame has a time
+        self.frames: tuple[int, int] | None = None  # (batch size, frames) if each frame has its own timestep
         attentions = [block.attn1 for block in transformer.transformer_blocks]
         for attention in attentions:
             self.take_processor(attention, CosmosAttnProcessor2_0)
@@ -35,11 +34,14 @@ class Cosmos25(SharedTokens):
             attention.set_processor(CosmosAttention(self.group))
         transformer.time_embed.register_forward_hook(self._times_of_tokens)
         if transformer.learnable_pos_embed is not None:
-            transformer.learnable_pos_embed.register_forward_hook(lambda module, args, made: self.own(made, 1))
+            transformer.learnable_pos_embed.register_forward_hook(lambda module, args, output: self.own(output, 1))
 
     def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        """The transformer would make a time for each token from one for each frame, before it knows of shares. Given
-        one for each row of a batch it leaves them alone, and `_times_of_tokens` does the rest."""
+        """Return the shard sizes. Flatten timesteps per frame [B,1,T,1,1] to [B T].
+
+        The transformer would expand timesteps per frame to all tokens, ignoring the shards. It leaves flat timesteps
+        unchanged, and `_shard_time_embeddings` expands them to the local tokens.
+        """
         latents, timestep = arguments["hidden_states"], arguments["timestep"]
         count, _, num_frames, *_ = latents.shape
         grid = patches(latents.shape[2:], self.config.patch_size)
@@ -50,11 +52,11 @@ class Cosmos25(SharedTokens):
         return shares(self.num_units(grid), self.num_ranks, self.unit)
 
     def split(self, embedded: Tensor) -> Tensor:
-        """[B,T,h,w,C] -> [B,n,1,1,C], which the transformer goes on to flatten just the same."""
+        """[B,T,h,w,C] -> [B,n,1,1,C]. The transformer flattens the middle dimensions."""
         return self.own(embedded.flatten(1, 3), 1)[:, :, None, None]
 
     def _times_of_tokens(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """[B T, C] -> [B,n,C] each; [B,C] as it is."""
+        """Expand embeddings per frame to the local tokens, [B T, C] -> [B,n,C]. Embeddings [B,C] are unchanged."""
         if self.frames is None:
             return embeddings
         count, num_frames = self.frames
@@ -62,19 +64,19 @@ class Cosmos25(SharedTokens):
         rank = dist.get_rank(self.group)
         start = sum(self.lengths[:rank])
         stop = start + self.lengths[rank]
-        first, last = start // per_frame, -(-stop // per_frame)  # the frames that these tokens are of
-        of_frames = [x.view(count, num_frames, 1, -1)[:, first:last] for x in embeddings]
-        of_tokens = [x.expand(-1, -1, per_frame, -1).flatten(1, 2) for x in of_frames]
-        return tuple(x[:, start - first * per_frame : stop - first * per_frame] for x in of_tokens)
+        first, last = start // per_frame, -(-stop // per_frame)  # frames of the local tokens
+        frame_embeddings = [x.view(count, num_frames, 1, -1)[:, first:last] for x in embeddings]
+        token_embeddings = [x.expand(-1, -1, per_frame, -1).flatten(1, 2) for x in frame_embeddings]
+        return tuple(x[:, start - first * per_frame : stop - first * per_frame] for x in token_embeddings)
 
 
 class CosmosAttention:
-    """Processor in place of CosmosAttnProcessor2_0: of tokens to each other, or to the text."""
+    """Replacement of CosmosAttnProcessor2_0, for self-attention with sharded tokens and for cross-attention."""
 
-    _attention_backend: Any = None  # one of diffusers' kernels
+    _attention_backend: Any = None  # diffusers' name of a kernel
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """group: the ranks that share the tokens of self-attention; None: this rank has all of them."""
+        """group: the ranks that shard the tokens of self-attention; None: tokens are not sharded."""
         self.group = group
 
     def __call__(
@@ -85,12 +87,13 @@ class CosmosAttention:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """hidden_states [B,n,C]: this rank's tokens; encoder_hidden_states [B,m,C]: a text, whole on every rank;
-        image_rotary_emb: tables [S,D] of all tokens, in self-attention."""
-        attended_to = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        """hidden_states [B,n,C]: the local tokens. encoder_hidden_states [B,m,C]: the text, complete on every rank.
+        image_rotary_emb: tables [S,D] of all tokens, for self-attention.
+        """
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = (
             layer(x).unflatten(2, (attn.heads, -1))
-            for layer, x in ((attn.to_q, hidden_states), (attn.to_k, attended_to), (attn.to_v, attended_to))
+            for layer, x in ((attn.to_q, hidden_states), (attn.to_k, context), (attn.to_v, context))
         )
         query, key = attn.norm_q(query), attn.norm_k(key)
         lengths, tables = None, image_rotary_emb

@@ -1,7 +1,7 @@
-"""Tensors on their way between the ranks of a group, and their gradients on the way back.
+"""Differentiable exchange of tensors between the ranks of a group.
 
-Shares need not be equal: rank r holds `shares(count, ranks)[r]` of the tokens, and in attention of the heads. Every
-function is a collective of its group, in the forward and, where a gradient is asked for, in the backward pass.
+Shards may be uneven: rank r holds `shard_sizes(count, num_ranks)[r]` of the tokens, or of the heads in attention. All
+exchanges are collective in the group, in the forward pass and in the backward pass.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Tensors = tuple[Tensor, ...]
 
 
 def shares(count: int, num_ranks: int, what: str) -> list[int]:
-    """Number of the `count` things that each rank gets: equally many, or one more on the first ranks.
+    """Return the shard sizes of `count` items: equal, or larger by one on the first ranks.
 
-    Raises UserError, naming the things (`what`, plural), where a rank would get none.
+    Raises UserError if a shard would be empty. what: plural noun for the items in the message.
     """
     if count < num_ranks:
         raise UserError(
@@ -32,21 +32,21 @@ def shares(count: int, num_ranks: int, what: str) -> list[int]:
 
 
 def own(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
-    """A view of this rank's share of a tensor that is whole on every rank."""
+    """Return a view of the local shard of a tensor that is complete on every rank."""
     rank = dist.get_rank(group)
     if sum(lengths) != x.shape[dim]:
-        raise ValueError(f"{list(x.shape)} has {x.shape[dim]} along dimension {dim}, {lengths} are shared")
+        raise ValueError(f"shard sizes {lengths} do not sum to dimension {dim} of {list(x.shape)}")
     return x.narrow(dim, sum(lengths[:rank]), lengths[rank])
 
 
 def exchange(
     tensors: Tensors, cut_dim: int, cut: Sequence[int], join_dim: int, join: Sequence[int], group: ProcessGroup
 ) -> Tensors:
-    """One all-to-all for several tensors of one shape and dtype. Knows no gradient: `reshard` does.
+    """Run one all-to-all for several tensors of equal shape and dtype. Not differentiable; see `reshard`.
 
-    Of each tensor, piece j of the lengths `cut` along cut_dim goes to rank j. What comes, join[j] long along join_dim
-    from rank j, is joined there. What a rank cuts for another is what that one expects of it, and either all ranks pass
-    equal lengths or none does.
+    Each tensor is split along split_dim into pieces of split_sizes; piece j goes to rank j. The pieces received from
+    rank j have size concat_sizes[j] along concat_dim and are concatenated there. Sizes must agree between the ranks.
+    Either all ranks pass equal sizes or none does.
     """
     if len(set(cut)) == len(set(join)) == 1:
         return exchange_equal(tensors, cut_dim, join_dim, group)
@@ -55,17 +55,17 @@ def exchange(
     received = [resized(first, {cut_dim: cut[rank], join_dim: n}) for n in join]
     sent_sizes, received_sizes = ([count * shape.numel() for shape in shapes] for shapes in (sent, received))
     outbox, inbox = first.new_empty(sum(sent_sizes)), first.new_empty(sum(received_sizes))
-    pieces = zip(*(x.split_with_sizes(list(cut), cut_dim) for x in tensors), strict=True)
-    for block, shape, of_rank in zip(outbox.split_with_sizes(sent_sizes), sent, pieces, strict=True):
-        for place, piece in zip(block.view(count, *shape), of_rank, strict=True):
-            place.copy_(piece)  # not stack(out=): compiled, it takes its output for one laid out like its inputs
+    pieces_by_rank = zip(*(x.split_with_sizes(list(cut), cut_dim) for x in tensors), strict=True)
+    for block, shape, pieces in zip(outbox.split_with_sizes(sent_sizes), sent, pieces_by_rank, strict=True):
+        for target, piece in zip(block.view(count, *shape), pieces, strict=True):
+            target.copy_(piece)  # not stack(out=): when compiled it assumes that output and inputs have one layout
     dist.all_to_all_single(inbox, outbox, received_sizes, sent_sizes, group=group)
     blocks = [b.view(count, *shape) for b, shape in zip(inbox.split_with_sizes(received_sizes), received, strict=True)]
     return tuple(torch.cat([block[i] for block in blocks], join_dim) for i in range(count))
 
 
 def exchange_equal(tensors: Tensors, cut_dim: int, join_dim: int, group: ProcessGroup) -> Tensors:
-    """`exchange` where all lengths are equal: a copy on each side, or none for a single sample's sequence."""
+    """Run `all_to_all` for equal sizes, with one copy on each side, or none for the sequence of a single sample."""
     num_ranks = dist.get_world_size(group)
     by_rank = (num_ranks, tensors[0].shape[cut_dim] // num_ranks)
     pieces = [torch.unflatten(x, cut_dim, by_rank).movedim(cut_dim, 0) for x in tensors]
@@ -76,12 +76,12 @@ def exchange_equal(tensors: Tensors, cut_dim: int, join_dim: int, group: Process
 
 
 def resized(x: Tensor, lengths: dict[int, int]) -> torch.Size:
-    """The shape of x with other lengths along some dimensions."""
+    """Return the shape of x with new sizes for some dimensions. lengths: size by dimension."""
     return torch.Size(lengths.get(dim, n) for dim, n in enumerate(x.shape))
 
 
 class Between(torch.autograd.Function):
-    """A linear map between ranks; its backward pass is the adjoint."""
+    """A linear map over tensors of several ranks. The backward pass applies the adjoint map."""
 
     @staticmethod
     def forward(
@@ -103,7 +103,7 @@ def between(there: Callable[[Tensors], Tensors], back: Callable[[Tensors], Tenso
 def reshard(
     tensors: Tensors, cut_dim: int, cut: Sequence[int], join_dim: int, join: Sequence[int], group: ProcessGroup
 ) -> Tensors:
-    """`exchange` with its gradient: the way back."""
+    """Differentiable `all_to_all`. The backward pass runs the inverse exchange."""
     return between(
         lambda xs: exchange(xs, cut_dim, cut, join_dim, join, group),
         lambda gs: exchange(gs, join_dim, join, cut_dim, cut, group),
@@ -112,53 +112,55 @@ def reshard(
 
 
 def gather(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Every rank's share along dim, on every rank. Backward: the own slice of the gradient of the whole, which must be
-    the same on every rank."""
+    """Gather the shards along dim on every rank.
+
+    The backward pass returns the local slice of the gradient, which must be identical on every rank.
+    """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
 
-    def give_all(xs: Tensors) -> Tensors:
+    def all_gather(xs: Tensors) -> Tensors:
         copies = torch.cat([*xs] * num_ranks, dim)
         return exchange((copies,), dim, [lengths[rank]] * num_ranks, dim, lengths, group)
 
-    return between(give_all, lambda gs: (own(gs[0], dim, lengths, group).contiguous(),), x)[0]
+    return between(all_gather, lambda gs: (own(gs[0], dim, lengths, group).contiguous(),), x)[0]
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """An all-reduce, in both directions: each rank's part of the loss depends on every rank's summand."""
+    """Return the sum of x over the ranks. The backward pass also sums, because each rank's loss depends on all x."""
 
-    def total(xs: Tensors) -> Tensors:
-        summed = xs[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=group)
-        return (summed,)
+    def all_reduce(xs: Tensors) -> Tensors:
+        total = xs[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return (total,)
 
-    return between(total, total, x)[0]
+    return between(all_reduce, all_reduce, x)[0]
 
 
 def halo(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[B,C,n,W] -> [B,C,n+2,W]: a line of the rank before in front, one of the rank after behind, zeros at the ends."""
+    """Add the adjacent lines of the previous and the next rank, zeros at both ends: [B,C,n,W] -> [B,C,n+2,W]."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     before, after = rank > 0, rank < num_ranks - 1
-    near = [int(abs(other - rank) == 1) for other in range(num_ranks)]
+    sizes = [int(abs(other - rank) == 1) for other in range(num_ranks)]
 
-    def traded(lines: Tensor) -> tuple[Tensor, Tensor]:
-        """The first line goes to the rank before, the last to the one after; what these two sent, or zeros."""
+    def exchange_lines(lines: Tensor) -> tuple[Tensor, Tensor]:
+        """Send the first line to the previous rank and the last line to the next. Return their lines, or zeros."""
         outer = [lines[:, :, :1]] * before + [lines[:, :, -1:]] * after
         zeros = torch.zeros_like(lines[:, :, :1])
         if not outer:
             return zeros, zeros
-        came = exchange((torch.cat(outer, 2),), 2, near, 2, near, group)[0]
-        return (came[:, :, :1] if before else zeros), (came[:, :, -1:] if after else zeros)
+        received = exchange((torch.cat(outer, 2),), 2, sizes, 2, sizes, group)[0]
+        return (received[:, :, :1] if before else zeros), (received[:, :, -1:] if after else zeros)
 
-    def widened(xs: Tensors) -> Tensors:
-        above, below = traded(xs[0])
+    def add_halo(xs: Tensors) -> Tensors:
+        above, below = exchange_lines(xs[0])
         return (torch.cat([above, xs[0], below], 2),)
 
-    def folded(gs: Tensors) -> Tensors:
-        """Return what the neighbours computed with this rank's lines to it."""
-        above, below = traded(gs[0])
+    def add_halo_gradients(gs: Tensors) -> Tensors:
+        """Add the gradients of the halo lines to the lines of the ranks that sent them."""
+        above, below = exchange_lines(gs[0])
         gradient = gs[0][:, :, 1:-1].clone()
         gradient[:, :, :1] += above
         gradient[:, :, -1:] += below
         return (gradient,)
 
-    return between(widened, folded, x)[0]
+    return between(add_halo, add_halo_gradients, x)[0]

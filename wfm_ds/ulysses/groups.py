@@ -1,4 +1,4 @@
-"""Groups of ranks that share the tokens of one sample."""
+"""Process groups for sequence parallelism."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from wfm_ds.errors import UserError
 
 
 def sequence_group(num_ranks: int, timeout: timedelta | None = None, backend: str | None = None) -> ProcessGroup:
-    """Collective over all ranks: this rank's group of `num_ranks` neighbours, ranks [i * num_ranks, (i+1) * num_ranks).
+    """Create the sequence-parallel groups and return this rank's group. Collective over all ranks.
 
-    Neighbours, because the exchanges want the fast links within a node. timeout: of its collectives, None for torch's
-    default; backend: None for that of all ranks. Raises UserError if the groups do not come out even.
+    A group has `num_ranks` consecutive ranks, so that its exchanges use the fast links within a node. timeout: of the
+    group's collectives, None for torch's default. backend: None for the default group's. Raises UserError if num_ranks
+    does not divide the number of ranks.
     """
     world_size = dist.get_world_size()
     if num_ranks < 1 or world_size % num_ranks:

@@ -1,4 +1,4 @@
-"""Installation of a transformer's family. Families are found by looking into this folder; nothing registers itself."""
+"""Installation of sequence parallelism in a denoiser. Families are discovered in the modules of this package."""
 
 from __future__ import annotations
 
@@ -19,56 +19,57 @@ from wfm_ds.ulysses.base import SharedTokens
 
 @cache
 def families() -> dict[type[nn.Module], type[SharedTokens]]:
-    """Every family by its transformer class: the concrete subclasses of SharedTokens in the modules of this folder."""
-    found: dict[type[nn.Module], type[SharedTokens]] = {}
+    """Return all families by transformer class: the concrete subclasses of UlyssesTransformer in this package."""
+    by_class: dict[type[nn.Module], type[SharedTokens]] = {}
     for info in pkgutil.iter_modules(ulysses.__path__, f"{ulysses.__name__}."):
         for member in vars(importlib.import_module(info.name)).values():
             if not inspect.isclass(member) or not issubclass(member, SharedTokens) or inspect.isabstract(member):
                 continue
-            first = found.setdefault(member.transformer, member)
-            assert first is member, f"{member} and {first} both serve {member.transformer}"
-    return found
+            first = by_class.setdefault(member.transformer, member)
+            assert first is member, f"{member} and {first} both support {member.transformer}"
+    return by_class
 
 
 def install(denoiser: nn.Module, group: ProcessGroup) -> None:
-    """Change a diffusers transformer in place: each forward, called by all ranks of `group` with equal whole inputs,
-    works on this rank's share of the tokens and returns the whole output on every rank.
+    """Shard the tokens of a diffusers transformer over `group`. Changes the transformer in place.
 
-    Parameters' gradients are then partial sums: summed over the group they are the gradient of the whole, if every rank
-    differentiates the same loss of the whole output. `denoiser` is a transformer of a known class, or a module whose
-    children all are (experts); adapters must be in place already, checkpointing and DeepSpeed may come before or after.
-    Raises UserError naming the class and what cannot be shared; a forward does too, on all ranks alike, for inputs too
-    small to share.
+    Forward passes are then collective in the group. All ranks pass identical complete inputs, compute their shard, and
+    receive the complete output. Parameter gradients are partial sums: their sum over the group is the gradient of the
+    loss, provided that every rank computes the same loss of the complete output.
+
+    denoiser: a supported transformer, or a module with only such children (experts). Add adapters before this call;
+    gradient checkpointing and DeepSpeed may be set up before or after it. Raises UserError if the transformer is
+    unsupported. A forward pass raises UserError on all ranks if its inputs have too few tokens.
     """
     for transformer, family in served(denoiser):
         family(transformer, group)
 
 
 def check(denoiser: nn.Module, num_ranks: int) -> None:
-    """UserError as of `install`, as far as it can be told without ranks."""
+    """Raise UserError if `install_ulysses` would fail with this many ranks. Needs no process group."""
     for transformer, family in served(denoiser):
         family.check(transformer.config, num_ranks)
 
 
 def check_shape(denoiser: nn.Module, num_ranks: int, shape: Sequence[int]) -> None:
-    """UserError if a forward on latents of this shape, [C,h,w] or [C,T,h,w], would leave a rank without a share."""
+    """Raise UserError if latents of this shape, [C,h,w] or [C,T,h,w], have too few tokens for this many ranks."""
     for transformer, family in served(denoiser):
         family.check_shape(transformer.config, num_ranks, shape)
 
 
 def served(denoiser: nn.Module) -> list[tuple[Any, type[SharedTokens]]]:
-    """The transformers in a denoiser with their families. Raises UserError if there is another one."""
+    """Return the transformers of a denoiser with their families. Raises UserError if one is unsupported."""
     transformers = [denoiser] if family_of(denoiser) is not None else list(denoiser.children())
-    found = [(transformer, family) for transformer in transformers if (family := family_of(transformer)) is not None]
-    if not transformers or len(found) < len(transformers):
+    matches = [(transformer, family) for transformer in transformers if (family := family_of(transformer)) is not None]
+    if not transformers or len(matches) < len(transformers):
         names = ", ".join(sorted(transformer.__name__ for transformer in families()))
         raise UserError(
-            f"{type(denoiser).__name__} cannot share its tokens among ranks; set engine.sequence_parallel to 1, or use "
-            f"a model with one of {names}"
+            f"{type(denoiser).__name__} does not support sequence parallelism: set engine.sequence_parallel to 1, or "
+            f"use a model with one of {names}"
         )
-    return found
+    return matches
 
 
 def family_of(transformer: nn.Module) -> type[SharedTokens] | None:
-    """The family that serves a transformer: that of its class, or of the class that it is made from."""
+    """Return the family of a transformer's class or of its nearest supported base class; None if there is none."""
     return next((families()[kind] for kind in type(transformer).__mro__ if kind in families()), None)

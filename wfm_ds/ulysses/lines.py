@@ -1,6 +1,7 @@
-"""Families that share whole lines of tokens: attention sums a state over ranks, a convolution trades border lines.
+"""Base class of families that shard whole lines of tokens.
 
-Neither exchange grows with the number of tokens of a rank, and the number of heads is no limit.
+Linear attention sums a state over the ranks; a convolution exchanges the lines at the shard borders. The size of both
+exchanges is independent of the number of local tokens, and the number of heads does not limit the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 from wfm_ds.ulysses.base import SharedTokens
 from wfm_ds.ulysses.hooks import change_arguments, trade_lines
 
-EPS = 1e-15  # of the stock processors of linear attention
+EPS = 1e-15  # as in diffusers' processors of linear attention
 
 
 class SharedLines(SharedTokens):
@@ -22,8 +23,8 @@ class SharedLines(SharedTokens):
         "controlnet_block_samples": "ControlNet residuals",
     }
     stock_attention: ClassVar[type]
-    attention: ClassVar[type]  # the processor in its place, made of the group
-    convolution: ClassVar[str]  # of a block's feed-forward, across the lines
+    attention: ClassVar[type]  # its replacement; constructed with the group
+    convolution: ClassVar[str]  # attribute of a block's feed-forward: the convolution across lines
 
     def share_blocks(self, transformer: Any) -> None:
         blocks = transformer.transformer_blocks
@@ -36,7 +37,7 @@ class SharedLines(SharedTokens):
 
     @abstractmethod
     def share_lines(self, arguments: dict[str, Any]) -> None:
-        """Change a block's arguments from those of all lines to those of this rank's."""
+        """Replace the arguments of a block for all lines by those for the local lines."""
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:

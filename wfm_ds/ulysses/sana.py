@@ -1,6 +1,6 @@
-"""SANA: whole rows of patches are shared; linear attention sums a state, the 3x3 convolution trades border rows.
+"""SANA: rows of patches are sharded. Linear attention sums a state, the 3x3 convolution exchanges border rows.
 
-Splits, in diffusers' SanaTransformer2DModel: the output of `patch_embed`. Text attention (`attn2`) is local.
+In diffusers' SanaTransformer2DModel the output of `patch_embed` is sharded. Text attention (`attn2`) is local.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from wfm_ds.ulysses.lines import EPS, SharedLines
 
 
 class LinearAttention:
-    """In place of SanaLinearAttnProcessor2_0: relu(q) S / relu(q) z. Over all tokens, in float32, S is the sum of
-    relu(k) v^T and z that of relu(k)."""
+    """Replacement of SanaLinearAttnProcessor2_0: relu(q) S / relu(q) z.
+
+    S is the sum of relu(k) v^T over all tokens, z the sum of relu(k), both in float32.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -33,13 +35,13 @@ class LinearAttention:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states [B,n,C]: this rank's tokens."""
+        """hidden_states [B,n,C]: the local tokens."""
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)
         query, key, value = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (query, key, value))
-        with_one = functional.pad(value, (0, 1), value=1.0)  # [B,H,n,D+1]: the last column sums to z
-        state = sum_over_ranks(functional.relu(key).transpose(2, 3) @ with_one, self.group)  # [B,H,D,D+1]
+        padded_value = functional.pad(value, (0, 1), value=1.0)  # [B,H,n,D+1]: the last column sums to z
+        state = sum_over_ranks(functional.relu(key).transpose(2, 3) @ padded_value, self.group)  # [B,H,D,D+1]
         numerator, denominator = (functional.relu(query) @ state).split_with_sizes([value.shape[-1], 1], -1)
         attended = (numerator / (denominator + EPS)).transpose(1, 2).flatten(2)
         return projected_out(attn, attended.to(hidden_states.dtype))

@@ -1,8 +1,7 @@
-"""SANA-Video: whole frames are shared; linear attention sums two states, the temporal convolution trades border frames.
+"""SANA-Video: frames are sharded. Linear attention sums two states, the temporal convolution exchanges border frames.
 
-Splits, in diffusers' SanaVideoTransformer3DModel: the output of `patch_embedding`, the tables of the rotation, and
-`timestep` where there is one for each token (conditional frames). Text attention (`attn2`) and the 3x3 convolution
-within a frame are local.
+In diffusers' SanaVideoTransformer3DModel the output of `patch_embedding`, the rotation tables, and timesteps per token
+(conditioning frames) are sharded. Text attention (`attn2`) and the 3x3 convolution within a frame are local.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ from wfm_ds.ulysses.lines import EPS, SharedLines
 
 
 class LinearAttention:
-    """In place of SanaLinearAttnProcessor3_0: R relu(q) S / relu(q) z. Over all tokens, in float32, S is the sum of
-    R relu(k) v^T and z that of relu(k); R is the rotation, which the denominator does without."""
+    """Replacement of SanaLinearAttnProcessor3_0: R relu(q) S / relu(q) z, where R is the rotation.
+
+    S is the sum of R relu(k) v^T over all tokens, z the sum of relu(k), both in float32.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -38,21 +39,21 @@ class LinearAttention:
         *,
         rotary_emb: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """hidden_states [B,n,C] and rotary_emb, tables [1,n,1,D]: this rank's tokens."""
+        """hidden_states [B,n,C] and rotary_emb, tables [1,n,1,D]: of the local tokens."""
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))  # [B,n,H,D]
         query, key = functional.relu(query), functional.relu(key)
         tables = [table[0, :, 0] for table in rotary_emb]
-        turned_query, turned_key = rotated(query, tables, "neighbours"), rotated(key, tables, "neighbours")
-        turned_query, turned_key, value = (x.float().transpose(1, 2) for x in (turned_query, turned_key, value))
-        products = turned_key.transpose(2, 3) @ value  # [B,H,D,D]
+        rotated_query, rotated_key = rotated(query, tables, "neighbours"), rotated(key, tables, "neighbours")
+        rotated_query, rotated_key, value = (x.float().transpose(1, 2) for x in (rotated_query, rotated_key, value))
+        products = rotated_key.transpose(2, 3) @ value  # [B,H,D,D]
         sums = key.sum(1, dtype=torch.float32).unsqueeze(-1)  # [B,H,D,1]
         state = sum_over_ranks(torch.cat([products, sums], -1), self.group)  # [B,H,D,D+1]
         total, norm = state.split_with_sizes([value.shape[-1], 1], -1)
         inverse = 1 / (query.transpose(1, 2) @ norm.to(query.dtype) + EPS)  # [B,H,n,1]
-        attended = (turned_query @ total * inverse).transpose(1, 2).flatten(2)
+        attended = (rotated_query @ total * inverse).transpose(1, 2).flatten(2)
         return projected_out(attn, attended.to(hidden_states.dtype))
 
 
@@ -68,7 +69,7 @@ class SanaVideo(SharedLines):
         frames, height, width = patches(arguments["hidden_states"].shape[2:], self.config.patch_size)
         lengths = self.lengths_of(frames, height * width)
         times = arguments["timestep"].reshape(len(arguments["hidden_states"]), -1)
-        if times.shape[1] > 1:  # one for each token
+        if times.shape[1] > 1:  # one timestep per token
             arguments["timestep"] = own(times, 1, lengths, self.group)
         return lengths
 
@@ -76,7 +77,7 @@ class SanaVideo(SharedLines):
         return [count * per_frame for count in shares(frames, self.num_ranks, self.unit)]
 
     def split(self, embedded: Tensor) -> Tensor:
-        """[B,C,T,h,w] -> [B,C,n], which the transformer goes on to flatten just the same."""
+        """[B,C,T,h,w] -> [B,C,n]. The transformer flattens the last dimensions."""
         return self.own(embedded.flatten(2), 2)
 
     def share_lines(self, arguments: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Stable Diffusion 3 and 3.5: image and text tokens are both shared, and attend to each other in one exchange.
+"""Stable Diffusion 3 and 3.5: image and text tokens are both sharded and exchanged together.
 
-Splits, in diffusers' SD3Transformer2DModel: the outputs of `pos_embed` (image) and `context_embedder` (text). The order
-of tokens means nothing to its attention, so each rank's image and text tokens travel side by side.
+In diffusers' SD3Transformer2DModel the outputs of `pos_embed` (image) and `context_embedder` (text) are sharded. The
+attention does not depend on the order of tokens, so each rank's image and text tokens are concatenated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wfm_ds.ulysses.exchange import shares
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of each rank."""
+    """Number of image and text tokens of each rank."""
 
     image: list[int]
     text: list[int]
@@ -58,8 +58,8 @@ class SD3(SharedTokens):
         grid = patches(arguments["hidden_states"].shape[2:], [self.config.patch_size] * 2)
         image = shares(self.num_units(grid), self.num_ranks, self.unit)
         self.text_lengths = shares(arguments["encoder_hidden_states"].shape[1], self.num_ranks, "text tokens")
-        given = arguments.get("joint_attention_kwargs") or {}
-        arguments["joint_attention_kwargs"] = {**given, "lengths": Lengths(image, self.text_lengths)}
+        attention_kwargs = arguments.get("joint_attention_kwargs") or {}
+        arguments["joint_attention_kwargs"] = {**attention_kwargs, "lengths": Lengths(image, self.text_lengths)}
         return image
 
     def _split_text(self, _: nn.Module, args: Any, embedded: Tensor) -> Tensor:
@@ -67,12 +67,12 @@ class SD3(SharedTokens):
 
 
 class JointAttention:
-    """Processor in place of JointAttnProcessor2_0: image and text together, or the image alone (`attn2` of SD3.5)."""
+    """Replacement of JointAttnProcessor2_0: attention over image and text, or image only (`attn2` of SD3.5)."""
 
-    _attention_backend: Any = None  # one of diffusers' kernels
+    _attention_backend: Any = None  # diffusers' name of a kernel
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """group: the ranks that share the tokens; None: this rank has all of them."""
+        """group: the ranks that shard the tokens; None: tokens are not sharded."""
         self.group = group
 
     def __call__(
@@ -84,8 +84,9 @@ class JointAttention:
         *,
         lengths: Lengths | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """hidden_states [B,n,C] and encoder_hidden_states [B,m,C]: this rank's image and text tokens. lengths: of all
-        ranks, where there is a group."""
+        """hidden_states [B,n,C], encoder_hidden_states [B,m,C]: the local image and text tokens. lengths: shard sizes
+        of all ranks; required with a group.
+        """
         image = projected(
             hidden_states, attn.heads, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
         )
@@ -99,19 +100,19 @@ class JointAttention:
         )
         joint = [torch.cat(pair, 1) for pair in zip(image, text, strict=True)]
         attended = self.attend(joint, None if lengths is None else lengths.joint)
-        of_image, of_text = attended.split_with_sizes([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
-        return projected_out(attn, of_image), of_text if attn.context_pre_only else attn.to_add_out(of_text)
+        image_out, text_out = attended.split_with_sizes([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
+        return projected_out(attn, image_out), text_out if attn.context_pre_only else attn.to_add_out(text_out)
 
     def attend(self, qkv: Sequence[Tensor], lengths: Sequence[int] | None) -> Tensor:
         query, key, value = qkv
         if self.group is None:
-            whole: Tensor = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
-            return whole.flatten(2)
+            attended: Tensor = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+            return attended.flatten(2)
         assert lengths is not None
         return attend(query, key, value, lengths, self.group, self._attention_backend).flatten(2)
 
 
 def projected(tokens: Tensor, heads: int, layers: Sequence[Any], norms: Sequence[Any]) -> list[Tensor]:
-    """Queries, keys and values, [B,n,H,D] each."""
+    """Return queries, keys and values after their norms, [B,n,H,D] each."""
     qkv = [layer(tokens).unflatten(-1, (heads, -1)) for layer in layers]
     return [x if norm is None else norm(x) for x, norm in zip(qkv, norms, strict=True)]

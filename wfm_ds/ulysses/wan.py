@@ -1,7 +1,7 @@
-"""Wan 2.1 and 2.2: any tokens of a video can be shared.
+"""Wan 2.1 and 2.2: tokens of a video can be sharded anywhere.
 
-Splits, in diffusers' WanTransformer3DModel: the output of `patch_embedding` and, where there is a time for each token
-(TI2V), `timestep`. `attn1` exchanges after its rotation; `attn2` (text, image embeddings) is local.
+In diffusers' WanTransformer3DModel the output of `patch_embedding` and timesteps per token (TI2V) are sharded. `attn1`
+exchanges tokens after the rotation; `attn2` (text, image embeddings) is local.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Wan(SharedTokens):
 
     def share_blocks(self, transformer: Any) -> None:
         attentions = [block.attn1 for block in transformer.blocks]
-        stock = [self.take_processor(attention, WanAttnProcessor) for attention in attentions]
-        for attention, processor in zip(attentions, stock, strict=True):
+        processors = [self.take_processor(attention, WanAttnProcessor) for attention in attentions]
+        for attention, processor in zip(attentions, processors, strict=True):
             attention.set_processor(SelfAttention(self.group, processor._attention_backend))
 
     def token_shares(self, arguments: dict[str, Any]) -> list[int]:
@@ -37,16 +37,16 @@ class Wan(SharedTokens):
         return lengths
 
     def split(self, embedded: Tensor) -> Tensor:
-        """[B,C,T,h,w] -> [B,C,n], which the transformer goes on to flatten just the same."""
+        """[B,C,T,h,w] -> [B,C,n]. The transformer flattens the last dimensions."""
         return self.own(embedded.flatten(2), 2)
 
 
 class SelfAttention:
-    """Processor in place of WanAttnProcessor."""
+    """Replacement of WanAttnProcessor."""
 
     def __init__(self, group: ProcessGroup, backend: Any) -> None:
         self.group = group
-        self._attention_backend = backend  # set_attention_backend writes here too
+        self._attention_backend = backend  # diffusers' set_attention_backend also sets it
 
     def __call__(
         self,
@@ -56,7 +56,7 @@ class SelfAttention:
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """hidden_states [B,n,C]: this rank's tokens; rotary_emb: tables [1,S,1,D] of all."""
+        """hidden_states [B,n,C]: the local tokens. rotary_emb: tables [1,S,1,D] of all tokens."""
         assert rotary_emb is not None
         lengths = shares(rotary_emb[0].shape[1], dist.get_world_size(self.group), "tokens")
         tables = [own(table[0, :, 0], 0, lengths, self.group) for table in rotary_emb]

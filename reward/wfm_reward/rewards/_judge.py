@@ -1,4 +1,4 @@
-"""Rewards that a vision-language model gives, behind any endpoint that speaks OpenAI's chat completions (vLLM does)."""
+"""Rewards from a vision-language model behind an OpenAI-compatible chat completions endpoint, such as vLLM."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from wfm_reward.asking import Asker, Unanswered, check_url
 from wfm_reward.base import MediaBatch, MediaItem, Reward, RewardError, Score
 
 JSON = {"Content-Type": "application/json"}
-VIDEO_CRF = "12"  # of H.264: hardly any loss
+VIDEO_CRF = "12"  # H.264 quality, nearly lossless
 
 
 class Judge(Reward):
-    """Asks once for each item, several at a time. An answer without a score is a failure."""
+    """Base class: send one request per item, several at a time. A reply without a score is a failure."""
 
     stall_s = 660.0
 
@@ -38,18 +38,16 @@ class Judge(Reward):
         concurrency: int = 8,
         **options: Any,
     ) -> None:
-        """`endpoint`: the address before /chat/completions, such as http://127.0.0.1:8000/v1. `api_key_env`: the
-        environment variable that holds the key. Raises RewardError for what cannot be used."""
+        """`endpoint`: URL without /chat/completions, such as http://127.0.0.1:8000/v1. `api_key_env`: environment
+        variable with the API key. Raises RewardError for invalid options."""
         super().__init__(device, **options)
         if not 0 < timeout_s <= 600 or not isinstance(concurrency, int) or concurrency < 1:
-            raise RewardError(
-                f"reward {self.name}: timeout_s must be within 0 and 600, concurrency a whole number of at least 1"
-            )
+            raise RewardError(f"reward {self.name}: timeout_s must be in (0, 600] and concurrency an integer >= 1")
         self.url = check_url(endpoint, f"reward {self.name}: endpoint").rstrip("/") + "/chat/completions"
         self.model, self.api_key_env, self.timeout_s, self.concurrency = model, api_key_env, timeout_s, concurrency
 
     def load(self) -> None:
-        """Raises RewardError if the key is not there."""
+        """Open the client. Raises RewardError if the API key is not set."""
         key = None if self.api_key_env is None else os.environ.get(self.api_key_env)
         if self.api_key_env is not None and not key:
             raise RewardError(f"reward {self.name}: the environment variable {self.api_key_env} is not set")
@@ -61,28 +59,29 @@ class Judge(Reward):
 
     @abstractmethod
     def question(self, item: MediaItem) -> Mapping[str, Any]:
-        """The keys of the request beside `model`: messages and how to answer."""
+        """Return the request fields other than `model`: messages and sampling parameters."""
 
     @abstractmethod
     def judged(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
-        """The score in the first choice of an answer. Raises KeyError, TypeError or ValueError if it has none."""
+        """Read the score from the first choice of a reply. Raises KeyError, TypeError or ValueError if there is
+        none."""
 
     def _ask(self, item: MediaItem) -> Score:
         body = json.dumps({"model": self.model, "temperature": 0, **self.question(item)}).encode()
         try:
-            answer = self._asker.post(self.url, body, JSON, time.monotonic() + self.timeout_s)
-            if answer.status != 200:
-                return item.failed(f"{self.url} answers {answer.status}: {answer.text()}")
-            choice = answer.json()["choices"][0]
+            response = self._asker.post(self.url, body, JSON, time.monotonic() + self.timeout_s)
+            if response.status != 200:
+                return item.failed(f"{self.url} responds with {response.status}: {response.text()}")
+            choice = response.json()["choices"][0]
             return self.judged(item, choice)
         except Unanswered as error:
             return item.failed(str(error))
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            return item.failed(f"the judge's answer has no score: {type(error).__name__}: {str(error)[:120]}")
+            return item.failed(f"the reply has no score: {type(error).__name__}: {str(error)[:120]}")
 
 
 def picture_url(image: npt.NDArray[np.uint8]) -> str:
-    """A PNG [H,W,3] as a data: address."""
+    """Encode an image [H,W,3] as a PNG data URL."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -91,12 +90,12 @@ def picture_url(image: npt.NDArray[np.uint8]) -> str:
 
 
 def video_url(frames: npt.NDArray[np.uint8], fps: float) -> str:
-    """An MP4 of uint8 [T,H,W,3] as a data: address."""
+    """Encode a video uint8 [T,H,W,3] as an MP4 data URL."""
     return f"data:video/mp4;base64,{base64.b64encode(mp4(frames, fps)).decode()}"
 
 
 def mp4(frames: npt.NDArray[np.uint8], fps: float) -> bytes:
-    """H.264 of uint8 [T,H,W,3], with hardly any loss. An odd last row or column is left out: 4:2:0 cannot hold it."""
+    """Encode a video uint8 [T,H,W,3] as nearly lossless H.264. Drops an odd last row or column (4:2:0 subsampling)."""
     from fractions import Fraction
 
     import av
@@ -107,7 +106,7 @@ def mp4(frames: npt.NDArray[np.uint8], fps: float) -> bytes:
         stream.height, stream.width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
         stream.pix_fmt = "yuv420p"
         for frame in frames[:, : stream.height, : stream.width]:
-            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
-            container.mux(stream.encode(picture))
+            video_frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            container.mux(stream.encode(video_frame))
         container.mux(stream.encode())
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""A CLIP of transformers with weights that were saved by open_clip, whose layers have other names."""
+"""Convert CLIP weights from open_clip to transformers, which names the layers differently."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IGNORED = ("attn_mask",)
 
 
 def to_transformers(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of transformers' CLIPModel. Raises KeyError for a name that open_clip's CLIP does not have."""
+    """Convert an open_clip state dict to one of transformers' CLIPModel. Raises KeyError for unknown weights."""
     return {name: tensor for key, weight in weights.items() for name, tensor in _renamed(key, weight)}
 
 
@@ -49,11 +49,11 @@ def _renamed(key: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     elif key.rpartition(".")[0] in NORMS:
         layer, _, part = key.rpartition(".")
         yield f"{NORMS[layer]}.{part}", weight
-    elif found := BLOCK.fullmatch(key):
-        tower = "vision_model" if found[1] else "text_model"
-        yield from _in_block(f"{tower}.encoder.layers.{found[2]}", found[3], weight)
+    elif match := BLOCK.fullmatch(key):
+        tower = "vision_model" if match[1] else "text_model"
+        yield from _in_block(f"{tower}.encoder.layers.{match[2]}", match[3], weight)
     else:
-        raise KeyError(f"{key} is no weight of open_clip's CLIP")
+        raise KeyError(f"{key} is not a weight of open_clip's CLIP")
 
 
 def _in_block(prefix: str, key: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Weights of published models: a folder or file on this machine, or an address on the Hugging Face hub."""
+"""Load weights of published models from a local path or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def loaded(reward: str, what: str, address: str, load: Callable[[str], T]) -> T:
-    """Return `load` of a folder, or of the name of a repository on the hub. Raises RewardError with the way out."""
+    """Return `load(path or Hub name)`. Raises RewardError with a hint if loading fails. `what`: for the message."""
     path = Path(address).expanduser()
     try:
         return load(str(path) if path.exists() else address)
@@ -24,33 +24,33 @@ def loaded(reward: str, what: str, address: str, load: Callable[[str], T]) -> T:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise RewardError(
-            f"reward {reward}: {what} {address} cannot be loaded: {reason}. Set its option to where the weights are: a "
-            "folder or file, or a name on the Hugging Face hub if that can be reached"
+            f"reward {reward}: {what} {address} cannot be loaded: {reason}. Set the option to a local folder or file, "
+            "or to a name on the Hugging Face Hub if this machine can reach it"
         ) from error
 
 
 def file_of(address: str) -> str:
-    """Return the path of a file, or of a fetched `OWNER/REPOSITORY:FILE` of the hub. Raises OSError or ValueError."""
+    """Return a local path: the file itself, or a downloaded `OWNER/REPOSITORY:FILE`. Raises OSError or ValueError."""
     path = Path(address).expanduser()
     if path.is_file():
         return str(path)
-    repository, found, file = address.partition(":")
-    if not found:
-        raise OSError(f"there is no file {path}, and it is not OWNER/REPOSITORY:FILE")
+    repository, colon, file = address.partition(":")
+    if not colon:
+        raise OSError(f"file {path} not found, and the address is not OWNER/REPOSITORY:FILE")
     from huggingface_hub import hf_hub_download
 
     return str(hf_hub_download(repository, file))
 
 
 def pictures(media: npt.NDArray[np.uint8]) -> list[Any]:
-    """PIL images of uint8 [B,H,W,3]."""
+    """Convert uint8 [B,H,W,3] to PIL images."""
     from PIL import Image
 
     return [Image.fromarray(image) for image in media]
 
 
 def torch_dtype(reward: str, name: str) -> Any:
-    """Raises RewardError unless it is float32, bfloat16 or float16."""
+    """Return the torch dtype. Raises RewardError unless it is float32, bfloat16 or float16."""
     import torch
 
     if name not in ("float32", "bfloat16", "float16"):

@@ -1,4 +1,4 @@
-"""Does a video do what it was told? By inverse dynamics: a frozen Cosmos3 reads the actions from the frames."""
+"""Action following: a frozen Cosmos3 predicts the actions from the frames (inverse dynamics)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Actions = npt.NDArray[np.float32]
 
 
 class ActionFollowing(Reward):
-    """Mean over transitions of exp(-mean squared error / temperature) of the actions that the model reads.
+    """Mean over transitions of exp(-MSE / temperature) between the predicted and the conditioning actions.
 
-    `temperature` is in squares of the actions as the run has them, normalised or not (data.actions). What the model
-    misreads of true clips is the noise floor of this reward: score some with their own actions first. Parts: `mse`, and
-    `following_moving`, the mean over those transitions whose action is larger than the others' median.
+    `temperature` has the unit of squared actions, normalised if the run normalises them (data.actions). To measure the
+    noise floor, score real clips with their own actions first. Parts: `mse`, and `following_moving`, the mean over
+    transitions with larger actions than the median.
     """
 
     name = "action_following"
@@ -44,9 +44,9 @@ class ActionFollowing(Reward):
         resolution_tier: int = 256,
         dtype: str = "bfloat16",
     ) -> None:
-        """`model`: folder of a Cosmos3 pipeline, best the one that the run began with, or its name on the hub;
-        `domain`: the embodiment, by its name in diffusers, which decides the width of its actions; `steps` and
-        `resolution_tier` of the inference. Raises RewardError for a temperature or steps that are not above 0."""
+        """`model`: folder or Hub name of a Cosmos3 pipeline, preferably the initial model of the run. `domain`: name of
+        the embodiment in diffusers, which defines the action size. `steps`, `resolution_tier`: inference settings.
+        Raises RewardError unless `temperature` and `steps` are positive."""
         super().__init__(device)
         if not temperature > 0 or steps < 1:
             raise RewardError(f"reward {self.name}: temperature {temperature} and steps {steps} must be above 0")
@@ -67,29 +67,29 @@ class ActionFollowing(Reward):
 
         self._pipeline = loaded(self.name, "the model", self.model, load_pipeline)
         if not self._pipeline.transformer.config.action_gen:
-            raise RewardError(f"reward {self.name}: {self.model} reads no actions (action_gen is off)")
+            raise RewardError(f"reward {self.name}: {self.model} cannot predict actions (action_gen is off)")
 
     def score(self, batch: MediaBatch) -> list[Score]:
         return [self._score(item) for item in batch]
 
     def _score(self, item: MediaItem) -> Score:
-        wanted = item.inputs["actions"]
-        if len(wanted) != len(item.frames) - 1:
-            return item.failed(f"{len(wanted)} actions do not lead through {len(item.frames)} frames")
-        seen = self._read(item)
-        if seen.shape[1] != wanted.shape[1]:
+        target = item.inputs["actions"]
+        if len(target) != len(item.frames) - 1:
+            return item.failed(f"{len(target)} actions for {len(item.frames)} frames; need one less than frames")
+        predicted = self._read(item)
+        if predicted.shape[1] != target.shape[1]:
             return item.failed(
-                f"an action of {self.domain} has {seen.shape[1]} numbers, the sample's has {wanted.shape[1]}"
+                f"actions of {self.domain} have {predicted.shape[1]} numbers, but the sample's have {target.shape[1]}"
             )
-        return item.scored(**following(seen, wanted, self.temperature))
+        return item.scored(**following(predicted, target, self.temperature))
 
     def _read(self, item: MediaItem) -> Actions:
-        """The actions [F-1,D] that the model sees; always the same of the same frames."""
+        """Predict the actions [F-1,D] from the frames. Deterministic."""
         import torch
         from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import CosmosActionCondition
 
         video = torch.from_numpy(item.frames).permute(0, 3, 1, 2).float() / 255
-        asked = CosmosActionCondition(
+        condition = CosmosActionCondition(
             mode="inverse_dynamics",
             chunk_size=len(item.frames) - 1,
             domain_name=self.domain,
@@ -97,24 +97,24 @@ class ActionFollowing(Reward):
             video=video,
         )
         with torch.inference_mode():
-            made = self._pipeline(
+            output = self._pipeline(
                 prompt=item.prompt,
-                action=asked,
+                action=condition,
                 num_inference_steps=self.steps,
                 guidance_scale=1.0,
                 fps=item.fps or 24.0,
                 generator=torch.Generator().manual_seed(0),
                 output_type="latent",
             )
-        read: Actions = made.action[0].float().numpy()
-        return read
+        actions: Actions = output.action[0].float().numpy()
+        return actions
 
 
 def following(seen: Actions, wanted: Actions, temperature: float) -> dict[str, float]:
-    """Return `value` and the parts of actions [F-1,D] that were seen where others were wanted."""
+    """Return `value` and the parts for predicted and target actions [F-1,D]."""
     errors = np.square(seen - wanted).mean(axis=1)
-    followed = np.exp(-errors / temperature)
+    scores = np.exp(-errors / temperature)
     sizes = np.linalg.norm(wanted, axis=1)
     moving = sizes > np.median(sizes)
-    parts = {"following_moving": float(followed[moving].mean())} if moving.any() else {}
-    return {"value": float(followed.mean()), "mse": float(errors.mean()), **parts}
+    parts = {"following_moving": float(scores[moving].mean())} if moving.any() else {}
+    return {"value": float(scores.mean()), "mse": float(errors.mean()), **parts}

@@ -9,11 +9,11 @@ from wfm_reward.base import MediaBatch, Range, Reward, RewardError, Score
 from wfm_reward.rewards._clip import Clip
 from wfm_reward.rewards._weights import file_of, loaded
 
-LAYERS = (0, 2, 4, 6, 7)  # the linear ones of the published nn.Sequential; the others are dropout
+LAYERS = (0, 2, 4, 6, 7)  # indices of the linear layers in the published nn.Sequential; the rest is dropout
 
 
 class Aesthetic(Reward):
-    """The predicted mark of the picture from 1 to 10, without a look at the prompt; usually 4 to 7, and unbounded."""
+    """Predicted aesthetic rating, about 1 to 10, usually 4 to 7; unbounded. Ignores the prompt."""
 
     name = "aesthetic"
     backbone = "CLIP"
@@ -30,12 +30,12 @@ class Aesthetic(Reward):
         dtype: str = "float32",
         **options: Any,
     ) -> None:
-        """`head`: sac+logos+ava1-l14-linearMSE.pth, as a file or as OWNER/REPOSITORY:FILE on the hub."""
+        """`head`: sac+logos+ava1-l14-linearMSE.pth as a file or OWNER/REPOSITORY:FILE on the Hub."""
         super().__init__(device, **options)
         self.model, self.head, self.dtype = model, head, dtype
 
     def load(self) -> None:
-        """Raises RewardError if the head is not one for this CLIP."""
+        """Load CLIP and the head. Raises RewardError if the head does not fit this CLIP."""
         import torch
         from torch import nn
 
@@ -55,7 +55,7 @@ class Aesthetic(Reward):
         except (KeyError, RuntimeError) as error:
             raise RewardError(f"reward aesthetic: {self.head} is not the published head: {error}") from error
         if layers[0][0].shape[1] != size or layers[-1][0].shape[0] != 1:
-            raise RewardError(f"reward aesthetic: {self.head} is not a head for embeddings of {size} numbers")
+            raise RewardError(f"reward aesthetic: {self.head} is not a head for embeddings of size {size}")
         self._head = head.to(self.device).eval()
 
     def score(self, batch: MediaBatch) -> list[Score]:

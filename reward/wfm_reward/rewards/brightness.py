@@ -1,4 +1,4 @@
-"""The action quickstart's reward: does the frame become brighter and darker when it is told to?"""
+"""Reward of the action quickstart: does the brightness follow the actions?"""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import numpy as np
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 from wfm_reward.brightness_world import RAMP, changes, moves_of, pixel_changes
 
-MOST = 10.0  # steps of brightness from black to white
+MOST = 10.0  # upper bound of `residual`, in steps
 
 
 class Brightness(Reward):
-    """Share of the presses that are followed, less the mean distance of a frame's pixels from one that the nearest of
-    the three moves leads through, in steps.
+    """Fraction of moves that the video follows, minus the mean pixel distance to the nearest ideal frame.
 
-    Parts: `following`, the share alone; `residual`, that distance; `still`, the share of the presses to stay as it is
-    that are followed, where there are any.
+    The distance is measured in brightness steps. Parts: `following`, the fraction; `residual`, the distance; `still`,
+    the fraction for "unchanged" moves, if there are any.
     """
 
     name = "brightness"
@@ -36,13 +35,13 @@ class Brightness(Reward):
 
     def _score(self, item: MediaItem) -> Score:
         try:
-            wanted, found = moves_of(item.inputs["actions"]), changes(item.frames)
+            target, measured = moves_of(item.inputs["actions"]), changes(item.frames)
         except ValueError as error:
             return item.failed(str(error))
-        seen = np.rint(np.clip(found, -1, 1))
-        right = seen == wanted
-        residual = float(np.abs(pixel_changes(item.frames) - np.outer(seen, RAMP)[..., None]).mean())
+        moves = np.rint(np.clip(measured, -1, 1))
+        right = moves == target
+        residual = float(np.abs(pixel_changes(item.frames) - np.outer(moves, RAMP)[..., None]).mean())
         parts = {"following": float(right.mean()), "residual": residual}
-        if (wanted == 0).any():
-            parts["still"] = float(right[wanted == 0].mean())
+        if (target == 0).any():
+            parts["still"] = float(right[target == 0].mean())
         return item.scored(parts["following"] - residual, **parts)

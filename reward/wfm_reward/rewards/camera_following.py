@@ -1,4 +1,4 @@
-"""Does the camera go where it was told? The poses of a video's frames, from a service, against those of the path."""
+"""Camera following: compare estimated camera poses of a video with the conditioning path."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import numpy.typing as npt
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
 
 Poses = npt.NDArray[np.float64]
-RIGID = 1e-2  # to which an estimated rotation must be orthonormal
-STILL = 1e-6  # of a path's length: below it no direction is defined
+RIGID = 1e-2  # tolerance for the orthonormality of estimated rotations
+STILL = 1e-6  # path length below which no direction is defined
 
 
 class CameraFollowing(Reward):
-    """Mean of two parts in 0..1, from camera poses [F,4,4] of a service, camera to world with OpenCV axes.
+    """Mean of rotation and translation agreement, 0 to 1, between estimated and conditioning camera poses.
 
-    `rotation`: exp(-mean angle / `degrees`) between the turns of the camera since the first frame, seen and told.
-    `direction`: (1 + mean cosine) / 2 between its ways since then: the scale of a scene cannot be seen. Where the path
-    stands still there is none, and rotation counts alone. Part `degrees`: the mean angle.
+    A pose service estimates camera-to-world matrices [F,4,4] with OpenCV axes; all poses are relative to the first
+    frame. `rotation`: exp(-mean angle / `degrees`). `direction`: (1 + mean cosine) / 2 of the translations, because the
+    scale of a scene is unknown; omitted if the path does not move. Part `degrees`: the mean angle.
 
-    The service gets POST `url`, the frames uint8 [F,H,W,3] as an .npy file, and answers with JSON: {"c2w": [F,4,4]}.
+    The service receives POST `url` with the frames uint8 [F,H,W,3] as an .npy file and replies with JSON:
+    {"c2w": [F,4,4]}.
     """
 
     name = "camera_following"
@@ -39,69 +40,69 @@ class CameraFollowing(Reward):
     stall_s = 660.0
 
     def __init__(self, device: str = "cpu", *, url: str = "", degrees: float = 10.0, timeout_s: float = 120.0) -> None:
-        """`url`: of the service; `degrees`: the error in rotation at which its part is 1/e. Raises RewardError for
-        others."""
+        """`url`: the pose service. `degrees`: rotation error at which `rotation` is 1/e. Raises RewardError for invalid
+        values."""
         super().__init__(device)
         if not url.startswith(("http://", "https://")) or not degrees > 0:
-            raise RewardError(f"reward {self.name}: url {url!r} must be an address, and degrees {degrees} above 0")
+            raise RewardError(f"reward {self.name}: url {url!r} must be an HTTP address, and degrees {degrees} > 0")
         self.url, self.degrees, self.timeout_s = url, degrees, timeout_s
 
     def score(self, batch: MediaBatch) -> list[Score]:
         return [self._score(item) for item in batch]
 
     def _score(self, item: MediaItem) -> Score:
-        wanted = item.inputs["c2w"].astype(np.float64)
+        target = item.inputs["c2w"].astype(np.float64)
         try:
-            seen = self._poses(item)
+            estimated = self._poses(item)
         except RewardError as error:
             return item.failed(str(error))
-        if seen.shape != wanted.shape or not np.isfinite(seen).all():
-            return item.failed(f"the pose service returned {list(seen.shape)} for a path {list(wanted.shape)}")
-        if not is_rigid(seen):
-            return item.failed("the pose service returned a pose whose 3 x 3 part is no rotation")
-        return item.scored(**following(seen, wanted, self.degrees))
+        if estimated.shape != target.shape or not np.isfinite(estimated).all():
+            return item.failed(f"the pose service returned {list(estimated.shape)} for a path {list(target.shape)}")
+        if not is_rigid(estimated):
+            return item.failed("the pose service returned a pose with an invalid rotation matrix")
+        return item.scored(**following(estimated, target, self.degrees))
 
     def _poses(self, item: MediaItem) -> Poses:
-        """Raises RewardError where the service does not answer with poses."""
+        """Estimate the poses of the frames. Raises RewardError if the service does not return poses."""
         body = io.BytesIO()
         np.save(body, item.frames)
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             self.url, body.getvalue(), {"Content-Type": "application/octet-stream"}, method="POST"
         )
         try:
-            with urllib.request.urlopen(asked, timeout=self.timeout_s) as answer:
-                found: Poses = np.asarray(json.load(answer)["c2w"], np.float64)
+            with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
+                poses: Poses = np.asarray(json.load(response)["c2w"], np.float64)
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-            raise RewardError(f"the pose service at {self.url} did not answer with poses: {error}") from error
-        return found
+            raise RewardError(f"the pose service at {self.url} did not return poses: {error}") from error
+        return poses
 
 
 def following(seen: Poses, wanted: Poses, degrees: float) -> dict[str, float]:
-    """Return `value` and the parts of poses [F,4,4] that were seen where others were wanted."""
-    ours, theirs = since_first(seen), since_first(wanted)
-    turns = np.einsum("fji,fjk->fik", ours[1:, :3, :3], theirs[1:, :3, :3])
+    """Return `value` and the parts for estimated and target poses [F,4,4]."""
+    poses, target_poses = since_first(seen), since_first(wanted)
+    turns = np.einsum("fji,fjk->fik", poses[1:, :3, :3], target_poses[1:, :3, :3])
     cosines = (np.trace(turns, axis1=1, axis2=2) - 1) / 2
     angle = float(np.degrees(np.arccos(np.clip(cosines, -1, 1))).mean())
     parts = {"rotation": float(np.exp(-angle / degrees)), "degrees": angle}
-    ways, told = ours[1:, :3, 3], theirs[1:, :3, 3]
-    lengths = np.linalg.norm(told, axis=1)
+    translations, target_translations = poses[1:, :3, 3], target_poses[1:, :3, 3]
+    lengths = np.linalg.norm(target_translations, axis=1)
     moving = lengths > STILL
     if moving.any():
-        products = (ways * told).sum(axis=1)[moving]
-        scale = np.maximum(np.linalg.norm(ways, axis=1)[moving] * lengths[moving], STILL**2)
+        products = (translations * target_translations).sum(axis=1)[moving]
+        scale = np.maximum(np.linalg.norm(translations, axis=1)[moving] * lengths[moving], STILL**2)
         parts["direction"] = float((1 + np.clip(products / scale, -1, 1).mean()) / 2)
-    judged = [parts[name] for name in ("rotation", "direction") if name in parts]
-    return {"value": float(np.mean(judged)), **parts}
+    values = [parts[name] for name in ("rotation", "direction") if name in parts]
+    return {"value": float(np.mean(values)), **parts}
 
 
 def is_rigid(poses: Poses) -> bool:
-    """Return whether the 3 x 3 part of each pose [F,4,4] is orthonormal to RIGID, with determinant 1."""
+    """Return True if the 3 x 3 part of each pose [F,4,4] is a rotation within ROTATION_TOLERANCE."""
     turns = poses[:, :3, :3]
     products = np.einsum("fji,fjk->fik", turns, turns)
     return bool((np.abs(products - np.eye(3)) <= RIGID).all() and (np.linalg.det(turns) > 0).all())
 
 
 def since_first(poses: Poses) -> Poses:
-    """Return the poses in the frame of the first one."""
-    found: Poses = np.linalg.inv(poses[0]) @ poses
-    return found
+    """Express poses [F,4,4] relative to the first one."""
+    relative: Poses = np.linalg.inv(poses[0]) @ poses
+    return relative

@@ -1,4 +1,4 @@
-"""CLIP score: how near picture and prompt are for OpenAI's CLIP ViT-L/14."""
+"""CLIP score: similarity of image and prompt by OpenAI's CLIP ViT-L/14."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from wfm_reward.rewards._clip import Clip
 
 
 class ClipScore(Reward):
-    """The cosine of the two embeddings, -1 to 1, usually 0.15 to 0.35: CLIP's logit without its scale of 100."""
+    """Cosine similarity of image and prompt, -1 to 1, usually 0.15 to 0.35. Not multiplied by CLIP's logit scale."""
 
     name = "clipscore"
     backbone = "CLIP"
     media = frozenset({"image"})
-    outputs: ClassVar = {"clipscore": Range(-1.001, 1.001)}  # rounding may pass 1
+    outputs: ClassVar = {"clipscore": Range(-1.001, 1.001)}  # rounding can exceed 1
     primary = "clipscore"
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Nearness of an image to one colour: a reward without a model, for tests and first steps."""
+"""Colour match: a reward without a model, for tests and first steps."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ COLOR_WORD = re.compile(rf"\b({'|'.join(COLORS)})\b", re.IGNORECASE)
 
 
 class ColorMatch(Reward):
-    """1 - mean absolute distance of all pixels to the target, channels scaled to 0..1.
+    """1 - mean absolute distance of the pixels to a target colour, with channels scaled to 0..1.
 
-    The target is metadata `target_rgb`, three numbers from 0 to 255, else the first colour word of the prompt.
+    The target is metadata `target_rgb`, three numbers from 0 to 255, or else the first colour word of the prompt.
     """
 
     name = "color"

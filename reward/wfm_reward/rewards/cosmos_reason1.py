@@ -1,4 +1,4 @@
-"""Cosmos-Reason1-7B-Reward (arXiv 2503.15558): are there anomalies in the video? Yes or no, by a judge."""
+"""Cosmos-Reason1-7B-Reward (arXiv 2503.15558): a VLM decides whether a video contains anomalies."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from wfm_reward.base import MediaItem, Range, Score
 from wfm_reward.rewards._judge import Judge, video_url
 
-FPS = 16.0  # of a video that does not say its own
+FPS = 16.0  # for videos without fps
 ASKED = "Does the video contain any anomalies or artifacts?"
-SYSTEM = (  # the model was trained with these words: huggingface.co/nvidia/Cosmos-Reason1-7B-Reward
+SYSTEM = (  # the prompt of its training: huggingface.co/nvidia/Cosmos-Reason1-7B-Reward
     "You are a helpful video analyzer. The goal is to identify artifacts and anomalies in the video. Watch carefully "
     "and focus on the following aspects:\n\n"
     "* Gravity (e.g. a ball cannot fly in the air)\n"
@@ -32,10 +32,10 @@ SYSTEM = (  # the model was trained with these words: huggingface.co/nvidia/Cosm
 
 
 class CosmosReason1(Judge):
-    """The probability of "No" (no anomaly) against "Yes" for the first word of the answer, 0 to 1.
+    """Probability of "No" (no anomaly) versus "Yes" as the first token of the reply, 0 to 1.
 
-    The parts yes_logprob and no_logprob are their log-probabilities; a word that is not among the endpoint's 20
-    likeliest counts as the least likely of them. The prompt is not looked at.
+    Parts: yes_logprob and no_logprob, the log-probabilities. A token outside the endpoint's top 20 gets the lowest
+    log-probability among them. Ignores the prompt.
     """
 
     name = "cosmos_reason1"
@@ -48,7 +48,7 @@ class CosmosReason1(Judge):
     primary = "no_score"
 
     def __init__(self, device: str = "cpu", *, model: str = "nvidia/Cosmos-Reason1-7B-Reward", **options: Any) -> None:
-        """Options of Judge; `model`: the name under which the endpoint serves it."""
+        """Options of VlmReward. `model`: model name at the endpoint."""
         super().__init__(device, model=model, **options)
 
     def question(self, item: MediaItem) -> Mapping[str, Any]:
@@ -60,11 +60,10 @@ class CosmosReason1(Judge):
         return {"messages": messages, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
 
     def judged(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
-        likely = {
-            one["token"].strip(): float(one["logprob"]) for one in choice["logprobs"]["content"][0]["top_logprobs"]
-        }
-        if not likely.keys() & {"Yes", "No"}:
-            return item.failed(f"neither Yes nor No is likely: {', '.join(list(likely)[:5])}")
-        least = min(likely.values())
-        yes, no = likely.get("Yes", least), likely.get("No", least)
+        top_tokens = choice["logprobs"]["content"][0]["top_logprobs"]
+        logprobs = {entry["token"].strip(): float(entry["logprob"]) for entry in top_tokens}
+        if not logprobs.keys() & {"Yes", "No"}:
+            return item.failed(f"neither Yes nor No is among the likely tokens: {', '.join(list(logprobs)[:5])}")
+        least = min(logprobs.values())
+        yes, no = logprobs.get("Yes", least), logprobs.get("No", least)
         return item.scored(1.0 / (1.0 + math.exp(min(yes - no, 700.0))), yes_logprob=yes, no_logprob=no)

@@ -1,4 +1,4 @@
-"""The quickstart's reward: does a classifier that never met the training images read the digit that was asked for?"""
+"""Reward of the image quickstart: does a held-out classifier recognise the requested digit?"""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import numpy.typing as npt
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 
 SIZE = 8
-LEVELS = 16  # scikit-learn's digits hold 0 to 16
+LEVELS = 16  # grey levels of scikit-learn's digits are 0 to 16
 
 
 class Digits(Reward):
-    """1.0 if the classifier reads metadata `label`, 0 to 9, else 0.0.
+    """1.0 if the classifier predicts metadata `label`, 0 to 9, else 0.0.
 
     The classifier, SVC(gamma=.1, C=10), is fitted on the odd indices of scikit-learn's digits; models are trained on
-    the even ones. Those fit `second_judge` (3 nearest neighbours), reported beside the reward and never part of it: an
-    improvement that only the reward sees has fooled it. Images larger than 8x8 are area-averaged to that size.
+    the even ones. Part `second_judge`: a 3-nearest-neighbour classifier fitted on the even indices. It is reported but
+    not part of the reward, so that an improvement of the reward alone reveals reward hacking. Larger images are
+    averaged to 8x8.
     """
 
     name = "digits"
@@ -33,9 +34,9 @@ class Digits(Reward):
         from sklearn.svm import SVC
 
         data = load_digits()
-        shades = [shade(np.rint(image * 255 / LEVELS)) for image in data.images]
-        self._judge: Any = SVC(gamma=0.1, C=10).fit(shades[1::2], data.target[1::2])
-        self._second_judge: Any = KNeighborsClassifier(3).fit(shades[::2], data.target[::2])
+        inputs = [shade(np.rint(image * 255 / LEVELS)) for image in data.images]
+        self._judge: Any = SVC(gamma=0.1, C=10).fit(inputs[1::2], data.target[1::2])
+        self._second_judge: Any = KNeighborsClassifier(3).fit(inputs[::2], data.target[::2])
 
     def score(self, batch: MediaBatch) -> list[Score]:
         return [self._score(item) for item in batch]
@@ -47,18 +48,18 @@ class Digits(Reward):
         image = item.frames[0]
         if min(image.shape[:2]) < SIZE:
             return item.failed(f"the image is {image.shape[0]} x {image.shape[1]}, smaller than {SIZE} x {SIZE}")
-        shades = [shade(average_to_8x8(image))]
-        second = float(self._second_judge.predict(shades)[0] == label)
-        return item.scored(float(self._judge.predict(shades)[0] == label), second_judge=second)
+        inputs = [shade(average_to_8x8(image))]
+        second = float(self._second_judge.predict(inputs)[0] == label)
+        return item.scored(float(self._judge.predict(inputs)[0] == label), second_judge=second)
 
 
 def shade(grey: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
-    """Return the classifiers' input of a grey image [8,8] in 0 to 255: float64 [64] in -1 to 1."""
+    """Convert a grey image [8,8] in 0..255 to classifier inputs float64 [64] in -1..1."""
     return (2.0 * np.asarray(grey, np.float64) / 255.0 - 1.0).reshape(-1)
 
 
 def average_to_8x8(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Grey [8,8] float32 in 0 to 255 of a picture [H,W,3]: the mean of each cell, of the three channels alike."""
+    """Convert an image [H,W,3] to grey and average it to float32 [8,8] in 0..255."""
     from PIL import Image
 
     grey = image.mean(axis=2, dtype=np.float32)

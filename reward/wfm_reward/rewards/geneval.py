@@ -1,4 +1,4 @@
-"""GenEval (arXiv 2310.11513): is what the prompt asks for in the picture, as an object detector and CLIP see it?"""
+"""GenEval (arXiv 2310.11513): checks the objects of the prompt with an object detector and CLIP."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIDENCE = 0.3
-COUNTING_CONFIDENCE = 0.9  # for prompts whose tag is `counting`
-MAX_OBJECTS = 16  # of one name
-GREY = (153, 153, 153)  # in place of what is not of the object, when its colour is looked at
+COUNTING_CONFIDENCE = 0.9  # for prompts with the tag `counting`
+MAX_OBJECTS = 16  # per class
+GREY = (153, 153, 153)  # replaces the background when the colour of an object is classified
 TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 
 
 class Detector(ABC):
-    """A detector of objects of COCO's 80 names. `package.module:Class` as the option `detector` takes its place."""
+    """Base class of object detectors for the 80 COCO classes. Set your own with the option `detector`."""
 
     def __init__(self, model: str, device: str) -> None:
         self.model, self.device = model, device
 
     @abstractmethod
     def load(self) -> None:
-        """Once, before the first `find`. Raises RewardError."""
+        """Load the model. Called once before the first detection. Raises RewardError."""
 
     @abstractmethod
     def find(self, image: npt.NDArray[np.uint8]) -> list[Found]:
-        """Objects in a picture [H,W,3], at any confidence."""
+        """Return the objects in an image [H,W,3], at any confidence."""
 
 
 class Mask2Former(Detector):
-    """transformers' Mask2Former, trained on COCO's instances: the model that GenEval uses through mmdet."""
+    """Mask2Former of transformers, trained on COCO instances. GenEval uses the same model through mmdet."""
 
     def load(self) -> None:
         from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
@@ -70,12 +70,11 @@ class Mask2Former(Detector):
 
 
 class GenEval(Reward):
-    """gen_eval_reward: the mean over all clauses of 1 - |found - asked| / asked, of the same share for colours, and of
-    1 or 0 for positions; 1 at most, and below 0 where there are many objects too many. Parts, 1 or 0: gen_eval_score,
-    whether GenEval's own test passes (at least as many objects as asked for, none of those excluded); gen_eval_strict,
-    whether the numbers are exact.
+    """Mean score over the clauses of a GenEval prompt, at most 1; negative for many extra objects.
 
-    Metadata as in GenEval's prompt file: `tag`, `include`, and `exclude` if there are any.
+    A clause scores 1 - |detected - required| / required, the same for colours, and 0 or 1 for positions. Parts, 0 or 1:
+    gen_eval_score, GenEval's own test (at least the required objects and no excluded ones); gen_eval_strict, exact
+    counts. Metadata as in GenEval's prompt file: `tag`, `include`, and optionally `exclude`.
     """
 
     name = "gen_eval"
@@ -97,17 +96,17 @@ class GenEval(Reward):
         clip: str = "openai/clip-vit-large-patch14",
         **options: Any,
     ) -> None:
-        """`detector`: a Detector; `detector_model` and `clip`: folders, or names on the hub. Raises RewardError if the
-        detector is none."""
+        """`detector`: `package.module:Class` of a Detector. `detector_model`, `clip`: folders or Hub names. Raises
+        RewardError for an invalid detector."""
         super().__init__(device, **options)
         module, _, name = detector.partition(":")
         try:
-            found = getattr(importlib.import_module(module), name)
+            detector_class = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise RewardError(f"reward gen_eval: the detector {detector} cannot be imported: {error}") from error
-        if not (isinstance(found, type) and issubclass(found, Detector)):
-            raise RewardError(f"reward gen_eval: {detector} is no wfm_reward.rewards.geneval.Detector")
-        self._detector = found(detector_model, device)
+        if not (isinstance(detector_class, type) and issubclass(detector_class, Detector)):
+            raise RewardError(f"reward gen_eval: {detector} is not a wfm_reward.rewards.geneval.Detector")
+        self._detector = detector_class(detector_model, device)
         self.clip = clip
 
     def load(self) -> None:
@@ -125,32 +124,31 @@ class GenEval(Reward):
         if problem:
             return item.failed(problem)
         image = item.frames[0]
-        least = COUNTING_CONFIDENCE if item.metadata["tag"] == "counting" else CONFIDENCE
+        min_confidence = COUNTING_CONFIDENCE if item.metadata["tag"] == "counting" else CONFIDENCE
         objects: dict[str, list[Found]] = defaultdict(list)
-        for found in sorted(self._detector.find(image), key=lambda one: -one.confidence):
-            if found.confidence > least and len(objects[found.name]) < MAX_OBJECTS:
-                objects[found.name].append(found)
+        for detected in sorted(self._detector.find(image), key=lambda obj: -obj.confidence):
+            if detected.confidence > min_confidence and len(objects[detected.name]) < MAX_OBJECTS:
+                objects[detected.name].append(detected)
         score = judge(
             objects,
             item.metadata["include"],
             item.metadata.get("exclude", []),
-            lambda name, some: self._colors(image, name, some),
+            lambda name, detected: self._colors(image, name, detected),
         )
         return item.scored(score.soft, gen_eval_score=float(score.correct), gen_eval_strict=float(score.strict))
 
     def _colors(self, image: npt.NDArray[np.uint8], name: str, objects: Sequence[Found]) -> list[str]:
-        """The likeliest of COLORS for each object, by CLIP."""
+        """Return the most likely of COLORS for each object, by CLIP."""
         if not objects:
             return []
         if name not in self._color_texts:
             self._color_texts[name] = self._texts(name)
-        likely = (self._clip.images([_cut_out(image, one) for one in objects]) @ self._color_texts[name].T).argmax(
-            dim=-1
-        )
-        return [COLORS[index] for index in likely.tolist()]
+        embeddings = self._clip.images([_cut_out(image, detected) for detected in objects])
+        indices = (embeddings @ self._color_texts[name].T).argmax(dim=-1)
+        return [COLORS[index] for index in indices.tolist()]
 
     def _texts(self, name: str) -> Tensor:
-        """One embedding a colour, [colours, D]: the mean over the templates, of length 1."""
+        """Return one unit embedding per colour [colours, D]: the mean over COLOR_TEMPLATES."""
         import torch
 
         texts = [template.format(color=color, name=name) for color in COLORS for template in TEMPLATES]
@@ -165,11 +163,11 @@ def _found(name: str, confidence: float, mask: npt.NDArray[np.bool_]) -> Found:
 
 
 def _cut_out(image: npt.NDArray[np.uint8], found: Found) -> Any:
-    """A PIL image of the object alone, before grey; of its box where there is no mask."""
+    """Crop an object as a PIL image. The background becomes grey if there is a mask."""
     from PIL import Image
 
-    shown = image if found.mask is None else np.where(found.mask[..., None], image, np.array(GREY, np.uint8))
+    pixels = image if found.mask is None else np.where(found.mask[..., None], image, np.array(GREY, np.uint8))
     x0, y0, x1, y1 = (round(v) for v in found.box)
     height, width, _ = image.shape
     x0, y0 = min(max(x0, 0), width - 1), min(max(y0, 0), height - 1)
-    return Image.fromarray(shown[y0 : max(y1, y0 + 1), x0 : max(x1, x0 + 1)])
+    return Image.fromarray(pixels[y0 : max(y1, y0 + 1), x0 : max(x1, x0 + 1)])

@@ -1,4 +1,4 @@
-"""HPS v2.1 (arXiv 2306.09341): which picture do people prefer for this prompt? A tuned CLIP-H."""
+"""HPS v2.1 (arXiv 2306.09341): human preference score of a fine-tuned CLIP-H."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from wfm_reward.rewards._weights import file_of, loaded, torch_dtype
 
 
 class HpsV2(Reward):
-    """The cosine of picture and prompt, -1 to 1, usually 0.2 to 0.35."""
+    """HPS v2.1: cosine similarity of image and prompt, -1 to 1, usually 0.2 to 0.35."""
 
     name = "hpsv2"
     backbone = "CLIP"
     media = frozenset({"image"})
-    outputs: ClassVar = {"hpsv2": Range(-1.001, 1.001)}  # rounding may pass 1
+    outputs: ClassVar = {"hpsv2": Range(-1.001, 1.001)}  # rounding can exceed 1
     primary = "hpsv2"
 
     def __init__(
@@ -32,13 +32,13 @@ class HpsV2(Reward):
         dtype: str = "float32",
         **options: Any,
     ) -> None:
-        """`model`: the published file, or OWNER/REPOSITORY:FILE on the hub. `base`: folder or name of the CLIP that it
-        was made from, for configuration and processor; of its weights nothing remains."""
+        """`model`: the published file, or OWNER/REPOSITORY:FILE on the Hub. `base`: folder or Hub name of the base
+        CLIP, used only for configuration and processor."""
         super().__init__(device, **options)
         self.model, self.base, self.dtype = model, base, dtype
 
     def load(self) -> None:
-        """Raises RewardError if the weights are not those of such a CLIP."""
+        """Load the weights. Raises RewardError if they do not fit the base CLIP."""
         self._clip = _Clip(self.name, self.model, self.base, self.device, self.dtype)
         self._size = self._clip.model.config.vision_config.image_size
 
@@ -48,7 +48,7 @@ class HpsV2(Reward):
 
 
 class _Clip(Clip):
-    """A CLIP with weights of open_clip."""
+    """A CLIP model with weights saved by open_clip."""
 
     def __init__(self, reward: str, weights: str, base: str, device: str, dtype: str) -> None:
         import torch
@@ -68,16 +68,16 @@ class _Clip(Clip):
 
 
 def letterboxed(media: npt.NDArray[np.uint8], size: int) -> Sequence[Any]:
-    """PIL images of size x size: the longer side resized to it, the rest black, as HPS v2 was trained."""
+    """Resize images to fit size x size and pad with black, as in the training of HPS v2. Return PIL images."""
     from PIL import Image
 
     _, height, width, _ = media.shape
     scale = size / max(height, width)
     small = (max(1, round(width * scale)), max(1, round(height * scale)))
-    boxed = []
+    images = []
     for image in media:
         resized = Image.fromarray(image).resize(small, Image.Resampling.BICUBIC)
         frame = Image.new("RGB", (size, size))
         frame.paste(resized, ((size - small[0]) // 2, (size - small[1]) // 2))
-        boxed.append(frame)
-    return boxed
+        images.append(frame)
+    return images

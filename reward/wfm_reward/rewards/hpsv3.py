@@ -1,4 +1,4 @@
-"""HPS v3 (arXiv 2508.03789): which picture do people prefer for this prompt? A Qwen2-VL-7B, by its own package."""
+"""HPS v3 (arXiv 2508.03789): human preference score of a Qwen2-VL-7B, from the package hpsv3."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from wfm_reward.rewards._weights import loaded, pictures
 
 
 class HpsV3(Reward):
-    """The mean of the predicted preference, unbounded and not normalised: 7 to 11 in Cosmos-RL's example, so mind a
-    clip in the recipe. The predicted deviation is the part `sigma`.
+    """HPS v3: mean of the predicted preference, unbounded and not normalised.
 
-    Needs the package hpsv3 (github.com/MizzenAI/HPSv3), which has requirements of its own: give it a Python of its own,
-    by the key `python` of a service's configuration.
+    It is 7 to 11 in Cosmos-RL's example, so check any `clip` in the recipe. Part `sigma`: the predicted deviation.
+    Needs the package hpsv3 (github.com/MizzenAI/HPSv3). It has its own requirements: install it in a separate
+    environment and set the key `python` in the service configuration.
     """
 
     name = "hpsv3"
@@ -26,7 +26,7 @@ class HpsV3(Reward):
     def __init__(
         self, device: str = "cpu", *, checkpoint: str | None = None, config: str | None = None, **options: Any
     ) -> None:
-        """`checkpoint`: HPSv3.safetensors. Unset: the package fetches it from the hub. `config`: its YAML file."""
+        """`checkpoint`: HPSv3.safetensors; unset: downloaded by the package. `config`: its YAML file."""
         super().__init__(device, **options)
         self.checkpoint, self.config = checkpoint, config
 
@@ -40,9 +40,9 @@ class HpsV3(Reward):
         self._model = loaded(self.name, "the model", self.checkpoint or "MizzenAI/HPSv3", load_model)
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Raises RewardError if the package returns something else than a row for each picture."""
-        # By name: releases of the package differ in the order.
+        """Score a batch. Raises RewardError unless the package returns two numbers per image."""
+        # Keyword arguments: releases of the package differ in the order.
         rows = self._model.reward(prompts=list(batch.prompts), image_paths=pictures(batch.media)).float().tolist()
         if len(rows) != len(batch) or not all(len(row) == 2 for row in rows):
-            raise RewardError(f"hpsv3 returned {str(rows)[:80]} for {len(batch)} pictures, not two numbers of each")
+            raise RewardError(f"hpsv3 returned {str(rows)[:80]} for {len(batch)} images, not two numbers per image")
         return [item.scored(mean, sigma=sigma) for item, (mean, sigma) in zip(batch, rows, strict=True)]

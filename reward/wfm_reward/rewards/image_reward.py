@@ -1,4 +1,4 @@
-"""ImageReward (arXiv 2304.05977): how well would people rate the picture for its prompt? By its own package."""
+"""ImageReward (arXiv 2304.05977): human rating of an image for its prompt, from the package image-reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wfm_reward.rewards._weights import loaded, pictures
 
 
 class ImageReward(Reward):
-    """The package's normalised score: mean 0 and deviation 1 over its authors' validation set, usually -2.3 to 2.
+    """ImageReward: standardised on the authors' validation set (mean 0, std 1), usually -2.3 to 2.
 
     Needs the package image-reward; the weights are ImageReward-v1.0.
     """
@@ -23,7 +23,7 @@ class ImageReward(Reward):
     def __init__(
         self, device: str = "cpu", *, model: str = "ImageReward-v1.0", med_config: str | None = None, **options: Any
     ) -> None:
-        """`model`: ImageReward.pt, with `med_config` beside it; or the name under which the package fetches both."""
+        """`model`: ImageReward.pt, together with `med_config`; or the name of a model that the package downloads."""
         super().__init__(device, **options)
         self.model, self.med_config = model, med_config
 
@@ -38,5 +38,5 @@ class ImageReward(Reward):
         self._model.eval()
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        shown = pictures(batch.media)
-        return [item.scored(float(self._model.score(item.prompt, p))) for item, p in zip(batch, shown, strict=True)]
+        images = pictures(batch.media)
+        return [item.scored(float(self._model.score(item.prompt, p))) for item, p in zip(batch, images, strict=True)]

@@ -1,4 +1,4 @@
-"""Compressibility of an image, the two rewards of DDPO (arXiv 2305.13301): without a model, so they run anywhere."""
+"""JPEG compressibility and incompressibility, the rewards of DDPO (arXiv 2305.13301). They use no model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNBOUNDED = float("inf")
 
 
 def jpeg_kb(item: MediaItem) -> float:
-    """Size of the item's (first) image as a JPEG of quality 95, in units of 1000 bytes."""
+    """Return the size of the first frame as a JPEG of quality 95, in units of 1000 bytes."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -22,7 +22,7 @@ def jpeg_kb(item: MediaItem) -> float:
 
 
 class JpegReward(Reward):
-    """A function of the JPEG size."""
+    """Base class: a function of the JPEG size."""
 
     media = frozenset({"image"})
     backbone = "JPEG"
@@ -35,7 +35,7 @@ class JpegReward(Reward):
 
 
 class JpegIncompressibility(JpegReward):
-    """The size in KB: detail is rewarded."""
+    """JPEG size in KB: rewards detail."""
 
     name = "jpeg_incompressibility"
     outputs: ClassVar = {"jpeg_incompressibility": Range(0.0, UNBOUNDED)}
@@ -46,7 +46,7 @@ class JpegIncompressibility(JpegReward):
 
 
 class JpegCompressibility(JpegReward):
-    """Minus the size in units of 500 KB: smoothness is rewarded."""
+    """Negative JPEG size in units of 500 KB: rewards smooth images."""
 
     name = "jpeg_compressibility"
     outputs: ClassVar = {"jpeg_compressibility": Range(-UNBOUNDED, 0.0)}

@@ -1,4 +1,4 @@
-"""A number that says nothing about the media, for a dry run of a recipe whose real rewards are not there yet."""
+"""Mock reward, for dry runs of recipes before the real rewards are available."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 
 
 class Mock(Reward):
-    """A pseudo-random number in [0, 1) that follows from the bytes of the media alone: it teaches nothing."""
+    """Pseudo-random number in [0, 1), a hash of the pixels: carries no learning signal."""
 
     name = "mock"
     media = frozenset({"image", "video"})

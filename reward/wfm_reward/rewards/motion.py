@@ -1,4 +1,4 @@
-"""Motion of a video: a reward without a model, for tests and dry runs. Noise moves most, a still not at all."""
+"""Motion of a video: a reward without a model, for tests and dry runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 
 
 class Motion(Reward):
-    """Mean absolute difference of consecutive frames, over all pixels and channels scaled to 0..1."""
+    """Mean absolute difference of consecutive frames, with channels scaled to 0..1. Highest for noise, 0 for a
+    still."""
 
     name = "motion"
     media = frozenset({"video"})
@@ -25,6 +26,6 @@ class Motion(Reward):
         frames = item.frames
         if len(frames) < 2:
             return item.failed("a video of one frame has no motion")
-        # Pair by pair: the differences of a whole clip would need several times its memory.
+        # One pair at a time: differences of the whole clip would need several times its memory.
         steps = [np.abs(after.astype(np.int16) - before).mean() for before, after in itertools.pairwise(frames)]
         return item.scored(float(np.mean(steps)) / 255.0)

@@ -1,4 +1,4 @@
-"""The video quickstart's judge, which RL never sees: which real clip does the video look like, and how much?"""
+"""Held-out reward of the video quickstart: similarity to the nearest real clip."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 from wfm_reward.moving_world import cells_of, nearest
 
-REAL = 0.01  # mean squared difference below which a video is taken for a real clip: 3 wrong cells in its 5 frames
+REAL = 0.01  # maximum mean squared error of a real clip: 3 wrong cells in 5 frames
 MAX_PSNR = 60.0
 
 
 class NearestClip(Reward):
-    """PSNR of the video to the nearest real clip, in dB, for cells of 0 to 1 and at most 60.
+    """PSNR in dB, at most 60, between the cells of the video and the nearest real clip.
 
-    Parts, 0.0 or 1.0: `shape` and `direction`, that clip has the one asked for; `both`; `real`, the mean squared
-    difference is below .01. Metadata: `shape`, `direction`.
+    Parts, 0.0 or 1.0: `shape`, `direction` and `both`, whether that clip has the requested ones; `real`, whether the
+    mean squared error is below .01. Metadata: `shape`, `direction`.
     """
 
     name = "nearest_clip"

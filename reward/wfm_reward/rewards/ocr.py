@@ -1,4 +1,4 @@
-"""Is the wanted text in the image? The OCR reward of Flow-GRPO (arXiv 2505.05470), read by RapidOCR."""
+"""OCR reward of Flow-GRPO (arXiv 2505.05470), with RapidOCR: is the requested text in the image?"""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ QUOTED = re.compile(r'"([^"]*)"')
 
 
 class Ocr(Reward):
-    """1 - d / len(target), 0 to 1: d = 0 if the target is in the text read, else their edit distance, at most len.
+    """1 - d / len(target), 0 to 1: d is 0 if the recognised text contains the target, else the edit distance.
 
-    The target is metadata `ocr_target`, else the text in the prompt's first double quotes; case and spaces do not
-    count, on either side. The models come inside the package rapidocr-onnxruntime (PP-OCRv4, Apache-2.0).
+    d is at most len(target). The target is metadata `ocr_target`, or else the first text in double quotes in the
+    prompt. Case and whitespace are ignored. The models are part of the package rapidocr-onnxruntime (PP-OCRv4,
+    Apache-2.0).
     """
 
     name = "ocr"
@@ -26,18 +27,16 @@ class Ocr(Reward):
     primary = "ocr_reward"
 
     def __init__(self, device: str = "cpu", *, threads: int = 1, **options: Any) -> None:
-        """`threads`: CPU threads of one worker. Raises RewardError for another device than cpu."""
+        """`threads`: CPU threads per worker. Raises RewardError for devices other than cpu."""
         super().__init__(device, **options)
         if device != "cpu":
-            raise RewardError(
-                f"reward ocr runs on the CPU, not on {device}: set its device to cpu and add workers instead"
-            )
+            raise RewardError(f"reward ocr runs on the CPU, not on {device}: set device to cpu and add workers instead")
         if not isinstance(threads, int) or threads < 1:
-            raise RewardError(f"reward ocr: threads is {threads!r}; it must be a whole number of at least 1")
+            raise RewardError(f"reward ocr: threads is {threads!r}; it must be an integer >= 1")
         self.threads = threads
 
     def load(self) -> None:
-        """Raises RewardError if the package is not installed."""
+        """Load the models. Raises RewardError if the package is not installed."""
         try:
             import cv2
             from rapidocr_onnxruntime import RapidOCR
@@ -45,7 +44,7 @@ class Ocr(Reward):
             raise RewardError(
                 f"reward ocr needs the package rapidocr-onnxruntime ({error}): pip install 'wfm_ds[reward-ocr]'"
             ) from error
-        cv2.setNumThreads(self.threads)  # its pool would otherwise have a thread per core
+        cv2.setNumThreads(self.threads)  # by default, OpenCV uses one thread per core
         self._reader: Any = RapidOCR(intra_op_num_threads=self.threads, inter_op_num_threads=1)
 
     def score(self, batch: MediaBatch) -> list[Score]:
@@ -60,13 +59,13 @@ class Ocr(Reward):
         return item.scored(1.0 - distance / len(target))
 
     def _read(self, image: npt.NDArray[np.uint8]) -> str:
-        """All lines that were found, from top to bottom, joined. Text below RapidOCR's confidence of .5 is no text."""
-        lines, _ = self._reader(np.ascontiguousarray(image[..., ::-1]))  # arrays are taken as BGR
+        """Return the recognised lines, top to bottom, joined. RapidOCR drops lines with a confidence below .5."""
+        lines, _ = self._reader(np.ascontiguousarray(image[..., ::-1]))  # RapidOCR expects BGR
         return "".join(text for _box, text, _confidence in lines or ())
 
 
 def ocr_target(item: MediaItem) -> str:
-    """The wanted text, lower case and without spaces; "" if there is none."""
+    """Return the normalised target text, "" if there is none."""
     target = item.metadata.get("ocr_target")
     if target is None:
         quoted = QUOTED.search(item.prompt)
@@ -79,8 +78,8 @@ def comparable(text: str) -> str:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Levenshtein's: the fewest insertions, deletions and replacements of one character that turn a into b."""
-    row = list(range(len(b) + 1))  # distances from the read part of a to every beginning of b
+    """Return the Levenshtein distance of two strings."""
+    row = list(range(len(b) + 1))  # distances of the processed part of a to all prefixes of b
     for i, char_a in enumerate(a, start=1):
         diagonal, row[0] = row[0], i
         for j, char_b in enumerate(b, start=1):

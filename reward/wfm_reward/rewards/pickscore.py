@@ -1,4 +1,4 @@
-"""PickScore (arXiv 2305.01569): which of two pictures would a person pick for this prompt? A tuned CLIP-H."""
+"""PickScore (arXiv 2305.01569): human preference score of a fine-tuned CLIP-H."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SCALE = 26.0
 
 
 class PickScore(Reward):
-    """exp(logit_scale) * cosine / 26 of picture and prompt, as Flow-GRPO and Cosmos-RL scale it: usually 0.6 to 1."""
+    """PickScore: exp(logit_scale) * cosine / 26, scaled as in Flow-GRPO and Cosmos-RL; usually 0.6 to 1."""
 
     name = "pickscore"
     backbone = "CLIP"
     media = frozenset({"image"})
-    outputs: ClassVar = {"pickscore": Range(-100 / SCALE, 100 / SCALE)}  # CLIP's scale is 100 at most
+    outputs: ClassVar = {"pickscore": Range(-100 / SCALE, 100 / SCALE)}  # CLIP's logit scale is at most 100
     primary = "pickscore"
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Scores of another reward service that speaks Cosmos-RL's protocol: its own, or ours with an HTTP port."""
+"""Scores from another reward service with Cosmos-RL's HTTP protocol: Cosmos-RL's own, or wfm_reward with `http:`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from wfm_reward.asking import Asker, HttpAnswer, Unanswered, check_url
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
 
-FAMILIES = ("REMOTE_REWARD", "WFM_REWARD", "DIFFUSION_REWARD")  # of variables; the later two are older names
+FAMILIES = ("REMOTE_REWARD", "WFM_REWARD", "DIFFUSION_REWARD")  # of environment variables; the last two are older names
 KEEP_REPLICA = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
 POLL_S = 0.5
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
@@ -24,11 +24,11 @@ OCTETS = {"Content-Type": "application/octet-stream"}
 
 
 class Remote(Reward):
-    """The score that another service computes under the name `reward`, in its range.
+    """Score of the reward `reward` of another service, in the range of that reward.
 
-    Where it is: the variables REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and, if it wants one,
-    REMOTE_REWARD_TOKEN; the same with WFM_REWARD_ or DIFFUSION_REWARD_ in front. `remote/NAME` is `remote` with the
-    option `reward: NAME`, so that a recipe can name several.
+    Set the addresses with the environment variables REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and, if needed,
+    REMOTE_REWARD_TOKEN. The prefixes WFM_REWARD_ and DIFFUSION_REWARD_ work too. `remote/NAME` is `remote` with the
+    option `reward: NAME`, so that a recipe can use several.
     """
 
     name = "remote"
@@ -41,48 +41,49 @@ class Remote(Reward):
     def __init__(
         self, device: str = "cpu", *, reward: str, output: str | None = None, timeout_s: float = 600.0, **options: Any
     ) -> None:
-        """`output`: which of the service's scores, or a sum such as vq_reward+mq_reward; unset if there is one alone.
-        `timeout_s`: for a batch, at most 600. Raises RewardError for other values."""
+        """`output`: output of the service, or a sum such as vq_reward+mq_reward; unset if there is only one.
+        `timeout_s`: per batch, at most 600. Raises RewardError for other values."""
         super().__init__(device, **options)
         if not 0 < timeout_s <= 600:
-            raise RewardError(f"reward remote: timeout_s is {timeout_s}, not within 0 and 600")
+            raise RewardError(f"reward remote: timeout_s is {timeout_s}; it must be in (0, 600]")
         self.reward, self.output, self.timeout_s = reward, output, timeout_s
 
     def load(self) -> None:
-        """Raises RewardError if no variables say where the service is, or two families of them differ."""
+        """Read the addresses. Raises RewardError if they are not set, or if variables with different prefixes
+        conflict."""
         self._enqueue_url, self._fetch_url, token = endpoint(os.environ)
         self._asker = Asker(token)
         self._keep_replica = os.environ.get(KEEP_REPLICA, "").lower() not in ("1", "true")
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """One request for the batch. Raises RewardError if the token is refused or the output is not there."""
+        """Send the batch in one request. Raises RewardError if the token is rejected or the output is missing."""
         deadline_s = time.monotonic() + self.timeout_s
         try:
-            answer = self._answer(enqueue_body(self.reward, batch), deadline_s)
+            reply = self._answer(enqueue_body(self.reward, batch), deadline_s)
         except Unanswered as error:
             return [item.failed(f"remote {self.reward}: {error}") for item in batch]
-        return list(self._scores(answer, batch))
+        return list(self._scores(reply, batch))
 
     def _answer(self, body: bytes, deadline_s: float) -> Mapping[str, Any]:
-        """Raises Unanswered."""
+        """Enqueue the batch and poll for its scores. Raises HttpRequestError."""
         accepted = _good(self._asker.post(self._enqueue_url, body, OCTETS, deadline_s))
         uuid, replica = accepted.get("uuid"), accepted.get("replica_id")
         if not isinstance(uuid, str):
-            raise Unanswered(f"{self._enqueue_url} gave no uuid")
+            raise Unanswered(f"{self._enqueue_url} returned no uuid")
         target = {"X-Lepton-Replica-Target": str(replica)} if replica and self._keep_replica else {}
         form = urlencode({"uuid": uuid, "type": self.reward}).encode()
         while True:
-            answer = self._asker.post(self._fetch_url, form, {**FORM, **target}, deadline_s)
-            if answer.status != 400:  # not ready, and in Cosmos-RL's service also failed: until the deadline
-                return _good(answer)
+            response = self._asker.post(self._fetch_url, form, {**FORM, **target}, deadline_s)
+            if response.status != 400:  # 400: not ready; Cosmos-RL's service also uses it for failed requests
+                return _good(response)
             if time.monotonic() + POLL_S >= deadline_s:
-                raise Unanswered(f"no scores within {self.timeout_s:g} s: {answer.text()}")
+                raise Unanswered(f"no scores within {self.timeout_s:g} s: {response.text()}")
             self._asker.pause(POLL_S)
 
-    def _scores(self, answer: Mapping[str, Any], batch: MediaBatch) -> list[Score]:
-        lists = answer.get("scores")
+    def _scores(self, reply: Mapping[str, Any], batch: MediaBatch) -> list[Score]:
+        lists = reply.get("scores")
         if not isinstance(lists, dict) or not lists:
-            raise RewardError(f"remote {self.reward}: the service gave no scores: {str(answer)[:200]}")
+            raise RewardError(f"remote {self.reward}: the service returned no scores: {str(reply)[:200]}")
         numbers = {
             name: values
             for name, values in lists.items()
@@ -91,88 +92,88 @@ class Remote(Reward):
         short = [name for name, values in numbers.items() if len(values) != len(batch)]
         if short:
             raise RewardError(f"remote {self.reward}: {len(numbers[short[0]])} scores for {len(batch)} items")
-        wanted = self._wanted(numbers)
+        outputs = self._wanted(numbers)
         reasons = {
             f.get("index"): f.get("reason")
-            for f in answer.get("failures", ())
+            for f in reply.get("failures", ())
             if isinstance(f, dict) and f.get("reason")
         }
         return [
-            _score(item, {name: values[i] for name, values in numbers.items()}, wanted, reasons.get(i))
+            _score(item, {name: values[i] for name, values in numbers.items()}, outputs, reasons.get(i))
             for i, item in enumerate(batch)
         ]
 
     def _wanted(self, numbers: Mapping[str, Sequence[Any]]) -> list[str]:
-        """The outputs that are summed. Raises RewardError if they are not there, or it is not clear which."""
-        wanted = list(numbers) if self.output is None else [part.strip() for part in self.output.split("+")]
-        if (self.output is None and len(wanted) != 1) or not set(wanted) <= numbers.keys():
+        """Return the outputs to sum. Raises RewardError if they are missing or ambiguous."""
+        outputs = list(numbers) if self.output is None else [part.strip() for part in self.output.split("+")]
+        if (self.output is None and len(outputs) != 1) or not set(outputs) <= numbers.keys():
             raise RewardError(
                 f"remote {self.reward}: the service has the outputs {', '.join(numbers)}; set the option `output` to "
-                "one of them, or to a sum with +"
+                "one of them, or to a sum such as a+b"
             )
-        return wanted
+        return outputs
 
 
 def endpoint(environment: Mapping[str, str]) -> tuple[str, str, str | None]:
-    """(enqueue address, fetch address, token) of the first family of variables that has both addresses.
+    """Return (enqueue URL, fetch URL, token) from the first prefix with both URLs set.
 
-    Raises RewardError if there is none, or a second one says something else.
+    Raises RewardError if no prefix is complete, or if another prefix has different values.
     """
-    found = {}
+    addresses = {}
     for family in FAMILIES:
         enqueue, fetch, token = (
             environment.get(f"{family}_{key}") or None for key in ("ENQUEUE_URL", "FETCH_URL", "TOKEN")
         )
         if enqueue and fetch:
-            found[family] = (
+            addresses[family] = (
                 check_url(enqueue, f"{family}_ENQUEUE_URL"),
                 check_url(fetch, f"{family}_FETCH_URL"),
                 token,
             )
         elif enqueue or fetch:
-            lacking = "FETCH_URL" if enqueue else "ENQUEUE_URL"
-            raise RewardError(f"reward remote: {family}_{lacking} is not set, but its sibling is: set both or none")
-    if not found:
+            missing, present = ("FETCH_URL", "ENQUEUE_URL") if enqueue else ("ENQUEUE_URL", "FETCH_URL")
+            raise RewardError(f"reward remote: {family}_{present} is set, but not {family}_{missing}; set both or none")
+    if not addresses:
         raise RewardError("reward remote: set REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL, REMOTE_REWARD_TOKEN")
-    if len(set(found.values())) > 1:
-        raise RewardError(f"reward remote: the variables of {' and '.join(found)} differ: unset those of one of them")
-    return next(iter(found.values()))
+    if len(set(addresses.values())) > 1:
+        raise RewardError(f"reward remote: variables with the prefixes {' and '.join(addresses)} differ: unset one set")
+    return next(iter(addresses.values()))
 
 
 def enqueue_body(reward: str, batch: MediaBatch) -> bytes:
-    """One line of JSON, a newline, and the media as numpy.save writes them: images [B,H,W,3], videos [B,3,T,H,W]."""
+    """Return the request body: a line of JSON, then images [B,H,W,3] or videos [B,3,T,H,W] in .npy format."""
     video = batch.media.ndim == 5
     fields: dict[str, Any] = {
         "prompts": list(batch.prompts),
         "reward_fn": {reward: 1.0},
         "media_type": "video" if video else "image",
-        "metadata": [dict(one) for one in batch.metadata],
+        "metadata": [dict(metadata) for metadata in batch.metadata],
     }
     if video:
         fields["video_infos"] = [{} if batch.fps is None else {"video_fps": batch.fps}] * len(batch)
-    if all("tag" in one and "include" in one for one in batch.metadata):
-        fields["geneval_tags"] = [one["tag"] for one in batch.metadata]
-        fields["geneval_includes"] = [json.dumps(one["include"]) for one in batch.metadata]
+    if all("tag" in metadata and "include" in metadata for metadata in batch.metadata):
+        fields["geneval_tags"] = [metadata["tag"] for metadata in batch.metadata]
+        fields["geneval_includes"] = [json.dumps(metadata["include"]) for metadata in batch.metadata]
     media = np.ascontiguousarray(batch.media.transpose(0, 4, 1, 2, 3)) if video else batch.media
     array = io.BytesIO()
     np.save(array, media, allow_pickle=False)
     return json.dumps(fields).encode() + b"\n" + array.getvalue()
 
 
-def _good(answer: HttpAnswer) -> dict[str, Any]:
-    if answer.status != 200:
-        raise Unanswered(f"an answer of status {answer.status}: {answer.text()}")
-    return answer.json()
+def _good(response: HttpAnswer) -> dict[str, Any]:
+    if response.status != 200:
+        raise Unanswered(f"a response with status {response.status}: {response.text()}")
+    return response.json()
 
 
-def _score(item: MediaItem, values: Mapping[str, Any], wanted: Sequence[str], reason: str | None) -> Score:
-    lacking = [name for name in wanted if values[name] is None or not math.isfinite(values[name])]
-    if lacking:
-        return item.failed(reason or f"the service has no {lacking[0]} of it")
+def _score(item: MediaItem, values: Mapping[str, Any], outputs: Sequence[str], reason: str | None) -> Score:
+    missing = [name for name in outputs if values[name] is None or not math.isfinite(values[name])]
+    if missing:
+        return item.failed(reason or f"the service returned no {missing[0]} for this item")
     if item.fps is not None and all(value == -1.0 for value in values.values()):
-        return item.failed("the service says -1 throughout, as it does where a video could not be scored")
+        return item.failed("the service returned -1 for all outputs, its value for videos that it cannot score")
     parts = {name: float(v) for name, v in values.items() if v is not None and math.isfinite(v)}
-    return item.scored(sum(float(values[name]) for name in wanted), **parts)
+    return item.scored(sum(float(values[name]) for name in outputs), **parts)
 
 
 def _is_number(value: Any) -> bool:

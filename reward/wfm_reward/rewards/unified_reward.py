@@ -1,4 +1,4 @@
-"""UnifiedReward (arXiv 2503.05236): a vision-language model that rates a picture for its caption, from 1 to 5."""
+"""UnifiedReward (arXiv 2503.05236): a vision-language model rates an image for its caption from 1 to 5."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wfm_reward.base import MediaItem, Range, Score
 from wfm_reward.rewards._judge import Judge, picture_url
 
 FINAL = re.compile(r"Final Score:\s*([1-5](?:\.\d+)?)")
-QUESTION = (  # the model was trained with these words: github.com/CodeGoat24/UnifiedReward
+QUESTION = (  # the prompt of its training: github.com/CodeGoat24/UnifiedReward
     "<image>\nYou are given a text caption and a generated image based on that caption. Your task is to evaluate this "
     "image based on two key criteria:\n1. Alignment with the Caption: Assess how well this image aligns with the "
     "provided caption. Consider the accuracy of depicted objects, their relationships, and attributes as described in "
@@ -21,7 +21,7 @@ QUESTION = (  # the model was trained with these words: github.com/CodeGoat24/Un
 
 
 class UnifiedReward(Judge):
-    """Its "Final Score" of 1 to 5, divided by 5: 0.2 to 1. An answer without one is a failure."""
+    """UnifiedReward: "Final Score" (1 to 5) divided by 5, 0.2 to 1. A reply without one is a failure."""
 
     name = "unified_reward"
     media = frozenset({"image"})
@@ -29,7 +29,7 @@ class UnifiedReward(Judge):
     primary = "unified_reward"
 
     def __init__(self, device: str = "cpu", *, model: str = "UnifiedReward-7b-v1.5", **options: Any) -> None:
-        """Options of Judge; `model`: the name under which the endpoint serves it."""
+        """Options of VlmReward. `model`: model name at the endpoint."""
         super().__init__(device, model=model, **options)
 
     def question(self, item: MediaItem) -> Mapping[str, Any]:
@@ -41,7 +41,7 @@ class UnifiedReward(Judge):
 
     def judged(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
         text = choice["message"]["content"]
-        found = FINAL.search(text)
-        if found is None:
-            return item.failed(f"the judge gave no final score: {' '.join(text.split())[:120]!r}")
-        return item.scored(float(found[1]) / 5)
+        match = FINAL.search(text)
+        if match is None:
+            return item.failed(f"the reply has no final score: {' '.join(text.split())[:120]!r}")
+        return item.scored(float(match[1]) / 5)

@@ -1,7 +1,7 @@
 """VideoAlign's VideoReward (arXiv 2501.13918): visual quality, motion quality and text alignment of a video.
 
-By the authors' own code (github.com/KwaiVGI/VideoAlign, also in FastVideo), which has requirements of its own: give it
-a Python of its own, by the key `python` of a service's configuration.
+Uses the authors' code (github.com/KwaiVGI/VideoAlign, also in FastVideo). It has its own requirements: install it in a
+separate environment and set the key `python` in the service configuration.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ UNBOUNDED = Range(-math.inf, math.inf)
 
 
 class VideoAlign(Reward):
-    """Standardised by the model's own configuration, so that each of VQ, MQ and TA has mean 0 and deviation 1 over its
-    authors' videos, and is unbounded; overall_reward is their sum.
+    """VideoReward: sum of VQ, MQ and TA, each standardised on the authors' videos; unbounded.
 
-    The model reads video files: a clip reaches it as H.264 with hardly any loss.
+    `overall_reward` is that sum. The model reads video files, so clips are passed as nearly lossless H.264.
     """
 
     name = "video_align"
@@ -44,12 +43,11 @@ class VideoAlign(Reward):
         dtype: str = "bfloat16",
         **options: Any,
     ) -> None:
-        """`model`: folder of the checkpoint. `code`: a checkout of VideoAlign; unset: the one within FastVideo.
-        `output`: what is the score, overall_reward or a sum such as vq_reward+mq_reward. Raises RewardError for others.
-        """
+        """`model`: folder of the checkpoint. `code`: a checkout of VideoAlign; unset: the copy in FastVideo. `output`:
+        the score, overall_reward or a sum such as vq_reward+mq_reward. Raises RewardError for other outputs."""
         super().__init__(device, **options)
-        self.wanted = [part.strip() for part in output.split("+")]
-        if not set(self.wanted) <= OUTPUTS.keys():
+        self.score_outputs = [part.strip() for part in output.split("+")]
+        if not set(self.score_outputs) <= OUTPUTS.keys():
             raise RewardError(f"reward {self.name}: output is {output!r}; it must be a sum of {', '.join(OUTPUTS)}")
         self.model, self.code, self.dtype = model, code, dtype
 
@@ -62,47 +60,48 @@ class VideoAlign(Reward):
         self._model = loaded(self.name, "the model", self.model, load_model)
 
     def _inference(self) -> Any:
-        """The class VideoVLMRewardInference."""
+        """Import the class VideoVLMRewardInference."""
         if self.code is None:
             from fastvideo.models.videoalign.inference import VideoVLMRewardInference
         else:
-            sys.path.insert(0, str(Path(self.code).expanduser()))  # its modules import each other by bare names
+            sys.path.insert(0, str(Path(self.code).expanduser()))  # its modules import each other as top-level modules
             from inference import VideoVLMRewardInference
         return VideoVLMRewardInference
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Raises RewardError if the videos have no speed, or the model does not return its four numbers."""
+        """Score a batch. Raises RewardError if the videos have no fps, or the model does not return its four
+        numbers."""
         if batch.fps is None:
-            raise RewardError(f"{self.name} needs the videos' frames per second: the clients must say them")
+            raise RewardError(f"{self.name} needs the frames per second of the videos; clients must send them")
         with tempfile.TemporaryDirectory(prefix="wfm-videos-") as folder:
             paths = [Path(folder) / f"{i}.mp4" for i in range(len(batch))]
             for path, item in zip(paths, batch, strict=True):
                 path.write_bytes(mp4(item.frames, batch.fps))
-            answers = self._rated([str(path) for path in paths], list(batch.prompts))
-        return [self._score(item, answer) for item, answer in zip(batch, answers, strict=True)]
+            ratings = self._rated([str(path) for path in paths], list(batch.prompts))
+        return [self._score(item, rating) for item, rating in zip(batch, ratings, strict=True)]
 
     def _rated(self, paths: Sequence[str], prompts: Sequence[str]) -> Sequence[dict[str, float]]:
         import torch
 
         with torch.inference_mode():
-            answers: Sequence[dict[str, float]] = self._model.reward(paths, prompts, use_norm=True)
-        return answers
+            ratings: Sequence[dict[str, float]] = self._model.reward(paths, prompts, use_norm=True)
+        return ratings
 
-    def _score(self, item: MediaItem, answer: dict[str, float]) -> Score:
-        if not isinstance(answer, dict) or not set(OUTPUTS.values()) <= answer.keys():
-            raise RewardError(f"VideoAlign returned {str(answer)[:100]}, not {', '.join(OUTPUTS.values())}")
-        parts = {output: float(answer[theirs]) for output, theirs in OUTPUTS.items()}
-        return item.scored(sum(parts[output] for output in self.wanted), **parts)
+    def _score(self, item: MediaItem, rating: dict[str, float]) -> Score:
+        if not isinstance(rating, dict) or not set(OUTPUTS.values()) <= rating.keys():
+            raise RewardError(f"VideoAlign returned {str(rating)[:100]}, not {', '.join(OUTPUTS.values())}")
+        parts = {output: float(rating[key]) for output, key in OUTPUTS.items()}
+        return item.scored(sum(parts[output] for output in self.score_outputs), **parts)
 
 
 class DanceGrpo(VideoAlign):
-    """`video_align` under the name that Cosmos-RL's reward service and its recipes give it, with its four outputs."""
+    """VideoReward as `dance_grpo`, its name in Cosmos-RL, with the same four outputs."""
 
     name = "dance_grpo"
     outputs: ClassVar = dict.fromkeys(OUTPUTS, UNBOUNDED)
     primary = "overall_reward"
 
-    def _score(self, item: MediaItem, answer: dict[str, float]) -> Score:
-        score = super()._score(item, answer)
+    def _score(self, item: MediaItem, rating: dict[str, float]) -> Score:
+        score = super()._score(item, rating)
         parts = {name: part for name, part in score.parts.items() if name != self.primary}
         return score if score.value is None else item.scored(score.value, **parts)

@@ -1,4 +1,4 @@
-"""Access to the HTTP port: a token, as `Authorization: Bearer`, or as the password of a browser's own dialogue."""
+"""Token authentication of the HTTP server: `Authorization: Bearer`, or the password of HTTP Basic in browsers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ TOKEN = "WFM_REWARD_TOKEN"
 
 
 def service_token(config: HttpConfig, base: Path, environment: Mapping[str, str]) -> str | None:
-    """The token that requests must bear. Raises RewardError if there is none although the port is not on loopback, or
-    if its file can be read by others."""
+    """Return the token that requests must carry; None if no token is needed.
+
+    Raises RewardError if the server is not on loopback and has no token, or if other users can read the token file.
+    """
     token = environment.get(TOKEN) or None
     if config.token_file is not None:
         token = _from_file(base / config.token_file.expanduser())
     host = config.bind.rpartition(":")[0].strip("[]")
     if token is None and not _is_loopback(host):
         raise RewardError(
-            f"http.bind is {config.bind}, which others can reach: set http.token_file, or the environment's {TOKEN}"
+            f"http.bind is {config.bind}, which others can reach: set http.token_file, or the variable {TOKEN}"
         )
     return token
 
@@ -53,18 +55,18 @@ def _is_loopback(host: str) -> bool:
 
 
 def check_token(header: str | None, token: str | None) -> None:
-    """Raise HttpProblem 401 unless the Authorization header bears the token. All wrong ones take the same time."""
+    """Raise HttpProblem 401 unless the Authorization header has the token. Compares in constant time."""
     if token is None:
         return
-    scheme, _, given = (header or "").partition(" ")
+    scheme, _, credentials = (header or "").partition(" ")
     if scheme.lower() == "basic":
         try:
-            given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+            credentials = base64.b64decode(credentials, validate=True).decode().partition(":")[2]
         except (binascii.Error, ValueError):
-            given = ""
+            credentials = ""
     elif scheme.lower() != "bearer":
-        given = ""
-    # aiohttp hands on bytes that are not UTF-8 as surrogates.
-    if not hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode()):
+        credentials = ""
+    # aiohttp passes bytes that are not UTF-8 as surrogates.
+    if not hmac.compare_digest(credentials.strip().encode(errors="surrogateescape"), token.encode()):
         detail = "the token is wrong" if header else "a token is needed: send the header Authorization: Bearer TOKEN"
         raise HttpProblem(401, "unauthorized", detail)

@@ -1,4 +1,4 @@
-"""Bodies of requests: read within a deadline, their bytes reserved as they arrive, never unpacked."""
+"""Read request bodies with a deadline and a memory reservation. Compressed bodies are rejected."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CHUNK_BYTES = 256 * 1024
 
 
 def check_encoding(request: web.Request) -> None:
-    """Raise HttpProblem 415 for a compressed body: what it unpacks to is not known before."""
+    """Raise HttpProblem 415 for a compressed body, because its decompressed size is unknown."""
     encodings = ",".join(request.headers.getall("Content-Encoding", []))
     if encodings.strip().lower() not in ("", "identity"):
-        detail = f"Content-Encoding {encodings[:40]!r} is not read: send the body as it is"
+        detail = f"Content-Encoding {encodings[:40]!r} is not supported: send the body uncompressed"
         raise HttpProblem(415, "encoded", detail)
 
 
@@ -28,16 +28,16 @@ def check_encoding(request: web.Request) -> None:
 async def received(
     request: web.Request, budget: MemoryBudget, max_bytes: int, timeout_s: float
 ) -> AsyncIterator[tuple[memoryview, Reservation]]:
-    """Yield the body and its reservation, which is released in the end.
+    """Yield the body and its memory reservation; release the reservation on exit.
 
-    What a client claims to send reserves nothing, so that it cannot keep others out by claims. Raises HttpProblem: 408
-    if the body is not there within `timeout_s`, 411, 413, 429.
+    Memory is reserved as bytes arrive, not from Content-Length, so that a client cannot block others with large claims.
+    Raises HttpProblem: 408 if the body does not arrive within `timeout_s`, 411, 413, 429.
     """
     size = request.content_length
     if size is None:
         raise HttpProblem(411, "length_required", "send Content-Length")
     if size > max_bytes:
-        raise HttpProblem(413, "too_large", f"a body of {size} bytes; {max_bytes} are allowed")
+        raise HttpProblem(413, "too_large", f"a body of {size} bytes; at most {max_bytes} are allowed")
     budget.check(size)
     reservation = budget.reserve(0)
     try:
@@ -54,18 +54,18 @@ async def _read(request: web.Request, reservation: Reservation, timeout_s: float
                 reservation.grow(len(chunk))
                 body += chunk
     except TimeoutError as error:
-        detail = f"{len(body)} of {request.content_length} bytes came within {timeout_s:g} s (http.body_timeout_s)"
+        detail = f"received {len(body)} of {request.content_length} bytes within {timeout_s:g} s (http.body_timeout_s)"
         raise HttpProblem(408, "too_slow", detail) from error
     return body
 
 
 async def form(request: web.Request, timeout_s: float) -> MultiDictProxy[Any]:
-    """The fields of a form. Raises HttpProblem 408 or 422, and web.HTTPException if it is too large."""
+    """Read the fields of a form. Raises HttpProblem 408 or 422, and web.HTTPException if it is too large."""
     try:
         async with asyncio.timeout(timeout_s):
             return await request.post()
     except TimeoutError as error:
-        raise HttpProblem(408, "too_slow", f"the form did not come within {timeout_s:g} s") from error
+        raise HttpProblem(408, "too_slow", f"the form did not arrive within {timeout_s:g} s") from error
     except (web.HTTPException, ClientPayloadError, ConnectionError):
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The memory that the port holds for its clients: bodies that arrive, decoded media, media that are not scored yet."""
+"""Memory budget of the HTTP server: arriving bodies, and decoded but unscored images and videos."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from wfm_reward.web.problem import HttpProblem
 
 
 class MemoryBudget:
-    """The bytes that all requests of one port may hold together. Any thread may use it and its reservations."""
+    """Limit on the bytes held by all requests of one server. Thread-safe, like its reservations."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -17,24 +17,24 @@ class MemoryBudget:
 
     @property
     def reserved_bytes(self) -> int:
-        """The sum of all reservations."""
+        """Sum of all reservations."""
         return self._reserved
 
     def check(self, num_bytes: int) -> None:
-        """Raise HttpProblem if this many bytes never fit (413), or not at present (429). Reserves nothing."""
+        """Raise HttpProblem if the bytes can never fit (413) or do not fit now (429). Reserves nothing."""
         if num_bytes > self.max_bytes:
             raise too_large(num_bytes, self.max_bytes)
         if self._reserved + num_bytes > self.max_bytes:
             raise full(self.max_bytes)
 
     def reserve(self, num_bytes: int) -> Reservation:
-        """Raises HttpProblem as Reservation.grow does."""
+        """Reserve bytes. Raises HttpProblem like Reservation.grow."""
         reservation = Reservation(self)
         reservation.grow(num_bytes)
         return reservation
 
     def change(self, num_bytes: int) -> bool:
-        """Reserve this many bytes more, or fewer if negative. False, and no change, if they do not fit."""
+        """Reserve more bytes, or fewer if negative. Return False and change nothing if they do not fit."""
         with self._lock:
             if num_bytes > 0 and self._reserved + num_bytes > self.max_bytes:
                 return False
@@ -43,23 +43,23 @@ class MemoryBudget:
 
 
 class Reservation:
-    """The bytes of one request; `release` must be called in the end."""
+    """Reserved bytes of one request. Call `release` when done."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
         self.num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Reserve more before it is allocated. Raises HttpProblem as MemoryBudget.check."""
-        most = self._budget.max_bytes
-        if self.num_bytes + num_bytes > most:
-            raise too_large(self.num_bytes + num_bytes, most)
+        """Reserve more bytes; call before allocating them. Raises HttpProblem like MemoryBudget.check_fits."""
+        max_bytes = self._budget.max_bytes
+        if self.num_bytes + num_bytes > max_bytes:
+            raise too_large(self.num_bytes + num_bytes, max_bytes)
         if not self._budget.change(num_bytes):
-            raise full(most)
+            raise full(max_bytes)
         self.num_bytes += num_bytes
 
     def transferred(self, num_bytes: int) -> Reservation:
-        """Return a reservation of this many bytes in place of this one, which is then empty. Raises HttpProblem."""
+        """Move this reservation to a new one of `num_bytes` and empty this one. Raises HttpProblem."""
         if num_bytes > self.num_bytes:
             self.grow(num_bytes - self.num_bytes)
         successor = Reservation(self._budget)
@@ -69,15 +69,15 @@ class Reservation:
         return successor
 
     def release(self) -> None:
-        """Give back all of it. May be called again."""
+        """Release all bytes. Idempotent."""
         self._budget.change(-self.num_bytes)
         self.num_bytes = 0
 
 
-def too_large(need: int, most: int) -> HttpProblem:
-    detail = f"this request needs {need} bytes at once; this service takes {most}: send fewer items in one"
+def too_large(num_bytes: int, max_bytes: int) -> HttpProblem:
+    detail = f"this request needs {num_bytes} bytes; the limit is {max_bytes}: send fewer items per request"
     return HttpProblem(413, "too_large", detail)
 
 
-def full(most: int) -> HttpProblem:
-    return HttpProblem(429, "full", f"more than {most} bytes of media wait to be scored", retry_after_s=5)
+def full(max_bytes: int) -> HttpProblem:
+    return HttpProblem(429, "full", f"more than {max_bytes} bytes are waiting to be scored", retry_after_s=5)

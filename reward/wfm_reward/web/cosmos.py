@@ -1,6 +1,6 @@
-"""The bodies of Cosmos-RL's reward protocol (github.com/nvidia-cosmos/cosmos-rl, reward_service): bytes <-> requests.
+"""Cosmos-RL's reward protocol (github.com/nvidia-cosmos/cosmos-rl, reward_service): parse requests, build replies.
 
-An enqueue is one line of JSON, a newline, and an array as numpy.save writes it. Pure: no socket, no state.
+The body of an enqueue request is one line of JSON, a newline, and an array in .npy format. No I/O, no state.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LATENTS = "latent"
 
 
 def parse_enqueue(body: memoryview) -> ScoreRequest:
-    """Return the checked request. Raises HttpProblem.
+    """Parse and validate an enqueue request. Raises HttpProblem.
 
-    `media_type`: image uint8 [B,H,W,3], video uint8 [B,3,T,H,W], or latent (also where it is absent) float16, float32,
-    or bfloat16 seen as uint8 with the last axis doubled, [B,C,T,h,w].
-    Other keys: prompts, reward_fn {name: weight} of which those above 0 count, video_infos [{video_fps or fps}],
-    geneval_tags, geneval_includes, and metadata, a map for each item.
+    `media_type`: image uint8 [B,H,W,3], video uint8 [B,3,T,H,W], or latent [B,C,T,h,w] (the default) in float16,
+    float32, or bfloat16 viewed as uint8 with a doubled last axis. Other keys: prompts, reward_fn {name: weight} (only
+    positive weights count), video_infos [{video_fps or fps}], geneval_tags, geneval_includes, and metadata, a map per
+    item.
     """
     fields, rest = _first_line(body)
     array = read_npy(rest)
@@ -35,7 +35,7 @@ def parse_enqueue(body: memoryview) -> ScoreRequest:
     media = _items(kind, array)
     prompts = fields.get("prompts")
     if not isinstance(prompts, list) or not all(isinstance(p, str) for p in prompts):
-        raise malformed("`prompts` must be a list of texts")
+        raise malformed("`prompts` must be a list of strings")
     if len(prompts) != len(media):
         raise malformed(f"{len(prompts)} prompts for {len(media)} items")
     return ScoreRequest(
@@ -52,7 +52,7 @@ def parse_enqueue(body: memoryview) -> ScoreRequest:
 def _first_line(body: memoryview) -> tuple[dict[str, Any], memoryview]:
     line = bytes(body[:LINE_BYTES]).partition(b"\n")[0]
     if len(line) >= min(len(body), LINE_BYTES):
-        raise malformed(f"no newline after the JSON, within {LINE_BYTES} bytes")
+        raise malformed(f"no newline after the JSON within {LINE_BYTES} bytes")
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -64,9 +64,9 @@ def _first_line(body: memoryview) -> tuple[dict[str, Any], memoryview]:
 
 
 def _items(kind: Any, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """One array an item, in the layout of ScoreRequest."""
+    """Split the array into one array per item, in the layout of ScoreRequest."""
     if len(array.shape) > 0 and array.shape[0] > MAX_ITEMS:
-        raise malformed(f"{array.shape[0]} items; send {MAX_ITEMS} at most")
+        raise malformed(f"{array.shape[0]} items; send at most {MAX_ITEMS}")
     if kind == "image" and array.dtype == np.uint8 and array.ndim == 4 and array.shape[3] == 3:
         return list(array)
     if kind == "video" and array.dtype == np.uint8 and array.ndim == 5 and array.shape[1] == 3:
@@ -78,11 +78,11 @@ def _items(kind: Any, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
 
 
 def as_float(latents: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Latents that came as the bytes of bfloat16 are widened to float32; others stay what they are."""
+    """Convert latents sent as bfloat16 bytes (uint8) to float32; return other dtypes unchanged."""
     if latents.dtype != np.uint8:
         return latents
     if latents.shape[-1] % 2:
-        raise malformed("latents of uint8 are bfloat16 seen as bytes: the last axis has an even length")
+        raise malformed("latents of uint8 must be bfloat16 viewed as bytes, with a last axis of even length")
     halves = np.ascontiguousarray(latents).view(np.uint16).astype(np.uint32)
     return (halves << 16).view(np.float32)
 
@@ -90,25 +90,25 @@ def as_float(latents: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _wanted(weights: Any) -> tuple[str, ...]:
     if not isinstance(weights, dict) or not all(_is_number(w) for w in weights.values()):
         raise malformed("`reward_fn` must be a map from reward names to weights")
-    wanted = tuple(name for name, weight in weights.items() if weight > 0)
-    if not wanted:
-        raise malformed("`reward_fn` names no reward with a weight above 0")
-    return wanted
+    names = tuple(name for name, weight in weights.items() if weight > 0)
+    if not names:
+        raise malformed("`reward_fn` has no reward with a weight above 0")
+    return names
 
 
 def _metadata(fields: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    given = fields.get("metadata", [{}] * count)
-    if not isinstance(given, list) or len(given) != count or not all(isinstance(m, dict) for m in given):
+    maps = fields.get("metadata", [{}] * count)
+    if not isinstance(maps, list) or len(maps) != count or not all(isinstance(m, dict) for m in maps):
         raise malformed(f"`metadata` must be a list of {count} maps")
-    metadata = [dict(one) for one in given]
+    metadata = [dict(m) for m in maps]
     for key, name in (("geneval_tags", "tag"), ("geneval_includes", "include")):
         values = fields.get(key)
         if values is None:
             continue
         if not isinstance(values, list) or len(values) != count:
-            raise malformed(f"`{key}` must be a list of {count}")
-        for one, value in zip(metadata, values, strict=True):
-            one.setdefault(name, _loaded(value) if name == "include" and isinstance(value, str) else value)
+            raise malformed(f"`{key}` must be a list of {count} values")
+        for item_metadata, value in zip(metadata, values, strict=True):
+            item_metadata.setdefault(name, _loaded(value) if name == "include" and isinstance(value, str) else value)
     return metadata
 
 
@@ -124,10 +124,10 @@ def _fps(infos: Any, count: int, kind: str) -> list[float | None]:
         return [None] * count
     if not isinstance(infos, list) or len(infos) != count or not all(isinstance(i, dict) for i in infos):
         raise malformed(f"`video_infos` must be a list of {count} maps")
-    speeds = [info.get("video_fps", info.get("fps")) for info in infos]
-    if not all(fps is None or (_is_number(fps) and 0 < fps < 1e6) for fps in speeds):
+    rates = [info.get("video_fps", info.get("fps")) for info in infos]
+    if not all(fps is None or (_is_number(fps) and 0 < fps < 1e6) for fps in rates):
         raise malformed("`video_infos`: video_fps must be frames per second")
-    return [None if fps is None else float(fps) for fps in speeds]
+    return [None if fps is None else float(fps) for fps in rates]
 
 
 def _is_number(value: Any) -> bool:
@@ -156,10 +156,10 @@ def pull_answer(
     decode_seconds: float,
     failed_value: float | None,
 ) -> dict[str, Any]:
-    """The answer to a pull: `scores` has a list for every output of the reward, in the items' order.
+    """Build the reply to a pull. Its `scores` has one list per output of the reward, in item order.
 
-    `scores` as the workers send them: (value, failure, parts). An item that failed has `failed_value` in every list and
-    its reason in `failures`.
+    `scores`: (value, failure, parts) per item, from the workers. Failed items get `failed_value` in every list and
+    their reason in `failures`.
     """
     outputs = [primary, *sorted({part for _, _, parts in scores for part in parts} - {primary})]
     lists = {
@@ -170,11 +170,11 @@ def pull_answer(
         for output in outputs
     }
     failures = [{"index": i, "reason": failure} for i, (_, failure, _) in enumerate(scores) if failure is not None]
-    answer = {
+    reply = {
         "scores": lists,
         "input_info": dict(info),
         "duration": f"{seconds:.2f}",
         "decoded_duration": f"{decode_seconds:.2f}",
         "type": reward,
     }
-    return {**answer, "failures": failures} if failures else answer
+    return {**reply, "failures": failures} if failures else reply

@@ -1,6 +1,6 @@
-"""Requests of HTTP clients on their way through the hub: submitted, booked as they are scored, kept to be pulled.
+"""Scoring jobs of HTTP clients: submit requests to the broker, collect scores, keep them until they are pulled.
 
-Owned by the port's event loop; one thread beside it waits for the hub's outcomes.
+Owned by the event loop of the HTTP server. A separate thread waits for outcomes from the broker.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from wfm_reward.web.request import ScoreRequest
 
 log = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 10000  # ids of jobs that have expired
+MAX_REMEMBERED = 10000  # ids of expired jobs to remember
 TICK_S = 0.5
-GRACE_S = 1.0  # after a deadline, for the hub to say first what it knows of the tasks
+GRACE_S = 1.0  # after a deadline, so that the broker can report first
 
 ItemAnswer: TypeAlias = tuple[float | None, str | None, dict[str, float]]
-"""One item: value, failure, parts."""
+"""Result of one item: value, failure, parts."""
 
 
 @dataclass(slots=True)
 class Answers:
-    """Answers of one kind of worker for the rows of one submission, as they arrive."""
+    """Results from one kind of worker for the rows of one submission, filled as they arrive."""
 
     rows: list[Any]
     left: int
@@ -56,22 +56,22 @@ class Answers:
 
 @dataclass(slots=True)
 class ScoreJob:
-    """One request. Its media are held while it runs, and not by the job."""
+    """One request. Holds results, but not the images and videos."""
 
     id: str
-    info: Mapping[str, Any]  # the request's
-    results: dict[str, Answers]  # by reward, in the request's order
+    info: Mapping[str, Any]  # of the request
+    results: dict[str, Answers]  # by reward, in the order of the request
     decode_s: float = 0.0
     finished_at_s: float | None = None
 
 
 class Jobs:
-    """Create and use within the event loop; `close` ends the thread."""
+    """All jobs of the server. Create and use within the event loop; `close` ends the thread."""
 
     def __init__(
         self, endpoint: str, max_batch: Mapping[str, int], result_ttl_s: float, keys: ClientKeys | None
     ) -> None:
-        """`max_batch`: the largest batch by reward."""
+        """`max_batch`: maximum batch size by reward."""
         self.max_batch = dict(max_batch)
         self._ttl_s = result_ttl_s
         self._jobs: dict[str, ScoreJob] = {}
@@ -87,14 +87,14 @@ class Jobs:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. May block for a moment: call it outside the event loop."""
+        """End the thread. Blocks briefly, so call it outside the event loop."""
         self._closing.set()
         self._pipe.close()
         self._thread.join(5)
 
     def start(self, request: ScoreRequest, reservation: Reservation, timeout_s: float, decoder: str | None) -> ScoreJob:
-        """Submit the request. `reservation`: the bytes of its media, released when all is scored. `decoder`: the kind
-        of worker that decodes its latents."""
+        """Submit a request. `reservation`: its memory, released when all items are scored. `decoder`: task kind that
+        decodes its latents; None for pixels."""
         self._expire()
         count = len(request.prompts)
         results = {reward: Answers([None] * count, count) for reward in request.rewards}
@@ -106,16 +106,16 @@ class Jobs:
         return job
 
     def find(self, job_id: str) -> ScoreJob:
-        """Raises HttpProblem: 410 for a job that has expired, 404 for one that never was."""
+        """Return a job by id. Raises HttpProblem 410 for an expired job, 404 for an unknown one."""
         self._expire()
         if job_id in self._expired:
-            raise HttpProblem(410, "expired", f"the scores of {job_id} were kept for {self._ttl_s:g} s")
+            raise HttpProblem(410, "expired", f"the scores of {job_id} expired after {self._ttl_s:g} s")
         if job_id not in self._jobs:
-            raise HttpProblem(404, "unknown_uuid", f"there is no request {job_id[:64]!r} here")
+            raise HttpProblem(404, "unknown_uuid", f"unknown request {job_id[:64]!r}")
         return self._jobs[job_id]
 
     def forget(self, job: ScoreJob) -> None:
-        """Drop a job that nobody will pull."""
+        """Drop a job that will not be pulled."""
         self._jobs.pop(job.id, None)
 
     async def _run(
@@ -124,14 +124,14 @@ class Jobs:
         try:
             media: Sequence[Array | str] = request.media
             if decoder is not None:
-                started = time.monotonic()
+                start_s = time.monotonic()
                 media = await self._decoded(request, decoder, deadline_s)
-                job.decode_s = time.monotonic() - started
+                job.decode_s = time.monotonic() - start_s
             await self._scored(job, request, media, deadline_s)
-        except Exception as error:  # the border of the task: it becomes named failures
+        except Exception as error:  # nobody awaits this task; errors become failures with a reason
             log.exception("request %s failed", job.id)
-            for answers in job.results.values():
-                _fail_rest(answers, f"{type(error).__name__}: {error}")
+            for results in job.results.values():
+                _fail_rest(results, f"{type(error).__name__}: {error}")
         finally:
             reservation.release()
             job.finished_at_s = time.monotonic()
@@ -139,36 +139,36 @@ class Jobs:
     async def _scored(
         self, job: ScoreJob, request: ScoreRequest, media: Sequence[Array | str], deadline_s: float
     ) -> None:
-        """Have the items scored. `media`: an item's array, or why there is none."""
-        there = [i for i, item in enumerate(media) if not isinstance(item, str)]
-        rows = [_row(job.id, request, i) for i in there]
+        """Score the items. `media`: array or decoding error per item."""
+        indices = [i for i, item in enumerate(media) if not isinstance(item, str)]
+        rows = [_row(job.id, request, i) for i in indices]
         arrays = [item for item in media if not isinstance(item, str)]
-        inner = {reward: Answers([None] * len(there), len(there)) for reward in job.results}
+        inner = {reward: Answers([None] * len(indices), len(indices)) for reward in job.results}
         max_rows = {f"score:{reward}": self.max_batch[reward] for reward in job.results}
         timer = self._submit(rows, arrays, max_rows, {f"score:{r}": a for r, a in inner.items()}, deadline_s)
-        for answers in job.results.values():
+        for results in job.results.values():
             for i, item in enumerate(media):
                 if isinstance(item, str):
-                    answers.put(i, [(None, item, {})], 0.0)
-        await asyncio.gather(*(self._passed_on(inner[r], a, there) for r, a in job.results.items()))
+                    results.put(i, [(None, item, {})], 0.0)
+        await asyncio.gather(*(self._passed_on(inner[r], a, indices) for r, a in job.results.items()))
         timer.cancel()
 
     async def _passed_on(self, inner: Answers, outer: Answers, places: Sequence[int]) -> None:
-        """Hand on the answers of one reward: rewards finish, and can be pulled, one after the other."""
+        """Forward the results of one reward when complete. Rewards finish and can be pulled independently."""
         if places:
             await inner.done.wait()
-        for place, answer in zip(places, inner.rows, strict=True):
-            outer.put(place, [answer], 0.0)
+        for index, result in zip(places, inner.rows, strict=True):
+            outer.put(index, [result], 0.0)
         outer.seconds = inner.seconds
 
     async def _decoded(self, request: ScoreRequest, decoder: str, deadline_s: float) -> list[Array | str]:
-        """Videos, or the reason why there is none. A decoder leaves each in a file, which ends here."""
+        """Return the decoded video or the failure reason per item. Removes the files written by the decoder."""
         rows = [{"id": f"latents-{i}"} for i in range(len(request.media))]
-        answers = Answers([None] * len(rows), len(rows))
-        timer = self._submit(rows, list(request.media), {decoder: 1}, {decoder: answers}, deadline_s)
-        await answers.done.wait()
+        results = Answers([None] * len(rows), len(rows))
+        timer = self._submit(rows, list(request.media), {decoder: 1}, {decoder: results}, deadline_s)
+        await results.done.wait()
         timer.cancel()
-        return [await asyncio.to_thread(_video, answer) for answer in answers.rows]
+        return [await asyncio.to_thread(_video, result) for result in results.rows]
 
     def _submit(
         self,
@@ -178,55 +178,55 @@ class Jobs:
         answers: Mapping[str, Answers],
         deadline_s: float,
     ) -> asyncio.TimerHandle:
-        """Submit rows to workers. Return the timer that ends the waiting for those still busy after the deadline."""
-        sent = []
+        """Submit rows to workers. Return the timer that abandons unfinished tasks after the deadline."""
+        piece_ids = []
         for piece in submit_in_pieces(self._pipe, rows, arrays, max_rows, self._new_id, deadline_s):
             if piece.failure is not None:
                 answers[piece.kind].put(piece.start, [(None, piece.failure, {})] * (piece.stop - piece.start), 0.0)
             else:
                 self._pieces[piece.id] = (piece, answers[piece.kind])
-                sent.append(piece.id)
+                piece_ids.append(piece.id)
         wait_s = max(0.0, deadline_s - time.monotonic()) + GRACE_S
-        return self._loop.call_later(wait_s, self._give_up, sent)
+        return self._loop.call_later(wait_s, self._give_up, piece_ids)
 
     def _give_up(self, ids: Sequence[str]) -> None:
         late = [self._pieces.pop(piece_id) for piece_id in ids if piece_id in self._pieces]
-        for piece, answers in late:
-            answers.put(piece.start, [(None, "deadline", {})] * (piece.stop - piece.start), 0.0)
-        # A decoder is let finish: only its answer says where the file is that has to go.
+        for piece, results in late:
+            results.put(piece.start, [(None, "deadline", {})] * (piece.stop - piece.start), 0.0)
+        # Decoders are not cancelled: their reply contains the path of the file to remove.
         self._pipe.cancel(piece.id for piece, _ in late if not piece.kind.startswith("decode:"))
 
     def _new_id(self, kind: str) -> str:
         return f"{self._name}/{next(self._numbers)}#{kind}"
 
     def _collect(self) -> None:
-        """Wait for outcomes, in the thread."""
+        """Main function of the thread: pass outcomes to the event loop."""
         while not self._closing.is_set():
             outcomes = self._pipe.take(TICK_S)
             if outcomes:
                 try:
                     self._loop.call_soon_threadsafe(self._book, outcomes)
-                except RuntimeError:  # the loop was closed meanwhile: nobody waits for them
+                except RuntimeError:  # the event loop has been closed
                     return
 
     def _book(self, outcomes: Sequence[TaskOutcome]) -> None:
         for outcome in outcomes:
-            found = self._pieces.pop(outcome.id, None)
-            if found is None:
+            pending = self._pieces.pop(outcome.id, None)
+            if pending is None:
                 _discard(outcome)
                 continue
-            piece, answers = found
+            piece, results = pending
             rows = outcome.meta.get("scores", outcome.meta.get("videos")) if outcome.ok else None
             if not isinstance(rows, list | tuple) or len(rows) != piece.stop - piece.start:
-                reason = outcome.reason or "its worker's answer cannot be read"
+                reason = outcome.reason or "the reply of its worker cannot be read"
                 rows = [(None, reason, {})] * (piece.stop - piece.start)
-            answers.put(piece.start, list(rows), outcome.seconds)
+            results.put(piece.start, list(rows), outcome.seconds)
 
     def _expire(self) -> None:
-        """Drop what is older than a result's time; the oldest are first."""
+        """Drop jobs that finished more than `result_ttl_s` ago. Jobs are ordered by age."""
         limit_s = time.monotonic() - self._ttl_s
         finished = ((i, job.finished_at_s) for i, job in self._jobs.items() if job.finished_at_s is not None)
-        for job_id, _ in list(itertools.takewhile(lambda one: one[1] <= limit_s, finished)):
+        for job_id, _ in list(itertools.takewhile(lambda job: job[1] <= limit_s, finished)):
             del self._jobs[job_id]
             self._expired[job_id] = None
         while len(self._expired) > MAX_REMEMBERED:
@@ -243,7 +243,7 @@ def _row(job_id: str, request: ScoreRequest, i: int) -> dict[str, Any]:
 
 
 def _video(answer: Any) -> Array | str:
-    """Load the video that a decoder left in a file: uint8 [T,H,W,3], or why there is none."""
+    """Load and remove a decoded video file. Return uint8 [T,H,W,3], or the failure reason."""
     path, failure, _ = answer
     if failure is not None:
         return str(failure)
@@ -253,14 +253,14 @@ def _video(answer: Any) -> Array | str:
 
 
 def _discard(outcome: TaskOutcome) -> None:
-    """Remove a video that came when nobody waited for it any more: nobody else does."""
+    """Remove the files of decoded videos that arrive after their deadline."""
     videos = outcome.meta.get("videos") if outcome.ok else None
     for path, _, _ in videos or []:
         if path is not None:
             Path(path).unlink(missing_ok=True)
 
 
-def _fail_rest(answers: Answers, why: str) -> None:
-    for i, answer in enumerate(answers.rows):
-        if answer is None:
-            answers.put(i, [(None, why, {})], 0.0)
+def _fail_rest(answers: Answers, reason: str) -> None:
+    for i, item in enumerate(answers.rows):
+        if item is None:
+            answers.put(i, [(None, reason, {})], 0.0)

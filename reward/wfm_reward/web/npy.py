@@ -1,4 +1,4 @@
-"""Arrays of clients: the .npy format, read without pickle and without believing what its header says."""
+"""Read .npy arrays from clients without pickle and without trusting their headers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DTYPES = ("uint8", "float16", "float32")
 
 
 def read_npy(data: memoryview) -> npt.NDArray[Any]:
-    """A view of `data`, which holds one array as numpy.save writes it. Nothing is allocated.
+    """Return the array in .npy data as a view. Allocates nothing.
 
-    Raises HttpProblem: 415 for what is not .npy, 422 for an array of objects, of another dtype than DTYPES, in Fortran
-    order, or whose bytes are not those that its header promises.
+    Raises HttpProblem: 415 if the data is not .npy; 422 for object arrays, dtypes outside DTYPES, Fortran order, or a
+    size that does not match the header.
     """
     if bytes(data[: len(MAGIC)]) != MAGIC:
         hint = " (this looks like torch.save)" if bytes(data[:2]) in (b"PK", b"\x80\x02") else ""
-        raise HttpProblem(415, "not_npy", f"the body after its first line is not .npy{hint}: write it with numpy.save")
+        raise HttpProblem(415, "not_npy", f"the body after the first line is not .npy{hint}: write it with numpy.save")
     head = io.BytesIO(data[: HEADER_BYTES + 16])
     try:
         version = np.lib.format.read_magic(head)
@@ -36,10 +36,10 @@ def read_npy(data: memoryview) -> npt.NDArray[Any]:
     if dtype.hasobject or dtype.name not in DTYPES or not dtype.isnative:
         raise malformed(f"an array of {str(dtype)[:40]}; send one of {', '.join(DTYPES)}, little endian")
     if fortran or len(shape) > MAX_DIMENSIONS or not all(0 < n < 2**31 for n in shape):
-        raise malformed(f"an array of shape {str(shape)[:80]}; send one in C order, of at most {MAX_DIMENSIONS} axes")
-    wanted, found = math.prod(shape) * dtype.itemsize, len(data) - head.tell()
-    if wanted != found:
+        raise malformed(f"an array of shape {str(shape)[:80]}; send C order and at most {MAX_DIMENSIONS} axes")
+    expected, actual = math.prod(shape) * dtype.itemsize, len(data) - head.tell()
+    if expected != actual:
         raise malformed(
-            f"{found} bytes of data, {dtype.name} {list(shape)} has {wanted}: the body is cut off or too long"
+            f"{actual} bytes of data, but {dtype.name} {list(shape)} has {expected}: the body is cut off or too long"
         )
     return np.frombuffer(data[head.tell() :], dtype=dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""GET /: the status page, for people. Plain HTML that reloads itself; no script, nothing from elsewhere."""
+"""GET /: the status page. Plain HTML that reloads itself, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ figcaption{font-size:.8rem;overflow-wrap:anywhere}
 
 
 def render(view: View) -> str:
-    """The whole page. What comes from outside, prompts and reasons among it, is escaped."""
+    """Return the HTML of the status page. External text such as prompts and failure reasons is escaped."""
     clients = "".join(
         f"<tr><td>{escape(name)}</td><td class=n>{seen_s:.0f} s ago</td></tr>"
         for name, seen_s in sorted(view.hub.clients.items())
@@ -46,16 +46,16 @@ def render(view: View) -> str:
         f"<meta http-equiv=refresh content={REFRESH_S}><meta name=viewport content='width=device-width'>"
         f"<title>wfm_reward</title><style>{STYLE}</style></head><body>"
         f"<h1>Reward service</h1><p class=sub>wfm_ds {escape(view.version)}, up {_duration(view.uptime_s)}; "
-        f"{_bytes(view.hub.held_bytes)} of media in hand; {view.hub.counts.get('requeued', 0)} tasks given out again, "
+        f"{_bytes(view.hub.held_bytes)} held for tasks; {view.hub.counts.get('requeued', 0)} tasks requeued, "
         f"{view.hub.rejected} messages dropped; reloads every {REFRESH_S} s; <a href=metrics>metrics</a></p>"
         f"{_overview(view)}{sections}"
-        f"<h2>Clients</h2><table id=clients><tr><th>client</th><th>heard of</th></tr>{clients}</table>"
+        f"<h2>Clients</h2><table id=clients><tr><th>client</th><th>last seen</th></tr>{clients}</table>"
         "</body></html>"
     )
 
 
 def _overview(view: View) -> str:
-    head = ("reward", "state", "waiting", "in work", "done/min", "scored", "failed", "mean", "range", "batch", "s/item")
+    head = ("reward", "state", "waiting", "running", "done/min", "scored", "failed", "mean", "range", "batch", "s/item")
     rows = "".join(
         f"<tr id='row-{escape(name)}'><td>{escape(name)}</td><td>{_state(view.state(name))}</td>"
         + "".join(f"<td class=n>{text}</td>" for text in _numbers(view, name))
@@ -84,8 +84,8 @@ def _section(view: View, name: str) -> str:
     down = f"<p class=bad>{escape(view.down[name])}</p>" if name in view.down else ""
     workers = [worker for worker in view.workers if worker.reward == name]
     samples = "".join(_figure(sample) for sample in reversed(stats.samples))
-    shown = f"<div class=samples>{samples}</div>" if samples else ""
-    return f"<h2>{escape(name)}</h2>{down}{_workers(view, workers)}{_failures(view, stats)}{shown}"
+    gallery = f"<div class=samples>{samples}</div>" if samples else ""
+    return f"<h2>{escape(name)}</h2>{down}{_workers(view, workers)}{_failures(view, stats)}{gallery}"
 
 
 def _workers(view: View, workers: Sequence[ScorerState]) -> str:

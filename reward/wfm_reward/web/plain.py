@@ -1,4 +1,4 @@
-"""Plain JSON for POST /compute: prompts and base64 media in, scores out. Pure: no socket, no state."""
+"""JSON protocol of POST /compute: prompts and base64 images or videos in, scores out. No I/O, no state."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ Take: TypeAlias = Callable[[int], None]
 
 KEYS = {"prompt", "image", "video", "rewards", "metadata", "fps", "timeout_s"}
 MAX_ITEMS = 4096
-MAX_VALUES = 500_000  # of the JSON, counted by its signs: an empty list takes two bytes there, and 64 in memory
-# Files that hold their own frames: some others of FFmpeg's open further files (ffconcat) or sockets (sdp).
+MAX_VALUES = 500_000  # in the JSON, counted by its delimiters: an empty list has two bytes in JSON but 64 in memory
+# Only self-contained formats: some FFmpeg demuxers open other files (ffconcat) or sockets (sdp).
 OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif"}
 
 
 def parse_compute(body: memoryview, take: Take) -> tuple[ScoreRequest, float | None]:
-    """The request, and its own time limit. `image`: base64 PNG or JPEG, one an item; or `video`: a list of such frames,
-    or base64 MP4, WebM, Matroska or GIF, one an item. `take` is told the bytes of decoded media before they are
-    allocated. Raises HttpProblem, and what `take` raises."""
+    """Parse a request. Return it with its time limit in seconds, if any.
+
+    `image`: one base64 PNG, JPEG or WebP per item. `video`: per item, a list of such images or a base64 MP4, WebM,
+    Matroska or GIF. `reserve` is called with the size of each decoded array before it is allocated. Raises HttpProblem,
+    and what `reserve` raises.
+    """
     fields = _fields(body)
     prompts, images, videos = fields.get("prompt"), fields.get("image"), fields.get("video")
     if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) for p in prompts):
-        raise malformed("`prompt` must be a list of texts")
+        raise malformed("`prompt` must be a list of strings")
     if len(prompts) > MAX_ITEMS:
-        raise malformed(f"{len(prompts)} prompts; send {MAX_ITEMS} at most")
+        raise malformed(f"{len(prompts)} prompts; send at most {MAX_ITEMS}")
     if (images is None) == (videos is None):
         raise malformed("send `image` or `video`")
-    given = images if videos is None else videos
-    if not isinstance(given, list) or len(given) != len(prompts):
-        raise malformed(f"`{'image' if videos is None else 'video'}` must be a list of {len(prompts)}")
+    encoded = images if videos is None else videos
+    if not isinstance(encoded, list) or len(encoded) != len(prompts):
+        raise malformed(f"`{'image' if videos is None else 'video'}` must be a list of {len(prompts)} values")
     rewards, metadata = fields.get("rewards"), fields.get("metadata") or [{}] * len(prompts)
     if not isinstance(rewards, list) or not rewards or not all(isinstance(r, str) for r in rewards):
         raise malformed("`rewards` must be a list of names")
@@ -49,7 +52,7 @@ def parse_compute(body: memoryview, take: Take) -> tuple[ScoreRequest, float | N
         raise malformed(f"`metadata` must be a list of {len(prompts)} maps")
     check_encodable(prompts, metadata, rewards)
     fps, timeout_s = (_positive(fields, key) for key in ("fps", "timeout_s"))
-    media = [decode_image(item, take) if videos is None else decode_video(item, take) for item in given]
+    media = [decode_image(item, take) if videos is None else decode_video(item, take) for item in encoded]
     request = ScoreRequest(
         rewards=tuple(dict.fromkeys(rewards)),
         prompts=prompts,
@@ -63,13 +66,13 @@ def parse_compute(body: memoryview, take: Take) -> tuple[ScoreRequest, float | N
 
 
 def decode_image(text: Any, take: Take) -> npt.NDArray[np.uint8]:
-    """uint8 [H,W,3]."""
+    """Decode a base64 image to uint8 [H,W,3]. Raises HttpProblem."""
     from PIL import Image
 
     data = _bytes(text)
     try:
         with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
-            take(image.width * image.height * 3)  # only the header has been read
+            take(image.width * image.height * 3)  # only the header has been read so far
             return np.asarray(image.convert("RGB"))
     except HttpProblem:
         raise
@@ -78,14 +81,14 @@ def decode_image(text: Any, take: Take) -> npt.NDArray[np.uint8]:
 
 
 def decode_video(item: Any, take: Take) -> npt.NDArray[np.uint8]:
-    """uint8 [T,H,W,3], of a list of images or of one video file."""
+    """Decode a list of base64 images or a base64 video file to uint8 [T,H,W,3]. Raises HttpProblem."""
     if isinstance(item, str):
         return _decode_file(_bytes(item), take)
     if not isinstance(item, list) or not item:
-        raise malformed("a video is a list of base64 images, or one base64 file")
+        raise malformed("a video must be a list of base64 images or one base64 file")
     frames = [decode_image(frame, take) for frame in item]
     if len({frame.shape for frame in frames}) > 1:
-        raise malformed("the frames of a video must have one size")
+        raise malformed("all frames of a video must have the same size")
     return np.stack(frames)
 
 
@@ -103,7 +106,7 @@ def _decode_file(data: bytes, take: Take) -> npt.NDArray[np.uint8]:
     except Exception as error:
         raise _unreadable("a video", error) from error
     if not frames or len({frame.shape for frame in frames}) > 1:
-        raise malformed("a video needs frames, of one size")
+        raise malformed("a video needs at least one frame, and all frames must have the same size")
     return np.stack(frames)
 
 
@@ -113,14 +116,14 @@ def _unreadable(what: str, error: Exception) -> HttpProblem:
 
 def _fields(body: memoryview) -> dict[str, Any]:
     text = bytes(body)
-    if sum(text.count(sign) for sign in (b",", b"[", b"{")) > MAX_VALUES:
+    if sum(text.count(delimiter) for delimiter in (b",", b"[", b"{")) > MAX_VALUES:
         raise malformed(f"more than {MAX_VALUES} values: send fewer items in one request")
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise malformed(f"the body is not JSON: {str(error)[:100]}") from error
     if not isinstance(fields, dict) or fields.keys() - KEYS:
-        raise malformed(f"the body must be a JSON object of {', '.join(sorted(KEYS))}")
+        raise malformed(f"the body must be a JSON object with the keys {', '.join(sorted(KEYS))}")
     return fields
 
 
@@ -128,7 +131,7 @@ def _bytes(text: Any) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (TypeError, ValueError) as error:
-        raise malformed(f"media must be base64: {error}") from error
+        raise malformed(f"images and videos must be base64: {error}") from error
 
 
 def _positive(fields: dict[str, Any], key: str) -> float | None:
@@ -143,7 +146,8 @@ def _positive(fields: dict[str, Any], key: str) -> float | None:
 def compute_answer(
     rewards: Sequence[str], scores: dict[str, list[tuple[float | None, str | None, dict[str, float]]]]
 ) -> dict[str, Any]:
-    """`rewards`: the values of the first reward, as Flow-Factory's remote reward reads them; `scores`: of all."""
+    """Build the reply. Its `rewards` are the values of the first reward (for Flow-Factory), its `scores` those of
+    all."""
     values = {name: [value for value, _, _ in scores[name]] for name in rewards}
     failures = [
         {"reward": name, "index": i, "reason": failure}

@@ -1,7 +1,8 @@
-"""The HTTP port of a service, in a thread of its own: status page, metrics, and scores for other programs.
+"""HTTP server of the service, in a separate thread: status page, metrics, and scores for other programs.
 
-POST /api/reward/enqueue, /api/reward/pull, /api/reward/ping speak Cosmos-RL's protocol (cosmos.py), POST /compute plain
-JSON (plain.py). GET /, /metrics, /ping, /health, /api/rewards. All but /health need the token, if there is one.
+POST /api/reward/enqueue, /api/reward/pull and /api/reward/ping use Cosmos-RL's protocol (`cosmos_protocol`). POST
+/compute uses plain JSON (`json_protocol`). GET: /, /metrics, /ping, /health, /api/rewards. If a token is set, all
+routes except /health require it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from wfm_reward.web.view import View, clock
 log = logging.getLogger(__name__)
 
 START_S = 30.0
-HUB_S = 5.0  # for the hub to say how things stand
+HUB_S = 5.0  # for the broker to report its status
 FORM_BYTES = 64 * 1024
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -55,7 +56,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class ServiceParts:
-    """The parts of the service that the port shows and uses."""
+    """Parts of the service that the HTTP server uses."""
 
     config: ServiceConfig
     hub: Hub
@@ -65,17 +66,17 @@ class ServiceParts:
 
 
 class HttpPort:
-    """`start` binds; `stop` closes. Both from one thread of the caller."""
+    """HTTP server in a thread. Call `start` and `stop` from the same thread."""
 
     def __init__(self, service: ServiceParts, base: Path) -> None:
-        """`base` is the folder of the configuration file. Raises RewardError for what access.py refuses, and for a VAE
+        """`base`: folder of the configuration file. Raises RewardError for an invalid token configuration, or a VAE
         that cannot be read."""
         assert service.config.http is not None
         self.config = service.config.http
         self.url = ""
         self._service = service
         self._budget = MemoryBudget(self.config.max_pending_mib * 2**20)
-        self._scales = {n: Scale.of(n, one.vae) for n, one in service.config.latent_decoders.items()}
+        self._scales = {n: Scale.of(n, decoder.vae) for n, decoder in service.config.latent_decoders.items()}
         self._token = service_token(self.config, base, os.environ)
         self._requests: Counter[tuple[str, int]] = Counter()
         self._rare_log = throttled_logger(f"{__name__}.clients")
@@ -87,26 +88,26 @@ class HttpPort:
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; the hub must run. Raises RewardError if the address cannot be bound."""
+        """Start the thread. The broker must be running. Raises RewardError if the address cannot be bound."""
         self._thread.start()
         if not self._ready.wait(START_S) or self._error is not None:
-            raise RewardError(f"cannot listen at http.bind {self.config.bind}: {self._error or 'it takes too long'}")
+            raise RewardError(f"cannot listen at http.bind {self.config.bind}: {self._error or 'timeout'}")
 
     def stop(self) -> None:
-        """Answer what is being answered for a moment, then end the thread."""
+        """Let current requests finish briefly, then end the thread."""
         if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop is already closed
                 self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join(10)
 
-    # The thread
+    # Runs in the thread
 
     def _serve(self) -> None:
         try:
             self._loop.run_until_complete(self._main())
-        except Exception as error:  # the border of the thread: `start` reads it
+        except Exception as error:  # `start` reports it
             if self._ready.is_set():
-                log.exception("the HTTP port failed")
+                log.exception("the HTTP server failed")
             self._error = error
         finally:
             self._ready.set()
@@ -165,7 +166,7 @@ class HttpPort:
 
     @web.middleware
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check, count and answer every request."""
+        """Authenticate, process and count every request."""
         self._connections.begin_request(request.protocol)
         try:
             response = await self._answer(request, handler)
@@ -173,11 +174,11 @@ class HttpPort:
             self._connections.end_request(request.protocol)
         self._requests[_endpoint(request), response.status] += 1
         if response.status >= 400 and not request.content.is_eof():
-            response.force_close()  # the rest of its body is not read
+            response.force_close()  # the rest of the body is not read
         return response
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The handler's answer, or one that says what is wrong."""
+        """Return the reply of the handler, or an error reply."""
         try:
             if _endpoint(request) != "/health":
                 check_token(request.headers.get("Authorization"), self._token)
@@ -194,18 +195,18 @@ class HttpPort:
             return web.json_response({"message": error.reason}, status=error.status)
         except (ClientPayloadError, ConnectionError) as error:
             return web.json_response({"message": f"the body was cut off: {error}"}, status=400)
-        except Exception as error:  # noqa: BLE001  (the border of the port: the service goes on)
+        except Exception as error:  # noqa: BLE001  (keep the service running)
             self._rare_log.exception(f"{request.method} {_endpoint(request)} failed")
-            return web.json_response({"message": f"{type(error).__name__}: see the service's log"}, status=500)
+            return web.json_response({"message": f"{type(error).__name__}: see the log of the service"}, status=500)
 
-    # For people and their tools
+    # Status and metrics
 
     async def _view(self) -> View:
         service = self._service
         try:
             hub = await asyncio.wait_for(asyncio.wrap_future(service.hub.status()), HUB_S)
         except (TimeoutError, asyncio.CancelledError) as error:
-            raise HttpProblem(503, "stopping", "the hub does not answer: the service is stopping") from error
+            raise HttpProblem(503, "stopping", "no reply from the broker: the service is stopping") from error
         now_s, wall_s = clock()
         return View(
             version=wfm_ds.__version__,
@@ -247,28 +248,29 @@ class HttpPort:
     async def _enqueue(self, request: web.Request) -> web.Response:
         self._check_ready()
         async with self._received(request) as (body, reservation):
-            wanted = await asyncio.to_thread(parse_enqueue, body)
-            # Media that are views keep all of the body, which outlives this request with them.
-            job = self._start(wanted, reservation, max(wanted.nbytes, len(body)), self.config.timeout_s)
+            score_request = await asyncio.to_thread(parse_enqueue, body)
+            # Arrays may be views of the body, which then stays in memory until they are scored.
+            num_bytes = max(score_request.nbytes, len(body))
+            job = self._start(score_request, reservation, num_bytes, self.config.timeout_s)
         return web.json_response({"uuid": job.id})
 
     async def _pull(self, request: web.Request) -> web.Response:
         fields = await form(request, self.config.body_timeout_s)
         job = self._jobs.find(str(fields.get("uuid", "")))
         reward = str(fields.get("type") or next(iter(job.results)))
-        answers = job.results.get(reward)
-        if answers is None:
-            asked = ", ".join(job.results)
-            raise HttpProblem(404, "unknown_type", f"{job.id} does not ask for {reward[:80]!r}, but for {asked}")
-        await _at_most(self.config.pull_wait_s, answers)
-        if not answers.done.is_set():
-            raise HttpProblem(400, "not_ready", f"the scores of {job.id} are not there yet: pull again")
+        results = job.results.get(reward)
+        if results is None:
+            rewards = ", ".join(job.results)
+            raise HttpProblem(404, "unknown_type", f"{job.id} has no reward {reward[:80]!r}; it has {rewards}")
+        await _at_most(self.config.pull_wait_s, results)
+        if not results.done.is_set():
+            raise HttpProblem(400, "not_ready", f"the scores of {job.id} are not ready: pull again")
         content = pull_answer(
             reward,
             registry.describe(reward).primary,
-            answers.rows,
+            results.rows,
             info=job.info,
-            seconds=answers.seconds,
+            seconds=results.seconds,
             decode_seconds=job.decode_s,
             failed_value=math.nan if self.config.failed_value == "nan" else None,
         )
@@ -277,15 +279,15 @@ class HttpPort:
     async def _compute(self, request: web.Request) -> web.Response:
         self._check_ready()
         async with self._received(request) as (body, reservation):
-            wanted, timeout_s = await asyncio.to_thread(parse_compute, body, reservation.grow)
+            score_request, timeout_s = await asyncio.to_thread(parse_compute, body, reservation.grow)
             seconds = min(timeout_s or math.inf, self.config.timeout_s)
-            job = self._start(wanted, reservation, wanted.nbytes, seconds)
-            del wanted, body  # what remains of them is the job's
+            job = self._start(score_request, reservation, score_request.nbytes, seconds)
+            del score_request, body  # only the job still holds the arrays
         try:
-            await asyncio.gather(*(answers.done.wait() for answers in job.results.values()))
+            await asyncio.gather(*(results.done.wait() for results in job.results.values()))
         finally:
             self._jobs.forget(job)
-        scores = {reward: answers.rows for reward, answers in job.results.items()}
+        scores = {reward: results.rows for reward, results in job.results.items()}
         return web.json_response(compute_answer(list(scores), scores))
 
     def _check_ready(self) -> None:
@@ -294,35 +296,35 @@ class HttpPort:
             raise HttpProblem(503, "loading", f"still loading: {', '.join(waiting)}", retry_after_s=5)
 
     def _start(self, wanted: ScoreRequest, reservation: Reservation, num_bytes: int, timeout_s: float) -> ScoreJob:
-        """Start a job, which takes over the reservation with the bytes of its media. Raises HttpProblem if this service
-        does not do what is wanted, or has too much to do."""
+        """Start a job, which takes ownership of the reservation, resized to `num_bytes` (plus decoded videos). Raises
+        HttpProblem if the service does not offer a reward or decoder, or lacks memory."""
         offered = self._service.config.rewards
         unknown = [name for name in wanted.rewards if name not in offered]
         if unknown:
             raise HttpProblem(
-                422, "unknown_reward", f"no reward {unknown[0][:80]!r} here; there are {', '.join(offered)}"
+                422, "unknown_reward", f"unknown reward {unknown[0][:80]!r}; this service has {', '.join(offered)}"
             )
         decoder = self._decoder(wanted) if wanted.latents else None
-        if decoder is not None:  # their videos will be held beside them
+        if decoder is not None:  # decoded videos are held in addition to the latents
             num_bytes += sum(self._scales[item.shape[0]].video_bytes(item.shape) for item in wanted.media)
         return self._jobs.start(wanted, reservation.transferred(num_bytes), timeout_s, decoder)
 
     def _decoder(self, wanted: ScoreRequest) -> str:
         channels, known = wanted.media[0].shape[0], self._service.config.latent_decoders
         if channels not in known:
-            have = f"has decoders for {', '.join(map(str, known))}" if known else "decodes no latents"
+            available = f"decoders for {', '.join(map(str, known))} channels" if known else "no latent decoders"
             raise HttpProblem(
-                422, "no_decoder", f"latents of {channels} channels, and this service {have}: send pixels"
+                422, "no_decoder", f"latents with {channels} channels; this service has {available}: send pixels"
             )
         return f"decode:{channels}"
 
     def _received(self, request: web.Request) -> AbstractAsyncContextManager[tuple[memoryview, Reservation]]:
-        """The body, and its part of the memory budget (body.py)."""
+        """Read the body with a memory reservation (see `request_body`)."""
         return received(request, self._budget, self.config.max_body_mib * 2**20, self.config.body_timeout_s)
 
 
 def _endpoint(request: web.Request) -> str:
-    """The route, as it is counted: not what a client wrote."""
+    """Return the route for metrics, independent of the text that the client sent."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "other"
 

@@ -1,4 +1,4 @@
-"""Errors of a request, in the words and codes of the HTTP answer."""
+"""Errors of HTTP requests, with status, code and message of the reply."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class HttpProblem(Exception):
-    """The request gets this answer: {"message": detail, "error": {"code", "detail"}}."""
+    """An error reply: {"message": detail, "error": {"code", "detail"}}."""
 
     def __init__(self, status: int, code: str, detail: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(detail)
@@ -21,9 +21,9 @@ def malformed(detail: str) -> HttpProblem:
 
 
 def check_encodable(*values: Any) -> None:
-    """Raise HttpProblem for a text that UTF-8 cannot encode: no message, page or log line could carry it."""
+    """Raise HttpProblem for strings that UTF-8 cannot encode; messages, pages and logs cannot contain them."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        detail = f"a text has half a surrogate pair ({error.object[error.start]!a}), which UTF-8 cannot encode"
+        detail = f"a string has a lone surrogate ({error.object[error.start]!a}), which UTF-8 cannot encode"
         raise malformed(detail) from error

@@ -1,4 +1,4 @@
-"""A request of a client of the HTTP port, whichever protocol it speaks."""
+"""Scoring request of an HTTP client, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Items and the rewards to compute of each. Built by cosmos.py and plain.py, which check it."""
+    """Items and the rewards to compute for them. Parsed and validated by `cosmos_protocol` and `json_protocol`."""
 
     rewards: tuple[str, ...]
     prompts: Sequence[str]
     metadata: Sequence[Mapping[str, Any]]
     fps: Sequence[float | None]
     media: Sequence[npt.NDArray[Any]]
-    """One array an item: an image uint8 [H,W,3], a video uint8 [T,H,W,3], or latents float16 or float32 [C,T,h,w]."""
+    """One array per item: image uint8 [H,W,3], video uint8 [T,H,W,3], or latents float16 or float32 [C,T,h,w]."""
     latents: bool
     info: Mapping[str, Any]
-    """Facts about what arrived, for the answer."""
+    """Information about the received array, for the reply."""
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Log lines that a client can cause: one a minute for each kind, however many there are."""
+"""Rate-limit log lines that clients can cause: one per minute and kind."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from wfm_ds.pipes.throttle import Throttle
 
-LONGEST_ERROR = 200  # characters of what cannot be parsed
+LONGEST_ERROR = 200  # of a request that cannot be parsed
 
 
 class RareLines(logging.Filter):
-    """Let the records of a logger through a Throttle, whose reasons are their message formats."""
+    """Logging filter that passes records through a Throttle, keyed by their message format."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class RareLines(logging.Filter):
         self._throttle = Throttle(self._lines.append)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Decide on a record, and shorten it: a request that cannot be parsed needs no traceback."""
+        """Return True to log the record. Replaces the traceback of unparsable requests by a short message."""
         text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             text = f"{text}: {' '.join(str(error).split())[:LONGEST_ERROR]}"
@@ -35,8 +35,8 @@ class RareLines(logging.Filter):
 
 
 def throttled_logger(name: str) -> logging.Logger:
-    """Return the logger of that name with a throttle of its own."""
+    """Return the logger of that name, rate-limited."""
     logger = logging.getLogger(name)
-    if not any(isinstance(one, RareLines) for one in logger.filters):
+    if not any(isinstance(f, RareLines) for f in logger.filters):
         logger.addFilter(RareLines())
     return logger

@@ -1,4 +1,4 @@
-"""One moment of the service, for the status page and for Prometheus."""
+"""Snapshot of the service for the status page and Prometheus."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from wfm_reward.stats import RewardStats
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The state of the whole service."""
+    """State of the whole service at one moment."""
 
     version: str
     uptime_s: float
     hub: HubStatus
-    rewards: Sequence[str]  # in the configuration's order
-    stats: Mapping[str, RewardStats]  # of those that have scored anything
+    rewards: Sequence[str]  # in the order of the configuration
+    stats: Mapping[str, RewardStats]  # only rewards that have scored anything
     workers: Sequence[ScorerState]
-    down: Mapping[str, str]  # rewards that were given up, and why
+    down: Mapping[str, str]  # by reward
     requests: Counter[tuple[str, int]]  # by endpoint and status
-    pending_bytes: int  # of media that came over HTTP and are not scored yet
-    now_s: float  # on time.monotonic
+    pending_bytes: int  # unscored images and videos received over HTTP
+    now_s: float  # time.monotonic
     wall_s: float
 
     def waiting(self, reward: str) -> int:
@@ -38,7 +38,7 @@ class View:
         return self.stats.get(reward) or RewardStats()
 
     def state(self, reward: str) -> str:
-        """loading, ready, degraded (some of its workers are not there) or down."""
+        """Return loading, ready, degraded (some workers are missing) or down."""
         ready = [worker.ready for worker in self.workers if worker.reward == reward]
         if reward in self.down:
             return "down"
@@ -49,5 +49,5 @@ class View:
 
 
 def clock() -> tuple[float, float]:
-    """The monotonic clock and the wall clock."""
+    """Return the times of the monotonic clock and the wall clock."""
     return time.monotonic(), time.time()

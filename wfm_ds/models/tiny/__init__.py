@@ -1,10 +1,11 @@
 """Tiny random pipelines for tests, laptops and the quickstart: `python -m wfm_ds.models.tiny FAMILY OUT_DIR`.
 
-Each is a complete folder that plain diffusers loads offline, with the same bytes on every run: vocabularies are made by
-hand, weights come from fixed seeds. `call.json` beside it holds the pipeline arguments for one small image or video.
+Each is a complete folder that plain diffusers loads offline, with identical bytes on every run: vocabularies are
+written by hand and weights use fixed seeds. Its `call.json` contains the pipeline arguments for one small image or
+video.
 
-A module of this folder is a tiny pipeline and its name the FAMILY; `language/` holds vision-language models, which
-transformers loads, and `parts/` what several of them are made of.
+Each module of this folder defines the tiny pipeline of the FAMILY with its name. `language/` contains vision-language
+models for transformers, and `parts/` shared components.
 """
 
 from __future__ import annotations
@@ -25,21 +26,20 @@ FAMILIES = tuple(
 
 
 def tiny_pipeline(family: str) -> tuple[Any, dict[str, Any]]:
-    """The pipeline, in float32 and evaluation mode, and the arguments of its call; ModelError for another family."""
+    """Return a pipeline (float32, evaluation mode) and its call arguments. Raises ModelError for an unknown family."""
     if family not in FAMILIES:
         raise ModelError(f"{family} is not a tiny pipeline; use one of {', '.join(FAMILIES)}")
-    made: tuple[Any, dict[str, Any]] = importlib.import_module(f"{__name__}.{family}").build()
-    return made
+    pipeline: tuple[Any, dict[str, Any]] = importlib.import_module(f"{__name__}.{family}").build()
+    return pipeline
 
 
 def write_tiny(family: str, out: Path) -> None:
-    """Write the tiny pipeline of `family` (one of FAMILIES) into the new or empty folder `out`, or the tiny model of
-    one of LANGUAGE_FAMILIES.
+    """Write a tiny model of FAMILIES or LANGUAGE_FAMILIES to the new or empty folder `out`.
 
-    Raises ModelError for another family or a folder that holds something.
+    Raises ModelError for an unknown family or a non-empty folder.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out} exists and is not an empty folder; name a new one")
+        raise ModelError(f"{out} exists and is not an empty folder; choose a new one")
     if family in LANGUAGE_FAMILIES:
         with without_progress_bars():
             importlib.import_module(f"{__name__}.language.{family}").build().save_pretrained(out)
@@ -52,7 +52,7 @@ def write_tiny(family: str, out: Path) -> None:
 
 
 def drop_derived_config(file: Path) -> None:
-    """AutoencoderTiny stores block_out_channels, which it derives, and warns at each load that it takes no such key."""
+    """Remove the derived block_out_channels that AutoencoderTiny saves; loading would warn about it."""
     config = json.loads(file.read_text())
     if config["_class_name"] == "AutoencoderTiny":
         del config["block_out_channels"]
@@ -60,5 +60,5 @@ def drop_derived_config(file: Path) -> None:
 
 
 def sources() -> list[Path]:
-    """The code that the bytes of all tiny pipelines depend on, besides the libraries."""
+    """Return the source files that determine the bytes of all tiny pipelines."""
     return sorted(path for folder in __path__ for path in Path(folder).rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Cosmos-Predict2.5 in miniature: five frames of 32x32 pixels."""
+"""Tiny Cosmos-Predict2.5: five frames of 32x32 pixels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT_SEED = 14
 TRANSFORMER_SEED, VAE_SEED = 0, 1
 TRANSFORMER: Mapping[str, Any] = MappingProxyType(
     {
-        "in_channels": 5,  # 4 latent channels and the mask of conditional frames
+        "in_channels": 5,  # 4 latent channels and the mask of conditioning frames
         "out_channels": 4,
         "num_attention_heads": 2,
         "attention_head_dim": 16,
@@ -39,9 +39,10 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[Cosmos2_5_PredictBasePipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step video.
+    """Return the pipeline and its call arguments for a two-step video.
 
-    As in the folders that are published the safety checker is left out: a caller sets one."""
+    Without a safety checker, as in the published folders; the caller sets one.
+    """
     tokenizer = qwen_tokenizer()
     with seeded(TRANSFORMER_SEED):
         transformer = CosmosTransformer3DModel(**TRANSFORMER)

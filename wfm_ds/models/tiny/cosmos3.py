@@ -1,4 +1,4 @@
-"""Cosmos3 in miniature: five frames of 32x32 pixels, with heads for actions."""
+"""Tiny Cosmos3: five frames of 32x32 pixels, with action heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,  # two ranks can share a video
+        "num_key_value_heads": 2,  # allows two sequence-parallel ranks
         "head_dim": 16,
         "rope_scaling": {"mrope_section": [4, 2, 2]},
         "rope_theta": 1e4,
@@ -38,7 +38,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step video."""
+    """Return the pipeline and its call arguments for a two-step video."""
     call = {
         "prompt": "a red circle on white",
         "height": 32,
@@ -50,8 +50,10 @@ def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
 
 
 def assemble(transformer: Mapping[str, Any], vae: AutoencoderKLWan, *, flow_shift: float) -> Cosmos3OmniPipeline:
-    """A pipeline around a transformer of this configuration. As in the folders that are published the safety checker is
-    left out: a caller sets one."""
+    """Assemble a pipeline with a transformer of this configuration.
+
+    Without a safety checker, as in the published folders; the caller sets one.
+    """
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     with seeded(TRANSFORMER_SEED):
@@ -72,7 +74,7 @@ def assemble(transformer: Mapping[str, Any], vae: AutoencoderKLWan, *, flow_shif
 
 @torch.no_grad()
 def spread(transformer: Cosmos3OmniTransformer) -> None:
-    """Fresh vectors that start at zero or one hide what they are for: move them away."""
+    """Add noise to vectors such as norm weights, because initial zeros and ones would hide mistakes."""
     for name, parameter in transformer.named_parameters():
         if parameter.ndim == 1 and not name.endswith("bias"):
             parameter.add_(0.2 * torch.randn_like(parameter))

@@ -1,4 +1,4 @@
-"""The quickstart's untrained model: 8x8 pixels, and a VAE that changes nothing."""
+"""The untrained model of the quickstart: 8x8 pixels and an identity VAE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from wfm_ds.models.tiny.sd3 import assemble, call_arguments
 
-# 1.3 million parameters: learns to draw 8x8 digits on a laptop within minutes.
+# 1.3 million parameters: learns 8x8 digits on a laptop within minutes.
 TRANSFORMER: Mapping[str, Any] = MappingProxyType(
     {
         "sample_size": 8,
@@ -32,16 +32,16 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[StableDiffusion3Pipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for one digit."""
+    """Return the pipeline and its call arguments for one digit."""
     pipeline = assemble(TRANSFORMER, identity_vae(), shift=1.0, clip_length=8)
     return pipeline, call_arguments("the digit 7", size=8, num_steps=12, max_sequence_length=8)
 
 
 def identity_vae() -> AutoencoderTiny:
-    """A VAE whose latents are the pixels in [-1, 1]; `decode` after `encode` is exact to 1e-4.
+    """Return a VAE with latents equal to the pixels in [-1, 1]; encoding and decoding is exact to 1e-4.
 
-    Its encoder sees (x + 1) / 2, its decoder returns 2 y - 1, both between soft or hard clamps: the small latents
-    (pixels / 20) stay on the linear part of tanh, and relu(z), relu(-z) carry both signs through the decoder.
+    The encoder input is (x + 1) / 2 and the decoder output 2 y - 1, between soft or hard clamps. Small latents
+    (pixels / 20) stay in the linear range of tanh, and relu(z), relu(-z) carry both signs through the decoder.
     """
     vae = AutoencoderTiny(
         encoder_block_out_channels=(6,),

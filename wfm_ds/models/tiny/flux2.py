@@ -1,4 +1,4 @@
-"""FLUX.2-klein (base) in miniature: 32x32 pixels, latents of 4 channels in patches of 2 x 2."""
+"""Tiny FLUX.2-klein (base): 32x32 pixels, 4 latent channels, patches of 2 x 2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wfm_ds.models.tiny.parts.weights import heed_text, spread_text_weights
 
 TEXT_SEED = 14
 TRANSFORMER_SEED, VAE_SEED = 0, 1
-TEXT_LAYERS = 28  # the pipeline joins the states of layers 9, 18 and 27
+TEXT_LAYERS = 28  # the pipeline concatenates the states of layers 9, 18 and 27
 TEXT_WIDTH = 32
 
 TRANSFORMER: Mapping[str, Any] = MappingProxyType(
@@ -41,7 +41,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[Flux2KleinPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step image."""
+    """Return the pipeline and its call arguments for a two-step image."""
     tokenizer = qwen_tokenizer()
     with seeded(TRANSFORMER_SEED):
         transformer = heed_text(Flux2Transformer2DModel(**TRANSFORMER), 6.0)
@@ -63,7 +63,7 @@ def build() -> tuple[Flux2KleinPipeline, dict[str, Any]]:
 
 
 def patch_vae() -> AutoencoderKLFlux2:
-    """A VAE of factor 2. Its statistics of patches are none that a mistake could pass with, as 0 and 1 would be."""
+    """Return a VAE of factor 2. Its batch norm statistics are not 0 and 1, which would hide mistakes."""
     with seeded(VAE_SEED):
         vae = AutoencoderKLFlux2(
             block_out_channels=(8, 16),

@@ -1,4 +1,4 @@
-"""FLUX.2-dev in miniature: the FLUX.2-klein of 32x32 pixels with an embedded guidance and text by Mistral3."""
+"""Tiny FLUX.2-dev: the tiny FLUX.2-klein with embedded guidance and a Mistral3 text encoder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from wfm_ds.models.tiny.parts.mistral import mistral_encoder, mistral_tokenizer
 from wfm_ds.models.tiny.parts.weights import heed_text
 
 TEXT_SEED = 15
-TEXT_LAYERS = 31  # the pipeline joins the states of layers 10, 20 and 30
+TEXT_LAYERS = 31  # the pipeline concatenates the states of layers 10, 20 and 30
 
 
 def build() -> tuple[Flux2Pipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step image."""
-    # The pipeline puts this before every prompt; spelled out it would leave no room for it in a short sequence.
+    """Return the pipeline and its call arguments for a two-step image."""
+    # The pipeline prepends this to every prompt. With one token per word a short sequence still fits the prompt.
     tokenizer = mistral_tokenizer([word.strip(string.punctuation) for word in SYSTEM_MESSAGE.split()])
     with seeded(TRANSFORMER_SEED):
         transformer = heed_text(Flux2Transformer2DModel(**{**TRANSFORMER, "guidance_embeds": True}), 6.0)

@@ -1,4 +1,4 @@
-"""The video quickstart's untrained model: a Wan transformer on 8x8 cells, and a VAE that changes nothing."""
+"""The untrained model of the video quickstart: a Wan transformer on 8x8 cells and an identity VAE."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from wfm_ds.models.base import seeded
 from wfm_ds.models.tiny.wan21 import TRANSFORMER_SEED, assemble
 
-# 0.6 million parameters and 32 tokens a video. A token's 16 numbers are few beside the width of 96: with 64 of them no
-# shape was learnt.
+# 0.6 million parameters, 32 tokens per video. A token has 16 numbers, few relative to the width of 96. With 64 numbers
+# per token, the model did not learn shapes.
 TRANSFORMER: Mapping[str, Any] = MappingProxyType(
     {
         "patch_size": (1, 2, 2),
@@ -29,12 +29,12 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
     }
 )
 VAE_WIDTH = 9
-ONE = VAE_WIDTH - 1  # the channel that holds a constant
+ONE = VAE_WIDTH - 1  # the channel with a constant value
 CONSTANT = 1e4
 
 
 def build() -> tuple[WanPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for one video."""
+    """Return the pipeline and its call arguments for one video."""
     with seeded(TRANSFORMER_SEED):
         transformer = WanTransformer3DModel(**TRANSFORMER).eval()
     pipeline = assemble(exact_vae(), transformer=transformer, flow_shift=1.0)
@@ -51,12 +51,12 @@ def build() -> tuple[WanPipeline, dict[str, Any]]:
 
 
 def exact_vae() -> AutoencoderKLWan:
-    """A Wan VAE whose latents are the pixels: `decode` after `encode` is exact to 1e-6 for grey videos in [-1, 1] of
-    4 x 4 equal pixels each.
+    """Return a Wan VAE with latents equal to the pixels.
 
-    A latent is the mean of 4 x 4 pixels; its 4 channels are 4 successive frames, and the first latent frame has the
-    first frame in channel 0 and zeros in the others. Channels 0 to 3 inside carry x and 4 to 7 carry -x, for silu(x) -
-    silu(-x) = x; channel 8 is a constant beside which x is small, so that the norms before silu multiply by a number.
+    Encoding and decoding is exact to 1e-6 for grey videos in [-1, 1] that are constant on cells of 4 x 4 pixels. A
+    latent is the mean of a cell. Its 4 channels are 4 successive frames; the first latent frame has the first frame in
+    channel 0 and zeros in the others. Hidden channels 0 to 3 carry x and 4 to 7 carry -x, because silu(x) - silu(-x) =
+    x. Channel 8 is a constant much larger than x, so that the norms before silu only scale by a constant.
     """
     vae = AutoencoderKLWan(
         base_dim=VAE_WIDTH,
@@ -79,9 +79,9 @@ def exact_vae() -> AutoencoderKLWan:
 
 def set_encoder(vae: Any) -> None:
     encoder = vae.encoder
-    here = (2, 1, 1)  # the tap of a causal 3 x 3 x 3 convolution that sees its own place
+    centre = (2, 1, 1)  # the centre tap of a causal 3 x 3 x 3 convolution
     for rgb in range(3):
-        encoder.conv_in.weight[0, rgb][here], encoder.conv_in.weight[4, rgb][here] = 1 / 3, -1 / 3
+        encoder.conv_in.weight[0, rgb][centre], encoder.conv_in.weight[4, rgb][centre] = 1 / 3, -1 / 3
     encoder.conv_in.bias[ONE] = CONSTANT
     first, second = encoder.down_blocks
     for block, slots in ((first, 1), (second, 2)):
@@ -89,24 +89,24 @@ def set_encoder(vae: Any) -> None:
             block.resample[1].weight[channel, channel, :2, :2] = 0.25
         block.time_conv.weight[ONE, ONE, 2] = 1.0
         for half in (0, 4):
-            for slot in range(slots):  # two frames side by side: the earlier one's channels, then the later one's
+            for slot in range(slots):  # two concatenated frames: channels of the earlier, then of the later frame
                 block.time_conv.weight[half + slot, half + slot, 1] = 1.0
                 block.time_conv.weight[half + slots + slot, half + slot, 2] = 1.0
     even_out(encoder.norm_out)
     for channel in range(4):
-        encoder.conv_out.weight[channel, channel][here] = 1.0
-        encoder.conv_out.weight[channel, channel + 4][here] = -1.0
+        encoder.conv_out.weight[channel, channel][centre] = 1.0
+        encoder.conv_out.weight[channel, channel + 4][centre] = -1.0
         vae.quant_conv.weight[channel, channel] = 1.0
-    vae.quant_conv.bias[4:] = -30.0  # log variance: next to none
+    vae.quant_conv.bias[4:] = -30.0  # log variance: almost zero variance
 
 
 def set_decoder(vae: Any) -> None:
     decoder = vae.decoder
-    here = (2, 1, 1)
+    centre = (2, 1, 1)
     first, second, last = decoder.up_blocks
     for channel in range(4):
         vae.post_quant_conv.weight[channel, channel] = 1.0
-        decoder.conv_in.weight[channel, channel][here] = 1.0
+        decoder.conv_in.weight[channel, channel][centre] = 1.0
         second.resnets[0].conv_shortcut.weight[channel, channel] = 1.0
     for block, slots in ((first, 2), (second, 1)):
         resample = block.upsamplers[0]
@@ -119,9 +119,9 @@ def set_decoder(vae: Any) -> None:
     shortcut.weight[0, 0], shortcut.weight[4, 0], shortcut.bias[ONE] = 1.0, -1.0, CONSTANT
     even_out(decoder.norm_out)
     for rgb in range(3):
-        decoder.conv_out.weight[rgb, 0][here], decoder.conv_out.weight[rgb, 4][here] = 1.0, -1.0
+        decoder.conv_out.weight[rgb, 0][centre], decoder.conv_out.weight[rgb, 4][centre] = 1.0, -1.0
 
 
 def even_out(norm: Any) -> None:
-    """Make a norm divide by CONSTANT and multiply by it again."""
+    """Set the weight of a norm so that it divides by CONSTANT and multiplies by it again."""
     norm.gamma.fill_(CONSTANT / VAE_WIDTH**0.5)

@@ -1,4 +1,4 @@
-"""Qwen-Image in miniature: 32x32 pixels, a random VAE of factor 8."""
+"""Tiny Qwen-Image: 32x32 pixels, a random VAE of factor 8."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from wfm_ds.models.tiny.parts.qwen import qwen_encoder, qwen_tokenizer
 from wfm_ds.models.tiny.parts.wan_vae import STOCK
 from wfm_ds.models.tiny.parts.weights import heed_text
 
-NEWLINE = "\u010a"  # how byte-level BPE writes it
+NEWLINE = "\u010a"  # the newline symbol of byte-level BPE
 TEXT_SEED = 14
 TRANSFORMER_SEED, VAE_SEED = 0, 1
-CONTRAST = (
-    3.0  # pictures of a random decoder are nearly grey, and what two training steps change would be no level of 255
-)
-# The words and marks of the pipeline's template: with them it has the 34 tokens that the pipeline drops of each text.
+CONTRAST = 3.0  # images of a random decoder are nearly grey; two training steps would not change any 8-bit value
+# Words and punctuation of the pipeline's template. They make it exactly the 34 tokens that the pipeline drops.
 TEMPLATE_WORDS = (
     *("Describe", "image", "by", "detailing", "color", "shape", "size", "texture", "quantity"),
     *("spatial", "relationships", "objects", "background", ",", ":", NEWLINE),
@@ -45,7 +43,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[QwenImagePipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step image."""
+    """Return the pipeline and its call arguments for a two-step image."""
     tokenizer = qwen_tokenizer(more_words=TEMPLATE_WORDS)
     with seeded(TRANSFORMER_SEED):
         transformer = heed_text(QwenImageTransformer2DModel(**TRANSFORMER), 4.0)

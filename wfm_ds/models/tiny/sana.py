@@ -1,4 +1,4 @@
-"""SANA in miniature: 32x32 pixels, a random deep-compression VAE of factor 4."""
+"""Tiny SANA: 32x32 pixels, a random deep-compression VAE of factor 4."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[SanaPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step image."""
+    """Return the pipeline and its call arguments for a two-step image."""
     blocks = ("ResBlock", "ResBlock", "EfficientViTBlock")
     with seeded(VAE_SEED):
         vae = AutoencoderDC(
@@ -60,20 +60,20 @@ def build() -> tuple[SanaPipeline, dict[str, Any]]:
 
 
 def text_parts() -> dict[str, Any]:
-    """Tokenizer and encoder, by their names in the pipeline."""
+    """Return tokenizer and text encoder by component name."""
     tokenizer = gemma_tokenizer()
     return {"tokenizer": tokenizer, "text_encoder": gemma_encoder(len(tokenizer), TEXT_SEED).eval()}
 
 
 def flow_scheduler() -> DPMSolverMultistepScheduler:
-    """The scheduler of the released models: second order on the flow's grid, whole numbers as time."""
+    """Return the scheduler of the released models: second order on flow sigmas, integer timesteps."""
     return DPMSolverMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, solver_order=2
     )
 
 
 def call_arguments(prompt: str) -> dict[str, Any]:
-    """Arguments without the stock instruction, which would be nearly all of the text and of the time to encode it."""
+    """Return call arguments without the default instruction, which is long and slow to encode."""
     return {
         "prompt": prompt,
         "height": 32,

@@ -1,4 +1,4 @@
-"""SANA video in miniature: 5 frames of 32x32 pixels."""
+"""Tiny SANA-Video: 5 frames of 32x32 pixels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[SanaVideoPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step video."""
+    """Return the pipeline and its call arguments for a two-step video."""
     with seeded(TRANSFORMER_SEED):
         transformer = SanaVideoTransformer3DModel(**TRANSFORMER)
     pipeline = SanaVideoPipeline(

@@ -1,4 +1,4 @@
-"""SANA-WM in miniature: five frames of 32x32 pixels that a camera sees."""
+"""Tiny SANA-WM: five frames of 32x32 pixels along a camera path."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[SanaWMPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step video, but for the image and the camera."""
+    """Return the pipeline and its call arguments for a two-step video, without image and camera."""
     tokenizer = gemma_tokenizer()
     encoder = Gemma2ForCausalLM(gemma_encoder(len(tokenizer), TEXT_SEED).config)
     with seeded(TRANSFORMER_SEED):
@@ -55,15 +55,17 @@ def build() -> tuple[SanaWMPipeline, dict[str, Any]]:
         "num_frames": 5,
         "num_inference_steps": 2,
         "max_sequence_length": 16,
-        "chi_prompt": ["a video of "],  # the stock one would be nearly all of the text and of the time to encode it
+        "chi_prompt": ["a video of "],  # the default is long and slow to encode
     }
     return pipeline, call
 
 
 @torch.no_grad()
 def spread(transformer: SanaWMTransformer3DModel) -> None:
-    """Move away from zero what starts there: without these convolutions half of the blocks give nothing, and without
-    the embedding of rays the camera hardly counts."""
+    """Randomize weights that are initialized to zero.
+
+    Otherwise half of the blocks output zeros and the camera hardly has an effect.
+    """
     for name, weight in transformer.named_parameters():
         if ".conv_k" in name or "plucker_embedder" in name or ".t_conv" in name:
             weight.normal_(0, 0.3)

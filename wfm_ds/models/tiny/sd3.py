@@ -1,4 +1,4 @@
-"""Stable Diffusion 3.5 in miniature: 32x32 pixels, a random VAE of factor 2."""
+"""Tiny Stable Diffusion 3.5: 32x32 pixels, a random VAE of factor 2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wfm_ds.models.tiny.parts.t5 import t5_encoder, t5_tokenizer
 CLIP_SEEDS, T5_SEED = (11, 12), 13  # text encoders
 TRANSFORMER_SEED, VAE_SEED = 0, 1
 
-# One block with dual attention, RMS norms on queries and keys.
+# One block has dual attention; queries and keys have RMS norms.
 TRANSFORMER: Mapping[str, Any] = MappingProxyType(
     {
         "sample_size": 16,
@@ -37,7 +37,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[StableDiffusion3Pipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step image."""
+    """Return the pipeline and its call arguments for a two-step image."""
     with seeded(VAE_SEED):
         vae = AutoencoderKL(
             latent_channels=4,
@@ -69,7 +69,7 @@ def call_arguments(prompt: str, *, size: int, num_steps: int, max_sequence_lengt
 def assemble(
     transformer_config: Mapping[str, Any], vae: nn.Module, *, shift: float, clip_length: int
 ) -> StableDiffusion3Pipeline:
-    """A Stable Diffusion 3 pipeline around this VAE in float32 and evaluation mode."""
+    """Assemble a Stable Diffusion 3 pipeline with this VAE, in float32 and evaluation mode."""
     clip = clip_tokenizer(clip_length)
     t5 = t5_tokenizer()
     with seeded(TRANSFORMER_SEED):
@@ -82,7 +82,7 @@ def assemble(
         "text_encoder_3": t5_encoder(len(t5), T5_SEED),
     }
     for part in parts.values():
-        part.eval()  # a T5 that was just built is in train mode (dropout), a loaded one is not
+        part.eval()  # a new T5 is in training mode (dropout), a loaded one is not
     return StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=shift),
         tokenizer=clip,

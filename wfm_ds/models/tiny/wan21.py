@@ -1,4 +1,4 @@
-"""Wan 2.1 in miniature: videos of 32x32 pixels."""
+"""Tiny Wan 2.1: videos of 32x32 pixels."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[WanPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step video."""
+    """Return the pipeline and its call arguments for a two-step video."""
     return assemble(wan_vae(VAE_SEED)), call_arguments()
 
 
 def assemble(
     vae: AutoencoderKLWan, pipeline_class: Any = WanPipeline, *, flow_shift: float = 3.0, **options: Any
 ) -> Any:
-    """A Wan pipeline around this VAE in float32 and evaluation mode; options as of its constructor, the transformer the
-    one above unless they name another."""
+    """Assemble a Wan pipeline with this VAE, in float32 and evaluation mode.
+
+    options: further constructor arguments. The transformer defaults to TRANSFORMER.
+    """
     tokenizer = t5_tokenizer()
     options.setdefault("transformer", transformer(TRANSFORMER_SEED))
     text_encoder = umt5_encoder(len(tokenizer), UMT5_SEED)
@@ -49,7 +51,7 @@ def assemble(
             prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=flow_shift
         ),
         tokenizer=tokenizer,
-        text_encoder=text_encoder.eval(),  # just built it is in train mode (dropout), loaded it is not
+        text_encoder=text_encoder.eval(),  # a new one is in training mode (dropout), a loaded one is not
         vae=vae.eval(),
         **options,
     )

@@ -1,4 +1,4 @@
-"""Wan 2.1 image to video in miniature: a mask and an image beside the latents, and CLIP's embeddings of the image."""
+"""Tiny Wan 2.1 image-to-video: input channels for latents, mask and image latents, and CLIP image embeddings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from wfm_ds.models.tiny.wan21 import TRANSFORMER_SEED, VAE_SEED, assemble, call_
 
 CLIP_SEED = 21
 CLIP_SIDE, CLIP_WIDTH = 16, 16
-LOUDER = 4  # of 512 tokens of a text nearly all are padding, and attention takes their mean
-OF_IMAGE = {"in_channels": 12}  # four latents, a mask for each of four frames, four latents of the image
+LOUDER = 4  # nearly all of the 512 text tokens are padding, which dilutes the attention output
+OF_IMAGE = {"in_channels": 12}  # four latents, four frame masks, four image latents
 
 
 def build() -> tuple[WanImageToVideoPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step video, but for the image."""
+    """Return the pipeline and its call arguments for a two-step video, without the image."""
     side = {"height": CLIP_SIDE, "width": CLIP_SIDE}
     network = transformer(TRANSFORMER_SEED, **OF_IMAGE, image_dim=CLIP_WIDTH, added_kv_proj_dim=32)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def build() -> tuple[WanImageToVideoPipeline, dict[str, Any]]:
 
 
 def clip() -> CLIPVisionModel:
-    """The encoder of images, in evaluation mode."""
+    """Return the image encoder in evaluation mode."""
     config = CLIPVisionConfig(
         hidden_size=CLIP_WIDTH,
         intermediate_size=32,

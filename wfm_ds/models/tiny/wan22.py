@@ -1,4 +1,4 @@
-"""Wan 2.2 A14B in miniature: two experts that share the work at sigma = 0.875."""
+"""Tiny Wan 2.2 A14B: two experts with a boundary at sigma = 0.875."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ TRANSFORMER_2_SEED = 5
 
 
 def build() -> tuple[WanPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step video."""
+    """Return the pipeline and its call arguments for a two-step video."""
     low_noise = transformer(TRANSFORMER_2_SEED)
     return assemble(wan_vae(VAE_SEED), transformer_2=low_noise, boundary_ratio=0.875), call_arguments()

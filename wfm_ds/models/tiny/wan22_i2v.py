@@ -1,4 +1,4 @@
-"""Wan 2.2 A14B image to video in miniature: two experts that share the work at sigma = 0.9, and no CLIP."""
+"""Tiny Wan 2.2 A14B image-to-video: two experts with a boundary at sigma = 0.9, without CLIP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wfm_ds.models.tiny.wan22 import TRANSFORMER_2_SEED
 
 
 def build() -> tuple[WanImageToVideoPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step video, but for the image."""
+    """Return the pipeline and its call arguments for a two-step video, without the image."""
     high_noise, low_noise = (transformer(seed, **OF_IMAGE) for seed in (TRANSFORMER_SEED, TRANSFORMER_2_SEED))
     pipeline = assemble(
         wan_vae(VAE_SEED),

@@ -1,4 +1,4 @@
-"""Wan 2.2 TI2V in miniature: a time for each token, and a VAE of factor 16 that works on patches."""
+"""Tiny Wan 2.2 TI2V: one time per token, and a patchifying VAE of factor 16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wfm_ds.models.tiny.wan21 import VAE_SEED, assemble, call_arguments
 
 
 def build() -> tuple[WanPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step video."""
+    """Return the pipeline and its call arguments for a two-step video."""
     vae = wan_vae(
         VAE_SEED,
         decoder_base_dim=8,

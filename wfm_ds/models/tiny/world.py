@@ -1,4 +1,4 @@
-"""The action quickstart's untrained model: a Cosmos3 with heads for actions, and a VAE that changes nothing."""
+"""The untrained model of the action quickstart: a Cosmos3 with action heads and an identity VAE."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diffusers import Cosmos3OmniPipeline
 from wfm_ds.models.tiny.cosmos3 import assemble
 from wfm_ds.models.tiny.moving import exact_vae
 
-# 0.3 million parameters; a video has 6 tokens and its actions 8. A token's 16 numbers are few beside the width of 64.
+# 0.3 million parameters; 6 video tokens and 8 action tokens. A token has 16 numbers, few relative to the width of 64.
 TRANSFORMER: Mapping[str, Any] = MappingProxyType(
     {
         "hidden_size": 64,
@@ -34,7 +34,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for one video."""
+    """Return the pipeline and its call arguments for one video."""
     pipeline = assemble(TRANSFORMER, exact_vae(), flow_shift=1.0)
     return pipeline, {
         "prompt": '{"caption": "a grey wall"}',

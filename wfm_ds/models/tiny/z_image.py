@@ -1,4 +1,4 @@
-"""Z-Image in miniature: 32x32 pixels, a random VAE of factor 8."""
+"""Tiny Z-Image: 32x32 pixels, a random VAE of factor 8."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[ZImagePipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step image."""
+    """Return the pipeline and its call arguments for a two-step image."""
     tokenizer = qwen_tokenizer()
     with seeded(TRANSFORMER_SEED):
         transformer = ZImageTransformer2DModel(**TRANSFORMER)
@@ -69,14 +69,14 @@ def build() -> tuple[ZImagePipeline, dict[str, Any]]:
 
 
 def draw_padding(transformer: nn.Module) -> None:
-    """Give the learned padding values: at 0 what stands there would tell nothing."""
+    """Randomize the learned padding tokens; zeros would hide mistakes."""
     for name, token in transformer.named_parameters():
         if name.endswith("_pad_token"):
             nn.init.normal_(token)
 
 
 def text_encoder(tokenizer: Any) -> Qwen3Model:
-    """Three layers: the pipeline takes the states before the last."""
+    """Return an encoder with three layers. The pipeline uses the states before the last layer."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=TEXT_WIDTH,

@@ -1,1 +1,1 @@
-"""Trackers by name: one file for each library, which is imported when a run starts."""
+"""Trackers by name: one module per library, which is imported when a run starts."""

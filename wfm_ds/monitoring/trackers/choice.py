@@ -1,4 +1,4 @@
-"""The trackers that a recipe names, and their packages."""
+"""The trackers named in a recipe, and their packages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TRACKERS = {
     "mlflow": ("mlflow", "MLflow"),
     "trackio": ("trackio", "Trackio"),
 }
-"""The package of each name, and its class in the file of that name here."""
+"""Package of each tracker, and its class in the module of the same name here."""
 
 
 def require_trackers(recipe: Recipe) -> None:
-    """Raise TrackerError for a tracker whose package is not installed."""
+    """Raise TrackerError for a tracker with a missing package."""
     for name in recipe.logging.shown_by:
         package, _ = TRACKERS[name]
         if find_spec(package) is None:
@@ -29,8 +29,8 @@ def require_trackers(recipe: Recipe) -> None:
 
 
 def open_trackers(recipe: Recipe, resumed_at: int | None) -> list[Subscriber]:
-    """Start the recipe's trackers. Raises TrackerError; those that were started before are closed then."""
-    opened: list[Subscriber] = []
+    """Start the recipe's trackers. Raises TrackerError after closing the trackers that were already started."""
+    started: list[Subscriber] = []
     settings = recipe.logging
     require_trackers(recipe)
     try:
@@ -43,15 +43,15 @@ def open_trackers(recipe: Recipe, resumed_at: int | None) -> list[Subscriber]:
                 resumed_at=resumed_at,
                 options={} if name == "tensorboard" else getattr(settings, name),
             )
-            opened.append(Subscriber(tracker_of(name), facts))
+            started.append(Subscriber(tracker_of(name), facts))
     except TrackerError:
-        for subscriber in opened:
+        for subscriber in started:
             subscriber.close("failed", {})
         raise
-    return opened
+    return started
 
 
 def tracker_of(name: str) -> Tracker:
-    """Return the tracker of this name, not started. Imports its file, not its package."""
-    made: Tracker = getattr(importlib.import_module(f"wfm_ds.monitoring.trackers.{name}"), TRACKERS[name][1])()
-    return made
+    """Create the tracker of this name without starting it. Imports its module here, not its package."""
+    tracker: Tracker = getattr(importlib.import_module(f"wfm_ds.monitoring.trackers.{name}"), TRACKERS[name][1])()
+    return tracker

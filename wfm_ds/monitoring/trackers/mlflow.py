@@ -1,4 +1,4 @@
-"""MLflow: at MLFLOW_TRACKING_URI, else a SQLite file in the run's folder."""
+"""MLflow: at MLFLOW_TRACKING_URI, otherwise a SQLite file in the run's folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from wfm_ds.monitoring.pictures import reduced
 from wfm_ds.monitoring.samples import ShownSample, sample_grid, sample_table
 from wfm_ds.monitoring.tracking import RunFacts
 
-MAX_PARAMS, MAX_CHARACTERS = 100, 6000  # of one call; of one parameter's value
+MAX_PARAMS, MAX_CHARACTERS = 100, 6000  # per call; per parameter value
 ENDED = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 
 
 class MLflow:
-    """Numbers, the grid of samples and their table as artifacts, the recipe as parameters and as a file."""
+    """Logs numbers, the grid of samples and their table as artifacts, and the recipe as parameters and as a file."""
 
     name = "mlflow"
 
@@ -26,11 +26,11 @@ class MLflow:
         from mlflow import MlflowClient
 
         for library in ("mlflow", "alembic"):
-            logging.getLogger(library).setLevel(logging.WARNING)  # they tell how tables are made
-        place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
-        options = {"tracking_uri": place, **run.options}
+            logging.getLogger(library).setLevel(logging.WARNING)  # they log the creation of tables
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
+        options = {"tracking_uri": uri, **run.options}
         self._client: Any = MlflowClient(options["tracking_uri"])
-        self._id = run.remembered("mlflow_run", lambda: self._new_run(run, is_here=place.startswith("sqlite")))
+        self._id = run.remembered("mlflow_run", lambda: self._new_run(run, is_here=uri.startswith("sqlite")))
         self._client.update_run(self._id, status="RUNNING")
 
     def _new_run(self, run: RunFacts, *, is_here: bool) -> str:
@@ -39,14 +39,14 @@ class MLflow:
         found = self._client.get_experiment_by_name(run.project)
         artifacts = (run.folder / "mlflow").absolute().as_uri() if is_here else None
         experiment = found.experiment_id if found else self._client.create_experiment(run.project, artifacts)
-        made = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
+        run_id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
         values = [Param(key, str(value)[:MAX_CHARACTERS]) for key, value in run.recipe.items()]
         for part in chunks(values, MAX_PARAMS):
-            self._client.log_batch(made, params=list(part))
+            self._client.log_batch(run_id, params=list(part))
         recipe = run.output_dir / "recipe.yaml"
         if recipe.is_file():
-            self._client.log_artifact(made, str(recipe))
-        return made
+            self._client.log_artifact(run_id, str(recipe))
+        return run_id
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

@@ -1,4 +1,4 @@
-"""Trackio: a SQLite file, by default in the run's folder; `TRACKIO_DIR=... trackio show` opens it."""
+"""Trackio: a SQLite file, by default in the run's folder; open it with `TRACKIO_DIR=... trackio show`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from wfm_ds.monitoring.tracking import RunFacts
 
 log = logging.getLogger(__name__)
 
-PLACE = "TRACKIO_DIR"  # of its files; read when it is imported
+PLACE = "TRACKIO_DIR"  # folder of its files; read by trackio at import
 
 
 class Trackio:
-    """Numbers, the grid of samples, the recipe as config."""
+    """Logs numbers, the grid of samples, and the recipe as config."""
 
     name = "trackio"
 
     def start(self, run: RunFacts) -> None:
         os.environ.setdefault(PLACE, str((run.folder / "trackio").absolute()))
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints how to open its dashboard
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints instructions for its dashboard
             import trackio
 
             name = run.remembered("trackio_run", lambda: f"{run.name}-{uuid.uuid4().hex[:6]}")
@@ -38,7 +38,7 @@ class Trackio:
                 **run.options,
             }
             self._trackio, self._run = trackio, trackio.init(**settings)
-        log.info("trackio: see the run with %s=%s trackio show", PLACE, os.environ[PLACE])
+        log.info("trackio: open the run with %s=%s trackio show", PLACE, os.environ[PLACE])
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

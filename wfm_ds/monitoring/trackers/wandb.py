@@ -1,4 +1,4 @@
-"""Weights & Biases. Without a key and without WANDB_MODE it stays offline: the run's folder has what can be sent."""
+"""Weights & Biases. Without an API key and without WANDB_MODE it runs offline; the run's folder can be synced later."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from wfm_ds.monitoring.videos import gif_bytes
 log = logging.getLogger(__name__)
 
 SERVICE = "https://api.wandb.ai"
-STEP = "step"  # our own beside theirs, which must not go back: a continued run repeats some
+STEP = "step"  # separate from wandb's own step, which cannot decrease: a resumed run repeats steps
 
 
 class WeightsAndBiases:
-    """Numbers over our step, samples with captions, the recipe as config."""
+    """Logs numbers over our step, samples with captions, and the recipe as config."""
 
     name = "wandb"
 
@@ -43,19 +43,19 @@ class WeightsAndBiases:
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
         if self._run.settings.mode == "offline":
-            log.info("wandb stays offline; send the run with: wandb sync %s", self._run.settings.sync_dir)
+            log.info("wandb is offline; upload the run with: wandb sync %s", self._run.settings.sync_dir)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, STEP: step})
 
     def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
-        shown = [self._wandb.Image(reduced(sample.frames[0]), caption=caption(sample)) for sample in samples]
-        media: dict[str, Any] = {tag: shown}
+        images = [self._wandb.Image(reduced(sample.frames[0]), caption=caption(sample)) for sample in samples]
+        logged: dict[str, Any] = {tag: images}
         if any(sample.moves for sample in samples):
             path = self._folder / f"wandb_{step}.gif"
             path.write_bytes(gif_bytes(*sample_animation(samples)))
-            media[f"{tag}/video"] = self._wandb.Video(str(path), format="gif")
-        self._run.log({**media, STEP: step})
+            logged[f"{tag}/video"] = self._wandb.Video(str(path), format="gif")
+        self._run.log({**logged, STEP: step})
 
     def finish(self, status: str, summary: Mapping[str, float]) -> None:
         self._run.summary.update({**summary, "status": status})
@@ -63,7 +63,7 @@ class WeightsAndBiases:
 
 
 def has_key() -> bool:
-    """Return whether there is a key to send runs with, where wandb looks for it: WANDB_API_KEY, ~/.netrc."""
+    """Return whether there is an API key in one of wandb's places: WANDB_API_KEY, ~/.netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", SERVICE)).hostname or ""

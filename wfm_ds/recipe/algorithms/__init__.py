@@ -1,5 +1,6 @@
-"""The recipe's `algorithm` section: one file and class for each algorithm, told apart by `name`. A name that is the
-`package.module:Class` of the user's own algorithm selects the settings class that it brings.
+"""The recipe's `algorithm` section: one file and settings class per algorithm, selected by `name`.
+
+A name of the form `package.module:Class` selects the settings class of a user's algorithm.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from wfm_ds.user_class import import_class, is_user_class
 
 
 def user_settings(section: Any) -> type[RlSettings] | None:
-    """The settings class of the user's algorithm that this section of a recipe names; None if it names none.
+    """Return the settings class of the user's algorithm named in this section, or None for a built-in algorithm.
 
-    Raises RecipeError where the algorithm cannot be imported or brings no settings.
+    Raises RecipeError if the algorithm cannot be imported or has no settings class.
     """
     name = section.get("name") if isinstance(section, dict) else getattr(section, "name", None)
     if not isinstance(name, str) or not is_user_class(name):
         return None
-    found = _imported_settings(name)
-    if isinstance(found, RecipeError):
-        raise found
-    return found
+    settings = _imported_settings(name)
+    if isinstance(settings, RecipeError):
+        raise settings
+    return settings
 
 
-@functools.cache  # of errors too: a module that fails is not run again for each question about its keys
+@functools.cache  # errors too: do not import a failing module again for every lookup
 def _imported_settings(name: str) -> type[RlSettings] | RecipeError:
     try:
         algorithm = import_class(name, object, key="algorithm.name", error=RecipeError)
@@ -52,7 +53,7 @@ def _imported_settings(name: str) -> type[RlSettings] | RecipeError:
         return error
     settings = getattr(algorithm, "Settings", None)
     if not (isinstance(settings, type) and issubclass(settings, RlSettings)):
-        return RecipeError(f"algorithm.name {name}: the class has no Settings that is a subclass of RlSettings")
+        return RecipeError(f"algorithm.name {name}: the class needs an attribute Settings, a subclass of RlSettings")
     return settings
 
 

@@ -1,4 +1,4 @@
-"""The settings of AWM; its mathematics: algorithms/awm.py."""
+"""Settings of AWM. The loss is in algorithms/awm.py."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from wfm_ds.recipe.sections import RolloutRecipe
 
 
 class AwmAlgorithm(ForwardProcessSettings):
-    """Advantage Weighted Matching (arXiv 2509.25050): policy gradients with the flow matching loss of a clean sample in
-    place of the logarithm of its probability."""
+    """Advantage Weighted Matching (arXiv 2509.25050): policy gradient that replaces the log-probability of a clean
+    sample by its flow matching loss."""
 
     name: Literal["awm"]
     """Selects this algorithm."""
     weighting: Literal["ghuber", "uniform", "sigma", "sigma_squared"] = "ghuber"
-    """What stands for -log p of a sample, l being the mean squared error of its velocity: `uniform` l; `sigma`
-    sigma * l; `sigma_squared` sigma^2 * l; `ghuber` sigma * l^power / power."""
+    """Estimate of -log p of a sample from the mean squared error l of its velocity. `uniform`: l. `sigma`: sigma * l.
+    `sigma_squared`: sigma^2 * l. `ghuber`: sigma * l^power / power."""
     power: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """weighting: ghuber: the power of l. Below 1 a badly predicted sample counts less."""
+    """weighting: ghuber: exponent of l. Values below 1 reduce the influence of badly predicted samples."""
     clip_ratio: PositiveFloat = 1.0
-    """The ratio of new to old probability counts within 1 -+ clip_ratio. From 1 on it has no lower bound. In the first
-    optimizer step of an RL step all ratios are 1."""
+    """PPO clip range: probability ratios are clipped to 1 - clip_ratio .. 1 + clip_ratio. Values of 1 or more remove
+    the lower bound. In the first optimizer step of an RL step all ratios are 1."""
     adv_max: PositiveFloat = 1.0
-    """Advantages, clipped to adv_clip_max, are scaled so that this is the largest possible one."""
+    """Advantages are clipped to `adv_clip_max`, then scaled so that the largest possible magnitude is `adv_max`."""
     kl_beta: NonNegativeFloat = 1e-3
-    """Weight of the squared velocity distance to the reference. 0 runs no reference forward."""
+    """Weight of the squared velocity distance to the reference policy. 0: no reference forward pass."""
     ema_kl_beta: NonNegativeFloat = 0.0
-    """Weight of the squared velocity distance to the averaged weights of the section `ema`, which that needs. Published
-    runs have 1, with an average that follows closely (a decay of .3). 0 runs no forward of it."""
+    """Weight of the squared velocity distance to the EMA weights; needs the section `ema`. Published runs use 1 with an
+    EMA decay of .3. 0: no forward pass with the EMA weights."""
 
     implementation = "wfm_ds.algorithms.awm:Awm"
 
@@ -45,10 +45,7 @@ class AwmAlgorithm(ForwardProcessSettings):
     def check(self, recipe: OtherSections) -> None:
         super().check(recipe)
         if self.ema_kl_beta > 0 and (recipe.ema is None or recipe.ema.decay == 0):
-            raise ValueError(
-                "algorithm.ema_kl_beta is a distance to averaged weights, which this recipe does not have: "
-                "add `ema: {decay: 0.3}`, or set it to 0"
-            )
+            raise ValueError("algorithm.ema_kl_beta needs averaged weights: add `ema: {decay: 0.3}`, or set it to 0")
 
     @model_validator(mode="after")
     def _power_read(self) -> AwmAlgorithm:

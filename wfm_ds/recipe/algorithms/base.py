@@ -1,8 +1,7 @@
-"""The common part of every algorithm's section of a recipe: its keys, and the facts that it states about itself.
+"""Base classes of algorithm settings: shared keys, and properties that describe an algorithm to the rest of the code.
 
-Whoever needs to know something about the algorithm of a run asks these properties and methods, never its name. The
-settings stand in recipe/ and the mathematics of the same name in algorithms/, because a recipe is read, checked and
-described on machines and in processes that do not load torch.
+Code outside of an algorithm uses these properties, never the algorithm's name. Settings are separate from the losses in
+wfm_ds/algorithms so that recipes can be read and checked without importing torch.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from wfm_ds.recipe.sections import (
 
 
 def num_of_share(count: int, share: float) -> int:
-    """max(1, floor(count * share)), of the share as it was written: in binary 50 * .58 is a little below 29."""
+    """Return max(1, floor(count * fraction)), tolerant to binary rounding (50 * .58 is slightly below 29)."""
     return max(1, math.floor(count * share + 1e-9))
 
 
 class OtherSections(Protocol):
-    """The rest of the recipe, as far as an algorithm's rules are about it."""
+    """The other recipe sections that algorithm checks use."""
 
     @property
     def data(self) -> DataRecipe: ...
@@ -58,124 +57,126 @@ class OtherSections(Protocol):
 
 
 class ModelFacts(Protocol):
-    """The facts that a loaded model states about itself (models/base.py)."""
+    """Properties of a loaded model that algorithms use (models/base.py)."""
 
     @property
     def family(self) -> str: ...
 
     @property
     def sigma_ranges(self) -> Sequence[tuple[float, float]]:
-        """The noise levels of each expert."""
+        """Noise level range (low, high) of each expert."""
 
     def pinned(self, num_frames: tuple[int, int], /) -> tuple[int, int]:
-        """The part of a range of given first latent frames that is no noise."""
+        """Return the (min, max) number of conditioning latent frames that stay clean in the model's input."""
 
     def flow_shift(self, sampling: SamplingRecipe, /) -> float:
-        """The shift of its schedule at this size and number of steps. Raises ModelError where it has none."""
+        """Return the schedule shift for this size and number of steps. Raises ModelError if the model has none."""
 
 
 class AlgorithmSettings(Section):
-    """The section `algorithm` of a recipe."""
+    """Base class of all algorithm settings."""
 
     name: str
     """Selects the algorithm."""
 
     is_rl: ClassVar[bool] = False
-    """True: it learns from rewards of its own samples. False: from data alone."""
+    """True: reinforcement learning on generated samples. False: supervised learning on data."""
     takes_prompts: ClassVar[bool] = False
-    """True if it can train on prompts (data.kind: prompts)."""
+    """Whether it can train on prompts (data.kind: prompts)."""
     takes_media: ClassVar[bool] = False
-    """True if it can train on captioned media (any other data.kind but pairs)."""
+    """Whether it can train on captioned images or videos."""
     takes_conversations: ClassVar[bool] = False
-    """True if it can train on conversations (data.kind: llava)."""
+    """Whether it trains on conversations (data.kind: llava)."""
     trains_language: ClassVar[bool] = False
-    """True if it trains a language model, whose recipe has no section `sampling`."""
+    """Whether it trains a language model. Such recipes have no section `sampling`."""
     references: ClassVar[tuple[str, ...]] = ()
-    """Supervised: policies besides the trained one that the loss needs, in the order of their forwards."""
+    """Supervised: additional policies that the loss needs, in the order of their forward passes."""
     takes_pairs: ClassVar[bool] = False
-    """True if it trains on pairs of media of which one is preferred (data.kind: pairs)."""
+    """Whether it trains on preference pairs (data.kind: pairs)."""
 
     @property
     def num_conditional_frames(self) -> tuple[int, int]:
-        """The smallest and the largest number of latent frames of the data that a sample is given."""
+        """Minimum and maximum number of latent frames of the data that a sample is conditioned on."""
         return 0, 0
 
     def check(self, recipe: OtherSections) -> None:
-        """Raise ValueError for what does not fit the other sections, naming keys as `section.key`."""
+        """Raise ValueError if these settings do not fit the other sections. Messages name keys as `section.key`."""
 
     def check_model(self, model: ModelFacts, sampling: SamplingRecipe) -> None:
-        """Raise UserError for a model that this algorithm, with these settings, cannot train."""
+        """Raise UserError if this algorithm cannot train the model with these settings."""
 
     def doubts(self) -> list[str]:
-        """Name what is possible but probably not meant, a sentence each."""
+        """Return one sentence per setting that is valid but probably a mistake."""
         return []
 
 
 class RlSettings(AlgorithmSettings):
-    """The keys of every reinforcement learning algorithm: how rewards become advantages (algorithms/advantages.py)."""
+    """Keys of all RL algorithms: how rewards become advantages (algorithms/advantages.py)."""
 
     combine: Literal["sum", "mean", "gdpo"] = "sum"
-    """Several rewards: `sum` compares their weighted sum; `mean` makes an advantage of each and averages them with
-    their weights; `gdpo` (arXiv 2601.05242) adds them with their weights and normalises the result over all samples."""
+    """How several rewards are combined. `sum`: one advantage of the weighted sum. `mean`: weighted mean of one
+    advantage per reward. `gdpo` (arXiv 2601.05242): weighted sum of one advantage per reward, normalized over all
+    samples."""
     advantage_std: Literal["group", "global", "none"] = "global"
-    """What the centred reward is divided by: the standard deviation of its group, of all samples, or nothing."""
+    """Divisor of centred rewards: the standard deviation of the group, of all samples, or none."""
     std_unbiased: bool = False
-    """Divide by n - 1 in these standard deviations, to reproduce trainers that do."""
+    """Use the unbiased standard deviation (divide by n - 1), like some other trainers."""
     adv_clip_max: PositiveFloat = 5.0
     """Advantages are clipped to this magnitude."""
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
-    """Which advantages train, after clipping."""
+    """Transformation of clipped advantages. `positive_only`, `negative_only`: set the others to 0. `one_only`: 1 for
+    positive advantages, 0 for the others. `binary`: only the sign."""
     zero_std: Literal["keep", "drop"] | None = None
-    """A group whose rewards are all equal has the advantage 0: `keep` trains it with that, `drop` does not train it.
-    Unset: `drop` where the loss has no part beside the reward's (diffusion_nft with kl_beta 0), else `keep`."""
+    """Groups with equal rewards (advantage 0). `keep`: train on them. `drop`: do not. Unset: `drop` if the loss
+    consists of the reward term only (diffusion_nft with `kl_beta: 0`), else `keep`."""
     best_of_n: PositiveInt | None = None
-    """Train only this many samples of a group: half of them its best, half its worst. Unset: all."""
+    """Train only on this many samples per group: half of them the best, half the worst. Unset: all."""
     updates_per_rollout: PositiveInt = 1
-    """Optimizer steps per RL step; the samples are split among them."""
+    """Optimizer steps per RL step. The samples are split among them."""
 
     is_rl = True
     takes_prompts = True
     implementation: ClassVar[str] = ""
-    """The class that computes it, a subclass of RlAlgorithm, as `package.module:Class`. Empty: `name` is that."""
+    """The subclass of RlAlgorithm, as `package.module:Class`. Empty: `name` is this class."""
     may_be_async: ClassVar[bool] = True
-    """True if other processes may generate its samples, which may then be some RL steps old."""
+    """Whether separate workers may generate its samples, which may be a few RL steps old."""
     samples_in_edm: ClassVar[bool] = False
-    """True if it rolls out with the EDM solvers, which other algorithms cannot use."""
+    """Whether its rollouts use the EDM solvers. Other algorithms cannot use them."""
     compares_log_probs: ClassVar[bool] = True
-    """True if it may compare log-probabilities of a rollout with those of training: then rollouts and rollout workers
-    must compute and round as training does. False: its samples may come from anywhere."""
+    """Whether it may compare rollout and training log-probabilities. If so, rollouts must round exactly like training.
+    If not, samples may come from any source."""
     chooses_policy: ClassVar[bool] = False
-    """True if it reads rollout.policy."""
+    """Whether it reads `rollout.policy`."""
 
     @property
     def regularizes(self) -> bool:
-        """The loss has a part beside the reward's, such as a distance to the reference, for which samples of advantage
-        0 are worth training on."""
+        """Whether the loss has terms besides the reward, such as a distance to the reference. Samples with advantage 0
+        then contribute to the gradient."""
         return True
 
     @property
     def drops_zero_std(self) -> bool:
-        """Groups whose rewards are all equal are not trained on."""
+        """Whether groups with equal rewards are dropped."""
         return self.zero_std == "drop" or (self.zero_std is None and not self.regularizes)
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
-        """Noise levels that each sample of an RL step is trained on."""
+        """Return the number of noise levels that each sample of an RL step is trained on."""
         raise NotImplementedError
 
     def reads_rollout_log_probs(self, rollout: RolloutRecipe) -> bool:
-        """The loss reads log-probabilities that the rollout computed, which must be those of the trained policy."""
+        """Return whether the loss uses log-probabilities computed in the rollout."""
         return self.compares_log_probs
 
     def num_data(self, num_terms: int) -> int:
-        """Samples of data that are trained on beside this many terms."""
+        """Return the number of data samples trained on together with this many loss terms."""
         return 0
 
     def num_divided(self, num_terms: int) -> int:
-        """The number of these terms that have their data in a forward and backward of its own."""
+        """Return how many of these loss terms process their data sample in a separate forward and backward pass."""
         return 0
 
     def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
-        """Copies of the weights that it compares or rolls out with: of `old` and `ref`."""
+        """Return the weight copies used in the loss or rollout: a subset of `old` and `ref`."""
         return frozenset()
 
     def check(self, recipe: OtherSections) -> None:
@@ -183,7 +184,7 @@ class RlSettings(AlgorithmSettings):
         self._solver_fits(recipe.sampling.solver)
         if recipe.rl.rollout.policy is not None and not self.chooses_policy:
             raise ValueError(
-                f"rollout.policy is read by algorithm ddrl only: {self.name} knows its policy, remove the key"
+                f"rollout.policy is only for algorithm ddrl, {self.name} has a fixed rollout policy: remove it"
             )
 
     def _advantages_fit(self, rollout: RolloutRecipe, reward: RewardRecipe) -> None:
@@ -193,37 +194,38 @@ class RlSettings(AlgorithmSettings):
             )
         if self.combine != "sum" and (reward.clip is not None or reward.scale != 1):
             raise ValueError(
-                f"reward.clip and reward.scale act on the weighted sum, which algorithm.combine: {self.combine} "
-                "does not use: remove them, or set clip in reward.functions"
+                f"algorithm.combine: {self.combine} does not use the weighted sum that reward.clip and reward.scale "
+                "act on: remove them, or set clip in reward.functions"
             )
 
     def _solver_fits(self, solver: str) -> None:
         if self.samples_in_edm and solver not in EDM_SOLVERS:
             raise ValueError(
-                f"algorithm {self.name} rolls out with {' or '.join(EDM_SOLVERS)}: sampling.solver {solver} is for "
-                "other ones"
+                f"algorithm {self.name} does not support sampling.solver {solver}: set it to {' or '.join(EDM_SOLVERS)}"
             )
         if not self.samples_in_edm and solver in EDM_SOLVERS:
-            raise ValueError(f"sampling.solver {solver} is for algorithm ddrl; {self.name} needs another one")
+            raise ValueError(
+                f"sampling.solver {solver} is only for algorithm ddrl, not {self.name}: choose another one"
+            )
 
     @model_validator(mode="after")
     def _comparable(self) -> RlSettings:
         if self.best_of_n is not None and self.best_of_n % 2:
-            raise ValueError(f"best_of_n {self.best_of_n} takes as many best as worst samples: make it even")
+            raise ValueError(f"best_of_n {self.best_of_n} must be even: half are the best samples, half the worst")
         if self.combine == "gdpo" and self.advantage_std != "group":
-            raise ValueError("combine: gdpo normalises each reward within its group: set advantage_std: group")
+            raise ValueError("combine: gdpo normalizes each reward within its group: set advantage_std: group")
         return self
 
 
 class GivenFramesSettings(RlSettings):
-    """The keys of algorithms whose samples may be given frames of the data (models/conditional_frames.py)."""
+    """Keys of RL algorithms that can condition samples on frames of the data (models/conditional_frames.py)."""
 
     min_num_conditional_frames: NonNegativeInt = 0
-    """Smallest number of first latent frames of its medium that a group of rollouts is given, clean and outside the
-    loss: 0 none, 1 an image, 2 a video."""
+    """Minimum number of conditioning frames: first latent frames of a data sample that a group of rollouts continues.
+    They stay clean and are excluded from the loss. 0: none, 1: an image, 2: a video."""
     max_num_conditional_frames: NonNegativeInt = 0
-    """Largest such number; one is drawn for each group. Above 0 the data is captioned media, and validation draws begin
-    with frames too."""
+    """Maximum number of conditioning frames; a random number is used for each group. If above 0, the data must be
+    captioned images or videos, and validation samples are conditioned too."""
 
     @property
     def num_conditional_frames(self) -> tuple[int, int]:
@@ -231,7 +233,7 @@ class GivenFramesSettings(RlSettings):
 
     @property
     def needs_media(self) -> bool:
-        """These settings give samples frames of the data, or train on it."""
+        """Whether samples are conditioned on data frames, or the data is trained on."""
         return self.max_num_conditional_frames > 0
 
     def check(self, recipe: OtherSections) -> None:
@@ -239,20 +241,22 @@ class GivenFramesSettings(RlSettings):
         if self.needs_media and recipe.data.kind == "prompts":
             key = "max_num_conditional_frames" if self.max_num_conditional_frames else "data_beta"
             raise ValueError(
-                f"algorithm.{key} needs captioned media, and data.kind: prompts has texts alone: set data.kind: paired"
+                f"algorithm.{key} needs captioned images or videos, not data.kind: prompts: set data.kind: paired"
             )
 
     @model_validator(mode="after")
     def _ordered_frames(self) -> GivenFramesSettings:
         low, high = self.num_conditional_frames
         if low > high:
-            raise ValueError(f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise it")
+            raise ValueError(
+                f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise the maximum"
+            )
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class RlSections:
-    """The sections that a recipe of reinforcement learning has and any other lacks."""
+    """The sections that only RL recipes have."""
 
     algorithm: RlSettings
     rollout: RolloutRecipe

@@ -1,4 +1,4 @@
-"""The settings of DDRL; its mathematics: algorithms/ddrl.py."""
+"""Settings of DDRL. The loss is in algorithms/ddrl.py."""
 
 from __future__ import annotations
 
@@ -13,51 +13,53 @@ from wfm_ds.recipe.sections import RolloutRecipe
 
 
 class DdrlAlgorithm(GivenFramesSettings):
-    """DDRL (arXiv 2512.04332): policy gradients on churned EDM rollouts, held to the data by a diffusion loss."""
+    """DDRL (arXiv 2512.04332): policy gradient on churned EDM rollouts, regularized by a diffusion loss on data."""
 
     name: Literal["ddrl"]
     """Selects this algorithm."""
     combine: Literal["sum", "mean", "gdpo"] = "mean"
-    """Several rewards: `mean` makes an advantage of each and averages them with their weights; `sum` compares their
-    weighted sum; `gdpo` (arXiv 2601.05242) adds them with their weights and normalises the result over all samples."""
+    """How several rewards are combined. `mean`: weighted mean of one advantage per reward. `sum`: one advantage of the
+    weighted sum. `gdpo` (arXiv 2601.05242): weighted sum of one advantage per reward, normalized over all samples."""
     advantage_std: Literal["group", "global", "none"] = "group"
-    """What the centred reward is divided by: the standard deviation of its group, of all samples, or nothing."""
+    """Divisor of centred rewards: the standard deviation of the group, of all samples, or none."""
     updates_per_rollout: Literal[1] = 1
-    """Optimizer steps per RL step: always one."""
+    """Optimizer steps per RL step. Always 1."""
     train_on: list[Annotated[int, Field(ge=-1)]] = Field([0, 1, 2, 3], min_length=1)
-    """Denoise steps that every sample is trained on; 0 is the first, and the last one has no noise to train on. -1
-    stands for one more, drawn anew for each RL step."""
+    """Denoising steps that every sample is trained on. 0 is the first step; the last step has no noise and is not
+    allowed. -1: one additional random step per RL step."""
     ratio_norm: Literal["gaussian", "literal", "std_scaled"] = "gaussian"
-    """What an outcome's squared distances to the means of two policies are divided by, s^2 being the variance:
-    `gaussian` 2 s^2; `literal` 1, as in the published runs; `std_scaled` 2 s. Low noise counts most with the first,
-    high noise with the second; each needs a clip_ratio and a data_beta of its own."""
+    """Divisor of the squared distances in the log-ratio, for a step with standard deviation s. `gaussian`: 2 s^2, which
+    emphasizes low noise. `literal`: 1, as in the published runs, which emphasizes high noise. `std_scaled`: 2 s. Tune
+    `clip_ratio` and `data_beta` for each."""
     clip_ratio: PositiveFloat = 1e-4
-    """Probability ratios are clipped to 1 - clip_ratio .. 1 + clip_ratio."""
+    """PPO clip range: probability ratios are clipped to 1 - clip_ratio .. 1 + clip_ratio."""
     kl_beta: NonNegativeFloat = 0.01
-    """Weight of the distance to the reference policy on the rollouts. 0 runs no reference forward for it."""
+    """Weight of the distance to the reference policy on rollout samples. 0: no reference forward pass."""
     update_ref_every: NonNegativeInt = 0
-    """RL steps after which the trained weights become the reference, beginning with the first. 0: never."""
+    """RL steps between updates of the reference policy to the trained weights, starting with the first. 0: never."""
     data_beta: NonNegativeFloat = 0.0
-    """Weight of the diffusion loss on the data. Above 0 the prompts are the captions of a paired data set."""
+    """Weight of the diffusion loss on data. If above 0, the data must be captioned images or videos, and their captions
+    are the prompts."""
     use_rl_sigma_and_noise: bool = True
-    """The data is noised like the rollout: with its noise level at the trained step and its initial noise. False: by a
-    noise level of the base model's training density and noise of its own."""
+    """True: noise the data with the rollout's noise level at the trained step and its initial noise. False: use a noise
+    level from the base model's training density and independent noise."""
     data_on_first_only: bool = False
-    """Compute the diffusion loss at the first trained step only (its weight stays one part of all trained steps)."""
+    """Compute the diffusion loss only at the first trained step. It is still averaged over all trained steps."""
     data_forward: Literal["joint", "separate"] = "joint"
-    """`joint`: rollout states and noisy data go through the denoiser in one forward. `separate`: the data has a forward
-    and backward of its own in the same optimizer step, so that the activations of only one of the two are kept. The
-    gradient is the same; it takes less memory, and twice as many forwards of half the size."""
+    """`joint`: one forward pass for rollout states and noisy data. `separate`: one forward and backward pass for each,
+    in the same optimizer step. Same gradient, less activation memory, twice the number of passes."""
     exp_reward: bool = False
-    """Train on exp_reward_baseline - exp(-A) in place of the advantage A."""
+    """Replace the advantage A by exp_reward_baseline - exp(-A)."""
     exp_reward_baseline: NonNegativeFloat = 0.0
-    """What exp(-A) is taken from. 1 lowers the variance and keeps the mean."""
+    """Baseline of `exp_reward`. 1 reduces the variance without changing the mean gradient."""
     loss_scale: PositiveFloat = 1.0
-    """Factor of the whole loss: it moves the threshold of engine.max_grad_norm, Adam ignores it."""
+    """Factor of the total loss. Changes the effect of `engine.max_grad_norm`; Adam's updates do not depend on it."""
 
     implementation = "wfm_ds.algorithms.ddrl:Ddrl"
     takes_media = True
-    compares_log_probs = False  # with those of the weights at the start of the step, which training computes
+    compares_log_probs = (
+        False  # it only compares with log-probabilities that training computes at the start of the step
+    )
     samples_in_edm = True
     chooses_policy = True
 
@@ -67,7 +69,7 @@ class DdrlAlgorithm(GivenFramesSettings):
 
     @property
     def reference(self) -> str:
-        """The engine's name of the reference policy: one that moves is a copy like `old`, `ref` is frozen."""
+        """Engine name of the reference policy: `old` (an updated copy) or `ref` (frozen)."""
         return "old" if self.update_ref_every else "ref"
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
@@ -91,57 +93,57 @@ class DdrlAlgorithm(GivenFramesSettings):
         moves = rollout.policy != "reference" or self.update_ref_every > 0
         if rollout.mode == "async" and rollout.max_staleness > 0 and moves:
             raise ValueError(
-                "algorithm ddrl compares its samples with the policy as it is, and that moves: set "
+                "algorithm ddrl needs on-policy samples unless the rollout policy is fixed: set "
                 "rollout.max_staleness: 0"
             )
         last = recipe.sampling.steps - 1
         if max(self.train_on) >= last:
             raise ValueError(
-                f"algorithm.train_on {self.train_on} may go to {last - 1} when sampling.steps is {last + 1}: the "
-                "last step has no noise to train on"
+                f"algorithm.train_on {self.train_on} must be at most {last - 1} with sampling.steps {last + 1}: the "
+                "last step has no noise"
             )
         if self.update_ref_every and not self.kl_beta and recipe.rl.rollout.policy != "reference":
             raise ValueError(
-                "algorithm.update_ref_every moves a reference that nothing reads: set algorithm.kl_beta or "
+                "algorithm.update_ref_every updates a reference policy that is not used: set algorithm.kl_beta or "
                 "rollout.policy: reference, or remove it"
             )
         if self.data_beta and recipe.sampling.guidance_scale != 1:
             raise ValueError(
-                f"algorithm.data_beta trains the prediction without guidance, and sampling.guidance_scale "
-                f"{recipe.sampling.guidance_scale:g} asks for another: set it to 1, or data_beta to 0"
+                f"algorithm.data_beta trains predictions without guidance, but sampling.guidance_scale is "
+                f"{recipe.sampling.guidance_scale:g}: set it to 1, or data_beta to 0"
             )
 
     def check_model(self, model: ModelFacts, sampling: SamplingRecipe) -> None:
-        """Refuse data that would be noised for another expert than the rollout step that it is trained with."""
+        """Raise RecipeError if data could get a noise level of a different expert than its rollout step."""
         if self.data_beta > 0 and not self.use_rl_sigma_and_noise and len(model.sigma_ranges) > 1:
             raise RecipeError(
-                f"algorithm.use_rl_sigma_and_noise: false draws noise levels that {model.family} denoises with another "
-                "expert than the rollout's: set it to true"
+                f"algorithm.use_rl_sigma_and_noise: false may select a different expert of {model.family} than the "
+                "rollout step: set it to true"
             )
 
     def doubts(self) -> list[str]:
         if self.data_beta > 0:
             return []
         return [
-            "algorithm ddrl without algorithm.data_beta has no data to hold the policy to: it is a policy gradient "
-            "with algorithm.kl_beta as its only restraint"
+            "algorithm ddrl without algorithm.data_beta is not regularized by data: only algorithm.kl_beta limits the "
+            "policy"
         ]
 
     @model_validator(mode="after")
     def _consistent(self) -> DdrlAlgorithm:
         if len(set(self.train_on)) != len(self.train_on):
-            raise ValueError(f"train_on names a step twice: {self.train_on}")
+            raise ValueError(f"train_on has a duplicate step: {self.train_on}")
         about_data = self.data_on_first_only or not self.use_rl_sigma_and_noise or self.data_forward == "separate"
         if self.data_beta == 0 and about_data:
             raise ValueError(
-                "data_on_first_only, use_rl_sigma_and_noise and data_forward are about the diffusion loss, which "
-                "data_beta: 0 leaves out: remove them, or raise data_beta"
+                "data_on_first_only, use_rl_sigma_and_noise and data_forward need a diffusion loss, but data_beta is "
+                "0: remove them, or raise data_beta"
             )
         if self.exp_reward_baseline and not self.exp_reward:
             raise ValueError("exp_reward_baseline is only read with exp_reward: true")
         if self.exp_reward and self.exp_reward_baseline == 0 and self.adv_mode in ("positive_only", "one_only"):
             raise ValueError(
-                f"exp_reward makes all advantages negative, and adv_mode: {self.adv_mode} leaves none of them: set an "
+                f"exp_reward makes all advantages negative, and adv_mode: {self.adv_mode} drops these: set "
                 "exp_reward_baseline"
             )
         return self

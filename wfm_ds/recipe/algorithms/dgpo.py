@@ -1,4 +1,4 @@
-"""The settings of DGPO; its mathematics: algorithms/dgpo.py."""
+"""Settings of DGPO. The loss is in algorithms/dgpo.py."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from wfm_ds.recipe.sections import RolloutRecipe
 
 
 class DgpoAlgorithm(ForwardProcessSettings):
-    """DGPO (arXiv 2510.08425): preferences between the good and the bad samples of a group, on the forward process."""
+    """DGPO (arXiv 2510.08425): preference optimization between the good and bad samples of a group, on the forward
+    process."""
 
     name: Literal["dgpo"]
     """Selects this algorithm."""
     updates_per_rollout: Literal[1] = 1
-    """Optimizer steps per RL step: always one, which sees every group whole."""
+    """Optimizer steps per RL step. Always 1, so that every update contains whole groups."""
     beta: PositiveFloat = 100.0
-    """How fast a group that the policy tells apart better than the reference does loses weight."""
+    """Strength of the group weighting: the larger, the faster groups lose weight that the policy already ranks better
+    than the reference policy does."""
 
     implementation = "wfm_ds.algorithms.dgpo:Dgpo"
 

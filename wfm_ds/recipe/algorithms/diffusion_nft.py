@@ -1,27 +1,28 @@
-"""The settings of DiffusionNFT; its mathematics: algorithms/diffusion_nft.py."""
+"""Settings of DiffusionNFT. The loss is in algorithms/diffusion_nft.py."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Discriminator, NonNegativeFloat, NonNegativeInt, PositiveFloat, Tag, model_validator
 
 from wfm_ds.recipe.algorithms.forward_process import ForwardProcessSettings
-from wfm_ds.recipe.section import Decay, Section
+from wfm_ds.recipe.section import Decay, Section, value_form
 from wfm_ds.recipe.sections import RolloutRecipe
 
 
 class DecaySchedule(Section):
-    """Decay of the old policy after optimizer step j: `initial` while j < flat_steps, then up by `slope` to `max`."""
+    """Decay of the old policy after optimizer step j: `initial` while j < flat_steps, then increasing by `slope` per
+    step up to `max`."""
 
     flat_steps: NonNegativeInt = 0
-    """Steps before the rise."""
+    """Optimizer steps with the initial decay."""
     initial: Decay = 0.0
-    """Decay at first; 0 copies the trained weights."""
+    """Initial decay. 0: copy the trained weights."""
     slope: NonNegativeFloat = 0.001
-    """Rise per optimizer step."""
+    """Increase per optimizer step."""
     max: Decay = 0.5
-    """Upper bound."""
+    """Maximum decay."""
 
     @model_validator(mode="after")
     def _rising(self) -> DecaySchedule:
@@ -31,17 +32,20 @@ class DecaySchedule(Section):
 
 
 class NftAlgorithm(ForwardProcessSettings):
-    """DiffusionNFT (arXiv 2509.16117): forward-process reinforcement learning, no log-probabilities."""
+    """DiffusionNFT (arXiv 2509.16117): reinforcement learning on the forward process, without log-probabilities."""
 
     name: Literal["diffusion_nft"]
     """Selects this algorithm."""
     beta: PositiveFloat = 1.0
-    """Mixing of trained and old velocity in the implicit positive and negative policies."""
+    """Mixing coefficient of the trained and old velocity in the implicit positive and negative policies."""
     kl_beta: NonNegativeFloat = 1e-4
-    """Weight of the squared velocity distance to the reference. 0 runs no reference forward."""
-    old_decay: Literal["copy", "standard", "slow"] | DecaySchedule = "standard"
-    """How the rollout policy follows the trained one: copy (0), standard (rises by .001 a step to .5), slow (copies for
-    75 steps, then rises by .0075 a step to .999), or a mapping of its own."""
+    """Weight of the squared velocity distance to the reference policy. 0: no reference forward pass."""
+    old_decay: Annotated[
+        Annotated[Literal["copy", "standard", "slow"], Tag("scalar")] | Annotated[DecaySchedule, Tag("mapping")],
+        Discriminator(value_form),
+    ] = "standard"
+    """Decay of the old policy, which generates the rollouts. `copy`: 0. `standard`: increases by .001 per step to .5.
+    `slow`: 0 for 75 steps, then increases by .0075 per step to .999. Or a custom schedule as a mapping."""
 
     implementation = "wfm_ds.algorithms.diffusion_nft:DiffusionNft"
 

@@ -1,4 +1,4 @@
-"""The settings of Diffusion-DPO; its mathematics: algorithms/dpo.py."""
+"""Settings of Diffusion-DPO. The loss is in algorithms/dpo.py."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from wfm_ds.recipe.algorithms.supervised import SupervisedSettings
 
 
 class DpoAlgorithm(SupervisedSettings):
-    """Diffusion-DPO (arXiv 2311.12908) of flows (arXiv 2501.13918): learns from pairs of which one is preferred,
-    without rewards or rollouts."""
+    """Diffusion-DPO (arXiv 2311.12908) for flow matching (arXiv 2501.13918): learns from preference pairs, without
+    rewards or rollouts."""
 
     name: Literal["dpo"]
     """Selects this algorithm."""
     beta: PositiveFloat = 2000.0
-    """How strongly the policy is held to the reference: half of it turns a difference of velocity errors, means over
-    elements, into an implicit reward. The same at all noise levels."""
+    """Strength of the regularization towards the reference policy. The implicit reward is beta / 2 times a difference
+    of mean squared velocity errors, at all noise levels."""
 
     implementation = "wfm_ds.algorithms.dpo:Dpo"
     takes_pairs = True

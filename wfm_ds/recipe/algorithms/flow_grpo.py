@@ -1,4 +1,4 @@
-"""The settings of FlowGRPO and its variants; its mathematics: algorithms/flow_grpo.py."""
+"""Settings of FlowGRPO and its variants. The loss is in algorithms/flow_grpo.py."""
 
 from __future__ import annotations
 
@@ -12,55 +12,57 @@ from wfm_ds.recipe.sections import RolloutRecipe
 
 
 class FlowGrpoAlgorithm(GivenFramesSettings):
-    """Policy gradient on the denoise steps of stochastic rollouts: Flow-GRPO (arXiv 2505.05470) and its variants
-    Flow-GRPO-Fast, MixGRPO, DanceGRPO, GRPO-Guard and Flow-DPPO, which are settings of it and of `sampling`."""
+    """Policy gradient on the denoising steps of stochastic rollouts: Flow-GRPO (arXiv 2505.05470). Flow-GRPO-Fast,
+    MixGRPO, DanceGRPO, GRPO-Guard and Flow-DPPO are settings of this section and of `sampling`."""
 
     name: Literal["flow_grpo"]
     """Selects this algorithm."""
     clip_ratio: PositiveFloat = 1e-4
-    """The ratio of new to old probability counts within 1 -+ clip_ratio. Log-probabilities are means over elements, so
-    the published 1e-5 to 1e-3 are for latents of 65536 elements; small latents need larger ones."""
+    """PPO clip range: probability ratios are clipped to 1 - clip_ratio .. 1 + clip_ratio. Log-probabilities are means
+    over elements; published values of 1e-5 to 1e-3 are for latents of 65536 elements, smaller latents need larger
+    values."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The lower bound is 1 - clip_ratio_low. Unset: clip_ratio."""
+    """Lower bound of ratios is 1 - clip_ratio_low. Unset: `clip_ratio`."""
     clip_ratio_high: PositiveFloat | None = None
-    """The upper bound is 1 + clip_ratio_high. Unset: clip_ratio."""
+    """Upper bound of ratios is 1 + clip_ratio_high. Unset: `clip_ratio`."""
     trust_region: Literal["ratio", "divergence"] = "ratio"
-    """What holds a policy near the old one. `ratio`: the clip range of the ratio; `divergence`: Flow-DPPO (arXiv
-    2606.11025), which leaves out a step whose distribution is away from the old one by `divergence` and whose ratio has
-    moved on with its advantage."""
+    """Constraint towards the old policy. `ratio`: clip the probability ratio. `divergence`: Flow-DPPO (arXiv
+    2606.11025), which drops denoising steps with a KL above `divergence` if their ratio has moved in the direction of
+    the advantage."""
     divergence: PositiveFloat = 1e-5
-    """The bound of trust_region: divergence, on the KL of a denoise step under the new and the old weights, a mean over
-    elements. The published 1e-5 is for latents of 65536 elements; small latents need a larger one."""
+    """trust_region: divergence: maximum KL between the new and old policy at a denoising step, as a mean over elements.
+    The published 1e-5 is for latents of 65536 elements; smaller latents need larger values."""
     kl_beta: NonNegativeFloat = 0.0
-    """Weight of the distance to the reference. 0 runs no reference forward."""
+    """Weight of the distance to the reference policy. 0: no reference forward pass."""
     kl_type: Literal["velocity", "gaussian", "flow_grpo"] = "gaussian"
-    """The distance: mean squared velocity difference; KL of the two steps, a mean over elements; or Flow-GRPO's, which
-    is that KL times the length of the step (for flow_sde and dance)."""
+    """Distance to the reference policy. `velocity`: mean squared velocity difference. `gaussian`: KL of the denoising
+    step, as a mean over elements. `flow_grpo`: this KL times the step length (for `flow_sde` and `dance`)."""
     zero_std: Literal["keep", "drop"] = "drop"
-    """A group whose rewards are all equal has the advantage 0: `drop` does not train it, `keep` does, for the sake of
-    kl_beta."""
+    """Groups with equal rewards (advantage 0). `drop`: do not train on them. `keep`: train on them, so that `kl_beta`
+    still applies."""
     timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the rollout's noisy steps that each sample is trained on (at least one), drawn for each sample
-    (DanceGRPO: .6)."""
+    """Fraction of the noisy rollout steps that each sample is trained on (at least one step), chosen at random per
+    sample. DanceGRPO: .6."""
     old_log_prob: Literal["auto", "rollout", "recompute"] = "auto"
-    """Log-probabilities that ratios compare with. `rollout`: those of the rollout; `recompute`: one forward per trained
-    step before the first update; `auto`: in the first update the new ones themselves, whose weights are the same, then
-    the rollout's. With rollout.max_staleness above 0 the weights are not the same: `auto` is `recompute`, and both
-    drop what these weights have moved away from (max_drift)."""
+    """Old log-probabilities of the ratios. `rollout`: those computed in the rollout. `recompute`: one additional
+    forward pass per trained step before the first update. `auto`: the current ones in the first update (same weights),
+    then the rollout's. If `rollout.max_staleness` is above 0, `auto` means `recompute`, and both drop steps that
+    exceed `max_drift`."""
     max_drift: PositiveFloat = 10.0
-    """With rollout.max_staleness above 0: a denoise step whose log-probability under the weights at the start of the RL
-    step differs from that of the rollout by more than this many clip ranges does not train the policy; with
-    trust_region: divergence, one whose distribution differs by more than this many times `divergence`. How many are
-    dropped is policy/dropped_fraction."""
+    """If `rollout.max_staleness` is above 0: drop denoising steps that differ too much between the rollout policy and
+    the weights at the start of the RL step. Limit on the log-probability difference in clip ranges; with
+    `trust_region: divergence`, on the KL as a multiple of `divergence`. Logged as policy/dropped_fraction."""
     log_prob: Literal["published", "gaussian"] = "published"
-    """`published` leaves variance and constant out for the solver cps; its clip_ratio is another one
-    than that of `gaussian`."""
+    """Solver cps: `published` omits the variance and the constant of the log-probability; `gaussian` is exact. They
+    need different values of `clip_ratio`."""
     min_step_std: NonNegativeFloat = 0.05
-    """Steps whose noise is smaller are refused: rounding errors of the velocity dominate their ratio. 0 allows all."""
+    """Minimum noise std of trained steps. Smaller ones are an error because rounding errors dominate their ratio. 0: no
+    minimum."""
     guard: bool = False
-    """GRPO-Guard (arXiv 2510.22319): a ratio without negative bias, on one scale for all steps."""
+    """GRPO-Guard (arXiv 2510.22319): normalize the ratio to remove its negative bias and use one scale for all
+    steps."""
     guard_reweight: bool = True
-    """GRPO-Guard: divide each step's loss by its length in sigma."""
+    """GRPO-Guard: divide the loss of each step by its length in sigma."""
 
     implementation = "wfm_ds.algorithms.flow_grpo:FlowGrpo"
 
@@ -78,8 +80,8 @@ class FlowGrpoAlgorithm(GivenFramesSettings):
         solver = recipe.sampling.solver
         if not recipe.sampling.is_stochastic:
             raise ValueError(
-                f"algorithm {self.name} trains on noisy denoise steps, and sampling.solver {solver} has none: "
-                f"choose {', '.join(NOISE_LEVELS)}"
+                f"algorithm {self.name} needs injected noise, but sampling.solver {solver} has none: set it to "
+                f"{' or '.join(NOISE_LEVELS)}"
             )
         if solver != "cps":
             self.require_default("log_prob", unless="sampling.solver: cps")
@@ -89,7 +91,7 @@ class FlowGrpoAlgorithm(GivenFramesSettings):
                 "max_drift", unless="rollout.mode: async, max_staleness above 0 and old_log_prob: auto or recompute"
             )
         if self.kl_beta > 0 and self.kl_type == "flow_grpo" and solver == "cps":
-            raise ValueError("algorithm.kl_type flow_grpo is not defined for sampling.solver cps: choose gaussian")
+            raise ValueError("algorithm.kl_type: flow_grpo is not defined for sampling.solver cps: set it to gaussian")
 
     @model_validator(mode="after")
     def _all_read(self) -> FlowGrpoAlgorithm:

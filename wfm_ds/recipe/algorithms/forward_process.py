@@ -1,5 +1,4 @@
-"""The settings that all algorithms have which noise clean rollouts again; their mathematics:
-algorithms/forward_process.py."""
+"""Shared settings of algorithms that train on noised clean rollouts. See algorithms/forward_process.py."""
 
 from __future__ import annotations
 
@@ -12,20 +11,19 @@ from wfm_ds.recipe.sampling import SamplingRecipe
 
 
 class ForwardProcessSettings(GivenFramesSettings):
-    """Reinforcement learning on clean rollouts that are noised again."""
+    """Reinforcement learning on the forward process: clean rollouts are noised and trained on."""
 
     levels: Literal["grid", "stratified"] = "grid"
-    """Noise levels that a sample is trained on. `grid`: levels of the rollout's denoise steps, drawn for each sample
-    without replacement. `stratified`: one draw in each of num_levels equal parts of (0, 1), shifted as the noise levels
-    of the pipeline's scheduler are, however many steps a rollout has."""
+    """Noise levels that each sample is trained on. `grid`: random levels of the rollout's denoising steps, without
+    replacement. `stratified`: one random value in each of `num_levels` equal parts of (0, 1), with the scheduler's
+    shift, independent of the number of rollout steps."""
     num_levels: PositiveInt | None = None
-    """Noise levels that each sample is trained on. Unset: with `levels: grid` by timestep_fraction; `stratified` needs
-    it."""
+    """Number of noise levels per sample. Required for `levels: stratified`. Unset: given by `timestep_fraction`."""
     timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.99
-    """levels: grid: share of the rollout's noise levels that each sample is trained on (at least one), unless
-    num_levels is set."""
+    """levels: grid: fraction of the rollout's noise levels that each sample is trained on (at least one), if
+    `num_levels` is unset."""
     flow_shift: PositiveFloat | None = None
-    """levels: stratified: sigma = shift * q / (1 + (shift - 1) * q) of a draw q. Unset: the shift of the pipeline's
+    """levels: stratified: sigma = shift * q / (1 + (shift - 1) * q) for a random q. Unset: the shift of the pipeline's
     scheduler."""
 
     compares_log_probs = False
@@ -39,18 +37,18 @@ class ForwardProcessSettings(GivenFramesSettings):
         super().check(recipe)
         if self.levels == "grid" and self.num_levels is not None and self.num_levels > recipe.sampling.steps:
             raise ValueError(
-                f"algorithm.num_levels {self.num_levels} is more than the {recipe.sampling.steps} noise levels of "
-                "sampling.steps: lower it, or set algorithm.levels: stratified"
+                f"algorithm.num_levels {self.num_levels} is more than sampling.steps {recipe.sampling.steps}: lower "
+                "it, or set algorithm.levels: stratified"
             )
 
     def check_model(self, model: ModelFacts, sampling: SamplingRecipe) -> None:
         if self.levels == "stratified" and self.flow_shift is None:
-            model.flow_shift(sampling)  # raises where the scheduler has none
+            model.flow_shift(sampling)  # raises if the scheduler has none
 
     @model_validator(mode="after")
     def _levels_fit(self) -> ForwardProcessSettings:
         if self.levels == "stratified" and self.num_levels is None:
-            raise ValueError("levels: stratified needs num_levels: 2 are enough for most, and 1 is noisy")
+            raise ValueError("levels: stratified needs num_levels: 2 usually suffices, 1 is noisy")
         if self.levels == "grid":
             self.require_default("flow_shift", unless="levels: stratified")
         if self.num_levels is not None:

@@ -1,4 +1,4 @@
-"""The settings of RAM; its mathematics: algorithms/ram.py."""
+"""Settings of RAM. The loss is in algorithms/ram.py."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pydantic import PositiveFloat, model_validator
 from wfm_ds.recipe.algorithms.forward_process import ForwardProcessSettings
 from wfm_ds.recipe.sections import RolloutRecipe
 
-MAX_EXPONENT = 10.0  # of a tilt: already a factor of 22000
+MAX_EXPONENT = 10.0  # e^10 is about 22000
 
 
 class RamAlgorithm(ForwardProcessSettings):
-    """Reinforce Adjoint Matching (arXiv 2605.10759): flow matching whose target is the reference's velocity, moved by
+    """Reinforce Adjoint Matching (arXiv 2605.10759): flow matching to the velocity of the reference policy, shifted by
     the reward."""
 
     name: Literal["ram"]
     """Selects this algorithm."""
     advantage_std: Literal["group", "global", "none"] = "group"
-    """What the centred reward is divided by: the standard deviation of its group, of all samples, or nothing."""
+    """Divisor of centred rewards: the standard deviation of the group, of all samples, or none."""
     multiplier: PositiveFloat = 5.0
-    """How far the reward moves the policy from the reference: the advantage times this is the tilt."""
+    """Strength of the reward relative to the reference policy: tilt = multiplier * advantage."""
     tilt: Literal["linear", "exp"] = "linear"
-    """The factor of a sample's error in the target: `linear` the tilt itself; `exp` its exponential less 1, as tilt
-    matching has it (arXiv 2512.21829), of which `linear` is the first order. It needs a small multiplier."""
+    """Factor of a sample's velocity error in the target. `linear`: tilt. `exp`: exp(tilt) - 1 (tilt matching, arXiv
+    2512.21829); `linear` is its first order. `exp` needs a small `multiplier`."""
 
     implementation = "wfm_ds.algorithms.ram:Ram"
 
@@ -33,8 +33,8 @@ class RamAlgorithm(ForwardProcessSettings):
         largest = self.multiplier * self.adv_clip_max
         if self.tilt == "exp" and largest > MAX_EXPONENT:
             raise ValueError(
-                f"tilt: exp takes the exponential of up to multiplier {self.multiplier:g} * adv_clip_max "
-                f"{self.adv_clip_max:g} = {largest:g}: lower one of them, to a product of {MAX_EXPONENT:g} at most"
+                f"tilt: exp needs multiplier {self.multiplier:g} * adv_clip_max {self.adv_clip_max:g} = {largest:g} "
+                f"to be at most {MAX_EXPONENT:g}: lower one of them"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""The settings of supervised fine-tuning; its mathematics: algorithms/sft.py."""
+"""Settings of supervised fine-tuning. The loss is in algorithms/sft.py."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from wfm_ds.recipe.algorithms.supervised import SupervisedSettings
 
 
 class SftAlgorithm(SupervisedSettings):
-    """Supervised fine-tuning: velocity matching on data."""
+    """Supervised fine-tuning: flow matching on data."""
 
     name: Literal["sft"]
     """Selects this algorithm."""
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "edm", "min_snr"] = "none"
-    """Weight of the velocity error by noise level."""
+    """Loss weight as a function of the noise level."""
 
     implementation = "wfm_ds.algorithms.sft:Sft"
     takes_media = True

@@ -1,4 +1,4 @@
-"""The settings of fine-tuning a vision-language model on conversations; its loop: training/language.py."""
+"""Settings of vision-language fine-tuning on conversations. The loop is in training/language.py."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from wfm_ds.recipe.algorithms.base import AlgorithmSettings, OtherSections
 
 class VlmSftAlgorithm(AlgorithmSettings):
     """Fine-tuning of a vision-language model (Qwen2.5-VL, Qwen3-VL, Cosmos-Reason) on conversations about images and
-    videos: the cross-entropy of the tokens of its answers."""
+    videos, with the cross-entropy of the answer tokens."""
 
     name: Literal["vlm_sft"]
     """Selects this algorithm."""
     train_on: Literal["answers", "last_answer", "all"] = "answers"
-    """The tokens in the loss: those of all answers with the mark that ends each, of the last answer alone, or of the
-    whole conversation. Those of images and videos never are."""
+    """Tokens in the loss. `answers`: all answers with their end tokens. `last_answer`: only the last answer. `all`: the
+    whole conversation. Image and video tokens are always excluded."""
     freeze: list[Literal["vision", "merger", "language"]] = Field(default=[])
-    """Parts that stay as they are: the vision tower, the layers that merge its patches into tokens, the language model.
-    For runs without lora, which freezes all of them."""
+    """Parts to freeze: the vision tower (`vision`), the patch merger (`merger`), the language model (`language`). Only
+    without a `lora` section, which freezes all of them."""
     loss_scale: Literal["tokens", "samples"] = "tokens"
-    """What counts alike: every token of a step, over all its rows and ranks, or every conversation, however long its
-    answers."""
+    """Loss average over a step, across all sequences and ranks. `tokens`: all tokens have equal weight. `samples`: all
+    conversations have equal weight."""
 
     takes_conversations: ClassVar[bool] = True
     trains_language: ClassVar[bool] = True
 
     def check(self, recipe: OtherSections) -> None:
         if recipe.lora is not None and self.freeze:
-            raise ValueError("algorithm.freeze: with a lora section all of the base is frozen; remove one of them")
+            raise ValueError("algorithm.freeze: a lora section already freezes the whole base: remove one of them")
         if recipe.lora is not None:
             recipe.lora.require_default("init_from", "dora", "modules_to_save", unless="a diffusion model")
         if len(set(self.freeze)) == 3:
-            raise ValueError("algorithm.freeze names all parts, which leaves nothing to train: leave one of them out")
+            raise ValueError("algorithm.freeze lists all parts, so nothing would train: remove one of them")
         if recipe.model.attention not in ("auto", "native"):
             raise ValueError(
-                f"model.attention: {recipe.model.attention} serves diffusers' layers; vlm_sft knows auto and native"
+                f"model.attention: {recipe.model.attention} is for diffusers layers: vlm_sft supports auto and native"
             )
         recipe.model.require_default(
             *("family", "base_precision", "vae_dtype", "denoiser_init", "max_sequence_length", "prompt_template"),
@@ -45,4 +45,4 @@ class VlmSftAlgorithm(AlgorithmSettings):
             unless="a diffusion model",
         )
         if recipe.engine.compile:
-            raise ValueError("engine.compile: vlm_sft has rows of another length each time; remove the key")
+            raise ValueError("engine.compile is not for vlm_sft, its sequence lengths vary: remove the key")

@@ -1,4 +1,4 @@
-"""Tiny random vision-language models: a module of this folder is one and its name the FAMILY."""
+"""Tiny random vision-language models. Each module defines the FAMILY with its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL in miniature: patches of 14 pixels, four of which are a token."""
+"""Tiny Qwen2.5-VL: patches of 14 pixels, four patches per token."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ SIZE = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
 
 
 def build() -> LanguageFolder:
-    """The model in float32 and its processors."""
+    """Return the model in float32 and its processors."""
     tokenizer = chat_tokenizer()
     return LanguageFolder(qwen_encoder(tokenizer, SEED).eval(), tokenizer, Qwen2VLImageProcessorPil(size=SIZE))

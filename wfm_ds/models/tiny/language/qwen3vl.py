@@ -1,4 +1,4 @@
-"""Qwen3-VL in miniature: features of the vision tower enter two layers, and the frames of a video have times."""
+"""Tiny Qwen3-VL: vision features enter two layers, and video frames have timestamps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ SEED = 22
 
 
 def build() -> LanguageFolder:
-    """The model in float32, with tied embeddings as the small ones have, and its processors."""
+    """Return the model in float32, with tied embeddings like the small released models, and its processors."""
     tied = {"tie_word_embeddings": True}
     return qwen3_folder(Qwen3VLForConditionalGeneration, Qwen3VLConfig, SEED, text=tied, **tied)

@@ -1,4 +1,4 @@
-"""Qwen3-VL with a mixture of experts in miniature: four of them, two for each token."""
+"""Tiny Qwen3-VL mixture of experts: four experts, two per token."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ SEED = 23
 
 
 def build() -> LanguageFolder:
-    """The model in float32 and its processors."""
+    """Return the model in float32 and its processors."""
     experts = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
     return qwen3_folder(Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig, SEED, text=experts)

@@ -1,4 +1,4 @@
-"""Parts of tiny vision-language models: a chat template in Qwen's format, and the model with its processors."""
+"""Parts of tiny vision-language models: a chat template in Qwen's format, and a model with its processors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:
-    """The tiny tokenizer, which leaves the first word as it stands: what is decoded is what was written."""
+    """Return the tiny tokenizer without a prefix space, so that decoding inverts encoding."""
     tokenizer = qwen_tokenizer(add_prefix_space=False)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -29,7 +29,7 @@ def chat_tokenizer() -> Qwen2Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class LanguageFolder:
-    """A model, its tokenizer and its image processor, saved to one folder as transformers loads them."""
+    """A model, its tokenizer and its image processor, saved to one folder for transformers."""
 
     model: PreTrainedModel
     tokenizer: Any

@@ -14,7 +14,7 @@ WORD_END = "</w>"
 
 
 def clip_tokenizer(model_max_length: int) -> CLIPTokenizer:
-    """614 ids: bytes, bytes that end a word, joined words, start and end of text."""
+    """Return a tokenizer with 614 ids: bytes, bytes at word ends, merged words, start and end of text."""
     merges = list(dict.fromkeys(pair for word in WORDS for pair in chain_to_end(word, WORD_END)))
     symbols = byte_symbols()
     words = joined(merges)
@@ -33,7 +33,7 @@ def clip_encoder(tokenizer: Any, max_length: int, seed: int) -> CLIPTextModelWit
         projection_dim=32,
         max_position_embeddings=max_length,
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,  # pooling looks for it
+        eos_token_id=tokenizer.eos_token_id,  # used by pooling
         pad_token_id=tokenizer.pad_token_id,
     )
     with seeded(seed):

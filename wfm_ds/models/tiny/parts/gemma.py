@@ -8,12 +8,12 @@ from wfm_ds.models.base import seeded
 from wfm_ds.models.tiny.parts.weights import spread_text_weights
 from wfm_ds.models.tiny.parts.words import WORDS, chain_from_start, joined
 
-WORD_START = "\u2581"  # what the tokenizer makes of a blank; the first word of a text has none and is spelled
+WORD_START = "\u2581"  # the tokenizer's symbol for a space. The first word has none and is split into characters
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
 
 
 def gemma_tokenizer() -> GemmaTokenizer:
-    """487 ids: special ones, bytes, the word mark, ASCII, words. Puts <bos> before a text, as the released one does."""
+    """Return a tokenizer with 487 ids: special, bytes, word mark, ASCII, words. Adds <bos> like the released one."""
     merges = list(dict.fromkeys(pair for word in WORDS for pair in chain_from_start(WORD_START, word)))
     bytes_of_others = [f"<0x{byte:02X}>" for byte in range(256)]
     characters = [chr(code) for code in range(ord("!"), ord("~") + 1)]

@@ -1,4 +1,4 @@
-"""A tiny LTX-2 video VAE: two frames and eight pixels along a side to a latent one."""
+"""A tiny LTX-2 video VAE: temporal factor 2, spatial factor 8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHANNELS = 4
 
 
 def ltx2_vae(seed: int) -> AutoencoderKLLTX2Video:
-    """Random weights, and statistics of the latents that are not 0 and 1, which would hide a mistake."""
+    """Return a VAE with random weights. Its latent statistics are not 0 and 1, which would hide mistakes."""
     with seeded(seed):
         vae = AutoencoderKLLTX2Video(
             latent_channels=CHANNELS,

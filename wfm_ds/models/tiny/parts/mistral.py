@@ -13,23 +13,23 @@ from wfm_ds.models.base import seeded
 from wfm_ds.models.tiny.parts.weights import spread_text_weights
 from wfm_ds.models.tiny.parts.words import WORDS, byte_symbols, chain_from_start, joined
 
-WORD_START = "\u0120"  # how byte-level BPE writes a space
+WORD_START = "\u0120"  # the space symbol of byte-level BPE
 SPECIAL = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"),
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
 )
-# A space before each text, so that its first word is one token too.
+# A space before each text makes its first word one token.
 TEXTS = "{% for part in message['content'] %}{{ ' ' + part['text'] }}{% endfor %}"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'system' %}[SYSTEM_PROMPT]" + TEXTS + "[/SYSTEM_PROMPT]"
     "{% else %}[INST]" + TEXTS + "[/INST]{% endif %}{% endfor %}"
 )
-SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"  # words with their space, digits alone
+SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"  # words with their space, single digits
 
 
 def mistral_tokenizer(more_words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Bytes, words with the space before them, special tokens. more_words: one token each, besides."""
+    """Return a tokenizer with bytes, words with a leading space, special tokens, and one token per extra word."""
     words = [*(word for word in WORDS if word not in string.digits), *more_words]
     merges = list(dict.fromkeys(pair for word in words for pair in chain_from_start(WORD_START, word)))
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *byte_symbols(), *joined(merges)])}
@@ -56,7 +56,7 @@ def mistral_tokenizer(more_words: Sequence[str] = ()) -> PreTrainedTokenizerFast
 def mistral_encoder(
     tokenizer: PreTrainedTokenizerFast, layers: int, width: int, seed: int
 ) -> Mistral3ForConditionalGeneration:
-    """That many layers that read text; its eye is the smallest there is."""
+    """Return an encoder with this many text layers and a minimal vision tower."""
     config = Mistral3Config(
         text_config={
             "model_type": "mistral",

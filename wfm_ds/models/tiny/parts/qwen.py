@@ -12,8 +12,8 @@ from wfm_ds.models.base import seeded
 from wfm_ds.models.tiny.parts.weights import spread_text_weights
 from wfm_ds.models.tiny.parts.words import WORDS, byte_symbols, chain_from_start, joined
 
-WORD_START = "\u0120"  # how byte-level BPE writes a space
-# Pipelines put these before every prompt; spelled out they would leave no room for it in a short sequence.
+WORD_START = "\u0120"  # the space symbol of byte-level BPE
+# Pipelines prepend these to every prompt. With one token per word a short sequence still fits the prompt.
 SYSTEM_WORDS = (
     *("You", "are", "helpful", "assistant", "who", "will", "provide", "prompts", "to", "an", "image", "generator"),
     *("system", "user"),
@@ -31,9 +31,9 @@ CHAT_TEMPLATE = (
 
 
 def qwen_tokenizer(*, add_prefix_space: bool = True, more_words: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """435 ids: bytes, words with the space before them, special tokens. Digits stand alone, as in the real one.
+    """Return a tokenizer with 435 ids: bytes, words with a leading space, special tokens. Digits are single tokens.
 
-    add_prefix_space: so that the first word is one token too. more_words: one token each, besides.
+    add_prefix_space: makes the first word one token. more_words: additional words with one token each.
     """
     words = [*(word for word in WORDS if word not in string.digits), *SYSTEM_WORDS, *more_words]
     merges = list(dict.fromkeys(pair for word in words for pair in chain_from_start(WORD_START, word)))
@@ -51,13 +51,13 @@ def qwen_tokenizer(*, add_prefix_space: bool = True, more_words: Sequence[str] =
 
 
 def end_ids(tokenizer: Any) -> dict[str, int]:
-    """The ids in the configuration of a language model that a text begins and ends with."""
+    """Return bos_token_id and eos_token_id for a language model config."""
     names = {"bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>"}
     return {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
 
 
 def media_ids(tokenizer: Any) -> dict[str, int]:
-    """The ids in the configuration of a vision-language model that stand for media."""
+    """Return the image and video token ids for a vision-language model config."""
     names = {
         "image_token_id": "<|image_pad|>",
         "video_token_id": "<|video_pad|>",
@@ -68,7 +68,7 @@ def media_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def qwen_encoder(tokenizer: Any, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """Two layers of width 32: a pipeline that joins all layers sees 64 features."""
+    """Return an encoder with two layers of width 32. Concatenating all layers gives 64 features."""
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),

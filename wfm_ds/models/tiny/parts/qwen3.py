@@ -1,4 +1,4 @@
-"""Parts of Qwen3-VL in miniature, with and without experts."""
+"""Parts of tiny Qwen3-VL models, with and without experts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ def qwen3_folder(
     text: Mapping[str, Any],
     **top: Any,
 ) -> LanguageFolder:
-    """The model in float32 and its processors: two layers of width 32, and a vision tower of two.
+    """Return a model in float32 and its processors, with two text layers of width 32 and two vision layers.
 
-    network, config: classes of transformers. text, top: what this configuration has beside, in its text section and
-    outside of its sections.
+    network, config: classes of transformers. text, top: additional config values in the text section and at the top.
     """
     tokenizer = chat_tokenizer()
-    found = config(
+    model_config = config(
         text_config={
             "vocab_size": len(tokenizer),
             "hidden_size": 32,
@@ -61,5 +60,5 @@ def qwen3_folder(
         **top,
     )
     with seeded(seed):
-        model = spread_text_weights(network(found), seed)
+        model = spread_text_weights(network(model_config), seed)
     return LanguageFolder(model.eval(), tokenizer, Qwen2VLImageProcessorPil(size=SIZE, patch_size=16))

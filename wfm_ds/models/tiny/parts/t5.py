@@ -12,7 +12,7 @@ WORD_START = "\u2581"  # the word mark of SentencePiece: "lower one eighth block
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """138 ids. The scores are log-probabilities: a whole word is cheaper than its characters."""
+    """Return a tokenizer with 138 ids. Scores are log-probabilities: a word scores higher than its characters."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (WORD_START, -4.0)]  # T5 fixes the first three ids
     words = [(WORD_START + word, -2.0) for word in WORDS]
     characters = [(chr(code), -8.0) for code in range(ord("!"), ord("~") + 1)]

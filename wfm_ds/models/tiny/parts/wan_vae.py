@@ -1,4 +1,4 @@
-"""The tiny VAE of video pipelines: factor 8 in space and 4 in time, a mean and a deviation for each channel."""
+"""A tiny video VAE: spatial factor 8, temporal factor 4, a mean and std per channel."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ STOCK: Mapping[str, Any] = MappingProxyType(
 
 
 def wan_vae(seed: int, **config: Any) -> AutoencoderKLWan:
-    """Latents of 4 channels; `config` adds to or replaces what the class takes."""
+    """Return a VAE with 4 latent channels. `config` adds or replaces constructor arguments."""
     with seeded(seed):
         return AutoencoderKLWan(**{**STOCK, **config})

@@ -1,4 +1,4 @@
-"""Random weights of tiny text encoders under which text matters."""
+"""Random weights of tiny models with which text has a visible effect."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 
 def heed_text(transformer: nn.Module, factor: float) -> nn.Module:
-    """Scale in place what image tokens take from text tokens, the values that joint attention makes of these.
+    """Scale the text value projections of joint attention, in place.
 
-    With the layers' own initialisation a prompt hardly changes a picture.
+    With the default initialization a prompt hardly changes an image.
     """
     for name, weight in transformer.named_parameters():
         if ".add_v_proj." in name:
@@ -20,9 +20,9 @@ def heed_text(transformer: nn.Module, factor: float) -> nn.Module:
 
 
 def spread_text_weights(encoder: nn.Module, seed: int) -> nn.Module:
-    """Redraw all matrices in place, wide enough that two prompts get clearly different embeddings.
+    """Reinitialize all matrices in place with a larger std, so that embeddings of two prompts clearly differ.
 
-    With their own initialisation (standard deviation .02) the embeddings hardly depend on the text.
+    With the default initialization (std .02) they hardly depend on the text.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in encoder.named_parameters():

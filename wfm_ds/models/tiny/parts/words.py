@@ -1,6 +1,6 @@
-"""Hand-made vocabularies of the tiny pipelines: no training, so the ids are the same on every run and machine.
+"""Handwritten vocabularies of the tiny pipelines. Without training, ids are the same on every run and machine.
 
-Every word of WORDS is one token of a tokenizer. Other text falls back to bytes or to single characters.
+Every word of WORDS is one token. Other text falls back to bytes or single characters.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ WORDS = (
 
 
 def chain_to_end(word: str, mark: str) -> list[tuple[str, str]]:
-    """The BPE merges that build `word` with a mark at its end, from the right: ("e", "d</w>"), ("r", "ed</w>").
+    """Return the BPE merges for `word` with a mark at its end, from the right: ("e", "d</w>"), ("r", "ed</w>").
 
-    Every pair contains the mark, so that chains of different words cannot disturb each other.
+    Every pair contains the mark, so merges of different words do not interfere.
     """
     *head, tail = [*word[:-1], word[-1] + mark]
     pairs = []
@@ -33,7 +33,7 @@ def chain_to_end(word: str, mark: str) -> list[tuple[str, str]]:
 
 
 def chain_from_start(mark: str, word: str) -> list[tuple[str, str]]:
-    """The same for a mark at the start, from the left: ("_", "r"), ("_r", "e"), ("_re", "d")."""
+    """Return the BPE merges for a mark at the start, from the left: ("_", "r"), ("_r", "e"), ("_re", "d")."""
     head, pairs = mark, []
     for character in word:
         pairs.append((head, character))
@@ -42,10 +42,10 @@ def chain_from_start(mark: str, word: str) -> list[tuple[str, str]]:
 
 
 def joined(merges: Iterable[tuple[str, str]]) -> list[str]:
-    """List what the merges make, each once, in order."""
+    """Return the distinct results of merges, in order."""
     return list(dict.fromkeys(left + right for left, right in merges))
 
 
 def byte_symbols() -> list[str]:
-    """The 256 characters that stand for bytes; the library's set would come in the order of the hash seed."""
+    """Return the 256 characters that represent bytes, sorted, because the library returns an unordered set."""
     return sorted(ByteLevel.alphabet())

@@ -1,0 +1,93 @@
+"""Renamed keys: an error with the new name in a user's recipe, and a conversion for stored recipes."""
+
+import pytest
+import yaml
+
+from wfm_ds.command.main import main
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.key_renames import RENAMED_KEYS, RENAMED_VALUES
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run import layout
+
+RECIPE = """\
+run: {output_dir: out, steps: 3}
+model: {path: "tiny:sd3"}
+data: {kind: prompts, path: prompts}
+sampling: {height: 64, width: 64}
+algorithm: {name: diffusion_nft}
+rollout: {group_size: 4, mode: async}
+reward: {functions: [{name: color}]}
+"""
+OLD = {
+    "validation": {"judges": ["ocr", {"name": "digits", "workers": 2}]},
+    "rollout": {"lost_after_s": 5},
+    "data": {"choose": "spread"},
+}
+MESSAGES = {
+    "validation.judges=[ocr]": "validation.judges has been renamed to validation.held_out_rewards: change the key",
+    "rollout.lost_after_s=5": "rollout.lost_after_s has been renamed to rollout.worker_timeout_s: change the key",
+    "data.choose=spread": "data.choose: spread has been renamed to reward_std: change the value",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run folder whose resolved recipe has the old names."""
+    (tmp_path / "new.yaml").write_text(RECIPE)
+    values = yaml.safe_load(recipe_file.dump(recipe_file.load(tmp_path / "new.yaml")))
+    for section, keys in OLD.items():
+        values[section] |= keys
+    for new in RENAMED_KEYS.values():
+        section, key = new.split(".")
+        del values[section][key]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("override", "message"), MESSAGES.items())
+def test_an_old_name_in_an_override_fails_with_the_new_one(tmp_path, override, message):
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    with pytest.raises(RecipeError) as caught:
+        recipe_file.load(tmp_path / "mine.yaml", [override])
+    assert str(caught.value) == f"override {override}: {message}"
+
+
+def test_old_names_in_a_file_fail_with_line_and_new_name(folder):
+    with pytest.raises(RecipeError) as caught:
+        recipe_file.load(folder / "recipe.yaml")
+    lines = str(caught.value).split("\n")
+    assert sorted(line.split(": ", 1)[1] for line in lines) == sorted(MESSAGES.values())
+    assert all(line.startswith(f"{folder}/recipe.yaml:") for line in lines)
+
+
+def test_an_old_name_exits_with_code_2(folder, capsys):
+    assert main(["train", str(folder / "recipe.yaml"), "--dry-run"]) == 2
+    assert MESSAGES["data.choose=spread"] in capsys.readouterr().err
+
+
+def test_a_stored_recipe_with_old_names_is_converted(folder):
+    _, recipe = layout.read_recipe(str(folder))
+    assert recipe.rollout.worker_timeout_s == 5
+    assert recipe.data.choose == "reward_std"
+    assert [(r.name, r.workers) for r in recipe.validation.held_out_rewards] == [("ocr", 1), ("digits", 2)]
+    text = recipe_file.dump(recipe)
+    assert not any(old.partition(".")[2] in text for old in RENAMED_KEYS)
+
+
+def test_an_override_of_a_stored_recipe_uses_new_names(folder):
+    with pytest.raises(RecipeError, match=r"override data\.choose=spread: .* renamed to reward_std"):
+        recipe_file.load_stored_recipe(folder / "recipe.yaml", ["data.choose=spread"])
+    stored = recipe_file.load_stored_recipe(folder / "recipe.yaml", ["validation.held_out_rewards=[]"])
+    assert stored.validation.held_out_rewards == []
+
+
+def test_new_names_exist_and_old_ones_do_not():
+    fields = {f"{name}.{key}" for name in ("validation", "rollout", "data") for key in section(name).model_fields}
+    assert set(RENAMED_KEYS.values()) | set(RENAMED_VALUES) <= fields
+    assert not set(RENAMED_KEYS) & fields
+
+
+def section(name):
+    annotation = Recipe.model_fields[name].annotation
+    return annotation if hasattr(annotation, "model_fields") else annotation.__args__[0]

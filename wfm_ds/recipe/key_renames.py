@@ -1,0 +1,60 @@
+"""Recipe keys and values that were renamed.
+
+A user's recipe or override with an old name is an error that states the new name. Resolved recipes in run folders and
+checkpoints of earlier versions are converted when they are loaded (recipe/file.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wfm_ds.recipe.tree import KeyPath, Tree
+
+RENAMED_KEYS = {
+    "validation.judges": "validation.held_out_rewards",
+    "rollout.lost_after_s": "rollout.worker_timeout_s",
+}
+"""Old key: new key, both as `section.key`."""
+
+RENAMED_VALUES = {"data.choose": {"spread": "reward_std"}}
+"""Key: old value: new value."""
+
+
+def find_old_names(tree: Tree) -> list[tuple[KeyPath, str]]:
+    """Return the path of every old key or value in the tree, with the message for the user."""
+    messages: list[tuple[KeyPath, str]] = []
+    for old, new in RENAMED_KEYS.items():
+        section, key = old.split(".")
+        if key in section_values(tree, section):
+            messages.append(((section, key), f"{old} has been renamed to {new}: change the key"))
+    for name, values in RENAMED_VALUES.items():
+        section, key = name.split(".")
+        value = section_values(tree, section).get(key)
+        if isinstance(value, str) and value in values:
+            messages.append(((section, key), f"{name}: {value} has been renamed to {values[value]}: change the value"))
+    return messages
+
+
+def convert_old_names(tree: Tree) -> None:
+    """Rename old keys and values in the tree. A key that is present under its new name keeps that value."""
+    for old, new in RENAMED_KEYS.items():
+        (section, old_key), (new_section, new_key) = old.split("."), new.split(".")
+        values = section_values(tree, section)
+        if old_key in values:
+            location = tree.place((section, old_key))
+            value = values.pop(old_key)
+            tree.forget((section, old_key))
+            if new_key not in tree.values.setdefault(new_section, {}):
+                tree.values[new_section][new_key] = value
+                tree.places[(new_section, new_key)] = location
+    for name, renamed in RENAMED_VALUES.items():
+        section, key = name.split(".")
+        values = section_values(tree, section)
+        if isinstance(values.get(key), str):
+            values[key] = renamed.get(values[key], values[key])
+
+
+def section_values(tree: Tree, section: str) -> dict[str, Any]:
+    """Return the mapping of a section; empty if the recipe has none."""
+    values = tree.values.get(section)
+    return values if isinstance(values, dict) else {}
