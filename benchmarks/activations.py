@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from wfm_ds.distributed.world import free_port
-from wfm_ds.engine.live import LiveBytes
+from wfm_ds.distributed.world import find_free_port
+from wfm_ds.engine.live_bytes import LiveByteCounter
 
 SIDE = 32  # rows and columns of a latent frame; patches are 2 x 2
 WIDER = {"num_attention_heads": 8, "ffn_dim": 512, "num_layers": 4}  # than the tiny pipeline's, for up to 8 ranks
@@ -40,15 +40,15 @@ def measure(num_ranks: int, frames: int, *, checkpointing: bool) -> dict[str, in
 
     from wfm_ds.distributed.world import World
     from wfm_ds.models.tiny.wan21 import TRANSFORMER
-    from wfm_ds.ulysses.install import install
+    from wfm_ds.ulysses.install import install_ulysses
 
-    world = World.join().in_replicas(num_ranks)
+    world = World.join().with_replicas(num_ranks)
     torch.manual_seed(0)
     transformer = WanTransformer3DModel(**{**TRANSFORMER, **WIDER})
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     if world.replica is not None:
-        install(transformer, world.replica.group)
+        install_ulysses(transformer, world.replica.group)
     for parameter in transformer.parameters():
         parameter.grad = torch.zeros_like(parameter)
     inputs = {
@@ -56,11 +56,11 @@ def measure(num_ranks: int, frames: int, *, checkpointing: bool) -> dict[str, in
         "timestep": torch.tensor([500.0]),
         "encoder_hidden_states": torch.randn(1, 16, 32),
     }
-    with LiveBytes() as live:
+    with LiveByteCounter() as live:
         output = transformer(**inputs, return_dict=False)[0]
-        kept = live.now
+        kept = live.current
         output.backward(torch.ones_like(output))
-    most = world.maxima({"kept": float(kept), "peak": float(live.peak)})
+    most = world.max_over_ranks({"kept": float(kept), "peak": float(live.peak)})
     return {name: int(value) for name, value in most.items()}
 
 
@@ -77,7 +77,7 @@ def measured(num_ranks: int, frames: int) -> dict[str, dict[str, int]]:
         command = [sys.executable, "-m", "benchmarks.activations", "--role", "rank", "--ranks", str(num_ranks)]
         command += ["--frames", str(frames), "--out", str(out)]
         everyone = {"WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
-        everyone |= {"MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        everyone |= {"MASTER_PORT": str(find_free_port()), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         processes = [
             subprocess.Popen(command, env={**os.environ, **everyone, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=2)
             for r in range(num_ranks)

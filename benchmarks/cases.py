@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.peers import pointwise
 from wfm_kernels import flow_noise, nft_loss, reference, sde_coefficients, sde_log_prob, sde_step
-from wfm_kernels.noise import normal
+from wfm_kernels.noise import normal_noise
 
 SHAPES: Mapping[str, tuple[int, ...]] = {  # latents of real models
     "sd35_512_b1": (1, 16, 64, 64),
@@ -106,7 +106,7 @@ def _exact(i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _step_truth(i: Inputs) -> Outputs:
     _, mean, std = _exact(i)
-    x_next = mean + std * normal(i.seeds, i.x[0].numel()).view(i.x.shape).double()
+    x_next = mean + std * normal_noise(i.seeds, i.x[0].numel()).view(i.x.shape).double()
     return [x_next, reference.sde_log_prob("flow_sde", x_next, mean, std)]
 
 
@@ -169,7 +169,7 @@ def _nft_case(name: str, ref: bool) -> Case:
 
 
 def _noise_truth(i: Inputs) -> Outputs:
-    drawn = normal(i.seeds, i.x[0].numel()).view(i.x.shape).double()
+    drawn = normal_noise(i.seeds, i.x[0].numel()).view(i.x.shape).double()
     return [reference.flow_noise(i.x.double(), i.sigma.double(), drawn), drawn]
 
 

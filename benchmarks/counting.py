@@ -58,17 +58,17 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def _launches_of_kernels(counter: _Counter) -> Iterator[None]:
-    launch = triton_backend._launch
+    launch = triton_backend._launch_kernel
 
     def counted(kernel: Any, grid: tuple[int, ...], *args: Any, **keys: Any) -> None:
         counter.launched([a for a in args if isinstance(a, torch.Tensor)])
         launch(kernel, grid, *args, **keys)
 
-    triton_backend._launch = counted
+    triton_backend._launch_kernel = counted
     try:
         yield
     finally:
-        triton_backend._launch = launch
+        triton_backend._launch_kernel = launch
 
 
 def count(run: Callable[[], Any], latent_elements: int) -> Count:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import report
-from wfm_ds.distributed.world import free_port
+from wfm_ds.distributed.world import find_free_port
 
 if TYPE_CHECKING:
     from wfm_ds.engine.engine import DenoiserEngine
@@ -80,9 +80,9 @@ def save(folder: Path) -> None:
     from diffusers import SD3Transformer2DModel
 
     from wfm_ds.checkpoint import store
-    from wfm_ds.checkpoint.export import export
-    from wfm_ds.checkpoint.state import capture
-    from wfm_ds.checkpoint.target import ExportTarget
+    from wfm_ds.checkpoint.export import export_weights
+    from wfm_ds.checkpoint.export_target import ExportTarget
+    from wfm_ds.checkpoint.rank_state import capture_state
     from wfm_ds.distributed.world import World
     from wfm_ds.engine.engine import DenoiserEngine
     from wfm_ds.recipe.schema import Recipe
@@ -109,15 +109,15 @@ def save(folder: Path) -> None:
     target = ExportTarget((folder / "base").absolute(), ("transformer",))
     before, began = resident_mib("VmRSS"), time.perf_counter()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    export(target, engine, folder / "live", policy="train", dtype=torch.float32, is_main=world.is_main)
+    export_weights(target, engine, folder / "live", policy="train", dtype=torch.float32, is_main=world.is_main)
     live = {"seconds": time.perf_counter() - began, "peak MiB": resident_mib("VmHWM") - before}
 
     def write(making: Path) -> list[Path]:
         with (folder / "turn").open("w") as turn:  # one rank at a time: a laptop lacks the memory for both copies
             fcntl.flock(turn, fcntl.LOCK_EX)
-            return capture(engine, {}, target, torch.float32).write(making)
+            return capture_state(engine, {}, target, torch.float32).write_files(making)
 
-    store.Save(folder / "ours", 1, world, write, facts={}, keep=1).commit()
+    store.CheckpointSave(folder / "ours", 1, world, write, metadata={}, keep=1).commit()
     engine.ds.save_checkpoint(str(folder / "theirs"))
     if world.is_main:
         (folder / LIVE).write_text(json.dumps(live))
@@ -129,7 +129,7 @@ def fill_optimizer(engine: DenoiserEngine) -> None:
     import numpy as np
     import torch
 
-    for state, master in zip(engine.shards.optimizer_states(), engine.shards.masters(), strict=True):
+    for state, master in zip(engine.shards.optimizer_states(), engine.shards.master_weights(), strict=True):
         moments = {name: torch.from_numpy(np.zeros(len(master), np.float32)) for name in ("exp_avg", "exp_avg_sq")}
         state |= {"step": torch.tensor(1.0), **moments}
         master.mul_(1.01)
@@ -171,7 +171,7 @@ def by_convert(folder: Path) -> None:
 
 def imports(folder: Path) -> None:
     """Import only what both conversions import."""
-    for name in ("wfm_ds.checkpoint.offline", "deepspeed", "diffusers.models.transformers.transformer_sd3"):
+    for name in ("wfm_ds.checkpoint.checkpoint_weights", "deepspeed", "diffusers.models.transformers.transformer_sd3"):
         importlib.import_module(name)
 
 
@@ -185,7 +185,7 @@ def child(role: str, folder: Path, **environment: str) -> subprocess.Popen[bytes
 
 def save_on_all_ranks(folder: Path) -> None:
     everyone = {"WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
-    port = str(free_port())
+    port = str(find_free_port())
     ranks = [
         child("rank", folder, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port, **everyone)
         for rank in range(RANKS)

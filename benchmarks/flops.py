@@ -5,9 +5,9 @@ python -m benchmarks.flops RECIPE RECIPE ...                  one row a recipe
 python -m benchmarks.flops RECIPE --tflops 400                the hours of a run whose GPUs reach so much
 python -m benchmarks.flops --model sd35m --algo nft           a released model with an algorithm's published batch
 
-Forwards follow from the recipe (wfm_ds/training/forwards.py), FLOPs of one from the denoiser's operators
-(wfm_ds/training/flops.py). Neither weights nor a GPU are needed; a model folder that is not on this disk is known by
-its name (released.py).
+Forwards follow from the recipe (wfm_ds/training/forward_counts.py), FLOPs of one from the denoiser's operators
+(wfm_ds/training/forward_flops.py). Neither weights nor a GPU are needed; a model folder that is not on this disk is
+known by its name (released.py).
 """
 
 from __future__ import annotations
@@ -25,18 +25,27 @@ from torch import Tensor
 
 from benchmarks.released import RELEASED, Released
 from benchmarks.report import table
-from wfm_ds.algorithms import build_rl
+from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.engine.flops import Flops
-from wfm_ds.engine.policy import add_adapters, train_all_but
+from wfm_ds.engine.policies import add_adapters, set_trainable
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.program import program
+from wfm_ds.program import run_command
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.derived import Derived, derive
+from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.model import load_model
-from wfm_ds.training.flops import count_flops, work_of
-from wfm_ds.training.forwards import Forwards, Guided, added, evaluation, evaluations, guided_by, rl_step, sft_step
+from wfm_ds.run.model_loading import load_model
+from wfm_ds.training.forward_counts import (
+    ForwardCount,
+    IsGuided,
+    count_evaluation,
+    count_rl_step,
+    count_sft_step,
+    denoiser_sigmas,
+    guidance_predicate,
+    sum_forwards,
+)
+from wfm_ds.training.forward_flops import count_flops, flops_by_purpose
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 RL = {
@@ -101,16 +110,16 @@ def latent_shape(recipe: Recipe, model: DiffusionModel) -> tuple[int, ...]:
         raise RecipeError(f"sampling: {error}") from error
 
 
-def step_forwards(recipe: Recipe, derived: Derived, model: DiffusionModel) -> list[dict[str, Forwards]]:
+def step_forwards(recipe: Recipe, derived: RunSizes, model: DiffusionModel) -> list[dict[str, ForwardCount]]:
     """Yield the forwards of one rank, by step of the run; one step of SFT stands for all."""
     if not recipe.is_rl:
-        return [sft_step(recipe, derived)]
-    algorithm = build_rl(recipe, model.rollout_sigmas(recipe.sampling))
-    cheap = recipe.sampling.of_candidates
+        return [count_sft_step(recipe, derived)]
+    algorithm = build_rl_algorithm(recipe, model.rollout_sigmas(recipe.sampling))
+    cheap = recipe.sampling.candidate_sampling
     explored_at = None if cheap is None else model.rollout_sigmas(cheap)[:-1].tolist()
-    guided = guided_by(recipe, model.expert_of)
+    guided = guidance_predicate(recipe, model.select_expert)
     return [
-        rl_step(recipe, derived, algorithm, step, guided=guided, explored_at=explored_at)
+        count_rl_step(recipe, derived, algorithm, step, guided=guided, exploration_sigmas=explored_at)
         for step in range(1, recipe.run.steps + 1)
     ]
 
@@ -119,29 +128,29 @@ def compared_levels(recipe: Recipe, model: DiffusionModel) -> list[float]:
     """The noise levels of the rollouts that an evaluation compares with; none unless the recipe asks for it."""
     if not recipe.validation.rollout_correlation:
         return []
-    return evaluations(build_rl(recipe, model.rollout_sigmas(recipe.sampling)).plan(1))
+    return denoiser_sigmas(build_rl_algorithm(recipe, model.rollout_sigmas(recipe.sampling)).plan(1))
 
 
 def flops_of_sample(recipe: Recipe, subject: Subject) -> Flops:
     """Changes the subject's denoiser: it gets adapters, or all of it trains."""
     model, shape = subject.model, latent_shape(recipe, subject.model)
     if recipe.lora is None:
-        train_all_but(model.bare_denoiser, model.frozen_names())
+        set_trainable(model.unwrapped_denoiser, model.find_unused_parameters())
     else:
         targets = recipe.lora.target_modules or list(model.default_lora_targets)
-        model.freeze_all_but(targets)
-        with torch.device(next(model.bare_denoiser.parameters()).device):
-            add_adapters(model.bare_denoiser, recipe.lora, targets, [], seed=0)
+        model.prepare_for_lora(targets)
+        with torch.device(next(model.unwrapped_denoiser.parameters()).device):
+            add_adapters(model.unwrapped_denoiser, recipe.lora, targets, [], seed=0)
     texts = dict(subject.texts(recipe.lora is not None))
     texts |= {name: torch.empty(1, *size, device="meta") for name, size in model.input_shapes(shape).items()}
     return count_flops(model, shape, texts, checkpointing=recipe.model.gradient_checkpointing)
 
 
-def cost(steps: Sequence[Mapping[str, Forwards]], flops: Flops, num_replicas: int) -> list[dict[str, Any]]:
+def cost(steps: Sequence[Mapping[str, ForwardCount]], flops: Flops, num_replicas: int) -> list[dict[str, Any]]:
     """One row a purpose, and their sum; means over the steps. Forwards are those of one rank, the rest of all ranks."""
-    sums = added(*steps)
+    sums = sum_forwards(*steps)
     found: list[dict[str, Any]] = []
-    for purpose, work in work_of(sums, flops).items():
+    for purpose, work in flops_by_purpose(sums, flops).items():
         found.append(
             {
                 "purpose": purpose,
@@ -174,19 +183,22 @@ class Count:
 
     recipe: Recipe
     title: str
-    derived: Derived
-    steps: Sequence[Mapping[str, Forwards]]  # of one rank
+    derived: RunSizes
+    steps: Sequence[Mapping[str, ForwardCount]]  # of one rank
     flops: Flops
-    guided: Guided
+    guided: IsGuided
     guided_steps: int  # of an evaluation's denoise steps
     compared: Sequence[float]  # noise levels of the rollouts that an evaluation compares with
 
     @classmethod
     def of(cls, recipe: Recipe, subject: Subject, world_size: int) -> Count:
-        derived = derive(recipe, world_size)
+        derived = derive_run_sizes(recipe, world_size)
         grid = subject.model.sigmas(recipe.sampling.eval_steps, latent_shape(recipe, subject.model))
         steps = step_forwards(recipe, derived, subject.model)
-        guided, compared = guided_by(recipe, subject.model.expert_of), compared_levels(recipe, subject.model)
+        guided, compared = (
+            guidance_predicate(recipe, subject.model.select_expert),
+            compared_levels(recipe, subject.model),
+        )
         guided_steps = sum(map(guided, grid[:-1].tolist()))
         flops = flops_of_sample(recipe, subject)
         return cls(recipe, subject.title, derived, steps, flops, guided, guided_steps, compared)
@@ -197,20 +209,20 @@ class Count:
         validation = recipe.validation
         num_images = 0 if recipe.is_rl else validation.num_images
         replicas = self.derived.num_replicas
-        evaluated = evaluation(
+        evaluated = count_evaluation(
             recipe,
             replicas,
             num_prompts=validation.num_prompts,
             num_images=num_images,
             guided_steps=self.guided_steps,
-            rollout=self.compared,
+            rollout_sigmas=self.compared,
             guided=self.guided,
         )
-        work = sum(w.total for w in work_of(evaluated, flops).values()) * replicas
+        work = sum(w.total for w in flops_by_purpose(evaluated, flops).values()) * replicas
         recomputed = f" and {with_prefix(flops.recompute)}FLOP recomputed" if flops.recompute else ""
         lines = [
             f"{self.title}, {size.height} x {size.width} x {size.num_frames}, {recipe.algorithm.name}, "
-            f"{'LoRA' if recipe.lora else 'all weights'}, {self.derived.replicas}",
+            f"{'LoRA' if recipe.lora else 'all weights'}, {self.derived.replicas_text}",
             f"one sample: forward {with_prefix(flops.forward)}FLOP, "
             f"backward {with_prefix(flops.backward)}FLOP{recomputed}",
             f"one evaluation: {with_prefix(work)}FLOP",
@@ -251,7 +263,7 @@ def published(algorithm: str, model: Released) -> Recipe:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -273,7 +285,7 @@ def run(args: argparse.Namespace) -> None:
     if known is not None and args.algo:
         counts = [Count.of(published(args.algo, known), Subject.released(known), args.ranks)]
     else:
-        loaded = [recipe_file.load(Path(path), overrides) for path in recipes]
+        loaded = [recipe_file.load_recipe(Path(path), overrides) for path in recipes]
         counts = [Count.of(r, Subject.released(known) if known else Subject.of(r), args.ranks) for r in loaded]
     rows = [count.row(Path(path).name, args.tflops) for path, count in zip(recipes, counts, strict=False)]
     sys.stdout.write((table(rows) if len(rows) > 1 or args.tflops else counts[0].report()) + "\n")

@@ -44,16 +44,16 @@ def write_folder(folder: Path, samples: int) -> None:
 
 def measure(folder: Path, way: str) -> dict[str, Any]:
     """One rank."""
+    from wfm_ds.data.broadcast import read_on_main
+    from wfm_ds.data.captioned_folder import CaptionedFolder
     from wfm_ds.data.datasets import TrainingData
-    from wfm_ds.data.paired import PairedFolder
-    from wfm_ds.data.shared import read_on_main
     from wfm_ds.distributed.world import World
 
     world, cache = World.join(), None if way == WAYS[0] else folder / "cache"
 
     def read() -> TrainingData:
-        found = PairedFolder(folder / "media", max_bad_fraction=0.0, cache_dir=cache)
-        return TrainingData(prompts=[], samples=found.samples, bad={}, held_out=[], shown=[])
+        found = CaptionedFolder(folder / "media", max_bad_fraction=0.0, cache_dir=cache)
+        return TrainingData(prompts=[], samples=found.samples, bad={}, held_out=[], validation_prompts=[])
 
     gc.collect()
     before_mib, before_s = resident_mib()[0], time.process_time()

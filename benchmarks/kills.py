@@ -146,7 +146,7 @@ class Run:
         lines = records(self.folder)
         if lines != list(want[: len(lines)]):
             raise StudyError(f"{self.folder}: its {len(lines)} lines of metrics are not those of the run left alone")
-        found = store.newest(self.checkpoints)
+        found = store.find_newest(self.checkpoints)
         step = 0 if found is None else found.step
         if self.steps and step < self.steps[-1]:
             raise StudyError(f"{self.folder}: the checkpoint of step {self.steps[-1]} is lost")
@@ -265,10 +265,10 @@ def say(text: str) -> None:
 
 def make_inputs(inputs: Inputs) -> None:
     from wfm_ds.data.digits import write_digits
-    from wfm_ds.models.tiny import write_tiny
+    from wfm_ds.models.tiny import write_tiny_model
 
     write_digits(inputs.folder / "digits")
-    write_tiny("sd3", inputs.model)
+    write_tiny_model("sd3", inputs.model)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -305,7 +305,7 @@ def studied(inputs: Inputs, kills: int, early: int, seed: int) -> list[dict[str,
     from wfm_ds.rollout.rewards import RewardService
 
     make_inputs(inputs)
-    reward = recipe_file.load(REPOSITORY / "recipes" / "tiny" / f"{RECIPES['nft']}.yaml").reward
+    reward = recipe_file.load_recipe(REPOSITORY / "recipes" / "tiny" / f"{RECIPES['nft']}.yaml").reward
     assert reward is not None
     with RewardService(reward, inputs.rewards):
         command = [sys.executable, "-m", "benchmarks.kills", "--forking", str(inputs.folder)]

@@ -22,9 +22,9 @@ def write_reasoner(folder: Path, *, small: bool) -> None:
     import torch
     from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    from wfm_ds.models.base import seeded, without_progress_bars
-    from wfm_ds.models.tiny.parts.chat import LanguageFolder, chat_tokenizer
-    from wfm_ds.models.tiny.parts.qwen import end_ids, media_ids
+    from wfm_ds.models.base import hide_progress_bars, temporary_seed
+    from wfm_ds.models.tiny.parts.chat import TinyLanguageModel, chat_tokenizer
+    from wfm_ds.models.tiny.parts.qwen import boundary_token_ids, vision_token_ids
 
     tokenizer = chat_tokenizer()
     width, depth = (32, 1) if small else (256, 6)
@@ -44,7 +44,7 @@ def write_reasoner(folder: Path, *, small: bool) -> None:
                 "mrope_section": [width // 32, width // 32 * 3 // 2, width // 8 - width // 32 - width // 32 * 3 // 2],
                 "mrope_interleaved": True,
             },
-            **end_ids(tokenizer),
+            **boundary_token_ids(tokenizer),
             "tie_word_embeddings": True,
         },
         vision_config={
@@ -56,13 +56,13 @@ def write_reasoner(folder: Path, *, small: bool) -> None:
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0],
         },
-        **media_ids(tokenizer),
+        **vision_token_ids(tokenizer),
         tie_word_embeddings=True,
     )
-    with seeded(0), without_progress_bars():
+    with temporary_seed(0), hide_progress_bars():
         model = Qwen3VLForConditionalGeneration(config).to(torch.float32)
         processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 32 * 32, "longest_edge": 224 * 224}, patch_size=16)
-        LanguageFolder(model.eval(), tokenizer, processor).save_pretrained(folder)
+        TinyLanguageModel(model.eval(), tokenizer, processor).save_pretrained(folder)
 
 
 def write_conversations(folder: Path) -> None:
@@ -90,7 +90,7 @@ def _turns(draw: random.Random) -> Iterator[dict[str, str]]:
 
 
 def _said(draw: random.Random, num_words: int) -> str:
-    from wfm_ds.models.tiny.parts.words import WORDS
+    from wfm_ds.models.tiny.parts.vocabulary import WORDS
 
     words = [word for word in WORDS if len(word) > 1]
     return " ".join(draw.choice(words) for _ in range(num_words))

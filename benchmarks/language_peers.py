@@ -50,7 +50,7 @@ def recipe_of(folder: Path, name: str) -> Any:
 
     places = [f"run.output_dir={folder / name}", f"model.path={folder / 'model'}"]
     places += [f"data.path={folder / 'data' / 'annotations.json'}", f"data.media_path={folder / 'data'}"]
-    return recipe_file.load(RECIPE, [*places, *COMMON, *OURS[name]])
+    return recipe_file.load_recipe(RECIPE, [*places, *COMMON, *OURS[name]])
 
 
 def count_forwards(network: Any, counts: Counter[str]) -> None:
@@ -74,24 +74,24 @@ def our_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
     """Our loop with everything around it."""
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
-    from wfm_ds.language.rows import RowMaker
-    from wfm_ds.run.folder import Start
-    from wfm_ds.training.language_build import build_loop, made_ready
+    from wfm_ds.language.packed_sequences import SequencePacker
+    from wfm_ds.run.output_folder import RunStart
+    from wfm_ds.training.language_builder import build_language_loop, load_language_setup
 
     counts: Counter[str] = Counter()
 
-    class Counted(RowMaker):
-        def row(self, samples: Sequence[Any]) -> Any:
+    class Counted(SequencePacker):
+        def pack_samples(self, samples: Sequence[Any]) -> Any:
             for sample in samples:
                 labelled = sum(label >= 0 for label in sample.tokens.labels)
                 counts.update(tokens=len(sample.tokens), labelled=labelled)
-            return super().row(samples)
+            return super().pack_samples(samples)
 
     recipe, world = recipe_of(folder, name), World.join()
-    ready = made_ready(recipe, world, lambda _: contextlib.nullcontext())
-    loop: Any = build_loop(recipe, world, StopFlag(), ready, Start(), None, held)
+    ready = load_language_setup(recipe, world, lambda _: contextlib.nullcontext())
+    loop: Any = build_language_loop(recipe, world, StopFlag(), ready, RunStart(), None, held)
     job = loop.job
-    job.maker = Counted(job.maker._positions, job.maker._blanks, by_sample=False)
+    job.row_maker = Counted(job.row_maker._positions, job.row_maker._blanks, by_sample=False)
     count_forwards(job.model.network, counts)
     loop.begin()
     return Side(lambda: loop.advance() and None, counts)
@@ -105,15 +105,15 @@ def their_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
     from wfm_ds.distributed.world import World
     from wfm_ds.language import model as language_model
     from wfm_ds.language.data import load_conversations
-    from wfm_ds.training.language_build import reader_of, row_order
+    from wfm_ds.training.language_builder import make_row_order, make_sample_reader
 
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"):  # else it would train as a rank of several
         os.environ.pop(variable, None)
     recipe = recipe_of(folder, "one by one")
-    model = language_model.load(recipe.model.path, torch.float32)
-    reader = reader_of(recipe, model)
-    data = load_conversations(recipe, reader, World.alone())
-    order, conversations = row_order(recipe, data), data.training.conversations  # that of ours in its first epoch
+    model = language_model.load_language_model(recipe.model.path, torch.float32)
+    reader = make_sample_reader(recipe, model)
+    data = load_conversations(recipe, reader, World.single_process())
+    order, conversations = make_row_order(recipe, data), data.training.conversations  # that of ours in its first epoch
     counts: Counter[str] = Counter()
     count_forwards(model.network, counts)
 
@@ -124,7 +124,7 @@ def their_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
             return len(conversations)
 
         def __getitem__(self, place: int) -> Any:
-            (number,) = order.row(place)
+            (number,) = order.conversations(place)
             return reader.read(conversations[number])
 
     class Turns(TrainerCallback):  # type: ignore[misc]
@@ -198,7 +198,7 @@ def padded(samples: Sequence[Any], pad_ids: dict[Any, int]) -> dict[str, Any]:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    from wfm_ds.language.rows import stacked
+    from wfm_ds.language.packed_sequences import stack_media
 
     def rows(values: Sequence[Any], fill: int) -> Any:
         return pad_sequence([torch.as_tensor(value) for value in values], batch_first=True, padding_value=fill)
@@ -208,5 +208,5 @@ def padded(samples: Sequence[Any], pad_ids: dict[Any, int]) -> dict[str, Any]:
         "attention_mask": rows([torch.ones(len(sample.tokens), dtype=torch.long) for sample in samples], 0),
         "labels": rows([sample.tokens.labels for sample in samples], -100),
         "mm_token_type_ids": rows([sample.types(pad_ids)[0] for sample in samples], 0),
-        **stacked(samples),
+        **stack_media(samples),
     }

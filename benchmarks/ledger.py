@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wfm_ds.pipes.ledger import Ledger
-from wfm_ds.pipes.tasks import Completion, State, Task
+from wfm_ds.pipes.tasks import Completion, Task, TaskState
 
 KIND, OWNER, WORKER = "score", "run/client", "worker"
 CREDIT = 8
@@ -26,15 +26,15 @@ HOURS_S = 1e5  # later than anything here
 class ScanningLedger(Ledger):
     """The baseline: every look is a look at everything."""
 
-    def expire(self, now_s: float) -> list[tuple[str, str, int]]:
+    def expire_leases(self, now_s: float) -> list[tuple[str, str, int]]:
         leases = [(name, t, lease) for name, worker in self._workers.items() for t, lease in worker.leases.items()]
         stalled = [(n, t, lease.attempt) for n, t, lease in leases if now_s - lease.progress_at_s > lease.stall_s]
-        overdue = [e for e in self._entries.values() if e.state is State.WAITING and now_s > e.task.deadline_s]
+        overdue = [e for e in self._entries.values() if e.state is TaskState.WAITING and now_s > e.task.deadline_s]
         assert not stalled
         assert not overdue, "nothing of this here"
         return stalled
 
-    def completions(self, owner: str, after_seq: int) -> list[Completion]:
+    def new_completions(self, owner: str, after_seq: int) -> list[Completion]:
         return [c for c in self._owners[owner].completions.values() if c.seq > after_seq]
 
 
@@ -94,8 +94,8 @@ def filled(kind: type[Ledger], count: int) -> Ledger:
     ledger = kind({KIND: HOURS_S}, max_waiting=2 * count, max_bytes=2**40)
     for number in range(count):
         ledger.submit(a_task(str(number)))
-    ledger.worker_up(WORKER, frozenset([KIND]), CREDIT, ())
-    ledger.lease(0.0)
+    ledger.register_worker(WORKER, frozenset([KIND]), CREDIT, ())
+    ledger.lease_tasks(0.0)
     return ledger
 
 
@@ -107,13 +107,13 @@ def turn(ledger: Ledger) -> None:
     """The worker brings the result of its oldest task; then what the hub does in each turn."""
     held = ledger._workers[WORKER].leases
     task_id = next(iter(held))
-    ledger.result(WORKER, task_id, held[task_id].attempt, 0.1, {})
-    ledger.expire(0.0)
-    ledger.lease(0.0)
+    ledger.record_result(WORKER, task_id, held[task_id].attempt, 0.1, {})
+    ledger.expire_leases(0.0)
+    ledger.lease_tasks(0.0)
     last = ledger._owners[OWNER].last_seq
-    ledger.completions(OWNER, last - 1)
+    ledger.new_completions(OWNER, last - 1)
     if last % RELEASE_EVERY == 0:
-        ledger.release(OWNER, last)
+        ledger.release_completions(OWNER, last)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Two ranks on a CPU load a random SD3 transformer stored in float32 and build the
 measures the largest amount of memory of its own that this takes, from after the imports to the first forward:
 
     whole     as diffusers and DeepSpeed do it: the network in its final dtype on every rank, then deepspeed.initialize
-    mapped    ours: pages of the file, out of which every rank copies what it keeps (wfm_ds/engine/placement.py)
+    mapped    ours: pages of the file, out of which every rank copies what it keeps (wfm_ds/engine/weight_placement.py)
 
 Pages of the mapped file are shared by all processes of a machine and can be dropped at any time: they are listed apart.
 Exit code 1 if the two ways give different predictions; nothing is written then.

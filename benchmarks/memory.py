@@ -5,7 +5,7 @@ python -m benchmarks.memory --statements         the line that each recipe says 
 python -m benchmarks.memory --precisions RECIPE  what each model.base_precision saves a LoRA recipe
 python -m benchmarks.memory RECIPE --set engine.deepspeed=zero2     with other values than the recipe's
 
-Nothing is computed and no weights are needed (wfm_ds/run/estimate.py). A test holds the recipes to it.
+Nothing is computed and no weights are needed (wfm_ds/run/memory_estimate.py). A test holds the recipes to it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from benchmarks.released import RELEASED
 from wfm_ds.errors import RecipeError
 from wfm_ds.monitoring.stopwatch import GIB
-from wfm_ds.program import program
+from wfm_ds.program import run_command
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import BasePrecision
-from wfm_ds.run.estimate import Estimate, estimate, memory_lines
-from wfm_ds.run.fit import fits, verdict
+from wfm_ds.run.memory_advice import fits_memory, memory_verdict
+from wfm_ds.run.memory_estimate import MemoryEstimate, estimate_memory, format_memory_table
 
 PRECISIONS: tuple[BasePrecision | None, ...] = (None, "fp8", "nf4")  # int8 takes what fp8 does
 
@@ -40,10 +40,10 @@ BFLOAT16 = 2
 def shipped() -> list[Path]:
     """The full-size recipes of diffusion models: that of language models depends on the data (`--check`)."""
     found = sorted(RECIPES.glob("*.yaml"))
-    return [path for path in found if not recipe_file.load(path, []).algorithm.trains_language]
+    return [path for path in found if not recipe_file.load_recipe(path, []).algorithm.trains_language]
 
 
-def released_estimate(recipe: Recipe, world_size: int) -> Estimate:
+def released_estimate(recipe: Recipe, world_size: int) -> MemoryEstimate:
     """Estimate a recipe whose model is a released one, known by its folder's name. Raises RecipeError for others."""
     name = Path(recipe.model.path).name
     known = next((model for model in RELEASED.values() if model.folder == name), None)
@@ -52,9 +52,9 @@ def released_estimate(recipe: Recipe, world_size: int) -> Estimate:
             f"model.path {recipe.model.path}: {name} is no released model that benchmarks/released.py has"
         )
     model = known.load()
-    model.inputs = frozenset(recipe.data.inputs)
+    model.input_names = frozenset(recipe.data.inputs)
     model.max_sequence_length = recipe.model.max_sequence_length or model.max_sequence_length
-    return estimate(recipe, model, world_size, encoder_bytes=known.text_parameters * BFLOAT16)
+    return estimate_memory(recipe, model, world_size, encoder_bytes=known.text_parameters * BFLOAT16)
 
 
 def num_gpus(recipe_path: Path) -> int:
@@ -65,10 +65,13 @@ def num_gpus(recipe_path: Path) -> int:
 
 def statement(recipe_path: Path) -> str:
     """The line of a recipe's header, as it should be. Raises RecipeError where the peak does not fit."""
-    found = released_estimate(recipe_file.load(recipe_path, []), num_gpus(recipe_path))
-    if not fits(found.peak, GPU_GB * 10**9):
-        raise RecipeError(f"{recipe_path}: {found.peak / GIB:.0f} GiB do not fit a GPU of {GPU_GB} GB")
-    return f"# {found.world_size} x {GPU_GB} GB: {math.ceil(found.peak / GIB)} GiB a rank (estimated, docs/engine.md)"
+    found = released_estimate(recipe_file.load_recipe(recipe_path, []), num_gpus(recipe_path))
+    if not fits_memory(found.peak_bytes, GPU_GB * 10**9):
+        raise RecipeError(f"{recipe_path}: {found.peak_bytes / GIB:.0f} GiB do not fit a GPU of {GPU_GB} GB")
+    return (
+        f"# {found.world_size} x {GPU_GB} GB: {math.ceil(found.peak_bytes / GIB)} GiB a rank (estimated, "
+        "docs/engine.md)"
+    )
 
 
 def precisions_row(recipe_path: Path, overrides: Sequence[str], world_size: int) -> str:
@@ -76,9 +79,9 @@ def precisions_row(recipe_path: Path, overrides: Sequence[str], world_size: int)
     cells = []
     for precision in PRECISIONS:
         chosen = [] if precision is None else [f"model.base_precision={precision}"]
-        found = released_estimate(recipe_file.load(recipe_path, [*overrides, *chosen]), world_size)
+        found = released_estimate(recipe_file.load_recipe(recipe_path, [*overrides, *chosen]), world_size)
         weights = found.phases[found.peak_phase]["weights"] / GIB
-        cells.append(f"{weights:.1f} of {found.peak / GIB:.1f}")
+        cells.append(f"{weights:.1f} of {found.peak_bytes / GIB:.1f}")
     return f"| `{recipe_path.name}` | {' | '.join(cells)} |"
 
 
@@ -100,16 +103,16 @@ def run(args: argparse.Namespace) -> int:
         if args.precisions:
             sys.stdout.write(precisions_row(path, args.set, args.ranks or num_gpus(path)) + "\n")
             continue
-        recipe = recipe_file.load(path, args.set)
+        recipe = recipe_file.load_recipe(path, args.set)
         found = released_estimate(recipe, args.ranks or num_gpus(path))
-        lines = [path.name, *memory_lines(found), verdict(recipe, found, None)]
+        lines = [path.name, *format_memory_table(found), memory_verdict(recipe, found, None)]
         sys.stdout.write("\n".join(lines) + "\n\n")
         sys.stdout.flush()
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -45,32 +45,32 @@ def loop_of(folder: Path, case: Sequence[str], held: contextlib.ExitStack) -> tu
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe import file as recipe_file
-    from wfm_ds.run.folder import Start
-    from wfm_ds.run.model import load_model
-    from wfm_ds.training.build import build_loop
-    from wfm_ds.training.preflight import preflight
+    from wfm_ds.run.model_loading import load_model
+    from wfm_ds.run.output_folder import RunStart
+    from wfm_ds.training.diffusion_builder import build_diffusion_loop
+    from wfm_ds.training.preflight import check_and_load_data
 
     places = [f"run.output_dir={folder / 'run'}", f"data.path={folder / 'digits' / 'images'}", "run.steps=100000"]
-    recipe = recipe_file.load(RECIPE, [*places, *COMMON, *case])
+    recipe = recipe_file.load_recipe(RECIPE, [*places, *COMMON, *case])
     world = World.join()
-    data, model = preflight(recipe, world.size), load_model(recipe, world.device)
-    return build_loop(recipe, world, StopFlag(), model, data, Start(), None, held), data.samples
+    data, model = check_and_load_data(recipe, world.size), load_model(recipe, world.device)
+    return build_diffusion_loop(recipe, world, StopFlag(), model, data, RunStart(), None, held), data.samples
 
 
 def bare_step(job: Any, samples: Sequence[Any]) -> None:
     """The same step in plain torch: read, encode, noise, predict, compare, and DeepSpeed's backward and step."""
     import torch
 
-    from wfm_ds.chunks import chunks
+    from wfm_ds.chunks import split_into_chunks
     from wfm_ds.data.media import load_media
-    from wfm_ds.data.pixels import Framing, centre
+    from wfm_ds.data.pixels import Framing, draw_centre
 
     size = Framing(height=job.recipe.sampling.height, width=job.recipe.sampling.width, max_upscale=8.0)
     drawn = random.sample(samples, job.derived.samples_per_step)
-    ds, micros = job.engine.ds, list(chunks(drawn, job.recipe.engine.micro_batch_size))
+    ds, micros = job.engine.ds, list(split_into_chunks(drawn, job.recipe.engine.micro_batch_size))
     for i, micro in enumerate(micros):
-        pixels = [load_media(sample.media, size, centre) for sample in micro]
-        clean = job.model.encode_media(pixels)
+        pixels = [load_media(sample.media, size, draw_centre) for sample in micro]
+        clean = job.model.encode_uint8(pixels)
         sigma_B = torch.rand(len(clean))
         share = sigma_B.view(-1, 1, 1, 1)
         noise = torch.randn_like(clean)

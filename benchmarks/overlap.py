@@ -36,9 +36,9 @@ class Slow(Reward):
     """Mean brightness, `seconds` after it was asked for: what a large model would take."""
 
     name = "slow"
-    media = frozenset({"image", "video"})
+    media_types = frozenset({"image", "video"})
     outputs: ClassVar = {"slow": Range(0.0, 1.0)}
-    primary = "slow"
+    primary_output = "slow"
 
     def __init__(self, device: str = "cpu", *, seconds: float = 0.0, **options: Any) -> None:
         super().__init__(device, **options)
@@ -46,7 +46,7 @@ class Slow(Reward):
 
     def score(self, batch: MediaBatch) -> list[Score]:
         threading.Event().wait(self.seconds * len(batch))
-        return [item.scored(float(item.frames.mean()) / 255) for item in batch]
+        return [item.score(float(item.frames.mean()) / 255) for item in batch]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

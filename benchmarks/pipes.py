@@ -25,9 +25,9 @@ import psutil
 import zmq
 
 from wfm_ds.pipes import wire
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT
-from wfm_ds.pipes.sockets import Dealer, Full, Router
+from wfm_ds.pipes.messages import BROKER_TO_CLIENT, CLIENT_TO_BROKER
+from wfm_ds.pipes.socket_folders import SocketFolder
+from wfm_ds.pipes.sockets import Dealer, Router, SendQueueFull
 
 WINDOW = 4  # messages under way
 SMALL = 200  # bytes of a message whose way there and back is timed
@@ -151,7 +151,7 @@ class Raw:
 
     def send(self, tensor: wire.Array) -> None:
         data = tensor.data
-        frames = [data[at : at + wire.FRAME_BYTES] for at in range(0, tensor.nbytes, wire.FRAME_BYTES)]
+        frames = [data[at : at + wire.MAX_FRAME_BYTES] for at in range(0, tensor.nbytes, wire.MAX_FRAME_BYTES)]
         self._socket.send_multipart([b"tensor", *frames], copy=False)
         self._open += 1
 
@@ -172,12 +172,12 @@ class Ours:
 
     def send(self, tensor: wire.Array) -> None:
         specs, frames = wire.pack_tensors([("media", tensor)])
-        header = wire.encode("submit", next(self._mids), {"rows": [{"id": "a"}], "tasks": []}, specs)
+        header = wire.encode_header("submit", next(self._mids), {"rows": [{"id": "a"}], "tasks": []}, specs)
         while True:
             try:
                 self._dealer.send(header, list(itertools.chain(*frames)))
                 break
-            except Full:
+            except SendQueueFull:
                 self._dealer.socket.poll(10)
         self._open += 1
 
@@ -185,7 +185,7 @@ class Ours:
         while self._open > most:
             self._dealer.socket.poll()
             while (frames := self._dealer.receive()) is not None:
-                wire.decode([frame.buffer for frame in frames], HUB_TO_CLIENT)
+                wire.decode_message([frame.buffer for frame in frames], BROKER_TO_CLIENT)
                 self._open -= 1
 
     def close(self) -> None:
@@ -245,9 +245,9 @@ def _serve_ours(router: Router) -> None:
         router.socket.poll()
         while (received := router.receive()) is not None:
             route, frames = received
-            message = wire.decode([frame.buffer for frame in frames], CLIENT_TO_HUB)
-            message.tensors()
-            router.send(route, wire.encode("accepted", message.mid, answer))
+            message = wire.decode_message([frame.buffer for frame in frames], CLIENT_TO_BROKER)
+            message.read_tensors()
+            router.send(route, wire.encode_header("accepted", message.message_id, answer))
 
 
 class _Unpickler(BaseHTTPRequestHandler):

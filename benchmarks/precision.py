@@ -23,7 +23,7 @@ from benchmarks import report
 from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.program import program
+from wfm_ds.program import run_command
 from wfm_ds.recipe.sections import BasePrecision
 from wfm_ds.types import FIRST_FRAME
 
@@ -68,14 +68,16 @@ def row(family: str) -> dict[str, Any]:
     cells: dict[str, Any] = {"tiny family": family, "bfloat16 from float32, %": percent(plain, exact)}
     for precision in precisions():
         model = loaded(family, torch.bfloat16)
-        quantise_base(model.bare_denoiser, model.block_classes, precision, model.dtype, torch.device("cpu"))
+        quantise_base(model.unwrapped_denoiser, model.block_classes, precision, model.dtype, torch.device("cpu"))
         cells[f"{precision} from bfloat16, %"] = percent(velocity(model, family), plain)
     return cells
 
 
 def loaded(family: str, dtype: torch.dtype) -> DiffusionModel:
-    has_guardrail = registry.family_of(registry.resolve(f"tiny:{family}")).has_guardrail
-    return registry.load(f"tiny:{family}", dtype=dtype, device="cpu", guardrail="off" if has_guardrail else "stock")
+    has_guardrail = registry.find_family(registry.resolve_pipeline(f"tiny:{family}")).has_guardrail
+    return registry.load_model(
+        f"tiny:{family}", dtype=dtype, device="cpu", guardrail="off" if has_guardrail else "stock"
+    )
 
 
 @torch.no_grad()
@@ -88,7 +90,7 @@ def velocity(model: DiffusionModel, family: str) -> Tensor:
 
 def besides(model: DiffusionModel, family: str) -> Conditioning:
     """Tell samples what they must know besides a text: grey first frames in families that are told one."""
-    if model.pins_frames:
+    if model.uses_clean_frames:
         return {}
     height, width, frames = SIZES[family]
     levels = [np.full((height, width, 3), 50.0 * k, np.float32) for k in range(len(PROMPTS))]
@@ -112,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), study, argv)
+    return run_command(parser(), study, argv)
 
 
 if __name__ == "__main__":

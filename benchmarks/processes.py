@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wfm_ds.distributed.world import free_port
+from wfm_ds.distributed.world import find_free_port
 
 
 def run_ranks(module: str, arguments: Sequence[str], ranks: int, folder: Path) -> list[Any]:
@@ -20,7 +20,7 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int, folder: Path) -
     """
     files = [folder / f"rank_{rank}.json" for rank in range(ranks)]
     world = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
-    world["MASTER_PORT"] = str(free_port())
+    world["MASTER_PORT"] = str(find_free_port())
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, "--rank", str(file), *arguments],

@@ -77,7 +77,7 @@ class Released:
     def load(self, device: torch.device = META, **changes: Any) -> DiffusionModel:
         """The family around a denoiser in bfloat16, without values or, on another device, with random ones. changes: to
         the denoiser's configuration. ModelError if there is no such family."""
-        known = {name: family for family in registry.families().values() for name in family.pipeline_classes}
+        known = {name: family for family in registry.model_families().values() for name in family.pipeline_classes}
         if self.pipeline.__name__ not in known:
             raise ModelError(f"{self.title}: no family loads a {self.pipeline.__name__}")
         parts: dict[str, Any] = dict.fromkeys(list(inspect.signature(self.pipeline.__init__).parameters)[1:])
@@ -87,7 +87,7 @@ class Released:
         parts["scheduler"] = self.scheduler()
         family = known[self.pipeline.__name__]
         return family(
-            self.pipeline(**parts | family.placeholders()),
+            self.pipeline(**parts | family.placeholder_components()),
             Path(self.folder),
             dtype=torch.bfloat16,
             device=device,

@@ -26,11 +26,11 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.counting import ALLOCATIONS, stored_bytes
 from benchmarks.released import RELEASED, Released
 from benchmarks.report import table
-from wfm_ds.program import program
+from wfm_ds.program import run_command
 
 BATCHES = {"sd35m": 9, "sana": 9}  # of the recipes; videos go one by one
 H100_TFLOPS, H100_TBYTES = 790.0, 2.9  # what large products and copies reach there; assumed, not measured by us
-DATASHEET_TFLOPS = 989.4  # of an H100 SXM in bfloat16: what MFU is a share of (wfm_ds/engine/peaks.py)
+DATASHEET_TFLOPS = 989.4  # of an H100 SXM in bfloat16: what MFU is a share of (wfm_ds/engine/device_peaks.py)
 
 
 @dataclass
@@ -95,7 +95,7 @@ def counted(known: Released, batch: int) -> tuple[Costs, int, int]:
     latents, sigma = torch.empty(batch, *shape, device="meta"), torch.empty(batch, device="meta")
     with torch.no_grad(), Operators(costs), Attention(costs):
         model.denoise(latents, sigma, texts, 0)
-    weights = sum(p.numel() * p.element_size() for p in model.bare_denoiser.parameters())
+    weights = sum(p.numel() * p.element_size() for p in model.unwrapped_denoiser.parameters())
     return costs, model.num_tokens(shape), weights
 
 
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def work_of_model(model: str, algorithm: str, stage: int, lora_rank: int | None)
 
     from benchmarks.flops import Count, Subject, cost, published
     from benchmarks.released import RELEASED
-    from wfm_ds.recipe.derived import derive
+    from wfm_ds.recipe.run_sizes import derive_run_sizes
 
     recipe = published(algorithm, RELEASED[model])
     if lora_rank is not None:
@@ -126,10 +126,10 @@ def work_of_model(model: str, algorithm: str, stage: int, lora_rank: int | None)
     counted = Count.of(recipe, subject, 8)
     *purposes, total = cost(counted.steps, counted.flops, 8)
     by_purpose = {row["purpose"]: row["forwards a rank"] for row in purposes}
-    denoiser = subject.model.bare_denoiser
+    denoiser = subject.model.unwrapped_denoiser
     blocks = [part for part in denoiser.modules() if isinstance(part, subject.model.block_classes)]
     assert isinstance(denoiser, torch.nn.Module)
-    updates = derive(recipe, 8).updates_per_step
+    updates = derive_run_sizes(recipe, 8).updates_per_step
     return Work(
         title=f"{counted.title}, {algorithm}, {'LoRA' if recipe.lora else 'all weights'}, ZeRO-{stage}",
         network=Network(

@@ -80,9 +80,9 @@ def small_denoiser() -> Any:
 
 def write_config(folder: Path, stage: int) -> Path:
     """The shipped JSON; at stage 3 with nothing kept that was gathered: so it is for a model above its limits."""
-    from wfm_ds.recipe.deepspeed import find_config, read_config
+    from wfm_ds.recipe.deepspeed import find_deepspeed_config, read_deepspeed_config
 
-    config = read_config(find_config(f"zero{stage}"))
+    config = read_deepspeed_config(find_deepspeed_config(f"zero{stage}"))
     if stage == 3:
         config["zero_optimization"] |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     path = folder / f"zero{stage}.json"
@@ -112,7 +112,7 @@ def count_on_rank(config: str, **case: Any) -> dict[str, Any]:
             "algorithm": {"name": "sft"},
         }
     )
-    world = World.join().in_replicas(wanted.sequence_parallel)
+    world = World.join().with_replicas(wanted.sequence_parallel)
     engine = DenoiserEngine.build(
         small_denoiser(),
         recipe,
@@ -166,12 +166,12 @@ def expected(case: Case, world: int, found: dict[str, Any]) -> dict[str, int]:
 
 def exchanged(case: Case, element_bytes: int, rank: int) -> int:
     """Attentions of the small SD3: joint in every block, and the image's own in the first."""
-    from wfm_ds.ulysses.exchange import shares
+    from wfm_ds.ulysses.exchange import shard_sizes
 
     ranks = case.sequence_parallel
     image, text = (SIDE // 2) ** 2, TEXT
-    own_image, own_text = (shares(n, ranks, "tokens")[rank % ranks] for n in (image, text))
-    heads = shares(HEADS, ranks, "heads")[rank % ranks]
+    own_image, own_text = (shard_sizes(n, ranks, "tokens")[rank % ranks] for n in (image, text))
+    heads = shard_sizes(HEADS, ranks, "heads")[rank % ranks]
     return ulysses_bytes(
         [*[(own_image + own_text, image + text)] * LAYERS, (own_image, image)],
         WIDTH,

@@ -10,9 +10,9 @@ import numpy as np
 import zmq
 
 from wfm_ds.pipes import wire
-from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT, HUB_TO_WORKER, WORKER_TO_HUB
-from wfm_ds.pipes.sockets import Dealer, Full
-from wfm_ds.pipes.wire import HEADER_BYTES, MAX_FRAMES, WireError, checksum
+from wfm_ds.pipes.messages import BROKER_TO_CLIENT, BROKER_TO_WORKER, CLIENT_TO_BROKER, WORKER_TO_BROKER
+from wfm_ds.pipes.sockets import Dealer, SendQueueFull
+from wfm_ds.pipes.wire import MAX_FRAMES, MAX_HEADER_BYTES, WireError, compute_checksum
 
 WINDOW = 16  # messages without an answer: what a hub cannot send to a full pipe it drops
 PATIENCE_S = 60.0
@@ -49,7 +49,7 @@ def odd_value(draw):
 
 def odd_table(draw):
     """A tensor table in which a line lies."""
-    line = ["media", "uint8", [2, 3], 6, checksum(bytes(6))]
+    line = ["media", "uint8", [2, 3], 6, compute_checksum(bytes(6))]
     at = draw.randrange(6)
     if at < 5:
         line[at] = draw.choice([
@@ -61,17 +61,17 @@ def odd_table(draw):
 
 def header(fields):
     packed = fields if isinstance(fields, bytes) else msgpack.packb(fields, datetime=False)
-    return struct.pack("<I", checksum(packed)) + packed
+    return struct.pack("<I", compute_checksum(packed)) + packed
 
 
 def whole(draw, types):
     """The fields of a message that is right, and its frames behind the header."""
     name = draw.choice(sorted(types & WHOLE.keys()))
-    fields = {"v": wire.PROTOCOL, "t": name, "mid": draw.randrange(2**40), **WHOLE[name]}
+    fields = {"v": wire.PROTOCOL_VERSION, "t": name, "mid": draw.randrange(2**40), **WHOLE[name]}
     if name not in ("submit", "result") or draw.random() < 0.5:
         return fields, []
     specs, frames = wire.pack_tensors([("media", np.frombuffer(draw.randbytes(48), np.uint8))])
-    fields["tensors"] = [[s.name, s.dtype, list(s.shape), s.nbytes, s.check] for s in specs]
+    fields["tensors"] = [[s.name, s.dtype, list(s.shape), s.nbytes, s.checksum] for s in specs]
     return fields, [bytes(frame) for frame in frames[0]]
 
 
@@ -102,7 +102,7 @@ def damaged(blob, draw):
     elif kind == 1:
         del blob[draw.randrange(len(blob) + 1) :]
     elif kind == 2:
-        blob += draw.randbytes(draw.choice([1, 7, 300, HEADER_BYTES]))
+        blob += draw.randbytes(draw.choice([1, 7, 300, MAX_HEADER_BYTES]))
     else:
         at = draw.randrange(len(blob) + 1)
         blob[at:at] = draw.randbytes(draw.randrange(9))
@@ -129,15 +129,17 @@ def a_message(draw, types):
 
 def bombard(endpoint, count, seed, *, workers=False):
     """Send them, read all answers. Returns the answers by type, and the number of messages that wire.decode refuses."""
-    types, answers = (WORKER_TO_HUB, HUB_TO_WORKER) if workers else (CLIENT_TO_HUB, HUB_TO_CLIENT)
+    types, answers = (WORKER_TO_BROKER, BROKER_TO_WORKER) if workers else (CLIENT_TO_BROKER, BROKER_TO_CLIENT)
     draw, context, told = random.Random(seed), zmq.Context(), Counter()
     dealer, invalid = Dealer(context, endpoint), 0
-    probe = header({"v": wire.PROTOCOL, "t": "no type", "mid": 1})  # is always rejected: all before it was read then
+    probe = header(
+        {"v": wire.PROTOCOL_VERSION, "t": "no type", "mid": 1}
+    )  # is always rejected: all before it was read then
     try:
         for number in range(count):
             frames = a_message(draw, types)
             try:
-                wire.decode(frames, types)
+                wire.decode_message(frames, types)
             except WireError:
                 invalid += 1
             send(dealer, frames)
@@ -157,7 +159,7 @@ def send(dealer, frames):
     while True:
         try:
             return dealer.send(frames[0], frames[1:])
-        except Full:
+        except SendQueueFull:
             assert time.monotonic() < deadline_s, "the hub does not read"
             dealer.socket.poll(10)
 
@@ -166,7 +168,7 @@ def hear(dealer, answers, told):
     """Count what has come; whether the answer to the probe is among it."""
     assert dealer.socket.poll(PATIENCE_S * 1000), "the hub does not answer"
     while (frames := dealer.receive()) is not None:
-        message = wire.decode([frame.buffer for frame in frames], answers)
+        message = wire.decode_message([frame.buffer for frame in frames], answers)
         # An attach of an older client is a message, and is refused without being dropped.
         refused = message.type == "reject" and message.fields["why"].startswith("a newer client")
         told["refused" if refused else message.type] += 1

@@ -58,14 +58,14 @@ def root() -> Path:
 @pytest.fixture(scope="session")
 def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory):
     """`tiny_pipelines("sd3")` is the folder of that tiny pipeline; written once per run, read-only by agreement."""
-    from wfm_ds.models.tiny import write_tiny
+    from wfm_ds.models.tiny import write_tiny_model
 
     base, made = tmp_path_factory.mktemp("tiny"), {}
 
     def folder(family: str) -> Path:
         if family not in made:
             made[family] = base / family
-            write_tiny(family, made[family])
+            write_tiny_model(family, made[family])
         return made[family]
 
     return folder

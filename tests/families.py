@@ -8,13 +8,13 @@ from diffusers.pipelines.sana_wm.cam_utils import action_string_to_c2w
 from PIL import Image
 
 from wfm_ds.contract.case import PROMPTS as PROMPTS
-from wfm_ds.contract.case import Case, StockInputs, stock
+from wfm_ds.contract.case import Case, ReferenceInputs, load_reference_pipeline
 from wfm_ds.contract.case import denoise_latents as denoise_latents
-from wfm_ds.contract.case import draw as draw
-from wfm_ds.contract.subject import SEEDS
+from wfm_ds.contract.case import run_reference_pipeline as run_reference_pipeline
+from wfm_ds.contract.family_under_test import SEEDS
 from wfm_ds.models.guardrail import NoGuardrail
-from wfm_ds.models.qwen_image import unpacked
-from wfm_ds.recipe.stated import FPS
+from wfm_ds.models.qwen_image import unpack_latents
+from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
 
 EXACT = {"rtol": 0, "atol": 1e-5}
 JOINT, WAN = ("transformer_blocks",), ("blocks",)
@@ -23,14 +23,17 @@ JOINT, WAN = ("transformer_blocks",), ("blocks",)
 def cosmos25_given(folder, pixels, count):
     """Image to world is video to world with one latent frame: the image path alone needs torchvision."""
     frames = pixels[:, :, : 1 + 4 * (count - 1)]
-    return stock(folder, CASES["cosmos25"]), {"video": 2 * frames - 1, "num_latent_conditional_frames": count}
+    return load_reference_pipeline(folder, CASES["cosmos25"]), {
+        "video": 2 * frames - 1,
+        "num_latent_conditional_frames": count,
+    }
 
 
 def cosmos3_given(folder, pixels, count):
     """Its image path rounds to 8 bits; and it takes latents as they are, so it has to draw them."""
     given = {"video": pixels.movedim(1, 2), "condition_frame_indexes_vision": tuple(range(count))}
     noise = {"latents": None, "generator": torch.Generator().manual_seed(SEEDS[0])}
-    return stock(folder, CASES["cosmos3"]), given | noise
+    return load_reference_pipeline(folder, CASES["cosmos3"]), given | noise
 
 
 def cosmos3_inputs(height, width, frames):
@@ -53,25 +56,25 @@ def forward_dynamics(folder, pixels):
         raw_actions=torch.from_numpy(row["actions"]),
         image=pixels[0, :, 0],
     )
-    call = {"action": told, "fps": FPS, "guidance_scale": 1.0}
-    return stock(folder, CASES["cosmos3"]), row | {"domain": np.float32(2)}, call
+    call = {"action": told, "fps": DEFAULT_FPS, "guidance_scale": 1.0}
+    return load_reference_pipeline(folder, CASES["cosmos3"]), row | {"domain": np.float32(2)}, call
 
 
 def ti2v_given(folder, pixels, count):
     assert count == 1
-    parts = stock(folder, CASES["wan22_ti2v"]).components
+    parts = load_reference_pipeline(folder, CASES["wan22_ti2v"]).components
     pipeline = WanImageToVideoPipeline(**parts, expand_timesteps=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline, {"image": pixels[:, :, 0]}
 
 
 def sana_video_given(folder, pixels, count):
-    return stock(folder, CASES["sana_video"], SanaImageToVideoPipeline), {"image": pixels[:, :, 0]}
+    return load_reference_pipeline(folder, CASES["sana_video"], SanaImageToVideoPipeline), {"image": pixels[:, :, 0]}
 
 
 def klein_latents(model, patches):
     """Patch and normalise: the stock call gives back what its VAE takes."""
-    mean, std = model._statistics()
+    mean, std = model._patch_statistics()
     return (torch.pixel_unshuffle(patches, 2) - mean) / std
 
 
@@ -84,7 +87,7 @@ def dev_latents(model, tokens):
 def qwen_latents(model, tokens):
     """The stock call gives tokens; all cases have this width of latents."""
     width = CASES["qwen_image"].size[1] // model.pipeline.vae_scale_factor
-    return unpacked(tokens, 4 * tokens.shape[1] // width, width)
+    return unpack_latents(tokens, 4 * tokens.shape[1] // width, width)
 
 
 # A camera that goes ahead and turns, and one that rises, of other lenses.
@@ -105,73 +108,75 @@ def camera_asked(pixels):
 
 
 CASES = {
-    "sd3": Case(size=(32, 48, 1), euler=True, blocks=JOINT),
-    "digits": Case(size=(8, 8, 1), euler=True, blocks=JOINT),
+    "sd3": Case(size=(32, 48, 1), has_euler_scheduler=True, block_lists=JOINT),
+    "digits": Case(size=(8, 8, 1), has_euler_scheduler=True, block_lists=JOINT),
     "cosmos25": Case(
         size=(32, 48, 9),
         load_options={"guardrail": "off"},
-        stock_parts={"safety_checker": NoGuardrail()},
-        given=cosmos25_given,
-        blocks=JOINT,
+        extra_components={"safety_checker": NoGuardrail()},
+        conditioning_frames_call=cosmos25_given,
+        block_lists=JOINT,
     ),
     "cosmos3": Case(
         size=(32, 48, 9),
         load_options={"guardrail": "off"},
-        stock_parts={"safety_checker": NoGuardrail()},
-        given=cosmos3_given,
+        extra_components={"safety_checker": NoGuardrail()},
+        conditioning_frames_call=cosmos3_given,
         inputs=cosmos3_inputs,
         # The smallest size that its table has.
-        stock_inputs=StockInputs(size=(256, 256, 5), call=forward_dynamics, conditional_frames=1),
-        one_by_one=True,
-        blocks=("layers",),
+        reference_inputs=ReferenceInputs(size=(256, 256, 5), call=forward_dynamics, num_conditioning_frames=1),
+        one_sample_per_call=True,
+        block_lists=("layers",),
     ),
     "world": Case(
         size=(8, 16, 9),
         inputs=world_inputs,
         load_options={"guardrail": "off"},
-        stock_parts={"safety_checker": NoGuardrail()},
-        one_by_one=True,
-        blocks=("layers",),
+        extra_components={"safety_checker": NoGuardrail()},
+        one_sample_per_call=True,
+        block_lists=("layers",),
     ),
-    "wan21": Case(size=(32, 48, 5), blocks=WAN),
-    "wan21_i2v": Case(size=(32, 48, 5), blocks=WAN, one_by_one=True),
-    "wan22_i2v": Case(size=(32, 48, 5), blocks=WAN, one_by_one=True, sigmas=((0.97, 0.93), (0.8, 0.3))),
-    "moving": Case(size=(32, 32, 5), blocks=WAN),
-    "wan22": Case(size=(32, 48, 5), blocks=WAN, sigmas=((0.97, 0.9), (0.8, 0.3))),
-    "wan22_ti2v": Case(size=(64, 32, 9), blocks=WAN, given=ti2v_given),
+    "wan21": Case(size=(32, 48, 5), block_lists=WAN),
+    "wan21_i2v": Case(size=(32, 48, 5), block_lists=WAN, one_sample_per_call=True),
+    "wan22_i2v": Case(size=(32, 48, 5), block_lists=WAN, one_sample_per_call=True, sigmas=((0.97, 0.93), (0.8, 0.3))),
+    "moving": Case(size=(32, 32, 5), block_lists=WAN),
+    "wan22": Case(size=(32, 48, 5), block_lists=WAN, sigmas=((0.97, 0.9), (0.8, 0.3))),
+    "wan22_ti2v": Case(size=(64, 32, 9), block_lists=WAN, conditioning_frames_call=ti2v_given),
     # The same vector added to every key shifts all scores alike, unless keys are normalised.
-    "sana": Case(size=(32, 64, 1), blocks=JOINT, without_gradient=("attn2.to_k.bias",)),
+    "sana": Case(size=(32, 64, 1), block_lists=JOINT, zero_gradient_parameters=("attn2.to_k.bias",)),
     "flux2": Case(
         size=(32, 48, 1),
-        euler=True,
-        negative_prompt=False,
-        unpack=klein_latents,
-        blocks=("transformer_blocks", "single_transformer_blocks"),
+        has_euler_scheduler=True,
+        takes_negative_prompt=False,
+        unpack_latents=klein_latents,
+        block_lists=("transformer_blocks", "single_transformer_blocks"),
     ),
     "flux2_dev": Case(
         size=(32, 48, 1),
-        euler=True,
-        negative_prompt=False,
-        unpack=dev_latents,
-        blocks=("transformer_blocks", "single_transformer_blocks"),
+        has_euler_scheduler=True,
+        takes_negative_prompt=False,
+        unpack_latents=dev_latents,
+        block_lists=("transformer_blocks", "single_transformer_blocks"),
     ),
     "qwen_image": Case(
         size=(32, 48, 1),
-        euler=True,
-        unpack=qwen_latents,
-        frame_axis=True,
-        blocks=JOINT,
+        has_euler_scheduler=True,
+        unpack_latents=qwen_latents,
+        vae_has_frame_axis=True,
+        block_lists=JOINT,
     ),
-    "z_image": Case(size=(32, 48, 1), euler=True, blocks=("noise_refiner", "context_refiner", "layers")),
+    "z_image": Case(
+        size=(32, 48, 1), has_euler_scheduler=True, block_lists=("noise_refiner", "context_refiner", "layers")
+    ),
     "sana_wm": Case(
         size=(32, 48, 5),
-        euler=True,
-        one_by_one=True,
-        shared=("chi_prompt",),
+        has_euler_scheduler=True,
+        one_sample_per_call=True,
+        shared_arguments=("chi_prompt",),
         inputs=lambda *_: CAMERAS,
-        asked=camera_asked,
-        blocks=("blocks",),
-        close=2e-4,  # some of its attention rounds to bfloat16: what is equal but for rounding is that far apart
+        required_call_kwargs=camera_asked,
+        block_lists=("blocks",),
+        tolerance=2e-4,  # some of its attention rounds to bfloat16: what is equal but for rounding is that far apart
     ),
-    "sana_video": Case(size=(32, 64, 5), given=sana_video_given, blocks=JOINT),
+    "sana_video": Case(size=(32, 64, 5), conditioning_frames_call=sana_video_given, block_lists=JOINT),
 }

@@ -4,11 +4,18 @@ import json
 
 import torch
 
-from wfm_ds.algorithms import build_rl
+from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.derived import derive
-from wfm_ds.training.forwards import added, evaluation, evaluations, guided_by, rl_step, sft_step
+from wfm_ds.recipe.run_sizes import derive_run_sizes
+from wfm_ds.training.forward_counts import (
+    count_evaluation,
+    count_rl_step,
+    count_sft_step,
+    denoiser_sigmas,
+    guidance_predicate,
+    sum_forwards,
+)
 
 CALLS, SAMPLES = "perf/forwards_", "perf/forwarded_"
 MANY = 1000  # prompts or images, more than a recipe shows
@@ -27,33 +34,36 @@ def counted(folder):
 
 def predicted(folder, world_size, *, num_images=0):
     """The same of the recipe that the run in `folder` resolved."""
-    recipe = recipe_file.load(folder / "recipe.yaml")
-    derived, size = derive(recipe, world_size), recipe.sampling
-    model = registry.load(recipe.model.path, dtype=torch.float32, device="cpu", guardrail=recipe.model.guardrail)
-    guided, shape = guided_by(recipe, model.expert_of), model.latent_shape(size.height, size.width, size.num_frames)
+    recipe = recipe_file.load_recipe(folder / "recipe.yaml")
+    derived, size = derive_run_sizes(recipe, world_size), recipe.sampling
+    model = registry.load_model(recipe.model.path, dtype=torch.float32, device="cpu", guardrail=recipe.model.guardrail)
+    guided, shape = (
+        guidance_predicate(recipe, model.select_expert),
+        model.latent_shape(size.height, size.width, size.num_frames),
+    )
     guided_steps = sum(guided(float(sigma)) for sigma in model.sigmas(size.eval_steps, shape)[:-1])
     if recipe.is_rl:
-        algorithm = build_rl(recipe, model.rollout_sigmas(size))
-        cheap = size.of_candidates
+        algorithm = build_rl_algorithm(recipe, model.rollout_sigmas(size))
+        cheap = size.candidate_sampling
         explored_at = None if cheap is None else model.rollout_sigmas(cheap)[:-1].tolist()
-    compared = evaluations(algorithm.plan(1)) if recipe.validation.rollout_correlation else []
+    compared = denoiser_sigmas(algorithm.plan(1)) if recipe.validation.rollout_correlation else []
     every, steps = recipe.validation.every, []
     for step in range(1, recipe.run.steps + 1):
         trained = (
-            rl_step(recipe, derived, algorithm, step, guided=guided, explored_at=explored_at)
+            count_rl_step(recipe, derived, algorithm, step, guided=guided, exploration_sigmas=explored_at)
             if recipe.is_rl
-            else sft_step(recipe, derived)
+            else count_sft_step(recipe, derived)
         )
         replicas = derived.num_replicas
-        validated = evaluation(
+        validated = count_evaluation(
             recipe,
             replicas,
             num_prompts=MANY,
             num_images=num_images,
             guided_steps=guided_steps,
-            rollout=compared,
+            rollout_sigmas=compared,
             guided=guided,
         )
-        forwards = added(trained, validated if every and step % every == 0 else {})
+        forwards = sum_forwards(trained, validated if every and step % every == 0 else {})
         steps.append({purpose: (f.calls, f.samples) for purpose, f in forwards.items()})
     return steps

@@ -67,11 +67,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self):
         data = self.received()
-        self.server.hub.large[self.path.rpartition("/")[2]] = data
+        self.server.broker.large[self.path.rpartition("/")[2]] = data
         self.respond(200, b"", {})
 
     def do_POST(self):
-        hub, body = self.server.hub, self.received()
+        hub, body = self.server.broker, self.received()
         words = unquote(urlsplit(self.path).path).strip("/").split("/")
         repo = "/".join(words[2:4])
         hub.tokens.add(self.headers.get("Authorization", ""))
@@ -95,14 +95,14 @@ class Handler(BaseHTTPRequestHandler):
             self.commit(repo, [json.loads(line) for line in body.splitlines()])
 
     def create(self, wanted):
-        hub, name = self.server.hub, f"{wanted['organization']}/{wanted['name']}"
+        hub, name = self.server.broker, f"{wanted['organization']}/{wanted['name']}"
         hub.repos.setdefault(name, Repo({}))
         if wanted.get("private") or wanted.get("visibility") == "private":
             hub.private.add(name)
         self.send_json({"url": f"{hub.url}/{name}"})
 
     def commit(self, repo, lines):
-        hub = self.server.hub
+        hub = self.server.broker
         for line in lines:
             value = line["value"]
             if line["key"] == "header":
@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
         return data
 
     def answer(self, *, body):
-        hub = self.server.hub
+        hub = self.server.broker
         hub.asked += 1
         words = unquote(urlsplit(self.path).path).strip("/").split("/")
         if words[0] == "api" and words[1] != "models":
@@ -158,7 +158,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         data = repo.files[name]
         if body:
-            self.server.hub.sent.append(name)
+            self.server.broker.sent.append(name)
         headers = {"ETag": json.dumps(entry(name, data)["oid"]), "X-Repo-Commit": repo.commit}
         self.respond(200, data, headers)
 
@@ -181,11 +181,11 @@ class Handler(BaseHTTPRequestHandler):
 def hub_server():
     """A hub on the loopback interface, as long as the context."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.hub = Hub(url=f"http://127.0.0.1:{server.server_port}")
+    server.broker = Hub(url=f"http://127.0.0.1:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield server.hub
+        yield server.broker
     finally:
         server.shutdown()
         server.server_close()

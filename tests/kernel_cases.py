@@ -64,7 +64,7 @@ def exact_mean(kind, case, eta=ETA):
     x, count = case["latents"].double().cpu(), len(v)
     sigma, after = (torch.tensor([s[i % 5] for i in range(count)], dtype=FP64) for s in (SIGMA, SIGMA_NEXT))
     levels = torch.full((count,), eta, dtype=FP64)
-    guided = reference.guided(v, u, case.get("guidance_scale", 1.0))
+    guided = reference.apply_guidance(v, u, case.get("guidance_scale", 1.0))
     mean, std = reference.sde_mean_and_std(kind, x, guided, sigma, after, levels, SIGMA_MAX)
     return mean, std, v, u
 

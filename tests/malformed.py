@@ -320,7 +320,7 @@ def statuses(url, token, drawn):
 
 def originals():
     """A small file of each format that is read, by whether it is a video."""
-    from wfm_ds.monitoring.videos import gif_bytes, save_mp4
+    from wfm_ds.monitoring.videos import encode_gif, save_mp4
 
     frames = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3), dtype=np.uint8)
     texts = [b"text" * 100, b"text" * 2**20]  # the second is more than PIL unpacks
@@ -342,7 +342,7 @@ def originals():
     with tempfile.TemporaryDirectory() as folder:
         save_mp4(Path(folder) / "v.mp4", frames, 8)
         made.append((True, (Path(folder) / "v.mp4").read_bytes()))
-    return [*made, (True, gif_bytes(frames, 8))]
+    return [*made, (True, encode_gif(frames, 8))]
 
 
 def media(seed, count):

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from clips import write_clip
-from wfm_ds.models.conditional_frames import frames_in
+from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.cosmos25 import Cosmos25
-from wfm_ds.models.inputs import Input
+from wfm_ds.models.input_specs import InputSpec
 from wfm_reward.base import Range, Reward
 
 WIDTH, MOST_DOMAINS = 2, 4
@@ -19,8 +19,8 @@ WIDTH, MOST_DOMAINS = 2, 4
 
 class Steered(Cosmos25):
     family = "steered"
-    takes = {"actions": Input(rank=2, required=True), "domain": Input(rank=0)}  # noqa: RUF012
-    optional_keys = frozenset({"actions", "domain"})
+    input_specs = {"actions": InputSpec(rank=2, required=True), "domain": InputSpec(rank=0)}  # noqa: RUF012
+    optional_conditioning_keys = frozenset({"actions", "domain"})
 
     def encode_inputs(self, inputs, num_frames, size):
         actions = torch.from_numpy(np.stack([told["actions"] for told in inputs]))
@@ -31,10 +31,10 @@ class Steered(Cosmos25):
 
     def denoise(self, latents, sigma, conditioning, expert=None):
         self.check_denoise(latents, sigma, conditioning)
-        told = {name: conditioning[name] for name in self.optional_keys}
+        told = {name: conditioning[name] for name in self.optional_conditioning_keys}
         rest = {name: tensor for name, tensor in conditioning.items() if name not in told}
         height = (told["actions"].sum((1, 2)) + told["domain"]).view(-1, 1, 1, 1, 1)
-        given = frames_in(conditioning)
+        given = get_clean_frames(conditioning)
         free = 1 if given is None else 1 - given.mask
         return super().denoise(latents, sigma, rest, expert) + 0.1 * height * free
 
@@ -43,13 +43,13 @@ class Obedience(Reward):
     """The brightness that the actions ask for: of the video, less what they sum up to."""
 
     name = "obedience"
-    media = frozenset({"video"})
+    media_types = frozenset({"video"})
     outputs = {"obedience": Range(-10.0, 10.0)}  # noqa: RUF012
-    primary = "obedience"
-    needs_inputs = ("actions",)
+    primary_output = "obedience"
+    required_inputs = ("actions",)
 
     def score(self, batch):
-        return [i.scored(i.frames.mean() / 255 * (1 + i.inputs["actions"].sum() / 10)) for i in batch]
+        return [i.score(i.frames.mean() / 255 * (1 + i.inputs["actions"].sum() / 10)) for i in batch]
 
 
 def write_world(folder, count=5, frames=9, size=(32, 32)):

@@ -1,12 +1,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.chunks import even_shares
+from wfm_ds.chunks import even_ranges
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
 def test_even_shares_hold_everything_once_and_differ_by_one_at_most(count, parts):
-    shares = even_shares(count, parts)
+    shares = even_ranges(count, parts)
     assert [i for share in shares for i in share] == list(range(count))
     sizes = [len(share) for share in shares]
     assert len(sizes) == parts

@@ -12,10 +12,10 @@ from torch.testing import assert_close
 
 from folders import contents
 from wfm_ds import convert
-from wfm_ds.checkpoint.cuts import file_name
-from wfm_ds.checkpoint.export import adapter_settings, export
+from wfm_ds.checkpoint.export import adapter_settings, export_weights
+from wfm_ds.checkpoint.export_target import ExportTarget
+from wfm_ds.checkpoint.sharded_states import rank_file_name
 from wfm_ds.checkpoint.store import COMPLETE
-from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.models import registry
 
 RANK, ALPHA = 4, 10.0
@@ -25,12 +25,12 @@ class Weights:
     """Tensors by name as an export's source."""
 
     def __init__(self, tensors, config=None):
-        self.tensors, self.config, self.lora = tensors, config, config is not None
+        self.tensors, self.config, self.uses_lora = tensors, config, config is not None
 
     def lora_config(self):
         return self.config
 
-    def named_full_tensors(self, policy):
+    def iter_full_tensors(self, policy):
         yield from self.tensors.items()
 
 
@@ -52,8 +52,8 @@ def write_checkpoint(folder, target, states, *, dtype="float32", lora=None):
         plain = {"engine": {}, "loop": {}, "layout": layout, "export": note}
         tensors = {f"{policy}.0": row[low:high].clone() for policy, row in rows.items()}
         tensors["optimizer.exp_avg.0"] = torch.zeros(high - low)
-        save_file(tensors, folder / file_name(rank), metadata={k: json.dumps(v) for k, v in plain.items()})
-    sizes = {file_name(rank): (folder / file_name(rank)).stat().st_size for rank in (0, 1)}
+        save_file(tensors, folder / rank_file_name(rank), metadata={k: json.dumps(v) for k, v in plain.items()})
+    sizes = {rank_file_name(rank): (folder / rank_file_name(rank)).stat().st_size for rank in (0, 1)}
     marker = {"step": 7, "world_size": 2, "facts": {}, "files": sizes}
     (folder / COMPLETE).write_text(json.dumps(marker))
     return folder
@@ -73,38 +73,38 @@ def run(capsys, *words):
 
 @pytest.fixture
 def model(tiny_pipelines):
-    return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    return registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture
 def full(model, tmp_path):
     """A checkpoint of all weights, and the two policies in it."""
-    parameters, frozen = model.bare_denoiser.named_parameters(), model.frozen_names()
+    parameters, frozen = model.unwrapped_denoiser.named_parameters(), model.find_unused_parameters()
     start = {name: p.detach() for name, p in parameters if name not in frozen}
     states = {"train": moved(start, 1), "ema": moved(start, 2)}
-    return write_checkpoint(tmp_path / "step_7", ExportTarget.of(model), states), states
+    return write_checkpoint(tmp_path / "step_7", ExportTarget.from_model(model), states), states
 
 
 @pytest.fixture
 def adapter(model, tmp_path):
     """A checkpoint of a LoRA run whose weights the model itself has now."""
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(model.default_lora_targets))
-    model.bare_denoiser.add_adapter(config, adapter_name="default")
-    parameters = {name: p for name, p in model.bare_denoiser.named_parameters() if "lora" in name}
+    model.unwrapped_denoiser.add_adapter(config, adapter_name="default")
+    parameters = {name: p for name, p in model.unwrapped_denoiser.named_parameters() if "lora" in name}
     states = {"train": moved({name: p.detach() for name, p in parameters.items()}, 3)}
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(states["train"][name])
-    target = ExportTarget.of(model)
-    config = model.bare_denoiser.peft_config["default"]
+    target = ExportTarget.from_model(model)
+    config = model.unwrapped_denoiser.peft_config["default"]
     settings = adapter_settings(config, target.base)
     folder = write_checkpoint(tmp_path / "step_7", target, states, dtype="bfloat16", lora=settings)
-    return folder, Weights(get_peft_model_state_dict(model.bare_denoiser, adapter_name="default"), config)
+    return folder, Weights(get_peft_model_state_dict(model.unwrapped_denoiser, adapter_name="default"), config)
 
 
 def pixels(pipe, model):
     pipe.set_progress_bar_config(disable=True)
-    call = model.pipeline_call(2.0, 32, 32)
+    call = model.pipeline_call_kwargs(2.0, 32, 32)
     generator = torch.Generator("cpu").manual_seed(5)
     return pipe("a red circle", generator=generator, num_inference_steps=2, output_type="pt", **call).images
 
@@ -113,10 +113,12 @@ def test_a_full_checkpoint_gives_the_files_that_the_run_would_export(model, full
     checkpoint, states = full
     assert run(capsys, checkpoint, tmp_path / "out")[0] == 0
     with torch.no_grad():
-        for name, parameter in model.bare_denoiser.named_parameters():
+        for name, parameter in model.unwrapped_denoiser.named_parameters():
             parameter.copy_(states["ema"].get(name, parameter))
-    own = Weights(model.bare_denoiser.state_dict())
-    export(ExportTarget.of(model), own, tmp_path / "own", policy="ema", dtype=torch.float32, is_main=True)
+    own = Weights(model.unwrapped_denoiser.state_dict())
+    export_weights(
+        ExportTarget.from_model(model), own, tmp_path / "own", policy="ema", dtype=torch.float32, is_main=True
+    )
     assert contents(tmp_path / "out") == contents(tmp_path / "own")
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "out", local_files_only=True)
     assert_close(pixels(pipe, model), pixels(model.pipeline, model), atol=1e-5, rtol=0)
@@ -135,7 +137,9 @@ def test_policy_and_dtype_can_be_chosen(full, tmp_path, capsys):
 def test_a_lora_checkpoint_gives_the_files_that_the_run_would_export(model, adapter, tmp_path, capsys):
     checkpoint, own = adapter
     assert run(capsys, checkpoint, tmp_path / "out")[0] == 0
-    export(ExportTarget.of(model), own, tmp_path / "own", policy="train", dtype=torch.float32, is_main=True)
+    export_weights(
+        ExportTarget.from_model(model), own, tmp_path / "own", policy="train", dtype=torch.float32, is_main=True
+    )
     assert contents(tmp_path / "out") == contents(tmp_path / "own")
 
 
@@ -144,9 +148,9 @@ def test_a_merged_lora_is_a_pipeline_with_what_peft_merges(model, adapter, tmp_p
     assert run(capsys, checkpoint, tmp_path / "out", "--merge", "--dtype", "float32")[0] == 0
     drawn = pixels(model.pipeline, model)
     got = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
-    model.bare_denoiser.fuse_lora()
-    model.bare_denoiser.unload_lora()
-    want = model.bare_denoiser.state_dict()
+    model.unwrapped_denoiser.fuse_lora()
+    model.unwrapped_denoiser.unload_lora()
+    want = model.unwrapped_denoiser.state_dict()
     assert got.keys() == want.keys()
     for name, tensor in want.items():
         assert_close(got[name], tensor, atol=1e-6, rtol=1e-6)
@@ -245,9 +249,9 @@ def test_what_cannot_be_converted_is_one_sentence(full, model, tmp_path, capsys)
     assert "would replace the base model" in refused(checkpoint, model.path)
     assert "is not a checkpoint" in refused(tmp_path / "nothing", out)
     assert "has no transformer" in refused(checkpoint, out, "--base", empty_pipeline(tmp_path))
-    (checkpoint / file_name(1)).write_bytes(b"")
+    (checkpoint / rank_file_name(1)).write_bytes(b"")
     assert "is damaged: wfm_rank00001.safetensors has 0 bytes instead of" in refused(checkpoint, out)
-    (checkpoint / file_name(1)).unlink()
+    (checkpoint / rank_file_name(1)).unlink()
     assert "is damaged: wfm_rank00001.safetensors cannot be read (No such" in refused(checkpoint, out)
     assert not out.exists()
 
@@ -255,14 +259,14 @@ def test_what_cannot_be_converted_is_one_sentence(full, model, tmp_path, capsys)
 @pytest.mark.parametrize("kept", [None, {"base": "somewhere", "parts": ["transformer"], "call": {}}])
 def test_a_checkpoint_that_does_not_say_what_it_holds_is_refused(kept, full, tmp_path, capsys):
     checkpoint, _ = full
-    path = checkpoint / file_name(0)
+    path = checkpoint / rank_file_name(0)
     with safe_open(path, "pt") as file:
         metadata = {name: text for name, text in file.metadata().items() if name != "export"}
     if kept is not None:
         metadata["export"] = json.dumps(kept)
     save_file(load_file(path), path, metadata=metadata)
     marker = json.loads((checkpoint / COMPLETE).read_text())
-    marker["files"][file_name(0)] = path.stat().st_size
+    marker["files"][rank_file_name(0)] = path.stat().st_size
     (checkpoint / COMPLETE).write_text(json.dumps(marker))
     code, text = run(capsys, checkpoint, tmp_path / "out")
     lacking = "base, call, dtype, lora, parts" if kept is None else "dtype, lora"
@@ -274,8 +278,8 @@ def test_a_checkpoint_that_does_not_say_what_it_holds_is_refused(kept, full, tmp
 @pytest.mark.parametrize("merges", [False, True])
 def test_too_little_memory_is_one_sentence_that_says_what_would_do(model, adapter, tmp_path, capsys, merges):
     note = adapter_settings(adapter[1].config, model.path) | {"r": 2**46}  # its matrices pass an address space
-    own = {name: torch.zeros(1) for name, _ in model.bare_denoiser.named_parameters() if "lora" in name}
-    checkpoint = write_checkpoint(tmp_path / "step_9", ExportTarget.of(model), {"train": own}, lora=note)
+    own = {name: torch.zeros(1) for name, _ in model.unwrapped_denoiser.named_parameters() if "lora" in name}
+    checkpoint = write_checkpoint(tmp_path / "step_9", ExportTarget.from_model(model), {"train": own}, lora=note)
     code, text = run(capsys, checkpoint, tmp_path / "out", *(["--merge"] if merges else []))
     assert (code, text.count("\n")) == (2, 1)
     assert text.startswith("error: out of memory on cpu: ")

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from wfm_ds.data.room import write_room
-from wfm_ds.engine.forward import CountedForward
+from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.generate import main
 from wfm_ds.models import registry
 from wfm_ds.models.sampler import Sampler
@@ -46,9 +46,11 @@ def lines(folder):
 def drawn_by(model, prompts, seeds, **settings):
     """uint8 [B,H,W,3] of a model that is at hand, prompt by prompt."""
     items = [(prompt, seed) for prompt in prompts for seed in seeds]
-    settings, forward = SamplingRecipe(**FIXED, **settings), CountedForward(model.denoise)
-    sampler = Sampler(model=model, texts=TextCache(model), settings=settings, forward=forward)
-    return sampler.media(sampler.generate("sample", *zip(*items, strict=True), sampler.evaluation_plan()).clean)[0]
+    settings, forward = SamplingRecipe(**FIXED, **settings), CountingForward(model.denoise)
+    sampler = Sampler(model=model, text_cache=TextCache(model), settings=settings, forward=forward)
+    return sampler.decode_to_uint8(
+        sampler.generate("sample", *zip(*items, strict=True), sampler.evaluation_plan()).clean_latents
+    )[0]
 
 
 def test_every_prompt_is_drawn_with_every_seed_and_its_own_negative_text(pipeline, prompts, tmp_path, capsys):
@@ -61,7 +63,7 @@ def test_every_prompt_is_drawn_with_every_seed_and_its_own_negative_text(pipelin
     assert [(r["prompt"], r["prompt_id"], r["seed"]) for r in rows] == [
         (text, f"mine/{i}", seed) for i, (text, _) in enumerate(asked, 1) for seed in (7, 8)
     ]
-    model = registry.load(pipeline, dtype=torch.float32, device="cpu")
+    model = registry.load_model(pipeline, dtype=torch.float32, device="cpu")
     wanted = [Prompt(id=text, text=text, negative_text=negative) for text, negative in asked]
     want = drawn_by(model, wanted, [7, 8], guidance_scale=3, negative_prompt="black")
     got = np.stack([np.asarray(Image.open(out / r["file"])) for r in rows])
@@ -137,7 +139,10 @@ def test_videos_are_led_by_a_camera_and_others_are_refused(tiny_pipelines, tmp_p
     for arguments, says in (
         ([*first], "needs the input c2w: pass --camera"),
         (["--camera", str(camera)], "needs a first frame: pass an image with --first-frame"),
-        ([*first, "--camera", str(camera), *lens], "camera.json cannot be read: the camera file already has intrinsics"),
+        (
+            [*first, "--camera", str(camera), *lens],
+            "camera.json cannot be read: the camera file already has intrinsics",
+        ),
         ([*first, "--camera", path], "path.npy cannot be read: the camera has no intrinsics: pass them too"),
         ([*first, "--camera", "lw-7", *lens], "cannot use lw-7: c2w must be [9, 4, 4], got [8, 4, 4]"),
         ([*first, "--camera", "left", *lens], "left cannot be read: neither a .json or .npy file nor keys"),
@@ -158,9 +163,11 @@ def test_videos_are_led_by_a_camera_and_others_are_refused(tiny_pipelines, tmp_p
 
 def test_videos_begin_with_the_first_frame(tiny_pipelines, tmp_path, monkeypatch, capsys):
     """The first latents are the image's own, and what follows them depends on it."""
-    decoded, decoding = [], Sampler.decoding
+    decoded, decoding = [], Sampler.start_decoding
     monkeypatch.setattr(
-        Sampler, "decoding", lambda self, latents, *rows: decoded.append(latents) or decoding(self, latents, *rows)
+        Sampler,
+        "start_decoding",
+        lambda self, latents, *rows: decoded.append(latents) or decoding(self, latents, *rows),
     )
     (tmp_path / "a.txt").write_text("a cat\n")
     pictures = [np.full((48, 32, 3), level, np.uint8) for level in (20, 220)]
@@ -170,9 +177,9 @@ def test_videos_begin_with_the_first_frame(tiny_pipelines, tmp_path, monkeypatch
         common = ["--model", str(tiny_pipelines("cosmos25")), "--guardrail", "off", *texts]
         frame = ["--frames", "5", "--guidance", "2", "--first-frame", str(tmp_path / f"{name}.png")]
         assert main([*common, *frame, "--out", str(tmp_path / name), *SIZE]) == 0
-    model = registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    model = registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
     for latents, picture in zip(decoded, pictures, strict=True):
-        assert torch.equal(latents[0, :, 0], model.encode_media([picture[8:40]])[0, :, 0])
+        assert torch.equal(latents[0, :, 0], model.encode_uint8([picture[8:40]])[0, :, 0])
     assert (decoded[0][:, :, 1] - decoded[1][:, :, 1]).abs().max() > 1e-3
     assert "dark.png" in (tmp_path / "dark" / "index.html").read_text()
     common[1] = str(tiny_pipelines("wan21"))
@@ -197,7 +204,7 @@ def test_models_that_are_told_a_first_frame_make_nothing_without(tiny_pipelines,
 
 
 def test_full_export_is_a_pipeline(pipeline, prompts, tmp_path):
-    model = registry.load(pipeline, dtype=torch.float32, device="cpu")
+    model = registry.load_model(pipeline, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         for weight in model.denoiser.parameters():
             weight.mul_(1.1)
@@ -214,7 +221,7 @@ def test_full_export_is_a_pipeline(pipeline, prompts, tmp_path):
 
 
 def test_broken_model_is_not_taken_for_one_that_draws(pipeline, prompts, tmp_path, capsys):
-    model = registry.load(pipeline, dtype=torch.float32, device="cpu")
+    model = registry.load_model(pipeline, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         next(model.denoiser.parameters()).fill_(float("nan"))
     model.pipeline.save_pretrained(tmp_path / "broken")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from wfm_ds import __version__, launch
-from wfm_ds.distributed import runner_line
+from wfm_ds.distributed import runner_arguments
 from wfm_ds.errors import UserError
 
 WAIT_S = 90
@@ -22,8 +22,8 @@ RUNNERS_PORT = "29500"
 DRIVER = """
 import dataclasses, os, sys
 from wfm_ds import launch
-job = launch.plan(sys.argv[1:], os.environ, has_accelerator=False, has_hostfile=False)
-sys.exit(launch.launch(dataclasses.replace(job, must_report=True), grace_s=60))
+job = launch.plan_launch(sys.argv[1:], os.environ, has_accelerator=False, has_hostfile=False)
+sys.exit(launch.run_job(dataclasses.replace(job, must_report=True), grace_s=60))
 """
 RANK = """
 import json, os, sys, threading
@@ -41,7 +41,7 @@ never = threading.Event()
 if mode == "exit9" and rank == "0":
     sys.exit(9)
 while not flag.is_set:
-    if flag.take_save():
+    if flag.take_save_request():
         (folder / f"asked{rank}").touch()
     never.wait(0.05)
 if mode == "save":
@@ -70,7 +70,7 @@ def runner_parser():
 
 def test_switches_are_those_of_the_runner(runner_parser):
     valueless = {name for action in runner_parser._actions if action.nargs == 0 for name in action.option_strings}
-    assert valueless == runner_line.SWITCHES
+    assert valueless == runner_arguments.SWITCHES
 
 
 LINES = [
@@ -89,24 +89,24 @@ LINES = [
 @pytest.mark.parametrize("line", LINES)
 def test_the_runner_finds_the_name_where_rewrite_finds_it(runner_parser, line):
     argv = line.split()
-    out, at = launch.rewrite(argv)
+    out, at = launch.normalize_arguments(argv)
     parsed = argparse.ArgumentParser.parse_args(runner_parser, out)
     assert parsed.user_script == out[at]
     assert parsed.user_args == out[at + 1 :] == argv[at + 1 :]
     assert parsed.module == any(word in ("-m", "--module") for word in argv[:at])
-    given, _ = launch.scan(argv)
+    given, _ = launch.parse_runner_options(argv)
     assert given.get("--hostfile", (0, launch.DEFAULT_HOSTFILE.as_posix()))[1] == parsed.hostfile
     assert int(given.get("--node_rank", (0, "-1"))[1]) == parsed.node_rank
 
 
 def test_a_line_without_a_name_stays_as_it_is():
-    assert launch.rewrite([]) == ([], None)
-    assert launch.rewrite(["--help"]) == (["--help"], None)
-    assert launch.rewrite(["--num_gpus", "2"]) == (["--num_gpus", "2"], None)
+    assert launch.normalize_arguments([]) == ([], None)
+    assert launch.normalize_arguments(["--help"]) == (["--help"], None)
+    assert launch.normalize_arguments(["--num_gpus", "2"]) == (["--num_gpus", "2"], None)
 
 
 def plan(line, *, environ=(), has_accelerator=False, has_hostfile=False):
-    return launch.plan(line.split(), dict(environ), has_accelerator=has_accelerator, has_hostfile=has_hostfile)
+    return launch.plan_launch(line.split(), dict(environ), has_accelerator=has_accelerator, has_hostfile=has_hostfile)
 
 
 def test_the_cpu_is_chosen_where_nothing_else_is_there_and_nothing_was_said():
@@ -186,14 +186,14 @@ def test_only_a_single_node_gets_a_port_of_its_own():
 )
 def test_which_jobs_must_report(line, is_local, must_report):
     job = plan(line)
-    assert (job.is_local, job.must_report) == (is_local, must_report)
+    assert (job.is_local, job.must_report_status) == (is_local, must_report)
 
 
 def test_device_nodes_are_found(tmp_path):
     (tmp_path / "null").touch()
-    assert not launch.accelerator_present(tmp_path)
+    assert not launch.is_accelerator_present(tmp_path)
     (tmp_path / "nvidia0").touch()
-    assert launch.accelerator_present(tmp_path)
+    assert launch.is_accelerator_present(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_only_a_final_status_counts(tmp_path, text, want):
     path = tmp_path / "status.json"
     if text is not None:
         path.write_text(text)
-    assert launch.reported(path) is want
+    assert launch.has_final_status(path) is want
 
 
 # ---- the command
@@ -232,9 +232,9 @@ def test_a_call_for_help_is_answered_without_ranks():
     result = run(sys.executable, "-m", "wfm_ds.launch", *words, "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.count("usage:") == 1
-    assert launch.asked_for_help([*words, "r.yaml", "--vers"]) == ["wfm_ds.train", "r.yaml", "--vers"]
+    assert launch.find_help_request([*words, "r.yaml", "--vers"]) == ["wfm_ds.train", "r.yaml", "--vers"]
     for others in ([*words, "r.yaml", "a.h=2"], ["-m", "foreign", "-h"], ["-h"], ["wfm_ds.train", "-h"], words):
-        assert launch.asked_for_help(others) is None
+        assert launch.find_help_request(others) is None
 
 
 def test_the_command_imports_nothing_heavy():
@@ -294,9 +294,9 @@ def test_a_second_signal_kills_what_ignores_the_first():
     assert "sending SIGTERM" in process.stderr.readline()  # there are no ranks to wait for
     process.send_signal(signal.SIGTERM)  # at once: counts as the same
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(launch.REPEAT_S)
+        process.wait(launch.SIGNAL_REPEAT_S)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(launch.TERM_S / 2) == 128 + signal.SIGKILL
+    assert process.wait(launch.TERM_WAIT_S / 2) == 128 + signal.SIGKILL
 
 
 def test_what_the_caller_ignores_stays_ignored():

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.seeds import derive_seed, uniform
+from wfm_ds.seeds import derive_seed, draw_uniform
 
 KEYS = st.lists(st.integers(-(2**40), 2**40) | st.text(max_size=8), max_size=4)
 
@@ -24,7 +24,7 @@ def test_every_part_of_the_key_matters(other):
 
 
 def test_uniform_draws_fill_the_unit_interval_evenly():
-    draws = [uniform(0, "test", i) for i in range(4000)]
+    draws = [draw_uniform(0, "test", i) for i in range(4000)]
     assert min(draws) >= 0
     assert max(draws) < 1
     counts = [sum(k / 8 <= d < (k + 1) / 8 for d in draws) for k in range(8)]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.deepspeed import deepspeed_config, policy_copies
-from wfm_ds.recipe.describe import sections
+from wfm_ds.recipe.deepspeed import build_deepspeed_config, policy_copies
+from wfm_ds.recipe.schema_description import iterate_sections
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -105,7 +105,7 @@ def test_package_stays_free_of_heavy_libraries(package):
     assert wrong == []
 
 
-SETTINGS = {section.__name__ for _, _, section in sections()} | {"AlgorithmSettings", "RlSettings", "Algorithm"}
+SETTINGS = {section.__name__ for _, _, section in iterate_sections()} | {"AlgorithmSettings", "RlSettings", "Algorithm"}
 MAY_KNOW_ALGORITHMS = ("wfm_ds.algorithms", "wfm_ds.recipe")
 MAY_KNOW_FAMILIES = ("wfm_ds.models", "wfm_ds.ulysses", "wfm_ds.migrate")
 
@@ -209,8 +209,8 @@ def test_other_code_is_left_alone(text):
         "import wfm_ds",
         "import wfm_ds.recipe.file",
         "import wfm_ds.launch",
-        "import wfm_ds.pipes.hub, wfm_ds.pipes.client, wfm_ds.pipes.worker",
-        "import wfm_reward.serve, wfm_reward.worker, wfm_reward.registry as r; r.names()",
+        "import wfm_ds.pipes.broker, wfm_ds.pipes.client, wfm_ds.pipes.worker",
+        "import wfm_reward.serve, wfm_reward.worker, wfm_reward.registry as r; r.list_reward_names()",
         "import wfm_ds.train as t; t.parser().format_help()",
         "import wfm_ds.convert as c; c.parser().format_help()",
         "import wfm_ds.generate as g; g.parser().format_help()",
@@ -232,9 +232,9 @@ def test_light_modules_load_nothing_heavy(statement):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: str(p.relative_to(ROOT / "recipes")))
 def test_every_recipe_resolves_and_its_dump_loads_to_the_same(path, tmp_path):
-    recipe = recipe_file.load(path)
-    (tmp_path / "resolved.yaml").write_text(recipe_file.dump(recipe), encoding="utf-8")
-    assert recipe_file.load(tmp_path / "resolved.yaml") == recipe
+    recipe = recipe_file.load_recipe(path)
+    (tmp_path / "resolved.yaml").write_text(recipe_file.dump_recipe(recipe), encoding="utf-8")
+    assert recipe_file.load_recipe(tmp_path / "resolved.yaml") == recipe
 
 
 def test_every_recipe_on_a_page_is_one(tmp_path):
@@ -242,13 +242,15 @@ def test_every_recipe_on_a_page_is_one(tmp_path):
     assert len(found) > 3
     for text in found:
         (tmp_path / "mine.yaml").write_text(text)
-        recipe_file.load(tmp_path / "mine.yaml")
+        recipe_file.load_recipe(tmp_path / "mine.yaml")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
 def test_every_deepspeed_json_merges_with_a_recipe(path):
-    sft = recipe_file.load(ROOT / "recipes" / "sd3_image_sft.yaml", [f"engine.deepspeed={path.stem}", "ema=null"])
-    config = deepspeed_config(sft, accumulation=1, policies=frozenset(), world_size=8, ranks_per_node=8)
+    sft = recipe_file.load_recipe(
+        ROOT / "recipes" / "sd3_image_sft.yaml", [f"engine.deepspeed={path.stem}", "ema=null"]
+    )
+    config = build_deepspeed_config(sft, accumulation=1, policies=frozenset(), world_size=8, ranks_per_node=8)
     assert config["zero_optimization"]["stage"] in (1, 2, 3)
     assert policy_copies(frozenset(), lora=False) == frozenset()
 

@@ -45,5 +45,5 @@ def test_value_that_is_not_finite_becomes_a_failure_that_names_it():
     item = MediaItem(
         sample_id="a", frames=np.zeros((1, 1, 1, 3), np.uint8), fps=None, prompt="", metadata={}, reward="r"
     )
-    assert item.scored(0.5, part=1.0).parts == {"part": 1.0}
-    assert "nan" in item.scored(float("nan")).failure
+    assert item.score(0.5, part=1.0).parts == {"part": 1.0}
+    assert "nan" in item.score(float("nan")).failure

@@ -7,13 +7,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+def split_into_chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     """Yield consecutive parts of at most `size` items."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
 
 
-def even_shares(count: int, parts: int) -> list[range]:
+def even_ranges(count: int, parts: int) -> list[range]:
     """Split range(count) into `parts` consecutive ranges. The first ones may be longer by one."""
     size, longer = divmod(count, parts)
     starts = [i * size + min(i, longer) for i in range(parts + 1)]

@@ -35,7 +35,7 @@ class RunError(RuntimeError):
 
 
 # Texts in RuntimeErrors of torch, cuBLAS, NCCL and C++.
-OF_ALLOCATORS = ("out of memory", "defaultcpuallocator", "std::bad_alloc", "_alloc_failed")
+OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator", "std::bad_alloc", "_alloc_failed")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -43,7 +43,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, MemoryError):
             return True
-        if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OF_ALLOCATORS):
+        if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY_TEXTS):
             return True
         error = error.__cause__
     return False

@@ -16,24 +16,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from wfm_ds.errors import UserError
-from wfm_ds.program import Parser, program
-from wfm_ds.recipe.stated import EVAL_STEPS, FPS, GUIDANCE_SCALE, AttentionName
+from wfm_ds.program import CommandParser, run_command
+from wfm_ds.recipe.shared_defaults import DEFAULT_EVAL_STEPS, DEFAULT_FPS, DEFAULT_GUIDANCE_SCALE, AttentionName
 
 if TYPE_CHECKING:
     import torch
 
     from wfm_ds.models.sampler import Sampler
-    from wfm_ds.monitoring.samples import ShownSample
+    from wfm_ds.monitoring.samples import GeneratedSample
     from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.types import Prompt
 
-PAGE = "index.html"
-PURPOSE = "sample"  # of its forward passes
-NOT_FINITE = "non-finite latents: this sample is invalid"
+PAGE_NAME = "index.html"
+FORWARD_PURPOSE = "sample"  # of its forward passes
+NOT_FINITE_MESSAGE = "non-finite latents: this sample is invalid"
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="python -m wfm_ds.generate",
         description="Generate each prompt with each seed; write files, samples.jsonl and index.html.",
         epilog="Example: %(prog)s --model /models/sd35 --lora outputs/run/safetensors/step_30/lora "
@@ -48,10 +48,15 @@ def parser() -> Parser:
     p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="one prompt per line (.txt), or .jsonl")
     p.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new or empty folder")
     p.add_argument(
-        "--seeds", type=natural, nargs="+", default=[0], metavar="SEED", help="each prompt is generated with each seed"
+        "--seeds",
+        type=parse_natural,
+        nargs="+",
+        default=[0],
+        metavar="SEED",
+        help="each prompt is generated with each seed",
     )
     p.add_argument("--revision", help="branch, tag or commit of a --model on the Hub (default main)")
-    add_sampling(p)
+    add_sampling_options(p)
     p.add_argument(
         "--first-frame",
         metavar="FILE",
@@ -64,7 +69,7 @@ def parser() -> Parser:
         type=Path,
         help="an .npy file [FRAMES-1,D] for every video, normalized as by data.actions.normalize in training",
     )
-    p.add_argument("--domain", type=natural, metavar="N", help="the embodiment of --actions")
+    p.add_argument("--domain", type=parse_natural, metavar="N", help="the embodiment of --actions")
     p.add_argument(
         "--camera",
         metavar="FILE|KEYS",
@@ -81,23 +86,33 @@ def parser() -> Parser:
     return p
 
 
-def add_sampling(p: argparse.ArgumentParser, *, sized: bool = True) -> None:
+def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = True) -> None:
     """Add the sampling options. requires_size: --height and --width are required."""
-    p.add_argument("--height", type=positive, required=sized, help="pixels")
-    p.add_argument("--width", type=positive, required=sized, help="pixels")
-    p.add_argument("--frames", type=positive, default=1, help="frames of a video (default 1)")
-    p.add_argument("--fps", type=above_zero, default=FPS, help=f"frame rate of a video (default {FPS:g})")
-    p.add_argument("--steps", type=positive, default=EVAL_STEPS, help=f"denoising steps (default {EVAL_STEPS})")
+    p.add_argument("--height", type=parse_positive, required=requires_size, help="pixels")
+    p.add_argument("--width", type=parse_positive, required=requires_size, help="pixels")
+    p.add_argument("--frames", type=parse_positive, default=1, help="frames of a video (default 1)")
+    p.add_argument(
+        "--fps", type=parse_above_zero, default=DEFAULT_FPS, help=f"frame rate of a video (default {DEFAULT_FPS:g})"
+    )
+    p.add_argument(
+        "--steps",
+        type=parse_positive,
+        default=DEFAULT_EVAL_STEPS,
+        help=f"denoising steps (default {DEFAULT_EVAL_STEPS})",
+    )
     p.add_argument("--solver", choices=["ode", "dpm2"], help="first or second order (default: the pipeline's)")
     p.add_argument(
         "--guidance",
-        type=guidance,
-        default=GUIDANCE_SCALE,
+        type=parse_guidance,
+        default=DEFAULT_GUIDANCE_SCALE,
         metavar="W",
         help="guidance scale; 1 (default): no guidance",
     )
     p.add_argument(
-        "--guidance-low", type=guidance, metavar="W", help="guidance scale of a second expert (default: --guidance)"
+        "--guidance-low",
+        type=parse_guidance,
+        metavar="W",
+        help="guidance scale of a second expert (default: --guidance)",
     )
     p.add_argument(
         "--guidance-batch",
@@ -108,16 +123,16 @@ def add_sampling(p: argparse.ArgumentParser, *, sized: bool = True) -> None:
     p.add_argument(
         "--negative-prompt", metavar="TEXT", help="negative prompt of prompts without one (default: the family's)"
     )
-    p.add_argument("--batch", type=positive, default=1, help="samples denoised at once (default 1)")
+    p.add_argument("--batch", type=parse_positive, default=1, help="samples denoised at once (default 1)")
     p.add_argument(
         "--max-sequence-length",
-        type=positive,
+        type=parse_positive,
         metavar="N",
         help="maximum number of text tokens (default: the pipeline's)",
     )
     p.add_argument(
         "--embedded-guidance",
-        type=above_zero,
+        type=parse_above_zero,
         metavar="G",
         help="guidance scale passed to guidance-distilled networks such as FLUX.2-dev (default: the pipeline's)",
     )
@@ -144,27 +159,27 @@ def add_sampling(p: argparse.ArgumentParser, *, sized: bool = True) -> None:
     p.add_argument("--device", help="default: cuda if available, else cpu")
 
 
-def natural(text: str) -> int:
+def parse_natural(text: str) -> int:
     if not text.isascii() or not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 0")
     return int(text)
 
 
-def positive(text: str) -> int:
-    if natural(text) == 0:
+def parse_positive(text: str) -> int:
+    if parse_natural(text) == 0:
         raise argparse.ArgumentTypeError("must be at least 1")
     return int(text)
 
 
-def above_zero(text: str) -> float:
-    return number(text, lambda value: 0 < value < math.inf, "a number > 0")
+def parse_above_zero(text: str) -> float:
+    return parse_number(text, lambda value: 0 < value < math.inf, "a number > 0")
 
 
-def guidance(text: str) -> float:
-    return number(text, lambda value: 1 <= value < math.inf, "a number >= 1")
+def parse_guidance(text: str) -> float:
+    return parse_number(text, lambda value: 1 <= value < math.inf, "a number >= 1")
 
 
-def number(text: str, fits: Callable[[float], bool], expected: str) -> float:
+def parse_number(text: str, fits: Callable[[float], bool], expected: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -175,12 +190,12 @@ def number(text: str, fits: Callable[[float], bool], expected: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.logs import quieten_libraries
+    from wfm_ds.distributed.logs import quiet_libraries
 
     if args.guidance_low is not None and args.guidance == 1:
         raise UserError("--guidance-low: needs --guidance above 1")
@@ -194,12 +209,12 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--intrinsics: needs --camera")
     if args.first_frame is not None:
         check_first_frame(args.first_frame, args.frames)
-    quieten_libraries()
+    quiet_libraries()
     choose_accelerator()
-    args.title = title(args)
+    args.title = page_title(args)
     with contextlib.ExitStack() as resources:
-        fetch(args, resources)
-        generate(args)
+        fetch_exports(args, resources)
+        generate_samples(args)
 
 
 def check_first_frame(file: Path, num_frames: int) -> None:
@@ -212,33 +227,33 @@ def check_first_frame(file: Path, num_frames: int) -> None:
         raise UserError(f"--first-frame: {file} is not an image; use a {', '.join(sorted(IMAGE_SUFFIXES))} file")
 
 
-def fetch(args: argparse.Namespace, resources: contextlib.ExitStack) -> None:
+def fetch_exports(args: argparse.Namespace, resources: contextlib.ExitStack) -> None:
     """Replace remote --lora and --pipeline by local folders, kept until `resources` closes. Raises StorageError."""
-    from wfm_ds.checkpoint.remote import on_this_machine
+    from wfm_ds.checkpoint.remote_store import open_locally
 
     for name in ("lora", "pipeline"):
         address = getattr(args, name)
         if address is not None:
-            setattr(args, name, resources.enter_context(on_this_machine(address, args.out.parent)))
+            setattr(args, name, resources.enter_context(open_locally(address, args.out.parent)))
 
 
-def generate(args: argparse.Namespace) -> None:
+def generate_samples(args: argparse.Namespace) -> None:
     """Check the inputs, then load the model and generate all samples. Raises UserError."""
-    from wfm_ds.checkpoint.adapter import adapter_file
+    from wfm_ds.checkpoint.adapter_loading import find_adapter_file
     from wfm_ds.data.prompts import load_prompt_file
-    from wfm_ds.models.loading import chosen_device
-    from wfm_ds.run.out_of_memory import explained
+    from wfm_ds.models.loading import select_device
+    from wfm_ds.run.out_of_memory import explain_out_of_memory
 
     prompts = load_prompt_file(args.prompts)
     if args.lora is not None:
-        adapter_file(args.lora)
+        find_adapter_file(args.lora)
     require_empty(args.out)
-    device = chosen_device(args.device)
-    with explained(device, lambda phase: lighter(args, device), lambda: None):
-        draw(args, prompts)
+    device = select_device(args.device)
+    with explain_out_of_memory(device, lambda phase: memory_advice(args, device), lambda: None):
+        load_and_generate(args, prompts)
 
 
-def lighter(args: argparse.Namespace, device: torch.device) -> list[str]:
+def memory_advice(args: argparse.Namespace, device: torch.device) -> list[str]:
     """Return the options to change if memory does not suffice, cheapest first."""
     joint = ["--guidance-batch separate"] if args.guidance_batch == "joint" else []
     batch = [f"--batch below {args.batch}"] if args.batch > 1 else []
@@ -251,19 +266,19 @@ def is_low_precision(args: argparse.Namespace, device: torch.device) -> bool:
     return args.dtype == "bfloat16" or (args.dtype is None and device.type == "cuda")
 
 
-def draw(args: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
-    from wfm_ds.run.given import first_frame, named, told
+def load_and_generate(args: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
+    from wfm_ds.run.generation_inputs import collect_inputs, encode_first_frame, list_option_inputs
 
-    sampler = load_sampler(args, named(args))
+    sampler = load_sampler(args, list_option_inputs(args))
     sampler.model.check_prompts([prompt.text for prompt in prompts])
-    frame, inputs = first_frame(sampler, args.first_frame), told(sampler, args)
+    frame, inputs = encode_first_frame(sampler, args.first_frame), collect_inputs(sampler, args)
     prompts = [replace(prompt, inputs=inputs) for prompt in prompts]
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        write(sampler, [(prompt, seed) for prompt in prompts for seed in args.seeds], args, frame)
+        write_samples(sampler, [(prompt, seed) for prompt in prompts for seed in args.seeds], args, frame)
     except OSError as error:
         raise UserError(f"{args.out} cannot be written ({error}); free space or choose another folder") from error
-    sys.stdout.write(f"{args.out / PAGE}\n")
+    sys.stdout.write(f"{args.out / PAGE_NAME}\n")
 
 
 def require_empty(folder: Path) -> None:
@@ -277,24 +292,24 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
     """Load the model with its LoRA on the device, and check the sampling settings."""
     import torch
 
-    from wfm_ds.checkpoint.adapter import load_adapter
-    from wfm_ds.engine import attention
-    from wfm_ds.engine.compiled import compile_blocks
-    from wfm_ds.engine.forward import CountedForward
+    from wfm_ds.checkpoint.adapter_loading import load_adapter
+    from wfm_ds.engine import attention_kernels
+    from wfm_ds.engine.block_compilation import compile_blocks
+    from wfm_ds.engine.denoiser_forward import CountingForward
     from wfm_ds.models import registry
-    from wfm_ds.models.loading import chosen_device
+    from wfm_ds.models.loading import select_device
     from wfm_ds.models.sampler import Sampler
     from wfm_ds.models.text_cache import TextCache
     from wfm_ds.recipe.sampling import SamplingRecipe
 
-    device = chosen_device(args.device)
+    device = select_device(args.device)
     dtype = torch.bfloat16 if is_low_precision(args, device) else torch.float32
-    model = registry.load(
+    model = registry.load_model(
         args.model or args.pipeline,
         dtype=dtype,
         device=device,
         vae_dtype=torch.bfloat16 if args.vae_dtype == "bfloat16" else torch.float32,
-        own_family=args.family,
+        user_family=args.family,
         revision=args.revision,
         max_sequence_length=args.max_sequence_length,
         prompt_template=args.prompt_template,
@@ -307,7 +322,9 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
         raise UserError(f"--guidance-low: {model.path} has no second expert; omit it")
     if args.lora is not None:
         load_adapter(model, args.lora)
-    attention.use(model.denoiser, attention.choose(args.attention, model.denoiser, dtype, device, trains=False))
+    attention_kernels.use_kernel(
+        model.denoiser, attention_kernels.choose_kernel(args.attention, model.denoiser, dtype, device, trains=False)
+    )
     if args.compile:
         compile_blocks(model.denoiser, model.block_classes)
     settings = SamplingRecipe(
@@ -322,9 +339,11 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
         guidance_batch=args.guidance_batch,
         negative_prompt=args.negative_prompt,
     )
-    forward = CountedForward(model.denoise)
-    joint_rows = {PURPOSE: 2 * args.batch} if args.guidance_batch == "joint" else {}
-    sampler = Sampler(model=model, texts=TextCache(model), settings=settings, forward=forward, joint_rows=joint_rows)
+    forward = CountingForward(model.denoise)
+    joint_rows = {FORWARD_PURPOSE: 2 * args.batch} if args.guidance_batch == "joint" else {}
+    sampler = Sampler(
+        model=model, text_cache=TextCache(model), settings=settings, forward=forward, max_joint_rows=joint_rows
+    )
     try:
         _ = sampler.latent_shape
     except ValueError as error:
@@ -334,64 +353,68 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
     return sampler
 
 
-def write(
+def write_samples(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace, frame: torch.Tensor | None = None
 ) -> None:
     """Write each file when it is generated; then write the table and the page. frame: the encoded first frame."""
     from wfm_ds.monitoring import gallery
-    from wfm_ds.monitoring.samples import write_media, write_table
+    from wfm_ds.monitoring.samples import write_sample_file, write_table
 
     rows: list[dict[str, Any]] = []
-    entries: list[gallery.Entry] = []
-    for sample, finite in drawn(sampler, items, args.batch, frame):
-        failure = "" if finite else NOT_FINITE
-        row = write_media(args.out, len(rows), sample)
+    entries: list[gallery.GalleryEntry] = []
+    for sample, finite in iterate_samples(sampler, items, args.batch, frame):
+        failure = "" if finite else NOT_FINITE_MESSAGE
+        row = write_sample_file(args.out, len(rows), sample)
         rows.append(row if finite else {**row, "failure": failure})
         height, width = sample.frames.shape[1:3]
         entries.append(
-            gallery.Entry(
+            gallery.GalleryEntry(
                 file=row["file"],
                 width=width,
                 height=height,
                 prompt=sample.prompt,
-                caption=f"seed {sample.seed}, {summary(sampler.settings)}",
+                caption=f"seed {sample.seed}, {sampling_summary(sampler.settings)}",
                 failure=failure,
             )
         )
         sys.stderr.write(f"{len(rows)} of {len(items)}: {row['file']}{f' ({failure})' if failure else ''}\n")
     write_table(args.out, rows)
-    (args.out / PAGE).write_text(gallery.page(args.title, facts(sampler, args), entries), encoding="utf-8")
+    (args.out / PAGE_NAME).write_text(
+        gallery.gallery_page(args.title, page_settings(sampler, args), entries), encoding="utf-8"
+    )
 
 
-def drawn(
+def iterate_samples(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int, frame: torch.Tensor | None = None
-) -> Iterator[tuple[ShownSample, bool]]:
+) -> Iterator[tuple[GeneratedSample, bool]]:
     """Yield the samples in order, and whether their latents are finite. frame: the encoded first frame."""
     import torch
 
-    from wfm_ds.chunks import chunks
-    from wfm_ds.monitoring.samples import ShownSample
-    from wfm_ds.types import ConditionalFrames
+    from wfm_ds.chunks import split_into_chunks
+    from wfm_ds.monitoring.samples import GeneratedSample
+    from wfm_ds.types import ConditioningFrames
 
     settings, plan = sampler.settings, sampler.evaluation_plan()
-    for part in chunks(items, batch):
+    for part in split_into_chunks(items, batch):
         prompts, seeds = [prompt for prompt, _ in part], [seed for _, seed in part]
         conditioning = None
         if frame is not None:
-            conditioning = ConditionalFrames(torch.stack([frame] * len(part)), torch.ones(len(part), dtype=torch.int64))
-        latents = sampler.generate(PURPOSE, prompts, seeds, plan, conditional_frames=conditioning).clean
-        media, finite = sampler.media(latents)
+            conditioning = ConditioningFrames(
+                torch.stack([frame] * len(part)), torch.ones(len(part), dtype=torch.int64)
+            )
+        latents = sampler.generate(FORWARD_PURPOSE, prompts, seeds, plan, conditional_frames=conditioning).clean_latents
+        media, finite = sampler.decode_to_uint8(latents)
         for (prompt, seed), item, is_finite in zip(part, media, finite, strict=True):
-            fps = settings.fps if sampler.model.video else None
-            yield ShownSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, media=item, fps=fps), is_finite
+            fps = settings.fps if sampler.model.is_video else None
+            yield GeneratedSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, pixels=item, fps=fps), is_finite
 
 
-def title(args: argparse.Namespace) -> str:
+def page_title(args: argparse.Namespace) -> str:
     base = str(args.model or args.pipeline)
     return f"{base} with {args.lora}" if args.lora is not None else base
 
 
-def summary(settings: SamplingRecipe) -> str:
+def sampling_summary(settings: SamplingRecipe) -> str:
     scales = f"guidance {settings.guidance_scale:g}"
     if settings.guidance_scale_low is not None:
         scales += f" and {settings.guidance_scale_low:g}"
@@ -399,12 +422,12 @@ def summary(settings: SamplingRecipe) -> str:
     return f"{settings.eval_steps} steps, {scales}, {settings.width} x {settings.height}{frames}"
 
 
-def facts(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
+def page_settings(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
     """Return the settings shared by all samples, for the head of the page."""
     negative = {"negative prompt": args.negative_prompt} if args.negative_prompt is not None else {}
     return {
         "pipeline": type(sampler.model.pipeline).__name__,
-        "sampling": summary(sampler.settings),
+        "sampling": sampling_summary(sampler.settings),
         "solver": sampler.eval_solver,
         **negative,
         **({"first frame": args.first_frame.name} if args.first_frame is not None else {}),

@@ -28,28 +28,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import wfm_ds
-from wfm_ds.distributed.accelerator import accelerator_present
-from wfm_ds.distributed.gpus import ALL, NOTE, VISIBLE, names, noted
-from wfm_ds.distributed.runner_line import VERSION, scan
-from wfm_ds.distributed.world import free_port
+from wfm_ds.distributed.accelerator import is_accelerator_present
+from wfm_ds.distributed.gpus import ALL_GPUS, LAUNCH_GPUS, VISIBLE_DEVICES, launch_gpus_value, split_visible_devices
+from wfm_ds.distributed.runner_arguments import VERSION_OPTION, parse_runner_options
+from wfm_ds.distributed.world import find_free_port
 from wfm_ds.errors import UserError
-from wfm_ds.program import exit_code
+from wfm_ds.program import run_with_exit_code
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # the runner's default hostfile; if it exists, the launch uses its nodes
-FINAL_STATUS = ("finished", "preempted")
+FINAL_STATUSES = ("finished", "preempted")
 GRACE_S = 600.0  # enough for a checkpoint of a large model; set by WFM_GRACE_S
-TERM_S = 35.0  # the inner launcher gives each rank 30 s before it kills it
-REPEAT_S = 2.0  # signals closer than this count as one: terminals and schedulers may send several
-REAP_S = 30.0
+TERM_WAIT_S = 35.0  # the inner launcher gives each rank 30 s before it kills it
+SIGNAL_REPEAT_S = 2.0  # signals closer than this count as one: terminals and schedulers may send several
+REAP_TIMEOUT_S = 30.0
 
 
-def rewrite(argv: Sequence[str]) -> tuple[list[str], int | None]:
+def normalize_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
     """Replace `-m` by `--module`; also return the index of the script or module name, None if there is none.
 
     Changes only the runner's options; arguments after the name belong to the user's program.
     """
     arguments = list(argv)
-    options, name_at = scan(argv)
+    options, name_at = parse_runner_options(argv)
     index, _ = options.get("--module", (0, ""))
     if arguments and arguments[index] == "-m":
         arguments[index] = "--module"
@@ -57,70 +57,78 @@ def rewrite(argv: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchJob:
     """A job to start, and how to check its exit."""
 
     argv: tuple[str, ...]  # arguments of the runner
     env: Mapping[str, str]  # changes to the environment
     is_local: bool  # the ranks are descendants of the runner
-    must_report: bool  # exit code 0 is valid only with a final status
+    must_report_status: bool  # exit code 0 is valid only with a final status
 
 
-def plan(argv: Sequence[str], environ: Mapping[str, str], *, has_accelerator: bool, has_hostfile: bool) -> Launch:
+def plan_launch(
+    argv: Sequence[str], environ: Mapping[str, str], *, has_accelerator: bool, has_hostfile: bool
+) -> LaunchJob:
     """Plan the launch from the arguments, the environment and the machine. Only probes for a free port."""
-    arguments, name_at = rewrite(argv)
-    options, _ = scan(argv)
+    arguments, name_at = normalize_arguments(argv)
+    options, _ = parse_runner_options(argv)
     env: dict[str, str] = {}
     if not has_accelerator and "DS_ACCELERATOR" not in environ:
         env["DS_ACCELERATOR"] = "cpu"
     is_single_node = not has_hostfile and not options.keys() & {"--hostfile", "--node_rank", "--force_multi"}
     if has_accelerator and environ.get("DS_ACCELERATOR") != "cpu":
-        arguments, gpu_env = with_users_gpus(arguments, environ) if is_single_node else (arguments, {NOTE: ALL})
+        arguments, gpu_env = (
+            apply_visible_devices(arguments, environ) if is_single_node else (arguments, {LAUNCH_GPUS: ALL_GPUS})
+        )
         env |= gpu_env
-        options, name_at = scan(arguments)
+        options, name_at = parse_runner_options(arguments)
     if is_single_node and name_at is not None and "--master_port" not in options:
         # The runner uses the same port for all jobs. Several nodes must agree on a port, so they keep the default.
-        arguments = ["--master_port", str(free_port()), *arguments]
+        arguments = ["--master_port", str(find_free_port()), *arguments]
     is_local = is_single_node or "--no_ssh" in options
     is_first_node = options.get("--node_rank", (0, "0"))[1] == "0"
     is_ours = "--module" in options and name_at is not None and argv[name_at].startswith("wfm_ds.")
-    return Launch(tuple(arguments), env, is_local, must_report=is_ours and is_local and is_first_node)
+    return LaunchJob(tuple(arguments), env, is_local, must_report_status=is_ours and is_local and is_first_node)
 
 
-def with_users_gpus(argv: list[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+def apply_visible_devices(argv: list[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return arguments and environment changes with which --num_gpus N uses the first N of CUDA_VISIBLE_DEVICES.
 
     DeepSpeed's runner ignores CUDA_VISIBLE_DEVICES with --num_gpus and uses the machine's first GPUs, which may belong
     to another job. With --include, --exclude or --num_nodes, all GPUs of the machine count. For a single node only.
     Raises UserError for too few GPUs, and for names that the runner does not support.
     """
-    visible, (options, _) = environ.get(VISIBLE, ""), scan(argv)
+    visible, (options, _) = environ.get(VISIBLE_DEVICES, ""), parse_runner_options(argv)
     if not visible or options.keys() & {"--include", "--exclude", "--num_nodes"}:
-        return argv, {NOTE: ALL if visible else noted(environ)}
-    gpus = names(visible)
+        return argv, {LAUNCH_GPUS: ALL_GPUS if visible else launch_gpus_value(environ)}
+    gpus = split_visible_devices(visible)
     if not all(name.isdecimal() for name in gpus):
         raise UserError(
-            f"{VISIBLE}={visible}: DeepSpeed's launcher supports only numbers; use those of nvidia-smi -L, unset it to "
+            f"{VISIBLE_DEVICES}={visible}: DeepSpeed's launcher supports only numbers; use those of nvidia-smi "
+            "-L, unset it to "
             "use all GPUs, or start with torchrun or python -m"
         )
     if "--num_gpus" not in options:
-        return argv, {NOTE: visible}  # the runner respects it
+        return argv, {LAUNCH_GPUS: visible}  # the runner respects it
     index, number = options["--num_gpus"]
     num_gpus = int(number) if number.isdecimal() else 0
     if num_gpus == 0:  # the runner reports the error
-        return argv, {NOTE: visible}
+        return argv, {LAUNCH_GPUS: visible}
     if num_gpus > len(gpus):
-        raise UserError(f"--num_gpus {num_gpus}: {VISIBLE}={visible} has only {len(gpus)} GPUs")
+        raise UserError(f"--num_gpus {num_gpus}: {VISIBLE_DEVICES}={visible} has only {len(gpus)} GPUs")
     num_arguments = 1 if "=" in argv[index] else 2
-    return argv[:index] + argv[index + num_arguments :], {NOTE: visible, VISIBLE: ",".join(gpus[:num_gpus])}
+    return argv[:index] + argv[index + num_arguments :], {
+        LAUNCH_GPUS: visible,
+        VISIBLE_DEVICES: ",".join(gpus[:num_gpus]),
+    }
 
 
-def asked_for_help(argv: Sequence[str]) -> list[str] | None:
+def find_help_request(argv: Sequence[str]) -> list[str] | None:
     """Return a wfm_ds module and its arguments if they contain --help or --version, else None.
 
     Such a command runs without ranks, so that the text is printed only by one process.
     """
-    options, name_at = scan(argv)
+    options, name_at = parse_runner_options(argv)
     if "--module" not in options or name_at is None or not argv[name_at].startswith("wfm_ds."):
         return None
     shortest = len("--h")
@@ -131,7 +139,7 @@ def asked_for_help(argv: Sequence[str]) -> list[str] | None:
     return list(argv[name_at:]) if is_help else None
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     sys.stderr.write(f"deepspeed (wfm_ds): {text}\n")
     sys.stderr.flush()
 
@@ -145,7 +153,7 @@ class Supervisor:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, grace_s: float, is_local: bool) -> None:
         self.grace_s, self.is_local = grace_s, is_local
-        self.stage, self.next_at_s, self.heard_at_s = "running", float("inf"), float("-inf")
+        self.stage, self.next_at_s, self.last_signal_s = "running", float("inf"), float("-inf")
         # Blocked because `run` receives signals by sigtimedwait, without handlers. Signals that the caller ignores
         # (nohup, background jobs) stay ignored.
         forwarded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -170,19 +178,19 @@ class Supervisor:
             while not self.has_ended() and self.stage != "lost":
                 now_s = time.monotonic()
                 if now_s >= self.next_at_s:
-                    self.escalate(now_s)
+                    self.escalate_stop(now_s)
                 # At most 1 s: the SIGCHLD of the runner may be merged with one of another child.
                 event = signal.sigtimedwait(self.signals, min(1.0, max(0.0, self.next_at_s - now_s)))
                 if event is not None and event.si_signo == signal.SIGUSR1:
-                    self.ask_for_save()
+                    self.request_save()
                 elif event is not None and event.si_signo != signal.SIGCHLD:
-                    self.heard(signal.Signals(event.si_signo), time.monotonic())
+                    self.handle_stop_signal(signal.Signals(event.si_signo), time.monotonic())
         finally:
             self.signal_group(signal.SIGKILL)  # before the runner is reaped, while its id cannot be reused
         try:
-            code = self.child.wait(REAP_S)
+            code = self.child.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            say(f"process {self.child.pid} still runs after SIGKILL; no longer waiting for it")
+            print_message(f"process {self.child.pid} still runs after SIGKILL; no longer waiting for it")
             return 128 + signal.SIGKILL
         return code if code >= 0 else 128 - code
 
@@ -190,38 +198,40 @@ class Supervisor:
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT  # NOWAIT: do not reap
         return os.waitid(os.P_PID, self.child.pid, options) is not None
 
-    def ask_for_save(self) -> None:
+    def request_save(self) -> None:
         """Forward SIGUSR1 to the ranks, which save a checkpoint after the current step."""
         for pid in self.rank_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
 
-    def heard(self, number: signal.Signals, now_s: float) -> None:
+    def handle_stop_signal(self, number: signal.Signals, now_s: float) -> None:
         """Forward a stop signal to the ranks; if they already received one, skip the current wait."""
-        if now_s - self.heard_at_s < REPEAT_S:
+        if now_s - self.last_signal_s < SIGNAL_REPEAT_S:
             return
-        self.heard_at_s = now_s
+        self.last_signal_s = now_s
         ranks = self.rank_pids() if self.stage == "running" else []
         if not ranks:
-            self.escalate(now_s)
+            self.escalate_stop(now_s)
             return
-        say(f"{number.name}: {len(ranks)} ranks have {self.grace_s:.0f} s to save; another signal skips the wait")
+        print_message(
+            f"{number.name}: {len(ranks)} ranks have {self.grace_s:.0f} s to save; another signal skips the wait"
+        )
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 # These two stop ranks at a step boundary; SIGHUP would kill them.
                 os.kill(pid, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         self.stage, self.next_at_s = "signaled", now_s + self.grace_s
 
-    def escalate(self, now_s: float) -> None:
+    def escalate_stop(self, now_s: float) -> None:
         """Go to the next stage of stopping the group."""
         if self.stage in ("running", "signaled"):
-            say("sending SIGTERM to all processes of the job")
+            print_message("sending SIGTERM to all processes of the job")
             self.signal_group(signal.SIGTERM)
-            self.stage, self.next_at_s = "ending", now_s + TERM_S
+            self.stage, self.next_at_s = "ending", now_s + TERM_WAIT_S
         elif self.stage == "ending":
-            say("sending SIGKILL to all processes of the job")
+            print_message("sending SIGKILL to all processes of the job")
             self.signal_group(signal.SIGKILL)
-            self.stage, self.next_at_s = "killed", now_s + REAP_S
+            self.stage, self.next_at_s = "killed", now_s + REAP_TIMEOUT_S
         else:
             self.stage = "lost"
 
@@ -242,16 +252,16 @@ class Supervisor:
             os.killpg(self.child.pid, number)
 
 
-def reported(path: Path) -> bool:
+def has_final_status(path: Path) -> bool:
     """Return whether rank 0 wrote a final status, which is its last action."""
     try:
         status = json.loads(path.read_text())
     except (OSError, ValueError):
         return False
-    return isinstance(status, dict) and status.get("status") in FINAL_STATUS
+    return isinstance(status, dict) and status.get("status") in FINAL_STATUSES
 
 
-def grace_from(environ: Mapping[str, str]) -> float:
+def read_grace_s(environ: Mapping[str, str]) -> float:
     """Return WFM_GRACE_S in seconds (default GRACE_S). Raises UserError if it is not a number >= 0."""
     text = environ.get("WFM_GRACE_S", str(GRACE_S))
     try:
@@ -263,7 +273,7 @@ def grace_from(environ: Mapping[str, str]) -> float:
     return grace_s
 
 
-def launch(job: Launch, grace_s: float) -> int:
+def run_job(job: LaunchJob, grace_s: float) -> int:
     """Run the job and return its exit code."""
     folder = Path(tempfile.mkdtemp(prefix="wfm_launch_"))
     env = {k: v for k, v in os.environ.items() if k not in ("WFM_STATUS_FILE", "WFM_LAUNCH_PID")} | dict(job.env)
@@ -272,8 +282,10 @@ def launch(job: Launch, grace_s: float) -> int:
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *job.argv]
     try:
         code = Supervisor(command, env, grace_s=grace_s, is_local=job.is_local).run()
-        if code == 0 and job.must_report and not reported(folder / "status.json"):
-            say("the job ended without a final status: its ranks were killed or exited early; see the output above")
+        if code == 0 and job.must_report_status and not has_final_status(folder / "status.json"):
+            print_message(
+                "the job ended without a final status: its ranks were killed or exited early; see the output above"
+            )
             return 1
         return code
     finally:
@@ -283,24 +295,24 @@ def launch(job: Launch, grace_s: float) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher with these arguments (default: sys.argv) and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: run(arguments))
+    return run_with_exit_code(lambda: run_launcher(arguments))
 
 
-def run(argv: Sequence[str]) -> int:
+def run_launcher(argv: Sequence[str]) -> int:
     """Launch the command and return its exit code. Only the needed options are parsed; the rest is the runner's."""
-    if list(argv[:1]) == [VERSION]:
+    if list(argv[:1]) == [VERSION_OPTION]:
         sys.stdout.write(f"wfm_ds {wfm_ds.__version__}\n")
         return 0
-    grace_s = grace_from(os.environ)
+    grace_s = read_grace_s(os.environ)
     has_hostfile = DEFAULT_HOSTFILE.is_file()
-    if has_hostfile and "--hostfile" not in scan(argv)[0]:
+    if has_hostfile and "--hostfile" not in parse_runner_options(argv)[0]:
         lines = [line.split()[0] for line in DEFAULT_HOSTFILE.read_text().splitlines() if line.split()]
         hosts = [name for name in lines if not name.startswith("#")]
-        say(f"{DEFAULT_HOSTFILE} exists: launching on its nodes {', '.join(hosts)}")
-    if (module := asked_for_help(argv)) is not None:
+        print_message(f"{DEFAULT_HOSTFILE} exists: launching on its nodes {', '.join(hosts)}")
+    if (module := find_help_request(argv)) is not None:
         return subprocess.run([sys.executable, "-m", *module]).returncode
-    job = plan(argv, os.environ, has_accelerator=accelerator_present(), has_hostfile=has_hostfile)
-    return launch(job, grace_s)
+    job = plan_launch(argv, os.environ, has_accelerator=is_accelerator_present(), has_hostfile=has_hostfile)
+    return run_job(job, grace_s)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from typing import NoReturn
 
 from wfm_ds.errors import UserError
 
-USER_ERROR = 2
+USER_ERROR_CODE = 2
 
-Fail = Callable[[str], int]
+FailHandler = Callable[[str], int]
 """Prints a user error and returns the exit code, or exits the process."""
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """An argument parser that raises UserError for invalid arguments, so that only one rank prints the message.
 
     `%(prog)s` in the epilog is replaced by the command as typed, so that examples can be pasted.
@@ -29,21 +29,21 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
-def program(
+def run_command(
     parser: argparse.ArgumentParser,
     work: Callable[[argparse.Namespace], int | None],
     argv: Sequence[str] | None = None,
     *,
-    fail: Fail | None = None,
+    fail: FailHandler | None = None,
 ) -> int:
     """Parse `argv` (default: sys.argv), run `work` with the arguments, and return the exit code.
 
     Options may appear before, between and after positional arguments. `work` returns an exit code, or None for 0.
     """
-    return exit_code(lambda: work(parser.parse_intermixed_args(argv)), fail=fail)
+    return run_with_exit_code(lambda: work(parser.parse_intermixed_args(argv)), fail=fail)
 
 
-def exit_code(work: Callable[[], int | None], *, fail: Fail | None = None) -> int:
+def run_with_exit_code(work: Callable[[], int | None], *, fail: FailHandler | None = None) -> int:
     """Run `work` and return its exit code. UserErrors are passed to `fail` (default: print_error).
 
     An OSError with a file name counts as a user error, except with `fail`: on a single rank of a run it is an ordinary
@@ -52,15 +52,15 @@ def exit_code(work: Callable[[], int | None], *, fail: Fail | None = None) -> in
     try:
         return work() or 0
     except UserError as error:
-        return (fail or say_error)(str(error))
+        return (fail or print_error)(str(error))
     except OSError as error:
         if fail is not None or error.filename is None:  # without a file: e.g. a connection error
             raise
-        return say_error(f"{error.filename}: {error.strerror}")
+        return print_error(f"{error.filename}: {error.strerror}")
 
 
-def say_error(message: str) -> int:
+def print_error(message: str) -> int:
     """Print `error: MESSAGE` to stderr and return the exit code of user errors."""
     sys.stderr.write(f"error: {message}\n")
     sys.stderr.flush()
-    return USER_ERROR
+    return USER_ERROR_CODE

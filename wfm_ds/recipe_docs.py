@@ -17,12 +17,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from wfm_ds.program import program
-from wfm_ds.recipe.describe import Slot, sections, words
+from wfm_ds.program import run_command
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.schema_description import SchemaNode, describe_type, iterate_sections
 from wfm_ds.recipe.tree import KeyPath
 
-INTRO = """\
+INTRO_TEXT = """\
 # Recipes
 
 A recipe is a YAML file that describes a training run: model, data, algorithm, optimizer, and output folder. Run it
@@ -87,7 +87,7 @@ anchors (`&name`, `*name`) are supported. A recipe or override has at most 1,048
 
 """
 
-EXAMPLE = """\
+EXAMPLE_RECIPE = """\
 run:
   output_dir: outputs/first_nft
   steps: 20                        # RL steps: rollout, rewards, update
@@ -124,7 +124,7 @@ validation:
   num_prompts: 4
 """
 
-REFERENCE = """\
+REFERENCE_TEXT = """\
 ## Reference
 
 Every key, in the order of the schema. A key without a default must be given.
@@ -135,19 +135,19 @@ Every key, in the order of the schema. A key without a default must be given.
 RL_SECTIONS = ("rollout", "reward")
 
 
-def markdown() -> str:
+def render_page() -> str:
     """Return the whole page."""
-    parts = [INTRO.replace("{example}", EXAMPLE), REFERENCE]
-    for path, title, section in sections():
-        summary = one_line(section.__doc__ or "")
-        parts.append(f"### {heading(path, title)}\n\n{summary}{optional_note(path)}\n\n")
+    parts = [INTRO_TEXT.replace("{example}", EXAMPLE_RECIPE), REFERENCE_TEXT]
+    for path, title, section in iterate_sections():
+        summary = join_lines(section.__doc__ or "")
+        parts.append(f"### {section_heading(path, title)}\n\n{summary}{optional_note(path)}\n\n")
         parts.append("| key | type | default | meaning |\n|---|---|---|---|\n")
-        parts += [row(name, field) for name, field in section.model_fields.items()]
+        parts += [field_row(name, field) for name, field in section.model_fields.items()]
         parts.append("\n")
     return "".join(parts).rstrip("\n") + "\n"
 
 
-def heading(path: KeyPath, title: str) -> str:
+def section_heading(path: KeyPath, title: str) -> str:
     if path == ("algorithm",):
         return f"`algorithm` with `name: {title}`"
     if path == ("sampling", "window"):
@@ -164,12 +164,17 @@ def optional_note(path: KeyPath) -> str:
     return " Required." if Recipe.model_fields[str(path[0])].is_required() else ""
 
 
-def row(name: str, field: FieldInfo) -> str:
-    cells = [f"`{name}`", words(Slot.of_field(field)), default_of(field), one_line(field.description or "")]
+def field_row(name: str, field: FieldInfo) -> str:
+    cells = [
+        f"`{name}`",
+        describe_type(SchemaNode.from_field(field)),
+        default_text(field),
+        join_lines(field.description or ""),
+    ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
-def default_of(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
     if field.is_required():
         return ""
     value = field.get_default(call_default_factory=True, validated_data={})
@@ -181,7 +186,7 @@ def default_of(field: FieldInfo) -> str:
     return f"`{plain.strip(chr(34)) if isinstance(value, str) else plain}`"
 
 
-def one_line(text: str) -> str:
+def join_lines(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
@@ -191,7 +196,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), write_page, argv)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -201,8 +206,8 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(args: argparse.Namespace) -> None:
-    text = json.dumps(json_schema(), indent=2) + "\n" if args.json_schema else markdown()
+def write_page(args: argparse.Namespace) -> None:
+    text = json.dumps(json_schema(), indent=2) + "\n" if args.json_schema else render_page()
     if args.page is None:
         sys.stdout.write(text)
     else:

@@ -14,6 +14,6 @@ def derive_seed(run_seed: int, purpose: str, *key: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def uniform(run_seed: int, purpose: str, *key: int | str) -> float:
+def draw_uniform(run_seed: int, purpose: str, *key: int | str) -> float:
     """Return a random number in [0, 1) determined by the key."""
     return derive_seed(run_seed, purpose, *key) / 2**63

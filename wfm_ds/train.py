@@ -19,31 +19,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from wfm_ds import __version__
-from wfm_ds.program import Parser, program
+from wfm_ds.program import CommandParser, run_command
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.run.ending import Ending
-    from wfm_ds.run.folder import Start
     from wfm_ds.run.mirror import Mirror
-    from wfm_ds.run.result import Outcome
-    from wfm_ds.run.stored import Copies
-    from wfm_ds.training.loop import Loop
+    from wfm_ds.run.output_folder import RunStart
+    from wfm_ds.run.result import RunOutcome
+    from wfm_ds.run.shutdown import RunShutdown
+    from wfm_ds.run.storage_copies import StorageCopies
+    from wfm_ds.training.loop import TrainingLoop
 
-    LoopBuilder: TypeAlias = Callable[[Start, Mirror | None, ExitStack], Loop]
+    LoopBuilder: TypeAlias = Callable[[RunStart, Mirror | None, ExitStack], TrainingLoop]
     """Builds the training loop of a prepared run. The ExitStack closes its resources. Collective."""
     AdviceContext: TypeAlias = Callable[[Callable[[], str | None]], AbstractContextManager[None]]
     """Context for a phase of the run: its out-of-memory errors list the recipe keys to change."""
 
 log = logging.getLogger("wfm_ds.train")  # __name__ is __main__ with -m
 
-NAMED_FIRST_S = 60.0  # collectives time out this much later than the heartbeat, which reports the cause
+HEARTBEAT_MARGIN_S = 60.0  # collectives time out this much later than the heartbeat, which reports the cause
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="python -m wfm_ds.train",
         description="Post-train a diffusers pipeline with a recipe.",
         epilog="Example: deepspeed --num_gpus 8 -m wfm_ds.train recipes/sd3_nft.yaml run.steps=200",
@@ -59,33 +59,33 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from wfm_ds.distributed.lifecycle import fail_as_rank, strip_launcher_args
+    from wfm_ds.distributed.lifecycle import fail_rank, strip_launcher_args
 
     arguments = strip_launcher_args(sys.argv[1:] if argv is None else argv)
-    return program(parser(), load_and_run, arguments, fail=fail_as_rank)
+    return run_command(parser(), load_and_run, arguments, fail=fail_rank)
 
 
 def load_and_run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.determinism import deterministic
-    from wfm_ds.distributed.logs import quieten_libraries
+    from wfm_ds.distributed.determinism import deterministic_kernels
+    from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
 
     stop = lifecycle.install_signal_handlers()
-    quieten_libraries()
+    quiet_libraries()
     choose_accelerator()
-    recipe = recipe_file.load(args.recipe, args.overrides)
-    with deterministic(recipe.engine.deterministic):
+    recipe = recipe_file.load_recipe(args.recipe, args.overrides)
+    with deterministic_kernels(recipe.engine.deterministic):
         if args.check:
-            return check(recipe, int(os.environ.get("RANK", "0")), overwrite=args.overwrite)
+            return run_check(recipe, int(os.environ.get("RANK", "0")), overwrite=args.overwrite)
         lifecycle.watch_parent()
-        return run(recipe, stop, overwrite=args.overwrite)
+        return run_training(recipe, stop, overwrite=args.overwrite)
 
 
-def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
+def run_check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
     from wfm_ds.distributed import lifecycle
-    from wfm_ds.training.check import check as examine
+    from wfm_ds.training.run_check import check_run as examine
 
     if rank == 0:
         # Without a launcher, check for the smallest possible number of ranks.
@@ -95,150 +95,152 @@ def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
     return 0
 
 
-def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
+def run_training(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
     """Run the recipe on this rank and return the exit code."""
     import torch.distributed as dist
 
     from wfm_ds.distributed.lifecycle import write_status
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import World
-    from wfm_ds.run.ending import watched
+    from wfm_ds.run.shutdown import watch_ranks
 
     setup_logging(None, int(os.environ.get("RANK", "0")), console=True)
     stuck_s = 60 * recipe.engine.timeout_minutes
-    world = World.join(stuck_s + NAMED_FIRST_S)
-    with watched(world, stuck_s=stuck_s) as ending:
+    world = World.join(stuck_s + HEARTBEAT_MARGIN_S)
+    with watch_ranks(world, stuck_s=stuck_s) as ending:
         outcome, copies = prepare_and_train(recipe, world, stop, ending, overwrite=overwrite)
         is_complete = copies is None or not copies.missing
         if world.is_main and is_complete:
-            write_status(outcome.status, outcome.step)
+            write_status(outcome.status, outcome.read_step)
     dist.destroy_process_group()
     return 0 if is_complete else 1
 
 
 def prepare_and_train(
-    recipe: Recipe, world: World, stop: StopFlag, ending: Ending, *, overwrite: bool = False
-) -> tuple[Outcome, Copies | None]:
+    recipe: Recipe, world: World, stop: StopFlag, ending: RunShutdown, *, overwrite: bool = False
+) -> tuple[RunOutcome, StorageCopies | None]:
     """Check and load everything on all ranks, then create, clear or open the output folder, and train.
 
     Returns the outcome of the loop and, with checkpoint.storage, the state of the remote copies. Collective.
     """
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
-    from wfm_ds.recipe.derived import num_replicas
-    from wfm_ds.run.ending import take_back
-    from wfm_ds.run.folder import locked
-    from wfm_ds.run.hub_model import agreed_commit, fetch
-    from wfm_ds.run.stored import open_mirror, opened, require_storage
+    from wfm_ds.recipe.run_sizes import num_replicas
+    from wfm_ds.run.model_revision import agree_on_commit, fetch_model
+    from wfm_ds.run.output_folder import lock_folder
+    from wfm_ds.run.shutdown import discard_new_run
+    from wfm_ds.run.storage_copies import open_mirror, open_run_folder, require_writable_storage
 
     folder = recipe.run.output_dir
     num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
-    world = world.in_replicas(recipe.engine.sequence_parallel)
-    recipe = agreed_commit(recipe, world, overwrite=overwrite)
-    start = agreed_start(recipe, world, overwrite=overwrite)
-    if start.finished:
-        return finished_before(recipe, world, start)
-    fetch(recipe, world)
-    world.checked(lambda: require_storage(recipe), on="main")
+    world = world.with_replicas(recipe.engine.sequence_parallel)
+    recipe = agree_on_commit(recipe, world, overwrite=overwrite)
+    start = find_start_on_all_ranks(recipe, world, overwrite=overwrite)
+    if start.is_finished:
+        return report_finished_run(recipe, world, start)
+    fetch_model(recipe, world)
+    world.run_checked(lambda: require_writable_storage(recipe), on="main")
     build_loop = prepare_loop(recipe, world, stop)
     with contextlib.ExitStack() as lock:
-        world.checked(lambda: lock.enter_context(locked(folder)), on="main")
+        world.run_checked(lambda: lock.enter_context(lock_folder(folder)), on="main")
         # Again, because another start of this run may have continued it before the folder was locked.
-        start = agreed_start(recipe, world, overwrite=overwrite)
-        if start.finished:
+        start = find_start_on_all_ranks(recipe, world, overwrite=overwrite)
+        if start.is_finished:
             lock.close()
-            return finished_before(recipe, world, start)
+            return report_finished_run(recipe, world, start)
         mirror = open_mirror(recipe, world)
-        start = opened(recipe, world, mirror, start, overwrite=overwrite)
-        with ending.recording(take_back(folder, start)):
+        start = open_run_folder(recipe, world, mirror, start, overwrite=overwrite)
+        with ending.use_recorder(discard_new_run(folder, start)):
             setup_logging(folder, world.rank, console=recipe.logging.console)
-            return train(recipe, world, build_loop, start, mirror, ending)
+            return run_loop(recipe, world, build_loop, start, mirror, ending)
 
 
 def prepare_loop(recipe: Recipe, world: World, stop: StopFlag) -> LoopBuilder:
     """Check the recipe and load its data and model, without writing anything. Returns the loop builder. Collective."""
-    from wfm_ds.training import build, language_build
+    from wfm_ds.training import diffusion_builder, language_builder
 
-    advised = with_advice(recipe, world)
+    advised = memory_advice_context(recipe, world)
     if recipe.algorithm.trains_language:
-        return language_build.prepare(recipe, world, stop, advised)
-    return build.prepare(recipe, world, stop, advised)
+        return language_builder.prepare_language_run(recipe, world, stop, advised)
+    return diffusion_builder.prepare_diffusion_run(recipe, world, stop, advised)
 
 
-def with_advice(recipe: Recipe, world: World) -> AdviceContext:
+def memory_advice_context(recipe: Recipe, world: World) -> AdviceContext:
     """Return a context factory: out-of-memory errors inside its contexts list the recipe keys to change."""
-    from wfm_ds.run.out_of_memory import explained
+    from wfm_ds.run.out_of_memory import explain_out_of_memory
 
-    return functools.partial(explained, world.device, advice_of(recipe, world))
+    return functools.partial(explain_out_of_memory, world.device, memory_advice(recipe, world))
 
 
-def advice_of(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
+def memory_advice(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
     """Return a function from the phase that ran out of memory to the recipe keys to change."""
     from wfm_ds.distributed.world import ranks_per_node
-    from wfm_ds.run.fit import advice_for
+    from wfm_ds.run.memory_advice import suggest_keys_after_oom
 
-    return lambda phase: advice_for(recipe, phase, ranks_per_node(world.size))
+    return lambda phase: suggest_keys_after_oom(recipe, phase, ranks_per_node(world.size))
 
 
-def finished_before(recipe: Recipe, world: World, start: Start) -> tuple[Outcome, Copies | None]:
+def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[RunOutcome, StorageCopies | None]:
     """Log that the run is finished, and upload missing copies. Call it without holding the folder lock."""
-    from wfm_ds.run.result import Outcome
-    from wfm_ds.run.stored import send_rest
+    from wfm_ds.run.result import RunOutcome
+    from wfm_ds.run.storage_copies import send_missing_copies
 
     folder, storage = recipe.run.output_dir, recipe.checkpoint.storage
     location = folder if folder.exists() or storage is None else storage
     log.info("%s: this run finished at step %d, nothing to do", location, start.step)
-    return Outcome("finished", start.step), send_rest(recipe, world, start.step)
+    return RunOutcome("finished", start.step), send_missing_copies(recipe, world, start.step)
 
 
-def agreed_start(recipe: Recipe, world: World, *, overwrite: bool) -> Start:
+def find_start_on_all_ranks(recipe: Recipe, world: World, *, overwrite: bool) -> RunStart:
     """Inspect the output folder on rank 0 and return the result on every rank. Collective."""
-    from wfm_ds.run.folder import Start, find_start
+    from wfm_ds.run.output_folder import RunStart, find_run_start
 
-    fields = world.checked(lambda: dataclasses.asdict(find_start(recipe, world.size, overwrite=overwrite)), on="main")
-    return Start(**world.broadcast(fields))
+    fields = world.run_checked(
+        lambda: dataclasses.asdict(find_run_start(recipe, world.size, overwrite=overwrite)), on="main"
+    )
+    return RunStart(**world.broadcast(fields))
 
 
-def train(
+def run_loop(
     recipe: Recipe,
     world: World,
     build_loop: LoopBuilder,
-    start: Start,
+    start: RunStart,
     mirror: Mirror | None,
-    ending: Ending,
-) -> tuple[Outcome, Copies | None]:
+    ending: RunShutdown,
+) -> tuple[RunOutcome, StorageCopies | None]:
     """Build the training loop and run it. Identical result on every rank. Collective."""
-    from wfm_ds.run.ending import recorded
-    from wfm_ds.run.stored import discard_fetched
+    from wfm_ds.run.shutdown import record_run
+    from wfm_ds.run.storage_copies import discard_fetched_checkpoint
 
-    advised = with_advice(recipe, world)
+    advised = memory_advice_context(recipe, world)
     with contextlib.ExitStack() as building, advised(lambda: "start"):
         loop = build_loop(start, mirror, building)
         if start.checkpoint is not None:
-            loop.checkpoints.restore(loop, Path(start.checkpoint))
-            discard_fetched(recipe, world)
-        world.checked(lambda: mirror.start() if mirror is not None else None, on="main")
+            loop.checkpoints.restore_run(loop, Path(start.checkpoint))
+            discard_fetched_checkpoint(recipe, world)
+        world.run_checked(lambda: mirror.start() if mirror is not None else None, on="main")
         resources = building.pop_all()
-    with recorded(ending, recipe, mirror, loop, loop.exporter) as record:
+    with record_run(ending, recipe, mirror, loop, loop.exporter) as record:
         # Closes all files before waiting for their uploads.
-        with page_of(recipe, world), resources, advised(lambda: loop.job.timer.interrupted):
-            outcome = loop.run()
-        return outcome, record.ended(outcome)
+        with run_page_context(recipe, world), resources, advised(lambda: loop.job.timer.interrupted_phase):
+            outcome = loop.run_to_end()
+        return outcome, record.record_outcome(outcome)
 
 
-def page_of(recipe: Recipe, world: World) -> AbstractContextManager[None]:
+def run_page_context(recipe: Recipe, world: World) -> AbstractContextManager[None]:
     """Return a context in which a thread on rank 0 updates the HTML page of the run."""
     if not (world.is_main and recipe.logging.page):
         return contextlib.nullcontext()
     import torch
 
-    from wfm_ds.monitoring.run_page import live_page
+    from wfm_ds.monitoring.run_page import update_page_live
 
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type.upper()
-    return live_page(recipe.run.output_dir, devices=f"{world.size} x {device}")
+    return update_page_live(recipe.run.output_dir, devices=f"{world.size} x {device}")
 
 
 if __name__ == "__main__":
-    from wfm_ds.distributed.lifecycle import entry
+    from wfm_ds.distributed.lifecycle import run_and_exit
 
-    entry(main)
+    run_and_exit(main)

@@ -35,7 +35,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class ConditionalFrames:
+class ConditioningFrames:
     """Clean latent frames as conditioning: sample i uses the first counts[i] frames of latents[i]."""
 
     latents: Tensor  # [B,C,T,h,w] float32
@@ -65,8 +65,8 @@ class Rollout:
     clean_latents: Tensor  # [C,h,w] or [C,T,h,w] float32
     transitions: Sequence[Transition] = ()  # at the steps stored by the sampling plan, ascending
     states: Mapping[int, Tensor] = field(default_factory=dict)  # step -> input latents of the denoiser, float32
-    data: Tensor | None = None  # clean latents of the image or video captioned by its prompt; same shape
-    num_conditional_frames: int = 0  # leading latent frames of `data_latents` used as conditioning
+    data_latents: Tensor | None = None  # clean latents of the image or video captioned by its prompt; same shape
+    num_conditioning_frames: int = 0  # leading latent frames of `data_latents` used as conditioning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +101,13 @@ class MediaItem:
     reward: str = ""  # set by the scorer: the name of the returned scores
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # conditioning inputs such as actions
 
-    def scored(self, value: float, **parts: float) -> Score:
+    def score(self, value: float, **parts: float) -> Score:
         """Return a score with this value, or a failure if the value is not finite."""
         if not np.isfinite(value):
-            return self.failed(f"non-finite value {value}")
+            return self.fail(f"non-finite value {value}")
         return Score(sample_id=self.sample_id, reward=self.reward, value=float(value), parts=parts)
 
-    def failed(self, reason: str) -> Score:
+    def fail(self, reason: str) -> Score:
         return Score(sample_id=self.sample_id, reward=self.reward, failure=reason)
 
 

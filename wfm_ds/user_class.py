@@ -13,7 +13,7 @@ from typing import Any
 
 from wfm_ds.errors import UserError
 
-FORM = "package.module:Class"
+CLASS_PATH_FORM = "package.module:Class"
 
 
 def is_user_class(name: str) -> bool:
@@ -36,7 +36,7 @@ def import_class(path: str, base: type[Any], *, key: str, error: type[UserError]
     return imported
 
 
-def import_object(path: str, *, key: str, error: type[UserError], form: str = FORM) -> Any:
+def import_object(path: str, *, key: str, error: type[UserError], form: str = CLASS_PATH_FORM) -> Any:
     """Import the object at `path`, None if the module does not define it.
 
     Raises `error` for a path of another form, and if the import of the module fails.
@@ -47,11 +47,11 @@ def import_object(path: str, *, key: str, error: type[UserError], form: str = FO
     try:
         module = importlib.import_module(module_name)
     except Exception as problem:
-        raise error(f"{key} {path}: {_reason(module_name, problem)}") from problem
+        raise error(f"{key} {path}: {_import_failure(module_name, problem)}") from problem
     return getattr(module, name, None)
 
 
-def _reason(module_name: str, problem: Exception) -> str:
+def _import_failure(module_name: str, problem: Exception) -> str:
     """Return why an import failed: a missing module, or an error in its code with the location."""
     parents = [module_name.rsplit(".", n)[0] for n in range(module_name.count(".") + 1)]
     if isinstance(problem, ModuleNotFoundError) and problem.name in parents:

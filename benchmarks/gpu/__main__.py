@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import report
-from wfm_ds.program import exit_code
+from wfm_ds.program import run_with_exit_code
 
 # A command is a module with `add_arguments` and `run`, which gives the rows of a table one by one.
 COMMANDS = {
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    return exit_code(lambda: run(args))
+    return run_with_exit_code(lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from wfm_ds.recipe.schema import Recipe
 
 def reference(recipe: Recipe) -> PlainSteps:
     """The published loop of this recipe's algorithm."""
-    folder = registry.resolve(recipe.model.path, None)
+    folder = registry.resolve_pipeline(recipe.model.path, None)
     old = recipe.algorithm.name == "diffusion_nft"
     return STEPS[recipe.algorithm.name](PlainSd3(folder, recipe, runs.world().device, old=old))
 

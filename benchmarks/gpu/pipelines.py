@@ -29,9 +29,9 @@ from transformers import (
 
 from benchmarks.released import RELEASED
 from wfm_ds.errors import UserError
-from wfm_ds.models.base import without_progress_bars
+from wfm_ds.models.base import hide_progress_bars
 from wfm_ds.models.guardrail import NoGuardrail
-from wfm_ds.models.tiny import write_tiny
+from wfm_ds.models.tiny import write_tiny_model
 from wfm_ds.models.tiny.parts.clip import clip_tokenizer
 from wfm_ds.models.tiny.parts.gemma import gemma_tokenizer
 from wfm_ds.models.tiny.parts.qwen import qwen_tokenizer
@@ -141,7 +141,7 @@ def write(name: str, out: Path, device: torch.device, **changes: Any) -> int:
     pipeline = known.pipeline(**parts, scheduler=known.scheduler())
     if "safety_checker" in parts:
         pipeline.register_modules(safety_checker=None)  # as in the published folders
-    with without_progress_bars():
+    with hide_progress_bars():
         pipeline.save_pretrained(out)
     return sum(parameter.numel() for parameter in pipeline.transformer.parameters())
 
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise UserError(f"{args.folder} is not empty; name a new folder")
     began, row = time.monotonic(), {"pipeline": args.name, "folder": str(args.folder)}
     if args.tiny:
-        write_tiny(TINY[args.name], args.folder)
+        write_tiny_model(TINY[args.name], args.folder)
     else:
         layers = args.layers or LAYERS.get(args.name)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -21,7 +21,7 @@ from benchmarks.gpu.reference import (
     wide,
 )
 from wfm_ds.algorithms.plans import noise_level
-from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm, NftAlgorithm, num_of_share
+from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm, NftAlgorithm, count_of_fraction
 
 SHIFT = 3.0  # of SD3's noise levels in training
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class NftSteps(Rollouts):
     def update(self, rows: Sequence[int], clean: Tensor, credit: Tensor, *, old: bool) -> None:
         levels = len(self.grid) - 1
         fraction = self.fraction()
-        drawn = [(row, int(k)) for row in rows for k in torch.randperm(levels)[: num_of_share(levels, fraction)]]
+        drawn = [(row, int(k)) for row in rows for k in torch.randperm(levels)[: count_of_fraction(levels, fraction)]]
         for part in pieces(drawn, self.plain.recipe.engine.micro_batch_size):
             index = [row for row, _ in part]
             x0, sigma_B = clean[index], torch.tensor([self.grid[k] for _, k in part], device=clean.device)
@@ -175,7 +175,7 @@ class GrpoSteps(Rollouts):
         return kept[:-1]  # the last step, to a clean picture, is not trained on
 
     def update(self, rows: Sequence[int], kept: Sequence[Transition], advantage: Tensor) -> None:
-        trained = num_of_share(len(kept), self.fraction())
+        trained = count_of_fraction(len(kept), self.fraction())
         drawn = [(row, int(k)) for row in rows for k in torch.randperm(len(kept))[:trained]]
         for part in pieces(drawn, self.plain.recipe.engine.micro_batch_size):
             index = [row for row, _ in part]

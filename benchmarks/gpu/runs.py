@@ -21,15 +21,15 @@ from PIL import Image
 from wfm_ds.distributed.accelerator import choose_accelerator
 from wfm_ds.distributed.lifecycle import StopFlag
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.work import Work
+from wfm_ds.engine.flop_counter import FlopCount
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.estimate import estimate
-from wfm_ds.run.folder import Start, open_output
-from wfm_ds.run.model import load_model
-from wfm_ds.training.build import build_loop
-from wfm_ds.training.loop import Loop
-from wfm_ds.training.preflight import preflight
+from wfm_ds.run.memory_estimate import estimate_memory
+from wfm_ds.run.model_loading import load_model
+from wfm_ds.run.output_folder import RunStart, open_output_folder
+from wfm_ds.training.diffusion_builder import build_diffusion_loop
+from wfm_ds.training.loop import TrainingLoop
+from wfm_ds.training.preflight import check_and_load_data
 
 ROOT = Path(__file__).parents[2]
 NUM_PICTURES = 16
@@ -52,10 +52,10 @@ class Phases:
     What happens within a phase inside another one belongs to the outer one, as its seconds do.
     """
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: TrainingLoop) -> None:
         self._job, self._timer = loop.job, loop.job.timer
         self._depth = 0
-        self.work: dict[str, Work] = {}
+        self.work: dict[str, FlopCount] = {}
         loop.job.timer = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
@@ -70,22 +70,22 @@ class Phases:
         finally:
             self._depth -= 1
         if self._depth == 0:
-            self.work[phase] = self.work.get(phase, Work()) + (self._job.engine.take_work() or Work())
+            self.work[phase] = self.work.get(phase, FlopCount()) + (self._job.engine.pop_flop_count() or FlopCount())
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A loop before its first step."""
 
-    loop: Loop
+    loop: TrainingLoop
     phases: Phases
     estimated_bytes: int  # of the memory that a rank needs, by `--check`
     metrics_file: Path
 
     def step(self) -> None:
         """The next step, and all that the loop waits for before it."""
-        self.loop.wait(self.loop.step + 1)
-        self.loop.advance()
+        self.loop.wait_for_data(self.loop.read_step + 1)
+        self.loop.run_step()
 
     def lines(self) -> list[dict[str, Any]]:
         """The metrics of all steps so far, one record a step: that of its first optimizer step."""
@@ -105,12 +105,12 @@ def opened(recipe_path: Path, overrides: Sequence[str]) -> Iterator[Opened]:
     """Everything of a run that is ready for its first step; ended, and its memory given back, after the block."""
     with tempfile.TemporaryDirectory(prefix="wfm-gpu-") as temporary, contextlib.ExitStack() as held:
         recipe = loaded(recipe_path, overrides, Path(temporary))
-        data, model = preflight(recipe, world().size), load_model(recipe, world().device)
-        estimated = estimate(recipe, model, world().size, device=world().device.type).peak
+        data, model = check_and_load_data(recipe, world().size), load_model(recipe, world().device)
+        estimated = estimate_memory(recipe, model, world().size, device=world().device.type).peak_bytes
         recipe.run.output_dir.mkdir()
-        open_output(recipe, Start())  # rollout workers read the recipe there
-        loop = build_loop(recipe, world(), StopFlag(), model, data, Start(), None, held)
-        loop.begin()
+        open_output_folder(recipe, RunStart())  # rollout workers read the recipe there
+        loop = build_diffusion_loop(recipe, world(), StopFlag(), model, data, RunStart(), None, held)
+        loop.start()
         yield Opened(loop, Phases(loop), estimated, recipe.run.output_dir / "metrics.jsonl")
         del loop, model
     release()
@@ -119,13 +119,15 @@ def opened(recipe_path: Path, overrides: Sequence[str]) -> Iterator[Opened]:
 def loaded(recipe_path: Path, overrides: Sequence[str], folder: Path) -> Recipe:
     """The recipe with data that need no download and rewards that cost nothing; `overrides` come last."""
     places = [f"run.output_dir={folder / 'run'}", *QUIET]
-    plain = recipe_file.load(recipe_path, [*places, *(word for word in overrides if not word.startswith("data."))])
+    plain = recipe_file.load_recipe(
+        recipe_path, [*places, *(word for word in overrides if not word.startswith("data."))]
+    )
     if plain.is_rl:
-        return recipe_file.load(recipe_path, [*places, *MOCK_RL, *overrides])
+        return recipe_file.load_recipe(recipe_path, [*places, *MOCK_RL, *overrides])
     size = plain.sampling
     write_pictures(folder / "pictures", size.height, size.width)
     pictures = ["data.kind=paired", f"data.path={folder / 'pictures'}", "validation.holdout=0"]
-    return recipe_file.load(recipe_path, [*places, *pictures, *overrides])
+    return recipe_file.load_recipe(recipe_path, [*places, *pictures, *overrides])
 
 
 def write_pictures(folder: Path, height: int, width: int) -> None:

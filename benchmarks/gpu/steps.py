@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks.gpu import counted, runs
 from benchmarks.gpu.variants import Variant, chosen
-from wfm_ds.engine.peaks import peak_tflops
+from wfm_ds.engine.device_peaks import peak_tflops
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import UserError
-from wfm_ds.monitoring.stopwatch import GIB, MEMORY
+from wfm_ds.monitoring.stopwatch import GIB, MEMORY_TAG
 from wfm_ds.training.speed import TERA
 
 TIME = "time/"
@@ -64,20 +64,22 @@ def columns(run: runs.Opened, lines: Sequence[dict[str, Any]], peak: float | Non
     found |= {f"{name.removeprefix(TIME)} s": statistics.median(values) for name, values in seconds.items()}
     found["samples/s"] = statistics.median(line["perf/samples_per_second"] for line in lines)
     peak = peak or peak_tflops(job.world.device, DTYPES[job.recipe.model.dtype])
-    needed = sum(work.needed for work in run.phases.work.values())
-    all_of_it = needed + sum(work.repeated for work in run.phases.work.values())
+    needed = sum(work.required for work in run.phases.work.values())
+    all_of_it = needed + sum(work.recomputed for work in run.phases.work.values())
     found["TFLOP/s"] = all_of_it / sum(step_s) / TERA
     if peak is not None:
         found["MFU"] = needed / sum(step_s) / TERA / peak
         for phase, work in run.phases.work.items():
-            if work.needed:
-                found[f"{phase} MFU"] = work.needed / sum(seconds[TIME + phase]) / TERA / peak
+            if work.required:
+                found[f"{phase} MFU"] = work.required / sum(seconds[TIME + phase]) / TERA / peak
     found |= {
-        name.removeprefix("perf/"): max(line[name] for line in lines) for name in lines[0] if name.startswith(MEMORY)
+        name.removeprefix("perf/"): max(line[name] for line in lines)
+        for name in lines[0]
+        if name.startswith(MEMORY_TAG)
     }
     found["estimated GiB"] = run.estimated_bytes / GIB
     # On a GPU, by phase: what tensors took. Without a phase: what was reserved for them.
-    of_phases = [max(line[name] for line in lines) for name in lines[0] if name.startswith(f"{MEMORY}/")]
+    of_phases = [max(line[name] for line in lines) for name in lines[0] if name.startswith(f"{MEMORY_TAG}/")]
     if of_phases:
         found["allocated GiB"] = max(of_phases)
         found["allocated / estimated"] = found["allocated GiB"] / found["estimated GiB"]

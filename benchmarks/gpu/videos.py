@@ -22,14 +22,14 @@ from benchmarks.gpu.machine import median_s
 from benchmarks.gpu.pipelines import TINY
 from benchmarks.gpu.steps import tried
 from benchmarks.released import RELEASED
-from wfm_ds.engine import attention
-from wfm_ds.engine.peaks import peak_tflops
+from wfm_ds.engine import attention_kernels
+from wfm_ds.engine.device_peaks import peak_tflops
 from wfm_ds.models import registry, vae
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.guardrail import Guardrail
-from wfm_ds.models.tiny import write_tiny
-from wfm_ds.recipe.stated import AttentionName
-from wfm_ds.training.flops import count_flops
+from wfm_ds.models.tiny import write_tiny_model
+from wfm_ds.recipe.shared_defaults import AttentionName
+from wfm_ds.training.forward_flops import count_flops
 
 KERNELS: tuple[AttentionName, ...] = ("native", "cudnn", "flash", "flash3", "sage")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -60,12 +60,12 @@ class Subject:
     def tiny(cls, name: str, device: torch.device) -> Subject:
         with tempfile.TemporaryDirectory(prefix="wfm-tiny-") as temporary:
             folder = Path(temporary) / "pipeline"
-            write_tiny(TINY[name], folder)
+            write_tiny_model(TINY[name], folder)
             guardrail: Guardrail = "off" if name == "cosmos2b" else "stock"
-            model = registry.load(folder, dtype=torch.float32, device=device, guardrail=guardrail)
+            model = registry.load_model(folder, dtype=torch.float32, device=device, guardrail=guardrail)
             model.denoiser.to(device)
             conditioning = model.encode_text(["a red circle"])
-        return cls(model, model.latent_shape(32, 32, 5 if model.video else 1), conditioning)
+        return cls(model, model.latent_shape(32, 32, 5 if model.is_video else 1), conditioning)
 
     def forward(self) -> Tensor:
         device = self.model.device
@@ -83,10 +83,12 @@ def forwards(subject: Subject) -> dict[str, Callable[[], dict[str, Any]]]:
 @torch.no_grad()
 def forward(subject: Subject, kernel: AttentionName, flops: int, first: list[Tensor]) -> dict[str, Any]:
     """Raises UserError for a kernel that this device or denoiser does not have. `first`: what the first one gave."""
-    denoiser, device = subject.model.bare_denoiser, subject.model.device
+    denoiser, device = subject.model.unwrapped_denoiser, subject.model.device
     dtype = next(denoiser.parameters()).dtype
-    stock = {layer: layer.processor for _, layer in attention.attention_layers(denoiser)}
-    attention.use(denoiser, attention.choose(kernel, denoiser, dtype, device, trains=False))
+    stock = {layer: layer.processor for _, layer in attention_kernels.attention_layers(denoiser)}
+    attention_kernels.use_kernel(
+        denoiser, attention_kernels.choose_kernel(kernel, denoiser, dtype, device, trains=False)
+    )
     try:
         found, velocity = timed(subject.forward, device, repeats=3), subject.forward()
     finally:
@@ -124,7 +126,7 @@ def decoding(subject: Subject, dtype: torch.dtype) -> dict[str, Any]:
     decoder: Any = subject.model.pipeline.vae
     decoder.to(dtype)
     latents = torch.randn(1, *subject.shape, device=subject.model.device, dtype=dtype)
-    return timed(lambda: vae.decode(decoder, latents), subject.model.device, repeats=2)
+    return timed(lambda: vae.decode_normalized(decoder, latents), subject.model.device, repeats=2)
 
 
 def timed(call: Callable[[], object], device: torch.device, repeats: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from benchmarks.learning.curves import Evaluation, crossing, evaluations, mean_o
 from benchmarks.learning.pictures import plot
 from benchmarks.learning.runs import REVISION, Run, revisions, train_all, train_starts
 from benchmarks.learning.variants import BASELINES, GOALS, LEVELS, OF_THE_STUDY, REPOSITORY, VARIANTS
-from wfm_ds.program import program
+from wfm_ds.program import run_command
 
 PICTURES = REPOSITORY / "docs" / "images"
 Curves = Mapping[tuple[str, int], list[list[Evaluation]]]
@@ -31,7 +31,7 @@ Curves = Mapping[tuple[str, int], list[list[Evaluation]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), study, argv)
+    return run_command(parser(), study, argv)
 
 
 def parser() -> argparse.ArgumentParser:

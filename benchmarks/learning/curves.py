@@ -16,9 +16,9 @@ from sklearn.isotonic import IsotonicRegression
 from benchmarks.flops import step_forwards
 from wfm_ds.errors import UserError
 from wfm_ds.models import registry
-from wfm_ds.quickstart.digits import load_samples, spread_within_prompts
+from wfm_ds.quickstart.digits import load_samples, std_within_prompts
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.run_sizes import derive_run_sizes
 
 REWARD, UNSEEN = "val/reward/digits/mean", "val/reward/digits/second_judge/mean"
 FORWARDED, VALIDATION = "perf/forwarded_", "perf/forwarded_validation"
@@ -40,7 +40,7 @@ class Evaluation:
 def evaluations(run: Path) -> list[Evaluation]:
     """Read a run's curve. Raises UserError for one of a revision that did not count samples."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    updates = derive(recipe_file.load_stored_recipe(run / "recipe.yaml"), 1).updates_per_step
+    updates = derive_run_sizes(recipe_file.load_stored_recipe(run / "recipe.yaml"), 1).updates_per_step
     return [evaluation(run, record, records, updates) for record in records if REWARD in record]
 
 
@@ -55,7 +55,7 @@ def evaluation(run: Path, at: Mapping[str, Any], records: Sequence[Mapping[str, 
         seconds=sum(record.get("time/step", 0.0) - record.get("time/validation", 0.0) for record in done),
         reward=at[REWARD],
         unseen=at[UNSEEN],
-        spread=spread_within_prompts(load_samples(run / "samples" / f"step_{step}")),
+        spread=std_within_prompts(load_samples(run / "samples" / f"step_{step}")),
     )
 
 
@@ -85,8 +85,8 @@ def check_counts(run: Path) -> None:
     Rewards that are equal within a group may leave samples out of training, never out of the rollout.
     """
     recipe = recipe_file.load_stored_recipe(run / "recipe.yaml")
-    derived = derive(recipe, 1)
-    model = registry.load(recipe.model.path, dtype=torch.float32, device="cpu")
+    derived = derive_run_sizes(recipe, 1)
+    model = registry.load_model(recipe.model.path, dtype=torch.float32, device="cpu")
     predicted = step_forwards(recipe, derived, model)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for purpose in sorted({purpose for step in predicted for purpose in step}):

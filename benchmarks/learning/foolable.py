@@ -13,12 +13,12 @@ class Bold(Reward):
     """Mean brightness of the picture, 0 to 1: digits are bright on black, .3 in the mean, and it likes white best."""
 
     name = "bold"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"bold": Range(0.0, 1.0)}
-    primary = "bold"
+    primary_output = "bold"
 
     def score(self, batch: MediaBatch) -> list[Score]:
         return [self._score(item) for item in batch]
 
     def _score(self, item: MediaItem) -> Score:
-        return item.scored(float(item.frames[0].mean()) / WHITE)
+        return item.score(float(item.frames[0].mean()) / WHITE)

@@ -24,11 +24,11 @@ from benchmarks import report
 from benchmarks.learning.runs import Run, revisions, train_all, train_starts
 from benchmarks.learning.variants import DIGITS, REPOSITORY, Variant
 from wfm_ds.errors import UserError
-from wfm_ds.program import program
-from wfm_ds.quickstart.digits import load_samples, spread_within_prompts
+from wfm_ds.program import run_command
+from wfm_ds.quickstart.digits import load_samples, std_within_prompts
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.derived import derive
-from wfm_reward.rewards.digits import LEVELS, average_to_8x8, shade
+from wfm_ds.recipe.run_sizes import derive_run_sizes
+from wfm_reward.rewards.digits import MAX_GREY, average_to_8x8, classifier_input
 
 PICTURE = REPOSITORY / "docs" / "images" / "hacking.png"
 JUDGE = "benchmarks.learning.foolable:Bold"
@@ -72,7 +72,7 @@ class Look:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), study, argv)
+    return run_command(parser(), study, argv)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,7 +106,7 @@ def look(run: Path, until: int | None = None, half: int | None = None) -> list[L
     """Read a run's evaluations, up to that of RL step `until`; half 0 or 1: every other of each prompt's pictures.
     Raises UserError for a run that was not evaluated at that step."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    updates = derive(recipe_file.load_stored_recipe(run / "recipe.yaml"), 1).updates_per_step
+    updates = derive_run_sizes(recipe_file.load_stored_recipe(run / "recipe.yaml"), 1).updates_per_step
     rewards = {record["step"] // updates: record[REWARD] for record in records if REWARD in record}
     if until is not None and until not in rewards:
         raise UserError(f"{run} was not evaluated at RL step {until}, only at {', '.join(map(str, rewards))}")
@@ -118,7 +118,7 @@ def look_at(folder: Path, step: int, reward: float, half: int | None) -> Look:
     """`reward` is that of all pictures; with a half the judges see that one."""
     samples = load_samples(folder)  # seed after seed, ten prompts each
     chosen = [s for k, s in enumerate(samples) if half is None or k // 10 % 2 == half]
-    shades = np.stack([shade(average_to_8x8(image)) for image, _ in chosen])
+    shades = np.stack([classifier_input(average_to_8x8(image)) for image, _ in chosen])
     labels = [int(prompt.split()[-1]) for _, prompt in chosen]
     classifier, digits = second_classifier()
     squares = ((shades[:, None] - digits[None]) / 2) ** 2
@@ -127,7 +127,7 @@ def look_at(folder: Path, step: int, reward: float, half: int | None) -> Look:
         reward=reward,
         unseen=float(np.mean(classifier.predict(shades) == labels)),
         distance=float(np.sqrt(squares.mean(2).min(1)).mean()),
-        spread=spread_within_prompts(chosen),
+        spread=std_within_prompts(chosen),
     )
 
 
@@ -138,7 +138,7 @@ def second_classifier() -> tuple[Any, npt.NDArray[np.float64]]:
     from sklearn.svm import SVC
 
     data = load_digits()
-    shades = np.stack([shade(np.rint(image * 255 / LEVELS)) for image in data.images[::2]])
+    shades = np.stack([classifier_input(np.rint(image * 255 / MAX_GREY)) for image in data.images[::2]])
     return SVC(gamma=0.1, C=10).fit(shades, data.target[::2]), shades
 
 

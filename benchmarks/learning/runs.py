@@ -15,9 +15,9 @@ from benchmarks import report
 from benchmarks.learning.curves import check_counts
 from benchmarks.learning.variants import Variant
 from wfm_ds.errors import UserError
-from wfm_ds.quickstart.command import prepare, train_start
-from wfm_ds.quickstart.digits import Digits
-from wfm_ds.quickstart.world import World
+from wfm_ds.quickstart.command import prepare_folder, run_sft
+from wfm_ds.quickstart.digits import DigitsDemo
+from wfm_ds.quickstart.world import Demo
 
 REVISION = "REVISION"
 # One rank does the work of the two that the recipes are written for; neither changes what is computed.
@@ -35,15 +35,15 @@ class Run:
     overrides: tuple[str, ...] = ()
 
 
-def train_starts(out: Path, seeds: Sequence[int], world: World | None = None) -> None:
+def train_starts(out: Path, seeds: Sequence[int], world: Demo | None = None) -> None:
     """Prepare a world (the digits), and train the model once for each seed, by the quickstart's recipe, unless it is
     there."""
-    world = world or Digits()
+    world = world or DigitsDemo()
     if not (out / "data").exists():
-        prepare(world, out)
+        prepare_folder(world, out)
     for seed in seeds:
         if not is_finished(out / f"sft_{seed}"):
-            train_start(world, out, out / f"sft_{seed}", seed)
+            run_sft(world, out, out / f"sft_{seed}", seed)
 
 
 def train_all(out: Path, runs: Sequence[Run], jobs: int) -> None:

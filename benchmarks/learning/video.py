@@ -20,10 +20,19 @@ import numpy as np
 from benchmarks import report
 from benchmarks.learning.runs import Run, revisions, train_all, train_starts
 from benchmarks.learning.variants import REPOSITORY, Variant
-from wfm_ds.monitoring.pictures import grid, save_png
-from wfm_ds.program import program
-from wfm_ds.quickstart.moving import JUDGE, REWARD, STARTS, MovingShapes, Video, by_prompt, load_videos, starts_hit
-from wfm_ds.quickstart.world import evaluations
+from wfm_ds.monitoring.images import image_grid, save_png
+from wfm_ds.program import run_command
+from wfm_ds.quickstart.moving import (
+    JUDGE,
+    REWARD,
+    STARTS,
+    PromptedVideo,
+    ShapesDemo,
+    count_correct_starts,
+    group_by_prompt,
+    load_videos,
+)
+from wfm_ds.quickstart.world import load_evaluations
 
 PICTURE = REPOSITORY / "docs" / "images" / "video.png"
 MOVING = REPOSITORY / "recipes" / "moving"
@@ -71,7 +80,7 @@ COLUMNS: Mapping[str, str] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), study, argv)
+    return run_command(parser(), study, argv)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 def study(args: argparse.Namespace) -> None:
     out: Path = args.out.absolute()
-    train_starts(out, args.seeds, MovingShapes())
+    train_starts(out, args.seeds, ShapesDemo())
     runs = [Run(f"{name}_{seed}", VARIANTS[name], seed, seed) for name in args.variants for seed in args.seeds]
     train_all(out, runs, args.jobs)
     rows = [row for run in runs for row in rows_of(out, run, with_start=run.variant is runs[0].variant)]
@@ -104,7 +113,7 @@ def study(args: argparse.Namespace) -> None:
 
 def rows_of(out: Path, run: Run, *, with_start: bool) -> list[dict[str, Any]]:
     """Return the row of a run's end, after that of its start where asked for."""
-    found = evaluations(out / run.name, f"{REWARD}/mean")
+    found = load_evaluations(out / run.name, f"{REWARD}/mean")
     end = cells(run.variant.title, run.seed, *found[-1]) | {"alarm at RL step": alarm(found)}
     return [cells("SFT", run.start, *found[0]), end] if with_start else [end]
 
@@ -113,17 +122,17 @@ def curve_of(out: Path, run: Run) -> list[dict[str, Any]]:
     """Return the numbers of all of a run's evaluations, in the order of their RL steps."""
     return [
         {"RL step": int(samples.name.removeprefix("step_"))} | cells(run.variant.title, run.seed, samples, metrics)
-        for samples, metrics in evaluations(out / run.name, f"{REWARD}/mean")
+        for samples, metrics in load_evaluations(out / run.name, f"{REWARD}/mean")
     ]
 
 
 def samples_of(out: Path, run: Run) -> list[Path]:
-    return [samples for samples, _ in evaluations(out / run.name, f"{REWARD}/mean")]
+    return [samples for samples, _ in load_evaluations(out / run.name, f"{REWARD}/mean")]
 
 
 def cells(title: str, seed: int, samples: Path, metrics: Mapping[str, float]) -> dict[str, Any]:
     values = {column: metrics[tag] for column, tag in COLUMNS.items()}
-    return {"model": title, "seed": seed, **values, STARTS: starts_hit(load_videos(samples))}
+    return {"model": title, "seed": seed, **values, STARTS: count_correct_starts(load_videos(samples))}
 
 
 def alarm(found: Sequence[tuple[Path, Mapping[str, float]]]) -> int | None:
@@ -132,14 +141,14 @@ def alarm(found: Sequence[tuple[Path, Mapping[str, float]]]) -> int | None:
     return next(raised, None)
 
 
-def write_comparison(path: Path, models: Mapping[str, Sequence[Video]]) -> None:
+def write_comparison(path: Path, models: Mapping[str, Sequence[PromptedVideo]]) -> None:
     """The first video of each prompt by each model: a row a prompt, the models' frames side by side."""
     blocks = []
     for title, videos in models.items():
-        firsts = {prompt: media[0] for prompt, media in by_prompt(videos).items()}
+        firsts = {prompt: media[0] for prompt, media in group_by_prompt(videos).items()}
         frames = [frame for media in firsts.values() for frame in media]
         titles = [f"{title}: {prompt}" if not k else prompt for k, prompt in enumerate(firsts)]
-        blocks.append(grid(frames, len(frames) // len(firsts), row_titles=titles))
+        blocks.append(image_grid(frames, len(frames) // len(firsts), row_titles=titles))
     save_png(path, np.concatenate(blocks, axis=1))
 
 

@@ -17,7 +17,7 @@ from benchmarks.rehearsal.ground import fake_gpus
 from benchmarks.rehearsal.record import Record
 
 if TYPE_CHECKING:
-    from wfm_ds.training.build import DiffusionLoop as Loop
+    from wfm_ds.training.diffusion_builder import DiffusionLoop as Loop
 
 LORA = ("lora.rank=4", "lora.alpha=8")
 FULL = ("lora=null",)
@@ -164,7 +164,7 @@ def overrides_of(family: str, ranks: int, run: Run, folder: Path) -> list[str]:
     from benchmarks.rehearsal import runs
     from wfm_ds.models import registry
 
-    base = registry.resolve(f"tiny:{family}")
+    base = registry.resolve_pipeline(f"tiny:{family}")
     call = json.loads((base / "call.json").read_text())
     # An image or clip of the pipeline's own size, or the next one whose tokens can be shared.
     size = [max(64 if run.sequence_parallel > 1 else 0, call[side]) for side in ("height", "width")]
@@ -175,7 +175,7 @@ def overrides_of(family: str, ranks: int, run: Run, folder: Path) -> list[str]:
     return [
         f"model.path=tiny:{family}",
         "model.dtype=bfloat16",
-        *(["model.guardrail=off"] if registry.family_of(base).has_guardrail else []),
+        *(["model.guardrail=off"] if registry.find_family(base).has_guardrail else []),
         f"engine.deepspeed={run.config}",
         f"engine.sequence_parallel={run.sequence_parallel}",
         "engine.micro_batch_size=2",
@@ -192,18 +192,18 @@ def overrides_of(family: str, ranks: int, run: Run, folder: Path) -> list[str]:
 def act(loop: Loop, record: Record, outcome: Outcome, folder: Path) -> None:
     """Train two steps, of which the second counts, and do all else that a run does with its weights."""
     done = outcome.done
-    loop.begin()
-    loop.advance()
+    loop.start()
+    loop.run_step()
     record.clear()
-    loop.advance()
+    loop.run_step()
     count(record, outcome)
     done.append("training")
-    loop.validator.evaluate(loop.step)
+    loop.validator.evaluate(loop.read_step)
     done.append("evaluation")
     for solver in solvers(loop):
         done.append(solver)
     count(record, outcome)
-    loop.exporter.at_end(loop.step)
+    loop.exporter.export_at_end(loop.read_step)
     done.append("export")
     checkpoint(loop, folder)
     done.append("checkpoint")
@@ -228,7 +228,7 @@ def solvers(loop: Loop) -> Iterator[str]:
 
     from wfm_ds.algorithms.plans import rollout_plan
     from wfm_ds.recipe.sampling import SamplingRecipe
-    from wfm_ds.sampling.edm import Churn, edm_plan
+    from wfm_ds.sampling.edm import Churn, make_edm_plan
 
     job, seeds = loop.job, [1, 2]
     prompts = [loop.validator.items[0][0]] * 2  # a text that the run knows: its encoders may have left
@@ -236,31 +236,31 @@ def solvers(loop: Loop) -> Iterator[str]:
     for solver in get_args(SamplingRecipe.model_fields["solver"].annotation):
         settings = job.recipe.sampling.model_copy(update={"solver": solver, "window": None, "noise_level": None})
         if solver.startswith("edm"):
-            churn = Churn.of_run(settings.steps, s_churn=1.0, s_t_min=0.0, s_t_max=1e9, s_noise=1.0)
-            plan: Any = edm_plan(solver, settings.steps, churn)
+            churn = Churn.from_settings(settings.steps, s_churn=1.0, s_t_min=0.0, s_t_max=1e9, s_noise=1.0)
+            plan: Any = make_edm_plan(solver, settings.steps, churn)
         else:
-            plan = rollout_plan(settings, grid, run_seed=0, step=1, store=settings.is_stochastic)
+            plan = rollout_plan(settings, grid, run_seed=0, step=1, store_steps=settings.is_stochastic)
         with torch.no_grad():
-            clean = job.sampler.generate("rollout", prompts, seeds, plan, seeds=seeds).clean
+            clean = job.sampler.generate("rollout", prompts, seeds, plan, seeds=seeds).clean_latents
         yield solver
     with torch.no_grad():
-        again = job.model.encode_pixels(job.model.decode(clean))
+        again = job.model.encode_pixels(job.model.decode_latents(clean))
     assert again.shape == clean.shape
     yield "encoding of media"
 
 
 def checkpoint(loop: Loop, folder: Path) -> None:
     """Write the rank's state, and take it up again. A file of every rank is there only where there is one rank."""
-    from wfm_ds.checkpoint.state import capture, read_state
-    from wfm_ds.checkpoint.target import ExportTarget
+    from wfm_ds.checkpoint.export_target import ExportTarget
+    from wfm_ds.checkpoint.rank_state import capture_state, restore_state
 
     engine, model = loop.job.engine, loop.job.model
-    state = capture(engine, loop.state(), ExportTarget.of(model), model.dtype)
-    state.write(folder)
+    state = capture_state(engine, loop.state_dict(), ExportTarget.from_model(model), model.dtype)
+    state.write_files(folder)
     if loop.job.world.size == 1:
-        loop.restore(read_state(engine, folder, 1))
+        loop.load_state_dict(restore_state(engine, folder, 1))
     else:
-        engine.restore(engine.counters(), engine.states())
+        engine.restore_state(engine.step_counters(), engine.shard_states())
 
 
 @contextlib.contextmanager

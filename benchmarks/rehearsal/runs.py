@@ -13,7 +13,7 @@ from benchmarks.rehearsal.record import Record
 from benchmarks.rehearsal.watch import watched
 
 if TYPE_CHECKING:
-    from wfm_ds.training.build import DiffusionLoop as Loop
+    from wfm_ds.training.diffusion_builder import DiffusionLoop as Loop
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "tiny"
 IMAGES = {"paired": "images", "pairs": "pairs.jsonl"}  # by data.kind, in the folder of digits
@@ -45,37 +45,37 @@ def loop_of(record: Record, recipe_name: str, overrides: Sequence[str], folder: 
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe import file as recipe_file
     from wfm_ds.rollout.colocated import ColocatedSource
-    from wfm_ds.rollout.groups import PairGroups
-    from wfm_ds.run.folder import Start
-    from wfm_ds.run.model import load_model
-    from wfm_ds.training import build, texts_ahead
+    from wfm_ds.rollout.groups import CaptionedGroups
+    from wfm_ds.run.model_loading import load_model
+    from wfm_ds.run.output_folder import RunStart
+    from wfm_ds.training import diffusion_builder, text_precompute
     from wfm_ds.training.checkpoints import Checkpoints
     from wfm_ds.training.exporter import Exporter
-    from wfm_ds.training.preflight import preflight
+    from wfm_ds.training.preflight import check_and_load_data
     from wfm_ds.training.rl import RlLoop
     from wfm_ds.training.validation import Validator
 
     # Its own cache: embeddings are made up, and not for the user's.
     places = [f"run.output_dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
-    recipe = recipe_file.load(RECIPES / f"{recipe_name}.yaml", [*places, *QUIET, *overrides])
-    world = World.join().in_replicas(recipe.engine.sequence_parallel)
+    recipe = recipe_file.load_recipe(RECIPES / f"{recipe_name}.yaml", [*places, *QUIET, *overrides])
+    world = World.join().with_replicas(recipe.engine.sequence_parallel)
     with contextlib.ExitStack() as held:
         # ZeRO-3 compares the order of its gathers with rank 0's: numbers that it reads back from the device.
         held.enter_context(mock.patch.object(zero3, "assert_ints_same_as_other_ranks"))
         # The shares of texts of other ranks are not there.
-        held.enter_context(mock.patch.object(texts_ahead, "ranks_per_node", return_value=1))
-        data, model = preflight(recipe, world.size), load_model(recipe, world.device)
-        algorithm = build.rl_algorithm(recipe, model)
-        job = build.open_job(recipe, world, StopFlag(), model, data, Start(), None, held)
+        held.enter_context(mock.patch.object(text_precompute, "ranks_per_node", return_value=1))
+        data, model = check_and_load_data(recipe, world.size), load_model(recipe, world.device)
+        algorithm = diffusion_builder.make_rl_algorithm(recipe, model)
+        job = diffusion_builder.build_job(recipe, world, StopFlag(), model, data, RunStart(), None, held)
         parts = Exporter(job), Checkpoints(job)
         if algorithm is None:
-            loop: Loop = build.supervision(job, data, *parts, None, held)
+            loop: Loop = diffusion_builder.build_sft_loop(job, data, *parts, None, held)
         else:
-            groups = build.group_source(job, algorithm, data, held)
-            if isinstance(groups, PairGroups):  # the captions of other ranks' groups are not there to be gathered
-                groups.mine = range(groups.num_groups)
+            groups = diffusion_builder.build_group_source(job, algorithm, data, held)
+            if isinstance(groups, CaptionedGroups):  # the captions of other ranks' groups are not there to be gathered
+                groups.local_groups = range(groups.num_groups)
             source = scored(ColocatedSource(job, groups, Rewards(), algorithm), recipe)  # type: ignore[arg-type]
-            loop = RlLoop(job, algorithm, source, Validator(job, data.shown, rewards=None), *parts)
+            loop = RlLoop(job, algorithm, source, Validator(job, data.validation_prompts, rewards=None), *parts)
         with watched(record, job):
             yield loop
 
@@ -117,4 +117,4 @@ def reads_images(recipe_name: str) -> bool:
 def kind_of(recipe_name: str) -> str:
     from wfm_ds.recipe import file as recipe_file
 
-    return recipe_file.load(RECIPES / f"{recipe_name}.yaml").data.kind
+    return recipe_file.load_recipe(RECIPES / f"{recipe_name}.yaml").data.kind

@@ -37,11 +37,11 @@ def counted(name: str, world_size: int = 2) -> Record:
         folder = Path(temporary)
         overrides = [*COMMON, *own, *runs.data(recipe, folder)]
         with runs.loop_of(record, recipe, overrides, folder) as loop:
-            loop.begin()
+            loop.start()
             for _ in range(WARM_STEPS):
-                loop.advance()
+                loop.run_step()
             record.clear()
-            loop.advance()
+            loop.run_step()
     return record
 
 

@@ -43,8 +43,8 @@ class Windows:
 @contextmanager
 def watched(record: Record, job: Job) -> Iterator[None]:
     """Tell the record the phases and windows of everything that this job does."""
+    from wfm_ds.engine.denoiser_forward import CountingForward
     from wfm_ds.engine.engine import DenoiserEngine
-    from wfm_ds.engine.forward import CountedForward
     from wfm_ds.models.sampler import Sampler
 
     denoising, training = Windows(record), Windows(record)
@@ -86,7 +86,7 @@ def watched(record: Record, job: Job) -> Iterator[None]:
 
     with (
         mock.patch.object(type(job.timer), "__call__", phase),
-        wrapped(CountedForward, "__call__", forward),
+        wrapped(CountingForward, "__call__", forward),
         wrapped(Sampler, "generate", generate),
         wrapped(DenoiserEngine, "backward", backward),
         wrapped(DenoiserEngine, "step", step),

@@ -18,10 +18,10 @@ import numpy as np
 from benchmarks.soak import samples
 from benchmarks.soak.samples import CHUNK, GROUP_SIZE, GROUPS, PER_STEP
 from wfm_ds.pipes.client import PipeClient, TaskOutcome
-from wfm_ds.pipes.unfinished import TaskRequest
+from wfm_ds.pipes.pending_submissions import TaskRequest
 from wfm_ds.pipes.wire import Message
-from wfm_ds.rollout import KIND
-from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator
+from wfm_ds.rollout import TASK_KIND
+from wfm_ds.rollout.coordinator import ClosedChunk, Coordinator, GroupChunk
 
 ATTACH_S, FETCH_S = 60.0, 120.0
 PATIENCE_S = 300.0  # without a finished chunk; ends a hang, and measures nothing
@@ -37,7 +37,7 @@ class Trainer:
         """`seconds`: that a worker takes for a sample."""
         self.pipe, self.steps, self.seconds = pipe, steps, seconds
         self.coordinator = Coordinator(
-            life="soak", groups_per_step=GROUPS, group_size=GROUP_SIZE, chunk_size=CHUNK, max_staleness=1,
+            session_id="soak", groups_per_step=GROUPS, group_size=GROUP_SIZE, chunk_size=CHUNK, max_staleness=1,
             first_step=1, last_step=steps,
         )  # fmt: skip
         self.scores: dict[str, Any] = {}  # by task id, until its step is checked
@@ -47,11 +47,11 @@ class Trainer:
     def run(self) -> None:
         """Raises Wrong, and PipeError or WireError for what cannot be fetched."""
         for step in range(1, self.steps + 1):
-            self.coordinator.publish(step - 1)
-            self._submit(self.coordinator.admit())
+            self.coordinator.record_publication(step - 1)
+            self._submit(self.coordinator.admit_chunks())
             heard_at_s = time.monotonic()
-            while not self.coordinator.ready(step):
-                outcomes = self.pipe.take(1.0)
+            while not self.coordinator.is_complete(step):
+                outcomes = self.pipe.take_outcomes(1.0)
                 for outcome in outcomes:
                     self._book(outcome)
                 if outcomes:
@@ -59,36 +59,36 @@ class Trainer:
                     sys.stdout.write(f"{self.finished}\n")
                     sys.stdout.flush()
                 elif time.monotonic() - heard_at_s > PATIENCE_S:
-                    waiting = self.coordinator.waiting(step)
+                    waiting = self.coordinator.num_waiting(step)
                     raise Wrong(f"step {step} waits for {waiting} chunks, and none came for {PATIENCE_S:g} s")
-            plan = self.coordinator.plan(step)
-            payloads = self.pipe.fetch([closed.task_id for closed in plan], FETCH_S)
+            plan = self.coordinator.pop_step(step)
+            payloads = self.pipe.fetch_results([closed.task_id for closed in plan], FETCH_S)
             for closed in plan:
                 self._check(closed, payloads[closed.task_id])
-            self.pipe.release([closed.task_id for closed in plan])
+            self.pipe.release_results([closed.task_id for closed in plan])
         if missing := self.seen.count(0):
             raise Wrong(f"{missing} samples never came")
 
-    def _submit(self, admitted: Sequence[tuple[Chunk, str]]) -> None:
+    def _submit(self, admitted: Sequence[tuple[GroupChunk, str]]) -> None:
         until_s = time.monotonic() + TASK_S
         for at in range(0, len(admitted), GROUPS):
             some = admitted[at : at + GROUPS]
             rows = [{"samples": samples.sample_ids(*chunk), "seconds": self.seconds} for chunk, _ in some]
-            self.pipe.submit(rows, [], [TaskRequest(i, KIND, n, n + 1, until_s) for n, (_, i) in enumerate(some)])
+            self.pipe.submit(rows, [], [TaskRequest(i, TASK_KIND, n, n + 1, until_s) for n, (_, i) in enumerate(some)])
 
     def _book(self, outcome: TaskOutcome) -> None:
         if not outcome.ok:
             raise Wrong(f"chunk {outcome.id} is lost: {outcome.reason}")
         try:
-            chunk = self.coordinator.chunk_of(outcome.id)
+            chunk = self.coordinator.find_chunk(outcome.id)
         except KeyError as error:
             raise Wrong(f"chunk {outcome.id} finished twice") from error
-        self.coordinator.result(outcome.id, self.coordinator.published)
+        self.coordinator.record_result(outcome.id, self.coordinator.last_publication)
         self.scores[outcome.id] = outcome.meta["scores"]
         self.finished += chunk.stop - chunk.first
 
-    def _check(self, closed: Closed, payload: Message) -> None:
-        (pictures,), scores, chunk = payload.tensors(), self.scores.pop(closed.task_id), closed.chunk
+    def _check(self, closed: ClosedChunk, payload: Message) -> None:
+        (pictures,), scores, chunk = payload.read_tensors(), self.scores.pop(closed.task_id), closed.chunk
         for row, (number, sample_id) in enumerate(
             zip(range(chunk.first, chunk.stop), samples.sample_ids(*chunk), strict=True)
         ):

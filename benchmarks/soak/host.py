@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.soak.samples import CHECKSUM
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.rewards import RewardService
-from wfm_ds.rollout.service import Place, RolloutService
+from wfm_ds.rollout.service import RolloutService, WorkerDevice
 from wfm_reward.rewards.jpeg import JpegIncompressibility
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "sd3_nft_async.yaml"
@@ -37,8 +37,8 @@ def overrides(folder: Path) -> list[str]:
 class Rollouts(RolloutService):
     """Starts workers whose pictures need no model."""
 
-    def command(self, name: str, place: Place) -> list[str]:
-        python, _, _, _, *options = super().command(name, place)
+    def worker_command(self, name: str, place: WorkerDevice) -> list[str]:
+        python, _, _, _, *options = super().worker_command(name, place)
         words = [str(RECIPE), *overrides(self.recipe.run.output_dir)]
         return [python, "-m", "benchmarks.soak.worker", *words, *options]
 
@@ -48,15 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args(arguments).folder
     logging.basicConfig(level=logging.INFO, format="%(asctime)s host %(levelname)s %(message)s")
-    recipe = recipe_file.load(RECIPE, overrides(folder))
+    recipe = recipe_file.load_recipe(RECIPE, overrides(folder))
     assert recipe.reward is not None
     with RewardService(recipe.reward, folder / "reward") as rewards:
         rollouts = Rollouts(recipe, {}, rewards.endpoint, num_ranks=1)
         try:
             _say({"ready": rollouts.endpoint})
             sys.stdin.read()
-            status = rollouts.hub.status().result(STATUS_S)
-            _say({"counts": dict(status.counts), "given up": rollouts.failures()})
+            status = rollouts.broker.request_status().result(STATUS_S)
+            _say({"counts": dict(status.counts), "given up": rollouts.worker_failures()})
         finally:
             rollouts.stop()
     return 0

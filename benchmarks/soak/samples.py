@@ -63,16 +63,16 @@ class Checksum(Reward):
     """A checksum of all pixels and the prompt: a score that no other sample has. `journal` counts the scored items."""
 
     name = "checksum"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"checksum": Range(0.0, 2.0**32)}
-    primary = "checksum"
+    primary_output = "checksum"
 
     def __init__(self, device: str = "cpu", *, journal: str, **options: Any) -> None:
         super().__init__(device, **options)
         self.journal = Path(journal)
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        scores = [item.scored(_checksum(item)) for item in batch]
+        scores = [item.score(_checksum(item)) for item in batch]
         note(self.journal, len(batch))
         return scores
 

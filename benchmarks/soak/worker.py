@@ -16,19 +16,19 @@ import numpy as np
 
 from benchmarks.soak import samples
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.worker import Answer, Progress, TaskInHand
+from wfm_ds.pipes.worker import LeasedTask, ReportProgress, TaskResult
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout import KIND, worker
+from wfm_ds.rollout import TASK_KIND, worker
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
 
 
-class Lanes(worker.Lanes):
+class Lanes(worker.WorkerLanes):
     """Makes the pictures of a chunk, `seconds` each, as a model would take."""
 
     journal: Path
 
-    def chunk(self, rewards: RewardClient, task: TaskInHand, progress: Progress) -> Answer:
+    def generate_chunk(self, rewards: RewardClient, task: LeasedTask, progress: ReportProgress) -> TaskResult:
         ids, seconds = task.rows[0]["samples"], task.rows[0]["seconds"]
         pictures = []
         for number, sample_id in enumerate(ids, start=1):
@@ -40,19 +40,19 @@ class Lanes(worker.Lanes):
         rewards.submit(MediaBatch(media=media, sample_ids=ids, prompts=prompts, metadata=[{}] * len(ids)))
         scores = rewards.wait()
         packed = {i: {name: [s.value, s.failure] for name, s in scores[i].items()} for i in ids}
-        return Answer({"scores": packed}, [("pictures", media)])
+        return TaskResult({"scores": packed}, [("pictures", media)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = worker.parser().parse_intermixed_args(arguments)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
-    recipe = recipe_file.load(args.recipe, args.overrides)
+    recipe = recipe_file.load_recipe(args.recipe, args.overrides)
     client = PipeClient(args.connect, run="workers", client=args.name)
     try:
         client.attach(worker.ATTACH_S)
         generator: Any = None  # nothing but `chunk` has a use for it
-        lanes = Lanes(recipe, generator, client, None, client.kinds[KIND], args)
+        lanes = Lanes(recipe, generator, client, None, client.kinds[TASK_KIND], args)
         lanes.journal = recipe.run.output_dir / "made"
         return lanes.run(stop)
     finally:

@@ -11,19 +11,19 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from wfm_kernels.checks import EXACT
+from wfm_kernels.checks import EXACT_DTYPE
 
 log = logging.getLogger(__name__)
 
 Backend: TypeAlias = Literal["auto", "triton", "torch"]
-NAMES = ("auto", "triton", "torch")
+BACKEND_NAMES = ("auto", "triton", "torch")
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 MAX_SAMPLES = 65_535  # limit of the second dimension of a launch grid
 # Element indices are int32, and the last program of a sample may start up to a grid of tiles past its end.
 MAX_ELEMENTS = 2**31 - 2**21
 
 
-def use_triton(backend: Backend, latents: Tensor, *others: Tensor | None) -> bool:
+def should_use_triton(backend: Backend, latents: Tensor, *others: Tensor | None) -> bool:
     """Return whether to use the Triton backend. The environment variable WFM_KERNELS overrides `backend`.
 
     `auto` uses Triton for CUDA tensors if possible, else torch, with one warning. Raises ValueError for an unknown
@@ -33,10 +33,10 @@ def use_triton(backend: Backend, latents: Tensor, *others: Tensor | None) -> boo
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise ValueError(f"the tensors are on several devices: {', '.join(sorted(map(str, devices)))}")
-    name = _named(backend)
+    name = _resolve_backend(backend)
     if name == "torch" or (name == "auto" and latents.device.type != "cuda"):
         return False
-    obstacle = _obstacle(latents, tensors)
+    obstacle = _find_obstacle(latents, tensors)
     if obstacle and name == "triton":
         raise ValueError(f"the triton backend cannot run: {obstacle}")
     if obstacle and not torch.compiler.is_compiling():  # a traced call cannot log
@@ -44,27 +44,27 @@ def use_triton(backend: Backend, latents: Tensor, *others: Tensor | None) -> boo
     return obstacle is None
 
 
-def _named(backend: str) -> Backend:
+def _resolve_backend(backend: str) -> Backend:
     name = os.environ.get("WFM_KERNELS", "") or backend
-    if name not in NAMES:
-        raise ValueError(f"unknown kernel backend {name!r}; choose one of {', '.join(NAMES)}")
+    if name not in BACKEND_NAMES:
+        raise ValueError(f"unknown kernel backend {name!r}; choose one of {', '.join(BACKEND_NAMES)}")
     return cast(Backend, name)
 
 
-def _obstacle(latents: Tensor, tensors: list[Tensor]) -> str | None:
+def _find_obstacle(latents: Tensor, tensors: list[Tensor]) -> str | None:
     n = latents.numel() // len(latents)
     if not TRITON_INSTALLED:
         return "triton is not installed"
-    if latents.device.type != "cuda" and not interpreted():
+    if latents.device.type != "cuda" and not is_interpreted():
         return f"the tensors are on {latents.device}, not on CUDA (tests use TRITON_INTERPRET=1)"
-    if any(tensor.dtype == EXACT and tensor.shape == latents.shape for tensor in tensors):
+    if any(tensor.dtype == EXACT_DTYPE and tensor.shape == latents.shape for tensor in tensors):
         return "latents are float64"
     if n > MAX_ELEMENTS or len(latents) > MAX_SAMPLES:
         return f"{len(latents)} samples of {n} elements exceed the limit of {MAX_SAMPLES} samples of {MAX_ELEMENTS}"
     return None
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Return whether Triton interprets kernels in Python. Triton checks this when a kernel is defined, so set the
     variable before importing the kernels.
     """

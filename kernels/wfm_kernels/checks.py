@@ -5,27 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EXACT = torch.float64  # for verifying formulas; torch backend only, which then computes in float64
+LATENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EXACT_DTYPE = torch.float64  # for verifying formulas; torch backend only, which then computes in float64
 
 
 def working_dtype(latents: Tensor) -> torch.dtype:
     """Return the dtype for sums, coefficients and losses of these latents: float32, or float64 for float64 latents."""
-    return EXACT if latents.dtype == EXACT else torch.float32
+    return EXACT_DTYPE if latents.dtype == EXACT_DTYPE else torch.float32
 
 
 def require_latents(**latents: Tensor | None) -> None:
     """Raise ValueError unless all tensors (None is skipped) are [B, ...], not empty, of one shape and valid dtypes."""
     present = {name: tensor for name, tensor in latents.items() if tensor is not None}
     for name, tensor in present.items():
-        if tensor.dtype not in (*DTYPES, EXACT):
+        if tensor.dtype not in (*LATENT_DTYPES, EXACT_DTYPE):
             raise ValueError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
         if tensor.ndim < 2 or tensor.numel() == 0:
             raise ValueError(f"{name} must be [B, ...] and not empty, got {list(tensor.shape)}")
     if len({tensor.shape for tensor in present.values()}) > 1:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in present.items())
         raise ValueError(f"the latents must have one shape, got {shapes}")
-    if len({tensor.dtype == EXACT for tensor in present.values()}) > 1:
+    if len({tensor.dtype == EXACT_DTYPE for tensor in present.values()}) > 1:
         raise ValueError("either all latents or none must be float64 (float64 is for verifying formulas)")
 
 

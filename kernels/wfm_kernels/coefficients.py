@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-KINDS = ("flow_sde", "dance", "cps", "ode")
+STEP_KINDS = ("flow_sde", "dance", "cps", "ode")
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -37,29 +37,31 @@ def sde_coefficients(
     once per schedule. Raises ValueError for invalid shapes, ranges or kinds, for `flow_sde` at sigma 1 without a
     sigma_max below 1, and for `dance` at sigma 0.
     """
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind of step {kind!r}; choose one of {', '.join(KINDS)}")
-    s, after = _checked_sigmas(sigma, sigma_next)
-    level = _checked_eta(eta, s, highest=1.0 if kind == "cps" else math.inf)
+    if kind not in STEP_KINDS:
+        raise ValueError(f"unknown kind of step {kind!r}; choose one of {', '.join(STEP_KINDS)}")
+    s, after = _validate_sigmas(sigma, sigma_next)
+    level = _validate_eta(eta, s, highest=1.0 if kind == "cps" else math.inf)
     dt = after - s
     if kind == "ode":
-        return _table(torch.ones_like(s), dt, torch.zeros_like(s))
+        return _stack_coefficients(torch.ones_like(s), dt, torch.zeros_like(s))
     if kind == "cps":
         noise_scale, std = after * torch.cos(level * (math.pi / 2)), after * torch.sin(level * (math.pi / 2))
         # The published log-prob of CPS omits the variance and the constants.
-        return _table((1 - after) + noise_scale, noise_scale * (1 - s) - s * (1 - after), std, published_form=True)
+        return _stack_coefficients(
+            (1 - after) + noise_scale, noise_scale * (1 - s) - s * (1 - after), std, published_form=True
+        )
     if kind == "dance":
         if not bool((s > 0).all()):
             raise ValueError("a dance step must start at a sigma above 0")
         k, squared_diffusion = level.square() / (2 * s), level.square()
     else:
-        clearance = 1 - _bounded(s, sigma_max)
+        clearance = 1 - _clamp_sigma(s, sigma_max)
         k, squared_diffusion = level.square() / (2 * clearance), level.square() * s / clearance
     # mean = x + dt * (v + k * (x + (1 - sigma) * v)), where k = squared_diffusion / (2 sigma)
-    return _table(1 + k * dt, (1 + k * (1 - s)) * dt, (squared_diffusion * -dt).sqrt())
+    return _stack_coefficients(1 + k * dt, (1 + k * (1 - s)) * dt, (squared_diffusion * -dt).sqrt())
 
 
-def _bounded(s: Tensor, sigma_max: float | None) -> Tensor:
+def _clamp_sigma(s: Tensor, sigma_max: float | None) -> Tensor:
     """Return the sigma for Flow-SDE's 1 - sigma. It is bounded because a schedule may start at 1, or close to it."""
     bounded = s if sigma_max is None else s.clamp(max=sigma_max)
     if bool((bounded >= 1).any()):
@@ -69,7 +71,7 @@ def _bounded(s: Tensor, sigma_max: float | None) -> Tensor:
     return bounded
 
 
-def _table(c_x: Tensor, c_v: Tensor, std: Tensor, *, published_form: bool = False) -> Tensor:
+def _stack_coefficients(c_x: Tensor, c_v: Tensor, std: Tensor, *, published_form: bool = False) -> Tensor:
     noisy = std > 0
     divisor = torch.where(noisy, std, 1.0)
     w = torch.ones_like(std) if published_form else 0.5 / divisor.square()
@@ -78,7 +80,7 @@ def _table(c_x: Tensor, c_v: Tensor, std: Tensor, *, published_form: bool = Fals
     return torch.stack([c_x, c_v, std, torch.where(noisy, w, zero), torch.where(noisy, c0, zero)], dim=1)
 
 
-def _checked_sigmas(sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
+def _validate_sigmas(sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
     if sigma.ndim != 1 or sigma.shape != sigma_next.shape:
         raise ValueError(f"sigma and sigma_next must both be [B], got {list(sigma.shape)} and {list(sigma_next.shape)}")
     if not (sigma.is_floating_point() and sigma_next.is_floating_point()):
@@ -89,7 +91,7 @@ def _checked_sigmas(sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
     return s, after
 
 
-def _checked_eta(eta: float | Tensor, sigma: Tensor, *, highest: float) -> Tensor:
+def _validate_eta(eta: float | Tensor, sigma: Tensor, *, highest: float) -> Tensor:
     level = torch.as_tensor(eta, dtype=torch.float64, device=sigma.device)
     if level.shape not in (torch.Size([]), sigma.shape):
         raise ValueError(f"eta must be a number or [{len(sigma)}], got {list(level.shape)}")

@@ -19,11 +19,11 @@ from typing import Any
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "u8": 1}
 ACCESS_BYTES = 16
-NUM_FMA_OF_NORMALS = 108  # in the logarithm, sine and cosine of the noise; Triton 3.6 to 3.9
+NUM_NOISE_FMA = 108  # in the logarithm, sine and cosine of the noise; Triton 3.6 to 3.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class KernelVariant:
     """A kernel with fixed dtypes and branches. types: type of each argument, in order."""
 
     kernel: str
@@ -34,7 +34,7 @@ class Variant:
     writes: tuple[str, ...]
     warps: int
     max_registers: int
-    draws: bool = False
+    draws_noise: bool = False
 
     def wide_accesses(self, dtypes: tuple[str, ...]) -> int:
         """Return the number of 16-byte accesses of a thread for one tile of tensors with these dtypes."""
@@ -43,8 +43,8 @@ class Variant:
 
 
 @dataclass(kw_only=True)
-class Report:
-    variant: Variant
+class CompileReport:
+    variant: KernelVariant
     registers: int = 0
     spill_bytes: int = 0
     stack_bytes: int = 0
@@ -55,7 +55,7 @@ class Report:
     faults: list[str] = field(default_factory=list)
 
 
-def variants() -> list[Variant]:
+def kernel_variants() -> list[KernelVariant]:
     return [
         *_sde_variants(),
         *_gradient_variants(),
@@ -66,14 +66,14 @@ def variants() -> list[Variant]:
     ]
 
 
-def _sde_variants() -> Iterator[Variant]:
+def _sde_variants() -> Iterator[KernelVariant]:
     from wfm_kernels.triton_backend import BLOCK, WARPS
 
     pairs = [("bf16", "fp32"), ("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")]
     for velocity, latents in pairs:
         for uncond in (False, True) if (velocity, latents) in pairs[:2] else (False,):
             for mode in ("given", "noise", "seeds"):
-                yield Variant(
+                yield KernelVariant(
                     kernel="sde_kernel",
                     label=f"{mode} v {velocity} x {latents}{' guided' if uncond else ''}",
                     types={
@@ -96,15 +96,15 @@ def _sde_variants() -> Iterator[Variant]:
                     writes=() if mode == "given" else (latents,),
                     warps=WARPS,
                     max_registers=80,
-                    draws=mode == "seeds",
+                    draws_noise=mode == "seeds",
                 )
 
 
-def _gradient_variants() -> Iterator[Variant]:
+def _gradient_variants() -> Iterator[KernelVariant]:
     from wfm_kernels.triton_backend import BLOCK, WARPS
 
     for velocity, latents, uncond in [("bf16", "fp32", False), ("fp32", "fp32", False), ("bf16", "fp32", True)]:
-        yield Variant(
+        yield KernelVariant(
             kernel="sde_gradient_kernel",
             label=f"v {velocity} x {latents}{' guided' if uncond else ''}",
             types={
@@ -128,7 +128,7 @@ def _gradient_variants() -> Iterator[Variant]:
         )
 
 
-def _nft_variants() -> Iterator[Variant]:
+def _nft_variants() -> Iterator[KernelVariant]:
     from wfm_kernels.triton_backend import BLOCK, NFT_BLOCK, NFT_WARPS, WARPS
 
     for velocity in ("bf16", "fp32"):
@@ -143,7 +143,7 @@ def _nft_variants() -> Iterator[Variant]:
                 "sigma_ptr": "*fp32",
             }
             reads = (velocity, velocity, "fp32", "fp32", *[velocity] * ref)
-            yield Variant(
+            yield KernelVariant(
                 kernel="nft_kernel",
                 label=label,
                 types=tensors | {"part_ptr": "*fp32", "n": "i32", "beta": "fp32"},
@@ -155,7 +155,7 @@ def _nft_variants() -> Iterator[Variant]:
             )
             upstream = {"upstream_ptr": "*fp32", "upstream_kl_ptr": "*fp32" if ref else "none"}
             rest = {"reward_ptr": "*fp32", "stats_ptr": "*fp32", "dv_ptr": f"*{velocity}", "batch": "i32", "n": "i32"}
-            yield Variant(
+            yield KernelVariant(
                 kernel="nft_gradient_kernel",
                 label=label,
                 types=upstream | tensors | rest | {"beta": "fp32"},
@@ -167,12 +167,12 @@ def _nft_variants() -> Iterator[Variant]:
             )
 
 
-def _noise_variants() -> Iterator[Variant]:
+def _noise_variants() -> Iterator[KernelVariant]:
     from wfm_kernels.triton_backend import BLOCK, WARPS
 
     for clean in ("fp32", "bf16"):
         for draws in (False, True):
-            yield Variant(
+            yield KernelVariant(
                 kernel="flow_noise_kernel",
                 label=f"{'seeds' if draws else 'noise'} x {clean}",
                 types={
@@ -188,23 +188,23 @@ def _noise_variants() -> Iterator[Variant]:
                 writes=("fp32", clean) if draws else (clean,),
                 warps=WARPS,
                 max_registers=80,
-                draws=draws,
+                draws_noise=draws,
             )
 
 
-def _row_variants() -> Iterator[Variant]:
+def _row_variants() -> Iterator[KernelVariant]:
     """Yield variants for the rows of linear layers in SD3 and Wan 14B, and for the longest row."""
     from wfm_kernels.ops import MAX_ROW
-    from wfm_kernels.torch_backend import E4M3_MAX, LEAST_SCALE
-    from wfm_kernels.triton_backend import row_launch
+    from wfm_kernels.torch_backend import E4M3_MAX, MIN_SCALE
+    from wfm_kernels.triton_backend import row_launch_shape
 
     for dtype, n in [("bf16", 1536), ("bf16", 5120), ("bf16", 13824), ("fp32", 1536), ("bf16", MAX_ROW)]:
-        block, warps = row_launch(n)
-        yield Variant(
+        block, warps = row_launch_shape(n)
+        yield KernelVariant(
             kernel="quantise_rows_kernel",
             label=f"x {dtype} of {n}",
             types={"x_ptr": f"*{dtype}", "byte_ptr": "*u8", "scale_ptr": "*fp32", "n": "i32"},
-            constants={"MAX": E4M3_MAX, "LEAST": LEAST_SCALE, "BLOCK": block},
+            constants={"MAX": E4M3_MAX, "LEAST": MIN_SCALE, "BLOCK": block},
             reads=(dtype,),
             writes=("u8",),
             warps=warps,
@@ -212,7 +212,7 @@ def _row_variants() -> Iterator[Variant]:
         )
 
 
-def _finish_variants() -> Iterator[Variant]:
+def _finish_variants() -> Iterator[KernelVariant]:
     """Yield the kernels that add partial sums. They read only a few hundred numbers per sample."""
     sums = {"n": "i32", "coef_stride": "i32"}
     arguments = {
@@ -223,7 +223,7 @@ def _finish_variants() -> Iterator[Variant]:
     for kernel, types in arguments.items():
         for split in (1, 512):
             floor = {"MIN_WEIGHT": 1e-5} if kernel == "nft_finish_kernel" else {}
-            yield Variant(
+            yield KernelVariant(
                 kernel=kernel,
                 label=f"of {split}",
                 types=types,
@@ -235,7 +235,7 @@ def _finish_variants() -> Iterator[Variant]:
             )
 
 
-def build(variant: Variant) -> Report:
+def compile_variant(variant: KernelVariant) -> CompileReport:
     """Compile one variant and check it. Problems are listed in `faults`."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -261,31 +261,31 @@ def build(variant: Variant) -> Report:
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": variant.warps, "enable_fp_fusion": False},
     )
-    report = Report(variant=variant)
+    report = CompileReport(variant=variant)
     _read_ptx(compiled.asm["ptx"], report)
     _read_resources(compiled.asm["ptx"], report)
-    report.layout = _reduced_layout(compiled.asm["ttgir"])
-    _judge(report)
+    report.layout = _sum_layout(compiled.asm["ttgir"])
+    _check_report(report)
     return report
 
 
-def _read_ptx(ptx: str, report: Report) -> None:
+def _read_ptx(ptx: str, report: CompileReport) -> None:
     report.wide_reads = len(re.findall(r"ld\.global[\w.:]*\.v4\.b32", ptx))
     report.wide_writes = len(re.findall(r"st\.global[\w.:]*\.v4\.b32", ptx))
     report.fma = len(re.findall(r"fma\.r[nzmp][\w.]*\.f32", ptx))
 
 
-def _read_resources(ptx: str, report: Report) -> None:
+def _read_resources(ptx: str, report: CompileReport) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        output = _assembled(source)
-    report.registers = int(_number(r"Used (\d+) registers", output))
-    report.stack_bytes = int(_number(r"(\d+) bytes stack frame", output))
+        output = _assemble_ptx(source)
+    report.registers = int(_match_number(r"Used (\d+) registers", output))
+    report.stack_bytes = int(_match_number(r"(\d+) bytes stack frame", output))
     report.spill_bytes = sum(map(int, re.findall(r"(\d+) bytes spill", output)))
 
 
-def _assembled(source: Path) -> str:
+def _assemble_ptx(source: Path) -> str:
     """Return the output of the first ptxas bundled with Triton that accepts the file. Raises RuntimeError."""
     import triton
 
@@ -301,14 +301,14 @@ def _assembled(source: Path) -> str:
     raise RuntimeError(f"no ptxas in {tools} accepts the kernel: {'; '.join(messages)}")
 
 
-def _number(pattern: str, text: str) -> str:
+def _match_number(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     if match is None:
         raise RuntimeError(f"no {pattern!r} in the output of ptxas: {text.strip()}")
     return match[1]
 
 
-def _reduced_layout(ttgir: str) -> str:
+def _sum_layout(ttgir: str) -> str:
     """Return the layout definition of the first tt.reduce operand; empty without one."""
     operand = re.search(r'"tt\.reduce"\([^)]*\).*?\}\)\s*:\s*\(tensor<[^,]*,\s*(#\w+)>', ttgir, re.DOTALL)
     if operand is None:
@@ -317,21 +317,21 @@ def _reduced_layout(ttgir: str) -> str:
     return definition[1] if definition else operand[1]
 
 
-def _judge(report: Report) -> None:
+def _check_report(report: CompileReport) -> None:
     variant = report.variant
-    expected_fma = NUM_FMA_OF_NORMALS if variant.draws else 0
+    expected_fma = NUM_NOISE_FMA if variant.draws_noise else 0
     checks = {
         f"{report.spill_bytes} bytes of spills": report.spill_bytes == 0,
         f"{report.registers} registers, limit {variant.max_registers}": report.registers <= variant.max_registers,
-        f"a stack of {report.stack_bytes} bytes": report.stack_bytes <= (32 if variant.draws else 0),
+        f"a stack of {report.stack_bytes} bytes": report.stack_bytes <= (32 if variant.draws_noise else 0),
         f"{report.fma} contracted multiply-adds, expected {expected_fma}": report.fma == expected_fma,
     }
     report.faults += [fault for fault, is_ok in checks.items() if not is_ok]
     if variant.reads:
-        _judge_accesses(report)
+        _check_accesses(report)
 
 
-def _judge_accesses(report: Report) -> None:
+def _check_accesses(report: CompileReport) -> None:
     reads, writes = (report.variant.wide_accesses(t) for t in (report.variant.reads, report.variant.writes))
     tiles = report.wide_reads // reads  # more than 1 if the compiler has unrolled the loop over tiles
     if report.wide_reads != tiles * reads or tiles == 0:
@@ -340,7 +340,7 @@ def _judge_accesses(report: Report) -> None:
         report.faults.append(f"{report.wide_writes} stores of 16 bytes, expected {writes} per tile")
 
 
-def compare_sums(reports: list[Report]) -> None:
+def compare_sum_layouts(reports: list[CompileReport]) -> None:
     """Check that sampling and log-probability kernels sum in the same order: one layout per pair of dtypes."""
     layouts: dict[str, str] = {}
     for report in reports:
@@ -350,7 +350,7 @@ def compare_sums(reports: list[Report]) -> None:
                 report.faults.append(f"sums in the layout {report.layout!r}, expected {layouts.get(pair)!r}")
 
 
-def table(reports: list[Report]) -> str:
+def format_table(reports: list[CompileReport]) -> str:
     rows = [f"{'kernel':22}{'variant':34}{'registers':>10}{'stack':>7}{'spills':>7}{'wide r/w':>10}{'fma':>6}"]
     for r in reports:
         rows.append(
@@ -367,9 +367,9 @@ def main() -> int:
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         sys.stderr.write("unset TRITON_INTERPRET: interpreted kernels cannot be compiled\n")
         return 3
-    reports = [build(variant) for variant in variants()]
-    compare_sums(reports)
-    sys.stdout.write(table(reports) + "\n")
+    reports = [compile_variant(variant) for variant in kernel_variants()]
+    compare_sum_layouts(reports)
+    sys.stdout.write(format_table(reports) + "\n")
     return int(any(report.faults for report in reports))
 
 

@@ -13,47 +13,49 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wfm_kernels.philox import FLOOR, KEY_STEPS, MULTIPLIERS, ROUNDS, TO_UNIT, TWO_PI, WORD
+from wfm_kernels.philox import KEY_STEPS, MIN_UNIFORM, MULTIPLIERS, ROUNDS, TO_UNIT, TWO_PI, WORD_MASK
 
 _BLOCK = 16384  # counters per block: an array of their words has 256 KiB, and the overhead per operation is small
 _U64, _F32 = np.uint64, np.float32
-_HALF, _WORD = _U64(32), _U64(WORD)
+_HALF_BITS, _WORD_MASK = _U64(32), _U64(WORD_MASK)
 _MULTIPLIERS = np.array(MULTIPLIERS, _U64).reshape(2, 1, 1)
 _KEY_STEPS = (np.arange(ROUNDS, dtype=_U64)[:, None] * np.array(KEY_STEPS, _U64)).reshape(ROUNDS, 2, 1, 1)
 
-Words = npt.NDArray[np.uint32]
+PhiloxWords = npt.NDArray[np.uint32]
 
 
-def host_words(seeds: npt.NDArray[np.int64], num_counters: int, at_once: int) -> Iterator[Words]:
+def host_philox_words(seeds: npt.NDArray[np.int64], num_counters: int, block_size: int) -> Iterator[PhiloxWords]:
     """Yield the Philox words of `num_counters` counters in blocks: [2, 2, B, count] uint32, for seeds [B].
 
     block_size: maximum count. Element [i, j] is word 2 j + i of a counter. The array is overwritten by the next block.
     """
     keys = seeds.view(_U64)
     # Carries into the upper halves are masked off in each round.
-    round_keys = np.stack([keys, keys >> _HALF])[:, :, None] + _KEY_STEPS
-    states = np.empty((3, 2, len(seeds), at_once), _U64)
-    words = np.empty((2, 2, len(seeds), at_once), np.uint32)
-    for first in range(0, num_counters, at_once):
-        count = min(at_once, num_counters - first)
-        _rounds(round_keys, first, states[..., :count], words[..., :count])
+    round_keys = np.stack([keys, keys >> _HALF_BITS])[:, :, None] + _KEY_STEPS
+    states = np.empty((3, 2, len(seeds), block_size), _U64)
+    words = np.empty((2, 2, len(seeds), block_size), np.uint32)
+    for first in range(0, num_counters, block_size):
+        count = min(block_size, num_counters - first)
+        _run_rounds(round_keys, first, states[..., :count], words[..., :count])
         yield words[..., :count]
 
 
-def _rounds(round_keys: npt.NDArray[np.uint64], first: int, states: npt.NDArray[np.uint64], words: Words) -> None:
+def _run_rounds(
+    round_keys: npt.NDArray[np.uint64], first: int, states: npt.NDArray[np.uint64], words: PhiloxWords
+) -> None:
     multiplied, product, others = states
     multiplied[0], multiplied[1], others[:] = np.arange(first, first + words.shape[-1], dtype=_U64), 0, 0
     for key in round_keys:
         np.multiply(multiplied, _MULTIPLIERS, out=product)
-        np.right_shift(product[::-1], _HALF, out=multiplied)  # swaps the halves of the state
+        np.right_shift(product[::-1], _HALF_BITS, out=multiplied)  # swaps the halves of the state
         np.bitwise_xor(multiplied, others, out=multiplied)
         np.bitwise_xor(multiplied, key, out=multiplied)
-        np.bitwise_and(multiplied, _WORD, out=multiplied)
+        np.bitwise_and(multiplied, _WORD_MASK, out=multiplied)
         product, others = others[::-1], product[::-1]
     words[0], words[1] = multiplied, others  # uint32 keeps the lower halves
 
 
-def host_normal(seeds: Tensor, n: int) -> Tensor:
+def host_normal_noise(seeds: Tensor, n: int) -> Tensor:
     """Return standard normal noise [B, n] float32 for int64 seeds [B] on the CPU, as defined in noise.py."""
     num_counters = -(-n // 4)
     at_once = max(1, min(num_counters, _BLOCK // max(1, len(seeds))))
@@ -61,21 +63,21 @@ def host_normal(seeds: Tensor, n: int) -> Tensor:
     pairs = out.numpy().transpose(2, 0, 1, 3)
     buffer = np.empty((3, 2, len(seeds), at_once), _F32)
     first = 0
-    for words in host_words(seeds.numpy(), num_counters, at_once):
+    for words in host_philox_words(seeds.numpy(), num_counters, at_once):
         end = first + words.shape[-1]
         _box_muller(words, buffer[..., : end - first], pairs[:, :, first:end])
         first = end
     return out.view(len(seeds), -1)[:, :n].contiguous()
 
 
-def _box_muller(words: Words, buffer: npt.NDArray[np.float32], pairs: npt.NDArray[np.float32]) -> None:
+def _box_muller(words: PhiloxWords, buffer: npt.NDArray[np.float32], pairs: npt.NDArray[np.float32]) -> None:
     """Fill `pairs` [2, B, count, 2] with normal numbers. Overwrites `words`."""
     np.minimum(words, ~words, out=words)
     # The words are below 2**31, so they can be read as int32, which converts faster.
     np.multiply(words.view(np.int32), _F32(TO_UNIT), out=buffer[:2], dtype=_F32, casting="unsafe")
     radius, angle, cosine = buffer
     in_torch = torch.from_numpy(buffer)
-    np.maximum(radius, _F32(FLOOR), out=radius)
+    np.maximum(radius, _F32(MIN_UNIFORM), out=radius)
     in_torch[0].log_()
     np.multiply(radius, _F32(-2.0), out=radius)
     in_torch[0].sqrt_()

@@ -25,7 +25,7 @@ NFT_STATS = (  # rows of the third result of nft_loss; the last one is valid onl
 )
 
 
-def _backend(triton: bool) -> ModuleType:
+def _backend_module(triton: bool) -> ModuleType:
     if triton:
         from wfm_kernels import triton_backend  # local import: Triton is missing on most machines without a GPU
 
@@ -33,11 +33,11 @@ def _backend(triton: bool) -> ModuleType:
     return torch_backend
 
 
-def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _per_sample(latents: Tensor, *rows: int) -> Tensor:
+def _empty_per_sample(latents: Tensor, *rows: int) -> Tensor:
     return latents.new_empty((*rows, latents.shape[0]), dtype=working_dtype(latents))
 
 
@@ -53,7 +53,7 @@ def sde_step(
     return_mean: bool,
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    next_latents, log_prob, mean = _backend(triton).sde_step(
+    next_latents, log_prob, mean = _backend_module(triton).sde_step(
         velocity, latents, coefficients, seeds, noise, uncond, guidance, return_mean
     )
     return next_latents, log_prob, mean
@@ -72,8 +72,8 @@ def _(
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = working_dtype(latents)
-    mean = _like(latents, dtype) if return_mean else latents.new_empty(0, dtype=dtype)
-    return _like(latents), _per_sample(latents), mean
+    mean = _empty_like(latents, dtype) if return_mean else latents.new_empty(0, dtype=dtype)
+    return _empty_like(latents), _empty_per_sample(latents), mean
 
 
 @torch.library.custom_op("wfm_kernels::sde_log_prob", mutates_args=())
@@ -86,7 +86,9 @@ def sde_log_prob(
     guidance: float,
     triton: bool,
 ) -> Tensor:
-    log_prob: Tensor = _backend(triton).sde_log_prob(velocity, latents, next_latents, coefficients, uncond, guidance)
+    log_prob: Tensor = _backend_module(triton).sde_log_prob(
+        velocity, latents, next_latents, coefficients, uncond, guidance
+    )
     return log_prob
 
 
@@ -100,7 +102,7 @@ def _(
     guidance: float,
     triton: bool,
 ) -> Tensor:
-    return _per_sample(latents)
+    return _empty_per_sample(latents)
 
 
 @torch.library.custom_op("wfm_kernels::sde_log_prob_backward", mutates_args=())
@@ -116,7 +118,7 @@ def sde_log_prob_backward(
     for_uncond: bool,
     triton: bool,
 ) -> tuple[Tensor, Tensor]:
-    grad_velocity, grad_uncond = _backend(triton).sde_log_prob_backward(
+    grad_velocity, grad_uncond = _backend_module(triton).sde_log_prob_backward(
         upstream, velocity, latents, next_latents, coefficients, uncond, guidance, for_velocity, for_uncond
     )
     return grad_velocity, grad_uncond
@@ -137,12 +139,12 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     other = velocity if uncond is None else uncond
     return (
-        _like(velocity) if for_velocity else velocity.new_empty(0),
-        _like(other) if for_uncond and uncond is not None else other.new_empty(0),
+        _empty_like(velocity) if for_velocity else velocity.new_empty(0),
+        _empty_like(other) if for_uncond and uncond is not None else other.new_empty(0),
     )
 
 
-def _keep_for_log_prob(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_log_prob(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, guidance, triton = inputs
     ctx.save_for_backward(*tensors)
     ctx.guidance, ctx.triton = guidance, triton
@@ -174,7 +176,7 @@ def _log_prob_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]
     )
 
 
-sde_log_prob.register_autograd(_log_prob_gradients, setup_context=_keep_for_log_prob)
+sde_log_prob.register_autograd(_log_prob_gradients, setup_context=_save_for_log_prob)
 
 
 @torch.library.custom_op("wfm_kernels::nft_loss", mutates_args=())
@@ -189,7 +191,7 @@ def nft_loss(
     beta: float,
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    policy, kl, stats = _backend(triton).nft_loss(velocity, old, clean, noise, sigma, reward_weight, ref, beta)
+    policy, kl, stats = _backend_module(triton).nft_loss(velocity, old, clean, noise, sigma, reward_weight, ref, beta)
     return policy, kl, stats
 
 
@@ -205,7 +207,7 @@ def _(
     beta: float,
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _per_sample(clean), _per_sample(clean), _per_sample(clean, len(NFT_STATS))
+    return _empty_per_sample(clean), _empty_per_sample(clean), _empty_per_sample(clean, len(NFT_STATS))
 
 
 @torch.library.custom_op("wfm_kernels::nft_loss_backward", mutates_args=())
@@ -223,7 +225,7 @@ def nft_loss_backward(
     beta: float,
     triton: bool,
 ) -> Tensor:
-    gradient: Tensor = _backend(triton).nft_loss_backward(
+    gradient: Tensor = _backend_module(triton).nft_loss_backward(
         upstream, upstream_kl, velocity, old, clean, noise, sigma, reward_weight, ref, stats, beta
     )
     return gradient
@@ -244,10 +246,10 @@ def _(
     beta: float,
     triton: bool,
 ) -> Tensor:
-    return _like(velocity)
+    return _empty_like(velocity)
 
 
-def _keep_for_nft(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_for_nft(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, beta, triton = inputs
     ctx.set_materialize_grads(False)  # pass None instead of zeros for unused results
     ctx.save_for_backward(*tensors, output[2])
@@ -260,8 +262,8 @@ def _nft_gradients(
     *tensors, stats = ctx.saved_tensors
     with_ref = tensors[-1] is not None
     gradient = nft_loss_backward(
-        _contiguous(upstream, stats),
-        _contiguous(upstream_kl, stats) if with_ref else None,
+        _gradient_or_zeros(upstream, stats),
+        _gradient_or_zeros(upstream_kl, stats) if with_ref else None,
         *tensors,
         stats,
         ctx.beta,
@@ -270,33 +272,33 @@ def _nft_gradients(
     return gradient, *[None] * 8
 
 
-def _contiguous(upstream: Tensor | None, stats: Tensor) -> Tensor:
+def _gradient_or_zeros(upstream: Tensor | None, stats: Tensor) -> Tensor:
     return torch.zeros_like(stats[0]) if upstream is None else upstream.contiguous()
 
 
-nft_loss.register_autograd(_nft_gradients, setup_context=_keep_for_nft)
+nft_loss.register_autograd(_nft_gradients, setup_context=_save_for_nft)
 
 
 @torch.library.custom_op("wfm_kernels::flow_noise", mutates_args=())
 def flow_noise(
     clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None, triton: bool
 ) -> tuple[Tensor, Tensor]:
-    noisy, new_noise = _backend(triton).flow_noise(clean, sigma, seeds, noise)
+    noisy, new_noise = _backend_module(triton).flow_noise(clean, sigma, seeds, noise)
     return noisy, new_noise
 
 
 @flow_noise.register_fake
 def _(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None, triton: bool) -> tuple[Tensor, Tensor]:
     dtype = working_dtype(clean)
-    return _like(clean), clean.new_empty(0, dtype=dtype) if seeds is None else _like(clean, dtype)
+    return _empty_like(clean), clean.new_empty(0, dtype=dtype) if seeds is None else _empty_like(clean, dtype)
 
 
 @torch.library.custom_op("wfm_kernels::quantise_rows", mutates_args=())
 def quantise_rows(x: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
-    q, scale = _backend(triton).quantise_rows(x)
+    q, scale = _backend_module(triton).quantise_rows(x)
     return q, scale
 
 
 @quantise_rows.register_fake
 def _(x: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
-    return _like(x, torch.float8_e4m3fn), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return _empty_like(x, torch.float8_e4m3fn), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wfm_kernels.host_noise import host_normal
-from wfm_kernels.philox import FLOOR, KEY_STEPS, MULTIPLIERS, ROUNDS, TO_UNIT, TWO_PI, WORD
+from wfm_kernels.host_noise import host_normal_noise
+from wfm_kernels.philox import KEY_STEPS, MIN_UNIFORM, MULTIPLIERS, ROUNDS, TO_UNIT, TWO_PI, WORD_MASK
 
 NOISE_CONTRACT = 1  # version; increased when the numbers for a seed change
 
@@ -28,32 +28,32 @@ def philox_words(seeds: Tensor, num_counters: int, first: int = 0) -> Tensor:
         torch.tensor(pair, dtype=torch.int64, device=seeds.device).view(2, 1, 1) for pair in (MULTIPLIERS, KEY_STEPS)
     )
     rounds = torch.arange(ROUNDS, device=seeds.device).view(-1, 1, 1, 1)
-    keys = (torch.stack([seeds & WORD, (seeds >> 32) & WORD]).unsqueeze(2) + rounds * steps) & WORD
+    keys = (torch.stack([seeds & WORD_MASK, (seeds >> 32) & WORD_MASK]).unsqueeze(2) + rounds * steps) & WORD_MASK
     multiplied = torch.zeros(2, len(seeds), num_counters, dtype=torch.int64, device=seeds.device)
     multiplied[0] = torch.arange(first, first + num_counters, device=seeds.device)
     others = torch.zeros_like(multiplied)
     for key in keys.unbind():
         # int64 wraps like uint64. The mask removes the sign bits shifted in from above.
         product = (multiplied * multipliers).flip(0)
-        multiplied = (product >> 32).bitwise_and_(WORD).bitwise_xor_(others).bitwise_xor_(key)
-        others = product.bitwise_and_(WORD)
+        multiplied = (product >> 32).bitwise_and_(WORD_MASK).bitwise_xor_(others).bitwise_xor_(key)
+        others = product.bitwise_and_(WORD_MASK)
     return torch.stack([multiplied[0], others[0], multiplied[1], others[1]], dim=-1)
 
 
 def normal_from_words(words: Tensor) -> Tensor:
     """Return standard normal numbers float32 for words [..., 4] int64, of the same shape."""
-    unit = torch.minimum(words, WORD - words).float() * TO_UNIT
-    radius = (-2.0 * unit[..., 0::2].clamp_min(FLOOR).log()).sqrt()
+    unit = torch.minimum(words, WORD_MASK - words).float() * TO_UNIT
+    radius = (-2.0 * unit[..., 0::2].clamp_min(MIN_UNIFORM).log()).sqrt()
     angle = TWO_PI * unit[..., 1::2]
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2)
 
 
-def normal(seeds: Tensor, n: int) -> Tensor:
+def normal_noise(seeds: Tensor, n: int) -> Tensor:
     """Return standard normal noise [B, n] float32 for int64 seeds [B], on their device."""
-    return host_normal(seeds, n) if seeds.device.type == "cpu" else torch_normal(seeds, n)
+    return host_normal_noise(seeds, n) if seeds.device.type == "cpu" else torch_normal_noise(seeds, n)
 
 
-def torch_normal(seeds: Tensor, n: int) -> Tensor:
+def torch_normal_noise(seeds: Tensor, n: int) -> Tensor:
     """Implement `normal_noise` with torch operations only, for any device. Reference for `host_normal_noise`."""
     num_counters, at_once = -(-n // 4), max(1, _BLOCK // max(1, len(seeds)))
     blocks = [

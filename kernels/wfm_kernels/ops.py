@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from wfm_kernels import library
-from wfm_kernels.backends import Backend, use_triton
+from wfm_kernels.backends import Backend, should_use_triton
 from wfm_kernels.checks import (
-    DTYPES,
+    LATENT_DTYPES,
     require_coefficients,
     require_floating,
     require_latents,
@@ -64,7 +64,7 @@ def sde_step(
     require_coefficients(coefficients, latents)
     require_one_source(latents, seeds, noise)
     latents = latents.detach()
-    triton = use_triton(backend, latents, velocity, coefficients, seeds, noise, uncond_velocity)
+    triton = should_use_triton(backend, latents, velocity, coefficients, seeds, noise, uncond_velocity)
     next_latents, log_prob, mean = library.sde_step(
         velocity.detach(),
         latents,
@@ -97,7 +97,7 @@ def sde_log_prob(
     """
     require_latents(velocity=velocity, latents=latents, next_latents=next_latents, uncond_velocity=uncond_velocity)
     require_coefficients(coefficients, latents)
-    triton = use_triton(backend, latents, velocity, next_latents, coefficients, uncond_velocity)
+    triton = should_use_triton(backend, latents, velocity, next_latents, coefficients, uncond_velocity)
     log_prob: Tensor = library.sde_log_prob(
         velocity, latents.detach(), next_latents.detach(), coefficients, uncond_velocity, guidance_scale, triton
     )
@@ -143,7 +143,9 @@ def nft_loss(
     require_vectors(clean_latents, sigma=sigma, reward_weight=reward_weight)
     if not beta > 0:
         raise ValueError(f"beta must be above 0, got {beta}")
-    triton = use_triton(backend, velocity, old_velocity, clean_latents, noise, sigma, reward_weight, ref_velocity)
+    triton = should_use_triton(
+        backend, velocity, old_velocity, clean_latents, noise, sigma, reward_weight, ref_velocity
+    )
     policy, kl, stat_rows = library.nft_loss(
         velocity,
         old_velocity.detach(),
@@ -182,7 +184,7 @@ def flow_noise(
     if noise is not None:
         require_floating(clean_latents, noise=noise)
         noise = noise.detach()
-    triton = use_triton(backend, clean_latents, sigma, seeds, noise)
+    triton = should_use_triton(backend, clean_latents, sigma, seeds, noise)
     noisy, new_noise = library.flow_noise(clean_latents.detach(), sigma, seeds, noise, triton)
     return noisy, new_noise if noise is None else noise
 
@@ -195,10 +197,10 @@ def quantise_rows(x: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tens
     are kept visible: a row with one gives NaN products. Not differentiable. Raises ValueError for other dtypes, an
     empty x, or K above 32768.
     """
-    if x.dtype not in DTYPES or x.ndim == 0 or x.numel() == 0 or x.shape[-1] > MAX_ROW:
+    if x.dtype not in LATENT_DTYPES or x.ndim == 0 or x.numel() == 0 or x.shape[-1] > MAX_ROW:
         raise ValueError(
             f"x must be [..., K] float32, bfloat16 or float16, not empty, with K at most {MAX_ROW}, got "
             f"{list(x.shape)} {x.dtype}"
         )
-    q, scale = library.quantise_rows(x.detach(), use_triton(backend, x[:1]))
+    q, scale = library.quantise_rows(x.detach(), should_use_triton(backend, x[:1]))
     return q, scale

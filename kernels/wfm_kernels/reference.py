@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 
-def over(vector_B: Tensor, latents: Tensor) -> Tensor:
+def expand_per_sample(vector_B: Tensor, latents: Tensor) -> Tensor:
     """Reshape [B] to [B,1,..,1]."""
     return vector_B.view(-1, *[1] * (latents.ndim - 1))
 
 
-def mean(x: Tensor) -> Tensor:
+def sample_mean(x: Tensor) -> Tensor:
     """Return the mean over the elements of each sample, [B]."""
     return x.flatten(1).mean(1)
 
 
-def guided(velocity: Tensor, uncond_velocity: Tensor | None, scale: float) -> Tensor:
+def apply_guidance(velocity: Tensor, uncond_velocity: Tensor | None, scale: float) -> Tensor:
     return velocity if uncond_velocity is None else uncond_velocity + scale * (velocity - uncond_velocity)
 
 
@@ -26,7 +26,7 @@ def sde_mean_and_std(
     kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of the next latents, in the papers' form (see sde_coefficients)."""
-    s, after, level = over(sigma, x), over(sigma_next, x), over(eta, x)
+    s, after, level = expand_per_sample(sigma, x), expand_per_sample(sigma_next, x), expand_per_sample(eta, x)
     dt = after - s
     if kind == "flow_sde":
         bounded = s if sigma_max is None else torch.minimum(s, torch.as_tensor(sigma_max, dtype=s.dtype))
@@ -52,7 +52,7 @@ def sde_log_prob(kind: str, x_next: Tensor, mean_t: Tensor, std: Tensor) -> Tens
     else:
         safe_std = torch.where(std > 0, std, 1.0)
         elements = -squared / (2 * safe_std**2) - torch.log(safe_std) - math.log(math.sqrt(2 * math.pi))
-    return mean(torch.where(std > 0, elements, 0.0))
+    return sample_mean(torch.where(std > 0, elements, 0.0))
 
 
 def nft_loss(
@@ -66,12 +66,12 @@ def nft_loss(
     ref_velocity: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the DiffusionNFT loss (arXiv 2509.16117) from noisy latents and x0 predictions, [B] by name of NftLoss."""
-    s, old = over(sigma, clean_latents), old_velocity.detach()
+    s, old = expand_per_sample(sigma, clean_latents), old_velocity.detach()
     noisy = (1 - s) * clean_latents + s * noise
     positive = noisy - s * (beta * velocity + (1 - beta) * old) - clean_latents
     negative = noisy - s * ((1 + beta) * old - beta * velocity) - clean_latents
-    weight = {name: mean(e.detach().abs()).clamp_min(1e-5) for name, e in (("+", positive), ("-", negative))}
-    loss = {"+": mean(positive**2) / weight["+"], "-": mean(negative**2) / weight["-"]}
+    weight = {name: sample_mean(e.detach().abs()).clamp_min(1e-5) for name, e in (("+", positive), ("-", negative))}
+    loss = {"+": sample_mean(positive**2) / weight["+"], "-": sample_mean(negative**2) / weight["-"]}
     deviation = (velocity.detach() - old) ** 2
     results = {
         "policy": (reward_weight * loss["+"] + (1 - reward_weight) * loss["-"]) / beta,
@@ -79,14 +79,16 @@ def nft_loss(
         "loss_negative": loss["-"],
         "weight_positive": weight["+"],
         "weight_negative": weight["-"],
-        "old_deviation": mean(deviation),
+        "old_deviation": sample_mean(deviation),
         "old_deviation_max": deviation.flatten(1).amax(1),
     }
     if ref_velocity is not None:
-        results["kl"] = mean((velocity - ref_velocity.detach()) ** 2)
-        results["old_ref_deviation"] = mean((old - ref_velocity.detach()) ** 2)
+        results["kl"] = sample_mean((velocity - ref_velocity.detach()) ** 2)
+        results["old_ref_deviation"] = sample_mean((old - ref_velocity.detach()) ** 2)
     return results
 
 
 def flow_noise(clean_latents: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
-    return (1 - over(sigma, clean_latents)) * clean_latents + over(sigma, clean_latents) * noise
+    return (1 - expand_per_sample(sigma, clean_latents)) * clean_latents + expand_per_sample(
+        sigma, clean_latents
+    ) * noise

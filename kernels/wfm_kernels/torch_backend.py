@@ -9,33 +9,35 @@ import torch
 from torch import Tensor
 
 from wfm_kernels.checks import working_dtype
-from wfm_kernels.noise import normal
+from wfm_kernels.noise import normal_noise
 
 E4M3_MAX = 448.0
-LEAST_SCALE = 2.0**-126  # the smallest normal float32: a GPU may flush smaller scales to zero
+MIN_SCALE = 2.0**-126  # the smallest normal float32: a GPU may flush smaller scales to zero
 MIN_WEIGHT = 1e-5  # lower bound of the mean absolute error in the denominators of the NFT loss
 
 
-def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _flatten_samples(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.reshape(len(tensor), -1).to(dtype)
 
 
-def _guided(velocity: Tensor, uncond: Tensor | None, guidance: float, dtype: torch.dtype) -> Tensor:
-    v = _rows(velocity, dtype)
+def _apply_guidance(velocity: Tensor, uncond: Tensor | None, guidance: float, dtype: torch.dtype) -> Tensor:
+    v = _flatten_samples(velocity, dtype)
     if uncond is None:
         return v
-    u = _rows(uncond, dtype)
+    u = _flatten_samples(uncond, dtype)
     return u + guidance * (v - u)
 
 
-def _mean(velocity: Tensor, latents: Tensor, coefficients: Tensor, uncond: Tensor | None, guidance: float) -> Tensor:
+def _step_mean(
+    velocity: Tensor, latents: Tensor, coefficients: Tensor, uncond: Tensor | None, guidance: float
+) -> Tensor:
     dtype = working_dtype(latents)
     c_x, c_v = coefficients[:, :2].to(dtype).unsqueeze(2).unbind(1)
-    return c_x * _rows(latents, dtype) + c_v * _guided(velocity, uncond, guidance, dtype)
+    return c_x * _flatten_samples(latents, dtype) + c_v * _apply_guidance(velocity, uncond, guidance, dtype)
 
 
 def _log_prob(next_latents: Tensor, mean: Tensor, coefficients: Tensor) -> Tensor:
-    d = _rows(next_latents, mean.dtype) - mean
+    d = _flatten_samples(next_latents, mean.dtype) - mean
     w, c0 = coefficients[:, 3], coefficients[:, 4]
     return (c0 - w * (d * d).mean(1).double()).to(mean.dtype)
 
@@ -51,17 +53,17 @@ def sde_step(
     return_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the next latents, their log-probability [B], and the mean (empty without return_mean)."""
-    mean = _mean(velocity, latents, coefficients, uncond, guidance)
+    mean = _step_mean(velocity, latents, coefficients, uncond, guidance)
     std = coefficients[:, 2:3].to(mean.dtype)
-    z = _drawn(seeds, mean) if noise is None else _rows(noise, mean.dtype)
+    z = _draw_noise(seeds, mean) if noise is None else _flatten_samples(noise, mean.dtype)
     next_latents = (mean + std * z).to(latents.dtype).view(latents.shape)  # rounded: training uses the stored values
     returned_mean = mean.view(latents.shape) if return_mean else mean.new_empty(0)
     return next_latents, _log_prob(next_latents, mean, coefficients), returned_mean
 
 
-def _drawn(seeds: Tensor | None, rows: Tensor) -> Tensor:
+def _draw_noise(seeds: Tensor | None, rows: Tensor) -> Tensor:
     assert seeds is not None
-    return normal(seeds, rows.shape[1]).to(rows.dtype)
+    return normal_noise(seeds, rows.shape[1]).to(rows.dtype)
 
 
 def sde_log_prob(
@@ -72,7 +74,7 @@ def sde_log_prob(
     uncond: Tensor | None,
     guidance: float,
 ) -> Tensor:
-    return _log_prob(next_latents, _mean(velocity, latents, coefficients, uncond, guidance), coefficients)
+    return _log_prob(next_latents, _step_mean(velocity, latents, coefficients, uncond, guidance), coefficients)
 
 
 def sde_log_prob_backward(
@@ -87,17 +89,17 @@ def sde_log_prob_backward(
     for_uncond: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the conditional and the unconditional velocity; empty if not requested."""
-    mean = _mean(velocity, latents, coefficients, uncond, guidance)
+    mean = _step_mean(velocity, latents, coefficients, uncond, guidance)
     slope = upstream.double() * 2 * coefficients[:, 3] * coefficients[:, 1] / mean.shape[1]
-    gradient = slope.to(mean.dtype).unsqueeze(1) * (_rows(next_latents, mean.dtype) - mean)
+    gradient = slope.to(mean.dtype).unsqueeze(1) * (_flatten_samples(next_latents, mean.dtype) - mean)
     empty = velocity.new_empty(0)
     if uncond is None:
-        return _like(gradient, velocity) if for_velocity else empty, empty
-    grad_velocity = _like(guidance * gradient, velocity) if for_velocity else empty
-    return grad_velocity, _like((1 - guidance) * gradient, uncond) if for_uncond else uncond.new_empty(0)
+        return _restore_shape(gradient, velocity) if for_velocity else empty, empty
+    grad_velocity = _restore_shape(guidance * gradient, velocity) if for_velocity else empty
+    return grad_velocity, _restore_shape((1 - guidance) * gradient, uncond) if for_uncond else uncond.new_empty(0)
 
 
-def _like(rows: Tensor, tensor: Tensor) -> Tensor:
+def _restore_shape(rows: Tensor, tensor: Tensor) -> Tensor:
     return rows.to(tensor.dtype).view(tensor.shape)
 
 
@@ -106,10 +108,10 @@ def _nft_errors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the x0 errors of the positive and the negative policy, and v - v_old."""
     dtype = working_dtype(clean)
-    s, v_old = sigma.unsqueeze(1), _rows(old, dtype)
-    change = _rows(velocity, dtype) - v_old
+    s, v_old = sigma.unsqueeze(1), _flatten_samples(old, dtype)
+    change = _flatten_samples(velocity, dtype) - v_old
     # In this form both errors are equal, and the gradient exactly proportional to the advantage, if v equals v_old.
-    error = s * (_rows(noise, dtype) - _rows(clean, dtype) - v_old)
+    error = s * (_flatten_samples(noise, dtype) - _flatten_samples(clean, dtype) - v_old)
     step = s * (beta * change)
     return error - step, error + step, change
 
@@ -132,9 +134,9 @@ def nft_loss(
     squared = change.square()
     kl = old_to_ref = torch.zeros_like(policy)
     if ref is not None:
-        v_ref = _rows(ref, change.dtype)
-        kl = (_rows(velocity, change.dtype) - v_ref).square().mean(1)
-        old_to_ref = (_rows(old, change.dtype) - v_ref).square().mean(1)
+        v_ref = _flatten_samples(ref, change.dtype)
+        kl = (_flatten_samples(velocity, change.dtype) - v_ref).square().mean(1)
+        old_to_ref = (_flatten_samples(old, change.dtype) - v_ref).square().mean(1)
     return policy, kl, torch.stack([*losses, *weights, squared.mean(1), squared.amax(1), old_to_ref])
 
 
@@ -164,16 +166,16 @@ def nft_loss_backward(
     if ref is not None:
         assert upstream_kl is not None
         slope = (2 * upstream_kl.double() / n).to(dtype).unsqueeze(1)
-        gradient = gradient + slope * (_rows(velocity, dtype) - _rows(ref, dtype))
-    return _like(gradient, velocity)
+        gradient = gradient + slope * (_flatten_samples(velocity, dtype) - _flatten_samples(ref, dtype))
+    return _restore_shape(gradient, velocity)
 
 
 def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the noisy latents, and the noise if it was generated from seeds (else empty)."""
-    x0 = _rows(clean, working_dtype(clean))
-    eps = _drawn(seeds, x0) if noise is None else _rows(noise, x0.dtype)
+    x0 = _flatten_samples(clean, working_dtype(clean))
+    eps = _draw_noise(seeds, x0) if noise is None else _flatten_samples(noise, x0.dtype)
     s = sigma.unsqueeze(1)
-    noisy = _like((1 - s) * x0 + s * eps, clean)
+    noisy = _restore_shape((1 - s) * x0 + s * eps, clean)
     return noisy, eps.view(clean.shape) if noise is None else eps.new_empty(0)
 
 
@@ -181,6 +183,6 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return values in float8 e4m3 (shape of x) and the scale of each row, float32 [..., 1]."""
     rows = x.float()
     greatest = rows.abs().amax(-1, keepdim=True)
-    scale = torch.where(greatest == 0, 1.0, (greatest / E4M3_MAX).clamp_min(LEAST_SCALE))
+    scale = torch.where(greatest == 0, 1.0, (greatest / E4M3_MAX).clamp_min(MIN_SCALE))
     # clamp: values that rounding lifts above the maximum of e4m3 would become NaN
     return (rows / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale

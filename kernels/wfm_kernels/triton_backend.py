@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from wfm_kernels import triton_kernels as kernels
-from wfm_kernels.torch_backend import E4M3_MAX, LEAST_SCALE, MIN_WEIGHT
+from wfm_kernels.torch_backend import E4M3_MAX, MIN_SCALE, MIN_WEIGHT
 
 BLOCK, WARPS = 2048, 8
 NFT_BLOCK, NFT_WARPS = 1024, 4  # smaller: with eight accumulators, more elements per thread would spill registers
@@ -21,12 +21,12 @@ MAX_SPLIT = 512  # programs per sample: enough to fill a GPU with a single video
 NUM_NFT_SUMS, NUM_NFT_STATS = 8, 7
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate memory for the results of kernels. Tests replace this to fill the memory with NaN."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
+def _launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
     # Triton launches on the thread's current device, not on that of the tensors; in a new thread it is device 0.
     with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
@@ -35,28 +35,28 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **consta
         kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def _align_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor contiguous and 16-byte aligned: for vector loads, and for a fixed order of summation."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _aligned_or_none(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _aligned(tensor)
+def _align_optional(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _align_tensor(tensor)
 
 
-def _cut(n: int, block: int) -> tuple[int, int]:
+def _split_sample(n: int, block: int) -> tuple[int, int]:
     """Return (tiles per program, programs per sample) for n elements. Sums are independent of the batch size."""
     blocks = -(-n // block)
     split = min(MAX_SPLIT, 1 << (blocks - 1).bit_length())
     return -(-blocks // split), split
 
 
-def _rows(coefficients: Tensor) -> Tensor:
+def _contiguous_rows(coefficients: Tensor) -> Tensor:
     return coefficients if coefficients.stride(1) == 1 else coefficients.contiguous()
 
 
-def _sde(
+def _run_sde_kernel(
     velocity: Tensor,
     latents: Tensor,
     coefficients: Tensor,
@@ -71,17 +71,17 @@ def _sde(
 ) -> Tensor:
     """Run sde_kernel and return log_prob [B] of `out`. `out` is read if `given`, else written."""
     batch, n = len(latents), latents.numel() // len(latents)
-    tiles, split = _cut(n, BLOCK)
-    coefficients = _rows(coefficients)
-    parts = _empty((batch, split), torch.float32, latents.device)
-    _launch(
+    tiles, split = _split_sample(n, BLOCK)
+    coefficients = _contiguous_rows(coefficients)
+    parts = _empty_tensor((batch, split), torch.float32, latents.device)
+    _launch_kernel(
         kernels.sde_kernel,
         (split, batch),
-        _aligned(velocity),
-        _aligned_or_none(uncond),
-        _aligned(latents),
+        _align_tensor(velocity),
+        _align_optional(uncond),
+        _align_tensor(latents),
         out,
-        _aligned_or_none(noise),
+        _align_optional(noise),
         seeds,
         mean,
         coefficients,
@@ -95,8 +95,8 @@ def _sde(
         BLOCK=BLOCK,
         warps=WARPS,
     )
-    log_prob = _empty((batch,), torch.float32, latents.device)
-    _launch(
+    log_prob = _empty_tensor((batch,), torch.float32, latents.device)
+    _launch_kernel(
         kernels.sde_finish_kernel,
         (batch,),
         parts,
@@ -121,9 +121,9 @@ def sde_step(
     return_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape, device = tuple(latents.shape), latents.device
-    next_latents = _empty(shape, latents.dtype, device)
-    mean = _empty(shape if return_mean else (0,), torch.float32, device)
-    log_prob = _sde(
+    next_latents = _empty_tensor(shape, latents.dtype, device)
+    mean = _empty_tensor(shape if return_mean else (0,), torch.float32, device)
+    log_prob = _run_sde_kernel(
         velocity,
         latents,
         coefficients,
@@ -146,7 +146,9 @@ def sde_log_prob(
     uncond: Tensor | None,
     guidance: float,
 ) -> Tensor:
-    return _sde(velocity, latents, coefficients, uncond, guidance, out=_aligned(next_latents), given=True)
+    return _run_sde_kernel(
+        velocity, latents, coefficients, uncond, guidance, out=_align_tensor(next_latents), given=True
+    )
 
 
 def sde_log_prob_backward(
@@ -163,17 +165,17 @@ def sde_log_prob_backward(
     batch, n, shape = len(latents), latents.numel() // len(latents), tuple(latents.shape)
     for_uncond = for_uncond and uncond is not None
     other = velocity if uncond is None else uncond
-    grad_velocity = _empty(shape if for_velocity else (0,), velocity.dtype, latents.device)
-    grad_uncond = _empty(shape if for_uncond else (0,), other.dtype, latents.device)
-    coefficients = _rows(coefficients)
-    _launch(
+    grad_velocity = _empty_tensor(shape if for_velocity else (0,), velocity.dtype, latents.device)
+    grad_uncond = _empty_tensor(shape if for_uncond else (0,), other.dtype, latents.device)
+    coefficients = _contiguous_rows(coefficients)
+    _launch_kernel(
         kernels.sde_gradient_kernel,
         (-(-n // BLOCK), batch),
         upstream,
-        _aligned(velocity),
-        _aligned_or_none(uncond),
-        _aligned(latents),
-        _aligned(next_latents),
+        _align_tensor(velocity),
+        _align_optional(uncond),
+        _align_tensor(latents),
+        _align_tensor(next_latents),
         coefficients,
         grad_velocity if for_velocity else None,
         grad_uncond if for_uncond else None,
@@ -197,16 +199,16 @@ def nft_loss(
     beta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, n, device = len(clean), clean.numel() // len(clean), clean.device
-    tiles, split = _cut(n, NFT_BLOCK)
-    parts = _empty((batch, NUM_NFT_SUMS, split), torch.float32, device)
-    _launch(
+    tiles, split = _split_sample(n, NFT_BLOCK)
+    parts = _empty_tensor((batch, NUM_NFT_SUMS, split), torch.float32, device)
+    _launch_kernel(
         kernels.nft_kernel,
         (split, batch),
-        _aligned(velocity),
-        _aligned(old),
-        _aligned(clean),
-        _aligned(noise),
-        _aligned_or_none(ref),
+        _align_tensor(velocity),
+        _align_tensor(old),
+        _align_tensor(clean),
+        _align_tensor(noise),
+        _align_optional(ref),
         sigma.contiguous(),
         parts,
         n,
@@ -216,9 +218,9 @@ def nft_loss(
         BLOCK=NFT_BLOCK,
         warps=NFT_WARPS,
     )
-    policy, kl = (_empty((batch,), torch.float32, device) for _ in range(2))
-    stats = _empty((NUM_NFT_STATS, batch), torch.float32, device)
-    _launch(
+    policy, kl = (_empty_tensor((batch,), torch.float32, device) for _ in range(2))
+    stats = _empty_tensor((NUM_NFT_STATS, batch), torch.float32, device)
+    _launch_kernel(
         kernels.nft_finish_kernel,
         (batch,),
         parts,
@@ -250,17 +252,17 @@ def nft_loss_backward(
     beta: float,
 ) -> Tensor:
     batch, n = len(clean), clean.numel() // len(clean)
-    gradient = _empty(tuple(velocity.shape), velocity.dtype, velocity.device)
-    _launch(
+    gradient = _empty_tensor(tuple(velocity.shape), velocity.dtype, velocity.device)
+    _launch_kernel(
         kernels.nft_gradient_kernel,
         (-(-n // BLOCK), batch),
         upstream,
         upstream_kl,
-        _aligned(velocity),
-        _aligned(old),
-        _aligned(clean),
-        _aligned(noise),
-        _aligned_or_none(ref),
+        _align_tensor(velocity),
+        _align_tensor(old),
+        _align_tensor(clean),
+        _align_tensor(noise),
+        _align_optional(ref),
         sigma.contiguous(),
         reward_weight.contiguous(),
         stats,
@@ -276,15 +278,15 @@ def nft_loss_backward(
 
 def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     batch, n, shape = len(clean), clean.numel() // len(clean), tuple(clean.shape)
-    noisy = _empty(shape, clean.dtype, clean.device)
-    new_noise = _empty((0,) if seeds is None else shape, torch.float32, clean.device)
-    _launch(
+    noisy = _empty_tensor(shape, clean.dtype, clean.device)
+    new_noise = _empty_tensor((0,) if seeds is None else shape, torch.float32, clean.device)
+    _launch_kernel(
         kernels.flow_noise_kernel,
         (-(-n // BLOCK), batch),
-        _aligned(clean),
+        _align_tensor(clean),
         sigma.contiguous(),
         None if seeds is None else seeds.contiguous(),
-        new_noise if noise is None else _aligned(noise),
+        new_noise if noise is None else _align_tensor(noise),
         noisy,
         n,
         BLOCK=BLOCK,
@@ -293,7 +295,7 @@ def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor
     return noisy, new_noise
 
 
-def row_launch(n: int) -> tuple[int, int]:
+def row_launch_shape(n: int) -> tuple[int, int]:
     """Return (BLOCK, warps) for rows of n elements: 16 elements per thread, more for the longest rows."""
     block = max(512, triton.next_power_of_2(n))
     return block, min(16, block // 512)
@@ -301,18 +303,18 @@ def row_launch(n: int) -> tuple[int, int]:
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     n = x.shape[-1]
-    block, warps = row_launch(n)
+    block, warps = row_launch_shape(n)
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = _empty((*x.shape[:-1], 1), torch.float32, x.device)
-    _launch(
+    scale = _empty_tensor((*x.shape[:-1], 1), torch.float32, x.device)
+    _launch_kernel(
         kernels.quantise_rows_kernel,
         (x.numel() // n,),
-        _aligned(x),
+        _align_tensor(x),
         q.view(torch.uint8),
         scale,
         n,
         MAX=E4M3_MAX,
-        LEAST=LEAST_SCALE,
+        LEAST=MIN_SCALE,
         BLOCK=block,
         warps=warps,
     )

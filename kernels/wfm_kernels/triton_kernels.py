@@ -14,7 +14,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
 @triton.jit
-def cast(x, dtype: tl.constexpr):
+def cast_to_storage(x, dtype: tl.constexpr):
     """Cast to a storage dtype, rounding to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         # Casts of the interpreter (also in tl.store) truncate. This integer arithmetic rounds correctly for finite x.
@@ -25,13 +25,13 @@ def cast(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def read(ptr, row, i, mask):
+def load_float32(ptr, row, i, mask):
     # other=0: elements past the end of a sample do not change a sum
     return tl.load(ptr + row + i, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def normal4(seed, base, QUADS: tl.constexpr):
+def philox_normals(seed, base, QUADS: tl.constexpr):
     """Return normal numbers base .. base + 4*QUADS - 1 of a sample (see noise.py). base: a multiple of 4."""
     z0, z1, z2, z3 = tl.randn4x(seed, base // 4 + tl.arange(0, QUADS))
     return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
@@ -39,9 +39,9 @@ def normal4(seed, base, QUADS: tl.constexpr):
 
 @triton.jit
 def read_velocity(v_ptr, u_ptr, row, i, mask, guidance):
-    v = read(v_ptr, row, i, mask)
+    v = load_float32(v_ptr, row, i, mask)
     if u_ptr is not None:
-        u = read(u_ptr, row, i, mask)
+        u = load_float32(u_ptr, row, i, mask)
         v = u + guidance * (v - u)
     return v
 
@@ -77,15 +77,15 @@ def sde_kernel(
         i = base + tl.arange(0, BLOCK)
         mask = i < n
         v = read_velocity(v_ptr, u_ptr, row, i, mask, guidance)
-        mean = c_x * read(x_ptr, row, i, mask) + c_v * v
+        mean = c_x * load_float32(x_ptr, row, i, mask) + c_v * v
         if GIVEN:
             out = tl.load(out_ptr + row + i, mask=mask, other=0.0)
         else:
             if z_ptr is not None:
-                z = read(z_ptr, row, i, mask)
+                z = load_float32(z_ptr, row, i, mask)
             else:
-                z = normal4(tl.load(seed_ptr + sample), base, BLOCK // 4)
-            out = cast(mean + std * z, out_ptr.dtype.element_ty)
+                z = philox_normals(tl.load(seed_ptr + sample), base, BLOCK // 4)
+            out = cast_to_storage(mean + std * z, out_ptr.dtype.element_ty)
             tl.store(out_ptr + row + i, out, mask=mask)
         if mean_ptr is not None:
             tl.store(mean_ptr + row + i, mean, mask=mask)
@@ -126,22 +126,22 @@ def sde_gradient_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     v = read_velocity(v_ptr, u_ptr, row, i, mask, guidance)
-    mean = c_x.to(tl.float32) * read(x_ptr, row, i, mask) + c_v.to(tl.float32) * v
-    gradient = slope * (read(next_ptr, row, i, mask) - mean)
+    mean = c_x.to(tl.float32) * load_float32(x_ptr, row, i, mask) + c_v.to(tl.float32) * v
+    gradient = slope * (load_float32(next_ptr, row, i, mask) - mean)
     if dv_ptr is not None:
         dv = gradient
         if u_ptr is not None:
             dv = guidance * gradient
-        tl.store(dv_ptr + row + i, cast(dv, dv_ptr.dtype.element_ty), mask=mask)
+        tl.store(dv_ptr + row + i, cast_to_storage(dv, dv_ptr.dtype.element_ty), mask=mask)
     if du_ptr is not None:
-        tl.store(du_ptr + row + i, cast((1.0 - guidance) * gradient, du_ptr.dtype.element_ty), mask=mask)
+        tl.store(du_ptr + row + i, cast_to_storage((1.0 - guidance) * gradient, du_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta):
     """Return p, q (see ops.nft_loss) and v - v_old. All are 0 past the end of a sample."""
     change = v - old
-    error = sigma * (read(noise_ptr, row, i, mask) - read(clean_ptr, row, i, mask) - old)
+    error = sigma * (load_float32(noise_ptr, row, i, mask) - load_float32(clean_ptr, row, i, mask) - old)
     step = sigma * (beta * change)
     return error - step, error + step, change
 
@@ -175,7 +175,7 @@ def nft_kernel(
     for tile in range(TILES):
         i = (part * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
         mask = i < n
-        v, old = read(v_ptr, row, i, mask), read(old_ptr, row, i, mask)
+        v, old = load_float32(v_ptr, row, i, mask), load_float32(old_ptr, row, i, mask)
         p, q, change = nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta)
         abs_p += tl.abs(p)
         abs_q += tl.abs(q)
@@ -184,7 +184,7 @@ def nft_kernel(
         change_square += change * change
         change_max = tl.maximum(change_max, change * change)
         if ref_ptr is not None:
-            ref = read(ref_ptr, row, i, mask)
+            ref = load_float32(ref_ptr, row, i, mask)
             kl += (v - ref) * (v - ref)
             old_to_ref += (old - ref) * (old - ref)
     out = part_ptr + sample * 8 * SPLIT + part
@@ -253,13 +253,13 @@ def nft_gradient_kernel(
     slope_q = (scale * (1 - r) / tl.load(stats_ptr + 3 * batch + sample).to(tl.float64)).to(tl.float32)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
-    v, old = read(v_ptr, row, i, mask), read(old_ptr, row, i, mask)
+    v, old = load_float32(v_ptr, row, i, mask), load_float32(old_ptr, row, i, mask)
     p, q, _ = nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta)
     gradient = slope_p * p + slope_q * q
     if ref_ptr is not None:
         slope = (2 * tl.load(upstream_kl_ptr + sample).to(tl.float64) / n).to(tl.float32)
-        gradient += slope * (v - read(ref_ptr, row, i, mask))
-    tl.store(dv_ptr + row + i, cast(gradient, dv_ptr.dtype.element_ty), mask=mask)
+        gradient += slope * (v - load_float32(ref_ptr, row, i, mask))
+    tl.store(dv_ptr + row + i, cast_to_storage(gradient, dv_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -279,12 +279,12 @@ def flow_noise_kernel(
     mask = i < n
     sigma = tl.load(sigma_ptr + sample)
     if seed_ptr is not None:
-        eps = normal4(tl.load(seed_ptr + sample), base, BLOCK // 4)
+        eps = philox_normals(tl.load(seed_ptr + sample), base, BLOCK // 4)
         tl.store(noise_ptr + row + i, eps, mask=mask)
     else:
-        eps = read(noise_ptr, row, i, mask)
-    noisy = (1.0 - sigma) * read(clean_ptr, row, i, mask) + sigma * eps
-    tl.store(noisy_ptr + row + i, cast(noisy, noisy_ptr.dtype.element_ty), mask=mask)
+        eps = load_float32(noise_ptr, row, i, mask)
+    noisy = (1.0 - sigma) * load_float32(clean_ptr, row, i, mask) + sigma * eps
+    tl.store(noisy_ptr + row + i, cast_to_storage(noisy, noisy_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -310,7 +310,7 @@ def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < n
-    x = read(x_ptr, row * n, i, mask)
+    x = load_float32(x_ptr, row * n, i, mask)
     # Magnitudes compare equally as integers, and NaN is the greatest; a maximum of floats may lose NaN.
     greatest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
     scale = tl.where(greatest == 0.0, 1.0, tl.div_rn(greatest, MAX))
@@ -322,7 +322,7 @@ def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST
 
 
 @triton.jit
-def words_kernel(seed_ptr, word_ptr, num_counters, BLOCK: tl.constexpr):
+def philox_words_kernel(seed_ptr, word_ptr, num_counters, BLOCK: tl.constexpr):
     """Write the Philox words [B, num_counters, 4] int32. For tests of the noise contract."""
     sample = tl.program_id(0)
     i = tl.arange(0, BLOCK)

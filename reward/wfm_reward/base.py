@@ -13,7 +13,7 @@ from wfm_ds.types import MediaBatch, MediaItem, Score
 from wfm_reward.frames import FrameRule
 
 MAX_BATCH = 64
-FRAMES = inspect.Parameter("frames", inspect.Parameter.KEYWORD_ONLY, default="first")
+FRAMES_PARAMETER = inspect.Parameter("frames", inspect.Parameter.KEYWORD_ONLY, default="first")
 
 __all__ = ["MAX_BATCH", "MediaBatch", "MediaItem", "Range", "Reward", "RewardError", "Score"]
 
@@ -44,15 +44,15 @@ class Reward(ABC):
 
     name: ClassVar[str]
     """Name of the reward in recipes."""
-    media: ClassVar[frozenset[str]]
+    media_types: ClassVar[frozenset[str]]
     """Accepted inputs: {"image"}, {"video"} or both. Only rewards with "video" receive whole videos."""
     outputs: ClassVar[Mapping[str, Range]]
     """Limits by output: required for `primary_output`, optional for the `Score.parts`."""
-    primary: ClassVar[str]
+    primary_output: ClassVar[str]
     """Name of the output that is returned as `Score.value`."""
-    needs: ClassVar[tuple[str, ...]] = ()
+    required_metadata: ClassVar[tuple[str, ...]] = ()
     """Required metadata keys. An item without them becomes a failure before `score` is called."""
-    needs_inputs: ClassVar[tuple[str, ...]] = ()
+    required_inputs: ClassVar[tuple[str, ...]] = ()
     """Required conditioning inputs of an item, such as "actions". Metadata of the same name does not count."""
     stall_s: ClassVar[float] = 120.0
     """Maximum seconds per batch. A worker that takes longer is considered hung and is replaced. Service configurations
@@ -73,13 +73,13 @@ class Reward(ABC):
     def __init__(self, device: str = "cpu", **options: Any) -> None:
         """Set `device`, and `frames` from the option `frames`. Raises RewardError for unknown options."""
         self.device = device
-        if "frames" in options and "video" not in self.media:
-            self.frames = self.frame_rule(options.pop("frames"))
+        if "frames" in options and "video" not in self.media_types:
+            self.frames = self.parse_frame_rule(options.pop("frames"))
         if options:
-            raise self.unknown(options)
+            raise self.unknown_options_error(options)
 
     @classmethod
-    def options(cls) -> dict[str, inspect.Parameter]:
+    def option_parameters(cls) -> dict[str, inspect.Parameter]:
         """Return the parameters of `__init__` that are options, by name. Subclasses override base classes."""
         known: dict[str, inspect.Parameter] = {}
         for parent in cls.__mro__:
@@ -90,21 +90,21 @@ class Reward(ABC):
                         known.setdefault(p.name, p)
                 if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                     break  # no **options: the base classes receive none
-        if "video" not in cls.media:
-            known.setdefault("frames", FRAMES)
+        if "video" not in cls.media_types:
+            known.setdefault("frames", FRAMES_PARAMETER)
         return known
 
     @classmethod
-    def unknown(cls, options: Iterable[str]) -> RewardError:
+    def unknown_options_error(cls, options: Iterable[str]) -> RewardError:
         """Return the error for unknown options."""
-        known = sorted(cls.options())
+        known = sorted(cls.option_parameters())
         return RewardError(
             f"reward {cls.name} has no option {', '.join(sorted(map(str, options)))}; "
             + (f"its options are {', '.join(known)}" if known else "it has no options")
         )
 
     @classmethod
-    def frame_rule(cls, text: Any) -> FrameRule:
+    def parse_frame_rule(cls, text: Any) -> FrameRule:
         """Parse the value of the option `frames`. Raises RewardError if it is invalid."""
         try:
             return FrameRule(text)

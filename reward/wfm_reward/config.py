@@ -106,7 +106,7 @@ class HttpConfig(ConfigSection):
 
     @field_validator("bind")
     @classmethod
-    def _host_and_port(cls, value: str) -> str:
+    def _check_host_and_port(cls, value: str) -> str:
         host, _, port = value.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             raise ValueError(f"{value!r} is not HOST:PORT")
@@ -136,13 +136,13 @@ class ServiceConfig(ConfigSection):
 
     @field_validator("http", mode="before")
     @classmethod
-    def _empty_is_on(cls, value: Any) -> Any:
+    def _fill_empty_http(cls, value: Any) -> Any:
         """Accept an empty `http:` as all defaults."""
         return {} if value is None else value
 
     @field_validator("rewards", mode="before")
     @classmethod
-    def _empty_is_default(cls, value: Any) -> Any:
+    def _fill_empty_rewards(cls, value: Any) -> Any:
         """Accept a reward without keys (`ocr:`) as all defaults."""
         return {name: {} if r is None else r for name, r in value.items()} if isinstance(value, dict) else value
 
@@ -158,27 +158,27 @@ def load_config(path: Path) -> ServiceConfig:
     try:
         return ServiceConfig.model_validate(content)
     except ValidationError as error:
-        problems = "; ".join(_sentence(problem) for problem in error.errors())
+        problems = "; ".join(_format_problem(problem) for problem in error.errors())
         raise RewardError(f"{path}: {problems}") from error
 
 
-def _sentence(problem: Any) -> str:
+def _format_problem(problem: Any) -> str:
     location = [str(part) for part in problem["loc"]]
     if problem["type"] != "extra_forbidden":
         return f"{'.'.join(location)}: {problem['msg']}"
-    known = _keys(location[:-1])
+    known = _section_keys(location[:-1])
     close = difflib.get_close_matches(location[-1], known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
     return f"{'.'.join(location)} is not a key; {hint}"
 
 
-def _keys(where: list[str]) -> list[str]:
+def _section_keys(location: list[str]) -> list[str]:
     """Return the valid keys of the section at a location such as ["rewards", "ocr"]."""
-    if not where:
+    if not location:
         return list(ServiceConfig.model_fields)
     sections: dict[str, type[ConfigSection]] = {
         "pipes": PipesConfig,
         "http": HttpConfig,
         "latent_decoders": DecoderConfig,
     }
-    return list(sections.get(where[0], RewardConfig).model_fields)
+    return list(sections.get(location[0], RewardConfig).model_fields)

@@ -19,29 +19,30 @@ import numpy.typing as npt
 
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.wire import Array
-from wfm_ds.pipes.worker import Progress, TaskFailed, TaskInHand
-from wfm_reward.program import WorkerLoop, run
+from wfm_ds.pipes.worker import LeasedTask, ReportProgress, TaskFailed
+from wfm_reward.worker_process import WorkerSetup, run_worker
 
 STALL_S = 600.0
 VIDEO_FILES = "video-*.npy"
 
 
-def load(settings: Mapping[str, Any]) -> WorkerLoop:
+def load_decoder(settings: Mapping[str, Any]) -> WorkerSetup:
     """Load the VAE. Raises RewardError if it is missing or has a different number of channels."""
-    return WorkerLoop(
-        Decoder(**{key: settings[key] for key in ("vae", "device", "dtype", "channels", "folder")}).tasks, STALL_S
+    return WorkerSetup(
+        LatentDecoder(**{key: settings[key] for key in ("vae", "device", "dtype", "channels", "folder")}).decode_tasks,
+        STALL_S,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class VaeScale:
     """Compression factors of a VAE: video size over latent size."""
 
     temporal: int
     spatial: int
 
     @classmethod
-    def of(cls, channels: int, vae: str) -> Scale:
+    def from_vae_config(cls, channels: int, vae: str) -> VaeScale:
         """Read the factors from the configuration of the VAE. Raises RewardError if it cannot be read."""
         path = vae_folder(vae) / "config.json"
         try:
@@ -63,7 +64,7 @@ def vae_folder(vae: str) -> Path:
     return path / "vae" if (path / "vae").is_dir() else path
 
 
-class Decoder:
+class LatentDecoder:
     """Latent decoder with a Wan VAE of diffusers (2.1: 16 channels, 2.2: 48)."""
 
     def __init__(self, vae: str, device: str, dtype: str, channels: int, folder: str) -> None:
@@ -80,23 +81,25 @@ class Decoder:
         self._vae.to(device).eval().requires_grad_(False)
         self._folder = Path(folder)
 
-    def tasks(self, tasks: Sequence[TaskInHand], progress: Progress) -> list[Mapping[str, Any] | TaskFailed]:
+    def decode_tasks(
+        self, tasks: Sequence[LeasedTask], progress: ReportProgress
+    ) -> list[Mapping[str, Any] | TaskFailed]:
         """Decode the latents [C,T,h,w] (float16 or float32) of each task. Return {"videos": [[path, failure, {}],
         ...]}."""
         replies: list[Mapping[str, Any] | TaskFailed] = []
         for number, task in enumerate(tasks, start=1):
-            replies.append({"videos": [self._answer(latents) for latents in task.tensors()]})
+            replies.append({"videos": [self._decode_to_file(latents) for latents in task.read_tensors()]})
             progress(number, len(tasks))
         return replies
 
-    def _answer(self, latents: Array) -> list[Any]:
+    def _decode_to_file(self, latents: Array) -> list[Any]:
         if not np.isfinite(latents).all():
             return [None, "latents are not finite", {}]
         path = self._folder / VIDEO_FILES.replace("*", uuid.uuid4().hex)
-        np.save(path, self.decode(latents), allow_pickle=False)
+        np.save(path, self.decode_latents(latents), allow_pickle=False)
         return [str(path), None, {}]
 
-    def decode(self, latents: Array) -> npt.NDArray[np.uint8]:
+    def decode_latents(self, latents: Array) -> npt.NDArray[np.uint8]:
         """Decode latents [C,T,h,w], normalised per channel, to a video uint8 [T,H,W,3]."""
         import torch
 
@@ -114,4 +117,4 @@ class Decoder:
 
 
 if __name__ == "__main__":
-    sys.exit(run(load))
+    sys.exit(run_worker(load_decoder))

@@ -11,7 +11,7 @@ import numpy as np
 from wfm_ds.errors import RewardError
 from wfm_ds.types import MediaBatch, Score
 
-RULES = "first, middle, last or uniform:N"
+FRAME_RULE_FORMS = "first, middle, last or uniform:N"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class FrameRule:
     def __post_init__(self) -> None:
         """Raises RewardError for any other text."""
         if not isinstance(self.text, str) or not re.fullmatch(r"first|middle|last|uniform:[1-9][0-9]{0,3}", self.text):
-            raise RewardError(f"frames is {self.text!r}; it must be {RULES}")
+            raise RewardError(f"frames is {self.text!r}; it must be {FRAME_RULE_FORMS}")
 
-    def indices(self, num_frames: int) -> list[int]:
+    def frame_indices(self, num_frames: int) -> list[int]:
         """Return distinct frame indices in ascending order; fewer than N for videos shorter than N frames."""
         match self.text:
             case "first":
@@ -46,7 +46,7 @@ def score_frames(
     `score_images` receives batches of at most `max_batch` images [B,H,W,3] with the ids, prompts and metadata of their
     videos, and returns one Score per image. If a frame fails, the video fails with the same reason.
     """
-    frame_indices = rule.indices(videos.media.shape[1])
+    frame_indices = rule.frame_indices(videos.media.shape[1])
     rows = [(video, frame) for video in range(len(videos)) for frame in frame_indices]
     scores: list[Score] = []
     for start in range(0, len(rows), max_batch):
@@ -70,17 +70,17 @@ def mean_score(scores: Sequence[Score], frames: Sequence[int]) -> Score:
     for score, frame in zip(scores, frames, strict=True):
         if score.value is None:
             reason = f"frame {frame}: {score.failure}"
-            return Score(sample_id=first.sample_id, reward=first.reward, failure=reason, seconds=_seconds(scores))
+            return Score(sample_id=first.sample_id, reward=first.reward, failure=reason, seconds=_total_seconds(scores))
         values.append(score.value)
     common = [name for name in first.parts if all(name in score.parts for score in scores)]
     return Score(
         sample_id=first.sample_id,
         reward=first.reward,
         value=float(np.mean(values)),
-        seconds=_seconds(scores),
+        seconds=_total_seconds(scores),
         parts={name: float(np.mean([score.parts[name] for score in scores])) for name in common},
     )
 
 
-def _seconds(scores: Sequence[Score]) -> float:
+def _total_seconds(scores: Sequence[Score]) -> float:
     return sum(score.seconds for score in scores)

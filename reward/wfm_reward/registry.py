@@ -17,19 +17,19 @@ from wfm_ds.user_class import import_class, is_user_class
 from wfm_reward.base import Reward
 
 
-def names() -> list[str]:
+def list_reward_names() -> list[str]:
     """Return the names of the built-in rewards, sorted. Imports their modules but loads no models."""
-    return sorted(_built_in())
+    return sorted(_load_builtin_rewards())
 
 
-def describe(name: str) -> type[Reward]:
+def get_reward_class(name: str) -> type[Reward]:
     """Return the class of a built-in name or `package.module:Class`. Raises RewardError with the closest known name.
 
     `NAME/LABEL` is the same class as NAME; labels allow one recipe to use a reward several times.
     """
-    if is_path(name):
+    if is_class_path(name):
         return import_class(name, Reward, key="reward", error=RewardError)
-    rewards, (name, slash, label) = _built_in(), name.partition("/")
+    rewards, (name, slash, label) = _load_builtin_rewards(), name.partition("/")
     if slash and not label:
         raise RewardError(f"reward {name}/ has no label: write {name} or {name}/LABEL")
     if name not in rewards:
@@ -42,20 +42,20 @@ def describe(name: str) -> type[Reward]:
     return rewards[name]
 
 
-def is_path(name: str) -> bool:
+def is_class_path(name: str) -> bool:
     """Return True if the name is a `package.module:Class`."""
     return is_user_class(name.partition("/")[0])
 
 
-def create(name: str, device: str, options: Mapping[str, Any]) -> Reward:
+def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
     """Create a reward without calling `load`. Raises RewardError for unknown names and invalid options."""
-    reward, arguments = describe(name), dict(options)
-    label = "" if is_path(name) else name.partition("/")[2]
+    reward, arguments = get_reward_class(name), dict(options)
+    label = "" if is_class_path(name) else name.partition("/")[2]
     if label and reward.label_option is not None:
         arguments.setdefault(reward.label_option, label)
-    known = reward.options()
+    known = reward.option_parameters()
     if unknown := arguments.keys() - known.keys():
-        raise reward.unknown(unknown)
+        raise reward.unknown_options_error(unknown)
     missing = [o.name for o in known.values() if o.default is o.empty and o.name not in arguments]
     if missing:
         raise RewardError(f"reward {name} needs the option {', '.join(missing)}")
@@ -72,25 +72,25 @@ def create(name: str, device: str, options: Mapping[str, Any]) -> Reward:
         raise RewardError(f"reward {name}: {error}") from error
     instance.device = device
     if frames is not None:
-        instance.frames = reward.frame_rule(frames)
+        instance.frames = reward.parse_frame_rule(frames)
     return instance
 
 
-def check(name: str, device: str, options: Mapping[str, Any], max_batch: int) -> None:
+def check_reward(name: str, device: str, options: Mapping[str, Any], max_batch: int) -> None:
     """Validate name, options and batch size without loading a model. Raises RewardError."""
-    reward = describe(name)
+    reward = get_reward_class(name)
     if max_batch > reward.max_batch:
         raise RewardError(f"reward {name} accepts at most {reward.max_batch} items per batch; max_batch is {max_batch}")
-    create(name, device, options)
+    create_reward(name, device, options)
 
 
 @functools.cache
-def _built_in() -> dict[str, type[Reward]]:
+def _load_builtin_rewards() -> dict[str, type[Reward]]:
     rewards: dict[str, type[Reward]] = {}
     for module_info in pkgutil.iter_modules(wfm_reward.rewards.__path__):
         if module_info.name.startswith("_"):
             continue
-        for reward in _rewards_in(importlib.import_module(f"wfm_reward.rewards.{module_info.name}")):
+        for reward in _list_module_rewards(importlib.import_module(f"wfm_reward.rewards.{module_info.name}")):
             if reward.name in rewards:
                 other = rewards[reward.name].__module__
                 raise RewardError(f"{reward.__module__} and {other} both define {reward.name}")
@@ -98,7 +98,7 @@ def _built_in() -> dict[str, type[Reward]]:
     return rewards
 
 
-def _rewards_in(module: ModuleType) -> list[type[Reward]]:
+def _list_module_rewards(module: ModuleType) -> list[type[Reward]]:
     """Return the concrete rewards defined in a module, without imported ones."""
     return [
         value

@@ -22,21 +22,21 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import RewardError, UserError
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.hub import Hub, Kind
-from wfm_ds.pipes.keys import hub_keys
+from wfm_ds.pipes.broker import Broker, TaskKind
+from wfm_ds.pipes.broker_status import FinishedTask
+from wfm_ds.pipes.keys import load_broker_keys
+from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.pipes.sockets import Mailbox
-from wfm_ds.pipes.status import Ended
-from wfm_ds.program import program
+from wfm_ds.program import run_command
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig, load_config
 from wfm_reward.decoder import STALL_S as DECODE_STALL_S
 from wfm_reward.decoder import VIDEO_FILES
-from wfm_reward.scorers import Program, Scorers, decoder, scorer, stall_s
-from wfm_reward.stats import Stats
+from wfm_reward.stats import ServiceStats
+from wfm_reward.worker_pool import WorkerPool, WorkerProgram, decoder_program, reward_program, worker_stall_s
 
 if TYPE_CHECKING:
-    from wfm_reward.web.port import HttpPort
+    from wfm_reward.web.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ DRAIN_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run_service, argv)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,13 +55,13 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(args: argparse.Namespace) -> int:
+def run_service(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s")
     config = load_config(args.config)
     for name, reward in config.rewards.items():
-        registry.check(name, reward.device, reward.options, reward.max_batch)
+        registry.check_reward(name, reward.device, reward.options, reward.max_batch)
     if args.check:
-        _say({"config": str(args.config), "rewards": sorted(config.rewards)})
+        _print_status({"config": str(args.config), "rewards": sorted(config.rewards)})
         return 0
     return RewardServer(config, args.config.absolute().parent, args.stop_on_eof).run()
 
@@ -73,25 +73,25 @@ class RewardServer:
         """`base`: folder of the configuration file. Raises PipeError if an endpoint cannot be bound, KeyFileError for
         invalid keys."""
         self.config = config
-        self.file = base / config.pipes.file
+        self.pipes_file = base / config.pipes.file
         self.stop_on_eof = stop_on_eof
         self._selector = selectors.DefaultSelector()
         self._signals: Mailbox[int] = Mailbox()
-        self._stalled: Mailbox[str] = Mailbox()  # worker ids
-        self._stop: str | None = None
+        self._stalled_workers: Mailbox[str] = Mailbox()  # worker ids
+        self._stop_reason: str | None = None
         self._drain_s = 0.0
         if (folder := config.pipes.folder) is None:
-            self._own = SocketFolder()  # removed when this process exits
-            folder = self._own.path
+            self._socket_folder = SocketFolder()  # removed when this process exits
+            folder = self._socket_folder.path
         self._folder = folder
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._stats = Stats()
+        self._stats = ServiceStats()
         try:
-            self._keys = None if config.pipes.keys is None else hub_keys(base / config.pipes.keys.expanduser())
-            self._hub = self._bound()
+            self._keys = None if config.pipes.keys is None else load_broker_keys(base / config.pipes.keys.expanduser())
+            self._broker = self._create_broker()
             self._remove_videos()  # left by a killed service; the folder belongs to one service at a time
-            self._scorers = Scorers(self._hub, programs(config, self._folder), self._selector)
-            self._port = self._http_port(base) if config.http is not None else None
+            self._workers = WorkerPool(self._broker, worker_programs(config, self._folder), self._selector)
+            self._http_server = self._create_http_server(base) if config.http is not None else None
         except UserError:
             self._remove_folder()
             raise
@@ -99,106 +99,108 @@ class RewardServer:
     def run(self) -> int:
         """Serve until stopped. Return the exit status. Raises RewardError if a reward cannot start."""
         self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
-        self._selector.register(self._stalled, selectors.EVENT_READ, self._on_stalled)
+        self._selector.register(self._stalled_workers, selectors.EVENT_READ, self._on_stalled)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, self._put_signal)
         if self.stop_on_eof:
             self._selector.register(0, selectors.EVENT_READ, self._on_stdin)
-        self._hub.start()
+        self._broker.start()
         try:
-            if self._port is not None:
-                self._port.start()
-            while self._stop is None:
-                self._turn()
-            log.info("stopping: %s", self._stop)
+            if self._http_server is not None:
+                self._http_server.start()
+            while self._stop_reason is None:
+                self._run_once()
+            log.info("stopping: %s", self._stop_reason)
         finally:
-            self._hub.stop(self._drain_s)
-            if self._port is not None:
-                self._port.stop()
-            self._scorers.stop()
+            self._broker.stop(self._drain_s)
+            if self._http_server is not None:
+                self._http_server.stop()
+            self._workers.stop()
             self._remove_files()
-        return 0 if self._hub.error is None else 1
+        return 0 if self._broker.error is None else 1
 
-    def _turn(self) -> None:
-        was_ready = self._scorers.all_were_ready
-        self._scorers.supervise(time.monotonic())
-        if self._scorers.all_were_ready and not was_ready:
-            self._announce()
-        if not self._hub.alive():
-            self._stop = "the broker has failed"
-        timeout_s = min(1.0, self._scorers.next_start_s(time.monotonic()))
+    def _run_once(self) -> None:
+        was_ready = self._workers.has_been_ready
+        self._workers.supervise(time.monotonic())
+        if self._workers.has_been_ready and not was_ready:
+            self._announce_ready()
+        if not self._broker.is_alive():
+            self._stop_reason = "the broker has failed"
+        timeout_s = min(1.0, self._workers.next_action_s(time.monotonic()))
         for key, _ in self._selector.select(timeout_s):
             on_event: Callable[[], None] = key.data
             on_event()
 
-    def _bound(self) -> Hub:
+    def _create_broker(self) -> Broker:
         pipes = self.config.pipes
         kinds = {
-            f"score:{name}": Kind(
-                stall_s(name, reward), {"max_batch": reward.max_batch, "options": reward.options}, reward.max_waiting
+            f"score:{name}": TaskKind(
+                worker_stall_s(name, reward),
+                {"max_batch": reward.max_batch, "options": reward.options},
+                reward.max_waiting,
             )
             for name, reward in self.config.rewards.items()
         }
-        kinds |= {f"decode:{channels}": Kind(DECODE_STALL_S, {}) for channels in self.config.latent_decoders}
-        return Hub(
+        kinds |= {f"decode:{channels}": TaskKind(DECODE_STALL_S, {}) for channels in self.config.latent_decoders}
+        return Broker(
             clients=f"ipc://{self._folder.absolute()}/clients" if pipes.clients == "ipc" else pipes.clients,
             workers=f"ipc://{self._folder.absolute()}/workers" if pipes.workers == "ipc" else pipes.workers,
             kinds=kinds,
             max_waiting=pipes.max_waiting,
             max_bytes=pipes.spool_mib * 2**20,
-            observer=self._observe,
+            observer=self._record_task,
             keys=self._keys,
-            on_stall=self._stalled.put,
+            on_stall=self._stalled_workers.put,
         )
 
-    def _observe(self, ended: Ended) -> None:
-        self._stats.observe(ended)
-        self._scorers.observe(ended)
+    def _record_task(self, ended: FinishedTask) -> None:
+        self._stats.record_task(ended)
+        self._workers.record_task(ended)
 
-    def _http_port(self, base: Path) -> HttpPort:
+    def _create_http_server(self, base: Path) -> HttpServer:
         try:
-            from wfm_reward.web.port import HttpPort, ServiceParts
+            from wfm_reward.web.server import HttpServer, ServiceParts
         except ImportError as error:
             raise RewardError(f"HTTP needs a package ({error}): pip install 'wfm_ds[reward-http]'") from error
-        return HttpPort(ServiceParts(self.config, self._hub, self._scorers, self._stats, self._keys), base)
+        return HttpServer(ServiceParts(self.config, self._broker, self._workers, self._stats, self._keys), base)
 
-    def _announce(self) -> None:
+    def _announce_ready(self) -> None:
         """Write pipes.json atomically, readable only by the owner, and print the ready status."""
         content: dict[str, Any] = {
-            "clients": self._hub.client_endpoint,
+            "clients": self._broker.client_endpoint,
             "pid": os.getpid(),
             "rewards": sorted(self.config.rewards),
         }
-        if self._port is not None:
-            content["http"] = self._port.url
-        temporary = self.file.with_name(f"{self.file.name}.{os.getpid()}.tmp")
+        if self._http_server is not None:
+            content["http"] = self._http_server.url
+        temporary = self.pipes_file.with_name(f"{self.pipes_file.name}.{os.getpid()}.tmp")
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             json.dump(content, out)
-        temporary.replace(self.file)
-        status: dict[str, object] = {"ready": sorted(self.config.rewards), "pipes": str(self.file)}
-        _say(status if self._port is None else {**status, "http": self._port.url})
+        temporary.replace(self.pipes_file)
+        status: dict[str, object] = {"ready": sorted(self.config.rewards), "pipes": str(self.pipes_file)}
+        _print_status(status if self._http_server is None else {**status, "http": self._http_server.url})
 
     def _put_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.put(number)
 
     def _on_signals(self) -> None:
-        for number in self._signals.take():
-            if number != signal.SIGCHLD and self._stop is None:
-                self._stop, self._drain_s = signal.Signals(number).name, DRAIN_S
+        for number in self._signals.take_all():
+            if number != signal.SIGCHLD and self._stop_reason is None:
+                self._stop_reason, self._drain_s = signal.Signals(number).name, DRAIN_S
                 # The mailbox is not read while draining, so the next signal must act directly.
                 for stop_signal in (signal.SIGTERM, signal.SIGINT):
-                    signal.signal(stop_signal, self._leave_at_once)
+                    signal.signal(stop_signal, self._exit_immediately)
 
     def _on_stalled(self) -> None:
-        for worker in self._stalled.take():
-            self._scorers.stalled(worker, time.monotonic())
+        for worker in self._stalled_workers.take_all():
+            self._workers.watch_stalled_worker(worker, time.monotonic())
 
     def _on_stdin(self) -> None:
         if not os.read(0, 4096):
-            self._stop = "the parent has exited"  # nobody needs the running tasks
+            self._stop_reason = "the parent has exited"  # nobody needs the running tasks
 
-    def _leave_at_once(self, number: int, frame: FrameType | None) -> None:
-        self._scorers.kill()
+    def _exit_immediately(self, number: int, frame: FrameType | None) -> None:
+        self._workers.kill()
         for name in ("clients", "clients.lock", "workers", "workers.lock"):
             (self._folder / name).unlink(missing_ok=True)
         self._remove_files()
@@ -206,8 +208,8 @@ class RewardServer:
 
     def _remove_files(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            if json.loads(self.file.read_text()).get("pid") == os.getpid():  # not replaced by another service
-                self.file.unlink()
+            if json.loads(self.pipes_file.read_text()).get("pid") == os.getpid():  # not replaced by another service
+                self.pipes_file.unlink()
         self._remove_folder()
 
     def _remove_videos(self) -> None:
@@ -220,15 +222,16 @@ class RewardServer:
             self._folder.rmdir()
 
 
-def programs(config: ServiceConfig, folder: Path) -> dict[str, Program]:
+def worker_programs(config: ServiceConfig, folder: Path) -> dict[str, WorkerProgram]:
     """Return the worker programs by name of the reward or decoder. `folder`: for decoded videos."""
-    scorers = {name: scorer(name, reward) for name, reward in config.rewards.items()}
+    scorers = {name: reward_program(name, reward) for name, reward in config.rewards.items()}
     return scorers | {
-        f"decode:{n}": decoder(n, decoder_config, folder) for n, decoder_config in config.latent_decoders.items()
+        f"decode:{n}": decoder_program(n, decoder_config, folder)
+        for n, decoder_config in config.latent_decoders.items()
     }
 
 
-def _say(status: dict[str, object]) -> None:
+def _print_status(status: dict[str, object]) -> None:
     try:
         sys.stdout.write(json.dumps(status) + "\n")
         sys.stdout.flush()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.pipes.status import Ended
+from wfm_ds.pipes.broker_status import FinishedTask
 
 BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MAX_REASONS = 30  # failure classes per reward; further ones are counted as "other"
@@ -31,7 +31,7 @@ MAX_BATCHES = 1000
 
 
 @dataclass(slots=True)
-class Times:
+class TimeHistogram:
     """Prometheus-style histogram of seconds."""
 
     total: float = 0.0
@@ -43,20 +43,20 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedItem:
     at_s: float  # wall clock
     sample_id: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredPicture:
+class ScoredSample:
     """A scored image, or the first frame of a scored video."""
 
     at_s: float  # wall clock
     sample_id: str
     prompt: str
-    picture: npt.NDArray[np.uint8]  # thumbnail [h,w,3]: every n-th pixel
+    image: npt.NDArray[np.uint8]  # thumbnail [h,w,3]: every n-th pixel
     value: float | None
     failure: str | None
     parts: Mapping[str, float]
@@ -68,37 +68,37 @@ class RewardStats:
 
     scored: int = 0
     failed: Counter[str] = field(default_factory=Counter)  # by failure class
-    score_s: Times = field(default_factory=Times)  # per item: batch time / batch size
-    wait_s: Times = field(default_factory=Times)  # per item: time until its batch started
+    score_s: TimeHistogram = field(default_factory=TimeHistogram)  # per item: batch time / batch size
+    wait_s: TimeHistogram = field(default_factory=TimeHistogram)  # per item: time until its batch started
     scores: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SCORES))
-    batches: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_BATCHES))
-    failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=NUM_FAILURES))
-    samples: deque[ScoredPicture] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
-    ends: deque[tuple[float, int]] = field(default_factory=deque)  # (monotonic time, items), last minute
+    batch_sizes: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_BATCHES))
+    failures: deque[FailedItem] = field(default_factory=lambda: deque(maxlen=NUM_FAILURES))
+    samples: deque[ScoredSample] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+    recent_ends: deque[tuple[float, int]] = field(default_factory=deque)  # (monotonic time, items), last minute
 
-    def per_minute(self, now_s: float) -> float:
+    def items_per_minute(self, now_s: float) -> float:
         """Return the number of items finished in the last minute."""
-        return float(sum(items for at_s, items in self.ends if now_s - at_s <= RATE_WINDOW_S))
+        return float(sum(items for at_s, items in self.recent_ends if now_s - at_s <= RATE_WINDOW_S))
 
 
-class Stats:
+class ServiceStats:
     """Thread-safe statistics of all rewards."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rewards: dict[str, RewardStats] = {}
 
-    def rewards(self) -> dict[str, RewardStats]:
+    def snapshot(self) -> dict[str, RewardStats]:
         """Return a copy of the statistics by reward."""
         with self._lock:
-            return {name: _copy(stats) for name, stats in self._rewards.items()}
+            return {name: _copy_stats(stats) for name, stats in self._rewards.items()}
 
-    def observe(self, ended: Ended) -> None:
+    def record_task(self, ended: FinishedTask) -> None:
         """Add a finished scoring task; other tasks are ignored. Called by the broker."""
         kind, _, name = ended.kind.partition(":")
         if kind != "score":
             return
-        scores = _answers(ended)
+        scores = _task_scores(ended)
         now_s, wall_s = time.monotonic(), time.time()
         with self._lock:
             stats = self._rewards.setdefault(name, RewardStats())
@@ -107,23 +107,23 @@ class Stats:
                     stats.scored += 1
                     stats.scores.append(value)
                 else:
-                    stats.failed[_class_of(failure, stats.failed)] += 1
-                    stats.failures.append(Failure(wall_s, str(row.get("id", "")), failure))
+                    stats.failed[_failure_class(failure, stats.failed)] += 1
+                    stats.failures.append(FailedItem(wall_s, str(row.get("id", "")), failure))
             count = len(ended.rows)
             if ended.completion.ok:
                 stats.score_s.add(ended.completion.seconds / max(1, count), count)
                 stats.wait_s.add(ended.waited_s, count)
-                stats.batches.append(int(ended.completion.meta.get("batch", count)))
-            stats.ends.append((now_s, count))
-            while now_s - stats.ends[0][0] > RATE_WINDOW_S:
-                stats.ends.popleft()
+                stats.batch_sizes.append(int(ended.completion.meta.get("batch", count)))
+            stats.recent_ends.append((now_s, count))
+            while now_s - stats.recent_ends[0][0] > RATE_WINDOW_S:
+                stats.recent_ends.popleft()
             if scores and (not stats.samples or wall_s - stats.samples[-1].at_s >= SAMPLE_EVERY_S):
-                sample = _sample(ended, scores[0], wall_s)
+                sample = _extract_sample(ended, scores[0], wall_s)
                 if sample is not None:
                     stats.samples.append(sample)
 
 
-def _answers(ended: Ended) -> list[Any]:
+def _task_scores(ended: FinishedTask) -> list[Any]:
     """Return (value, failure, parts) for each row. Malformed worker replies become failures."""
     rows, scores = ended.rows, ended.completion.meta.get("scores")
     if not ended.completion.ok:
@@ -133,13 +133,13 @@ def _answers(ended: Ended) -> list[Any]:
     return list(scores)
 
 
-def _class_of(reason: str, known: Mapping[str, int]) -> str:
+def _failure_class(reason: str, known: Mapping[str, int]) -> str:
     """Return the failure class: the reason up to the first colon, with numbers and quoted names replaced by N."""
     name = re.sub(r"'[^']*'|\d+(\.\d+)?", "N", reason.partition(":")[0])[:60]
     return name if name in known or len(known) < MAX_REASONS else "other"
 
 
-def _sample(ended: Ended, answer: Any, wall_s: float) -> ScoredPicture | None:
+def _extract_sample(ended: FinishedTask, score: Any, wall_s: float) -> ScoredSample | None:
     """Return the first item of a task, or None if the task has no pixels."""
     spec = ended.specs[0] if ended.specs else None
     if spec is None or spec.dtype != "uint8" or len(spec.shape) not in (3, 4) or spec.shape[-1] != 3:
@@ -150,19 +150,19 @@ def _sample(ended: Ended, answer: Any, wall_s: float) -> ScoredPicture | None:
         return None
     step = -(-max(height, width) // THUMBNAIL)
     image = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)[::step, ::step].copy()
-    row, (value, failure, parts) = ended.rows[0], answer
-    return ScoredPicture(wall_s, str(row.get("id", "")), str(row.get("prompt", "")), image, value, failure, dict(parts))
+    row, (value, failure, parts) = ended.rows[0], score
+    return ScoredSample(wall_s, str(row.get("id", "")), str(row.get("prompt", "")), image, value, failure, dict(parts))
 
 
-def _copy(stats: RewardStats) -> RewardStats:
+def _copy_stats(stats: RewardStats) -> RewardStats:
     return RewardStats(
         scored=stats.scored,
         failed=Counter(stats.failed),
-        score_s=Times(stats.score_s.total, list(stats.score_s.counts)),
-        wait_s=Times(stats.wait_s.total, list(stats.wait_s.counts)),
+        score_s=TimeHistogram(stats.score_s.total, list(stats.score_s.counts)),
+        wait_s=TimeHistogram(stats.wait_s.total, list(stats.wait_s.counts)),
         scores=stats.scores.copy(),
-        batches=stats.batches.copy(),
+        batch_sizes=stats.batch_sizes.copy(),
         failures=stats.failures.copy(),
         samples=stats.samples.copy(),
-        ends=stats.ends.copy(),
+        recent_ends=stats.recent_ends.copy(),
     )

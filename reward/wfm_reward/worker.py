@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from wfm_ds.chunks import chunks
+from wfm_ds.chunks import split_into_chunks
 from wfm_ds.pipes.arrays import unpack_arrays
 from wfm_ds.pipes.wire import Array
-from wfm_ds.pipes.worker import Progress, TaskFailed, TaskInHand
+from wfm_ds.pipes.worker import LeasedTask, ReportProgress, TaskFailed
 from wfm_ds.types import MediaBatch, Score
 from wfm_reward import registry
 from wfm_reward.base import Reward
 from wfm_reward.frames import score_frames
-from wfm_reward.program import WorkerLoop, run
+from wfm_reward.worker_process import WorkerSetup, run_worker
 
 log = logging.getLogger(__name__)
 
@@ -34,33 +34,35 @@ ROW_TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def load(settings: Mapping[str, Any]) -> WorkerLoop:
+def load_scorer(settings: Mapping[str, Any]) -> WorkerSetup:
     """Create and load the reward. Raises RewardError if it is unknown or cannot be loaded."""
-    reward = registry.create(settings["reward"], settings["device"], settings["options"])
+    reward = registry.create_reward(settings["reward"], settings["device"], settings["options"])
     reward.load()
-    scoring = Scoring(reward, settings["reward"], settings["max_batch"])
+    scoring = RewardScorer(reward, settings["reward"], settings["max_batch"])
     if not settings["max_wait_ms"]:
         # One batch per task: scores do not depend on other requests.
-        return WorkerLoop(scoring.tasks, settings["stall_s"])
-    return WorkerLoop(scoring.tasks, settings["stall_s"], settings["max_batch"], settings["max_wait_ms"] / 1000)
+        return WorkerSetup(scoring.score_tasks, settings["stall_s"])
+    return WorkerSetup(scoring.score_tasks, settings["stall_s"], settings["max_batch"], settings["max_wait_ms"] / 1000)
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class RewardScorer:
     """Run a reward and validate its results: each item gets one Score, with a finite value or a failure reason."""
 
     reward: Reward
     name: str  # name in the recipe
     max_batch: int
 
-    def tasks(self, tasks: Sequence[TaskInHand], progress: Progress) -> list[Mapping[str, Any] | TaskFailed]:
+    def score_tasks(
+        self, tasks: Sequence[LeasedTask], progress: ReportProgress
+    ) -> list[Mapping[str, Any] | TaskFailed]:
         """Score tasks. Return {"scores": [[value, failure, parts] per row], "batch": batch size} for each task.
 
         A row is {id, prompt, metadata, fps?, inputs?} with a tensor uint8 [H,W,3] or [T,H,W,3]. Consecutive rows with
         equal shape and fps form batches of at most `max_batch`, also across tasks. A malformed task fails without
         affecting the others.
         """
-        task_rows = [_checked_rows(task) for task in tasks]
+        task_rows = [_read_rows(task) for task in tasks]
         items = [
             (number, row, tensor)
             for number, rows in enumerate(task_rows)
@@ -69,34 +71,34 @@ class Scoring:
         ]
         replies: list[dict[str, Any]] = [{"scores": [], "batch": 0} for _ in tasks]
         num_done = 0
-        for batch in _alike(items, self.max_batch):
+        for batch in _group_alike(items, self.max_batch):
             numbers, rows, tensors = zip(*batch, strict=True)
-            scores = (score for part in self.items(rows, tensors) for score in part)
+            scores = (score for part in self.score_items(rows, tensors) for score in part)
             for number, score in zip(numbers, scores, strict=True):
-                replies[number]["scores"].append([score.value, _short(score.failure), dict(score.parts)])
+                replies[number]["scores"].append([score.value, _truncate_reason(score.failure), dict(score.parts)])
                 replies[number]["batch"] = len(batch)
                 num_done += 1
                 progress(num_done, len(items))
         return [r if isinstance(r, TaskFailed) else reply for r, reply in zip(task_rows, replies, strict=True)]
 
-    def items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
+    def score_items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
         """Yield scores in order: one list for the whole batch or, if the batch fails, one list per item."""
         try:
-            scores = self.batch(rows, tensors)
+            scores = self.score_batch(rows, tensors)
         except Exception as error:  # third-party code may raise anything; it becomes failures with a reason
             if len(rows) > 1:
                 log.info("%s failed on a batch of %d items (%s); scoring them one by one", self.name, len(rows), error)
             else:
                 log.warning("%s failed on %s", self.name, rows[0].get("id"), exc_info=True)
-                yield [self._failed(str(rows[0].get("id", "")), f"{type(error).__name__}: {error}")]
+                yield [self._failure_score(str(rows[0].get("id", "")), f"{type(error).__name__}: {error}")]
                 return
         else:
             yield scores
             return
         for row, tensor in zip(rows, tensors, strict=True):
-            yield from self.items([row], [tensor])
+            yield from self.score_items([row], [tensor])
 
-    def batch(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> list[Score]:
+    def score_batch(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> list[Score]:
         """Score one batch. Raises what the reward raises, and ValueError unless it returns one score per item."""
         batch = MediaBatch(
             media=np.stack(tensors),
@@ -108,18 +110,18 @@ class Scoring:
             inputs=[row.get("inputs", {}) for row in rows],
         )
         video = batch.media.ndim == 5
-        if not video and "image" not in self.reward.media:
-            return [item.failed("the reward accepts only videos, but the sample is an image") for item in batch]
-        needs, inputs = self.reward.needs, self.reward.needs_inputs
+        if not video and "image" not in self.reward.media_types:
+            return [item.fail("the reward accepts only videos, but the sample is an image") for item in batch]
+        needs, inputs = self.reward.required_metadata, self.reward.required_inputs
         missing = {key for item in batch for key in needs if key not in item.metadata}
         missing |= {key for item in batch for key in inputs if key not in item.inputs}
         if missing:
             raise ValueError(f"missing metadata or inputs: {', '.join(sorted(missing))}")
-        if video and "video" not in self.reward.media:
-            return score_frames(self.scored, batch, self.reward.frames, self.max_batch)
-        return self.scored(batch)
+        if video and "video" not in self.reward.media_types:
+            return score_frames(self.score_media, batch, self.reward.frames, self.max_batch)
+        return self.score_media(batch)
 
-    def scored(self, batch: MediaBatch) -> list[Score]:
+    def score_media(self, batch: MediaBatch) -> list[Score]:
         """Score images or videos that the reward accepts. Raises like `score_batch`."""
         start_s = time.monotonic()
         scores = self.reward.score(batch)
@@ -127,35 +129,39 @@ class Scoring:
             size = len(scores) if isinstance(scores, list) else f"a {type(scores).__name__}, not a list of"
             raise ValueError(f"score() returned {size} scores for {len(batch)} items")
         seconds = (time.monotonic() - start_s) / len(batch)
-        return [self._checked(item.sample_id, score, seconds) for item, score in zip(batch, scores, strict=True)]
+        return [self._check_score(item.sample_id, score, seconds) for item, score in zip(batch, scores, strict=True)]
 
-    def _checked(self, sample_id: str, answer: Any, seconds: float) -> Score:
+    def _check_score(self, sample_id: str, score: Any, seconds: float) -> Score:
         """Validate the result for one item: a Score with its sample id and values within their ranges. Else a
         failure."""
-        if not isinstance(answer, Score):
-            return self._failed(sample_id, f"score() returned a {type(answer).__name__} instead of a Score", seconds)
-        if answer.sample_id != sample_id:
-            return self._failed(sample_id, f"score() returned the score of {answer.sample_id!r} in its place", seconds)
-        if answer.value is None:
-            return self._failed(sample_id, answer.failure or "no reason given", seconds)
-        for output, value in {**answer.parts, self.reward.primary: answer.value}.items():
+        if not isinstance(score, Score):
+            return self._failure_score(
+                sample_id, f"score() returned a {type(score).__name__} instead of a Score", seconds
+            )
+        if score.sample_id != sample_id:
+            return self._failure_score(
+                sample_id, f"score() returned the score of {score.sample_id!r} in its place", seconds
+            )
+        if score.value is None:
+            return self._failure_score(sample_id, score.failure or "no reason given", seconds)
+        for output, value in {**score.parts, self.reward.primary_output: score.value}.items():
             limits = self.reward.outputs.get(output)
             if not math.isfinite(value):
-                return self._failed(sample_id, f"{output} = {value} is not finite", seconds)
+                return self._failure_score(sample_id, f"{output} = {value} is not finite", seconds)
             if limits is not None and value not in limits:
                 reason = f"{output} = {value:g} is outside {limits.low:g} to {limits.high:g}"
-                return self._failed(sample_id, reason, seconds)
-        parts = {output: float(value) for output, value in answer.parts.items()}
-        return Score(sample_id=sample_id, reward=self.name, value=float(answer.value), seconds=seconds, parts=parts)
+                return self._failure_score(sample_id, reason, seconds)
+        parts = {output: float(value) for output, value in score.parts.items()}
+        return Score(sample_id=sample_id, reward=self.name, value=float(score.value), seconds=seconds, parts=parts)
 
-    def _failed(self, sample_id: str, reason: str, seconds: float = 0.0) -> Score:
+    def _failure_score(self, sample_id: str, reason: str, seconds: float = 0.0) -> Score:
         return Score(sample_id=sample_id, reward=self.name, failure=reason, seconds=seconds)
 
 
-def _checked_rows(task: TaskInHand) -> list[tuple[Mapping[str, Any], Array]] | TaskFailed:
+def _read_rows(task: LeasedTask) -> list[tuple[Mapping[str, Any], Array]] | TaskFailed:
     """Return the rows of a task with their tensors, or the error. Tasks come from clients, so nothing is trusted."""
     try:
-        tensors = task.tensors()
+        tensors = task.read_tensors()
     except TaskFailed as error:
         return error
     if len(tensors) != len(task.rows) or any(t.dtype != np.uint8 or t.ndim not in (3, 4) for t in tensors):
@@ -174,20 +180,20 @@ def _checked_rows(task: TaskInHand) -> list[tuple[Mapping[str, Any], Array]] | T
     ]
 
 
-Item: TypeAlias = tuple[int, Mapping[str, Any], Array]
+TaskItem: TypeAlias = tuple[int, Mapping[str, Any], Array]
 """One item: index of its task, its row, its pixels."""
 
 
-def _alike(items: Iterable[Item], max_batch: int) -> Iterator[Sequence[Item]]:
+def _group_alike(items: Iterable[TaskItem], max_batch: int) -> Iterator[Sequence[TaskItem]]:
     """Group consecutive items with equal shape and fps, at most `max_batch` per group."""
     for _, group in itertools.groupby(items, key=lambda item: (item[2].shape, item[1]["fps"])):
-        yield from chunks(list(group), max_batch)
+        yield from split_into_chunks(list(group), max_batch)
 
 
-def _short(reason: str | None) -> str | None:
+def _truncate_reason(reason: str | None) -> str | None:
     """Shorten a reason to REASON_CHARS and replace lone surrogates, which UTF-8 cannot encode."""
     return None if reason is None else reason[:REASON_CHARS].encode(errors="replace").decode()
 
 
 if __name__ == "__main__":
-    sys.exit(run(load))
+    sys.exit(run_worker(load_scorer))

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from wfm_ds.algorithms.advantages import (
     Rewards,
-    best_and_worst,
+    combine_scores,
+    compute_advantages,
     group_variance,
     reward_stats,
     reward_warnings,
-    step_advantages,
-    step_rewards,
+    select_best_and_worst,
 )
 from wfm_ds.recipe.algorithms import RlSettings
 from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
@@ -27,11 +27,11 @@ def advantages(rewards, groups, transform=None, **settings):
     parts = [r if r is None or isinstance(r, tuple) else (r,) for r in rewards]
     totals = [None if p is None else sum(w * x for w, x in zip(weights, p, strict=True)) for p in parts]
     settings = RlSettings(**{"name": "any", "advantage_std": "group"} | settings)
-    return step_advantages(Rewards(totals, parts, weights, {}), groups, settings, transform=transform)
+    return compute_advantages(Rewards(totals, parts, weights, {}), groups, settings, transform=transform)
 
 
 def rewards_of(scores, functions, **recipe):
-    return step_rewards(scores, RewardRecipe(functions=functions, **recipe))
+    return combine_scores(scores, RewardRecipe(functions=functions, **recipe))
 
 
 def scored(sample_id="s", seconds=0.0, **values):
@@ -265,8 +265,8 @@ def test_total_is_the_weighted_sum_of_clipped_scores():
     assert rewards.totals == [0.0, 3.0, 0.0]
     assert rewards.parts == [(0.25, 1.0), (1.0, -2.0), (0.0, 0.0)]
     assert rewards.weights == (2.0, -0.5)
-    assert rewards.reordered([2, 0, 1]).totals == [0.0, 0.0, 3.0]
-    assert rewards.reordered([2, 0, 1]).parts == [(0.0, 0.0), (0.25, 1.0), (1.0, -2.0)]
+    assert rewards.reorder([2, 0, 1]).totals == [0.0, 0.0, 3.0]
+    assert rewards.reorder([2, 0, 1]).parts == [(0.0, 0.0), (0.25, 1.0), (1.0, -2.0)]
 
 
 def test_total_is_clipped_then_scaled_and_the_clip_is_counted():
@@ -275,7 +275,7 @@ def test_total_is_clipped_then_scaled_and_the_clip_is_counted():
     assert rewards.totals == [-10.0, 10.0, 30.0, None]
     assert rewards.stats == {"reward/total/clipped_fraction": pytest.approx(2 / 3)}
     settings = RlSettings(name="any", advantage_std="none", adv_clip_max=100.0)
-    got = step_advantages(rewards, ["g"] * 4, settings)
+    got = compute_advantages(rewards, ["g"] * 4, settings)
     assert got.values == [-20.0, 0.0, 20.0, None]
     assert got.stats["reward/total/clipped_fraction"] == pytest.approx(2 / 3)
 
@@ -359,7 +359,7 @@ def test_varied_failing_lonely_and_unweighted_rewards_raise_no_warning():
 
 def chosen(rewards, groups, count, **settings):
     rewards = Rewards(list(rewards), [None if r is None else (r,) for r in rewards], (1.0,), {})
-    return best_and_worst(rewards, groups, RlSettings(**{"name": "any"} | settings), count)
+    return select_best_and_worst(rewards, groups, RlSettings(**{"name": "any"} | settings), count)
 
 
 @given(st.lists(st.integers(0, 5), min_size=6, max_size=6), st.lists(st.integers(0, 5), min_size=6, max_size=6))

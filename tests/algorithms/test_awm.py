@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wfm_ds.algorithms import build_rl
+from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.algorithms.awm import matching_log_prob
 from wfm_ds.algorithms.supervised import velocity_errors
 from wfm_ds.recipe.schema import Recipe
@@ -27,7 +27,7 @@ def algorithm(*, ema=None, **keys):
         "reward": {"functions": [{"name": "color"}]},
         "ema": ema,
     }
-    return build_rl(Recipe.model_validate(recipe), GRID)
+    return build_rl_algorithm(Recipe.model_validate(recipe), GRID)
 
 
 def batch_of(rl, advantages=ADVANTAGES, update=0):
@@ -43,14 +43,14 @@ def batch_of(rl, advantages=ADVANTAGES, update=0):
         )
         for i in range(len(advantages))
     ]
-    terms = rl.updates(SimpleNamespace(mine=samples, first=0), advantages, 1)[update]
+    terms = rl.updates(SimpleNamespace(local_rollouts=samples, first_index=0), advantages, 1)[update]
     return rl.assemble(terms, samples, torch.device("cpu"))
 
 
 def predictions(batch, *policies, apart=0.1):
     """The trained policy's velocities, and those of others, `apart` from them."""
     draw = torch.Generator().manual_seed(7)
-    velocity = torch.randn(batch.clean.shape, generator=draw)
+    velocity = torch.randn(batch.clean_latents.shape, generator=draw)
     others = {name: velocity + apart * torch.randn(velocity.shape, generator=draw) for name in policies}
     return velocity.requires_grad_(), others
 
@@ -62,7 +62,7 @@ def evaluated(rl, batch, velocity, others):
 
 def published(rl, batch, velocity, others):
     """Loss [B] and gradient as the authors' code has them, all float64; A of the samples in `batch`."""
-    s, x0, eps, sigma = rl.settings, batch.clean.double(), batch.noise.double(), batch.sigma.double()
+    s, x0, eps, sigma = rl.settings, batch.clean_latents.double(), batch.noise.double(), batch.sigma.double()
 
     def log_prob(v):
         l = ((v - (eps - x0)) ** 2).flatten(1).mean(1)  # noqa: E741
@@ -99,7 +99,7 @@ def published(rl, batch, velocity, others):
 def test_loss_and_gradient_are_the_published_ones_in_float64(keys, later):
     rl = algorithm(**keys)
     batch = batch_of(rl)
-    velocity, others = predictions(batch, *(["old"] if later else []), *rl.held_to)
+    velocity, others = predictions(batch, *(["old"] if later else []), *rl.kl_betas)
     loss, stats, gradient = evaluated(rl, batch, velocity, others)
     want, want_gradient = published(rl, batch, velocity, others)
     assert (loss.shape, loss.dtype) == (batch.sigma.shape, torch.float32)
@@ -118,7 +118,7 @@ def test_before_the_first_update_the_ratio_is_one_and_the_gradient_that_of_the_l
     loss, stats, gradient = evaluated(rl, batch, velocity, {})
     assert torch.equal(loss, -batch.credit)
     assert not stats["policy/ratio_max_abs_dev"].any()
-    error = (velocity - (batch.noise - batch.clean)).square().flatten(1).mean(1)
+    error = (velocity - (batch.noise - batch.clean_latents)).square().flatten(1).mean(1)
     log_prob = matching_log_prob(error, batch.sigma, weighting, rl.settings.power)
     want = torch.autograd.grad((-batch.credit * log_prob).sum(), velocity)[0]
     torch.testing.assert_close(gradient, want)
@@ -129,7 +129,7 @@ def test_uniform_and_unclipped_it_is_fine_tuning_weighted_by_the_advantage():
     batch = batch_of(rl)
     velocity, _ = predictions(batch)
     gradient = evaluated(rl, batch, velocity, {})[2]
-    of_sft = velocity_errors(velocity, batch.clean, batch.noise)
+    of_sft = velocity_errors(velocity, batch.clean_latents, batch.noise)
     torch.testing.assert_close(gradient, torch.autograd.grad((batch.credit * of_sft).sum(), velocity)[0])
 
 
@@ -167,8 +167,8 @@ def test_only_the_policies_that_count_are_asked():
     assert algorithm().references == ("old", "ref")
     assert algorithm(kl_beta=0).references == ("old",)
     assert algorithm(kl_beta=0, ema_kl_beta=1, ema={}).references == ("old", "ema")
-    assert algorithm(kl_beta=0).settings.policies(None) == frozenset()
-    assert algorithm().settings.policies(None) == {"ref"}
+    assert algorithm(kl_beta=0).settings.list_policies(None) == frozenset()
+    assert algorithm().settings.list_policies(None) == {"ref"}
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from wfm_ds.algorithms import rl_policies
+from wfm_ds.algorithms import rl_policy_copies
 from wfm_ds.algorithms.advantages import Rewards
 from wfm_ds.algorithms.ddrl import Ddrl
 from wfm_ds.algorithms.sft import loss_weight
 from wfm_ds.algorithms.supervised import velocity_errors
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.sampling.noise import seeded_normal
-from wfm_ds.training.micro import joined_stats
+from wfm_ds.sampling.noise import draw_cpu_normal
+from wfm_ds.training.micro_batches import merge_part_stats
 from wfm_ds.types import Prompt, Rollout
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "sd3_ddrl.yaml"
@@ -24,7 +24,7 @@ PURE = ["algorithm.data_beta=0", "algorithm.kl_beta=0"]
 
 
 def ddrl(*overrides):
-    return Ddrl(recipe_file.load(RECIPE, list(overrides)), torch.tensor([1.0, 0.0]))
+    return Ddrl(recipe_file.load_recipe(RECIPE, list(overrides)), torch.tensor([1.0, 0.0]))
 
 
 class Denoiser:
@@ -43,15 +43,15 @@ class Denoiser:
 
 @dataclass
 class Samples:
-    mine: list
-    first: int = 0
+    local_rollouts: list
+    first_index: int = 0
 
 
 def rolled_out(algorithm, denoiser, shape=IMAGE, num_conditional_frames=0, step=1, stored=None):
     count = len(ADVANTAGES)
     seeds, noise_seeds = [100 + i for i in range(count)], [200 + i for i in range(count)]
-    plan = algorithm.plan(step) if stored is None else algorithm._plan(stored)
-    done = plan.run(denoiser, seeded_normal(noise_seeds, shape), seeds)
+    plan = algorithm.plan(step) if stored is None else algorithm._make_plan(stored)
+    done = plan.denoise(denoiser, draw_cpu_normal(noise_seeds, shape), seeds)
     draw = torch.Generator().manual_seed(7)
     return Samples(
         [
@@ -61,10 +61,10 @@ def rolled_out(algorithm, denoiser, shape=IMAGE, num_conditional_frames=0, step=
                 prompt=Prompt(id=f"p{i}", text=f"prompt {i}"),
                 seed=seeds[i],
                 noise_seed=noise_seeds[i],
-                clean_latents=done.clean[i],
+                clean_latents=done.clean_latents[i],
                 states={k: states[i] for k, states in done.states.items()},
-                data=torch.randn(shape, generator=draw),
-                num_conditional_frames=num_conditional_frames,
+                data_latents=torch.randn(shape, generator=draw),
+                num_conditioning_frames=num_conditional_frames,
             )
             for i in range(count)
         ]
@@ -73,7 +73,7 @@ def rolled_out(algorithm, denoiser, shape=IMAGE, num_conditional_frames=0, step=
 
 def batch_of(algorithm, samples, advantages=ADVANTAGES, step=1):
     (terms,) = algorithm.updates(samples, advantages, step)
-    return algorithm.assemble(terms, samples.mine, torch.device("cpu"))
+    return algorithm.assemble(terms, samples.local_rollouts, torch.device("cpu"))
 
 
 def total(algorithm, denoiser, batch, references=None):
@@ -90,18 +90,18 @@ def test_without_data_and_reference_it_is_the_policy_gradient_of_the_rollouts_tr
     got = denoiser.gradient(total(algorithm, denoiser, batch_of(algorithm, samples)))
 
     reinforce = torch.zeros(())
-    for sample, advantage in zip(samples.mine, ADVANTAGES, strict=True):
-        states = {k: state[None] * (1 + algorithm.edm.steps[k].level) for k, state in sample.states.items()}
-        clean = {k: s[None] - algorithm.edm.steps[k].sigma * denoiser(s[None], algorithm.edm.steps[k].sigma)
+    for sample, advantage in zip(samples.local_rollouts, ADVANTAGES, strict=True):
+        states = {k: state[None] * (1 + algorithm.edm_plan.steps[k].level) for k, state in sample.states.items()}
+        clean = {k: s[None] - algorithm.edm_plan.steps[k].sigma * denoiser(s[None], algorithm.edm_plan.steps[k].sigma)
                  for k, s in sample.states.items()}  # fmt: skip
-        for k in algorithm.trained_steps(1):
-            step = algorithm.edm.steps[k]
-            before = step.before * clean[k - 1].detach() if k else 0.0
-            mean = step.keep * states[k] + step.now * clean[k] + before
+        for k in algorithm.training_steps(1):
+            step = algorithm.edm_plan.steps[k]
+            before = step.previous_clean_coef * clean[k - 1].detach() if k else 0.0
+            mean = step.state_coef * states[k] + step.clean_coef * clean[k] + before
             log_prob = -(states[k + 1] - mean).square().mean() / (2 * step.std**2)
             scale = {"gaussian": 1, "literal": 2 * step.std**2, "std_scaled": step.std}[norm]
             reinforce = reinforce - (advantage or 0.0) * scale * log_prob
-    want = denoiser.gradient(reinforce / (3 * len(algorithm.trained_steps(1))))
+    want = denoiser.gradient(reinforce / (3 * len(algorithm.training_steps(1))))
     torch.testing.assert_close(got, want, rtol=2e-4, atol=0)
 
 
@@ -110,12 +110,12 @@ def test_equal_rewards_leave_the_diffusion_loss_on_the_data():
     samples = rolled_out(algorithm, denoiser)
     batch = batch_of(algorithm, samples, [0.0] * 4)
     losses = []
-    for sample in samples.mine:
-        for k in algorithm.trained_steps(1):
-            sigma = torch.tensor([algorithm.edm.steps[k].sigma])
-            noise = seeded_normal([sample.noise_seed], IMAGE)
-            velocity = denoiser((1 - sigma) * sample.data[None] + sigma * noise, sigma)
-            losses.append(loss_weight("edm", sigma) * velocity_errors(velocity, sample.data[None], noise))
+    for sample in samples.local_rollouts:
+        for k in algorithm.training_steps(1):
+            sigma = torch.tensor([algorithm.edm_plan.steps[k].sigma])
+            noise = draw_cpu_normal([sample.noise_seed], IMAGE)
+            velocity = denoiser((1 - sigma) * sample.data_latents[None] + sigma * noise, sigma)
+            losses.append(loss_weight("edm", sigma) * velocity_errors(velocity, sample.data_latents[None], noise))
     want = 0.3 * denoiser.gradient(torch.cat(losses).mean())
     torch.testing.assert_close(denoiser.gradient(total(algorithm, denoiser, batch)), want, rtol=1e-5, atol=1e-7)
 
@@ -138,7 +138,7 @@ def test_the_data_counts_once_for_each_trained_step_or_with_the_first_only():
         algorithm = ddrl(f"algorithm.train_on={steps}", f"algorithm.data_on_first_only={first_only}")
         batch = batch_of(algorithm, rolled_out(algorithm, denoiser))
         gradients[steps, first_only] = denoiser.gradient(total(algorithm, denoiser, batch))
-        rows[steps, first_only] = batch.data.terms.tolist()
+        rows[steps, first_only] = batch.data.term_indices.tolist()
     assert torch.equal(gradients["[1]", False], gradients["[1]", True])
     assert not torch.equal(gradients["[0,1,2]", False], gradients["[0,1,2]", True])
     assert rows["[0,1,2]", True] == [0, 3, 6, 9]
@@ -154,7 +154,7 @@ def test_how_terms_are_cut_into_micro_batches_changes_no_gradient(overrides):
     def gradient(sizes):
         loss, start = torch.zeros(()), 0
         for size in sizes:
-            batch = algorithm.assemble(terms[start : start + size], samples.mine, torch.device("cpu"))
+            batch = algorithm.assemble(terms[start : start + size], samples.local_rollouts, torch.device("cpu"))
             loss_B, _ = algorithm.loss(denoiser(batch.latents, batch.sigma), batch, {})
             loss, start = loss + (loss_B * batch.weight).sum() / 9, start + size
         return denoiser.gradient(loss)
@@ -177,8 +177,8 @@ def test_the_parts_of_divided_terms_have_their_loss_their_gradient_and_their_sta
     with torch.no_grad():
         denoiser.weights += 0.05
     whole, divided = batch_of(joint, samples), batch_of(separate, samples)
-    assert torch.equal(whole.for_references().latents, divided.for_references().latents)
-    references = {"ref": reference(whole.for_references().latents, whole.sigma[:12]).detach()}
+    assert torch.equal(whole.reference_inputs().latents, divided.reference_inputs().latents)
+    references = {"ref": reference(whole.reference_inputs().latents, whole.sigma[:12]).detach()}
     want_B, want = joint.loss(denoiser(whole.latents, whole.sigma), whole, references)
 
     assert whole.parts() == [whole]
@@ -193,7 +193,7 @@ def test_the_parts_of_divided_terms_have_their_loss_their_gradient_and_their_sta
         rtol=1e-6,
         atol=1e-7,
     )
-    got = joined_stats([stats for _, stats in found])
+    got = merge_part_stats([stats for _, stats in found])
     assert got.keys() == want.keys()
     torch.testing.assert_close(got, want)
 
@@ -204,8 +204,8 @@ def test_only_terms_with_data_are_divided(first_only, num_parts):
     algorithm = ddrl(*settings)
     (terms,) = algorithm.updates(rolled_out(algorithm, Denoiser()), ADVANTAGES, 1)
     assert [t.num_parts for t in terms] == num_parts * 4
-    assert algorithm.settings.num_divided(12) == sum(n == 2 for n in num_parts) * 4
-    assert ddrl().settings.num_divided(12) == 0
+    assert algorithm.settings.num_separate_data_terms(12) == sum(n == 2 for n in num_parts) * 4
+    assert ddrl().settings.num_separate_data_terms(12) == 0
 
 
 def test_noise_and_level_of_the_data_may_be_its_own():
@@ -227,7 +227,7 @@ def test_the_reference_is_asked_about_rollouts_only_and_holds_the_policy(rollout
     assert algorithm.references == ("ref",)
     assert algorithm.rollout_policy == ("train" if rollout_policy == "current" else "ref")
     batch = batch_of(algorithm, rolled_out(algorithm, reference))
-    asked = batch.for_references()
+    asked = batch.reference_inputs()
     assert torch.equal(asked.latents, batch.latents[:12])
     assert asked.prompts == batch.prompts[:12]
     with torch.no_grad():
@@ -249,9 +249,9 @@ def test_the_reference_is_asked_about_rollouts_only_and_holds_the_policy(rollout
 def test_a_moving_reference_is_a_copy_that_follows_at_its_interval():
     algorithm = ddrl("algorithm.kl_beta=0.1", "algorithm.update_ref_every=3")
     assert algorithm.references == ("old",)
-    assert [algorithm.moves(step, step) for step in (1, 2, 3, 6)] == [{}, {}, {"old": 0.0}, {"old": 0.0}]
-    assert ddrl("algorithm.kl_beta=0.1").moves(3, 3) == {}
-    assert rl_policies(recipe_file.load(RECIPE, [])) == frozenset()
+    assert [algorithm.policy_decays(step, step) for step in (1, 2, 3, 6)] == [{}, {}, {"old": 0.0}, {"old": 0.0}]
+    assert ddrl("algorithm.kl_beta=0.1").policy_decays(3, 3) == {}
+    assert rl_policy_copies(recipe_file.load_recipe(RECIPE, [])) == frozenset()
 
 
 def given_recipe(*overrides):
@@ -261,22 +261,24 @@ def given_recipe(*overrides):
 def test_given_frames_are_outside_all_terms():
     algorithm, denoiser = given_recipe("algorithm.kl_beta=0.5", "algorithm.data_beta=0.3"), Denoiser()
     batch = batch_of(algorithm, rolled_out(algorithm, denoiser, VIDEO, num_conditional_frames=1))
-    assert batch.conditional_frames.latents.shape == (24, *VIDEO)
-    assert batch.conditional_frames.counts.tolist() == [1] * 24
+    assert batch.conditioning_frames.latents.shape == (24, *VIDEO)
+    assert batch.conditioning_frames.counts.tolist() == [1] * 24
     velocity = denoiser(batch.latents, batch.sigma).detach().requires_grad_()
     loss_B, _ = algorithm.loss(velocity, batch, {"ref": velocity[:12].detach() + 0.1})
     gradient = torch.autograd.grad(loss_B.sum(), velocity)[0]
     assert not gradient[:, :, 0].any()
     assert gradient[:, :, 1:].abs().amin() > 0
-    assert algorithm.settings.num_conditional_frames == (1, 2)
-    assert batch_of(ddrl(), rolled_out(ddrl(), denoiser, VIDEO)).conditional_frames is None
+    assert algorithm.settings.conditioning_frame_range == (1, 2)
+    assert batch_of(ddrl(), rolled_out(ddrl(), denoiser, VIDEO)).conditioning_frames is None
 
 
 def test_exponential_rewards_replace_the_advantages():
     rewards = Rewards([0.0, 1.0, 1.0, 2.0], [(0.0,), (1.0,), (1.0,), (2.0,)], (1.0,), {})
-    plain = ddrl().advantages(rewards, ["g"] * 4).values
-    exponential = ddrl("algorithm.exp_reward=true").advantages(rewards, ["g"] * 4).values
-    centred = ddrl("algorithm.exp_reward=true", "algorithm.exp_reward_baseline=1").advantages(rewards, ["g"] * 4)
+    plain = ddrl().compute_advantages(rewards, ["g"] * 4).values
+    exponential = ddrl("algorithm.exp_reward=true").compute_advantages(rewards, ["g"] * 4).values
+    centred = ddrl("algorithm.exp_reward=true", "algorithm.exp_reward_baseline=1").compute_advantages(
+        rewards, ["g"] * 4
+    )
     assert exponential == pytest.approx([-math.exp(-a) for a in plain])
     assert centred.values == pytest.approx([1 - math.exp(-a) for a in plain])
     assert exponential == sorted(exponential)
@@ -284,10 +286,10 @@ def test_exponential_rewards_replace_the_advantages():
 
 def test_an_extra_step_is_drawn_from_all_others_that_have_noise():
     algorithm = ddrl("algorithm.train_on=[1,-1]", "sampling.steps=6")
-    drawn = Counter(next(k for k in algorithm.trained_steps(step) if k != 1) for step in range(1, 1601))
+    drawn = Counter(next(k for k in algorithm.training_steps(step) if k != 1) for step in range(1, 1601))
     assert sorted(drawn) == [0, 2, 3, 4]
     assert sum((count - 400) ** 2 / 400 for count in drawn.values()) < 16.3  # chi-square, 99.9 %, 3 degrees of freedom
-    assert algorithm.plan(3).stored == tuple(algorithm.trained_steps(3))
+    assert algorithm.plan(3).stored_steps == tuple(algorithm.training_steps(3))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +336,7 @@ def test_steps_without_usable_noise_are_refused(overrides, message):
 )
 def test_combinations_that_cannot_be_are_recipe_errors(overrides, message):
     with pytest.raises(RecipeError, match=message):
-        recipe_file.load(RECIPE, overrides)
+        recipe_file.load_recipe(RECIPE, overrides)
 
 
 @pytest.mark.parametrize(
@@ -347,9 +349,9 @@ def test_combinations_that_cannot_be_are_recipe_errors(overrides, message):
 )
 def test_its_keys_are_refused_elsewhere(override, message):
     with pytest.raises(RecipeError, match=message):
-        recipe_file.load(RECIPE.parent / "sd3_nft.yaml", [override])
+        recipe_file.load_recipe(RECIPE.parent / "sd3_nft.yaml", [override])
 
 
 def test_a_run_without_data_is_doubted():
-    assert "algorithm.data_beta" in recipe_file.load(RECIPE, PURE).algorithm.doubts()[0]
-    assert recipe_file.load(RECIPE, []).algorithm.doubts() == []
+    assert "algorithm.data_beta" in recipe_file.load_recipe(RECIPE, PURE).algorithm.list_warnings()[0]
+    assert recipe_file.load_recipe(RECIPE, []).algorithm.list_warnings() == []

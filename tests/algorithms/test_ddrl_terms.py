@@ -4,11 +4,13 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from wfm_ds.algorithms.ddrl_terms import RATIO_NORMS, data_loss, data_sigma, log_ratio, reference_kl
-from wfm_ds.sampling.edm import Churn, edm_plan
+from wfm_ds.algorithms.ddrl_losses import RATIO_NORMS, data_loss, draw_data_sigma, log_ratio, reference_kl
+from wfm_ds.sampling.edm import Churn, make_edm_plan
 
 FP64 = torch.float64
-STEPS = edm_plan("edm_2ab", 8, Churn.of_run(8, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0)).steps
+STEPS = make_edm_plan(
+    "edm_2ab", 8, Churn.from_settings(8, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0)
+).steps
 SHAPES = [(3, 2, 5, 4), (3, 2, 4, 3, 5)]
 
 
@@ -36,7 +38,7 @@ class Transitions:
     def mean(self, velocity):
         keep, now, before, level, sigma = (
             self.column([getattr(s, name) for s in self.steps], velocity.ndim)
-            for name in ("keep", "now", "before", "level", "sigma")
+            for name in ("state_coef", "clean_coef", "previous_clean_coef", "level", "sigma")
         )
         clean = self.state / (1 + level) - sigma * velocity
         return keep * self.state + now * clean + before * self.before
@@ -47,7 +49,7 @@ class Transitions:
 
     def log_ratio(self, norm="gaussian", velocity=None, free=None):
         v = self.velocity if velocity is None else velocity
-        return log_ratio(v, self.old, self.noise, self.gain, self.std, norm=norm, free=free)
+        return log_ratio(v, self.old, self.noise, self.gain, self.std, norm=norm, mask=free)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -111,7 +113,7 @@ def test_given_frames_contribute_nothing():
     case = Transitions((3, 2, 4, 3, 5))
     free = given((3, 2, 4, 3, 5), [0, 1, 2])
     velocity = case.velocity.clone().requires_grad_()
-    kl = reference_kl(velocity, case.ref, case.gain, case.std, norm="gaussian", free=free)
+    kl = reference_kl(velocity, case.ref, case.gain, case.std, norm="gaussian", mask=free)
     data = data_loss(velocity, case.before, case.noise, case.gain.abs().clamp(0, 0.9), free)
     terms = [case.log_ratio(velocity=velocity, free=free), kl, data]
     for term in terms:
@@ -152,7 +154,7 @@ def test_the_data_term_is_the_edm_loss(shape):
 
 @pytest.mark.parametrize("video", [False, True])
 def test_data_levels_follow_the_density_of_the_base_model(video):
-    sigmas = [data_sigma(0, step, "sample", video=video) for step in range(4000)]
+    sigmas = [draw_data_sigma(0, step, "sample", video=video) for step in range(4000)]
     assert len(set(sigmas)) == 4000
     assert all(0 < s < 1 for s in sigmas)
     logits = sorted(math.log(s / (1 - s)) for s in sigmas)

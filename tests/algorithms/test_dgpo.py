@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wfm_ds.algorithms import build_rl
+from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.algorithms.dgpo import Dgpo
-from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.training.forwards import rl_step
+from wfm_ds.training.forward_counts import count_rl_step
 from wfm_ds.types import Prompt, Rollout
 
 FP64 = torch.float64
@@ -17,8 +17,8 @@ ADVANTAGES = [0.5, -1.5, None, 1.0, 0.0, -1.0]  # of two groups of three
 
 def dgpo(**keys):
     recipe = recipe_of(**keys)
-    built = build_rl(
-        recipe, torch.linspace(1, 0, 6, dtype=FP64), SimpleNamespace(flow_shift=lambda sampling: 3.0, pinned=tuple)
+    built = build_rl_algorithm(
+        recipe, torch.linspace(1, 0, 6, dtype=FP64), SimpleNamespace(flow_shift=lambda sampling: 3.0, clean_frame_range=tuple)
     )
     assert isinstance(built, Dgpo)
     return built
@@ -75,8 +75,8 @@ def test_loss_and_gradient_equal_float64_of_whole_groups():
     terms = terms_of(algorithm)
     batch = algorithm.assemble(terms, samples(), torch.device("cpu"))
     draw = torch.Generator().manual_seed(1)
-    velocity = torch.randn(batch.clean.shape, generator=draw, requires_grad=True)
-    refs = {"ref": velocity.detach() + 0.1 * torch.randn(batch.clean.shape, generator=draw)}
+    velocity = torch.randn(batch.clean_latents.shape, generator=draw, requires_grad=True)
+    refs = {"ref": velocity.detach() + 0.1 * torch.randn(batch.clean_latents.shape, generator=draw)}
     with torch.no_grad():
         groups, parts = algorithm.group_statistics(terms, velocity, batch, refs)
     sums = [sum(parts[j] * terms[j].weight for j in range(len(terms)) if groups[j] == group) for group in groups]
@@ -85,7 +85,7 @@ def test_loss_and_gradient_equal_float64_of_whole_groups():
     (gradient,) = torch.autograd.grad((loss_B * batch.weight).sum(), velocity)
 
     def errors(v):
-        return (v.double() - (batch.noise.double() - batch.clean.double())).square().flatten(1).mean(1)
+        return (v.double() - (batch.noise.double() - batch.clean_latents.double())).square().flatten(1).mean(1)
 
     l_B, l_ref_B = errors(velocity.detach()), errors(refs["ref"])
     for j, term in enumerate(terms):
@@ -97,7 +97,7 @@ def test_loss_and_gradient_equal_float64_of_whole_groups():
         assert stats["dgpo/group_weight"][j].item() == pytest.approx(weight.item(), rel=1e-4)
         want = weight * (advantage or 0.0)
         assert loss_B[j].item() == pytest.approx((want * l_B[j]).item(), rel=1e-4, abs=1e-9)
-        u = (batch.noise[j] - batch.clean[j]).double()
+        u = (batch.noise[j] - batch.clean_latents[j]).double()
         of_v = want * 2 * (velocity[j].detach().double() - u) / u.numel()
         torch.testing.assert_close(gradient[j].double(), of_v, rtol=1e-4, atol=1e-7)
 
@@ -106,7 +106,7 @@ def test_at_the_reference_every_group_weighs_one_half_and_only_advantages_teach(
     algorithm = dgpo()
     terms = terms_of(algorithm)
     batch = algorithm.assemble(terms, samples(), torch.device("cpu"))
-    velocity = torch.randn_like(batch.clean)
+    velocity = torch.randn_like(batch.clean_latents)
     assert not algorithm.group_statistics(terms, velocity, batch, {"ref": velocity})[1].any()
     assert [term.row for term in terms if algorithm.has_gradient(term, frozenset())] == [
         term.row for term in terms if ADVANTAGES[term.row]
@@ -115,7 +115,9 @@ def test_at_the_reference_every_group_weighs_one_half_and_only_advantages_teach(
 
 def test_group_statistics_take_one_more_forward_of_each_term():
     recipe = recipe_of()
-    forwards = rl_step(recipe, derive(recipe, 1), build_rl(recipe, torch.linspace(1, 0, 6, dtype=FP64)), 2)
+    forwards = count_rl_step(
+        recipe, derive_run_sizes(recipe, 1), build_rl_algorithm(recipe, torch.linspace(1, 0, 6, dtype=FP64)), 2
+    )
     assert forwards["survey"] == forwards["policy"]
     assert forwards["ref"].samples == forwards["ref"].without_adapters == forwards["policy"].samples
     assert "old" not in forwards

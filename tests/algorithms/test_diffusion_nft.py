@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms.diffusion_nft import nft_loss, old_decay, reward_weights
-from wfm_ds.algorithms.terms import trained_step_indices
+from wfm_ds.algorithms.term_sampling import draw_training_steps
 from wfm_ds.recipe.algorithms import DecaySchedule
 
 FP64 = torch.float64
@@ -303,28 +303,28 @@ def test_an_unknown_decay_is_refused():
 @given(st.integers(1, 60), st.integers(1, 100), st.integers(0, 2**63 - 1))
 def test_trained_steps_are_a_share_of_all_each_at_most_once(num_steps, percent, seed):
     fraction = percent / 100
-    indices = trained_step_indices(num_steps, fraction, seed)
+    indices = draw_training_steps(num_steps, fraction, seed)
     assert len(indices) == len(set(indices)) == max(1, num_steps * percent // 100)
     assert set(indices) <= set(range(num_steps))
-    assert indices == trained_step_indices(num_steps, fraction, seed)
+    assert indices == draw_training_steps(num_steps, fraction, seed)
 
 
 def test_the_default_share_of_ten_steps_is_nine_and_all_steps_come_shuffled_too():
-    assert len(trained_step_indices(10, 0.99, 0)) == 9
-    assert trained_step_indices(10, 1.0, 0) != trained_step_indices(10, 1.0, 1) != list(range(10))
+    assert len(draw_training_steps(10, 0.99, 0)) == 9
+    assert draw_training_steps(10, 1.0, 0) != draw_training_steps(10, 1.0, 1) != list(range(10))
 
 
 def test_every_step_is_drawn_equally_often_the_last_too():
     num_draws, counts = 5000, torch.zeros(10)
     for seed in range(num_draws):
-        counts[trained_step_indices(10, 0.1, seed)[0]] += 1
+        counts[draw_training_steps(10, 0.1, seed)[0]] += 1
     assert ((counts - num_draws / 10) ** 2 / (num_draws / 10)).sum() < 27.9  # 99.9 % quantile, 9 degrees of freedom
 
 
 def test_samples_of_one_batch_are_trained_on_independent_steps():
     num_draws, counts = 5000, torch.zeros(5, 5)
     for seed in range(num_draws):
-        first, second = (trained_step_indices(5, 0.2, s)[0] for s in (2 * seed, 2 * seed + 1))
+        first, second = (draw_training_steps(5, 0.2, s)[0] for s in (2 * seed, 2 * seed + 1))
         counts[first, second] += 1
     assert ((counts - num_draws / 25) ** 2 / (num_draws / 25)).sum() < 51.2  # 99.9 % quantile, 24 degrees of freedom
 
@@ -332,4 +332,4 @@ def test_samples_of_one_batch_are_trained_on_independent_steps():
 @pytest.mark.parametrize(("num_steps", "fraction"), [(0, 0.5), (10, 0.0), (10, 1.1), (10, float("nan"))])
 def test_an_impossible_share_is_refused(num_steps, fraction):
     with pytest.raises(ValueError, match="cannot train on fraction"):
-        trained_step_indices(num_steps, fraction, 0)
+        draw_training_steps(num_steps, fraction, 0)

@@ -93,7 +93,7 @@ def test_no_margin_is_too_large_for_the_loss(margin):
 def test_a_held_out_pair_is_judged_by_its_mean_over_the_noise_levels():
     errors = torch.tensor([[[0.1, 0.9], [0.5, 0.5]], [[0.5, 0.6], [0.2, 0.4]]], dtype=torch.float64)  # [2, N, L]
     ref = torch.full((2, 2, 2), 0.5, dtype=torch.float64)
-    loss_NL, stats = dpo(2.0).held_out(errors, {"ref": ref})
+    loss_NL, stats = dpo(2.0).validation_loss(errors, {"ref": ref})
     margins = errors[1] - errors[0]  # .4 and -.3: preferred on the whole; -.3 and -.1: not
     torch.testing.assert_close(loss_NL, torch.log1p(torch.exp(-margins)))
     assert stats["accuracy"].tolist() == [1.0, 0.0]

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wfm_ds.algorithms import build_rl
-from wfm_ds.algorithms.flow_grpo import drift, guarded_log_ratio, kl_scale
-from wfm_ds.algorithms.ratio import clipped_policy_loss, divergence_policy_loss, step_divergence
+from wfm_ds.algorithms import build_rl_algorithm
+from wfm_ds.algorithms.flow_grpo import grpo_guard_log_ratio, kl_scale, policy_drift
+from wfm_ds.algorithms.policy_ratio import divergence_policy_loss, ppo_clip_loss, step_divergence
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RolloutRecipe
-from wfm_ds.sampling.plan import STD
+from wfm_ds.sampling.plan import STD_COLUMN
 from wfm_ds.types import Prompt, Rollout, Transition
 from wfm_kernels import reference
 
@@ -40,7 +40,7 @@ def algorithm(*, solver="flow_sde", sampling=None, rollout=None, **keys):
             "reward": {"functions": [{"name": "color"}]},
         }
     )
-    return build_rl(recipe, GRID)
+    return build_rl_algorithm(recipe, GRID)
 
 
 class Denoiser:
@@ -66,7 +66,7 @@ def rolled_out(rl, denoiser, count=4, step=1):
     """The samples of one rank that has them all."""
     noise = torch.randn((count, *SHAPE), generator=torch.Generator().manual_seed(5))
     seeds = [100 + i for i in range(count)]
-    trajectory = rl.plan(step).run(denoiser, noise, seeds)
+    trajectory = rl.plan(step).denoise(denoiser, noise, seeds)
     samples = [
         Rollout(
             sample_id=f"s{i}",
@@ -74,7 +74,7 @@ def rolled_out(rl, denoiser, count=4, step=1):
             prompt=Prompt(id="p", text="p"),
             seed=seeds[i],
             noise_seed=seeds[i],
-            clean_latents=trajectory.clean[i],
+            clean_latents=trajectory.clean_latents[i],
             transitions=[
                 Transition(
                     index=s.index,
@@ -83,12 +83,12 @@ def rolled_out(rl, denoiser, count=4, step=1):
                     log_prob=s.log_prob[i],
                     mean=None if s.mean is None else s.mean[i],
                 )
-                for s in trajectory.stored
+                for s in trajectory.stored_steps
             ],
         )
         for i in range(count)
     ]
-    return SimpleNamespace(mine=samples, first=0)
+    return SimpleNamespace(local_rollouts=samples, first_index=0)
 
 
 def micro_batches(rl, rollouts, advantages=ADVANTAGES, *, update=0, size=1000, step=1):
@@ -112,7 +112,7 @@ def published(rl, batch, denoiser, old, ref=None):
     s, policy = rl.settings, Denoiser(dtype=FP64)
     policy.weight = denoiser.weight.detach().double().requires_grad_()
     x, x_next, sigma = batch.latents.double(), batch.next_latents.double(), batch.sigma.double()
-    after = torch.stack([GRID[int(k) + 1] for k in batch.index])
+    after = torch.stack([GRID[int(k) + 1] for k in batch.denoise_step])
     level = torch.full_like(sigma, LEVELS[rl.sampling.solver])
 
     def step_of(model):
@@ -125,12 +125,12 @@ def published(rl, batch, denoiser, old, ref=None):
     _, old_mean, _ = step_of(old)
     log_ratio = reference.sde_log_prob(kind, x_next, mean, std) - reference.sde_log_prob(kind, x_next, old_mean, std)
     if s.guard:
-        bias = reference.mean((mean - old_mean) ** 2) / (2 * std.flatten() ** 2)
+        bias = reference.sample_mean((mean - old_mean) ** 2) / (2 * std.flatten() ** 2)
         gaussian = [reference.sde_log_prob("dance", x_next, m, std) for m in (mean, old_mean)]
         log_ratio = (gaussian[0] - gaussian[1] + bias) * std.flatten()
     ratio, a = log_ratio.exp(), batch.advantage.double()
     if s.trust_region == "divergence":
-        kl = reference.mean((mean - old_mean) ** 2) / (2 * std.flatten() ** 2)
+        kl = reference.sample_mean((mean - old_mean) ** 2) / (2 * std.flatten() ** 2)
         onward = ((ratio > 1) & (a > 0)) | ((ratio < 1) & (a < 0))
         loss = torch.where((kl >= s.divergence) & onward, 0.0, -a * ratio)
     else:
@@ -142,9 +142,9 @@ def published(rl, batch, denoiser, old, ref=None):
         v_ref, ref_mean, _ = step_of(ref)
         g_square = std.flatten() ** 2 / (sigma - after)
         distance = {
-            "velocity": reference.mean((v - v_ref) ** 2),
-            "gaussian": reference.mean((mean - ref_mean) ** 2) / (2 * std.flatten() ** 2),
-            "flow_grpo": reference.mean((mean - ref_mean) ** 2) / (2 * g_square),
+            "velocity": reference.sample_mean((v - v_ref) ** 2),
+            "gaussian": reference.sample_mean((mean - ref_mean) ** 2) / (2 * std.flatten() ** 2),
+            "flow_grpo": reference.sample_mean((mean - ref_mean) ** 2) / (2 * g_square),
         }
         loss = loss + s.kl_beta * distance[s.kl_type]
     return loss.detach(), torch.autograd.grad(loss.sum(), policy.weight)[0]
@@ -181,7 +181,7 @@ def test_loss_and_gradient_are_the_published_ones_in_float64(name):
     assert loss.shape == batch.sigma.shape
     assert loss.dtype == torch.float32
     assert stats["policy/ratio_max_abs_dev"].max() > 1e-4
-    if rl.by_divergence:
+    if rl.uses_divergence:
         assert 0.1 < stats["policy/clip_fraction_active"].mean() < 0.9
     torch.testing.assert_close(loss.double(), want, rtol=0, atol=2e-5 * want.abs().max().item())
     torch.testing.assert_close(gradient.double(), want_gradient, rtol=0, atol=2e-4 * want_gradient.abs().max().item())
@@ -227,7 +227,7 @@ def test_before_the_first_update_the_gradient_is_the_advantage_times_that_of_the
     policy = Denoiser(dtype=FP64)
     x, x_next, sigma = batch.latents.double(), batch.next_latents.double(), batch.sigma.double()
     policy.weight = denoiser.weight.detach().double().requires_grad_()
-    after = torch.stack([GRID[int(k) + 1] for k in batch.index])
+    after = torch.stack([GRID[int(k) + 1] for k in batch.denoise_step])
     level = torch.full_like(sigma, 0.7)
     mean, std = reference.sde_mean_and_std("flow_sde", x, policy(x, sigma), sigma, after, level, float(GRID[1]))
     log_prob = reference.sde_log_prob("flow_sde", x_next, mean, std)
@@ -333,7 +333,7 @@ def test_credit_that_would_be_shared_is_refused(name):
     arguments = {"log_ratio": torch.zeros(3), "advantage": torch.zeros(3)}
     arguments[name] = arguments[name].view(3, 1)
     with pytest.raises(ValueError, match="one value per sample"):
-        clipped_policy_loss(**arguments, clip_low=0.1, clip_high=0.1)
+        ppo_clip_loss(**arguments, clip_low=0.1, clip_high=0.1)
 
 
 @given(st.floats(0.01, 2), st.integers(0, 1000))
@@ -342,10 +342,10 @@ def test_the_guarded_ratio_is_the_one_without_bias_on_one_scale(std, seed):
     draw = torch.Generator().manual_seed(seed)
     old, z, step = (torch.randn(1, 2, 3, 3, generator=draw, dtype=FP64) for _ in range(3))
     mean, x_next, s = old + 0.01 * step, old + std * z, torch.tensor([std], dtype=FP64)
-    bias = reference.mean((mean - old) ** 2) / (2 * s**2)
+    bias = reference.sample_mean((mean - old) ** 2) / (2 * s**2)
     log_probs = [reference.sde_log_prob("dance", x_next, m, s.view(1, 1, 1, 1)) for m in (mean, old)]
     want = (log_probs[0] - log_probs[1] + bias) * s
-    torch.testing.assert_close(guarded_log_ratio(mean, old, x_next, s), want, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(grpo_guard_log_ratio(mean, old, x_next, s), want, rtol=1e-7, atol=1e-9)
 
 
 def test_the_distances_to_the_reference_are_multiples_of_one_another():
@@ -372,7 +372,7 @@ def test_samples_are_shared_out_among_the_updates_and_train_all_noisy_steps():
     first, second = rl.updates(rollouts, ADVANTAGES, 1)
     assert [t.row for t in first] == [0] * 9 + [2] * 9
     assert [t.row for t in second] == [1] * 9 + [3] * 9
-    assert sorted(t.index for t in first[:9]) == list(range(9))
+    assert sorted(t.denoise_step for t in first[:9]) == list(range(9))
     assert {t.first for t in first} == {True}
     assert {t.first for t in second} == {False}
     rollouts.first = 1  # the rank's samples are 1 .. 4 of the step
@@ -385,7 +385,7 @@ def test_each_sample_trains_its_own_share_of_the_steps_and_every_step_is_drawn_e
     apart = 0
     for step in range(1, 501):
         terms = rl.updates(rollouts, [1.0, -1.0], step)[0]
-        chosen = [{t.index for t in terms if t.row == row} for row in (0, 1)]
+        chosen = [{t.denoise_step for t in terms if t.row == row} for row in (0, 1)]
         assert [len(c) for c in chosen] == [3, 3]
         apart += chosen[0] != chosen[1]
         drawn.update(k for c in chosen for k in c)
@@ -398,7 +398,7 @@ def test_each_sample_trains_its_own_share_of_the_steps_and_every_step_is_drawn_e
 def test_only_what_the_ratios_need_is_stored_and_asked():
     def needs(**keys):
         rl = algorithm(**keys)
-        return rl.references, rl.recalls_old, rl.keep_means
+        return rl.references, rl.uses_old_predictions, rl.keep_means
 
     assert needs() == ((), False, False)
     assert needs(kl_beta=0.1) == (("ref",), False, False)
@@ -412,7 +412,7 @@ def test_only_what_the_ratios_need_is_stored_and_asked():
     assert needs(**flow_dppo, old_log_prob="recompute", updates_per_rollout=2) == (("old",), True, False)
     assert needs(**flow_dppo, rollout=STALE) == (("old",), True, True)  # their drift is a divergence too
     for beta, policies in ((0.0, frozenset()), (0.1, {"ref"})):
-        assert algorithm(kl_beta=beta).settings.policies(RolloutRecipe()) == policies
+        assert algorithm(kl_beta=beta).settings.list_policies(RolloutRecipe()) == policies
 
 
 def test_statistics_by_step_count_the_terms_of_that_step():
@@ -422,7 +422,7 @@ def test_statistics_by_step_count_the_terms_of_that_step():
     for k in range(9):
         deviation, mask = stats[f"policy/step{k}/ratio_std"]
         assert mask.sum() == 2
-        assert torch.equal(mask.bool(), batch.index == k)
+        assert torch.equal(mask.bool(), batch.denoise_step == k)
         assert torch.equal(deviation, stats["policy/ratio_std"])
     torch.testing.assert_close(stats["policy/ratio_mean"], 1 + stats["policy/ratio_std"])
     plain = [t for t in stats.values() if isinstance(t, torch.Tensor)]
@@ -432,17 +432,17 @@ def test_statistics_by_step_count_the_terms_of_that_step():
 def test_rollouts_that_training_cannot_reproduce_are_warned_of(caplog):
     rl = algorithm(clip_ratio=1e-4)
     with caplog.at_level(logging.WARNING):
-        rl.review({"policy/ratio_start_abs_dev": 0.9e-5})
-        rl.review({})
+        rl.check_metrics({"policy/ratio_start_abs_dev": 0.9e-5})
+        rl.check_metrics({})
         assert caplog.text == ""
-        rl.review({"policy/ratio_start_abs_dev": 1.1e-5})
+        rl.check_metrics({"policy/ratio_start_abs_dev": 1.1e-5})
     assert "|ratio - 1| is 1.1e-05 on average, more than 10 % of the clip range 1.0e-04" in caplog.text
     caplog.clear()
     rl = algorithm(trust_region="divergence", divergence=2e-5)
     with caplog.at_level(logging.WARNING):
-        rl.review({"policy/ratio_start_abs_dev": 1.0, "policy/divergence_start": 1.9e-6})
+        rl.check_metrics({"policy/ratio_start_abs_dev": 1.0, "policy/divergence_start": 1.9e-6})
         assert caplog.text == ""
-        rl.review({"policy/divergence_start": 2.1e-6})
+        rl.check_metrics({"policy/divergence_start": 2.1e-6})
     assert "the divergence is 2.1e-06 on average, more than 10 % of algorithm.divergence 2.0e-05" in caplog.text
 
 
@@ -453,8 +453,8 @@ def test_what_a_rollout_stored_and_the_first_update_finds_differ_by_a_divergence
     [batch] = micro_batches(rl, rollouts)
     assert not evaluated(rl, batch, sampler)[1]["policy/divergence_start"].any()
     stats = evaluated(rl, batch, other)[1]
-    std = batch.coefficients[:, STD].float()
-    means = [rl._mean(policy(batch.latents, batch.sigma), batch) for policy in (other, sampler)]
+    std = batch.coefficients[:, STD_COLUMN].float()
+    means = [rl._transition_mean(policy(batch.latents, batch.sigma), batch) for policy in (other, sampler)]
     torch.testing.assert_close(stats["policy/divergence_start"], step_divergence(*means, std))
     assert not stats["policy/divergence"].any()  # the trained weights are the old ones
     [later] = micro_batches(rl, rollouts, update=1)
@@ -492,13 +492,13 @@ def test_steps_that_are_almost_without_noise_are_refused_unless_forced():
         RecipeError, match=r"flow_sde: the noise std of steps \{8: 0.0322\} is below algorithm.min_step_std 0.05"
     ):
         algorithm(sampling={**window, "noise_level": 0.1})
-    assert algorithm(sampling={**window, "noise_level": 0.1}, min_step_std=0).plan(1).stored in ((2,), (8,))
+    assert algorithm(sampling={**window, "noise_level": 0.1}, min_step_std=0).plan(1).stored_steps in ((2,), (8,))
 
 
 def test_clipping_is_the_published_one():
     log_ratio = torch.tensor([math.log(r) for r in (0.5, 0.5, 1.5, 1.5, 1.0)])
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
-    loss = clipped_policy_loss(log_ratio, advantage, clip_low=0.2, clip_high=0.3)
+    loss = ppo_clip_loss(log_ratio, advantage, clip_low=0.2, clip_high=0.3)
     assert loss.tolist() == pytest.approx([-0.5, 0.8, -1.3, 1.5, -2.0])
 
 
@@ -538,9 +538,9 @@ def test_steps_that_the_weights_have_moved_away_from_are_dropped(old_log_prob, r
 def distance(rl, batch, old, sampler):
     """How far the steps [B] are apart under two policies, in sizes of the trust region."""
     velocities = [policy(batch.latents, batch.sigma).detach() for policy in (old, sampler)]
-    if rl.by_divergence:
-        means = [rl._mean(velocity, batch) for velocity in velocities]
-        return step_divergence(*means, batch.coefficients[:, STD].float()) / rl.settings.divergence
+    if rl.uses_divergence:
+        means = [rl._transition_mean(velocity, batch) for velocity in velocities]
+        return step_divergence(*means, batch.coefficients[:, STD_COLUMN].float()) / rl.settings.divergence
     return (rl._log_prob(velocities[0], batch) - batch.rollout_log_prob).abs() / rl.settings.clip_ratio
 
 
@@ -555,11 +555,11 @@ def test_stale_ratios_to_the_rollout_drop_nothing():
 
 def test_drift_is_in_clip_ranges_and_gives_no_gradient():
     log_prob = torch.tensor([0.0, 1e-4, -3e-4], requires_grad=True)
-    moved = drift(log_prob, torch.zeros(3), 1e-4)
+    moved = policy_drift(log_prob, torch.zeros(3), 1e-4)
     torch.testing.assert_close(moved, torch.tensor([0.0, 1.0, 3.0]))
     assert not moved.requires_grad
     with pytest.raises(ValueError, match="rollout_log_prob"):
-        drift(log_prob, torch.zeros(3, 1), 1e-4)
+        policy_drift(log_prob, torch.zeros(3, 1), 1e-4)
 
 
 def test_a_bound_that_nothing_reads_is_refused():
@@ -570,5 +570,5 @@ def test_a_bound_that_nothing_reads_is_refused():
 
 def test_strictly_on_policy_workers_change_nothing_in_the_loss():
     rl = algorithm(rollout={"mode": "async", "max_staleness": 0})
-    assert not rl.drops_stale
+    assert not rl.drops_stale_terms
     assert rl.references == ()

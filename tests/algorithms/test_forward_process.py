@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from wfm_ds.algorithms.advantages import Rewards, step_advantages
+from wfm_ds.algorithms.advantages import Rewards, compute_advantages
 from wfm_ds.algorithms.diffusion_nft import DiffusionNft
-from wfm_ds.algorithms.terms import stratified_sigmas
+from wfm_ds.algorithms.term_sampling import draw_stratified_sigmas
 from wfm_ds.errors import ModelError
 from wfm_ds.recipe.algorithms import DdrlAlgorithm, FlowGrpoAlgorithm, NftAlgorithm
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.sampling.schedule import unshifted
+from wfm_ds.sampling.schedule import invert_shift
 from wfm_ds.types import Prompt, Rollout
 
 FP64 = torch.float64
-SHIFTED = SimpleNamespace(flow_shift=lambda sampling: 3.0, pinned=tuple)
+SHIFTED = SimpleNamespace(flow_shift=lambda sampling: 3.0, clean_frame_range=tuple)
 STRATIFIED = {"levels": "stratified", "num_levels": 4}
 ADVANTAGES = [0.5, None, 0.0, -2.0]
 
@@ -59,25 +59,27 @@ def samples(count=4):
 
 def terms_of(rl, advantages=ADVANTAGES, step=1):
     rollouts = samples(len(advantages))
-    return [t for update in rl.updates(SimpleNamespace(mine=rollouts, first=0), advantages, step) for t in update]
+    return [t for update in rl.updates(SimpleNamespace(local_rollouts=rollouts, first_index=0), advantages, step) for t in update]
 
 
 @given(st.integers(1, 12), st.floats(0.3, 8), st.integers(0, 2**40))
 @settings(max_examples=50)
 def test_stratified_levels_are_one_in_each_part_of_the_unshifted_range(num_levels, shift, seed):
-    sigmas = stratified_sigmas(num_levels, shift, seed, 1, 2)
-    places = num_levels * unshifted(torch.tensor(sigmas, dtype=FP64), shift)
+    sigmas = draw_stratified_sigmas(num_levels, shift, seed, 1, 2)
+    places = num_levels * invert_shift(torch.tensor(sigmas, dtype=FP64), shift)
     offsets = places - torch.arange(num_levels, dtype=FP64)
     assert bool(((offsets > -1e-5) & (offsets < 1 + 1e-5)).all())
     assert all(0 < s <= 1 and s == float(torch.tensor(s, dtype=torch.float32)) for s in sigmas)
     assert (
-        sigmas == stratified_sigmas(num_levels, shift, seed, 1, 2) != stratified_sigmas(num_levels, shift, seed, 1, 3)
+        sigmas
+        == draw_stratified_sigmas(num_levels, shift, seed, 1, 2)
+        != draw_stratified_sigmas(num_levels, shift, seed, 1, 3)
     )
 
 
 def test_stratified_levels_together_are_uniform_before_the_shift():
-    draws = torch.tensor([stratified_sigmas(2, 3.0, 0, key) for key in range(3000)], dtype=FP64)
-    counts = torch.histc(unshifted(draws, 3.0).flatten(), bins=10, min=0, max=1)
+    draws = torch.tensor([draw_stratified_sigmas(2, 3.0, 0, key) for key in range(3000)], dtype=FP64)
+    counts = torch.histc(invert_shift(draws, 3.0).flatten(), bins=10, min=0, max=1)
     assert ((counts - 600) ** 2 / 600).sum() < 27.9  # 99.9 % quantile, 9 degrees of freedom
 
 
@@ -111,14 +113,14 @@ def test_the_shift_is_the_recipe_s_then_the_model_s():
     assert algorithm(**STRATIFIED).shift == 3.0
     own = algorithm(**STRATIFIED, flow_shift=1.0)
     assert own.shift == 1.0
-    q = [unshifted(torch.tensor(t.sigma, dtype=FP64), 3.0).item() for t in terms_of(algorithm(**STRATIFIED))]
+    q = [invert_shift(torch.tensor(t.sigma, dtype=FP64), 3.0).item() for t in terms_of(algorithm(**STRATIFIED))]
     assert q == pytest.approx([t.sigma for t in terms_of(own)], abs=1e-6)
 
 
 class Shared(DiffusionNft):
     """Samples of a group share levels and noise."""
 
-    def key(self, rollout):
+    def noise_key(self, rollout):
         return (rollout.group_id,)
 
 
@@ -134,7 +136,7 @@ def test_noisy_latents_are_made_of_the_noise_and_level_of_the_term():
     terms = terms_of(rl)
     batch = rl.assemble(terms, rollouts, torch.device("cpu"))
     level = batch.sigma.view(-1, 1, 1, 1).double()
-    mixed = (1 - level) * batch.clean.double() + level * batch.noise.double()
+    mixed = (1 - level) * batch.clean_latents.double() + level * batch.noise.double()
     torch.testing.assert_close(batch.latents.double(), mixed, rtol=0, atol=1e-6)
     assert batch.sigma.tolist() == [t.sigma for t in terms]
     assert batch.credit.tolist() == pytest.approx([0.5 + t.advantage / 10 for t in terms])
@@ -179,7 +181,7 @@ def test_a_distance_to_the_reference_gives_every_term_a_gradient():
 )
 def test_groups_of_equal_rewards_are_dropped_where_only_the_reward_teaches(section, drops):
     rewards = Rewards([1.0, 1.0, 0.0, 1.0], [(1.0,), (1.0,), (0.0,), (1.0,)], (1.0,), {})
-    values = step_advantages(rewards, list("aabb"), section).values
+    values = compute_advantages(rewards, list("aabb"), section).values
     assert values[:2] == ([None, None] if drops else [0.0, 0.0])
     assert None not in values[2:]
 

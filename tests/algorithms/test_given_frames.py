@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wfm_ds.algorithms import build_rl
+from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.errors import RecipeError
-from wfm_ds.models.conditional_frames import frames_in, with_conditional_frames
+from wfm_ds.models.conditioning_frames import add_clean_frames, get_clean_frames
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.rollout.members import transitions
-from wfm_ds.types import ConditionalFrames, Prompt, Rollout
+from wfm_ds.rollout.rollout_samples import extract_transitions
+from wfm_ds.types import ConditioningFrames, Prompt, Rollout
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "cosmos25_i2v_nft.yaml"
 GRID = torch.tensor([1, 0.9, 0.7, 0.4, 0], dtype=torch.float64)
@@ -34,7 +34,7 @@ CASES = {
 
 def algorithm(**keys):
     solver = "flow_sde" if keys["name"] == "flow_grpo" else "ode"
-    return build_rl(
+    return build_rl_algorithm(
         Recipe.model_validate(
             {
                 "run": {"output_dir": "out", "steps": 3},
@@ -47,7 +47,7 @@ def algorithm(**keys):
             }
         ),
         GRID,
-        SimpleNamespace(flow_shift=lambda sampling: 1.0, family="f", sigma_ranges=[(0.0, 1.0)], pinned=tuple),
+        SimpleNamespace(flow_shift=lambda sampling: 1.0, family="f", sigma_ranges=[(0.0, 1.0)], clean_frame_range=tuple),
     )
 
 
@@ -58,13 +58,15 @@ def drawn(*shape, seed):
 def rolled_out(rl):
     """Samples of a denoiser that is told the frames, and the trajectory that they are of."""
     data = drawn(3, *SHAPE, seed=1)
-    given = ConditionalFrames(data, torch.tensor(COUNTS))
-    frames = frames_in(with_conditional_frames({}, given.latents, given.counts))
+    given = ConditioningFrames(data, torch.tensor(COUNTS))
+    frames = get_clean_frames(add_clean_frames({}, given.latents, given.counts))
 
     def predict(latents, sigma):
-        return frames.leave(0.3 * frames.enter(latents) + sigma, latents, torch.full((3,), sigma))
+        return frames.insert_known_velocity(
+            0.3 * frames.insert_clean_latents(latents) + sigma, latents, torch.full((3,), sigma)
+        )
 
-    trajectory = rl.plan(1).run(predict, drawn(3, *SHAPE, seed=2), [5, 6, 7], given)
+    trajectory = rl.plan(1).denoise(predict, drawn(3, *SHAPE, seed=2), [5, 6, 7], given)
     samples = [
         Rollout(
             sample_id=str(i),
@@ -72,10 +74,10 @@ def rolled_out(rl):
             prompt=Prompt(id="p", text="p"),
             seed=5 + i,
             noise_seed=5 + i,
-            clean_latents=trajectory.clean[i],
-            transitions=transitions(trajectory, i, broken=False),
-            data=data[i],
-            num_conditional_frames=count,
+            clean_latents=trajectory.clean_latents[i],
+            transitions=extract_transitions(trajectory, i, replace_nonfinite=False),
+            data_latents=data[i],
+            num_conditioning_frames=count,
         )
         for i, count in enumerate(COUNTS)
     ]
@@ -93,19 +95,19 @@ def alone(batch, row, count):
         return value[:, :, count:] if value.ndim == 5 else value
 
     fields = {field.name: part(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
-    return dataclasses.replace(batch, **{**fields, "prompts": batch.prompts[row : row + 1], "conditional_frames": None})
+    return dataclasses.replace(batch, **{**fields, "prompts": batch.prompts[row : row + 1], "conditioning_frames": None})
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_are_those_of_the_other_frames(case):
     rl = algorithm(**CASES[case])
     samples, _ = rolled_out(rl)
-    [terms] = rl.updates(SimpleNamespace(mine=samples, first=0), ADVANTAGES, step=1)
+    [terms] = rl.updates(SimpleNamespace(local_rollouts=samples, first_index=0), ADVANTAGES, step=1)
     terms = [dataclasses.replace(term, first=False) if hasattr(term, "first") else term for term in terms]
     batch = rl.assemble(terms, samples, torch.device("cpu"))
     if rl.uses_group_statistics:
         batch = dataclasses.replace(batch, group_statistics=drawn(len(terms), seed=9))
-    assert batch.conditional_frames.counts.tolist() == [COUNTS[term.row] for term in terms]
+    assert batch.conditioning_frames.counts.tolist() == [COUNTS[term.row] for term in terms]
     velocity = drawn(*batch.latents.shape, seed=3).requires_grad_()
     references = {policy: velocity.detach() + 0.1 * drawn(*velocity.shape, seed=4) for policy in rl.references}
     loss, stats = rl.loss(velocity, batch, references)
@@ -133,11 +135,11 @@ def test_given_frames_hold_still_and_are_no_part_of_log_probabilities():
     rl = algorithm(**CASES["flow_grpo"])
     samples, trajectory = rolled_out(rl)
     for i, (sample, count) in enumerate(zip(samples, COUNTS, strict=True)):
-        assert torch.equal(sample.clean_latents[:, :count], sample.data[:, :count])
-        for stored in trajectory.stored:
-            assert torch.equal(stored.latents[i, :, :count], sample.data[:, :count])
-            assert torch.equal(stored.next_latents[i, :, :count], sample.data[:, :count])
-    [terms] = rl.updates(SimpleNamespace(mine=samples, first=0), ADVANTAGES, step=1)
+        assert torch.equal(sample.clean_latents[:, :count], sample.data_latents[:, :count])
+        for stored in trajectory.stored_steps:
+            assert torch.equal(stored.latents[i, :, :count], sample.data_latents[:, :count])
+            assert torch.equal(stored.next_latents[i, :, :count], sample.data_latents[:, :count])
+    [terms] = rl.updates(SimpleNamespace(local_rollouts=samples, first_index=0), ADVANTAGES, step=1)
     batch = rl.assemble(terms, samples, torch.device("cpu"))
     velocity = 0.3 * batch.latents + batch.sigma.view(-1, 1, 1, 1, 1)  # on the free frames what the rollout had
     _, stats = rl.loss(velocity, batch, {"ref": velocity})
@@ -169,4 +171,4 @@ def test_given_frames_hold_still_and_are_no_part_of_log_probabilities():
 )
 def test_recipes_that_cannot_give_frames_are_refused(overrides, message):
     with pytest.raises(RecipeError, match=message):
-        recipe_file.load(RECIPE, overrides)
+        recipe_file.load_recipe(RECIPE, overrides)

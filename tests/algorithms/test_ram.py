@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wfm_ds.algorithms import build_rl, rl_policies
+from wfm_ds.algorithms import build_rl_algorithm, rl_policy_copies
 from wfm_ds.algorithms.ram import ram_loss
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.types import Prompt, Rollout
@@ -80,7 +80,7 @@ def recipe(**keys):
 @pytest.mark.parametrize(("tilt", "of"), [("linear", lambda r: r), ("exp", lambda r: math.exp(r) - 1)])
 def test_the_tilt_of_a_sample_is_of_its_advantage_alone(tilt, of):
     settings = recipe(tilt=tilt, multiplier=0.5)
-    rl = build_rl(settings, torch.tensor([1, 0.5, 0], dtype=FP64))
+    rl = build_rl_algorithm(settings, torch.tensor([1, 0.5, 0], dtype=FP64))
     draw = torch.Generator().manual_seed(0)
     advantages = [1.5, -0.7, 0.0, None]
     samples = [
@@ -94,17 +94,17 @@ def test_the_tilt_of_a_sample_is_of_its_advantage_alone(tilt, of):
         )
         for i in range(4)
     ]
-    [terms] = rl.updates(SimpleNamespace(mine=samples, first=0), advantages, 1)
+    [terms] = rl.updates(SimpleNamespace(local_rollouts=samples, first_index=0), advantages, 1)
     batch = rl.assemble(terms, samples, torch.device("cpu"))
     want = [of(0.5 * (a or 0.0)) for a in advantages]
     assert batch.credit.tolist() == pytest.approx(want)
     assert batch.weight.tolist() == [1, 1, 1, 0]
-    velocity, ref = (torch.randn(batch.clean.shape, generator=draw) for _ in range(2))
+    velocity, ref = (torch.randn(batch.clean_latents.shape, generator=draw) for _ in range(2))
     loss, stats = rl.loss(velocity.requires_grad_(), batch, {"ref": ref})
-    assert torch.equal(loss, ram_loss(velocity, ref, batch.clean, batch.noise, batch.credit))
+    assert torch.equal(loss, ram_loss(velocity, ref, batch.clean_latents, batch.noise, batch.credit))
     torch.testing.assert_close(stats["kl/ref"], (velocity.detach() - ref).square().flatten(1).mean(1))
     assert not any(stat.requires_grad for stat in stats.values())
-    assert (rl.references, rl_policies(settings)) == (("ref",), {"ref"})
+    assert (rl.references, rl_policy_copies(settings)) == (("ref",), {"ref"})
     assert not settings.algorithm.drops_zero_std  # what is like its group is held to the reference
 
 

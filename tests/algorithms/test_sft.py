@@ -8,21 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms.sft import (
-    WHOLE,
+    FULL_BAND,
     Sft,
-    bucket_of,
-    conditional_counts,
+    bucket_index,
+    clamp_to_band,
+    conditioning_frame_counts,
     density_bands,
     density_quantile,
-    drawn_experts,
+    draw_experts,
+    draw_training_sigmas,
     loss_weight,
-    training_sigmas,
     validation_sigmas,
-    within,
 )
 from wfm_ds.algorithms.supervised import velocity_errors
 from wfm_ds.recipe.algorithms import SftAlgorithm
-from wfm_ds.sampling.schedule import unshifted
+from wfm_ds.sampling.schedule import invert_shift
 
 FP64 = torch.float64
 DENSITIES = [
@@ -44,8 +44,8 @@ def flow_loss(velocity, clean, noise, sigma, weighting="none", *, conditional_ma
     return Sft(sft(loss_weighting=weighting)).loss(errors[None], sigma, {})[0]
 
 
-def sigmas(algorithm, positions, *, shift=3.0, run_seed=0, global_batch=16, band=WHOLE):
-    return training_sigmas(
+def sigmas(algorithm, positions, *, shift=3.0, run_seed=0, global_batch=16, band=FULL_BAND):
+    return draw_training_sigmas(
         algorithm, shift, run_seed=run_seed, positions=positions, global_batch=global_batch, band=band
     )
 
@@ -86,7 +86,7 @@ def test_quantiles_rise_from_no_noise_to_all_noise(keys):
 @pytest.mark.parametrize("keys", DENSITIES)
 def test_drawn_levels_follow_the_density(keys):
     algorithm, count = sft(**keys), 3000
-    q = unshifted(sigmas(algorithm, range(count)).double(), 3.0)
+    q = invert_shift(sigmas(algorithm, range(count)).double(), 3.0)
     a = cdf(algorithm, q).sort().values
     distance = (a - (torch.arange(count) + 0.5) / count).abs().max() + 0.5 / count
     assert distance * math.sqrt(count) < 1.95  # Kolmogorov-Smirnov, 99.9 % quantile
@@ -119,7 +119,7 @@ def test_a_level_follows_from_seed_and_position_alone(stratified):
 def test_stratified_levels_cover_the_density_evenly_in_every_global_batch(keys):
     algorithm, orders = sft(stratified=True, **keys), []
     for step in range(3):
-        q = unshifted(sigmas(algorithm, range(16 * step, 16 * step + 16)).double(), 3.0)
+        q = invert_shift(sigmas(algorithm, range(16 * step, 16 * step + 16)).double(), 3.0)
         orders.append((cdf(algorithm, q) * 16).long().tolist())
         assert sorted(orders[-1]) == list(range(16))
     assert orders[0] != orders[1] != orders[2]
@@ -236,10 +236,10 @@ def test_a_mask_of_another_shape_is_refused():
 
 
 def test_every_number_of_given_frames_in_the_range_has_the_same_share():
-    counts = conditional_counts((0, 2), [(i + 0.5) / 300 for i in range(300)])
+    counts = conditioning_frame_counts((0, 2), [(i + 0.5) / 300 for i in range(300)])
     assert counts.bincount().tolist() == [100, 100, 100]
-    assert conditional_counts((0, 0), [0.5]) is None
-    assert conditional_counts((2, 2), [0.0, 1 - 2**-53]).tolist() == [2, 2]
+    assert conditioning_frame_counts((0, 0), [0.5]) is None
+    assert conditioning_frame_counts((2, 2), [0.0, 1 - 2**-53]).tolist() == [2, 2]
     with pytest.raises(ValueError, match="min_num_conditional_frames 1 is above max_num_conditional_frames 0"):
         sft(min_num_conditional_frames=1)
 
@@ -248,20 +248,20 @@ def test_validation_levels_are_the_shifted_centres_of_the_buckets():
     levels = validation_sigmas(3.0)
     assert levels.dtype == FP64
     assert levels.tolist() == pytest.approx([3 * q / (1 + 2 * q) for q in [(j + 0.5) / 8 for j in range(8)]], rel=1e-12)
-    assert bucket_of(levels.float(), 3.0).tolist() == list(range(8))
-    assert bucket_of(validation_sigmas(1.0, 5), 1.0, 5).tolist() == list(range(5))
+    assert bucket_index(levels.float(), 3.0).tolist() == list(range(8))
+    assert bucket_index(validation_sigmas(1.0, 5), 1.0, 5).tolist() == list(range(5))
 
 
 @given(st.floats(1e-6, 1), st.floats(0.3, 9), st.integers(1, 12))
 def test_buckets_are_equal_parts_of_q(q, shift, num_buckets):
     sigma = torch.tensor([shift * q / (1 + (shift - 1) * q)], dtype=FP64)
-    bucket = bucket_of(sigma, shift, num_buckets).item()
+    bucket = bucket_index(sigma, shift, num_buckets).item()
     assert 0 <= bucket < num_buckets
     assert bucket / num_buckets - 1e-9 <= q <= (bucket + 1) / num_buckets + 1e-9
 
 
 def test_the_ends_have_a_bucket():
-    assert bucket_of(torch.tensor([0.0, 1.0]), 3.0).tolist() == [0, 7]
+    assert bucket_index(torch.tensor([0.0, 1.0]), 3.0).tolist() == [0, 7]
 
 
 TWO_EXPERTS = [((0.875, 1.0), (0.0, 0.875)), ((0.9, 1.0), (0.0, 0.9))]  # .9 lies between two float32 numbers
@@ -273,7 +273,7 @@ def bands_of(algorithm, ranges):
 
 @pytest.mark.parametrize("keys", DENSITIES)
 def test_one_expert_has_the_whole_density(keys):
-    assert bands_of(sft(**keys), ((0.0, 1.0),)) == [WHOLE]
+    assert bands_of(sft(**keys), ((0.0, 1.0),)) == [FULL_BAND]
 
 
 @pytest.mark.parametrize("keys", DENSITIES)
@@ -281,10 +281,10 @@ def test_one_expert_has_the_whole_density(keys):
 def test_two_experts_share_the_density_at_their_boundary(keys, ranges):
     algorithm = sft(**keys)
     high, low = bands_of(algorithm, ranges)
-    assert (low.a_low, high.a_high) == (0.0, 1.0)
-    assert low.a_high == high.a_low
-    boundary = density_quantile(algorithm, torch.tensor(low.a_high, dtype=FP64))
-    assert unshifted(torch.tensor(ranges[0][0], dtype=FP64), 3.0).item() == pytest.approx(boundary.item(), abs=1e-12)
+    assert (low.density_below_low, high.density_below_high) == (0.0, 1.0)
+    assert low.density_below_high == high.density_below_low
+    boundary = density_quantile(algorithm, torch.tensor(low.density_below_high, dtype=FP64))
+    assert invert_shift(torch.tensor(ranges[0][0], dtype=FP64), 3.0).item() == pytest.approx(boundary.item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("keys", DENSITIES)
@@ -295,7 +295,9 @@ def test_levels_of_an_expert_are_its_own_and_follow_its_part_of_the_density(keys
     for band in bands_of(algorithm, ranges):
         drawn = sigmas(algorithm, range(count), band=band).double()
         assert bool(((drawn >= band.low) & ((drawn < band.high) | (band.high == 1))).all())
-        a = (cdf(algorithm, unshifted(drawn, 3.0)) - band.a_low) / (band.a_high - band.a_low)
+        a = (cdf(algorithm, invert_shift(drawn, 3.0)) - band.density_below_low) / (
+            band.density_below_high - band.density_below_low
+        )
         distance = (a.sort().values - (torch.arange(count) + 0.5) / count).abs().max() + 0.5 / count
         assert distance * math.sqrt(count) < 1.95  # Kolmogorov-Smirnov, 99.9 % quantile
 
@@ -304,7 +306,7 @@ def test_levels_of_an_expert_are_its_own_and_follow_its_part_of_the_density(keys
 def test_rounding_leaves_no_level_to_the_other_expert(low, high):
     (band,) = density_bands(sft(timestep_density="uniform"), 1.0, ((low, high),))
     edges = torch.tensor([low, high], dtype=FP64).float()
-    kept = within(edges, band).double()
+    kept = clamp_to_band(edges, band).double()
     assert low <= kept[0] < kept[1]
     assert kept[1] < high or high == 1
     torch.testing.assert_close(kept.float(), edges, rtol=0, atol=1e-7)
@@ -313,8 +315,8 @@ def test_rounding_leaves_no_level_to_the_other_expert(low, high):
 @pytest.mark.parametrize("num_micro_steps", [1, 3, 4])
 def test_an_expert_is_drawn_as_often_as_its_levels(num_micro_steps):
     bands, steps = bands_of(sft(), TWO_EXPERTS[0]), 1000
-    share = bands[1].a_high - bands[1].a_low
-    experts = torch.tensor([drawn_experts(bands, 0, step, num_micro_steps) for step in range(steps)]).double()
+    share = bands[1].density_below_high - bands[1].density_below_low
+    experts = torch.tensor([draw_experts(bands, 0, step, num_micro_steps) for step in range(steps)]).double()
     assert abs(experts.mean() - share) < 4 * math.sqrt(share * (1 - share) / experts.numel())
     assert bool((experts.sum(1) - share * num_micro_steps).abs().max() < 1)
     for place in experts.T:  # no place in the step has an expert of its own
@@ -323,6 +325,6 @@ def test_an_expert_is_drawn_as_often_as_its_levels(num_micro_steps):
 
 def test_experts_follow_from_seed_and_step():
     bands = bands_of(sft(), TWO_EXPERTS[0])
-    drawn = [[drawn_experts(bands, seed, step, 4) for step in range(50)] for seed in (0, 0, 1)]
+    drawn = [[draw_experts(bands, seed, step, 4) for step in range(50)] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert drawn_experts([WHOLE], 0, 1, 5) == [0] * 5
+    assert draw_experts([FULL_BAND], 0, 1, 5) == [0] * 5

@@ -4,25 +4,25 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.algorithms.terms import keyed_permutation, trained_step_indices
-from wfm_ds.recipe.algorithms import num_of_share
+from wfm_ds.algorithms.term_sampling import draw_permutation, draw_training_steps
+from wfm_ds.recipe.algorithms import count_of_fraction
 
 
 @given(st.integers(0, 60), st.integers(0, 2**63 - 1))
 def test_every_number_comes_once_and_the_key_decides_the_order(count, seed):
-    order = keyed_permutation(count, seed, "a", 3)
+    order = draw_permutation(count, seed, "a", 3)
     assert sorted(order) == list(range(count))
-    assert order == keyed_permutation(count, seed, "a", 3)
+    assert order == draw_permutation(count, seed, "a", 3)
 
 
 def test_another_purpose_key_or_seed_gives_another_order():
-    orders = [keyed_permutation(20, *key) for key in [(0, "a", 1), (1, "a", 1), (0, "b", 1), (0, "a", 2)]]
+    orders = [draw_permutation(20, *key) for key in [(0, "a", 1), (1, "a", 1), (0, "b", 1), (0, "a", 2)]]
     assert len({tuple(order) for order in orders}) == 4
 
 
 def test_all_orders_are_equally_likely():
     num_draws = 6000
-    counts = Counter(tuple(keyed_permutation(3, 5, "a", k)) for k in range(num_draws))
+    counts = Counter(tuple(draw_permutation(3, 5, "a", k)) for k in range(num_draws))
     expected = num_draws / 6
     chi_square = sum((counts[order] - expected) ** 2 / expected for order in permutations(range(3)))
     assert chi_square < 20.5  # 99.9 % quantile, 5 degrees of freedom
@@ -30,10 +30,15 @@ def test_all_orders_are_equally_likely():
 
 def test_a_share_is_taken_as_it_is_written():
     """In binary 50 * .58 is 28.999..."""
-    assert [num_of_share(50, 0.58), num_of_share(10, 0.99), num_of_share(12, 0.34), num_of_share(3, 0.1)] == [
+    assert [
+        count_of_fraction(50, 0.58),
+        count_of_fraction(10, 0.99),
+        count_of_fraction(12, 0.34),
+        count_of_fraction(3, 0.1),
+    ] == [
         29,
         9,
         4,
         1,
     ]
-    assert len(trained_step_indices(50, 0.58, 0)) == 29
+    assert len(draw_training_steps(50, 0.58, 0)) == 29

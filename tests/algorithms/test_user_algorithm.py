@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pages import write_code
-from wfm_ds.algorithms import build_rl
+from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.types import Prompt, Rollout
 
@@ -53,9 +53,9 @@ def samples():
 
 
 def test_its_loss_is_the_formula_of_the_page(recipe):
-    algorithm = build_rl(recipe(temperature=0.5, levels=3), GRID)
+    algorithm = build_rl_algorithm(recipe(temperature=0.5, levels=3), GRID)
     rollouts = samples()
-    [terms] = algorithm.updates(SimpleNamespace(mine=rollouts, first=0), ADVANTAGES, step=1)
+    [terms] = algorithm.updates(SimpleNamespace(local_rollouts=rollouts, first_index=0), ADVANTAGES, step=1)
     batch = algorithm.assemble(terms, rollouts, torch.device("cpu"))
     velocity = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(1))
     loss_B, stats = algorithm.loss(velocity, batch, {})
@@ -71,7 +71,7 @@ def test_its_loss_is_the_formula_of_the_page(recipe):
 
 
 def test_the_numbers_of_a_step_follow_from_its_settings(recipe):
-    assert derive(recipe(levels=3), world_size=2).terms_per_rank == 2 * 3
+    assert derive_run_sizes(recipe(levels=3), world_size=2).terms_per_rank == 2 * 3
 
 
 def test_a_class_with_settings_that_is_no_algorithm_is_refused(recipe, tmp_path):
@@ -79,4 +79,4 @@ def test_a_class_with_settings_that_is_no_algorithm_is_refused(recipe, tmp_path)
         "from my_algorithm import RewardWeightedSettings\n\nclass Half:\n    Settings = RewardWeightedSettings\n"
     )
     with pytest.raises(RecipeError, match=r"has no class 'Half' that is a wfm_ds.algorithms.base.RlAlgorithm"):
-        build_rl(recipe("half_algorithm:Half"), GRID)
+        build_rl_algorithm(recipe("half_algorithm:Half"), GRID)

@@ -35,7 +35,7 @@ def test_a_family_takes_a_released_model_of_its_size(name, algorithm):
     counted = flops.flops_of_sample(recipe, subject)
     assert set(subject.texts(recipe.lora is not None)) == subject.model.conditioning_keys
     tokens = subject.model.num_tokens(flops.latent_shape(recipe, subject.model))
-    parameters = sum(p.numel() for n, p in subject.model.bare_denoiser.named_parameters() if "lora" not in n)
+    parameters = sum(p.numel() for n, p in subject.model.unwrapped_denoiser.named_parameters() if "lora" not in n)
     # Most layers see each token, at 2 a multiply-add; where texts have layers of their own, half of them.
     assert 2 * counted.forward > parameters * tokens
     if algorithm == "sft":
@@ -71,7 +71,7 @@ def test_a_recipe_is_counted_purpose_by_purpose(tiny, tiny_pipelines, capsys):
 
 
 def test_the_rows_add_up_to_the_samples_at_the_cost_of_one(tiny, tiny_pipelines):
-    recipe = recipe_file.load(Path(tiny), [f"model.path={tiny_pipelines('sd3')}", "run.steps=2"])
+    recipe = recipe_file.load_recipe(Path(tiny), [f"model.path={tiny_pipelines('sd3')}", "run.steps=2"])
     count = flops.Count.of(recipe, flops.Subject.of(recipe), 2)
     *rows, total = flops.cost(count.steps, count.flops, count.derived.num_replicas)
     assert [row["purpose"] for row in rows] == ["rollout", "policy", "ref", "old"]

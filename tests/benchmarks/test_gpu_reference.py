@@ -10,7 +10,7 @@ from benchmarks.gpu import runs
 from benchmarks.gpu.against import reference
 from benchmarks.gpu.reference import Texts, Transition, grpo_loss, log_prob, nft_loss, noised, sde_mean, sft_loss
 from wfm_ds.algorithms.plans import noise_level
-from wfm_ds.training.micro import MicroBatch
+from wfm_ds.training.micro_batches import MicroBatch
 
 pytestmark = pytest.mark.slow  # each opens a run with its reward service
 
@@ -84,7 +84,7 @@ def without_deepspeed(ours):
 def first_batch(ours):
     """Four terms of a step's first update, assembled as the loop does it."""
     loop = ours.loop
-    rollouts = loop.source.next(1)
+    rollouts = loop.source.collect_rollouts(1)
     advantages = [0.3 * (-1) ** i * (i + 1) for i in range(len(rollouts.members))]
     terms = loop.algorithm.updates(rollouts, advantages, 1)[0][:4]
     return loop.algorithm.assemble(terms, rollouts.mine, loop.job.world.device)
@@ -105,7 +105,7 @@ def test_diffusion_nft(side_by_side):
         references = {policy: predictions(ours, policy, batch) for policy in ours.loop.algorithm.references}
         velocity = ours.loop.velocity("policy", MicroBatch(batch, 0))
         our_loss = ours.loop.algorithm.loss(velocity, batch, references)[0]
-        plain_loss = nft_loss(steps.plain, batch.clean, batch.noise, batch.sigma, texts, batch.credit, old=True)
+        plain_loss = nft_loss(steps.plain, batch.clean_latents, batch.noise, batch.sigma, texts, batch.credit, old=True)
         assert_equal_gradients(ours, our_loss, steps.plain, plain_loss)
 
 

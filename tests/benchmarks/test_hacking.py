@@ -50,5 +50,5 @@ def test_a_run_is_stopped_by_one_half_and_seen_by_the_other():
 @pytest.mark.parametrize("name", GUARDS)
 def test_every_guard_is_a_recipe(name, tmp_path):
     variant = GUARDS[name]
-    recipe = recipe_file.load(variant.recipe, [f"run.output_dir={tmp_path}", *variant.overrides])
+    recipe = recipe_file.load_recipe(variant.recipe, [f"run.output_dir={tmp_path}", *variant.overrides])
     assert sum(function.weight for function in recipe.rl.reward.functions) >= 1

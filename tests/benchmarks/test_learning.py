@@ -53,7 +53,7 @@ def a_run(folder, *, updates):
     folder.mkdir()
     overrides = [f"run.output_dir={folder}", f"algorithm.updates_per_rollout={updates}"]
     (folder / "recipe.yaml").write_text(
-        recipe_file.dump(recipe_file.load(ROOT / "recipes/digits/flow_grpo.yaml", overrides))
+        recipe_file.dump_recipe(recipe_file.load_recipe(ROOT / "recipes/digits/flow_grpo.yaml", overrides))
     )
     work = {"perf/forwarded_rollout": 80.0, "perf/forwarded_policy": 10.0, "time/step": 3.0, "time/validation": 1.0}
     judged = {"val/reward/digits/mean": 0.5, "val/reward/digits/second_judge/mean": 0.4}
@@ -111,7 +111,7 @@ def test_a_row_and_a_picture_of_two_variants(tmp_path):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_is_a_recipe(name, tmp_path):
     variant = VARIANTS[name]
-    recipe = recipe_file.load(variant.recipe, [f"run.output_dir={tmp_path}", *variant.overrides])
+    recipe = recipe_file.load_recipe(variant.recipe, [f"run.output_dir={tmp_path}", *variant.overrides])
     assert recipe.logging.num_samples == 200  # the spread is that of all held-out samples
 
 

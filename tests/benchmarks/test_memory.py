@@ -6,7 +6,7 @@ from benchmarks import memory
 from wfm_ds.errors import RecipeError
 from wfm_ds.monitoring.stopwatch import GIB
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.fit import fits
+from wfm_ds.run.memory_advice import fits_memory
 
 RECIPES = memory.shipped()
 
@@ -21,7 +21,7 @@ def test_every_recipe_says_what_it_needs_and_that_fits(path):
     ranks, gpu_gb, needed_gib = stated(path)
     assert ranks == memory.num_gpus(path)
     assert gpu_gb == memory.GPU_GB
-    assert fits(needed_gib * GIB, gpu_gb * 10**9)
+    assert fits_memory(needed_gib * GIB, gpu_gb * 10**9)
 
 
 def marks(path):
@@ -50,4 +50,4 @@ def test_what_a_base_in_fewer_bits_saves_is_its_bytes(monkeypatch):
 
 def test_a_recipe_of_another_model_is_refused(root):
     with pytest.raises(RecipeError, match="is no released model"):
-        memory.released_estimate(recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", []), 1)
+        memory.released_estimate(recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", []), 1)

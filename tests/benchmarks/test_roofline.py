@@ -7,7 +7,7 @@ from torch import nn
 from benchmarks.flops import Subject
 from benchmarks.released import RELEASED
 from benchmarks.roofline import Attention, Costs, Operators, counted, row
-from wfm_ds.training.flops import count_flops
+from wfm_ds.training.forward_flops import count_flops
 
 
 def test_flops_of_a_forward_are_those_of_the_counter():

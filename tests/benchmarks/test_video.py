@@ -6,15 +6,15 @@ import pytest
 from PIL import Image
 
 from benchmarks.learning.video import OF_THE_STUDY, VARIANTS, alarm, write_comparison
-from wfm_ds.quickstart.moving import Video
+from wfm_ds.quickstart.moving import PromptedVideo
 from wfm_ds.recipe import file as recipe_file
-from wfm_reward.moving_world import clips, draw, pixels
+from wfm_reward.moving_demo import draw_clip, list_clips, render_frames
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_is_a_recipe(name, tmp_path):
     variant = VARIANTS[name]
-    recipe = recipe_file.load(variant.recipe, [f"run.output_dir={tmp_path}", *variant.overrides])
+    recipe = recipe_file.load_recipe(variant.recipe, [f"run.output_dir={tmp_path}", *variant.overrides])
     assert recipe.rl.rollout.prompts_per_step == 12
     assert set(OF_THE_STUDY) <= set(VARIANTS)
 
@@ -27,7 +27,7 @@ def test_the_first_alarm_counts():
 
 
 def test_models_are_shown_side_by_side(tmp_path):
-    videos = [Video(clip.prompt, pixels(draw(clip))) for clip in clips()]
+    videos = [PromptedVideo(clip.prompt, render_frames(draw_clip(clip))) for clip in list_clips()]
     write_comparison(tmp_path / "one.png", {"SFT": videos})
     write_comparison(tmp_path / "two.png", {"SFT": videos, "RL": videos})
     one, two = (Image.open(tmp_path / name).size for name in ("one.png", "two.png"))

@@ -5,13 +5,13 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
-from wfm_ds.checkpoint.adapter import adapter_file, load_adapter
+from wfm_ds.checkpoint.adapter_loading import find_adapter_file, load_adapter
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 
 
 def loaded(folder):
-    return registry.load(folder, dtype=torch.float32, device="cpu")
+    return registry.load_model(folder, dtype=torch.float32, device="cpu")
 
 
 def with_adapter(folder):
@@ -19,7 +19,7 @@ def with_adapter(folder):
     model = loaded(folder)
     config = LoraConfig(r=4, lora_alpha=9.0, target_modules=list(model.default_lora_targets))
     generator = torch.Generator().manual_seed(2)
-    for part in model.denoiser_parts:
+    for part in model.denoiser_components:
         network = getattr(model.pipeline, part)
         network.add_adapter(config, adapter_name="default")
         with torch.no_grad():
@@ -36,7 +36,7 @@ def adapted(tiny_pipelines):
 
 def saved(model, folder, *, metadata=True):
     for part, name in (("transformer", "model.safetensors"), ("transformer_2", "model_2.safetensors")):
-        if part in model.denoiser_parts:
+        if part in model.denoiser_components:
             network = getattr(model.pipeline, part)
             type(model.pipeline).save_lora_weights(
                 folder,
@@ -112,8 +112,8 @@ def test_damaged_file_is_refused(adapted, tmp_path):
 
 def test_folder_around_the_adapter_names_the_one_inside(adapted, tmp_path):
     saved(adapted, tmp_path / "step_3" / "lora")
-    assert adapter_file(tmp_path / "step_3" / "lora").is_file()
+    assert find_adapter_file(tmp_path / "step_3" / "lora").is_file()
     with pytest.raises(ModelError, match=r"step_3 has no model.safetensors; use .*step_3/lora$"):
-        adapter_file(tmp_path / "step_3")
+        find_adapter_file(tmp_path / "step_3")
     with pytest.raises(ModelError, match=r"; use safetensors/step_N/lora of a LoRA run$"):
-        adapter_file(tmp_path)
+        find_adapter_file(tmp_path)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from folders import contents
-from wfm_ds.checkpoint.export import export, loading_lines
-from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.checkpoint.export import export_weights, loading_lines
+from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.errors import ModelError, UserError
 from wfm_ds.models import registry
@@ -27,7 +27,7 @@ MAIN = {"policy": "train", "dtype": torch.float32, "is_main": True}
 class FullWeights:
     """A denoiser that is trained whole, in one process."""
 
-    lora = False
+    uses_lora = False
 
     def __init__(self, module):
         self.module = module
@@ -35,7 +35,7 @@ class FullWeights:
     def lora_config(self):
         return None
 
-    def named_full_tensors(self, policy):
+    def iter_full_tensors(self, policy):
         for name, tensor in self.module.state_dict().items():
             yield name, tensor.float()
 
@@ -43,7 +43,7 @@ class FullWeights:
 class Adapter:
     """One PEFT adapter of a denoiser, in one process."""
 
-    lora = True
+    uses_lora = True
 
     def __init__(self, module):
         self.module = module
@@ -51,7 +51,7 @@ class Adapter:
     def lora_config(self):
         return self.module.peft_config["default"]
 
-    def named_full_tensors(self, policy):
+    def iter_full_tensors(self, policy):
         yield from get_peft_model_state_dict(self.module, adapter_name="default").items()
 
 
@@ -59,21 +59,21 @@ class Changed:
     """A source whose stream is changed on the way: `edit` maps an item to the items that take its place."""
 
     def __init__(self, source, edit):
-        self.source, self.edit, self.lora = source, edit, source.lora
+        self.source, self.edit, self.uses_lora = source, edit, source.lora
         self.ended = False
 
     def lora_config(self):
         return self.source.lora_config()
 
-    def named_full_tensors(self, policy):
-        for name, tensor in self.source.named_full_tensors(policy):
+    def iter_full_tensors(self, policy):
+        for name, tensor in self.source.iter_full_tensors(policy):
             yield from self.edit(name, tensor)
         self.ended = True
 
 
 @pytest.fixture
 def model(tiny_pipelines):
-    return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    return registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture
@@ -113,11 +113,11 @@ def pixels(pipe, call):
 
 
 def drawn_by(model):
-    return pixels(model.pipeline, model.pipeline_call(2.0, 32, 32))
+    return pixels(model.pipeline, model.pipeline_call_kwargs(2.0, 32, 32))
 
 
 def drawn_from(folder, model):
-    return pixels(plain(folder), model.pipeline_call(2.0, 32, 32))
+    return pixels(plain(folder), model.pipeline_call_kwargs(2.0, 32, 32))
 
 
 def plain(folder):
@@ -129,15 +129,15 @@ def plain(folder):
 
 def test_plain_diffusers_draws_the_lora_models_image(adapted, tmp_path):
     model, source = adapted
-    folder = export(ExportTarget.of(model), source, tmp_path / "step_3", **MAIN)
+    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "step_3", **MAIN)
     assert folder == tmp_path / "step_3" / "lora"
     pipe = plain(model.path)
-    without = pixels(pipe, model.pipeline_call(2.0, 32, 32))
+    without = pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32))
     pipe.load_lora_weights(str(folder), weight_name="model.safetensors", adapter_name="default")
     assert pipe.get_active_adapters() == ["default"]
     layer = pipe.transformer.transformer_blocks[0].attn.to_k
     assert layer.scaling["default"] == 9.0 / 4  # alpha / rank, which is 1 where the header has no metadata
-    got = pixels(pipe, model.pipeline_call(2.0, 32, 32))
+    got = pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32))
     assert_close(got, drawn_by(model), atol=1e-5, rtol=0)
     assert (got - without).abs().max() > 1e-2
 
@@ -146,21 +146,21 @@ def test_plain_diffusers_draws_the_lora_models_image(adapted, tmp_path):
 def test_an_adapter_of_a_base_in_fewer_bits_loads_into_the_plain_pipeline_in_bfloat16(precision, model, tmp_path):
     quantise_base(model.denoiser, model.block_classes, precision, torch.float32, torch.device("cpu"))
     source = add_adapter(model)
-    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
     pipe = DiffusionPipeline.from_pretrained(model.path, torch_dtype=torch.bfloat16, local_files_only=True)
-    without = pixels(pipe, model.pipeline_call(2.0, 32, 32))
+    without = pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32))
     pipe.load_lora_weights(str(folder), weight_name="model.safetensors", adapter_name="default")
     trained = {n: p for n, p in model.denoiser.named_parameters() if ".lora_" in n}
     loaded = dict(pipe.transformer.named_parameters())
     assert trained
     assert all(torch.equal(loaded[name], tensor.to(torch.bfloat16)) for name, tensor in trained.items())
-    got = pixels(pipe, model.pipeline_call(2.0, 32, 32))
+    got = pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32))
     assert (got - drawn_by(model)).float().norm() < 0.5 * (got - without).float().norm()
 
 
 def test_lora_header_and_config_say_the_same(adapted, tmp_path):
     model, source = adapted
-    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
     with safe_open(folder / "model.safetensors", "pt") as file:
         header, names = file.metadata(), list(file.keys())
     assert header["format"] == "pt"
@@ -176,18 +176,18 @@ def test_lora_header_and_config_say_the_same(adapted, tmp_path):
 
 def test_lora_tensors_stay_float32_whatever_the_dtype(adapted, tmp_path):
     model, source = adapted
-    folder = export(
-        ExportTarget.of(model), source, tmp_path / "out", policy="train", dtype=torch.bfloat16, is_main=True
+    folder = export_weights(
+        ExportTarget.from_model(model), source, tmp_path / "out", policy="train", dtype=torch.bfloat16, is_main=True
     )
     exported = load_file(folder / "model.safetensors")
-    for name, tensor in source.named_full_tensors("train"):
+    for name, tensor in source.iter_full_tensors("train"):
         assert exported[f"transformer.{name}"].dtype == torch.float32
         assert torch.equal(exported[f"transformer.{name}"], tensor)
 
 
 def test_adapter_that_changes_nothing_is_exported_with_a_warning(model, tmp_path, caplog):
     source = add_adapter(model, b_std=0.0)
-    assert export(ExportTarget.of(model), source, tmp_path / "out", **MAIN).is_dir()
+    assert export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN).is_dir()
     assert "this adapter has no effect" in caplog.text
 
 
@@ -235,7 +235,7 @@ def test_wrong_adapter_is_refused_and_leaves_nothing(adapted, tmp_path, edit, me
     model, source = adapted
     broken = Changed(source, edit)
     with pytest.raises(ModelError, match=message):
-        export(ExportTarget.of(model), broken, tmp_path / "out", **MAIN)
+        export_weights(ExportTarget.from_model(model), broken, tmp_path / "out", **MAIN)
     assert broken.ended  # the other ranks are in the same gathers
     assert list(tmp_path.iterdir()) == []
 
@@ -246,7 +246,9 @@ def test_wrong_adapter_is_refused_and_leaves_nothing(adapted, tmp_path, edit, me
 @pytest.mark.parametrize("shard_bytes", [5 << 30, 60_000])
 def test_plain_diffusers_draws_the_full_models_image(trained, tmp_path, shard_bytes):
     model, source = trained
-    folder = export(ExportTarget.of(model), source, tmp_path / "step_3", shard_bytes=shard_bytes, **MAIN)
+    folder = export_weights(
+        ExportTarget.from_model(model), source, tmp_path / "step_3", shard_bytes=shard_bytes, **MAIN
+    )
     assert folder == tmp_path / "step_3"
     got = drawn_from(folder, model)
     assert_close(got, drawn_by(model), atol=1e-5, rtol=0)
@@ -255,7 +257,10 @@ def test_plain_diffusers_draws_the_full_models_image(trained, tmp_path, shard_by
 
 def test_shards_hold_every_tensor_once_within_the_limit(trained, tmp_path):
     model, source = trained
-    folder = export(ExportTarget.of(model), source, tmp_path / "out", shard_bytes=60_000, **MAIN) / "transformer"
+    folder = (
+        export_weights(ExportTarget.from_model(model), source, tmp_path / "out", shard_bytes=60_000, **MAIN)
+        / "transformer"
+    )
     index = json.loads((folder / "diffusion_pytorch_model.safetensors.index.json").read_text())
     found, total = {}, 0
     shards = sorted(folder.glob("*.safetensors"))
@@ -281,7 +286,7 @@ def test_each_tensor_is_written_and_let_go_before_the_next_is_made(model, tmp_pa
     alive, on_disk, made = [], [], [0]
 
     class Stream(FullWeights):
-        def named_full_tensors(self, policy):
+        def iter_full_tensors(self, policy):
             for name, tensor in self.module.state_dict().items():
                 alive.append([tensor for tensor in handed_out if tensor() is not None])
                 files = (tmp_path / ".out.wfm-tmp" / "transformer").glob("*.safetensors")
@@ -292,7 +297,7 @@ def test_each_tensor_is_written_and_let_go_before_the_next_is_made(model, tmp_pa
                 del copy
 
     handed_out = []
-    export(ExportTarget.of(model), Stream(model.denoiser), tmp_path / "out", shard_bytes=60_000, **MAIN)
+    export_weights(ExportTarget.from_model(model), Stream(model.denoiser), tmp_path / "out", shard_bytes=60_000, **MAIN)
     assert len(alive) > 30
     assert not any(alive)
     assert all(on_disk)
@@ -300,8 +305,8 @@ def test_each_tensor_is_written_and_let_go_before_the_next_is_made(model, tmp_pa
 
 def test_full_export_has_the_dtype_that_was_asked_for(trained, tmp_path):
     model, source = trained
-    folder = export(
-        ExportTarget.of(model), source, tmp_path / "out", policy="train", dtype=torch.bfloat16, is_main=True
+    folder = export_weights(
+        ExportTarget.from_model(model), source, tmp_path / "out", policy="train", dtype=torch.bfloat16, is_main=True
     )
     exported = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     for name, tensor in model.denoiser.state_dict().items():
@@ -310,7 +315,7 @@ def test_full_export_has_the_dtype_that_was_asked_for(trained, tmp_path):
 
 def test_exported_config_is_the_models_without_its_place_on_this_machine(trained, tmp_path):
     model, source = trained
-    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
     exported, base = (json.loads((f / "transformer" / "config.json").read_text()) for f in (folder, model.path))
     assert exported == base
     assert exported["_class_name"] == "SD3Transformer2DModel"
@@ -319,7 +324,7 @@ def test_exported_config_is_the_models_without_its_place_on_this_machine(trained
 
 def test_unchanged_files_are_hard_links_and_trained_ones_are_not(trained, tmp_path):
     model, source = trained
-    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
     base_inodes = {os.stat(file).st_ino for file in model.path.rglob("*") if file.is_file()}
     shared, own = set(), set()
     for file in folder.rglob("*"):
@@ -359,11 +364,11 @@ def infinite(name, tensor):
 )
 def test_wrong_weights_are_refused_and_the_last_export_stays(trained, tmp_path, edit, message):
     model, source = trained
-    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
     before = drawn_from(folder, model)
     broken = Changed(source, edit)
     with pytest.raises(ModelError, match=message):
-        export(ExportTarget.of(model), broken, folder, **MAIN)
+        export_weights(ExportTarget.from_model(model), broken, folder, **MAIN)
     assert broken.ended
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert torch.equal(drawn_from(folder, model), before)
@@ -377,13 +382,13 @@ def test_later_export_replaces_the_earlier_and_the_leftover_of_a_killed_one(adap
     out = tmp_path / "step_3"
     (tmp_path / ".step_3.wfm-tmp" / "lora").mkdir(parents=True)
     (tmp_path / ".step_3.wfm-tmp" / "torn").write_text("half")
-    export(ExportTarget.of(model), source, out, **MAIN)
+    export_weights(ExportTarget.from_model(model), source, out, **MAIN)
     with torch.no_grad():
         for tensor in get_peft_model_state_dict(model.denoiser, adapter_name="default").values():
             tensor.mul_(2)
-    folder = export(ExportTarget.of(model), source, out, **MAIN)
+    folder = export_weights(ExportTarget.from_model(model), source, out, **MAIN)
     exported = load_file(folder / "model.safetensors")
-    for name, tensor in source.named_full_tensors("train"):
+    for name, tensor in source.iter_full_tensors("train"):
         assert torch.equal(exported[f"transformer.{name}"], tensor)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3"]
     assert sorted(path.name for path in out.rglob("*")) == ["adapter_config.json", "lora", "model.safetensors"]
@@ -392,8 +397,8 @@ def test_later_export_replaces_the_earlier_and_the_leftover_of_a_killed_one(adap
 def test_other_ranks_iterate_to_the_end_and_write_nothing(adapted, tmp_path):
     model, source = adapted
     watched = Changed(source, lambda name, tensor: [(name, None)])
-    folder = export(
-        ExportTarget.of(model), watched, tmp_path / "out", policy="train", dtype=torch.float32, is_main=False
+    folder = export_weights(
+        ExportTarget.from_model(model), watched, tmp_path / "out", policy="train", dtype=torch.float32, is_main=False
     )
     assert watched.ended
     assert folder == tmp_path / "out" / "lora"
@@ -405,20 +410,20 @@ def test_unwritable_place_is_a_user_error_after_the_stream_ended(adapted, tmp_pa
     (tmp_path / "file").write_text("in the way")
     watched = Changed(source, lambda name, tensor: [(name, tensor)])
     with pytest.raises(UserError, match="could not be written"):
-        export(ExportTarget.of(model), watched, tmp_path / "file" / "step_3", **MAIN)
+        export_weights(ExportTarget.from_model(model), watched, tmp_path / "file" / "step_3", **MAIN)
     assert watched.ended
 
 
 def test_a_disk_that_fills_up_is_a_user_error_and_the_last_export_stays(trained, tmp_path):
     model, source = trained
-    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
     before = contents(folder)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)  # a limit of files instead of the disk: the same error path
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
     watched = Changed(source, lambda name, tensor: [(name, tensor * 2)])
     try:
         with pytest.raises(UserError, match=r"out: the export could not be written \(.*\); free space"):
-            export(ExportTarget.of(model), watched, folder, **MAIN)
+            export_weights(ExportTarget.from_model(model), watched, folder, **MAIN)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert watched.ended
@@ -431,11 +436,11 @@ def test_base_model_and_foreign_folders_are_never_replaced(trained, tmp_path):
     before = sorted(model.path.rglob("*"))
     for out in (model.path, model.path.parent):
         with pytest.raises(ModelError, match="would replace the base model"):
-            export(ExportTarget.of(model), source, out, **MAIN)
+            export_weights(ExportTarget.from_model(model), source, out, **MAIN)
     assert sorted(model.path.rglob("*")) == before
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ModelError, match="is not an export"):
-        export(ExportTarget.of(model), source, tmp_path, **MAIN)
+        export_weights(ExportTarget.from_model(model), source, tmp_path, **MAIN)
     assert (tmp_path / "thesis.txt").exists()
 
 
@@ -450,11 +455,11 @@ def run_lines(lines):
 
 def test_loading_lines_load_a_lora(adapted, tmp_path):
     model, source = adapted
-    folder = export(ExportTarget.of(model), source, tmp_path / "with space" / "step_3", **MAIN)
+    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "with space" / "step_3", **MAIN)
     lines = loading_lines(model.path, folder, lora=True)
     assert len(lines.splitlines()) == 3
     pipe = run_lines(lines)
-    assert_close(pixels(pipe, model.pipeline_call(2.0, 32, 32)), drawn_by(model), atol=1e-5, rtol=0)
+    assert_close(pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32)), drawn_by(model), atol=1e-5, rtol=0)
 
 
 def test_loading_lines_load_a_pipeline_without_t5(trained, tmp_path):
@@ -462,10 +467,10 @@ def test_loading_lines_load_a_pipeline_without_t5(trained, tmp_path):
     model.pipeline.register_modules(text_encoder_3=None, tokenizer_3=None)
     model.pipeline.save_pretrained(tmp_path / "base")
     model.path = tmp_path / "base"
-    folder = export(ExportTarget.of(model), source, tmp_path / "step_3", **MAIN)
+    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "step_3", **MAIN)
     pipe = run_lines(loading_lines(model.path, folder, lora=False))
     assert pipe.text_encoder_3 is None
-    assert_close(pixels(pipe, model.pipeline_call(2.0, 32, 32)), drawn_by(model), atol=1e-5, rtol=0)
+    assert_close(pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32)), drawn_by(model), atol=1e-5, rtol=0)
 
 
 def test_loading_lines_stay_short_for_a_complete_pipeline(tiny_pipelines, tmp_path):
@@ -475,17 +480,17 @@ def test_loading_lines_stay_short_for_a_complete_pipeline(tiny_pipelines, tmp_pa
 
 
 def test_export_names_the_prompt_template_that_was_trained_with(tiny_pipelines, tmp_path):
-    model = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template="stock")
-    folder = export(ExportTarget.of(model), FullWeights(model.denoiser), tmp_path / "out", **MAIN)
-    assert registry.load(folder, dtype=torch.float32, device="cpu").instruction == model.instruction
+    model = registry.load_model(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template="stock")
+    folder = export_weights(ExportTarget.from_model(model), FullWeights(model.denoiser), tmp_path / "out", **MAIN)
+    assert registry.load_model(folder, dtype=torch.float32, device="cpu").instruction == model.instruction
     call = json.loads((folder / "call.json").read_text())
     assert call == json.loads((model.path / "call.json").read_text()) | {"complex_human_instruction": model.instruction}
 
 
 def test_a_lora_names_the_prompt_template_that_it_was_trained_with(tiny_pipelines, tmp_path):
     for template, named in (("stock", True), ("none", False)):  # the folder's own call.json says none
-        model = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template=template)
-        folder = export(ExportTarget.of(model), add_adapter(model), tmp_path / template, **MAIN)
+        model = registry.load_model(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template=template)
+        folder = export_weights(ExportTarget.from_model(model), add_adapter(model), tmp_path / template, **MAIN)
         assert (folder / "call.json").exists() == named
         assert (f"arguments in {folder / 'call.json'}" in loading_lines(model.path, folder, lora=True)) == named
     call = json.loads((tmp_path / "stock" / "lora" / "call.json").read_text())
@@ -502,7 +507,7 @@ def test_export_names_the_text_length_that_was_trained_with(trained, tmp_path):
     model, source = trained
     stored = (model.path / "call.json").read_text()
     model.max_sequence_length = 8  # the folder says 16
-    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
-    assert registry.load(folder, dtype=torch.float32, device="cpu").max_sequence_length == 8
+    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
+    assert registry.load_model(folder, dtype=torch.float32, device="cpu").max_sequence_length == 8
     assert json.loads((folder / "call.json").read_text()) == json.loads(stored) | {"max_sequence_length": 8}
     assert (model.path / "call.json").read_text() == stored

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from wfm_ds import convert
-from wfm_ds.checkpoint.export import export, loading_lines
-from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.checkpoint.export import export_weights, loading_lines
+from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 
@@ -24,12 +24,12 @@ class Weights:
     """The trained tensors of a denoiser in one process, as the engine names them."""
 
     def __init__(self, module, *, lora):
-        self.module, self.lora = module, lora
+        self.module, self.uses_lora = module, lora
 
     def lora_config(self):
-        return self.module.peft_config["default"] if self.lora else None
+        return self.module.peft_config["default"] if self.uses_lora else None
 
-    def named_full_tensors(self, policy):
+    def iter_full_tensors(self, policy):
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 yield name.replace(".default.", "."), parameter.detach()
@@ -38,13 +38,13 @@ class Weights:
 class Without(Weights):
     """... of which those of the second expert were lost."""
 
-    def named_full_tensors(self, policy):
-        yield from (item for item in super().named_full_tensors(policy) if item[0].startswith("transformer."))
+    def iter_full_tensors(self, policy):
+        yield from (item for item in super().iter_full_tensors(policy) if item[0].startswith("transformer."))
 
 
 @pytest.fixture
 def model(tiny_pipelines):
-    return registry.load(tiny_pipelines("wan22"), dtype=torch.float32, device="cpu")
+    return registry.load_model(tiny_pipelines("wan22"), dtype=torch.float32, device="cpu")
 
 
 def moved(model, *, lora):
@@ -67,7 +67,7 @@ def plain(folder):
 
 def video(pipe, model):
     pipe.set_progress_bar_config(disable=True)
-    call = {**model.pipeline_call(2.0, 32, 32, 5), **CALL}
+    call = {**model.pipeline_call_kwargs(2.0, 32, 32, 5), **CALL}
     return pipe("a red circle", generator=torch.Generator().manual_seed(11), output_type="pt", **call).frames
 
 
@@ -79,7 +79,9 @@ def run(lines):
 
 def test_plain_diffusers_loads_the_adapters_of_both_experts(model, tmp_path):
     before = video(model.pipeline, model)
-    folder = export(ExportTarget.of(model), Weights(moved(model, lora=True), lora=True), tmp_path / "step_3", **MAIN)
+    folder = export_weights(
+        ExportTarget.from_model(model), Weights(moved(model, lora=True), lora=True), tmp_path / "step_3", **MAIN
+    )
     assert sorted(os.listdir(folder)) == ["adapter_config.json", "model.safetensors", "model_2.safetensors"]
     first, second = (load_file(folder / name) for name in ("model.safetensors", "model_2.safetensors"))
     assert first.keys() == second.keys()
@@ -97,7 +99,9 @@ def test_plain_diffusers_loads_the_adapters_of_both_experts(model, tmp_path):
 
 
 def test_a_lora_folder_of_both_experts_is_converted_and_merged_whole(model, tmp_path):
-    folder = export(ExportTarget.of(model), Weights(moved(model, lora=True), lora=True), tmp_path / "step_3", **MAIN)
+    folder = export_weights(
+        ExportTarget.from_model(model), Weights(moved(model, lora=True), lora=True), tmp_path / "step_3", **MAIN
+    )
     want = {name: load_file(folder / name) for name in ("model.safetensors", "model_2.safetensors")}
     base = ["--base", str(model.path)]
     for out, words in (("alone", []), ("checked", base)):
@@ -112,8 +116,8 @@ def test_a_lora_folder_of_both_experts_is_converted_and_merged_whole(model, tmp_
 
 def test_plain_diffusers_loads_both_experts(model, tmp_path):
     before = video(model.pipeline, model)
-    folder = export(
-        ExportTarget.of(model),
+    folder = export_weights(
+        ExportTarget.from_model(model),
         Weights(moved(model, lora=False), lora=False),
         tmp_path / "step_3",
         **MAIN,
@@ -127,7 +131,7 @@ def test_plain_diffusers_loads_both_experts(model, tmp_path):
         }
     for unchanged in ("vae/diffusion_pytorch_model.safetensors", "model_index.json"):
         assert (folder / unchanged).samefile(model.path / unchanged)
-    again = registry.load(folder, dtype=torch.float32, device="cpu")
+    again = registry.load_model(folder, dtype=torch.float32, device="cpu")
     for ours, its in zip(model.denoiser.state_dict().items(), again.denoiser.state_dict().items(), strict=True):
         assert ours[0] == its[0]
         assert torch.equal(ours[1], its[1])
@@ -142,5 +146,7 @@ def test_plain_diffusers_loads_both_experts(model, tmp_path):
 )
 def test_an_export_without_the_second_expert_is_given_up(model, tmp_path, lora, message):
     with pytest.raises(ModelError, match=message):
-        export(ExportTarget.of(model), Without(moved(model, lora=lora), lora=lora), tmp_path / "step_3", **MAIN)
+        export_weights(
+            ExportTarget.from_model(model), Without(moved(model, lora=lora), lora=lora), tmp_path / "step_3", **MAIN
+        )
     assert not (tmp_path / "step_3").exists()

@@ -10,15 +10,15 @@ from torch.testing import assert_close
 
 from wfm_ds import convert
 from wfm_ds.checkpoint.export import write_lora
-from wfm_ds.checkpoint.lora_base import denoiser_parts, names_of, read_lora, weights_of
-from wfm_ds.checkpoint.lora_extract import nearest
-from wfm_ds.checkpoint.lora_file import LoraSource, named_tensors, settings_of
-from wfm_ds.checkpoint.lora_layers import LoraLayer, alpha_of, fused, same, split
-from wfm_ds.checkpoint.lora_layouts import comfyui, kohya
-from wfm_ds.checkpoint.target import ExportTarget
-from wfm_ds.engine.targets import adapted_names
+from wfm_ds.checkpoint.export_target import ExportTarget
+from wfm_ds.checkpoint.lora_base import base_weight_readers, denoiser_parts, family_names, read_lora
+from wfm_ds.checkpoint.lora_extraction import approximate_difference
+from wfm_ds.checkpoint.lora_file import LoraSource, iter_lora_tensors, lora_settings
+from wfm_ds.checkpoint.lora_layers import LoraLayer, fuse_layers, is_same_update, layer_alpha, split_layer
+from wfm_ds.checkpoint.lora_layouts import comfyui_tensors, kohya_tensors
+from wfm_ds.engine.adapter_targets import match_linear_layers
 from wfm_ds.models import registry
-from wfm_ds.models.wan import OF_IMAGES
+from wfm_ds.models.wan import IMAGE_ATTENTION_LAYERS
 
 FAMILIES = ("sd3", "sana", "sana_video", "cosmos25", "wan21", "wan22", "wan21_i2v", "flux2", "qwen_image", "z_image")
 RANK, ALPHA = 4, 10.0
@@ -34,7 +34,7 @@ def layers_of(network, targets, weight, dora):
     """A LoRA on every layer of the denoiser that a run of the family would adapt by default."""
     draw = torch.Generator().manual_seed(1)
     layers = {}
-    for name in adapted_names(network, targets):
+    for name in match_linear_layers(network, targets):
         part = network.get_submodule(name)
         A = torch.randn(RANK, part.in_features, generator=draw)
         B = 0.1 * torch.randn(part.out_features, RANK, generator=draw)
@@ -49,14 +49,14 @@ def export(tiny_pipelines, tmp_path):
 
     def made(family, dora=False):
         folder = tiny_pipelines(family)
-        target, weights = ExportTarget(folder, denoiser_parts(folder)), weights_of(folder)
-        targets = registry.family_of(folder).default_lora_targets
-        targets = (*targets, *OF_IMAGES) if family == "wan21_i2v" else targets
-        parts = {part: layers_of(target.bare(part), targets, weights(part), dora) for part in target.parts}
-        settings = settings_of(parts, {}, {"base_model_name_or_path": str(folder)})
+        target, weights = ExportTarget(folder, denoiser_parts(folder)), base_weight_readers(folder)
+        targets = registry.find_family(folder).default_lora_targets
+        targets = (*targets, *IMAGE_ATTENTION_LAYERS) if family == "wan21_i2v" else targets
+        parts = {part: layers_of(target.meta_network(part), targets, weights(part), dora) for part in target.parts}
+        settings = lora_settings(parts, {}, {"base_model_name_or_path": str(folder)})
         lora = tmp_path / family / "lora"
         lora.parent.mkdir()
-        write_lora([(p, named_tensors(own, {})) for p, own in parts.items()], settings, lora, shapes=None)
+        write_lora([(p, iter_lora_tensors(own, {})) for p, own in parts.items()], settings, lora, shapes=None)
         return lora, parts, folder
 
     return made
@@ -93,7 +93,7 @@ def assert_equal(got, want):
 
 def test_fused_layers_add_what_their_members_do(export):
     _, parts, folder = export("sd3")
-    tensors = kohya(parts["transformer"], names_of(registry.family_of(folder)))
+    tensors = kohya_tensors(parts["transformer"], family_names(registry.find_family(folder)))
     key = "lora_unet_joint_blocks_0_x_block_attn_qkv"
     down, up, alpha = (tensors[f"{key}.{kind}"] for kind in ("lora_down.weight", "lora_up.weight", "alpha"))
     whole = up @ down * (alpha / len(down))
@@ -104,27 +104,27 @@ def test_fused_layers_add_what_their_members_do(export):
 def test_a_dense_fused_layer_of_others_is_split_exactly():
     draw = torch.Generator().manual_seed(2)
     whole = LoraLayer(torch.randn(6, 8, generator=draw), torch.randn(12, 6, generator=draw), 3.0)
-    parts = split(whole, 3)
+    parts = split_layer(whole, 3)
     assert_close(torch.cat([part.delta() for part in parts]), whole.delta(), atol=1e-6, rtol=1e-6)
     one = LoraLayer(torch.randn(2, 8, generator=draw), torch.randn(4, 2, generator=draw), 5.0)
-    assert split(fused([None, one, None]), 3)[0] is None
-    back = split(fused([None, one, None]), 3)[1]
-    assert same({"a": back}, {"a": one}, tolerance=0.0)
+    assert split_layer(fuse_layers([None, one, None]), 3)[0] is None
+    back = split_layer(fuse_layers([None, one, None]), 3)[1]
+    assert is_same_update({"a": back}, {"a": one}, tolerance=0.0)
     other = LoraLayer(one.A, one.B, 1.0)  # another scale: the factor moves into B
-    assert_close(fused([one, other]).delta(), torch.cat([one.delta(), other.delta()]), atol=1e-6, rtol=1e-6)
+    assert_close(fuse_layers([one, other]).delta(), torch.cat([one.delta(), other.delta()]), atol=1e-6, rtol=1e-6)
 
 
 def whole_model(folder):
-    return registry.load(folder, dtype=torch.float32, device="cpu")
+    return registry.load_model(folder, dtype=torch.float32, device="cpu")
 
 
 def drawn(pipe, model):
     pipe.set_progress_bar_config(disable=True)
-    frames = 5 if model.video else 1
-    call = model.pipeline_call(2.0, 32, 32, frames)
+    frames = 5 if model.is_video else 1
+    call = model.pipeline_call_kwargs(2.0, 32, 32, frames)
     generator = torch.Generator("cpu").manual_seed(5)
     made = pipe("a red circle", generator=generator, num_inference_steps=2, output_type="pt", **call)
-    return made.frames if model.video else made.images
+    return made.frames if model.is_video else made.images
 
 
 def loaded(model, file, **options):
@@ -174,19 +174,19 @@ def test_dora_in_comfyui_is_the_weight_that_peft_computes(export, tmp_path, caps
     assert code == 0, text
     tensors = load_file(out)
     for name, layer in parts["transformer"].items():
-        weight = weights_of(folder)("transformer")(name)
-        key = f"diffusion_model.{names_of(registry.family_of(folder)).table.original(name)[0]}"
+        weight = base_weight_readers(folder)("transformer")(name)
+        key = f"diffusion_model.{family_names(registry.find_family(folder)).table.find_original(name)[0]}"
         added = weight + layer.delta()  # comfy/weight_adapter/base.py of ComfyUI 0.3.77
         theirs = added * (tensors[f"{key}.dora_scale"] / weight.norm(dim=1, keepdim=True))
-        assert_close(theirs, layer.merged(weight), atol=1e-5, rtol=1e-5)
+        assert_close(theirs, layer.merge_weight(weight), atol=1e-5, rtol=1e-5)
     back, _ = read_lora(out, folder)
     for name, layer in back.layers["transformer"].items():
         assert_close(layer.magnitude, parts["transformer"][name].magnitude, atol=1e-5, rtol=1e-5)
 
 
 def test_the_scale_of_peft_settings():
-    assert alpha_of({"lora_alpha": 8, "use_rslora": True}, "a.b", 16) / 16 == 8 / 16**0.5
-    assert alpha_of({"lora_alpha": 8, "alpha_pattern": {"b": 3}}, "a.b", 16) == 3
+    assert layer_alpha({"lora_alpha": 8, "use_rslora": True}, "a.b", 16) / 16 == 8 / 16**0.5
+    assert layer_alpha({"lora_alpha": 8, "alpha_pattern": {"b": 3}}, "a.b", 16) == 3
 
 
 def test_what_cannot_be_named_is_one_sentence(export, tmp_path, capsys):
@@ -225,12 +225,12 @@ def test_extraction_gives_the_lora_that_was_merged(export, tmp_path, capsys):
     assert {layer.rank for layer in found.values()} == {RANK}
     for name, layer in parts["transformer"].items():
         assert_close(found[name].delta(), layer.delta(), atol=1e-4, rtol=1e-3)
-    assert not same(found, parts["transformer"], tolerance=1e-9)
+    assert not is_same_update(found, parts["transformer"], tolerance=1e-9)
     assert run(capsys, whole, tmp_path / "small", "--extract", folder, "--rank", 2)[0] == 0
     assert {layer.rank for layer in LoraSource(tmp_path / "small").layers["transformer"].values()} == {2}
     assert json.loads((back / "lora" / "adapter_config.json").read_text())["r"] == RANK
     change = torch.diag(torch.tensor([4.0, 3.0, 0.0]))
-    assert [nearest(change, None, energy)[0].rank for energy in (0.5, 0.9)] == [1, 2]
+    assert [approximate_difference(change, None, energy)[0].rank for energy in (0.5, 0.9)] == [1, 2]
 
 
 def test_comfyui_names_of_each_family(export):
@@ -244,5 +244,5 @@ def test_comfyui_names_of_each_family(export):
         ("z_image", "diffusion_model.layers.0.attention.qkv"),
     ):
         _, parts, folder = export(family)
-        tensors = comfyui(parts["transformer"], names_of(registry.family_of(folder)), None)
+        tensors = comfyui_tensors(parts["transformer"], family_names(registry.find_family(folder)), None)
         assert {f"{key}.lora_A.weight", f"{key}.lora_B.weight", f"{key}.alpha"} <= tensors.keys()

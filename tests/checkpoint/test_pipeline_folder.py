@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wfm_ds.checkpoint.pipeline_folder import components, read_index, share_unchanged
+from wfm_ds.checkpoint.pipeline_folder import link_unchanged_files, pipeline_components, read_index
 from wfm_ds.errors import ModelError
 
 SHM = Path("/dev/shm")
@@ -38,7 +38,7 @@ def files(folder):
 
 
 def test_index_names_the_components(base):
-    assert components(read_index(base)) == {
+    assert pipeline_components(read_index(base)) == {
         "text_encoder_3": (None, None),
         "transformer": ("diffusers", "SD3Transformer2DModel"),
         "vae": ("diffusers", "AutoencoderKL"),
@@ -46,12 +46,12 @@ def test_index_names_the_components(base):
 
 
 def test_unchanged_components_and_the_index_are_shared_and_nothing_else(base, tmp_path):
-    share_unchanged(base, tmp_path / "out", changed=("transformer",))
+    link_unchanged_files(base, tmp_path / "out", changed=("transformer",))
     shared = files(tmp_path / "out")
     assert set(shared) == {"model_index.json", "vae/config.json", "vae/parts/1.bin"}
     assert all(shared[name].samefile(base / name) for name in shared)
     (base / "call.json").write_text("{}")
-    share_unchanged(base, tmp_path / "second", changed=())
+    link_unchanged_files(base, tmp_path / "second", changed=())
     assert set(files(tmp_path / "second")) == {*shared, "call.json", "transformer/config.json"}
 
 
@@ -61,7 +61,7 @@ def test_links_of_a_hub_cache_become_files_that_outlive_it(base, tmp_path):
     for name, file in files(blobs).items():
         (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
         (snapshot / name).symlink_to(os.path.relpath(file, (snapshot / name).parent))
-    share_unchanged(snapshot, tmp_path / "out", changed=("transformer",))
+    link_unchanged_files(snapshot, tmp_path / "out", changed=("transformer",))
     shutil.rmtree(snapshot)
     shutil.rmtree(blobs)
     shared = files(tmp_path / "out")
@@ -75,7 +75,7 @@ def test_links_of_a_hub_cache_become_files_that_outlive_it(base, tmp_path):
 )
 def test_another_file_system_gets_copies_and_one_warning(base, caplog):
     with tempfile.TemporaryDirectory(dir=SHM) as away:
-        share_unchanged(base, Path(away) / "out", changed=("transformer",))
+        link_unchanged_files(base, Path(away) / "out", changed=("transformer",))
         copied = files(Path(away) / "out")
         assert {name: file.read_text() for name, file in copied.items()} == {
             name: (base / name).read_text() for name in ("model_index.json", "vae/config.json", "vae/parts/1.bin")
@@ -91,13 +91,13 @@ def test_other_errors_of_linking_are_not_hidden_by_a_copy(base, tmp_path, monkey
 
     monkeypatch.setattr(os, "link", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        share_unchanged(base, tmp_path / "out", changed=())
+        link_unchanged_files(base, tmp_path / "out", changed=())
 
 
 def test_missing_component_is_named(base, tmp_path):
     shutil.rmtree(base / "vae")
     with pytest.raises(ModelError, match=r"base/vae: the model index lists this component, but"):
-        share_unchanged(base, tmp_path / "out", changed=("transformer",))
+        link_unchanged_files(base, tmp_path / "out", changed=("transformer",))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", None])

@@ -25,8 +25,8 @@ def checkpoint(root, step, world_size=2, facts=None):
 
 def test_complete_folder_is_read_back(tmp_path):
     folder = checkpoint(tmp_path, 12, world_size=3, facts={"metrics_bytes": 99})
-    found = store.read(folder)
-    assert (found.path, found.step, found.world_size, found.facts) == (folder, 12, 3, {"metrics_bytes": 99})
+    found = store.read_checkpoint(folder)
+    assert (found.path, found.step, found.world_size, found.metadata) == (folder, 12, 3, {"metrics_bytes": 99})
 
 
 def truncate(folder):
@@ -66,26 +66,26 @@ def misshape_the_marker(folder):
 )
 def test_damaged_one_is_passed_over_with_a_warning_that_says_why(tmp_path, caplog, damage, reason):
     older, newer = checkpoint(tmp_path, 2), checkpoint(tmp_path, 3)
-    assert store.newest(tmp_path).path == newer
-    assert store.flaw(newer) is None
+    assert store.find_newest(tmp_path).path == newer
+    assert store.find_flaw(newer) is None
     damage(newer)
-    assert store.read(newer) is None
-    assert store.newest(tmp_path).path == older
+    assert store.read_checkpoint(newer) is None
+    assert store.find_newest(tmp_path).path == older
     assert [record.getMessage() for record in caplog.records] == [f"{newer} is skipped: {reason}"]
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path):
-    assert store.newest(tmp_path / "nowhere") is None
+    assert store.find_newest(tmp_path / "nowhere") is None
     (tmp_path / "step_4.tmp").mkdir()
     (tmp_path / "step_04").mkdir()
     (tmp_path / "LATEST").write_text("step_4\n")
-    assert store.newest(tmp_path) is None
+    assert store.find_newest(tmp_path) is None
 
 
 def test_steps_are_compared_as_numbers(tmp_path):
     for step in (9, 10, 100, 0):
         checkpoint(tmp_path, step)
-    assert store.newest(tmp_path).step == 100
+    assert store.find_newest(tmp_path).step == 100
 
 
 @given(st.sets(st.integers(0, 30)), st.integers(0, 30), st.integers(1, 5))
@@ -93,7 +93,7 @@ def test_pruning_keeps_the_last_up_to_the_new_one(tmp_path_factory, others, newe
     root = tmp_path_factory.mktemp("root")
     for step in others | {newest}:
         (root / f"step_{step}").mkdir()
-    store.prune(root, newest=newest, keep=keep)
-    left = store.steps(root)
+    store.prune_checkpoints(root, newest=newest, keep=keep)
+    left = store.list_steps(root)
     assert newest in left
     assert sorted(left) == sorted(step for step in others | {newest} if step <= newest)[-keep:]

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 
@@ -11,21 +11,21 @@ from wfm_ds.models import registry
 @pytest.mark.parametrize("family", ["sd3", "wan21", "wan22", "sana", "cosmos25"])
 def test_a_target_is_its_model_without_loading_it(family, tiny_pipelines):
     options = {"guardrail": "off"} if family == "cosmos25" else {}
-    model = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu", **options)
-    target = ExportTarget.of(model)
-    assert ExportTarget.of_json(json.loads(json.dumps(target.to_json()))) == target
+    model = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu", **options)
+    target = ExportTarget.from_model(model)
+    assert ExportTarget.from_json(json.loads(json.dumps(target.to_json()))) == target
     for part in target.parts:
         live = getattr(model.pipeline, part)
-        assert target.shapes(part) == {name: tensor.shape for name, tensor in live.state_dict().items()}
-        stored = target.stored(part)
+        assert target.tensor_shapes(part) == {name: tensor.shape for name, tensor in live.state_dict().items()}
+        stored = target.base_weights(part)
         for name, tensor in live.state_dict().items():
-            assert torch.equal(stored.tensor(name).float(), tensor.float())
+            assert torch.equal(stored.read_tensor(name).float(), tensor.float())
 
 
 def test_what_the_base_does_not_hold_is_named(tiny_pipelines):
     target = ExportTarget(tiny_pipelines("sd3"), ("transformer",))
-    stored = target.stored("transformer")
+    stored = target.base_weights("transformer")
     with pytest.raises(ModelError, match=r"nothing\.weight cannot be read from"):
-        stored.tensor("nothing.weight")
+        stored.read_tensor("nothing.weight")
     with pytest.raises(ModelError, match="has no transformer_2 with a diffusers class"):
-        target.shapes("transformer_2")
+        target.tensor_shapes("transformer_2")

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from wfm_ds.checkpoint.tensor_file import DTYPES, Spec, TensorFile
+from wfm_ds.checkpoint.tensor_file import DTYPE_NAMES, StoredTensorSpec, TensorFile
 
 
 def drawn(dtype, shape):
@@ -13,14 +13,14 @@ def drawn(dtype, shape):
 
 
 def specs_of(tensors):
-    return {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return {name: StoredTensorSpec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 @settings(max_examples=40)
 @given(
     shapes=st.dictionaries(
         st.text(st.characters(blacklist_categories=("Cs",)), max_size=6).filter(lambda name: name != "__metadata__"),
-        st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 4), max_size=3)),
+        st.tuples(st.sampled_from(list(DTYPE_NAMES)), st.lists(st.integers(0, 4), max_size=3)),
         min_size=1,
         max_size=6,
     ),
@@ -55,7 +55,10 @@ def half_written(path, specs):
 
 
 def test_what_was_not_announced_is_refused(tmp_path):
-    specs = {"a": Spec(torch.float32, torch.Size([2])), "b": Spec(torch.float32, torch.Size([]))}
+    specs = {
+        "a": StoredTensorSpec(torch.float32, torch.Size([2])),
+        "b": StoredTensorSpec(torch.float32, torch.Size([])),
+    }
     with pytest.raises(ValueError, match=r"1 tensors are missing, e\.g\. b"):
         half_written(tmp_path / "half", specs)
     with TensorFile(tmp_path / "file", specs, {}) as file:

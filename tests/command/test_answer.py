@@ -8,8 +8,8 @@ from transformers import AutoModelForImageTextToText
 
 from clips import write_clip
 from wfm_ds.command.main import main
-from wfm_ds.models.registry import cached_tiny
-from wfm_ds.models.tiny.parts.chat import MEDIA
+from wfm_ds.models.registry import get_tiny_folder
+from wfm_ds.models.tiny.parts.chat import VISION_TEMPLATE
 
 
 def ask(words):
@@ -27,7 +27,7 @@ def media(tmp_path):
 def test_an_answer_is_the_likeliest_text(media, capsys, family):
     assert ask([f"tiny:{family}", "--image", str(media / "a.png"), "the square is", "--tokens", "5"]) == 0
     said = capsys.readouterr().out
-    folder = cached_tiny(family)
+    folder = get_tiny_folder(family)
     from transformers import AutoImageProcessor, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -47,15 +47,15 @@ def test_an_answer_is_the_likeliest_text(media, capsys, family):
     model = AutoModelForImageTextToText.from_pretrained(folder)
     with torch.no_grad():
         found = model.generate(input_ids=ids, mm_token_type_ids=types, max_new_tokens=5, do_sample=False, **inputs)
-    assert MEDIA.format("image") in text
+    assert VISION_TEMPLATE.format("image") in text
     assert said == tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True).strip() + "\n"
 
 
 def test_an_adapter_finds_its_base(media, capsys):
-    network = AutoModelForImageTextToText.from_pretrained(cached_tiny("qwen25vl"))
+    network = AutoModelForImageTextToText.from_pretrained(get_tiny_folder("qwen25vl"))
     config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
     network = peft.get_peft_model(network, config)
-    network.peft_config["default"].base_model_name_or_path = str(cached_tiny("qwen25vl"))
+    network.peft_config["default"].base_model_name_or_path = str(get_tiny_folder("qwen25vl"))
     network.save_pretrained(media / "lora")
     asked = ["--video", str(media / "clip.mp4"), "what is it", "--tokens", "4"]
     assert ask([str(media / "lora"), *asked]) == ask(["tiny:qwen25vl", *asked]) == 0

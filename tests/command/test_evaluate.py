@@ -8,8 +8,8 @@ import shutil
 import pytest
 from safetensors.torch import save
 
-from wfm_ds.command import evaluated
-from wfm_ds.command.evaluate import names
+from wfm_ds.command import evaluation_models
+from wfm_ds.command.evaluate import parse_names
 from wfm_ds.command.main import main
 
 HEADER = save({}, {"lora_adapter_metadata": "{}"})
@@ -45,7 +45,7 @@ def lora_run(tmp_path):
 
 def found(*given, out="out"):
     with contextlib.ExitStack() as held:
-        return evaluated.entries_of([str(one) for one in given], out, None, held)
+        return evaluation_models.resolve_models([str(one) for one in given], out, None, held)
 
 
 def test_a_run_is_its_newest_export_and_brings_its_base(lora_run, tmp_path):
@@ -67,7 +67,7 @@ def test_a_lora_belongs_to_the_base_before_it_and_names_are_told_apart(lora_run,
 
 
 def test_names_are_words_with_commas():
-    assert names("ocr, color") == ["ocr", "color"]
+    assert parse_names("ocr, color") == ["ocr", "color"]
 
 
 @pytest.mark.parametrize(

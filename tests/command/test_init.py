@@ -30,7 +30,7 @@ def pictures(tmp_path):
 
 
 def test_shapes_are_far_apart_from_four_thirds_on_either_way():
-    assert [command.is_far(size, (100, 100)) for size in ((100, 130), (130, 100), (100, 140), (140, 100))] == [
+    assert [command.has_other_shape(size, (100, 100)) for size in ((100, 130), (130, 100), (100, 140), (140, 100))] == [
         *(False, False),
         *(True, True),
     ]
@@ -44,7 +44,7 @@ def init(tmp_path, monkeypatch, capsys):
     def run(*words):
         code = main(["init", *map(str, words)])
         said = capsys.readouterr()
-        recipe = recipe_file.load(tmp_path / "mine.yaml") if code == 0 else None
+        recipe = recipe_file.load_recipe(tmp_path / "mine.yaml") if code == 0 else None
         return code, recipe, said.out + said.err
 
     return run
@@ -69,7 +69,7 @@ def test_media_that_are_too_small_get_a_size_that_they_fill(init, pictures, tmp_
     """Of 512 x 768, of which pictures of 130 x 130 fill no half."""
     folder = pictures(*[(130, 130)] * 3)
     (tmp_path / "large").mkdir()
-    for part in registry.resolve("tiny:sd3").iterdir():
+    for part in registry.resolve_pipeline("tiny:sd3").iterdir():
         if part.name != "call.json":
             (tmp_path / "large" / part.name).symlink_to(part)
     (tmp_path / "large" / "call.json").write_text('{"height": 512, "width": 768, "guidance_scale": 3.0}')
@@ -89,12 +89,12 @@ def test_media_that_are_too_small_get_a_size_that_they_fill(init, pictures, tmp_
     ],
 )
 def test_a_pipeline_that_states_no_size_has_that_of_its_family(tmp_path, family, more, guidance):
-    for part in registry.resolve(f"tiny:{family}").iterdir():
+    for part in registry.resolve_pipeline(f"tiny:{family}").iterdir():
         if part.name not in ("call.json", "model_index.json"):
             (tmp_path / part.name).symlink_to(part)
-    index = json.loads((registry.resolve(f"tiny:{family}") / "model_index.json").read_text())
+    index = json.loads((registry.resolve_pipeline(f"tiny:{family}") / "model_index.json").read_text())
     (tmp_path / "model_index.json").write_text(json.dumps(index | more))
-    found = command.described(str(tmp_path))
+    found = command.read_pipeline(str(tmp_path))
     assert (found.height, found.width, found.guidance_scale) == (1024, 1024, guidance)
 
 
@@ -151,7 +151,7 @@ def test_inputs_that_a_model_cannot_do_without_are_named(init, tmp_path):
     code, recipe, said = init("--data", tmp_path / "room" / "clips", "--model", "tiny:sana_wm")
     assert code == 0, said
     assert sorted(recipe.data.inputs) == ["c2w", "intrinsics"]
-    assert recipe.algorithm.num_conditional_frames == (1, 1)
+    assert recipe.algorithm.conditioning_frame_range == (1, 1)
 
 
 def test_a_model_that_begins_with_an_image_gets_clips_that_say_so(init, pictures, tmp_path):
@@ -161,7 +161,7 @@ def test_a_model_that_begins_with_an_image_gets_clips_that_say_so(init, pictures
     (clips / "0.txt").write_text("a clip")
     code, recipe, said = init("--data", clips, "--model", "tiny:wan22_i2v")
     assert code == 0, said
-    assert recipe.algorithm.num_conditional_frames == (1, 1)
+    assert recipe.algorithm.conditioning_frame_range == (1, 1)
     (tmp_path / "p.txt").write_text("a cat\n")
     for words in (("--data", tmp_path / "p.txt", "--rl", "motion"), ("--data", pictures((64, 64)))):
         code, _, said = init(*words, "--model", "tiny:wan22_i2v", "--force")

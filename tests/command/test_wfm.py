@@ -14,7 +14,7 @@ from wfm_ds.command import check, models, recipes, rewards, train
 from wfm_ds.command.main import COMMANDS, main
 from wfm_ds.data.squares import write_squares
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe import shipped
+from wfm_ds.recipe import shipped_recipes
 
 HELP_S = 0.3  # of processor time: what it takes on a free core
 HEAVY = ("torch", "deepspeed", "diffusers", "transformers", "sklearn")
@@ -119,18 +119,18 @@ def test_training_is_a_line_of_the_deepspeed_command(capsys, monkeypatch, tmp_pa
 
 def test_shipped_recipes_are_found_by_name_and_by_the_path_of_the_repository(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    by_name = recipe_file.load(shipped.require("tiny/sd3_nft"))
+    by_name = recipe_file.load_recipe(shipped_recipes.require_recipe("tiny/sd3_nft"))
     for written in ("tiny/sd3_nft", "tiny/sd3_nft.yaml", "recipes/tiny/sd3_nft.yaml"):
-        assert recipe_file.load(Path(written)) == by_name
-    assert by_name.data.path == str(shipped.folder() / "tiny" / "prompts" / "colors")
+        assert recipe_file.load_recipe(Path(written)) == by_name
+    assert by_name.data.path == str(shipped_recipes.recipes_folder() / "tiny" / "prompts" / "colors")
     (tmp_path / "sd3_nft").write_text("mine")
-    assert recipe_file.named(Path("sd3_nft")).read_text() == "mine"  # what is here comes first
+    assert recipe_file.resolve_recipe_path(Path("sd3_nft")).read_text() == "mine"  # what is here comes first
 
 
 def test_list_has_a_line_for_each_recipe_and_words_choose(capsys):
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == shipped.names()
+    assert [line.split()[0] for line in lines] == shipped_recipes.list_recipe_names()
     assert all(len(line) <= 120 and len(line.split()) > 3 for line in lines)
     assert main(["recipes", "list", "Wan", "lora"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -142,14 +142,16 @@ def test_list_has_a_line_for_each_recipe_and_words_choose(capsys):
 def test_a_copy_elsewhere_is_the_same_recipe(name, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["recipes", "copy", name, "mine.yaml"]) == 0
-    assert recipe_file.load(tmp_path / "mine.yaml") == recipe_file.load(shipped.require(name))
+    assert recipe_file.load_recipe(tmp_path / "mine.yaml") == recipe_file.load_recipe(
+        shipped_recipes.require_recipe(name)
+    )
     assert main(["recipes", "copy", name, "mine.yaml"]) == 2
     assert "mine.yaml exists" in capsys.readouterr().err
 
 
 def test_show_prints_the_file(capsys):
     assert main(["recipes", "show", "sd3_nft"]) == 0
-    assert capsys.readouterr().out == shipped.require("sd3_nft").read_text()
+    assert capsys.readouterr().out == shipped_recipes.require_recipe("sd3_nft").read_text()
 
 
 # ---- models and rewards
@@ -159,7 +161,7 @@ def test_rewards_are_listed_and_one_is_told_of(capsys):
     from wfm_reward import registry
 
     assert main(["rewards"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == registry.names()
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == registry.list_reward_names()
     assert main(["rewards", "ocr"]) == 0
     told = capsys.readouterr().out
     assert "ocr_reward 0 to 1" in told

@@ -6,13 +6,13 @@ from types import MappingProxyType
 import pytest
 
 from families import CASES
-from wfm_ds.contract import denoiser, drawing, exports, inputs, pixels
+from wfm_ds.contract import denoiser_checks, export_checks, input_checks, pixel_checks, sampling_checks
 from wfm_ds.contract.case import PROMPTS
-from wfm_ds.contract.checks import CHECKS, examine
-from wfm_ds.contract.subject import Subject
+from wfm_ds.contract.checks import CHECKS, run_checks
+from wfm_ds.contract.family_under_test import FamilyUnderTest
 from wfm_ds.models.check import main
 from wfm_ds.models.cosmos3 import Cosmos3
-from wfm_ds.models.inputs import Input
+from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.sd3 import StableDiffusion3
 
 
@@ -64,7 +64,7 @@ class Raw(StableDiffusion3):
 
 class Untold(Cosmos3):
     def denoise(self, latents, sigma, conditioning, *arguments):
-        text = {name: tensor for name, tensor in conditioning.items() if name not in self.optional_keys}
+        text = {name: tensor for name, tensor in conditioning.items() if name not in self.optional_conditioning_keys}
         return super().denoise(latents, sigma, text, *arguments)
 
 
@@ -80,20 +80,22 @@ class OneHalf(Cosmos3):
     """What guidance contrasts with forgets its inputs."""
 
     def denoise(self, latents, sigma, conditioning, *arguments):
-        if conditioning["text_mask"].shape[1] < len(self.token_ids(self.caption(PROMPTS[1], 32, 48, 9))):
-            conditioning = {name: tensor for name, tensor in conditioning.items() if name not in self.optional_keys}
+        if conditioning["text_mask"].shape[1] < len(self.tokenize_prompt(self.format_prompt(PROMPTS[1], 32, 48, 9))):
+            conditioning = {
+                name: tensor for name, tensor in conditioning.items() if name not in self.optional_conditioning_keys
+            }
         return super().denoise(latents, sigma, conditioning, *arguments)
 
 
 class Demanding(Cosmos3):
-    takes = MappingProxyType({"actions": Input(rank=2, required=True), "domain": Input(rank=0)})
+    input_specs = MappingProxyType({"actions": InputSpec(rank=2, required=True), "domain": InputSpec(rank=0)})
 
 
 @pytest.fixture
 def subject(tiny_pipelines):
     def of(family):
         name = family.family
-        return Subject(tiny_pipelines(name), CASES[name], f"{__name__}:{family.__name__}")
+        return FamilyUnderTest(tiny_pipelines(name), CASES[name], f"{__name__}:{family.__name__}")
 
     sys.modules.setdefault(__name__, sys.modules[Flipped.__module__])
     return of
@@ -102,26 +104,42 @@ def subject(tiny_pipelines):
 @pytest.mark.parametrize(
     ("family", "check", "says"),
     [
-        (Flipped, drawing.latents_without_guidance, "the latents of two prompts at guidance scale 1: values differ by"),
-        (Flipped, exports.full_export, "the latents that diffusers generates from the export: values differ by"),
-        (Unscaled, pixels.encoding_is_the_inverse_of_decoding, "pixels after encoding and decoding: values differ"),
-        (Mixed, denoiser.a_batch_is_its_samples, "sample 0 of a batch: values differ"),
-        (Deaf, drawing.prompts_matter, "two prompts differ by only 0 in pixels"),
-        (Weak, drawing.latents_with_guidance, "the latents of two prompts at guidance scale 4: values differ by"),
-        (Unchecked, denoiser.wrong_arguments, "sigma [2, 1] raises AssertionError ("),
-        (Misnamed, denoiser.lora_and_checkpointing, "no linear layer's name ends with to_kv"),
-        (Rough, pixels.sizes_are_multiples, "the size (1, 16, 1) is rejected without the words"),
-        (Untold, inputs.inputs_change_the_velocity, "other inputs change the velocity by only 0"),
-        (Averaged, inputs.a_batch_of_inputs_is_its_samples, "sample 0 of a batch with inputs: values differ by"),
-        (OneHalf, inputs.both_halves_of_guidance_are_told, "change the negative half of guidance by only 0"),
-        (Demanding, inputs.inputs_that_are_missing, "a sample without actions is not rejected; raise a ValueError"),
-        (Raw, drawing.decoded_pixels, "the decoded pixels: the shape is [2, 3, 32, 47] and should be [2, 3, 32, 48]"),
+        (
+            Flipped,
+            sampling_checks.check_latents_without_guidance,
+            "the latents of two prompts at guidance scale 1: values differ by",
+        ),
+        (
+            Flipped,
+            export_checks.check_full_export,
+            "the latents that diffusers generates from the export: values differ by",
+        ),
+        (Unscaled, pixel_checks.check_encode_inverts_decode, "pixels after encoding and decoding: values differ"),
+        (Mixed, denoiser_checks.check_batch_matches_samples, "sample 0 of a batch: values differ"),
+        (Deaf, sampling_checks.check_prompts_matter, "two prompts differ by only 0 in pixels"),
+        (
+            Weak,
+            sampling_checks.check_latents_with_guidance,
+            "the latents of two prompts at guidance scale 4: values differ by",
+        ),
+        (Unchecked, denoiser_checks.check_invalid_arguments, "sigma [2, 1] raises AssertionError ("),
+        (Misnamed, denoiser_checks.check_lora_and_checkpointing, "no linear layer's name ends with to_kv"),
+        (Rough, pixel_checks.check_size_multiples, "the size (1, 16, 1) is rejected without the words"),
+        (Untold, input_checks.check_inputs_change_velocity, "other inputs change the velocity by only 0"),
+        (Averaged, input_checks.check_batch_with_inputs, "sample 0 of a batch with inputs: values differ by"),
+        (OneHalf, input_checks.check_inputs_in_both_guidance_halves, "change the negative half of guidance by only 0"),
+        (Demanding, input_checks.check_missing_inputs, "a sample without actions is not rejected; raise a ValueError"),
+        (
+            Raw,
+            sampling_checks.check_decoded_pixels,
+            "the decoded pixels: the shape is [2, 3, 32, 47] and should be [2, 3, 32, 48]",
+        ),
     ],
 )
 def test_a_mistake_is_found_and_named(subject, family, check, says):
-    (finding,) = examine(subject(family), [check])
-    assert finding.check == check.__name__.removeprefix("check_").replace("_", " ")
-    assert says in (finding.sentence or "nothing")
+    (finding,) = run_checks(subject(family), [check])
+    assert finding.name == check.__name__.removeprefix("check_").replace("_", " ")
+    assert says in (finding.message or "nothing")
 
 
 def test_an_error_of_the_family_s_code_is_a_finding_with_its_place(subject, monkeypatch):
@@ -129,24 +147,26 @@ def test_an_error_of_the_family_s_code_is_a_finding_with_its_place(subject, monk
         raise KeyError("patches")
 
     monkeypatch.setattr(Flipped, "num_tokens", fails)
-    (finding,) = examine(subject(Flipped), [denoiser.tokens])
-    assert finding.sentence.startswith(f"KeyError in {__file__}:")
-    assert finding.sentence.endswith("'patches'")
+    (finding,) = run_checks(subject(Flipped), [denoiser_checks.check_num_tokens])
+    assert finding.message.startswith(f"KeyError in {__file__}:")
+    assert finding.message.endswith("'patches'")
 
 
 def test_what_is_kept_has_no_sentence(subject):
-    assert [finding.sentence for finding in examine(subject(StableDiffusion3), CHECKS[:2])] == [None, None]
+    assert [finding.message for finding in run_checks(subject(StableDiffusion3), CHECKS[:2])] == [None, None]
 
 
 def test_what_a_family_does_not_have_is_no_mistake_and_no_merit(subject):
-    (finding,) = examine(subject(StableDiffusion3), [inputs.inputs_change_the_velocity])
-    assert (finding.applies, finding.sentence) == (False, "the family has no inputs")
+    (finding,) = run_checks(subject(StableDiffusion3), [input_checks.check_inputs_change_velocity])
+    assert (finding.applies, finding.message) == (False, "the family has no inputs")
 
 
 def test_the_command_ends_with_one_for_a_broken_family_and_two_for_a_mistake(subject, monkeypatch, capsys):
     of = subject(Flipped)
-    monkeypatch.setattr("wfm_ds.contract.checks.examine.__defaults__", ((drawing.latents_without_guidance,),))
-    words = [of.own, "--tiny", str(of.folder)]
+    monkeypatch.setattr(
+        "wfm_ds.contract.checks.run_checks.__defaults__", ((sampling_checks.check_latents_without_guidance,),)
+    )
+    words = [of.user_family, "--tiny", str(of.folder)]
     monkeypatch.setattr(sys.modules[__name__], "EULER", CASES["sd3"], raising=False)
     assert main([*words, "--case", f"{__name__}:EULER"]) == 1
     first, last = capsys.readouterr().out.splitlines()
@@ -157,7 +177,7 @@ def test_the_command_ends_with_one_for_a_broken_family_and_two_for_a_mistake(sub
         ([*words, "--case", ":CASE"], "--case :CASE: expected package.module:CASE"),
         ([*words, "--case", f"{__name__}:CASE"], "has no 'CASE' that is a wfm_ds.contract.case.Case"),
         (["my.module", "--tiny", str(of.folder)], "model.family my.module: expected package.module:Class"),
-        ([of.own, "--tiny", "/nowhere"], "/nowhere does not exist"),
+        ([of.user_family, "--tiny", "/nowhere"], "/nowhere does not exist"),
     ):
         assert main(wrong) == 2
         assert says in capsys.readouterr().err
@@ -166,5 +186,5 @@ def test_the_command_ends_with_one_for_a_broken_family_and_two_for_a_mistake(sub
 def test_sizes_of_their_own_are_the_smallest_that_are_unlike(tiny_pipelines):
     from wfm_ds.contract.case import Case
 
-    sizes = [Subject(tiny_pipelines(name), Case()).size for name in ("sd3", "wan21")]
+    sizes = [FamilyUnderTest(tiny_pipelines(name), Case()).size for name in ("sd3", "wan21")]
     assert sizes == [(8, 12, 1), (32, 48, 5)]

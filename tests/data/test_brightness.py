@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from wfm_ds.data import brightness
+from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
-from wfm_ds.data.paired import PairedFolder
-from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import ActionsRecipe
-from wfm_reward.brightness_world import HEIGHT, NUM_FRAMES, WIDTH, changes, moves_of
+from wfm_reward.brightness_demo import HEIGHT, NUM_FRAMES, WIDTH, decode_moves, measure_moves
 
 CLIP = Framing(height=HEIGHT, width=WIDTH, num_frames=NUM_FRAMES, clip="centre")
 
@@ -29,17 +29,17 @@ def world(tmp_path, monkeypatch):
 
 def share_followed(folder):
     reader = InputReader(
-        ranks={"actions": 2},
+        input_ndims={"actions": 2},
         num_frames=NUM_FRAMES,
         actions=ActionsRecipe(),
         width=3,
         scaling=None,
-        check=lambda told: None,
+        validate=lambda told: None,
     )
     found = []
-    for sample in PairedFolder(folder, max_bad_fraction=0).samples:
-        wanted = moves_of(reader.prompt(sample, CLIP, centre).inputs["actions"])
-        found.append((np.rint(changes(load_media(sample.media, CLIP, centre))) == wanted).all())
+    for sample in CaptionedFolder(folder, max_bad_fraction=0).samples:
+        wanted = decode_moves(reader.load_prompt(sample, CLIP, draw_centre).inputs["actions"])
+        found.append((np.rint(measure_moves(load_media(sample.media, CLIP, draw_centre))) == wanted).all())
     return np.mean(found)
 
 

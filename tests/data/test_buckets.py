@@ -15,9 +15,9 @@ from PIL import Image
 
 from clips import write_clip
 from wfm_ds.data import order as order_module
-from wfm_ds.data.buckets import Buckets, automatic_sizes, nearest
+from wfm_ds.data.buckets import Buckets, automatic_sizes, nearest_size
+from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.order import BatchSource, BucketOrder, sample_index
-from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.seeds import derive_seed
@@ -31,9 +31,9 @@ def test_the_nearest_size_has_the_nearest_shape_whatever_the_scale(sizes, height
     def distance(size):
         return abs(math.log(size[0] / size[1]) - math.log(height / width))
 
-    chosen = sizes[nearest(sizes, height, width)]
+    chosen = sizes[nearest_size(sizes, height, width)]
     assert distance(chosen) == pytest.approx(min(map(distance, sizes)), abs=1e-9)
-    scaled = sizes[nearest(sizes, scale * height, scale * width)]
+    scaled = sizes[nearest_size(sizes, scale * height, scale * width)]
     assert scaled[0] * chosen[1] == scaled[1] * chosen[0]
 
 
@@ -43,11 +43,11 @@ def test_the_nearest_size_has_the_nearest_shape_whatever_the_scale(sizes, height
 )
 def test_of_equal_shapes_the_largest_that_is_not_enlarged_is_taken(height, width, size):
     sizes = [(1024, 1024), (512, 512), (2048, 1024)]
-    assert sizes[nearest(sizes, height, width)] == size
+    assert sizes[nearest_size(sizes, height, width)] == size
 
 
 def test_of_equally_near_shapes_the_first_is_taken():
-    assert [nearest(sizes, 8, 8) for sizes in ([(8, 16), (16, 8)], [(16, 8), (8, 16)])] == [0, 0]
+    assert [nearest_size(sizes, 8, 8) for sizes in ([(8, 16), (16, 8)], [(16, 8), (8, 16)])] == [0, 0]
 
 
 @given(st.integers(4, 60), st.integers(4, 60), st.sampled_from([2, 4, 16, 32]))
@@ -75,15 +75,15 @@ def test_media_get_the_framing_of_their_shape_as_they_are_shown(tmp_path, turned
     Image.new("RGB", (30, 16)).save(tmp_path / "a.png", exif=exif)
     height, width = (16, 8) if turned else (8, 16)
     want = Framing(height=height, width=width, num_frames=5, crop="random")
-    assert buckets.framing_of(LocalFile(tmp_path / "a.png")) == want
+    assert buckets.choose_framing(LocalFile(tmp_path / "a.png")) == want
     clip = write_clip(tmp_path / "a.mp4", count=2, size=(2 * height, 2 * width))
-    assert buckets.framing_of(LocalFile(clip)) == want
+    assert buckets.choose_framing(LocalFile(clip)) == want
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.mp4"])
 def test_a_broken_file_goes_to_the_first_size_where_it_fails_when_it_is_decoded(tmp_path, name):
     (tmp_path / name).write_bytes(b"nothing")
-    assert Buckets(Framing(height=1, width=1), [(8, 16), (8, 8)]).index_of(LocalFile(tmp_path / name)) == 0
+    assert Buckets(Framing(height=1, width=1), [(8, 16), (8, 8)]).choose_bucket(LocalFile(tmp_path / name)) == 0
 
 
 def dealt_by_hand(buckets, unit, seed, shuffle):
@@ -99,8 +99,8 @@ def dealt_by_hand(buckets, unit, seed, shuffle):
 
 
 def seen(order, positions):
-    places = [order.place(position) for position in positions]
-    return [(place.epoch, order.sample(place)) for place in places]
+    places = [order.locate(position) for position in positions]
+    return [(place.epoch, order.sample_index(place)) for place in places]
 
 
 ORDERS = {
@@ -148,7 +148,7 @@ def test_an_epoch_of_many_samples_is_kept_in_arrays():
     count = 20_000
     order = BucketOrder(np.arange(count) % 3, unit=1, seed=0, shuffle=True)
     tracemalloc.start()
-    order.place(0)
+    order.locate(0)
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept < 40 * count  # bytes: two int64 of the order, and an int64 and an int32 of the units
@@ -167,7 +167,7 @@ def test_threads_that_want_the_same_epoch_compute_it_once(monkeypatch):
     monkeypatch.setattr(order_module, "epoch_order", counted)
     order = BucketOrder([0, 1] * 20, unit=2, seed=0, shuffle=True)
     with ThreadPoolExecutor(4) as pool:
-        places = list(pool.map(order.place, range(8)))
+        places = list(pool.map(order.locate, range(8)))
     assert [place.epoch for place in places] == [0] * 8
     assert len(calls) == 1
 
@@ -191,7 +191,7 @@ def mixed(tmp_path):
     made = []
 
     def source(**settings):
-        samples = PairedFolder(tmp_path, max_bad_fraction=0.0).samples
+        samples = CaptionedFolder(tmp_path, max_bad_fraction=0.0).samples
         framings = Buckets(Framing(height=1, width=1), SIZE_OF)
         defaults = {
             "global_batch": 12,
@@ -199,7 +199,7 @@ def mixed(tmp_path):
             "shuffle": True,
             "max_bad_fraction": 0.5,
             "framings": framings.framings,
-            "buckets": [framings.index_of(sample.media) for sample in samples],
+            "buckets": [framings.choose_bucket(sample.media) for sample in samples],
             "unit": 3,
         }
         made.append(BatchSource(samples, **defaults | settings))
@@ -224,7 +224,7 @@ def test_any_ranks_and_workers_train_the_same_and_each_unit_has_one_shape(mixed,
     assert source().order.buckets.tolist() == buckets == steady.order.buckets.tolist()
     ranks = {world: [source(workers=1 + rank % 2) for rank in range(world)] for world in (2, 4)}
     for step in (1, 2, 3, 9, 2):
-        images = steady.batch(step, 0, 1)
+        images = steady.read_batch(step, 0, 1)
         for k in range(0, 12, 3):
             assert len({im.pixels.shape for im in images[k : k + 3]}) == 1
         for im in images:
@@ -233,9 +233,9 @@ def test_any_ranks_and_workers_train_the_same_and_each_unit_has_one_shape(mixed,
             assert (im.pixels == int(im.sample_id)).all()
             assert int(im.sample_id) not in broken
         for world, of_ranks in ranks.items():
-            parts = [shown(of_ranks[rank].batch(step, rank, world)) for rank in range(world)]
+            parts = [shown(of_ranks[rank].read_batch(step, rank, world)) for rank in range(world)]
             assert list(itertools.chain(*parts)) == shown(images)
-        assert shown(source().batch(step, 0, 1)) == shown(images)  # as if resumed there
+        assert shown(source().read_batch(step, 0, 1)) == shown(images)  # as if resumed there
     assert bool(steady.bad["decode"]) == bool(broken)
 
 
@@ -253,7 +253,7 @@ def test_latents_are_asked_for_by_size(mixed):
         asked.append((int(media.path.stem), (framing.height, framing.width)))
         return np.zeros(1)
 
-    images = source(cached=cached).batch(1, 0, 1)
+    images = source(cached=cached).read_batch(1, 0, 1)
     assert {im.pixels for im in images} == {None}
     assert len(asked) >= 12
     assert all(size == SIZE_OF[buckets[index]] for index, size in asked)

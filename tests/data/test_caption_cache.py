@@ -7,9 +7,9 @@ import time
 import pytest
 
 from wfm_ds.data import caption_cache
-from wfm_ds.data.caption_cache import CaptionCache, user_cache
+from wfm_ds.data.caption_cache import CaptionCache, user_cache_dir
+from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.cosmos import CosmosFolder
-from wfm_ds.data.paired import PairedFolder
 
 LATER_NS = int(2 * caption_cache.RECENT_S * 1e9)  # by then nothing that a test wrote is recent
 
@@ -50,7 +50,7 @@ def write(folder, name, prompt, **more):
 
 
 def scan(folder):
-    found = PairedFolder(folder, max_bad_fraction=0.9, cache_dir=folder.parent / "cache")
+    found = CaptionedFolder(folder, max_bad_fraction=0.9, cache_dir=folder.parent / "cache")
     return {sample.id: sample.prompt.text for sample in found.samples}, found.bad
 
 
@@ -62,7 +62,7 @@ def test_a_second_scan_reads_no_caption_that_is_unchanged(folder, reads, later):
     assert scan(folder) == first
     assert first == ({"a": "first", "sub/b": "a picture of sub/b"}, {"no_prompt": [f"{folder}/bad.json"]})
     assert reads == []
-    sample = PairedFolder(folder, max_bad_fraction=0.9, cache_dir=folder.parent / "cache").samples[0]
+    sample = CaptionedFolder(folder, max_bad_fraction=0.9, cache_dir=folder.parent / "cache").samples[0]
     assert (sample.prompt.negative_text, sample.prompt.metadata) == ("blur", {"label": 7})
 
 
@@ -105,12 +105,12 @@ def test_what_had_just_changed_when_it_was_read_is_not_believed(folder, reads):
     """A change within the same tick of the file system's clock shows nowhere."""
     path = write(folder, "a", "first")
     kept = CaptionCache(folder, folder.parent / "cache", now_ns=time.time_ns())
-    state = kept.state(str(path))
-    kept.keep(str(path), state, ["first", None, {}])
-    assert kept.kept(str(path), state) == (False, None)
+    state = kept.file_state(str(path))
+    kept.store(str(path), state, ["first", None, {}])
+    assert kept.lookup(str(path), state) == (False, None)
     kept.save()
     again = CaptionCache(folder, folder.parent / "cache", now_ns=time.time_ns())
-    assert again.kept(str(path), state) == (False, None)
+    assert again.lookup(str(path), state) == (False, None)
 
 
 def test_captions_that_are_gone_or_new_are_noticed(folder, reads, later):
@@ -149,7 +149,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(folder, reads, la
 
 def test_the_users_cache_is_where_the_tiny_pipelines_are(monkeypatch, tmp_path):
     monkeypatch.setenv("WFM_CACHE", str(tmp_path))
-    assert user_cache() == tmp_path
+    assert user_cache_dir() == tmp_path
     monkeypatch.delenv("WFM_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert user_cache() == tmp_path / ".cache" / "wfm_ds"
+    assert user_cache_dir() == tmp_path / ".cache" / "wfm_ds"

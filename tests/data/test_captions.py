@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.data.captions import main, read_table
-from wfm_ds.data.paired import PairedFolder
+from wfm_ds.data.captioned_folder import CaptionedFolder
+from wfm_ds.data.captions import main, read_caption_table
 from wfm_ds.errors import DataError
 
 
@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 
 def prompts(folder):
-    return {s.id: (s.prompt.text, s.prompt.metadata) for s in PairedFolder(folder, max_bad_fraction=0.0).samples}
+    return {s.id: (s.prompt.text, s.prompt.metadata) for s in CaptionedFolder(folder, max_bad_fraction=0.0).samples}
 
 
 def test_one_prompt_for_all(folder, capsys):
@@ -45,7 +45,7 @@ def test_text_that_utf8_cannot_encode_is_refused_before_anything_is_written(fold
 def test_a_table_that_is_a_pipe_is_one_sentence(folder, tmp_path):
     os.mkfifo(tmp_path / "table.csv")
     with pytest.raises(DataError, match="is not a regular file"):
-        read_table(tmp_path / "table.csv")
+        read_caption_table(tmp_path / "table.csv")
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
@@ -99,7 +99,7 @@ def test_a_table_that_does_not_fit_is_refused_and_nothing_written(folder, tmp_pa
 def test_a_bad_json_line_is_named(tmp_path, line):
     (tmp_path / "t.jsonl").write_text(f'{{"file": "b", "prompt": "x"}}\n{line}\n')
     with pytest.raises(DataError, match=r"t\.jsonl: line 2"):
-        read_table(tmp_path / "t.jsonl")
+        read_caption_table(tmp_path / "t.jsonl")
 
 
 def test_media_that_would_share_a_caption_are_refused(folder, capsys):
@@ -118,4 +118,4 @@ def test_a_folder_without_media_is_refused(tmp_path, capsys):
 def test_any_text_survives_a_table(tmp_path_factory, prompt, shot):
     table = tmp_path_factory.getbasetemp() / "t.jsonl"
     table.write_text(json.dumps({"file": "a", "prompt": prompt, "shot": shot}) + "\n")
-    assert read_table(table) == {"a": {"prompt": prompt, "shot": shot}}
+    assert read_caption_table(table) == {"a": {"prompt": prompt, "shot": shot}}

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.digits import all_digits, reward_split, sft_split, write_digits
-from wfm_ds.data.paired import PairedFolder
-from wfm_ds.data.pixels import Framing, centre, load_image
+from wfm_ds.data.pixels import Framing, draw_centre, load_image
 from wfm_ds.data.prompts import load_prompts
 
 
@@ -23,12 +23,12 @@ def out(tmp_path_factory):
 
 def test_the_folder_is_the_even_digits_exactly(out):
     images, labels = sft_split()
-    samples = PairedFolder(out / "images", max_bad_fraction=0.0).samples
+    samples = CaptionedFolder(out / "images", max_bad_fraction=0.0).samples
     assert [s.id for s in samples] == [f"{i:04}" for i in range(1, 900)]
     for sample, image, label in zip(samples, images, labels, strict=True):
         assert (sample.prompt.text, sample.prompt.metadata) == (f"the digit {label}", {"label": label})
         np.testing.assert_array_equal(
-            load_image(sample.media, Framing(height=8, width=8), centre), np.repeat(image[..., None], 3, axis=2)
+            load_image(sample.media, Framing(height=8, width=8), draw_centre), np.repeat(image[..., None], 3, axis=2)
         )
 
 
@@ -93,7 +93,7 @@ HEAVY = ("torch", "diffusers", "deepspeed", "transformers", "sklearn")
 
 def test_data_modules_import_nothing_heavy():
     code = (
-        "import sys, wfm_ds.data.paired, wfm_ds.data.order, wfm_ds.data.prompts, wfm_ds.data.digits\n"
+        "import sys, wfm_ds.data.captioned_folder, wfm_ds.data.order, wfm_ds.data.prompts, wfm_ds.data.digits\n"
         f"loaded = [m for m in {HEAVY} if m in sys.modules]\n"
         "assert not loaded, loaded"
     )

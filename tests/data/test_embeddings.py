@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from wfm_ds.data.embeddings import KEY, main, read_pickle
+from wfm_ds.data.embeddings import EMBEDDING_KEY, main, read_pickle
 from wfm_ds.errors import DataError
 
 
@@ -99,8 +99,8 @@ def test_the_command_converts_once_and_names_what_it_cannot(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == f"2 embeddings written below {tmp_path}\n"
     assert "bad.pickle rejected, a pickle may contain only plain arrays" in err
-    np.testing.assert_array_equal(load_file(tmp_path / "text_embedding/a.safetensors")[KEY], array())
-    np.testing.assert_array_equal(load_file(tmp_path / "t5_xxl/sub/b.safetensors")[KEY], array(1))
+    np.testing.assert_array_equal(load_file(tmp_path / "text_embedding/a.safetensors")[EMBEDDING_KEY], array())
+    np.testing.assert_array_equal(load_file(tmp_path / "t5_xxl/sub/b.safetensors")[EMBEDDING_KEY], array(1))
     (tmp_path / "t5_xxl/bad.pickle").unlink()
     assert main([str(tmp_path), "--from-pickle"]) == 0
     assert capsys.readouterr().out == f"0 embeddings written below {tmp_path}\n"

@@ -8,12 +8,12 @@ import tarfile
 import pytest
 
 from wfm_ds.data.__main__ import main as show
+from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.captions import main as write_captions
 from wfm_ds.data.cosmos import CosmosFolder
 from wfm_ds.data.datasets import load_data
-from wfm_ds.data.folder import folder_set
-from wfm_ds.data.layout import recognise
-from wfm_ds.data.paired import PairedFolder
+from wfm_ds.data.folder import load_folder
+from wfm_ds.data.folder_layout import detect_layout
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
@@ -34,7 +34,7 @@ def settings(folder, **keys):
 
 
 def scan(folder, **keys):
-    return folder_set(settings(folder, **keys), folder)
+    return load_folder(settings(folder, **keys), folder)
 
 
 def captions(found):
@@ -74,7 +74,7 @@ def tar(path, names):
 def test_the_first_sign_that_fits_says_how_a_folder_is_read(tmp_path, files, reading):
     folder = put(tmp_path / "set", files)
     folder.mkdir(exist_ok=True)
-    assert recognise(folder).reading == reading
+    assert detect_layout(folder).kind == reading
 
 
 def test_text_beside_media_is_the_caption_and_a_prompt_in_a_json_goes_before_it(tmp_path):
@@ -102,7 +102,7 @@ def test_text_beside_media_is_the_caption_and_a_prompt_in_a_json_goes_before_it(
         "deep/b": ("a clip", {}),
         "e": ("a boat", {"width": 64}),
     }
-    for found in (scan(folder), scan(folder), PairedFolder(folder, max_bad_fraction=0)):  # the second from the cache
+    for found in (scan(folder), scan(folder), CaptionedFolder(folder, max_bad_fraction=0)):  # the second from the cache
         assert captions(found) == expected
         assert found.bad == {}
 
@@ -324,7 +324,7 @@ def recipe(**data):
 def test_a_run_reads_a_folder_and_says_what_it_did(tmp_path, caplog):
     folder = put(tmp_path / "set", {"a.png": None, "b.png": None, "b.txt": "b"})
     data = load_data(recipe(path=str(folder), prompt=" a ", cache_dir=str(tmp_path / "cache")))
-    assert [prompt.text for prompt in data.shown] == [" a ".strip(), "b"]
+    assert [prompt.text for prompt in data.validation_prompts] == [" a ".strip(), "b"]
     assert "1 files without a caption use data.prompt" in caplog.text
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wfm_ds.data.datasets import TrainingData, sample_set
-from wfm_ds.data.folder import folder_set
-from wfm_ds.data.hf import HfMedium, HfSource, medium
-from wfm_ds.data.layout import recognise
+from wfm_ds.data.broadcast import pack_data, unpack_data
+from wfm_ds.data.datasets import TrainingData, build_sample_set
+from wfm_ds.data.folder import load_folder
+from wfm_ds.data.folder_layout import detect_layout
+from wfm_ds.data.hf_dataset import HfColumn, HfMedia, row_media
 from wfm_ds.data.media import load_media
-from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
-from wfm_ds.data.shared import pack, unpack
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
 
@@ -44,11 +44,11 @@ def rows():
 
 
 def scan(path, **keys):
-    return sample_set(DataRecipe(kind="hf", path=str(path), **keys), [str(path)])
+    return build_sample_set(DataRecipe(kind="hf", path=str(path), **keys), [str(path)])
 
 
 def pixels(sample):
-    return load_media(sample.media, Framing(height=16, width=16), centre)
+    return load_media(sample.media, Framing(height=16, width=16), draw_centre)
 
 
 @pytest.mark.parametrize("how", ["saved", "splits", "parquet"])
@@ -70,8 +70,8 @@ def test_rows_are_samples_with_their_pixels_bit_for_bit(tmp_path, rows, how):
         assert sample.media.suffix == ".png"
     assert len({sample.media.identity() for sample in found.samples}) == 6
     if how != "splits":
-        assert recognise(path).reading == "hf"
-        assert folder_set(DataRecipe(kind="folder", path=str(path)), path).samples == found.samples
+        assert detect_layout(path).kind == "hf"
+        assert load_folder(DataRecipe(kind="folder", path=str(path)), path).samples == found.samples
     else:
         assert len(scan(path, split="test").samples) == 1
         with pytest.raises(DataError, match=r"has the splits train, test: name one in data\.split"):
@@ -81,10 +81,10 @@ def test_rows_are_samples_with_their_pixels_bit_for_bit(tmp_path, rows, how):
 def test_other_ranks_get_media_that_they_can_open(tmp_path, rows):
     rows.save_to_disk(tmp_path / "set")
     samples = scan(tmp_path / "set").samples
-    data = TrainingData(prompts=[], samples=samples, bad={}, held_out=samples[:1], shown=[])
-    there = unpack(pack(data))
+    data = TrainingData(prompts=[], samples=samples, bad={}, held_out=samples[:1], validation_prompts=[])
+    there = unpack_data(pack_data(data))
     assert there.samples == samples
-    assert all(isinstance(sample.media, HfMedium) for sample in there.samples)
+    assert all(isinstance(sample.media, HfMedia) for sample in there.samples)
     np.testing.assert_array_equal(pixels(there.samples[3]), picture(3))
 
 
@@ -104,9 +104,9 @@ def test_images_that_are_files_and_rows_without_one(tmp_path):
     assert (sample.media.suffix, sample.prompt.text) == (".jpg", "a")
     assert sample.media.open().read() == (tmp_path / "a.jpg").read_bytes()
     assert found.bad == {"no_media": [f"{tmp_path / 'set'} train/000000001"]}
-    source = HfSource(("x.arrow",), "image")  # arrow files may also name files
-    assert medium(source, 0, str(tmp_path / "a.jpg"), True, ".png") == LocalFile(str(tmp_path / "a.jpg"))
-    assert medium(source, 0, str(tmp_path / "gone.jpg"), True, ".png") is None
+    source = HfColumn(("x.arrow",), "image")  # arrow files may also name files
+    assert row_media(source, 0, str(tmp_path / "a.jpg"), True, ".png") == LocalFile(str(tmp_path / "a.jpg"))
+    assert row_media(source, 0, str(tmp_path / "gone.jpg"), True, ".png") is None
 
 
 def test_columns_are_named_where_they_cannot_be_told(tmp_path, rows):

@@ -13,27 +13,27 @@ from hypothesis import strategies as st
 
 from clips import index_of
 from steered import write_world
-from wfm_ds.data.actions import Actions, library
+from wfm_ds.data.actions import ActionData, load_trajectory_library
+from wfm_ds.data.broadcast import pack_data, unpack_data
+from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
-from wfm_ds.data.paired import PairedFolder
-from wfm_ds.data.pixels import BadMedia, Framing, centre, cover, crop_box
-from wfm_ds.data.shared import pack, unpack
+from wfm_ds.data.pixels import BadMedia, Framing, crop_box, crop_to_cover, draw_centre
 from wfm_ds.data.trajectories import (
-    Scaling,
-    composed,
-    cropped_intrinsics,
+    ActionScaling,
+    compose_actions,
+    crop_intrinsics,
+    load_scaling,
     pose_product,
     require_rigid,
-    rotation,
-    scaling_of,
+    rotation_matrix,
 )
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import ActionsRecipe
-from wfm_ds.seeds import uniform
+from wfm_ds.seeds import draw_uniform
 
 FRAMES = 40
 
@@ -45,19 +45,19 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def samples(world):
-    return PairedFolder(world, max_bad_fraction=0).samples
+    return CaptionedFolder(world, max_bad_fraction=0).samples
 
 
 def reader(num_frames=5, ranks=None, **actions):
     settings = ActionsRecipe(**actions)
     ranks = {"actions": 2, "domain": 0} if ranks is None else ranks
     return InputReader(
-        ranks=ranks, num_frames=num_frames, actions=settings, width=2, scaling=None, check=lambda told: None
+        input_ndims=ranks, num_frames=num_frames, actions=settings, width=2, scaling=None, validate=lambda told: None
     )
 
 
 def drawn(k):
-    return lambda purpose: uniform(k, purpose)
+    return lambda purpose: draw_uniform(k, purpose)
 
 
 def framing(**changes):
@@ -66,7 +66,7 @@ def framing(**changes):
 
 @pytest.mark.parametrize("k", range(4))
 def test_actions_are_those_between_the_frames_of_the_clip(samples, k):
-    told = reader().prompt(samples[1], framing(), drawn(k))
+    told = reader().load_prompt(samples[1], framing(), drawn(k))
     frames = load_media(samples[1].media, framing(), drawn(k))
     assert [index_of(frame) for frame in frames[:-1]] == told.inputs["actions"][:, 0].tolist()
     assert told.inputs["actions"][:, 1].tolist() == [1] * 4
@@ -77,7 +77,7 @@ def test_actions_are_those_between_the_frames_of_the_clip(samples, k):
 def test_a_start_leaves_room_for_its_trajectory(samples):
     last = lambda purpose: 1 - 1e-9  # noqa: E731
     start = framing(num_frames=1, span=5)
-    told = reader().prompt(samples[0], start, last)
+    told = reader().load_prompt(samples[0], start, last)
     frames = load_media(samples[0].media, start, last)
     assert told.inputs["actions"][:, 0].tolist() == [35, 36, 37, 38]
     assert [index_of(frame) for frame in frames] == [35]
@@ -86,11 +86,11 @@ def test_a_start_leaves_room_for_its_trajectory(samples):
 def test_slower_clips_need_a_composition(samples):
     half = framing(fps=12.0 * 16 / 24)  # of 16 frames a second
     with pytest.raises(BadMedia, match=r"2 apart.*Set data.actions.compose.*\(bad_actions\)"):
-        reader().prompt(samples[0], half, centre)
+        reader().load_prompt(samples[0], half, draw_centre)
     with pytest.raises(ValueError, match="the clip repeats a frame"):
-        composed(np.float32([[1, 2]]), [0, 0, 1], None)
-    told = reader(compose="sum").prompt(samples[0], half, centre).inputs["actions"]
-    first = index_of(load_media(samples[0].media, half, centre)[0])
+        compose_actions(np.float32([[1, 2]]), [0, 0, 1], None)
+    told = reader(compose="sum").load_prompt(samples[0], half, draw_centre).inputs["actions"]
+    first = index_of(load_media(samples[0].media, half, draw_centre)[0])
     assert told[:, 0].tolist() == [first + i + first + i + 1 for i in range(0, 8, 2)]
 
 
@@ -101,13 +101,13 @@ def test_composed_poses_are_products_of_matrices(seed):
 
     def matrix(pose):
         whole = np.eye(4)
-        whole[:3, :3], whole[:3, 3] = rotation(pose[3:6], pose[6:]), pose[:3]
+        whole[:3, :3], whole[:3, 3] = rotation_matrix(pose[3:6], pose[6:]), pose[:3]
         return whole
 
     want = matrix(poses[0].astype(float)) @ matrix(poses[1].astype(float)) @ matrix(poses[2].astype(float))
     got = pose_product(poses)
     np.testing.assert_allclose(got, np.concatenate([want[:3, 3], want[:3, 0], want[:3, 1]]), atol=1e-5)
-    np.testing.assert_allclose(composed(poses, [0, 3], "pose")[0], got)
+    np.testing.assert_allclose(compose_actions(poses, [0, 3], "pose")[0], got)
     assert pose_product(poses[:0]).tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 0]
 
 
@@ -120,16 +120,16 @@ def test_cameras_are_cut_with_the_frames_and_their_pixels(world, samples):
     sample = samples[0]
     sample.prompt.metadata["camera"] = camera
     square = framing(height=16, width=16, crop="random")
-    told = reader(ranks={"c2w": 3, "intrinsics": 2}).prompt(sample, square, drawn(3))
+    told = reader(ranks={"c2w": 3, "intrinsics": 2}).load_prompt(sample, square, drawn(3))
     first = index_of(load_media(sample.media, square, drawn(3))[0])
     assert told.inputs["c2w"][:, 0, 3].tolist() == [first + i for i in range(5)]
     fx, fy, cx, cy = told.inputs["intrinsics"][0]
-    across, _ = square.place(drawn(3))
+    across, _ = square.crop_position(drawn(3))
     assert (fx, fy, cy) == (20, 15, 8)
     assert cx == pytest.approx((24 - 16 * across) / 2, abs=1e-5)
     assert "camera" not in told.metadata
     sample.prompt.metadata["camera"] = "Canon"
-    assert reader(ranks={"actions": 2}).prompt(sample, square, drawn(3)).metadata["camera"] == "Canon"
+    assert reader(ranks={"actions": 2}).load_prompt(sample, square, drawn(3)).metadata["camera"] == "Canon"
 
 
 def test_a_pose_is_a_rotation_and_a_translation():
@@ -149,9 +149,9 @@ def test_the_box_is_what_pillow_cuts(height, width, across, down):
     ramps = np.zeros((height, width, 3), np.uint8)
     ramps[..., 0], ramps[..., 1] = np.arange(width) * 4, np.arange(height)[:, None] * 4
     size = framing(height=16, width=24)
-    seen = np.asarray(cover(Image.fromarray(ramps), size, (across, down)), float)
+    seen = np.asarray(crop_to_cover(Image.fromarray(ramps), size, (across, down)), float)
     left, top, right, bottom = crop_box((height, width), size, (across, down))
-    middle = cropped_intrinsics(np.float32([[1, 1, width / 2, height / 2]]), (left, top, right, bottom), (16, 24))[0]
+    middle = crop_intrinsics(np.float32([[1, 1, width / 2, height / 2]]), (left, top, right, bottom), (16, 24))[0]
     assert seen[..., 0].mean() / 4 + 0.5 == pytest.approx((left + right) / 2, abs=0.6)
     assert seen[..., 1].mean() / 4 + 0.5 == pytest.approx((top + bottom) / 2, abs=0.6)
     assert middle[2] == pytest.approx((width / 2 - left) * 24 / (right - left), abs=1e-3)
@@ -193,7 +193,7 @@ def test_actions_that_cannot_be_used_are_bad_by_name(world, samples, case):
     elif case in DAMAGED:
         (world / "wrong.npy").write_bytes(DAMAGED[case])
         with pytest.raises(DataError, match=r"library: .*wrong.npy cannot be read: damaged"):
-            library(world / "wrong.npy", (4, 2), None)
+            load_trajectory_library(world / "wrong.npy", (4, 2), None)
     elif case == "no key":
         del metadata["actions"]
     elif case == "a path":
@@ -204,7 +204,7 @@ def test_actions_that_cannot_be_used_are_bad_by_name(world, samples, case):
         metadata["actions"] = "nowhere.npy"
     settings = {"global_batch": 3, "seed": 0, "shuffle": False, "max_bad_fraction": 0.9}
     source = BatchSource(samples, framings=[framing()], inputs=reader(), **settings)
-    batch = source.batch(1, 0, 1)
+    batch = source.read_batch(1, 0, 1)
     source.close()
     assert [sample.sample_id for sample in batch] == ["0", "1", "1"]  # a substitute stands in
     assert source.bad == {"bad_actions": 1}
@@ -215,26 +215,26 @@ def test_a_domain_must_be_a_number_and_the_model_has_a_say(samples):
     with pytest.raises(
         BadMedia, match=r"pusht is not an .npy file below the folder of the image or video \(bad_input\)"
     ):
-        reader().prompt(samples[0], framing(), centre)
+        reader().load_prompt(samples[0], framing(), draw_centre)
 
     def refuse(told):
         raise ValueError("the domain must be from 0 to 3")
 
     with pytest.raises(BadMedia, match=r"from 0 to 3 \(bad_actions\)"):
-        replace(reader(), check=refuse).prompt(samples[1], framing(), centre)
+        replace(reader(), check=refuse).prompt(samples[1], framing(), draw_centre)
 
 
 def test_scales(tmp_path):
     (tmp_path / "s.json").write_text(json.dumps({"q01": [0, -1], "q99": [4, -1], "mean": [1, 2], "std": [2, 0]}))
     raw = np.float32([[0, 5], [4, 6], [3, 7]])
-    quantile = scaling_of(ActionsRecipe(stats=tmp_path / "s.json", normalize="quantile"))
+    quantile = load_scaling(ActionsRecipe(stats=tmp_path / "s.json", normalize="quantile"))
     assert quantile(raw).tolist() == [[-1, 0], [1, 0], [0.5, 0]]  # a number that never changes becomes 0
-    assert scaling_of(ActionsRecipe(stats=tmp_path / "s.json", normalize="meanstd"))(raw)[:, 0].tolist() == [
+    assert load_scaling(ActionsRecipe(stats=tmp_path / "s.json", normalize="meanstd"))(raw)[:, 0].tolist() == [
         -0.5,
         1.5,
         1,
     ]
-    assert scaling_of(ActionsRecipe()) is None
+    assert load_scaling(ActionsRecipe()) is None
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_scales(tmp_path):
 def test_stats_that_cannot_be_used_are_refused(tmp_path, stats, normalize, says):
     (tmp_path / "s.json").write_text(json.dumps(stats))
     with pytest.raises(DataError, match=says):
-        scaling_of(ActionsRecipe(stats=tmp_path / "s.json", normalize=normalize))
+        load_scaling(ActionsRecipe(stats=tmp_path / "s.json", normalize=normalize))
 
 
 def test_a_tar_holds_actions_beside_its_clips_and_other_ranks_know(world, tmp_path):
@@ -261,12 +261,12 @@ def test_a_tar_holds_actions_beside_its_clips_and_other_ranks_know(world, tmp_pa
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     found = TarShards([str(tmp_path / "a.tar")], cache_dir=None, max_bad_fraction=0).samples
-    scaling, drawn_from = Scaling(np.array([0.1, 1 / 3]), np.array([1.0, 7.0]), 1.0), np.float32([[[1, 2]]])
-    actions = Actions(width=2, scaling=scaling, library=drawn_from)
-    data = TrainingData(prompts=[], samples=found, bad={}, held_out=[], shown=[], actions=actions)
-    there = unpack(json.loads(json.dumps(pack(data))))
+    scaling, drawn_from = ActionScaling(np.array([0.1, 1 / 3]), np.array([1.0, 7.0]), 1.0), np.float32([[[1, 2]]])
+    actions = ActionData(width=2, scaling=scaling, library=drawn_from)
+    data = TrainingData(prompts=[], samples=found, bad={}, held_out=[], validation_prompts=[], actions=actions)
+    there = unpack_data(json.loads(json.dumps(pack_data(data))))
     assert np.array_equal(there.actions.library, drawn_from)
     assert np.array_equal(there.actions.scaling(drawn_from), scaling(drawn_from))
     [sample] = there.samples
-    told = reader().prompt(sample, framing(), drawn(1)).inputs["actions"]
+    told = reader().load_prompt(sample, framing(), drawn(1)).inputs["actions"]
     assert told[:, 1].tolist() == [1] * 4

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clips import index_of, write_clip
-from wfm_ds.data import reading
+from wfm_ds.data import batch_reader
+from wfm_ds.data.batch_reader import MAX_SUBSTITUTES, candidate_offsets
+from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.order import BatchSource, sample_index
-from wfm_ds.data.paired import PairedFolder
-from wfm_ds.data.pixels import BAD_MEDIA, Framing
-from wfm_ds.data.reading import MAX_SUBSTITUTES, places
+from wfm_ds.data.pixels import BAD_MEDIA_REASONS, Framing
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.errors import DataError
 
@@ -54,9 +54,9 @@ def test_all_orders_of_three_are_equally_likely():
 
 
 def test_substitutes_are_half_an_epoch_away_and_wrap():
-    assert places(0, 100) == [0, *range(50, 60)]
-    assert places(98, 99) == [98, *(range(49, 59))]
-    assert places(0, 1) == [0] * (MAX_SUBSTITUTES + 1)
+    assert candidate_offsets(0, 100) == [0, *range(50, 60)]
+    assert candidate_offsets(98, 99) == [98, *(range(49, 59))]
+    assert candidate_offsets(0, 1) == [0] * (MAX_SUBSTITUTES + 1)
 
 
 SQUARE = Framing(height=8, width=8)
@@ -73,7 +73,7 @@ def folder(tmp_path):
         for i in broken:
             path = tmp_path / f"{i:03}.png"
             path.write_bytes(path.read_bytes()[:40])
-        return PairedFolder(tmp_path, max_bad_fraction=0.05).samples
+        return CaptionedFolder(tmp_path, max_bad_fraction=0.05).samples
 
     return make
 
@@ -99,7 +99,7 @@ def shown(images):
 
 def test_a_batch_is_its_positions_in_order(folder, source):
     samples = folder(20)
-    images = source(samples).batch(3, rank=0, world_size=1)
+    images = source(samples).read_batch(3, rank=0, world_size=1)
     for position, image in zip(range(24, 36), images, strict=True):
         index = sample_index(position, 20, 3, True)
         assert (image.position, image.epoch) == (position, position // 20)
@@ -115,9 +115,9 @@ def test_any_world_size_trains_the_same_global_batch(folder, source, world_size,
     one = source(samples, max_bad_fraction=0.5)
     ranks = [source(samples, max_bad_fraction=0.5, workers=1) for _ in range(world_size)]
     for step in (1, 2, 3, 7, 2):
-        parts = [shown(ranks[r].batch(step, r, world_size)) for r in range(world_size)]
+        parts = [shown(ranks[r].read_batch(step, r, world_size)) for r in range(world_size)]
         assert len({len(part) for part in parts}) == 1
-        assert list(itertools.chain(*parts)) == shown(one.batch(step, 0, 1))
+        assert list(itertools.chain(*parts)) == shown(one.read_batch(step, 0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -127,16 +127,16 @@ def videos(tmp_path_factory):
     for i in range(6):
         write_clip(folder / f"{i}.mp4", count=8 if i == 3 else 24, size=(16, 32))
         (folder / f"{i}.json").write_text(json.dumps({"prompt": f"clip {i}"}))
-    return PairedFolder(folder, max_bad_fraction=0.0).samples
+    return CaptionedFolder(folder, max_bad_fraction=0.0).samples
 
 
 def test_clips_do_not_depend_on_ranks_workers_or_where_a_run_resumes(videos, source):
     framing = Framing(height=16, width=16, num_frames=9, fps=12, crop="random")
     settings = {"framings": [framing], "max_bad_fraction": 0.5, "global_batch": 4}
     steady = source(videos, **settings, workers=3)
-    whole = {step: steady.batch(step, 0, 1) for step in range(1, 5)}
+    whole = {step: steady.read_batch(step, 0, 1) for step in range(1, 5)}
     for step in (4, 2):
-        parts = [source(videos, **settings, workers=1).batch(step, rank, 2) for rank in range(2)]
+        parts = [source(videos, **settings, workers=1).read_batch(step, rank, 2) for rank in range(2)]
         for ours, theirs in zip(itertools.chain(*parts), whole[step], strict=True):
             assert (ours.sample_id, ours.position) == (theirs.sample_id, theirs.position)
             np.testing.assert_array_equal(ours.pixels, theirs.pixels)
@@ -150,17 +150,17 @@ def test_steps_may_be_asked_in_any_order(folder, source):
     """A resumed run starts in the middle, with nothing read ahead."""
     samples = folder(20)
     steady = source(samples)
-    whole = {step: shown(steady.batch(step, 0, 1)) for step in range(1, 8)}
+    whole = {step: shown(steady.read_batch(step, 0, 1)) for step in range(1, 8)}
     for step in (6, 7, 2, 5):
-        assert shown(source(samples).batch(step, 0, 1)) == whole[step]
-        assert shown(steady.batch(step, 0, 1)) == whole[step]
+        assert shown(source(samples).read_batch(step, 0, 1)) == whole[step]
+        assert shown(steady.read_batch(step, 0, 1)) == whole[step]
 
 
 def test_a_broken_image_is_replaced_counted_and_logged_once(folder, source, caplog):
     samples = folder(20, broken=[4])
     batches = source(samples, global_batch=20, shuffle=False)
     for step in (1, 2):
-        images = batches.batch(step, 0, 1)
+        images = batches.read_batch(step, 0, 1)
         assert [im.sample_id for im in images] == [f"{14 if i == 4 else i:03}" for i in range(20)]
         assert (images[4].position, images[4].prompt.text) == ((step - 1) * 20 + 4, "grey 14")
     assert batches.bad == {"decode": 2}
@@ -170,18 +170,18 @@ def test_a_broken_image_is_replaced_counted_and_logged_once(folder, source, capl
 
 def test_what_the_scan_rejected_is_counted_once_and_what_ranks_met_is_summed(folder, source):
     batches = source(folder(20, broken=[4]), global_batch=20, rejected={"no_json": 3, "no_media": 0})
-    batches.batch(1, 0, 1)
+    batches.read_batch(1, 0, 1)
     counts = batches.bad_counts(lambda met: {tag: 2 * count for tag, count in met.items()})
     assert counts == {
         "data/bad/decode": 2,
-        **dict.fromkeys((f"data/bad/{reason}" for reason in (*BAD_MEDIA, "no_media") if reason != "decode"), 0),
+        **dict.fromkeys((f"data/bad/{reason}" for reason in (*BAD_MEDIA_REASONS, "no_media") if reason != "decode"), 0),
         "data/bad/no_json": 3,
     }
 
 
 def test_a_broken_substitute_is_replaced_by_the_next(folder, source):
     batches = source(folder(20, broken=[4, 14, 15]), global_batch=5, shuffle=False, max_bad_fraction=0.5)
-    assert batches.batch(1, 0, 1)[4].sample_id == "016"
+    assert batches.read_batch(1, 0, 1)[4].sample_id == "016"
     assert batches.bad == {"decode": 3}
 
 
@@ -189,7 +189,7 @@ def test_images_too_small_for_the_run_are_counted_apart(folder, source):
     samples = folder(20)
     Image.new("RGB", (4, 4)).save(samples[0].media.path)
     batches = source(samples, shuffle=False, framings=[Framing(height=9, width=9)])
-    assert batches.batch(1, 0, 1)[0].sample_id == "010"
+    assert batches.read_batch(1, 0, 1)[0].sample_id == "010"
     assert batches.bad == {"too_small": 1}
 
 
@@ -198,31 +198,31 @@ def test_more_bad_files_than_allowed_stop_the_run(folder, source):
     samples = folder(20, broken=[4])
     patient = source(samples, global_batch=20, shuffle=False, max_bad_fraction=0.05)
     for step in range(1, 61):
-        patient.batch(step, 0, 1)
+        patient.read_batch(step, 0, 1)
     strict = source(samples, global_batch=20, shuffle=False, max_bad_fraction=0.04)
     with pytest.raises(DataError, match=r"1 of 20 samples are invalid .*max_bad_fraction: 0\.04.*004\.png: cannot be"):
-        strict.batch(1, 0, 1)
+        strict.read_batch(1, 0, 1)
 
 
 def test_a_bad_stretch_of_a_large_folder_stops_the_run_before_all_of_it_is_seen(folder, source, monkeypatch):
-    monkeypatch.setattr(reading, "WINDOW", 20)
+    monkeypatch.setattr(batch_reader, "WINDOW", 20)
     samples = folder(100, broken=range(50, 55))  # as many as .05 of all allows, but a quarter of the last 20
     stretch = source(samples, global_batch=10, shuffle=False, max_bad_fraction=0.05)
     for step in range(1, 6):
-        stretch.batch(step, 0, 1)
+        stretch.read_batch(step, 0, 1)
     with pytest.raises(DataError, match=r"2 of the last 20 files are invalid"):
-        stretch.batch(6, 0, 1)
+        stretch.read_batch(6, 0, 1)
 
 
 def test_nothing_but_broken_files_stops_at_once(folder, source):
     samples = folder(3, broken=[0, 1, 2])
     with pytest.raises(DataError, match=r"all its substitutes are invalid \(11 files\): .*000\.png.*; .*00[12]\.png"):
-        source(samples, max_bad_fraction=1.0).batch(1, 0, 1)
+        source(samples, max_bad_fraction=1.0).read_batch(1, 0, 1)
 
 
 def test_no_bad_file_at_all_may_be_asked_for(folder, source):
     with pytest.raises(DataError, match="1 of 20 samples"):
-        source(folder(20, broken=[4]), global_batch=20, max_bad_fraction=0.0).batch(1, 0, 1)
+        source(folder(20, broken=[4]), global_batch=20, max_bad_fraction=0.0).read_batch(1, 0, 1)
 
 
 class Stalled(LocalFile):
@@ -244,7 +244,7 @@ def blocking(samples, place):
 def test_the_next_step_is_read_while_this_one_trains(folder, source):
     samples = folder(20)
     writer = blocking(samples, 7)
-    assert len(source(samples, global_batch=4, shuffle=False).batch(1, 0, 1)) == 4
+    assert len(source(samples, global_batch=4, shuffle=False).read_batch(1, 0, 1)) == 4
     writer.start()
     writer.join(30)
     assert not writer.is_alive()  # somebody opened image 7, though nobody asked for step 2
@@ -253,16 +253,16 @@ def test_the_next_step_is_read_while_this_one_trains(folder, source):
 def test_a_file_system_that_hangs_is_an_error(folder, source, monkeypatch):
     samples = folder(20)
     writer = blocking(samples, 0)
-    monkeypatch.setattr(reading, "READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(batch_reader, "READ_TIMEOUT_S", 0.2)
     with pytest.raises(DataError, match=r"reading the sample at position 0 exceeded 0\.2 s"):
-        source(samples, shuffle=False).batch(1, 0, 1)
+        source(samples, shuffle=False).read_batch(1, 0, 1)
     writer.start()
     writer.join(30)
 
 
 def test_a_global_batch_must_be_divisible_by_the_ranks(folder, source):
     with pytest.raises(ValueError, match="5 ranks cannot share a global batch of 12"):
-        source(folder(20)).batch(1, 0, 5)
+        source(folder(20)).read_batch(1, 0, 5)
 
 
 def test_no_sample_is_an_error(source):

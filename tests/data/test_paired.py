@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.media import load_media, media_size
-from wfm_ds.data.paired import PairedFolder
-from wfm_ds.data.pixels import BadMedia, Framing, centre
+from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
@@ -23,7 +23,7 @@ def put(folder, name, prompt="a cat", media=".png", **more):
 
 
 def scan(folder, max_bad_fraction=0.99):
-    return PairedFolder(folder, max_bad_fraction=max_bad_fraction)
+    return CaptionedFolder(folder, max_bad_fraction=max_bad_fraction)
 
 
 def ids(folder):
@@ -42,9 +42,9 @@ def test_pairs_at_any_depth_are_found_and_sorted_by_id(tmp_path):
 def test_a_scan_shows_that_it_goes_on_and_begins_no_operation(tmp_path):
     for number in range(20):
         put(tmp_path, str(number))
-    num_begun, num_advances = LIVENESS.num_begun, LIVENESS.num_advances
+    num_begun, num_advances = LIVENESS.num_started, LIVENESS.num_advances
     scan(tmp_path)
-    assert LIVENESS.num_begun == num_begun
+    assert LIVENESS.num_started == num_begun
     assert LIVENESS.num_advances >= num_advances + 20
 
 
@@ -101,7 +101,7 @@ def test_a_caption_that_is_no_file_is_a_bad_sample(tmp_path, kind):
 @pytest.mark.parametrize("suffix", [".png", ".mp4"])
 def test_a_medium_that_is_no_file_is_bad_by_name(tmp_path, kind, suffix):
     path = no_file(tmp_path / f"bad{suffix}", kind)
-    for read in (lambda media: load_media(media, Framing(height=8, width=8), centre), media_size):
+    for read in (lambda media: load_media(media, Framing(height=8, width=8), draw_centre), media_size):
         with pytest.raises(
             BadMedia, match=f"bad{suffix}: cannot be decoded, OSError: .*is not a regular file"
         ) as caught:
@@ -226,34 +226,34 @@ def test_split_is_disjoint_complete_and_about_the_asked_share(tmp_path):
     for i in range(300):
         put(tmp_path, f"{i:03}")
     folder = scan(tmp_path)
-    training, held_out = folder.split(0.2)
+    training, held_out = folder.split_holdout(0.2)
     assert sorted(s.id for s in training + held_out) == ids(folder)
     assert [s.id for s in training] == sorted(s.id for s in training)
     assert 40 <= len(held_out) <= 80  # 60 expected; five standard deviations are 35
-    assert folder.split(0.0) == (folder.samples, [])
+    assert folder.split_holdout(0.0) == (folder.samples, [])
 
 
 def test_a_sample_keeps_its_side_when_others_come_and_go(tmp_path):
     for i in range(100):
         put(tmp_path, f"{i:02}")
-    before = {s.id for s in scan(tmp_path).split(0.3)[1]}
+    before = {s.id for s in scan(tmp_path).split_holdout(0.3)[1]}
     for i in range(50):
         put(tmp_path, f"new{i}")
         (tmp_path / f"{i:02}.png").unlink()
-    after = {s.id for s in scan(tmp_path).split(0.3)[1]}
+    after = {s.id for s in scan(tmp_path).split_holdout(0.3)[1]}
     assert {i for i in after if not i.startswith("new")} == {i for i in before if int(i) >= 50}
 
 
 @pytest.mark.parametrize("holdout", [1e-9, 1 - 1e-9])
 def test_neither_side_of_a_small_folder_is_empty(tmp_path, holdout):
     put(tmp_path, "a")
-    assert [len(side) for side in scan(tmp_path).split(holdout)] == [1, 0]
+    assert [len(side) for side in scan(tmp_path).split_holdout(holdout)] == [1, 0]
     put(tmp_path, "b")
     put(tmp_path, "c")
-    assert sorted(len(side) for side in scan(tmp_path).split(holdout)) == [1, 2]
+    assert sorted(len(side) for side in scan(tmp_path).split_holdout(holdout)) == [1, 2]
 
 
 def test_digits_that_are_missing_are_answered_with_their_command(tmp_path):
     folder = tmp_path / "digits" / "images"
     with pytest.raises(DataError, match=f"images not found. Create it: wfm data digits {folder.parent}"):
-        PairedFolder(folder, max_bad_fraction=0.0)
+        CaptionedFolder(folder, max_bad_fraction=0.0)

@@ -5,12 +5,12 @@ import tarfile
 import pytest
 from PIL import Image
 
-from wfm_ds.data.datasets import TrainingData, readable, sample_set
+from wfm_ds.data.broadcast import pack_data, unpack_data
+from wfm_ds.data.datasets import TrainingData, build_sample_set, find_usable_samples
 from wfm_ds.data.digits import sft_split, write_digits
 from wfm_ds.data.order import BatchSource
-from wfm_ds.data.pairs import PairShards, PairTable, pair_set
 from wfm_ds.data.pixels import Framing
-from wfm_ds.data.shared import pack, unpack
+from wfm_ds.data.preference_pairs import PairShards, PairTable, load_pairs
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.data import DataRecipe
@@ -139,11 +139,11 @@ def test_shards_have_two_columns(tmp_path):
 def test_pairs_that_rank_0_read_arrive_whole(folder, tmp_path):
     shard = write_tar(tmp_path / "0.tar", {"a.chosen.png": png("red"), "a.rejected.png": png("blue"), "a.txt": b"red"})
     samples = [
-        *pair_set([str(table(folder, pair("red", "blue")))], cache_dir=None, max_bad_fraction=0).samples,
-        *pair_set([str(shard)], cache_dir=None, max_bad_fraction=0).samples,
+        *load_pairs([str(table(folder, pair("red", "blue")))], cache_dir=None, max_bad_fraction=0).samples,
+        *load_pairs([str(shard)], cache_dir=None, max_bad_fraction=0).samples,
     ]
-    data = TrainingData(prompts=[], samples=samples, bad={}, held_out=samples[:1], shown=[])
-    assert unpack(json.loads(json.dumps(pack(data)))) == data
+    data = TrainingData(prompts=[], samples=samples, bad={}, held_out=samples[:1], validation_prompts=[])
+    assert unpack_data(json.loads(json.dumps(pack_data(data)))) == data
 
 
 def source(samples, **options):
@@ -157,7 +157,7 @@ def test_both_media_of_a_pair_are_cut_alike(folder):
         Image.new("RGB", size, COLOURS[colour]).save(folder / "media" / f"{name}.png")
     path = table(folder, pair("wide", "high"), pair("red", "wide"))
     batches = source(PairTable(path, max_bad_fraction=0).samples)
-    first, second = batches.batch(1, 0, 1)
+    first, second = batches.read_batch(1, 0, 1)
     assert first.pixels.shape == first.rejected.pixels.shape == (8, 8, 3)
     assert (second.rejected.sample_id, second.rejected.position) == (second.sample_id, second.position)
     assert second.rejected.prompt == second.prompt
@@ -172,7 +172,7 @@ def test_a_pair_of_which_one_is_broken_is_replaced_whole_and_counted_by_its_name
     pairs[1][role] = "broken"
     samples = PairTable(table(folder, *(pair(*names) for names in pairs)), max_bad_fraction=0).samples
     batches = source(samples, workers=1)
-    seen = [item for step in (1, 2) for item in batches.batch(step, 0, 1)]
+    seen = [item for step in (1, 2) for item in batches.read_batch(step, 0, 1)]
     batches.close()
     assert batches.bad["decode"] >= 1
     assert list(batches.state()["logged"]) == [str(folder / "media" / "broken.png")]
@@ -184,10 +184,10 @@ def test_a_pair_of_which_one_is_broken_is_replaced_whole_and_counted_by_its_name
 def test_a_check_tries_both_media(folder, root):
     (folder / "media" / "broken.png").write_bytes(b"not a picture")
     samples = PairTable(table(folder, pair("red", "broken")), max_bad_fraction=0).samples
-    recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_dpo.yaml")
+    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_dpo.yaml")
     buckets = type("Buckets", (), {"framing_of": lambda self, media: Framing(height=8, width=8)})()
     with pytest.raises(DataError, match=r"all 1 pairs are invalid.*broken.png"):
-        readable(samples, recipe, buckets, 3, whole=1, what="pairs")
+        find_usable_samples(samples, recipe, buckets, 3, dataset_size=1, what="pairs")
 
 
 def test_digits_come_in_pairs_of_which_the_chosen_one_shows_what_the_prompt_says(tmp_path):
@@ -213,7 +213,7 @@ def test_digits_come_in_pairs_of_which_the_chosen_one_shows_what_the_prompt_says
 )
 def test_pairs_are_for_algorithms_that_compare(name, overrides, message, root):
     with pytest.raises(RecipeError, match=message):
-        recipe_file.load(root / "recipes" / "tiny" / f"{name}.yaml", overrides)
+        recipe_file.load_recipe(root / "recipes" / "tiny" / f"{name}.yaml", overrides)
 
 
 OWN = """
@@ -237,10 +237,10 @@ def test_an_own_kind_of_the_other_sort_is_refused(tmp_path, monkeypatch, root, n
     (tmp_path / "own_pairs.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["data.kind=own_pairs:Mine", f"data.options={{paired: {str(paired).lower()}}}"]
-    recipe = recipe_file.load(root / "recipes" / "tiny" / f"{name}.yaml", words)
+    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / f"{name}.yaml", words)
     with pytest.raises(DataError, match=r"mine: this algorithm needs 0 to be (a pair|a single image or video)"):
         load_data(recipe)
-    assert sample_set(recipe.data, ["x"]).samples
+    assert build_sample_set(recipe.data, ["x"]).samples
 
 
 def test_kinds_of_one_folder_take_no_list():

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from wfm_ds.data.media import media_size
-from wfm_ds.data.pixels import BadMedia, Framing, centre
+from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.pixels import load_image as load_framed
 from wfm_ds.data.samples import LocalFile
 
 
-def load_image(path, height, width, draw=centre, **framing):
+def load_image(path, height, width, draw=draw_centre, **framing):
     return load_framed(LocalFile(path), Framing(height=height, width=width, **framing), draw)
 
 

@@ -181,7 +181,7 @@ def test_a_prompt_file_must_exist_and_be_of_a_known_kind(tmp_path):
 
 def asked(num_prompts, count, steps, shuffle=True, seed=5):
     order = PromptOrder([Prompt(id=f"{i}", text="") for i in range(num_prompts)], seed=seed, shuffle=shuffle)
-    return [[int(p.id) for p in order.prompts(step, count)] for step in steps]
+    return [[int(p.id) for p in order.step_prompts(step, count)] for step in steps]
 
 
 @given(num_prompts=st.integers(1, 12), count=st.integers(1, 30), shuffle=st.booleans())
@@ -201,11 +201,11 @@ def test_a_step_does_not_depend_on_those_before_it():
 def test_further_prompts_follow_from_step_and_attempt_and_are_others(shuffle):
     prompts = [Prompt(id=f"{i}", text="") for i in range(1000)]
     order, again = (PromptOrder(prompts, seed=3, shuffle=shuffle) for _ in range(2))
-    first = {attempt: [p.id for p in order.further(7, 4, attempt)] for attempt in (1, 2)}
-    assert {attempt: [p.id for p in again.further(7, 4, attempt)] for attempt in (2, 1)} == first
-    own = [p.id for p in order.prompts(7, 4)]
+    first = {attempt: [p.id for p in order.extra_prompts(7, 4, attempt)] for attempt in (1, 2)}
+    assert {attempt: [p.id for p in again.extra_prompts(7, 4, attempt)] for attempt in (2, 1)} == first
+    own = [p.id for p in order.step_prompts(7, 4)]
     assert len({*own, *first[1], *first[2]}) == 12
-    whole = [p.id for step in range(1, 250) for p in order.further(step, 4, 1)]
+    whole = [p.id for step in range(1, 250) for p in order.extra_prompts(step, 4, 1)]
     assert len(set(whole)) == len(whole)  # each once an epoch of their own
 
 

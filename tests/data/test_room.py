@@ -7,7 +7,7 @@ import pytest
 
 from wfm_ds.data import room
 from wfm_ds.data.media import load_media
-from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.errors import DataError
 
@@ -30,7 +30,7 @@ def test_a_tile_is_where_pose_and_lens_put_it_in_every_frame(tmp_path):
     checked = 0
     for number in (1, 7, 24):
         lens = json.loads((clips / f"{number:04}.json").read_text())["camera"]["intrinsics"]
-        frames = load_media(LocalFile(str(clips / f"{number:04}.mkv")), framing, centre)
+        frames = load_media(LocalFile(str(clips / f"{number:04}.mkv")), framing, draw_centre)
         for pose, frame in zip(np.load(clips / f"{number:04}.c2w.npy"), frames, strict=True):
             x, y = projected(tiles, pose, lens).T
             inside = (x > 1) & (x < 31) & (y > 1) & (y < 31)

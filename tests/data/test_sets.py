@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfm_ds.data.datasets import load_data
+from wfm_ds.data.mixture import epoch_counts, repeat_samples
 from wfm_ds.data.order import sample_index
-from wfm_ds.data.sets import epoch_counts, repeated
 from wfm_ds.errors import DataError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.data import DataRecipe
@@ -93,13 +93,13 @@ def test_counts_follow_the_weights_and_leave_no_sample_out(sizes, weights):
 
 def test_repeats_are_even_and_spread(folder):
     samples = load_data(recipe(folder, {"path": "dogs"})).samples
-    found = repeated(samples, 2 * len(samples) + 2)
+    found = repeat_samples(samples, 2 * len(samples) + 2)
     assert sorted(Counter(sample.media.name for sample in found).values())[-3:] == [2, 3, 3]
     assert [sample.id for sample in found if sample.id.endswith("#3")] == [
         f"{samples[0].id}#3",
         f"{samples[len(samples) // 2].id}#3",
     ]
-    assert repeated([], 0) == []
+    assert repeat_samples([], 0) == []
 
 
 def test_weights_that_would_repeat_almost_everything_are_refused(folder):
@@ -130,6 +130,6 @@ def test_keys_that_do_not_fit_are_refused(data, complaint):
 
 def test_a_recipe_with_sets_is_written_and_read_back(folder, tmp_path):
     written = recipe(folder, {"path": "cats"}, {"path": "/elsewhere/dogs", "weight": 2, "kind": "paired"})
-    (tmp_path / "r.yaml").write_text(recipe_file.dump(written))
-    assert recipe_file.load(tmp_path / "r.yaml") == written
-    assert [one.path for one, _ in written.data.parts().values()] == [str(folder / "cats"), "/elsewhere/dogs"]
+    (tmp_path / "r.yaml").write_text(recipe_file.dump_recipe(written))
+    assert recipe_file.load_recipe(tmp_path / "r.yaml") == written
+    assert [one.path for one, _ in written.data.set_recipes().values()] == [str(folder / "cats"), "/elsewhere/dogs"]

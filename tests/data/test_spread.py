@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.data.spread import UNIT, SpreadTable, drawn, systematic
+from wfm_ds.data.prompt_weights import UNIT, RewardStdTable, draw_prompts, systematic_sample
 
 FLOORS = st.floats(2**-15, 1.0)
 VARIANCES = st.lists(st.one_of(st.none(), st.just(0.0), st.floats(1e-12, 1e6)), min_size=1, max_size=40)
@@ -18,10 +18,10 @@ VARIANCES = st.lists(st.one_of(st.none(), st.just(0.0), st.floats(1e-12, 1e6)), 
 
 def table_of(variances, floor=0.14, memory=0.6):
     """A table in which each prompt was observed once, or never where None stands."""
-    table = SpreadTable(len(variances), floor=floor, memory=memory)
+    table = RewardStdTable(len(variances), floor=floor, memory=memory)
     for prompt, variance in enumerate(variances):
         if variance is not None:
-            table.observe(prompt, [variance])
+            table.update(prompt, [variance])
     return table
 
 
@@ -29,7 +29,10 @@ def table_of(variances, floor=0.14, memory=0.6):
 def test_over_all_starts_each_prompt_comes_exactly_by_its_weight(weights, count):
     total = sum(weights)
     counts = np.array(
-        [np.bincount(systematic(np.array(weights), count, start), minlength=len(weights)) for start in range(total)]
+        [
+            np.bincount(systematic_sample(np.array(weights), count, start), minlength=len(weights))
+            for start in range(total)
+        ]
     )
     assert counts.sum(axis=0).tolist() == [count * weight for weight in weights]  # of `total` draws
     assert (counts.sum(axis=1) == count).all()
@@ -62,12 +65,12 @@ def test_shares_are_those_of_the_formula(variances):
 def test_equal_spreads_are_drawn_evenly(variance):
     table = table_of([variance] * 10)
     assert set(table.weights().tolist()) == {UNIT}
-    assert all(sorted(drawn(table.weights(), 10, seed=3, step=step)) == list(range(10)) for step in range(1, 30))
+    assert all(sorted(draw_prompts(table.weights(), 10, seed=3, step=step)) == list(range(10)) for step in range(1, 30))
     assert table.stats()["data/prompts_effective"] == 10
 
 
 def test_nothing_known_is_drawn_evenly_and_a_new_prompt_like_the_mean_of_the_others():
-    assert set(SpreadTable(7, floor=0.14, memory=0.6).weights().tolist()) == {UNIT}
+    assert set(RewardStdTable(7, floor=0.14, memory=0.6).weights().tolist()) == {UNIT}
     weights = table_of([0.25, 0.04, 0.0, None, None]).weights()
     assert weights[3] == weights[4] == pytest.approx(weights[:3].mean(), abs=1)
 
@@ -80,11 +83,11 @@ def test_the_scale_of_the_rewards_does_not_matter():
 
 @given(groups=st.lists(st.lists(st.floats(0, 10), min_size=1, max_size=4), min_size=1, max_size=6))
 def test_a_variance_is_the_running_mean_whatever_the_order_of_a_steps_groups(groups):
-    table, other = SpreadTable(1, floor=0.1, memory=0.6), SpreadTable(1, floor=0.1, memory=0.6)
+    table, other = RewardStdTable(1, floor=0.1, memory=0.6), RewardStdTable(1, floor=0.1, memory=0.6)
     want = None
     for of_step in groups:
-        table.observe(0, of_step)
-        other.observe(0, of_step[::-1])
+        table.update(0, of_step)
+        other.update(0, of_step[::-1])
         kept = 0.0 if want is None else 0.6 ** len(of_step)
         want = kept * (want or 0.0) + (1 - kept) * sum(of_step) / len(of_step)
     assert table.variances[0] == other.variances[0]
@@ -95,7 +98,7 @@ def test_a_step_draws_by_the_weights_and_no_prompt_twice_unless_its_share_is_mor
     weights = table_of([0.25] * 20 + [0.0] * 180).weights()
     counts, steps = Counter(), 1500
     for step in range(steps):
-        prompts = drawn(weights, 10, seed=1, step=step)
+        prompts = draw_prompts(weights, 10, seed=1, step=step)
         assert len(set(prompts)) == 10
         counts.update(prompts)
     for kind in (range(20), range(20, 200)):
@@ -103,7 +106,7 @@ def test_a_step_draws_by_the_weights_and_no_prompt_twice_unless_its_share_is_mor
         deviation = math.sqrt(steps * share * (1 - share))
         assert all(abs(counts[i] - steps * share) < 5 * deviation for i in kind)
     alone = table_of([0.25] + [0.0] * 9).weights()  # a share of 10 / (1 + 9 * .14) = 4.42
-    assert {drawn(alone, 10, seed=1, step=step).count(0) for step in range(50)} == {4, 5}
+    assert {draw_prompts(alone, 10, seed=1, step=step).count(0) for step in range(50)} == {4, 5}
 
 
 def test_rewards_that_differ_by_rounding_errors_draw_the_same_prompts():
@@ -112,36 +115,36 @@ def test_rewards_that_differ_by_rounding_errors_draw_the_same_prompts():
     moved = variances * (1 + 1e-6 * np.random.default_rng(1).standard_normal(40))
     one, other = table_of(variances).weights(), table_of(moved).weights()
     steps = range(500)
-    same = sum(drawn(one, 8, seed=2, step=step) == drawn(other, 8, seed=2, step=step) for step in steps)
+    same = sum(draw_prompts(one, 8, seed=2, step=step) == draw_prompts(other, 8, seed=2, step=step) for step in steps)
     assert not np.array_equal(one, other)
     assert same >= 498
 
 
 def test_a_draw_follows_from_seed_and_step():
     weights = table_of([0.1, 0.2, 0.0, 0.25, None, 0.05, 0.0, 0.01]).weights()
-    draws = [drawn(weights, 3, seed=seed, step=step) for seed in (0, 1) for step in range(4)]
-    assert draws == [drawn(weights, 3, seed=seed, step=step) for seed in (0, 1) for step in range(4)]
+    draws = [draw_prompts(weights, 3, seed=seed, step=step) for seed in (0, 1) for step in range(4)]
+    assert draws == [draw_prompts(weights, 3, seed=seed, step=step) for seed in (0, 1) for step in range(4)]
     assert draws[:4] != draws[4:]
     # A run that goes on with another version of numpy or of this code must draw the same.
     assert draws[:4] == [[7, 5, 4], [0, 3, 1], [3, 1, 0], [4, 5, 0]]
 
 
 def test_the_state_has_what_was_seen_bit_by_bit_and_is_small():
-    table = SpreadTable(50_000, floor=0.14, memory=0.6)
+    table = RewardStdTable(50_000, floor=0.14, memory=0.6)
     for prompt in range(0, 50_000, 100):
-        table.observe(prompt, [prompt / 7, 0.1])
+        table.update(prompt, [prompt / 7, 0.1])
     assert len(json.dumps(table.state())) < 9_000  # 500 prompts
-    other = SpreadTable(50_000, floor=0.14, memory=0.6)
-    other.observe(1, [1.0])
+    other = RewardStdTable(50_000, floor=0.14, memory=0.6)
+    other.update(1, [1.0])
     other.restore(json.loads(json.dumps(table.state())))
     assert other.variances.tobytes() == table.variances.tobytes()
-    full = SpreadTable(50_000, floor=0.14, memory=0.6)
+    full = RewardStdTable(50_000, floor=0.14, memory=0.6)
     full.variances[:] = np.random.default_rng(0).random(50_000)
     assert len(json.dumps(full.state())) < 900_000
 
 
 def test_metrics_say_how_many_prompts_are_known_and_how_differently_they_are_drawn():
-    assert SpreadTable(3, floor=0.5, memory=0.6).stats() == {"data/prompts_seen": 0, "data/prompts_effective": 3}
+    assert RewardStdTable(3, floor=0.5, memory=0.6).stats() == {"data/prompts_seen": 0, "data/prompts_effective": 3}
     stats = table_of([0.25, 0.0, None], floor=0.5).stats()  # weights 1, 1/2 and 3/4
     assert stats == pytest.approx(
         {"data/prompts_seen": 2, "data/prompts_effective": 2.25**2 / 1.8125, "data/prompt_spread_mean": 0.25}, rel=1e-5

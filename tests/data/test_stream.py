@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wfm_ds.data.datasets import load_data, sample_set
+from wfm_ds.data.datasets import build_sample_set, load_data
+from wfm_ds.data.hf_stream import COMMIT, HfStream, stream_version
 from wfm_ds.data.media import load_media
-from wfm_ds.data.pixels import Framing, centre
-from wfm_ds.data.stream import COMMIT, HfStream, version
+from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.stream_source import StreamSource
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
@@ -58,8 +58,8 @@ def test_recipes_that_need_to_know_samples_before_are_refused():
 
 def test_a_data_set_of_the_hub_is_streamed_at_a_commit():
     with pytest.raises(DataError, match=r"Set data\.options to \{revision: COMMIT\}, .*datasets/owner/name/commits"):
-        version("owner/name", {"revision": "main"})
-    assert COMMIT.fullmatch(version("owner/name", {"revision": "0123456789" * 4}))
+        stream_version("owner/name", {"revision": "main"})
+    assert COMMIT.fullmatch(stream_version("owner/name", {"revision": "0123456789" * 4}))
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def stream(path, **keys):
 
 
 def test_rows_are_those_of_the_data_set_again_and_again(shards):
-    known = sample_set(DataRecipe(kind="hf", path=str(shards), max_bad_fraction=0.5), [str(shards)])
+    known = build_sample_set(DataRecipe(kind="hf", path=str(shards), max_bad_fraction=0.5), [str(shards)])
     rows = stream(shards).read(25)
     assert [row.epoch for row in rows] == [0] * 10 + [1] * 10 + [2] * 5
     for row, want in zip(rows, itertools.cycle(known.samples)):
@@ -113,9 +113,9 @@ def test_a_stream_goes_on_from_a_mark_and_from_a_mark_behind_that(shards, first)
     one, two = stream(shards), stream(shards)
     one.read(first)
     three = stream(shards)
-    two.go_to(json.loads(json.dumps(one.mark())))
+    two.load_state_dict(json.loads(json.dumps(one.mark())))
     assert two.read(2) == rows[first : first + 2]
-    three.go_to(json.loads(json.dumps(two.mark())))
+    three.load_state_dict(json.loads(json.dumps(two.mark())))
     assert three.read(25 - first) == rows[first + 2 :]
     assert three.mark()["rejected"] == whole.mark()["rejected"]
 
@@ -124,11 +124,11 @@ def test_another_data_set_than_before_is_no_place_to_go_on(shards):
     mark = stream(shards).mark()
     (shards / "data" / "more.txt").write_text("new")
     with pytest.raises(DataError, match=r"is not what the run was reading .* put the files back, or start a new run"):
-        stream(shards).go_to(mark)
+        stream(shards).load_state_dict(mark)
 
 
 def test_bad_rows_and_streams_without_a_good_one_end_the_run(shards, hf, monkeypatch):
-    monkeypatch.setattr("wfm_ds.data.stream.WINDOW", 1)
+    monkeypatch.setattr("wfm_ds.data.hf_stream.WINDOW", 1)
     with pytest.raises(DataError, match=r"1 of the first 3 rows cannot be used, .* the last: train/000000002 \(no cap"):
         stream(shards).read(5)
     features = hf.Features({"image": hf.Image(), "text": hf.Value("string")})
@@ -148,7 +148,7 @@ def test_what_is_shown_and_measured_is_the_folder_of_validation(shards, tmp_path
     (tmp_path / "held" / "a.png").write_bytes(encoded(50))
     (tmp_path / "held" / "a.txt").write_text("held out")
     data = load_data(recipe_of(shards, path=str(tmp_path / "held")))
-    assert (data.samples, [p.text for p in data.shown], len(data.held_out)) == ([], ["held out"], 1)
+    assert (data.samples, [p.text for p in data.validation_prompts], len(data.held_out)) == ([], ["held out"], 1)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_batches_are_equal_at_any_number_of_ranks_and_when_a_run_goes_on_with_an
             assert fact[2] != row.sample.id  # another row of the step stands in for it
         else:
             assert fact[1:3] == (row.epoch, row.sample.id)
-            assert fact[4] == load_media(row.sample.media, FRAMING, centre).tobytes()
+            assert fact[4] == load_media(row.sample.media, FRAMING, draw_centre).tobytes()
     for step in (1, 2, 3):
         assert facts(pair[0].batch(step, 0, 2)) + facts(pair[1].batch(step, 1, 2)) == steps[step - 1]
     states = json.loads(json.dumps([one.state() for one in pair]))

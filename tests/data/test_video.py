@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from clips import index_of, level, write_clip
 from wfm_ds.data.media import load_media, media_size
-from wfm_ds.data.pixels import BadMedia, Framing, centre
+from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.data.video import HD_HEIGHT, choose_frames, load_clip
 
@@ -18,7 +18,7 @@ HEIGHT, WIDTH = 32, 48
 NOWHERE = LocalFile("nowhere.mp4")
 
 
-def load(path, draw=centre, **framing):
+def load(path, draw=draw_centre, **framing):
     return load_clip(LocalFile(path), Framing(**{"height": HEIGHT, "width": WIDTH, **framing}), draw)
 
 
@@ -124,14 +124,14 @@ def test_variable_rates_follow_the_clock_and_not_the_count(tmp_path):
 
 
 def test_one_frame_of_a_video_stands_for_an_image(clip):
-    frames = load_media(LocalFile(clip), Framing(height=HEIGHT, width=WIDTH), centre)
+    frames = load_media(LocalFile(clip), Framing(height=HEIGHT, width=WIDTH), draw_centre)
     assert frames.shape == (1, HEIGHT, WIDTH, 3)
     assert index_of(frames[0]) == 20
 
 
 def test_an_image_is_no_clip(tmp_path):
     with pytest.raises(BadMedia, match="an image, but clips have 5 frames") as raised:
-        load_media(LocalFile(tmp_path / "a.png"), Framing(height=8, width=8, num_frames=5), centre)
+        load_media(LocalFile(tmp_path / "a.png"), Framing(height=8, width=8, num_frames=5), draw_centre)
     assert raised.value.reason == "too_short"
 
 

@@ -18,9 +18,9 @@ from s3 import BUCKET, VARIABLES, CuttingProxy, s3_server
 from wfm_ds.data import tar_index as tar_index_module
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
-from wfm_ds.data.pixels import Framing, centre
-from wfm_ds.data.tar_index import tar_index
-from wfm_ds.data.webdataset import TarShards, shard_names
+from wfm_ds.data.pixels import Framing, draw_centre
+from wfm_ds.data.tar_index import load_tar_index
+from wfm_ds.data.webdataset import TarShards, unique_shard_names
 from wfm_ds.errors import DataError, StorageError
 from wfm_ds.storage import filesystem as storage
 
@@ -76,11 +76,11 @@ def test_a_shard_whose_name_is_no_text_gives_ids_that_are(tmp_path):
     found = open_shards(tar)
     for text in (found.source, found.samples[0].id, found.samples[0].media.name):
         assert "caf\\udce9" in text.encode().decode()
-    assert found.split(0.5)[0] == found.samples
+    assert found.split_holdout(0.5)[0] == found.samples
 
 
 def pixels(one):
-    return load_media(one.media, Framing(height=8, width=8), centre)
+    return load_media(one.media, Framing(height=8, width=8), draw_centre)
 
 
 def test_members_with_one_key_are_a_sample(tmp_path):
@@ -213,9 +213,9 @@ def test_ids_tell_shards_apart(tmp_path):
             write_tar(tmp_path / part / f"{number:03}.tar", sample("0", number))
     found = open_shards(tmp_path / "x" / "{000..001}.tar", tmp_path / "y" / "*.tar", tmp_path / "x" / "000.tar")
     assert [s.id for s in found.samples] == ["x/000/0", "x/001/0", "y/000/0", "y/001/0"]
-    assert shard_names(["s3://b/0.tar", "s3://b/a/0.tar", "/c/0.tar"]) == ["b/0", "a/0", "c/0"]
+    assert unique_shard_names(["s3://b/0.tar", "s3://b/a/0.tar", "/c/0.tar"]) == ["b/0", "a/0", "c/0"]
     with pytest.raises(DataError, match=r"/c/a/0\.tar and s3://b/a/0\.tar would have the same sample ids a/0/\.\.\."):
-        shard_names(["/c/a/0.tar", "s3://b/a/0.tar"])
+        unique_shard_names(["/c/a/0.tar", "s3://b/a/0.tar"])
 
 
 def test_an_id_does_not_depend_on_other_shards_nor_on_how_its_own_is_addressed(tmp_path, monkeypatch):
@@ -230,24 +230,24 @@ def test_an_id_does_not_depend_on_other_shards_nor_on_how_its_own_is_addressed(t
 
 def test_an_index_is_kept_until_the_shard_changes(tmp_path, monkeypatch):
     path = write_tar(tmp_path / "a.tar", sample("one"))
-    first = tar_index(str(path), tmp_path / "cache")
+    first = load_tar_index(str(path), tmp_path / "cache")
     reads = []
-    read = tar_index_module.read_tar
-    monkeypatch.setattr(tar_index_module, "read_tar", lambda *a: reads.append(a) or read(*a))
-    assert tar_index(str(path), tmp_path / "cache") == first
+    read = tar_index_module.scan_tar
+    monkeypatch.setattr(tar_index_module, "scan_tar", lambda *a: reads.append(a) or read(*a))
+    assert load_tar_index(str(path), tmp_path / "cache") == first
     assert reads == []
     write_tar(path, [*sample("one"), *sample("two")])
-    assert len(tar_index(str(path), tmp_path / "cache").members) == 4
+    assert len(load_tar_index(str(path), tmp_path / "cache").members) == 4
     (kept,) = [p for p in (tmp_path / "cache").rglob("*.json") if "two" in p.read_text()]
     kept.write_text('{"half": ')
-    assert len(tar_index(str(path), tmp_path / "cache").members) == 4
+    assert len(load_tar_index(str(path), tmp_path / "cache").members) == 4
     assert len(reads) == 2
 
 
 def test_videos_in_shards_train_like_those_in_files(tmp_path):
     clip = write_clip(tmp_path / "clip.mp4", count=20)
     found = open_shards(write_tar(tmp_path / "a.tar", [("v.mp4", clip.read_bytes()), ("v.txt", b"a clip")]))
-    frames = load_media(found.samples[0].media, Framing(height=32, width=48, num_frames=5), centre)
+    frames = load_media(found.samples[0].media, Framing(height=32, width=48, num_frames=5), draw_centre)
     assert [index_of(frame) for frame in frames] == [8, 9, 10, 11, 12]
 
 
@@ -275,7 +275,7 @@ def test_s3_shards_stream_through_a_network_that_breaks(server, tmp_path, monkey
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     for name, value in zip(VARIABLES, ("key", "secret", proxy.url, "us-east-1"), strict=True):
         monkeypatch.setenv(name, value)
-    fs, _ = storage.filesystem("s3://x")
+    fs, _ = storage.open_filesystem("s3://x")
     copy = tmp_path / "set"
     copy.mkdir()
     for number in range(2):
@@ -292,13 +292,13 @@ def test_s3_shards_stream_through_a_network_that_breaks(server, tmp_path, monkey
     try:
         for step in range(1, 4):
             proxy.cuts = 1
-            for theirs, ours in itertools.zip_longest(*(source.batch(step, 0, 1) for source in sources)):
+            for theirs, ours in itertools.zip_longest(*(source.read_batch(step, 0, 1) for source in sources)):
                 assert theirs.sample_id == ours.sample_id
                 np.testing.assert_array_equal(theirs.pixels, ours.pixels)
         assert proxy.num_cut >= 4
         proxy.cuts = 1000  # for good: no fault of the samples, so none is skipped
         with pytest.raises(StorageError, match=r"s3://shards/set/00\d\.tar cannot be read"):
-            sources[0].batch(9, 0, 1)
+            sources[0].read_batch(9, 0, 1)
     finally:
         for source in sources:
             source.close()

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from wfm_ds.distributed import accelerator
 from wfm_ds.distributed.accelerator import choose_accelerator, uses_cuda
 from wfm_ds.distributed.world import World
-from wfm_ds.doctor.command import visible_gpus
+from wfm_ds.doctor.command import count_visible_gpus
 from wfm_ds.doctor.machine import gpu_finding
-from wfm_ds.models.loading import chosen_device
+from wfm_ds.models.loading import select_device
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ def test_a_rank_a_command_and_the_doctor_leave_gpus_alone_where_the_cpu_was_chos
 ):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert World.join().device == torch.device("cpu")
-    assert chosen_device(None) == torch.device("cpu")
-    assert visible_gpus() == 0
+    assert select_device(None) == torch.device("cpu")
+    assert count_visible_gpus() == 0
 
 
 def test_the_doctor_says_that_gpus_are_not_used(machine_with_gpus, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("wfm_ds.doctor.machine.accelerator_present", lambda: True)
+    monkeypatch.setattr("wfm_ds.doctor.machine.is_accelerator_present", lambda: True)
     finding = gpu_finding()
     assert (finding.level, "DS_ACCELERATOR=cpu" in finding.text) == ("warning", True)
 
@@ -81,13 +81,13 @@ def test_a_thread_computes_on_the_device_that_it_is_given(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
 
     def lane():
-        with accelerator.current(torch.device("cuda", 3)):
+        with accelerator.device_context(torch.device("cuda", 3)):
             seen.append(here.index)
         seen.append(here.index)
 
     thread = threading.Thread(target=lane)
     thread.start()
     thread.join()
-    with accelerator.current(torch.device("cpu")):
+    with accelerator.device_context(torch.device("cpu")):
         assert not hasattr(here, "index")
     assert seen == [3, 0]

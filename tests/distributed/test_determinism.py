@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from wfm_ds.distributed.determinism import deterministic
+from wfm_ds.distributed.determinism import deterministic_kernels
 from wfm_ds.errors import RecipeError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -31,34 +31,34 @@ def no_deterministic_kernel():
 
 
 def test_inside_torch_takes_deterministic_kernels_alone_and_afterwards_all_is_as_before():
-    with deterministic(True):
+    with deterministic_kernels(True):
         assert state() == (True, True, False, ":4096:8")
         with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
             no_deterministic_kernel()
     assert no_deterministic_kernel().sum() == 2
     assert CUBLAS not in os.environ
-    with pytest.raises(ZeroDivisionError), deterministic(True):
+    with pytest.raises(ZeroDivisionError), deterministic_kernels(True):
         raise ZeroDivisionError
 
 
 def test_nothing_happens_where_it_is_not_wanted(monkeypatch):
     monkeypatch.setenv(CUBLAS, ":0:0")
     before = state()
-    with deterministic(False):
+    with deterministic_kernels(False):
         assert state() == before
 
 
 @pytest.mark.parametrize("given", [":4096:8", ":16:8"])
 def test_the_users_own_workspace_stays_where_it_is_one_of_the_two(monkeypatch, given):
     monkeypatch.setenv(CUBLAS, given)
-    with deterministic(True):
+    with deterministic_kernels(True):
         assert os.environ[CUBLAS] == given
     assert os.environ[CUBLAS] == given
 
 
 def test_an_environment_that_contradicts_is_refused(monkeypatch):
     monkeypatch.setenv(CUBLAS, ":0:0")
-    refused = deterministic(True)
+    refused = deterministic_kernels(True)
     with (
         pytest.raises(
             RecipeError,
@@ -71,6 +71,6 @@ def test_an_environment_that_contradicts_is_refused(monkeypatch):
 
 def test_it_may_not_come_after_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    refused = deterministic(True)
+    refused = deterministic_kernels(True)
     with pytest.raises(RecipeError, match="CUDA was used before"), refused:
         pass

@@ -16,47 +16,47 @@ def states():
 
 
 def joined(awake_s):
-    states = RankStates(3, silent_s=SILENT_S, stuck_s=STUCK_S, awake_s=awake_s)
+    states = RankStates(3, silent_s=SILENT_S, stuck_s=STUCK_S, max_gap_s=awake_s)
     for rank in range(3):
-        states.joined(rank, f"process {100 + rank} on node-{rank}", 0.0)
-        states.beat(rank, 1, 0, "a barrier", 0.0)
+        states.add_rank(rank, f"process {100 + rank} on node-{rank}", 0.0)
+        states.record_beat(rank, 1, 0, "a barrier", 0.0)
     return states
 
 
 def beats(states, now_s, begun):
     for rank, count in begun.items():
-        states.beat(rank, count, 0, "a forward" if count > 1 else "a barrier", now_s)
+        states.record_beat(rank, count, 0, "a forward" if count > 1 else "a barrier", now_s)
 
 
 def test_ranks_that_beat_and_move_are_well(states):
     for now_s in range(0, 5000, 5):
         beats(states, now_s, {0: now_s, 1: now_s, 2: now_s})
-        assert states.fault(now_s) is None
+        assert states.find_fault(now_s) is None
 
 
 def test_a_closed_connection_is_blamed_once_the_others_had_time_to_fail_too(states):
-    states.failed(0, "RuntimeError: Connection closed by peer", True, 10.0)
-    states.gone(2, "its connection closed", 10.5)
-    assert states.fault(10.0 + SETTLE_S / 2) is None
-    fault = states.fault(10.0 + SETTLE_S)
+    states.record_failure(0, "RuntimeError: Connection closed by peer", True, 10.0)
+    states.record_disconnect(2, "its connection closed", 10.5)
+    assert states.find_fault(10.0 + SETTLE_S / 2) is None
+    fault = states.find_fault(10.0 + SETTLE_S)
     assert fault.ranks == (2,)
     assert fault.text == "rank 2 (process 102 on node-2) is gone: its connection closed; last seen at a barrier"
 
 
 def test_who_failed_by_itself_is_blamed_before_its_consequences(states):
-    states.failed(0, "RuntimeError: Connection closed by peer", True, 10.0)
-    states.failed(1, "ZeroDivisionError: division by zero", False, 10.2)
-    states.gone(1, "its connection closed", 10.3)  # it had said why
-    fault = states.fault(10.0 + SETTLE_S)
+    states.record_failure(0, "RuntimeError: Connection closed by peer", True, 10.0)
+    states.record_failure(1, "ZeroDivisionError: division by zero", False, 10.2)
+    states.record_disconnect(1, "its connection closed", 10.3)  # it had said why
+    fault = states.find_fault(10.0 + SETTLE_S)
     assert fault.text == "rank 1 (process 101 on node-1) failed: ZeroDivisionError: division by zero"
 
 
 def test_silence_is_as_good_as_gone_and_a_whole_node_is_one_sentence(states):
     beats(states, SILENT_S, {0: 1})
-    assert states.fault(SILENT_S) is None
+    assert states.find_fault(SILENT_S) is None
     beats(states, SILENT_S + 1, {0: 1})
-    assert states.fault(SILENT_S + 1) is None  # it settles
-    fault = states.fault(SILENT_S + 1 + SETTLE_S)
+    assert states.find_fault(SILENT_S + 1) is None  # it settles
+    fault = states.find_fault(SILENT_S + 1 + SETTLE_S)
     assert fault.ranks == (1, 2)
     assert "rank 2 (process 102 on node-2) are gone: no sign of life for 46 s" in fault.text
 
@@ -65,9 +65,9 @@ def test_of_ranks_that_stand_still_the_one_that_began_least_is_stuck(states):
     beats(states, 100.0, {0: 7, 1: 6, 2: 7})
     for now_s in (300.0, 100.0 + STUCK_S):
         beats(states, now_s, {0: 7, 1: 6, 2: 7})
-        assert states.fault(now_s) is None
+        assert states.find_fault(now_s) is None
     beats(states, 101.0 + STUCK_S, {0: 7, 1: 6, 2: 7})
-    fault = states.fault(101.0 + STUCK_S)
+    fault = states.find_fault(101.0 + STUCK_S)
     assert (fault.ranks, fault.stuck) == ((1,), True)
     assert fault.text == (
         "rank 1 (process 101 on node-1) is stuck: no progress for 601 s at a forward; the other ranks wait for it"
@@ -76,13 +76,13 @@ def test_of_ranks_that_stand_still_the_one_that_began_least_is_stuck(states):
 
 def test_long_work_without_a_move_is_not_stuck_and_its_amount_blames_nobody(states):
     beats(states, 1.0, {0: 7, 1: 6, 2: 7})
-    states.beat(1, 6, 900, "a scan", STUCK_S)
+    states.record_beat(1, 6, 900, "a scan", STUCK_S)
     beats(states, 2.0 + STUCK_S, {0: 7, 2: 7})
-    states.beat(1, 6, 900, "a scan", 2.0 + STUCK_S)
-    assert states.fault(2.0 + STUCK_S) is None
+    states.record_beat(1, 6, 900, "a scan", 2.0 + STUCK_S)
+    assert states.find_fault(2.0 + STUCK_S) is None
     beats(states, 1.0 + 2 * STUCK_S, {0: 7, 2: 7})
-    states.beat(1, 6, 900, "a scan", 1.0 + 2 * STUCK_S)
-    fault = states.fault(1.0 + 2 * STUCK_S)
+    states.record_beat(1, 6, 900, "a scan", 1.0 + 2 * STUCK_S)
+    fault = states.find_fault(1.0 + 2 * STUCK_S)
     assert (fault.ranks, fault.stuck) == ((1,), True)
     assert "no progress for 601 s at a scan" in fault.text
 
@@ -90,51 +90,51 @@ def test_long_work_without_a_move_is_not_stuck_and_its_amount_blames_nobody(stat
 def test_an_exchange_that_nobody_leaves_blames_no_single_rank(states):
     beats(states, 1.0, {0: 7, 1: 7, 2: 7})
     beats(states, 2.0 + STUCK_S, {0: 7, 1: 7, 2: 7})
-    fault = states.fault(2.0 + STUCK_S)
+    fault = states.find_fault(2.0 + STUCK_S)
     assert fault.ranks == (0, 1, 2)
     assert fault.text.endswith("at a forward; all ranks are at this operation")
 
 
 def test_a_rank_that_is_done_may_leave(states):
-    states.done(1)
-    states.gone(1, "its connection closed", 5.0)
+    states.record_done(1)
+    states.record_disconnect(1, "its connection closed", 5.0)
     beats(states, 5000.0, {0: 1, 2: 1})
-    assert states.fault(5000.0) is None
+    assert states.find_fault(5000.0) is None
 
 
 def test_a_job_that_was_suspended_goes_on_and_who_does_not_wake_is_missed():
     states = joined(AWAKE_S)
-    assert states.fault(1.0) is None
-    assert states.fault(9001.0) is None  # nobody has beaten yet: rank 0 looks first
+    assert states.find_fault(1.0) is None
+    assert states.find_fault(9001.0) is None  # nobody has beaten yet: rank 0 looks first
     beats(states, 9002.0, {0: 1, 1: 1})
     for now_s in range(9003, 9035):
         beats(states, now_s, {0: 1, 1: 1})
-        assert states.fault(now_s) is None
+        assert states.find_fault(now_s) is None
     for now_s in range(9035, 9040):
         beats(states, now_s, {0: 1, 1: 1})
-        fault = states.fault(now_s)
+        fault = states.find_fault(now_s)
     assert fault.ranks == (2,)
 
 
 def test_a_suspension_is_no_time_without_progress():
     states = joined(AWAKE_S)
-    states.fault(0.0)
+    states.find_fault(0.0)
     beats(states, 9000.0, {0: 1, 1: 1, 2: 1})
-    assert states.fault(9000.0) is None
+    assert states.find_fault(9000.0) is None
     for now_s in range(9001, 9589):
         beats(states, now_s, {0: 1, 1: 1, 2: 1})
-        assert states.fault(now_s) is None
+        assert states.find_fault(now_s) is None
     beats(states, 9591.0, {0: 1, 1: 1, 2: 1})
-    assert states.fault(9591.0).stuck
+    assert states.find_fault(9591.0).stuck
 
 
 def test_who_does_not_come_to_an_exchange_that_others_give_up_is_missing(states):
     beats(states, 1.0, {0: 7, 1: 6, 2: 7})
     beats(states, 60.0, {0: 7, 1: 6, 2: 7})
-    states.failed(0, "RuntimeError: another rank did not come within 60 s", True, 61.0)
-    assert states.fault(61.0 + SETTLE_S) is None  # where the others are was heard before
+    states.record_failure(0, "RuntimeError: another rank did not come within 60 s", True, 61.0)
+    assert states.find_fault(61.0 + SETTLE_S) is None  # where the others are was heard before
     beats(states, 64.0, {1: 6, 2: 7})
-    fault = states.fault(64.0)
+    fault = states.find_fault(64.0)
     assert (fault.ranks, fault.stuck) == ((1,), True)
     assert fault.text == (
         "rank 1 (process 101 on node-1) is missing: at a forward, and rank 0 (process 100 on node-0) failed waiting: "
@@ -144,15 +144,15 @@ def test_who_does_not_come_to_an_exchange_that_others_give_up_is_missing(states)
 
 def test_a_secondary_failure_with_others_beside_it_is_the_one_to_name(states):
     beats(states, 1.0, {0: 7, 1: 7, 2: 7})
-    states.failed(0, "RuntimeError: NCCL error", True, 2.0)
+    states.record_failure(0, "RuntimeError: NCCL error", True, 2.0)
     beats(states, 5.0, {1: 7, 2: 7})
-    assert states.fault(5.0).text.startswith("rank 0 (process 100 on node-0) failed: RuntimeError: NCCL error")
+    assert states.find_fault(5.0).text.startswith("rank 0 (process 100 on node-0) failed: RuntimeError: NCCL error")
 
 
 def test_a_secondary_failure_waits_for_the_silence_of_a_lost_machine(states):
     beats(states, 1.0, {0: 7, 1: 7, 2: 7})
-    states.failed(0, "RuntimeError: timed out", True, 20.0)
+    states.record_failure(0, "RuntimeError: timed out", True, 20.0)
     beats(states, 40.0, {2: 7})
-    assert states.fault(40.0) is None
+    assert states.find_fault(40.0) is None
     beats(states, 47.0, {2: 7})
-    assert states.fault(47.0).ranks == (1,)
+    assert states.find_fault(47.0).ranks == (1,)

@@ -13,7 +13,7 @@ import pytest
 
 from wfm_ds.distributed import heartbeat
 from wfm_ds.distributed.fault import RankStates
-from wfm_ds.distributed.heartbeat import Heartbeat, Line, RankRegistry, is_broken_exchange
+from wfm_ds.distributed.heartbeat import Heartbeat, JsonConnection, RankRegistry, is_communication_error
 from wfm_ds.distributed.liveness import Liveness
 from wfm_ds.errors import UserError
 
@@ -27,7 +27,7 @@ from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.fault import RankStates
 
 rank, address = int(sys.argv[1]), json.loads(sys.argv[2])
-heartbeat.BEAT_S = 0.2
+heartbeat.BEAT_INTERVAL_S = 0.2
 limits = json.loads(sys.argv[3])
 
 def say(**what):
@@ -46,18 +46,18 @@ say(ready=True)
 for line in sys.stdin:
     word = line.strip()
     if word == "move":
-        LIVENESS.begin("a forward")
+        LIVENESS.start_operation("a forward")
     elif word == "stop":
         beating.stop()
         sys.exit(0)
     elif word == "fail":
-        say(fault=beating.failed("ZeroDivisionError: x", is_secondary=False).text)
+        say(fault=beating.report_failure("ZeroDivisionError: x", is_secondary=False).text)
         sys.exit(1)
     elif word == "secondary":
-        say(fault=beating.failed("RuntimeError: gloo", is_secondary=True).text)
+        say(fault=beating.report_failure("RuntimeError: gloo", is_secondary=True).text)
         sys.exit(1)
 """
-PATIENT = {"silent_s": 600.0, "stuck_s": 600.0, "awake_s": 1.0}
+PATIENT = {"silent_s": 600.0, "stuck_s": 600.0, "max_gap_s": 1.0}
 
 
 class Process:
@@ -206,7 +206,7 @@ def test_unknown_and_nonsense_are_shut_out():
 
 def test_lines_are_put_together_and_limited():
     near, far = socket.socketpair()
-    line = Line(near)
+    line = JsonConnection(near)
     far.sendall(b'{"beat": 1}\n{"be')
     assert line.receive() == [{"beat": 1}]
     far.sendall(b'at": 2}\n')
@@ -215,8 +215,8 @@ def test_lines_are_put_together_and_limited():
     assert line.receive() is None
     assert not line.send(beat=3)
     near, far = socket.socketpair()
-    line, answers = Line(near), []
-    for _ in range(heartbeat.MAX_LINE // 10_000 + 1):
+    line, answers = JsonConnection(near), []
+    for _ in range(heartbeat.MAX_LINE_BYTES // 10_000 + 1):
         far.sendall(b"x" * 10_000)
         answers.append(line.receive())
     assert answers == [[]] * (len(answers) - 1) + [None]
@@ -232,14 +232,14 @@ def test_an_address_that_nobody_listens_on_is_a_users_error(monkeypatch):
 
 
 def test_a_foreign_address_is_listened_to_everywhere(caplog):
-    with heartbeat.listen("192.0.2.1") as server:  # an address for documentation: nobody's
+    with heartbeat.listen_on_host("192.0.2.1") as server:  # an address for documentation: nobody's
         assert server.getsockname()[0] in ("0.0.0.0", "::")
     assert "cannot listen on 192.0.2.1" in caplog.text
 
 
 def test_several_machines_reach_rank_0_where_its_own_name_is_a_loopback_address():
     """127.0.1.1 stands for the address that rank 0 knows of itself, 127.0.0.1 for the one that others use."""
-    registry = RankRegistry(RankStates(2, **PATIENT), "127.0.1.1", everywhere=True)
+    registry = RankRegistry(RankStates(2, **PATIENT), "127.0.1.1", all_addresses=True)
     beating = Heartbeat((HOST, registry.port), registry.token, 1, on_end=print, liveness=Liveness())
     beating.stop()
     registry.stop()
@@ -258,7 +258,7 @@ def test_a_fault_ends_the_process_even_if_it_cannot_be_written(capfd):
     registry = RankRegistry(RankStates(2, **PATIENT), HOST)
     Heartbeat((HOST, registry.port), registry.token, 1, on_end=full_disk, liveness=Liveness(), exit_process=end)
     other = Heartbeat((HOST, registry.port), registry.token, 0, on_end=print, liveness=Liveness(), exit_process=print)
-    assert other.failed("ZeroDivisionError: x", is_secondary=False).ranks == (0,)
+    assert other.report_failure("ZeroDivisionError: x", is_secondary=False).ranks == (0,)
     assert ended.wait(WAIT_S)
     other.stop()
     registry.stop()
@@ -269,9 +269,9 @@ def test_a_fault_ends_the_process_even_if_it_cannot_be_written(capfd):
 def test_which_errors_are_those_of_an_exchange():
     import torch.distributed as dist
 
-    assert is_broken_exchange(dist.DistNetworkError("x"))
-    assert is_broken_exchange(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    assert is_communication_error(dist.DistNetworkError("x"))
+    assert is_communication_error(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
     wrapped = RuntimeError("another rank did not come")
     wrapped.__cause__ = RuntimeError("gloo timed out")
-    assert is_broken_exchange(wrapped)
-    assert not is_broken_exchange(ZeroDivisionError("division by zero"))
+    assert is_communication_error(wrapped)
+    assert not is_communication_error(ZeroDivisionError("division by zero"))

@@ -58,7 +58,7 @@ def test_a_killed_launcher_ends_the_rank_even_while_it_is_a_zombie():
     launcher.kill()  # not reaped before the rank has ended
     code, _, err = finish(rank)
     finish(launcher)
-    assert code == lifecycle.ORPHANED
+    assert code == lifecycle.ORPHAN_EXIT_CODE
     assert err == f"process {rank.pid} exits: its launcher has died\n"
 
 

@@ -13,11 +13,11 @@ from packaging.requirements import Requirement
 from wfm_ds.doctor import command as doctor
 from wfm_ds.doctor import machine as doctor_machine
 from wfm_ds.doctor import recipe as doctor_recipe
-from wfm_ds.doctor.finding import Finding, attempt
+from wfm_ds.doctor.finding import DoctorFinding, run_check
 from wfm_ds.errors import RecipeError, RewardError
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.estimate import estimate
-from wfm_ds.run.model import load_model
+from wfm_ds.run.memory_estimate import estimate_memory
+from wfm_ds.run.model_loading import load_model
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def recipe(tmp_path, root, tiny_pipelines):
             f"model.path={tiny_pipelines(family)}",
             f"data.path={root / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
         ]
-        return recipe_file.load(root / "recipes" / "tiny" / f"{name}.yaml", [*settings, *overrides])
+        return recipe_file.load_recipe(root / "recipes" / "tiny" / f"{name}.yaml", [*settings, *overrides])
 
     return load
 
@@ -44,7 +44,7 @@ def found(recipe, name, world_size=1):
 
 
 def test_every_package_of_the_environment_fits_and_says_its_version():
-    for package in doctor_machine.PACKAGES:
+    for package in doctor_machine.CHECKED_PACKAGES:
         finding = doctor_machine.version_finding(package)
         assert finding.level == "ok", finding
         assert finding.text[0].isdigit()
@@ -60,26 +60,26 @@ def test_a_version_that_another_package_refuses_is_an_error(tmp_path, monkeypatc
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.0\n{needs}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert list(doctor_machine.unmet("asker")) == [(Requirement("answer<2"), "3.0")]
+    assert list(doctor_machine.unmet_requirements("asker")) == [(Requirement("answer<2"), "3.0")]
     finding = doctor_machine.version_finding("asker")
     assert (finding.level, finding.text) == ("error", "3.0: asker requires answer<2, found 3.0")
 
 
 def test_another_deepspeed_than_the_tested_one_is_warned_of(root, tmp_path, monkeypatch):
-    assert doctor_machine.tested_versions(root / "constraints.txt")["deepspeed"] == doctor_machine.TESTED_DEEPSPEED
+    assert doctor_machine.read_constraints(root / "constraints.txt")["deepspeed"] == doctor_machine.TESTED_DEEPSPEED
     folder = tmp_path / "deepspeed-0.19.9.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.9\n")
-    monkeypatch.setattr(doctor_machine, "unmet", lambda package: iter(()))
+    monkeypatch.setattr(doctor_machine, "unmet_requirements", lambda package: iter(()))
     monkeypatch.syspath_prepend(tmp_path)
     finding = doctor_machine.version_finding("deepspeed")
     assert (finding.level, finding.advice) == ("warning", "pip install deepspeed==0.19.8")
 
 
 def test_the_constraints_are_read(root):
-    versions = doctor_machine.tested_versions(root / "constraints.txt")
+    versions = doctor_machine.read_constraints(root / "constraints.txt")
     assert {"torch", "deepspeed", "diffusers", "transformers", "peft"} <= versions.keys()
-    assert doctor_machine.tested_versions(root / "nowhere.txt") == {}
+    assert doctor_machine.read_constraints(root / "nowhere.txt") == {}
 
 
 def test_a_port_in_use_is_an_error_where_machines_must_agree_on_it():
@@ -133,7 +133,7 @@ def test_a_clock_that_the_travel_time_does_not_explain_is_a_warning():
 def test_a_file_that_is_no_hostfile_is_an_error(tmp_path, text):
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(RecipeError, match="slots=8"):
-        doctor_machine.hosts_of(tmp_path / "hosts")
+        doctor_machine.read_hosts(tmp_path / "hosts")
 
 
 # ---- a recipe
@@ -158,12 +158,12 @@ def test_an_output_folder_that_cannot_be_made_is_an_error(recipe, tmp_path):
 def test_a_dead_endpoint_is_an_error(recipe, tmp_path):
     dead = recipe("reward.spawn=false", f"reward.endpoint=ipc://{tmp_path / 'dead'}", "reward.start_timeout_s=0.3")
     with pytest.raises(RewardError):
-        doctor_recipe.reward_text(dead)
-    assert attempt("rewards", lambda: doctor_recipe.reward_text(dead)).level == "error"
+        doctor_recipe.reward_summary(dead)
+    assert run_check("rewards", lambda: doctor_recipe.reward_summary(dead)).level == "error"
 
 
 def test_samples_that_ranks_cannot_share_are_an_error(recipe):
-    assert attempt("batch", lambda: doctor_recipe.batch(recipe(), 3)).level == "error"
+    assert run_check("batch", lambda: doctor_recipe.batch_summary(recipe(), 3)).level == "error"
 
 
 def test_prompts_that_come_too_seldom_to_be_chosen_by_rewards_are_a_warning(recipe):
@@ -174,8 +174,8 @@ def test_prompts_that_come_too_seldom_to_be_chosen_by_rewards_are_a_warning(reci
 
 def test_replicas_are_named(recipe):
     shared = recipe("engine.sequence_parallel=2")
-    assert doctor_recipe.batch(shared, 4) == "8 samples a step, 4 on each of 2 replicas of 2 ranks"
-    assert attempt("batch", lambda: doctor_recipe.batch(shared, 1)).level == "error"
+    assert doctor_recipe.batch_summary(shared, 4) == "8 samples a step, 4 on each of 2 replicas of 2 ranks"
+    assert run_check("batch", lambda: doctor_recipe.batch_summary(shared, 1)).level == "error"
 
 
 @pytest.mark.parametrize(
@@ -191,18 +191,18 @@ def test_replicas_are_named(recipe):
 def test_the_estimate_counts_what_the_loaded_model_has(recipe, name, family):
     settings = recipe(name=name, family=family)
     model = load_model(settings, torch.device("cpu"))
-    loaded = estimate(settings, model, 2, device="cpu")
-    assert doctor_recipe.estimated(settings, 2) == loaded
+    loaded = estimate_memory(settings, model, 2, device="cpu")
+    assert doctor_recipe.estimate_from_config(settings, 2) == loaded
     if settings.lora is not None:  # Cosmos's frozen text layer moves into the text encoding
-        model.freeze_all_but(settings.lora.target_modules or model.default_lora_targets)
-    assert loaded.total == sum(p.numel() for p in model.denoiser.parameters())
+        model.prepare_for_lora(settings.lora.target_modules or model.default_lora_targets)
+    assert loaded.num_parameters == sum(p.numel() for p in model.denoiser.parameters())
 
 
 def test_too_little_disk_space_and_memory_are_errors(recipe):
     settings = recipe("checkpoint.keep=1000000000000")
-    sizes = doctor_recipe.estimated(settings, 1)
-    assert doctor_recipe.space_finding(settings, sizes).level == "error"
-    assert doctor_recipe.space_finding(recipe(), sizes).level == "ok"
+    sizes = doctor_recipe.estimate_from_config(settings, 1)
+    assert doctor_recipe.disk_finding(settings, sizes).level == "error"
+    assert doctor_recipe.disk_finding(recipe(), sizes).level == "ok"
     assert doctor_recipe.memory_finding(settings, sizes).level == "ok"
     if not torch.cuda.is_available():
         finding = doctor_recipe.memory_finding(settings, dataclasses.replace(sizes, world_size=10**9))
@@ -233,7 +233,7 @@ def test_a_recipe_that_does_not_load_is_a_finding_of_the_table(tmp_path, capsys)
 
 
 def test_warnings_alone_are_no_error(capsys):
-    found = [Finding("a", "warning", "[b] stays"), Finding("c", "ok", "d")]
+    found = [DoctorFinding("a", "warning", "[b] stays"), DoctorFinding("c", "ok", "d")]
     doctor.print_table(found)
     assert "[b] stays" in capsys.readouterr().out
-    assert json.loads(doctor.as_json(found))["errors"] == 0
+    assert json.loads(doctor.format_json(found))["errors"] == 0

@@ -10,7 +10,7 @@ import pytest
 
 from wfm_ds import __version__
 from wfm_ds.distributed import hook
-from wfm_ds.doctor.script import mend, script_finding
+from wfm_ds.doctor.deepspeed_script import repair_script, script_finding
 
 # -S: no site, so no hook of the environment that runs the tests.
 STOCK = f"#!{sys.executable} -S\nimport sys\nsys.stderr.write('unrecognized arguments')\nsys.exit(2)\n"
@@ -39,11 +39,11 @@ def script(folder, text, name="deepspeed"):
     ],
 )
 def test_lines_that_are_for_us(line, ours):
-    assert hook.is_ours(line.split()) is ours
+    assert hook.is_wfm_command(line.split()) is ours
 
 
 def test_the_hook_is_one_line_that_asks_for_the_scripts_name_first():
-    (line,) = hook.PTH.read_text().splitlines()
+    (line,) = hook.PTH_FILE.read_text().splitlines()
     assert line.startswith("import sys; ")
     before, _, after = line.removeprefix("import sys; ").partition(" and __import__(")
     assert after
@@ -75,17 +75,17 @@ def test_what_is_missing_is_put_back_once(tmp_path):
     packages = tmp_path / "site-packages"
     packages.mkdir()
     scripts = script(tmp_path / "bin", STOCK, "deepspeed.pt")
-    assert list(mend(scripts, packages)) == [
-        f"wrote {packages / hook.PTH.name}",
+    assert list(repair_script(scripts, packages)) == [
+        f"wrote {packages / hook.PTH_FILE.name}",
         f"wrote {scripts / 'deepspeed'}, which was missing",
     ]
     assert (scripts / "deepspeed").read_text() == STOCK
     assert os.access(scripts / "deepspeed", os.X_OK)
-    assert (packages / hook.PTH.name).read_bytes() == hook.PTH.read_bytes()
-    assert list(mend(scripts, packages)) == []
+    assert (packages / hook.PTH_FILE.name).read_bytes() == hook.PTH_FILE.read_bytes()
+    assert list(repair_script(scripts, packages)) == []
 
 
 def test_without_a_twin_the_way_out_is_named(tmp_path):
-    assert list(mend(tmp_path, tmp_path))[1:] == [
+    assert list(repair_script(tmp_path, tmp_path))[1:] == [
         f"{tmp_path / 'deepspeed'} is missing: pip install --force-reinstall --no-deps deepspeed"
     ]

@@ -76,8 +76,8 @@ def test_result_tells_how_the_run_ended(finished):
 
 
 def test_resolved_recipe_is_a_recipe_with_the_same_values(finished):
-    resolved = recipe_file.load(finished / "recipe.yaml")
-    assert resolved == recipe_file.load(ROOT / RECIPE, [f"run.output_dir={finished}", JUDGES])
+    resolved = recipe_file.load_recipe(finished / "recipe.yaml")
+    assert resolved == recipe_file.load_recipe(ROOT / RECIPE, [f"run.output_dir={finished}", JUDGES])
 
 
 def test_metrics_have_a_line_per_step_and_per_evaluation(finished):
@@ -150,7 +150,7 @@ def test_an_evaluation_compares_the_run_with_its_base_pair_by_pair(finished, tmp
 
     prompts = tmp_path / "some.txt"
     prompts.write_text("".join(f"a {color} circle\n" for color in ("red", "green", "blue", "white", "black")))
-    base, out = str(recipe_file.load(finished / "recipe.yaml").model.path), tmp_path / "evaluation"
+    base, out = str(recipe_file.load_recipe(finished / "recipe.yaml").model.path), tmp_path / "evaluation"
     words = [base, base, str(finished), "--prompts", str(prompts), "--judges", "jpeg_incompressibility"]
     assert main(["evaluate", *words, "--seeds", "2", "--batch", "5", "--out", str(out), "--fail-on", "no gain"]) == 3
     content = json.loads((out / "evaluation.json").read_text())
@@ -176,10 +176,10 @@ def test_every_rank_has_a_log(finished):
 
 def test_plain_diffusers_makes_the_trainers_own_pictures_from_the_export(finished):
     """The two documented lines, nothing of ours: PNGs equal within one level of 255; the adapter matters."""
-    base = recipe_file.load(finished / "recipe.yaml").model.path
+    base = recipe_file.load_recipe(finished / "recipe.yaml").model.path
     from wfm_ds.models import registry
 
-    pipe = DiffusionPipeline.from_pretrained(registry.resolve(base))
+    pipe = DiffusionPipeline.from_pretrained(registry.resolve_pipeline(base))
     pipe.set_progress_bar_config(disable=True)
     pipe.load_lora_weights(
         str(finished / "safetensors" / "step_2" / "lora"), weight_name="model.safetensors", adapter_name="default"
@@ -204,7 +204,7 @@ def test_plain_diffusers_makes_the_trainers_own_pictures_from_the_export(finishe
 def test_generate_draws_the_runs_own_samples_from_its_export(finished, tmp_path):
     from wfm_ds import generate
 
-    base = recipe_file.load(finished / "recipe.yaml").model.path
+    base = recipe_file.load_recipe(finished / "recipe.yaml").model.path
     arguments = ["--prompts", str(ROOT / "recipes/tiny/prompts/colors/train.txt"), "--height", "32", "--width", "32"]
     arguments += ["--steps", "4", "--seeds", "1000001", "1000002", "--batch", "4"]  # a rank's share of the 8 samples
     lora = str(finished / "safetensors" / "step_2" / "lora")
@@ -222,7 +222,7 @@ def test_generate_draws_a_full_runs_own_samples_from_its_export(tmp_path):
     recipe = ROOT / "recipes" / "tiny" / "sd3_nft_full.yaml"
     process = run("-m", "wfm_ds.train", str(recipe), f"run.output_dir={tmp_path / 'run'}", launcher="python")
     assert process.returncode == 0, process.stdout + process.stderr
-    resolved = recipe_file.load(tmp_path / "run" / "recipe.yaml")
+    resolved = recipe_file.load_recipe(tmp_path / "run" / "recipe.yaml")
     samples = tmp_path / "run" / "samples" / f"step_{resolved.run.steps}"
     (tmp_path / "prompts.txt").write_text("".join(f"{text}\n" for text in dict.fromkeys(p for p, _ in drawn(samples))))
     size, seeds = resolved.sampling, resolved.validation.seeds
@@ -336,7 +336,7 @@ def test_request_to_stop_saves_at_a_step_boundary_and_the_same_command_goes_on(t
     assert (result["status"], result["step"]) == ("finished", step + 2)
     steps = [r["step"] for r in lines(folder / "metrics.jsonl") if "loss/total" in r]
     assert steps == list(range(1, step + 3))
-    assert recipe_file.load(folder / "recipe.yaml").run.steps == step + 2
+    assert recipe_file.load_recipe(folder / "recipe.yaml").run.steps == step + 2
 
 
 def test_error_before_the_first_step_takes_back_what_was_written(tmp_path):

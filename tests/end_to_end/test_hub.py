@@ -49,7 +49,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(tmp_path, tiny_pipelines):
         done = train(tmp_path, "run.steps=1", "checkpoint.every=1", endpoint=hub.url, offline="0")
         assert done.returncode == 0, done.stdout + done.stderr
         assert hub.sent.count("transformer/diffusion_pytorch_model.safetensors") == 1
-        assert recipe_file.load(tmp_path / "out" / "recipe.yaml").model.revision == commit
+        assert recipe_file.load_recipe(tmp_path / "out" / "recipe.yaml").model.revision == commit
         assert f'from_pretrained("{NAME}", revision="{commit}"' in "".join((done.stdout + done.stderr).split("\n"))
         # The branch moves: a new run would take another commit, this one does not ask.
         hub.repos[NAME].files["README.md"] = b"changed"
@@ -57,7 +57,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(tmp_path, tiny_pipelines):
         again = train(tmp_path, "run.steps=2", "checkpoint.every=1", endpoint=hub.url, offline="0")
         assert again.returncode == 0, again.stdout + again.stderr
         assert len(hub.sent) == num_sent
-        assert recipe_file.load(tmp_path / "out" / "recipe.yaml").model.revision == commit
+        assert recipe_file.load_recipe(tmp_path / "out" / "recipe.yaml").model.revision == commit
         assert json.loads((tmp_path / "out" / "result.json").read_text())["step"] == 2
     elsewhere = train(
         tmp_path, f"run.output_dir={tmp_path / 'new'}", "model.revision=v2", endpoint=hub.url, offline="1"

@@ -68,7 +68,12 @@ def test_an_installation_works_in_an_empty_folder_and_leaves_deepspeed_whole(opt
     assert run(script, "--wfm-version", cwd=empty) == version
     assert "wfm_ds.train" in run(script, "--num_gpus", "2", "-m", "wfm_ds.train", "--help", cwd=empty)
     assert "digits/nft" in run(wfm, "recipes", cwd=empty)
-    shipped = run(python, "-c", "from wfm_ds.recipe import shipped; print(shipped.require('digits/sft'))", cwd=empty)
+    shipped = run(
+        python,
+        "-c",
+        "from wfm_ds.recipe import shipped_recipes; print(shipped_recipes.verify_upload('digits/sft'))",
+        cwd=empty,
+    )
     assert Path(shipped.strip()).is_relative_to(packages if not options else tmp_path / "sources")
     run(wfm, "recipes", "copy", "tiny/sd3_nft", "mine.yaml", cwd=empty)
     assert "--module wfm_ds.train mine.yaml" in run(wfm, "train", "mine.yaml", "--dry-run", cwd=empty)

@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from wfm_ds.errors import UserError
-from wfm_ds.quickstart.command import improve, parser, prepare, show, train_start, world_of
-from wfm_ds.quickstart.digits import spread_within_prompts
-from wfm_ds.quickstart.moving import MovingShapes, Video, starts_hit
-from wfm_reward.moving_world import Clip, clips, draw, pixels
+from wfm_ds.quickstart.command import load_demo, parser, prepare_folder, run_rl, run_sft, write_report
+from wfm_ds.quickstart.digits import std_within_prompts
+from wfm_ds.quickstart.moving import PromptedVideo, ShapesDemo, count_correct_starts
+from wfm_reward.moving_demo import MovingClip, draw_clip, list_clips, render_frames
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_foreign_folder_is_never_replaced(tmp_path, root):
 def test_world_is_an_undocumented_alias_of_demo(old, demo):
     assert parser().parse_intermixed_args(["--world", old]).demo == demo
     assert parser().parse_intermixed_args(["--demo", demo]).demo == demo
-    assert type(world_of(demo)) is type(world_of(parser().parse_intermixed_args(["--world", old]).demo))
+    assert type(load_demo(demo)) is type(load_demo(parser().parse_intermixed_args(["--world", old]).demo))
 
 
 def test_the_documented_option_has_the_demos_names_only():
@@ -70,20 +70,20 @@ def test_the_documented_option_has_the_demos_names_only():
 
 def test_spread_is_within_prompts_and_not_between_them():
     dark, light = np.zeros((2, 2, 3), np.uint8), np.full((2, 2, 3), 255, np.uint8)
-    assert spread_within_prompts([(dark, "a"), (dark, "a"), (light, "b"), (light, "b")]) == 0
-    assert spread_within_prompts([(dark, "a"), (light, "a")]) == 0.5
+    assert std_within_prompts([(dark, "a"), (dark, "a"), (light, "b"), (light, "b")]) == 0
+    assert std_within_prompts([(dark, "a"), (light, "a")]) == 0.5
 
 
 @pytest.mark.slow
 def test_moving_shapes_are_trained_and_shown(tmp_path, root, monkeypatch):
     """A few steps of each training: what they reach is a study's, benchmarks/learning/video.py."""
     monkeypatch.chdir(root)
-    folder, demo = tmp_path / "quickstart", MovingShapes()
-    prepare(demo, folder)
-    sft_result = train_start(demo, folder, folder / "sft", 0, "run.steps=4", "validation.seeds=[1, 2]")
+    folder, demo = tmp_path / "quickstart", ShapesDemo()
+    prepare_folder(demo, folder)
+    sft_result = run_sft(demo, folder, folder / "sft", 0, "run.steps=4", "validation.seeds=[1, 2]")
     few = ("run.steps=1", "rollout.group_size=2", "validation.seeds=[1, 2]")
-    improve(demo, folder, folder / "nft", sft_result, 0, *few)
-    show(demo, folder, folder / "nft", seconds=1.0)
+    run_rl(demo, folder, folder / "nft", sft_result, 0, *few)
+    write_report(demo, folder, folder / "nft", seconds=1.0)
     report = (folder / "report.md").read_text()
     for row in (
         "reward",
@@ -103,10 +103,10 @@ def test_moving_shapes_are_trained_and_shown(tmp_path, root, monkeypatch):
 
 def test_starts_are_counted_among_the_right_videos():
     def video(asked, shown):
-        return Video(asked.prompt, pixels(draw(shown)))
+        return PromptedVideo(asked.prompt, render_frames(draw_clip(shown)))
 
-    one, other, wrong = Clip("square", "up", 0), Clip("square", "up", 3), Clip("circle", "up", 1)
-    assert starts_hit([video(one, one), video(one, one)]) == 1
-    assert starts_hit([video(one, one), video(one, other), video(one, wrong)]) == 2
-    assert starts_hit([video(one, one), video(wrong, one)]) == 0.5
-    assert starts_hit([video(clip, clip) for clip in clips()]) == 4
+    one, other, wrong = MovingClip("square", "up", 0), MovingClip("square", "up", 3), MovingClip("circle", "up", 1)
+    assert count_correct_starts([video(one, one), video(one, one)]) == 1
+    assert count_correct_starts([video(one, one), video(one, other), video(one, wrong)]) == 2
+    assert count_correct_starts([video(one, one), video(wrong, one)]) == 0.5
+    assert count_correct_starts([video(clip, clip) for clip in list_clips()]) == 4

@@ -23,10 +23,10 @@ from wfm_ds.monitoring.monitor import Monitor
 setup_logging(None, 0, console=True)
 long = "x = [" + ", ".join(["'a word'"] * 40) + "]"
 with Monitor(Path(sys.argv[1]), is_main=True, console=True, total_steps=2) as monitor:
-    monitor.progress(1, samples=1)
-    monitor.last_message("load it with:\\nimport os\\n" + long)
-    monitor.progress(2, samples=1)
-    monitor.message("finished")
+    monitor.update_progress(1, samples=1)
+    monitor.log_at_close("load it with:\\nimport os\\n" + long)
+    monitor.update_progress(2, samples=1)
+    monitor.log_message("finished")
 """
 
 

@@ -8,7 +8,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from multi_rank.training import inputs, small_sd3
-from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine.policies import add_adapters
 from wfm_ds.models.experts import Experts
 from wfm_ds.recipe.sections import LoraRecipe
 
@@ -61,7 +61,7 @@ def test_every_switch_leaves_what_peft_s_own_leaves(denoiser):
     assert state(module) == state(twin)
     seen = {}
     for name in ORDER:
-        adapters.use(name)
+        adapters.activate(name)
         switch_by_peft(twin, name)
         assert state(module) == state(twin), name
         seen[name] = outputs(module)
@@ -77,7 +77,7 @@ def test_a_switch_visits_no_module(denoiser, monkeypatch):
     walk = nn.Module.named_modules
     monkeypatch.setattr(nn.Module, "named_modules", lambda self, *a, **k: walks.append(self) or walk(self, *a, **k))
     for name in ORDER:
-        adapters.use(name)
+        adapters.activate(name)
     assert walks == []
     switch_by_peft(module, "default")
     assert walks

@@ -12,8 +12,15 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from multi_rank.sharing import CASES, built, run
-from wfm_ds.engine import attention
-from wfm_ds.engine.attention import KERNELS, attention_layers, choose, in_use, obstacle, use
+from wfm_ds.engine import attention_kernels
+from wfm_ds.engine.attention_kernels import (
+    KERNELS,
+    attention_layers,
+    choose_kernel,
+    current_kernel,
+    find_obstacle,
+    use_kernel,
+)
 from wfm_ds.errors import UserError
 from wfm_ds.models import registry
 
@@ -63,8 +70,8 @@ def test_every_attention_call_reaches_the_chosen_kernel(name, counted):
     case = CASES[name]
     plain = built(case)
     chosen = copy.deepcopy(plain)
-    use(chosen, "cudnn")
-    assert in_use(chosen) == "cudnn"
+    use_kernel(chosen, "cudnn")
+    assert current_kernel(chosen) == "cudnn"
     with CallsOfTorch() as torchs:
         outputs, gradients = run(chosen, case, [case.even])
     assert len(counted) == torchs.count >= len(list(attention_layers(chosen)))
@@ -85,50 +92,50 @@ class CallsOfTorch(torch.overrides.TorchFunctionMode):
 
 
 def test_both_kinds_of_blocks_of_flux2_reach_the_chosen_kernel(counted, tiny_pipelines):
-    model = registry.load(tiny_pipelines("flux2"), dtype=torch.float32, device="cpu")
+    model = registry.load_model(tiny_pipelines("flux2"), dtype=torch.float32, device="cpu")
     arguments = torch.randn(1, *model.latent_shape(32, 32)), torch.ones(1), model.encode_text(["a cat"])
     with torch.no_grad():
         want = model.denoise(*arguments)
-        use(model.denoiser, "cudnn")
+        use_kernel(model.denoiser, "cudnn")
         torch.testing.assert_close(model.denoise(*arguments), want, rtol=0, atol=1e-6)
     assert len(counted) == len(list(attention_layers(model.denoiser))) == 2
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "z_image", "sana_wm"])
 def test_attention_to_masked_text_stays_as_it_is(family, tiny_pipelines, gpu):
-    transformer = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu").denoiser
-    assert choose("auto", transformer, BF16, gpu(HOPPER), trains=True) == "native"
+    transformer = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu").denoiser
+    assert choose_kernel("auto", transformer, BF16, gpu(HOPPER), trains=True) == "native"
     with pytest.raises(UserError, match="does not support masks"):
-        choose("cudnn", transformer, BF16, CUDA, trains=True)
+        choose_kernel("cudnn", transformer, BF16, CUDA, trains=True)
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_native_leaves_every_processor_as_it_is(name):
     transformer = built(CASES[name])
     before = [layer.processor for _, layer in attention_layers(transformer)]
-    use(transformer, choose("native", transformer, BF16, CPU, trains=True))
+    use_kernel(transformer, choose_kernel("native", transformer, BF16, CPU, trains=True))
     assert [layer.processor for _, layer in attention_layers(transformer)] == before
-    assert in_use(transformer) == "native"
+    assert current_kernel(transformer) == "native"
 
 
 @pytest.mark.parametrize("family", ["sd3", "wan", "cosmos25"])
 def test_auto_is_cudnn_from_hopper_on_in_half_precision(family, gpu):
     served = with_heads_of(family, 64)
-    assert choose("auto", served, BF16, gpu(HOPPER), trains=True) == "cudnn"
-    assert choose("auto", served, BF16, gpu(BLACKWELL), trains=True) == "cudnn"
-    assert choose("auto", served, BF16, gpu(AMPERE), trains=True) == "native"
-    assert choose("auto", served, torch.float32, gpu(HOPPER), trains=True) == "native"
-    assert choose("auto", served, BF16, CPU, trains=True) == "native"
-    assert choose("auto", with_heads_of(family, 256), BF16, gpu(HOPPER), trains=True) == "native"
+    assert choose_kernel("auto", served, BF16, gpu(HOPPER), trains=True) == "cudnn"
+    assert choose_kernel("auto", served, BF16, gpu(BLACKWELL), trains=True) == "cudnn"
+    assert choose_kernel("auto", served, BF16, gpu(AMPERE), trains=True) == "native"
+    assert choose_kernel("auto", served, torch.float32, gpu(HOPPER), trains=True) == "native"
+    assert choose_kernel("auto", served, BF16, CPU, trains=True) == "native"
+    assert choose_kernel("auto", with_heads_of(family, 256), BF16, gpu(HOPPER), trains=True) == "native"
 
 
 @pytest.mark.parametrize("family", ["sana", "sana_video"])
 @pytest.mark.parametrize("name", sorted(KERNELS))
 def test_sana_keeps_its_own_attention(family, name, gpu):
     transformer = built(CASES[family])
-    assert choose("auto", transformer, BF16, gpu(HOPPER), trains=True) == "native"
+    assert choose_kernel("auto", transformer, BF16, gpu(HOPPER), trains=True) == "native"
     with pytest.raises(UserError, match=rf"model\.attention: {name} .*attn\d.*set it to auto or native"):
-        choose(name, transformer, BF16, CUDA, trains=False)
+        choose_kernel(name, transformer, BF16, CUDA, trains=False)
 
 
 def test_video_text_of_sana_is_refused_for_its_mask():
@@ -136,7 +143,7 @@ def test_video_text_of_sana_is_refused_for_its_mask():
     for block in transformer.transformer_blocks:
         block.attn1 = torch.nn.Identity()
     with pytest.raises(UserError, match="does not support masks"):
-        choose("cudnn", transformer, BF16, CPU, trains=False)
+        choose_kernel("cudnn", transformer, BF16, CPU, trains=False)
 
 
 @pytest.mark.parametrize(
@@ -158,32 +165,32 @@ def test_video_text_of_sana_is_refused_for_its_mask():
 def test_a_kernel_that_cannot_serve_is_refused_with_the_way_out(name, trains, dtype, capability, words, gpu):
     device = CPU if capability is None else gpu(capability)
     with pytest.raises(UserError, match=rf"^model\.attention: {name} .*{words}.*, or set it to auto or native$"):
-        choose(name, with_heads_of("wan", 64), dtype, device, trains=trains)
+        choose_kernel(name, with_heads_of("wan", 64), dtype, device, trains=trains)
 
 
 def test_heads_that_a_kernel_does_not_take_are_refused():
     wan = with_heads_of("wan", 160)
     with pytest.raises(UserError, match=r"heads of 8 to 128 channels in steps of 8, and blocks\.0\.attn1 has 160"):
-        choose("cudnn", wan, BF16, CPU, trains=True)
-    assert "heads of 64 to 128" in obstacle("sage", wan, BF16, HOPPER, trains=False)
+        choose_kernel("cudnn", wan, BF16, CPU, trains=True)
+    assert "heads of 64 to 128" in find_obstacle("sage", wan, BF16, HOPPER, trains=False)
 
 
 def test_an_installed_package_is_taken(monkeypatch):
     """What flash-attn's presence changes, told by the one function that looks for it."""
-    monkeypatch.setattr(attention, "is_installed", lambda backend: True)
+    monkeypatch.setattr(attention_kernels, "is_installed", lambda backend: True)
     wan = with_heads_of("wan", 64)
-    assert obstacle("flash", wan, BF16, AMPERE, trains=True) is None
-    assert obstacle("flash3", wan, BF16, HOPPER, trains=False) is None
-    assert "9.0 or newer, below 10.0" in obstacle("flash3", wan, BF16, BLACKWELL, trains=False)
+    assert find_obstacle("flash", wan, BF16, AMPERE, trains=True) is None
+    assert find_obstacle("flash3", wan, BF16, HOPPER, trains=False) is None
+    assert "9.0 or newer, below 10.0" in find_obstacle("flash3", wan, BF16, BLACKWELL, trains=False)
 
 
 def test_deterministic_algorithms_leave_native_alone(gpu):
     wan = with_heads_of("wan", 64)
     torch.use_deterministic_algorithms(True)
     try:
-        assert choose("auto", wan, BF16, gpu(HOPPER), trains=True) == "native"
+        assert choose_kernel("auto", wan, BF16, gpu(HOPPER), trains=True) == "native"
         with pytest.raises(UserError, match=r"which engine\.deterministic requires"):
-            choose("cudnn", wan, BF16, CUDA, trains=True)
+            choose_kernel("cudnn", wan, BF16, CUDA, trains=True)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -205,10 +212,10 @@ def test_a_layer_that_computes_its_attention_itself_is_named():
     wan.blocks[0].attn1.processor = Own()
     own = r"does not support blocks\.0\.attn1, which computes its attention itself \(Own\)"
     with pytest.raises(UserError, match=own):
-        choose("cudnn", wan, BF16, CPU, trains=True)
+        choose_kernel("cudnn", wan, BF16, CPU, trains=True)
     wan.blocks[0].attn1.processor = wan.blocks[0].attn2.processor
     del wan.blocks[0].attn1.inner_dim
     with pytest.raises(UserError, match=r"blocks\.0\.attn1, which does not define the size of its heads"):
-        choose("cudnn", wan, BF16, CPU, trains=True)
+        choose_kernel("cudnn", wan, BF16, CPU, trains=True)
     with pytest.raises(UserError, match="Linear has none"):
-        choose("cudnn", torch.nn.Linear(2, 2), BF16, CPU, trains=True)
+        choose_kernel("cudnn", torch.nn.Linear(2, 2), BF16, CPU, trains=True)

@@ -9,14 +9,14 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from multi_rank.sharing import CASES, built, forwards, run
+from wfm_ds.engine.adapter_merge import AdapterMerge
 from wfm_ds.engine.base_precision import quantise_base
-from wfm_ds.engine.compiled import MOST_GRAPHS, compile_blocks
-from wfm_ds.engine.flops import adapted_layers
-from wfm_ds.engine.merging import AdapterMerge
+from wfm_ds.engine.block_compilation import MAX_GRAPHS, compile_blocks
+from wfm_ds.engine.flops import find_adapter_layers
 from wfm_ds.errors import RecipeError, UserError
-from wfm_ds.models.registry import families
+from wfm_ds.models.registry import model_families
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.deepspeed import deepspeed_config
+from wfm_ds.recipe.deepspeed import build_deepspeed_config
 
 FAMILIES = {
     "sd3": "sd3",
@@ -109,29 +109,29 @@ def test_every_thread_may_compile_as_many_graphs_as_a_run_has(count):
     thread.start()
     thread.join()
     assert len(found) == 2
-    assert min(found) >= MOST_GRAPHS
+    assert min(found) >= MAX_GRAPHS
 
 
 @pytest.fixture
 def tiny(root):
     def load(*overrides):
-        return recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", ["engine.compile=true", *overrides])
+        return recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", ["engine.compile=true", *overrides])
 
     return load
 
 
 def test_zero3_is_refused_unless_it_gathers_outside_the_blocks(tiny):
     config = {"accumulation": 1, "policies": frozenset(), "world_size": 2, "ranks_per_node": 2}
-    deepspeed_config(tiny(), **config)
+    build_deepspeed_config(tiny(), **config)
     with pytest.raises(RecipeError, match=r"zero3\.json: engine\.compile cannot compile blocks .* use zero2"):
-        deepspeed_config(tiny("engine.deepspeed=zero3"), **config)
+        build_deepspeed_config(tiny("engine.deepspeed=zero3"), **config)
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_blocks_on_a_base_in_fewer_bits_are_one_graph_each(precision, count):
-    case, block_classes = CASES["sd3"], families()["sd3"].block_classes
+    case, block_classes = CASES["sd3"], model_families()["sd3"].block_classes
     eager = built(case, heads=8, lora=True, checkpointing=True)  # whose sides are multiples of 16
     assert quantise_base(eager, block_classes, precision, torch.float32, torch.device("cpu"))
     compiled = copy.deepcopy(eager)
@@ -151,7 +151,7 @@ def test_blocks_on_a_base_in_fewer_bits_are_one_graph_each(precision, count):
     "name", [name if name == "sd3" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 )
 def test_compiled_blocks_equal_eager_ones(name, count):
-    case, block_classes = CASES[name], families()[FAMILIES[name]].block_classes
+    case, block_classes = CASES[name], model_families()[FAMILIES[name]].block_classes
     eager = built(case, lora=True, checkpointing=True)
     compiled = copy.deepcopy(eager)
     compile_blocks(compiled, block_classes)
@@ -188,22 +188,22 @@ WAYS = 3  # that a size is called in: with a gradient, without one, and without 
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_size_costs_three_versions_of_a_kind_of_block_at_most_and_coming_back_to_it_none(count):
-    case, block_classes = CASES["sd3"], families()["sd3"].block_classes
+    case, block_classes = CASES["sd3"], model_families()["sd3"].block_classes
     module = built(case, lora=True)
     compile_blocks(module, block_classes)
     sizes = [(height, width, 5) for height, width in ((3, 3), (2, 4))]
-    merge = AdapterMerge(adapted_layers(module))
+    merge = AdapterMerge(find_adapter_layers(module))
 
     def rollouts(*, merged):
         """Forwards of each size without a gradient, of the policy's adapter or with it in the weights."""
         if merged:
-            merge.put_in("default")
+            merge.merge("default")
             module.disable_adapters()
         with torch.no_grad():
             outputs, _ = forwards(module, case, sizes)
         if merged:
             module.enable_adapters()
-            merge.take_out()
+            merge.restore()
         return outputs
 
     found = []
@@ -216,4 +216,4 @@ def test_a_size_costs_three_versions_of_a_kind_of_block_at_most_and_coming_back_
     kinds = 2  # the last block of SD3 leaves the text as it is
     assert found[0] == found[1] == (found[0][0], 0)
     assert found[0][0] <= WAYS * kinds * len(sizes)
-    assert MOST_GRAPHS >= 10 * 25, "as many sizes, in five ways each, as docs/engine.md says"
+    assert MAX_GRAPHS >= 10 * 25, "as many sizes, in five ways each, as docs/engine.md says"

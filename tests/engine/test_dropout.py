@@ -3,8 +3,8 @@
 import torch
 
 from multi_rank.training import inputs, small_sd3
-from wfm_ds.engine.dropout import AdapterDropout
-from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine.adapter_dropout import AdapterDropout
+from wfm_ds.engine.policies import add_adapters
 from wfm_ds.recipe.sections import LoraRecipe
 
 
@@ -17,7 +17,7 @@ def test_masks_follow_from_the_step_and_stay_away_without_a_gradient():
     cpu = torch.device("cpu")
 
     def forward(dropout, step):
-        with dropout.drawn(step, cpu):
+        with dropout.seed_masks(step, cpu):
             return module(**inputs(range(1)), return_dict=False)[0].detach()
 
     torch.manual_seed(7)
@@ -30,5 +30,5 @@ def test_masks_follow_from_the_step_and_stay_away_without_a_gradient():
     with torch.no_grad():
         assert torch.equal(forward(first, 0), forward(other_rank, 5))
     assert torch.equal(torch.get_rng_state(), before)
-    adapters.use("ema")
+    adapters.activate("ema")
     assert torch.equal(forward(first, 0), forward(first, 1))

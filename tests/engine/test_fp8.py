@@ -6,12 +6,12 @@ from torch import nn
 
 from families import CASES, PROMPTS
 from multi_rank.training import inputs, small_sd3
-from wfm_ds.contract.subject import Subject
+from wfm_ds.contract.family_under_test import FamilyUnderTest
 from wfm_ds.engine.base_precision import quantise_base
-from wfm_ds.engine.fp8 import Fp8Linear, Fp8TwiceLinear, require_fp8
-from wfm_ds.engine.live import LiveBytes
-from wfm_ds.engine.placement import move
-from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine.fp8_linear import Fp8Linear, Fp8TwiceLinear, require_fp8
+from wfm_ds.engine.live_bytes import LiveByteCounter
+from wfm_ds.engine.policies import add_adapters
+from wfm_ds.engine.weight_placement import move_weights
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry
 from wfm_ds.recipe.sections import LoraRecipe
@@ -42,7 +42,7 @@ def test_the_error_is_that_of_three_bits_of_mantissa(k):
 def test_products_are_those_of_the_stored_numbers():
     plain, quantised = layer(128, 48)
     x = torch.randn(5, 7, 128)
-    values, scale = quantised.quantised
+    values, scale = quantised.quantised_weight
     weight = values.double() * scale.double()
     assert relative(quantised.weight, plain.weight) < 0.03
     rows = Fp8Linear(nn.Linear(128, 35), FP32, CPU)  # quantises its rows like an input's
@@ -91,12 +91,12 @@ def test_a_row_does_not_depend_on_its_batch():
 
 def test_casting_and_saving_a_module_leave_the_stored_weight_alone():
     _, quantised = layer(64, 32)
-    values, scale = (part.clone() for part in quantised.quantised)
+    values, scale = (part.clone() for part in quantised.quantised_weight)
     module = nn.Sequential(quantised).to(BF16)
     assert module.state_dict().keys() == {"0.bias"}
     assert [p.shape for p in module.parameters()] == [(32,)]
-    assert torch.equal(quantised.quantised[0].view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(quantised.quantised[1], scale)
+    assert torch.equal(quantised.quantised_weight[0].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(quantised.quantised_weight[1], scale)
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -104,13 +104,13 @@ def test_predictions_of_every_family_stay_near_and_a_sample_is_the_same_in_any_b
     """No modulation and nothing outside blocks is quantised, and what is moves a prediction little. Plain products in
     float32 depend on the size of a batch in their last bit on a CPU; those of rows in float8 do not."""
     case = CASES[family]
-    model = registry.load(tiny_pipelines(family), dtype=BF16, device="cpu", **case.load_options)
+    model = registry.load_model(tiny_pipelines(family), dtype=BF16, device="cpu", **case.load_options)
     latents = torch.randn(2, *model.latent_shape(*case.size), generator=torch.Generator().manual_seed(0))
-    told = Subject(tiny_pipelines(family), case).besides(model)
+    told = FamilyUnderTest(tiny_pipelines(family), case).encode_required_inputs(model)
     conditioning, sigma_B = model.encode_text(PROMPTS) | told, torch.tensor(case.sigmas[0])
     with torch.no_grad():
         plain = model.denoise(latents, sigma_B, conditioning)
-        quantise_base(model.bare_denoiser, model.block_classes, "fp8", BF16, CPU)
+        quantise_base(model.unwrapped_denoiser, model.block_classes, "fp8", BF16, CPU)
         found = model.denoise(latents, sigma_B, conditioning)
         alone = model.denoise(latents[:1], sigma_B[:1], {name: rows[:1] for name, rows in conditioning.items()})
     assert 0 < relative(found, plain) < 0.08
@@ -119,18 +119,18 @@ def test_predictions_of_every_family_stay_near_and_a_sample_is_the_same_in_any_b
 
 def test_the_base_is_never_whole_beside_what_is_kept_of_it(tiny_pipelines):
     """As a rollout worker loads it: from the pages of its files, in one go to what the worker computes with."""
-    model = registry.load(tiny_pipelines("sd3"), dtype=BF16, device="cpu", mapped=True)
+    model = registry.load_model(tiny_pipelines("sd3"), dtype=BF16, device="cpu", mapped=True)
     denoiser = model.denoiser
     largest = max(p.numel() for p in denoiser.parameters())
-    with LiveBytes("cpu") as live:
+    with LiveByteCounter("cpu") as live:
         quantise_base(denoiser, model.block_classes, "fp8", BF16, CPU)
-        move(denoiser, BF16, CPU)
+        move_weights(denoiser, BF16, CPU)
     assert base(denoiser)
     assert {p.dtype for p in denoiser.parameters()} == {BF16}
     # One weight and its rows in float32, while it is quantised.
-    assert live.peak < live.now + 16 * largest
+    assert live.peak < live.current + 16 * largest
     kept = sum(tensor.nbytes for tensor in (*denoiser.parameters(), *denoiser.buffers()))
-    assert live.now <= kept
+    assert live.current <= kept
 
 
 def base(module):
@@ -162,12 +162,12 @@ def test_adapters_train_beside_a_quantised_base_and_equal_policies_predict_equal
     ]
     outcomes = {}
     for name in ("default", "old", None):
-        adapters.use(name)
+        adapters.activate(name)
         with torch.no_grad():
             outcomes[name] = module(**inputs(range(2), FP32), return_dict=False)[0]
     assert torch.equal(outcomes["default"], outcomes["old"])
     assert torch.equal(outcomes["default"], outcomes[None])  # B is zero
-    adapters.use("default")
+    adapters.activate("default")
     module(**inputs(range(2), FP32), return_dict=False)[0].square().mean().backward()
     gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     assert gradients

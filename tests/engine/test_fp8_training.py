@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from multi_rank.training import inputs, small_sd3
-from wfm_ds.engine import packages
+from wfm_ds.engine import optional_packages
 from wfm_ds.engine.fp8_training import train_in_float8
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
@@ -77,11 +77,11 @@ def test_everything_of_a_denoiser_trains():
 
 
 def test_it_is_refused_without_its_package(root, monkeypatch):
-    monkeypatch.setattr(packages, "find_spec", lambda package: None)
-    recipe = recipe_file.load(root / "recipes" / "sd3_nft.yaml", ["lora=null", "model.fp8_training=torchao"])
+    monkeypatch.setattr(optional_packages, "find_spec", lambda package: None)
+    recipe = recipe_file.load_recipe(root / "recipes" / "sd3_nft.yaml", ["lora=null", "model.fp8_training=torchao"])
     with pytest.raises(
         RecipeError, match=r"model\.fp8_training: torchao needs the package torchao, .* 'wfm_ds\[fp8\]'"
     ):
-        packages.require_packages(recipe)
+        optional_packages.require_packages(recipe)
     with pytest.raises(RecipeError, match="needs the package torchao"):
         train_in_float8(nn.Sequential(Block()), (Block,), "torchao", BF16, CPU)

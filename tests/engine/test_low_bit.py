@@ -8,10 +8,10 @@ from torch import nn
 
 from families import CASES, PROMPTS
 from multi_rank.training import inputs, small_sd3
-from wfm_ds.engine import packages
-from wfm_ds.engine.base_precision import LAYERS, quantise_base
-from wfm_ds.engine.low_bit import Int8Linear
-from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine import optional_packages
+from wfm_ds.engine.base_precision import LAYER_CLASSES, quantise_base
+from wfm_ds.engine.low_bit_linear import Int8Linear
+from wfm_ds.engine.policies import add_adapters
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
@@ -33,7 +33,7 @@ def layer(kind, k, n, dtype=FP32):
     made = nn.Linear(k, n).to(dtype)
     with torch.no_grad():
         made.weight.normal_()
-    return made, LAYERS[kind](made, dtype, CPU)
+    return made, LAYER_CLASSES[kind](made, dtype, CPU)
 
 
 @pytest.mark.parametrize("k", [64, 96, 1536])
@@ -76,12 +76,12 @@ def test_a_row_of_zeros_stays_zeros():
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), pytest.param("nf4", 0.25, marks=BY_LIBRARY)])
 def test_predictions_stay_near(kind, most, family, tiny_pipelines):
     case = CASES[family]
-    model = registry.load(tiny_pipelines(family), dtype=BF16, device="cpu", **case.load_options)
+    model = registry.load_model(tiny_pipelines(family), dtype=BF16, device="cpu", **case.load_options)
     latents = torch.randn(2, *model.latent_shape(*case.size), generator=torch.Generator().manual_seed(0))
     conditioning, sigma_B = model.encode_text(PROMPTS), torch.tensor(case.sigmas[0])
     with torch.no_grad():
         plain = model.denoise(latents, sigma_B, conditioning)
-        quantise_base(model.bare_denoiser, model.block_classes, kind, BF16, CPU)
+        quantise_base(model.unwrapped_denoiser, model.block_classes, kind, BF16, CPU)
         assert 0 < relative(model.denoise(latents, sigma_B, conditioning), plain) < most
 
 
@@ -92,7 +92,7 @@ def test_adapters_train_beside_such_a_base_and_equal_policies_predict_equal_bits
     adapters = add_adapters(module, LoraRecipe(rank=2, alpha=4), ["to_q", "to_out.0"], ["old"], seed=0)
     outcomes = {}
     for name in ("old", None, "default"):
-        adapters.use(name)
+        adapters.activate(name)
         outcomes[name] = module(**inputs(range(2), FP32), return_dict=False)[0]
     assert torch.equal(outcomes["default"], outcomes["old"])
     assert torch.equal(outcomes["default"], outcomes[None])  # B is zero
@@ -108,7 +108,7 @@ def test_adapters_train_beside_such_a_base_and_equal_policies_predict_equal_bits
     [("model.base_precision=nf4", "base_precision: nf4"), ("optimizer.name=adamw8bit", "optimizer.name: adamw8bit")],
 )
 def test_a_key_whose_package_is_missing_is_refused(override, named, root, monkeypatch):
-    monkeypatch.setattr(packages, "find_spec", lambda package: None)
-    recipe = recipe_file.load(root / "recipes" / "sd3_nft.yaml", [override])
+    monkeypatch.setattr(optional_packages, "find_spec", lambda package: None)
+    recipe = recipe_file.load_recipe(root / "recipes" / "sd3_nft.yaml", [override])
     with pytest.raises(RecipeError, match=rf"{named} needs the package bitsandbytes, .* install 'wfm_ds\[low-bit\]'"):
-        packages.require_packages(recipe)
+        optional_packages.require_packages(recipe)

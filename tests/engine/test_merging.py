@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from multi_rank.training import TARGETS, inputs, small_sd3
-from wfm_ds.engine.merging import merged
-from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine.adapter_merge import use_merged_weights
+from wfm_ds.engine.policies import add_adapters
 from wfm_ds.recipe.sections import LoraRecipe
 
 
@@ -32,15 +32,15 @@ def test_the_forward_is_the_adapters_and_the_weights_are_theirs_again_to_the_bit
     (denoiser, adapters), computed = adapted(dtype), []
     before = {name: tensor.clone() for name, tensor in denoiser.state_dict().items()}
     addresses = [parameter.data_ptr() for parameter in denoiser.parameters()]
-    adapters.use("old")
+    adapters.activate("old")
     want = output(denoiser, dtype)
     for layer in adapters.layers:
         layer.lora_A["old"].register_forward_hook(lambda *_: computed.append("adapter"))
         layer.get_base_layer().register_forward_hook(lambda *_: computed.append("plain"))
-    adapters.use(None)
+    adapters.activate(None)
     bare = output(denoiser, dtype)
     computed.clear()
-    with merged(adapters.layers, "old"):
+    with use_merged_weights(adapters.layers, "old"):
         got = output(denoiser, dtype)
     assert computed == ["plain"] * 9
     assert (got - want).norm() / want.norm() < close
@@ -49,15 +49,15 @@ def test_the_forward_is_the_adapters_and_the_weights_are_theirs_again_to_the_bit
     assert all(torch.equal(tensor, before[name]) for name, tensor in denoiser.state_dict().items())
     assert [parameter.data_ptr() for parameter in denoiser.parameters()] == addresses
     assert torch.equal(output(denoiser, dtype), bare)
-    adapters.use("old")
+    adapters.activate("old")
     assert torch.equal(output(denoiser, dtype), want)
 
 
 def test_an_error_inside_leaves_the_weights_as_they_were():
     denoiser, adapters = adapted(torch.float32)
     before = {name: tensor.clone() for name, tensor in denoiser.state_dict().items()}
-    with pytest.raises(KeyError), merged(adapters.layers, "default"):
+    with pytest.raises(KeyError), use_merged_weights(adapters.layers, "default"):
         raise KeyError
-    with pytest.raises(KeyError), merged(adapters.layers, "no such adapter"):
+    with pytest.raises(KeyError), use_merged_weights(adapters.layers, "no such adapter"):
         pass
     assert all(torch.equal(tensor, before[name]) for name, tensor in denoiser.state_dict().items())

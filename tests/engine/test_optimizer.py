@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from wfm_ds.engine.optimizer import BLOCK, build_optimizer, decoded, encoded, fused, shown_states, take_up_states
+from wfm_ds.engine.optimizer import (
+    STATE_BLOCK,
+    build_optimizer,
+    decode_blocks,
+    encode_blocks,
+    read_states,
+    should_use_fused,
+    write_states,
+)
 from wfm_ds.recipe.sections import OptimizerRecipe
 
 OPTIONS = OptimizerRecipe(lr=0.5, betas=(0.8, 0.9), eps=0.1, weight_decay=0.25)
@@ -12,7 +20,7 @@ OPTIONS = OptimizerRecipe(lr=0.5, betas=(0.8, 0.9), eps=0.1, weight_decay=0.25)
 
 @pytest.mark.parametrize(("device", "choice"), [("cuda", True), ("cuda:3", True), ("cpu", None)])
 def test_adamw_is_one_kernel_on_a_gpu_and_torchs_choice_on_a_cpu(device, choice):
-    assert fused(torch.device(device)) is choice
+    assert should_use_fused(torch.device(device)) is choice
     made = build_optimizer(nn.Linear(2, 2), OPTIONS, torch.device(device))
     assert made.defaults["fused"] is choice
 
@@ -35,23 +43,23 @@ def code_book():
     return torch.cat([torch.linspace(-0.99, 0.0, 128), torch.logspace(-5, 0, 128)])
 
 
-@pytest.mark.parametrize("count", [BLOCK, 3 * BLOCK + 17])
+@pytest.mark.parametrize("count", [STATE_BLOCK, 3 * STATE_BLOCK + 17])
 def test_codes_come_back_from_the_numbers_that_they_stand_for(count):
     draw = torch.Generator().manual_seed(count)
     codes = torch.randint(0, 256, (count,), generator=draw, dtype=torch.uint8)
-    absmax = torch.rand(-(-count // BLOCK), generator=draw) * 10.0 ** -torch.arange(-(-count // BLOCK))
-    values, scale = decoded(codes, absmax, code_book())
-    again, absmax_again = encoded(values, scale, code_book())
+    absmax = torch.rand(-(-count // STATE_BLOCK), generator=draw) * 10.0 ** -torch.arange(-(-count // STATE_BLOCK))
+    values, scale = decode_blocks(codes, absmax, code_book())
+    again, absmax_again = encode_blocks(values, scale, code_book())
     assert torch.equal(again, codes)
     assert torch.equal(absmax_again, absmax)
     # Ranks that cut the masters otherwise have blocks of elements of two scales: their largest value is the new one.
-    moved = encoded(values[100:], scale[100:], code_book())
-    near, _ = decoded(*moved, code_book())
+    moved = encode_blocks(values[100:], scale[100:], code_book())
+    near, _ = decode_blocks(*moved, code_book())
     widest = code_book().diff().max() / 2
     assert (near - values[100:]).abs().max() <= widest * absmax.max() + 1e-6
     # What no parameter fills is 0 and has no scale; the others keep theirs.
     values[-5:], scale[-5:] = 0, 0
-    assert torch.equal(encoded(values, scale, code_book())[1], absmax)
+    assert torch.equal(encode_blocks(values, scale, code_book())[1], absmax)
 
 
 @pytest.mark.parametrize("count", [4096 + 100, 100])
@@ -75,14 +83,14 @@ def test_eight_bit_moments_continue_from_what_a_checkpoint_holds(count):
 
     whole = Flat(begin)
     optimizer = build_optimizer(whole, options, cpu)
-    assert shown_states(optimizer, whole.flat) == {}
+    assert read_states(optimizer, whole.flat) == {}
     train(whole, optimizer, slice(0, 3))
-    saved = {name: value.clone() for name, value in shown_states(optimizer, whole.flat).items()}
+    saved = {name: value.clone() for name, value in read_states(optimizer, whole.flat).items()}
     assert saved.keys() == {"step", "exp_avg", "exp_avg.scale", "exp_avg_sq", "exp_avg_sq.scale"}
     assert {len(value) for name, value in saved.items() if name != "step"} == {count}
     resumed = Flat(whole.flat.detach())
     its_optimizer = build_optimizer(resumed, options, cpu)
-    take_up_states(its_optimizer, resumed.flat, saved)
+    write_states(its_optimizer, resumed.flat, saved)
     train(whole, optimizer, slice(3, 6))
     train(resumed, its_optimizer, slice(3, 6))
     assert torch.equal(resumed.flat, whole.flat)

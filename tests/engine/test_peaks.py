@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from wfm_ds.engine.peaks import PEAKS, peak_of, peak_tflops
+from wfm_ds.engine.device_peaks import DEVICE_PEAKS, find_peak, peak_tflops
 
 
 @pytest.mark.parametrize(
@@ -20,16 +20,16 @@ from wfm_ds.engine.peaks import PEAKS, peak_of, peak_tflops
     ],
 )
 def test_devices_are_known_by_their_names(name, bfloat16):
-    assert peak_of(name).bfloat16 == bfloat16
+    assert find_peak(name).bfloat16 == bfloat16
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40", "NVIDIA A1000", "Quadro", ""])
 def test_other_devices_have_no_peak(name):
-    assert peak_of(name) is None
+    assert find_peak(name) is None
 
 
 def test_wider_numbers_are_never_faster():
-    assert all(peak.bfloat16 >= peak.tf32 >= peak.float32 for _, peak in PEAKS)
+    assert all(peak.bfloat16 >= peak.tf32 >= peak.float32 for _, peak in DEVICE_PEAKS)
 
 
 def test_a_cpu_has_no_peak():

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.reached import Reached
+from wfm_ds.engine.gradient_watch import GradientWatch
 from wfm_ds.errors import ModelError
 
-WORLD = World.alone()
+WORLD = World.single_process()
 
 
 def two_parts():
@@ -21,44 +21,44 @@ def backward(module, part):
 
 def test_what_no_backward_reaches_is_named_once():
     module = two_parts()
-    reached = Reached(module)
+    reached = GradientWatch(module)
     backward(module, "first")
     with pytest.raises(
         ModelError, match=r"^second.weight, second.bias: trained parameters received no gradient"
     ) as refusal:
-        reached.check(WORLD)
+        reached.check_gradients(WORLD)
     assert refusal.value.agreed
-    reached.check(WORLD)  # it is said once
+    reached.check_gradients(WORLD)  # it is said once
 
 
 def test_a_part_that_a_step_leaves_out_is_judged_when_it_runs():
     module = two_parts()
-    reached = Reached(module, part_of=lambda name: name.partition(".")[0])
+    reached = GradientWatch(module, find_part=lambda name: name.partition(".")[0])
     backward(module, "first")
-    reached.check(WORLD)
+    reached.check_gradients(WORLD)
     (module["second"].weight * torch.ones(2)).sum().backward()
     with pytest.raises(ModelError, match=r"^second.bias: "):
-        reached.check(WORLD)
+        reached.check_gradients(WORLD)
 
 
 def test_a_gradient_of_zeros_is_one_and_what_is_frozen_needs_none():
     module = two_parts()
     module["second"].requires_grad_(False)
-    reached = Reached(module)
+    reached = GradientWatch(module)
     (0 * module["first"](torch.ones(1, 2))).sum().backward()
-    reached.check(WORLD)
+    reached.check_gradients(WORLD)
 
 
 def test_an_adapter_of_a_frozen_layer_may_stay_without_gradient():
     module = nn.Module()
     module.layer = nn.Module()
     module.layer.lora_A = nn.ModuleDict({"default": nn.Linear(2, 2, bias=False)})
-    Reached(module, frozen={"layer.weight"}).check(WORLD)
+    GradientWatch(module, frozen={"layer.weight"}).check_gradients(WORLD)
     with pytest.raises(ModelError, match=r"^layer.lora_A.weight: "):
-        Reached(module).check(WORLD)
+        GradientWatch(module).check_gradients(WORLD)
 
 
 def test_many_are_counted():
     module = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
     with pytest.raises(ModelError, match=r"^0.weight, 0.bias, 1.weight and 5 more: "):
-        Reached(module).check(WORLD)
+        GradientWatch(module).check_gradients(WORLD)

@@ -8,8 +8,8 @@ from torch import nn
 
 from multi_rank.training import inputs, small_sd3
 from streams import recorded_streams
-from wfm_ds.engine import replay
-from wfm_ds.engine.replay import CudaCapture, ReplayedNetwork, Replays
+from wfm_ds.engine import cuda_graphs
+from wfm_ds.engine.cuda_graphs import CudaCapture, GraphReplayer, ReplayingNetwork
 from wfm_ds.errors import UserError
 
 
@@ -20,7 +20,7 @@ def network():
 
 @pytest.fixture
 def replays(network):
-    return Replays(network, network.parameters)
+    return GraphReplayer(network, network.parameters)
 
 
 def call(function, numbers, **options):
@@ -52,7 +52,7 @@ def test_every_kind_of_call_is_recorded_by_itself(network, replays):
 
 def test_weights_that_change_in_place_are_seen_and_weights_that_move_are_recorded_anew():
     network = nn.Linear(3, 3)
-    replays, x = Replays(network, network.parameters), torch.randn(2, 3)
+    replays, x = GraphReplayer(network, network.parameters), torch.randn(2, 3)
     run = through(replays)
     before = run(input=x)
     with torch.no_grad():
@@ -62,18 +62,18 @@ def test_weights_that_change_in_place_are_seen_and_weights_that_move_are_recorde
     assert replays.num_recordings == 1
     run(input=x[:1])
     network.weight.data = network.weight.data.clone() + 1
-    replays.begin()
+    replays.drop_stale_recordings()
     assert torch.equal(run(input=x), network(x))
     assert replays.num_recordings == 1, "what was recorded with the old memory is gone"
-    replays.begin()
+    replays.drop_stale_recordings()
     assert torch.equal(run(input=x), network(x))
     assert replays.num_recordings == 1, "and nothing else"
 
 
 def test_a_replayed_network_is_the_network_otherwise(network):
-    replayed = ReplayedNetwork(network)
+    replayed = ReplayingNetwork(network)
     assert replayed.config is network.config
-    replayed.begin()
+    replayed.drop_stale_recordings()
     assert torch.equal(call(replayed, range(2)), call(network, range(2)))
 
 
@@ -106,13 +106,13 @@ def asked(monkeypatch):
 
 
 def test_a_gpu_warms_up_records_once_and_replays_without_a_call(asked, monkeypatch):
-    monkeypatch.setattr(replay, "capture_on", CudaCapture)
+    monkeypatch.setattr(cuda_graphs, "choose_capture", CudaCapture)
 
     def network(x):
         asked.append("called")
         return (2 * x,)
 
-    replays = Replays(network, lambda: [])
+    replays = GraphReplayer(network, lambda: [])
     for _ in range(3):
         replays("old", (torch.ones(2),), {})
     called = ["on warm-up", "called", "called", "off warm-up"]
@@ -128,7 +128,7 @@ def test_a_forward_that_cannot_be_recorded_says_which_key_to_change(asked):
 
     def waits():
         calls.append(1)
-        if len(calls) > replay.NUM_WARM_UPS:
+        if len(calls) > cuda_graphs.NUM_WARM_UPS:
             raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
     with pytest.raises(UserError, match=r"cuda_graph: .* \(operation not .* is capturing\): set it to false"):

@@ -4,7 +4,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from wfm_ds.engine.targets import adapted_names, for_peft
+from wfm_ds.engine.adapter_targets import match_linear_layers, peft_targets
 
 
 def network():
@@ -18,14 +18,14 @@ def network():
 def test_a_number_of_a_block_in_a_target_names_layers_that_no_suffix_can():
     targets = ("to_q", "to_out.0", "single_blocks.{}.to_out")
     names = ["blocks.0.to_q", "blocks.0.to_out.0", "single_blocks.0.to_out"]
-    assert adapted_names(network(), targets) == names
-    assert for_peft(network(), targets) == ["to_q", "to_out.0", "single_blocks.0.to_out"]
-    assert list(chain(*(adapted_names(network(), [target]) for target in targets))) == names
+    assert match_linear_layers(network(), targets) == names
+    assert peft_targets(network(), targets) == ["to_q", "to_out.0", "single_blocks.0.to_out"]
+    assert list(chain(*(match_linear_layers(network(), [target]) for target in targets))) == names
 
 
 def test_they_are_the_layers_that_peft_adapts():
     targets = ("to_q", "to_qkv", "to_out.0", "single_blocks.{}.to_out")
-    adapted = inject_adapter_in_model(LoraConfig(target_modules=for_peft(network(), targets)), network())
+    adapted = inject_adapter_in_model(LoraConfig(target_modules=peft_targets(network(), targets)), network())
     found = [name for name, part in adapted.named_modules() if isinstance(part, LoraLayer)]
-    assert found == adapted_names(network(), targets)
-    assert adapted_names(network(), ["q", "ks.0.to_q", "single_blocks.{}"]) == []
+    assert found == match_linear_layers(network(), targets)
+    assert match_linear_layers(network(), ["q", "ks.0.to_q", "single_blocks.{}"]) == []

@@ -10,9 +10,9 @@ from torch import nn
 
 import transformer_engine_double
 from multi_rank.training import inputs, small_sd3
-from wfm_ds.engine import fp8_training, packages
+from wfm_ds.engine import fp8_training, optional_packages
 from wfm_ds.engine.fp8_training import train_in_float8
-from wfm_ds.engine.te_linear import te_linear
+from wfm_ds.engine.transformer_engine_linear import te_layer_factory
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 
@@ -75,7 +75,7 @@ def test_any_number_of_rows_keeps_its_shape_and_its_gradients(shape, bias, libra
     """The library takes multiples of 8 rows: missing ones are zeros, which nothing is added by."""
     torch.manual_seed(0)
     layer = nn.Linear(32, 48, bias=bias).to(BF16)
-    made = te_linear(KEY, GPU)(layer)
+    made = te_layer_factory(KEY, GPU)(layer)
     assert (made.bias is None) is not bias
     x = torch.randn(shape, dtype=BF16, requires_grad=True)
     found, wanted = made(x), layer(x)
@@ -106,15 +106,15 @@ def test_everything_of_a_denoiser_trains_with_recomputed_blocks_too(library):
 
 def test_a_cpu_and_a_package_that_cannot_be_imported_are_refused(monkeypatch):
     with pytest.raises(RecipeError, match=r"transformer_engine needs a GPU, but the device is cpu: torchao's products"):
-        te_linear(KEY, CPU)
+        te_layer_factory(KEY, CPU)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(RecipeError, match=r"the package transformer_engine cannot be imported: "):
-        te_linear(KEY, GPU)
+        te_layer_factory(KEY, GPU)
 
 
 def test_check_names_the_missing_package_and_how_it_is_installed(root, monkeypatch):
-    monkeypatch.setattr(packages, "find_spec", lambda package: None)
-    recipe = recipe_file.load(
+    monkeypatch.setattr(optional_packages, "find_spec", lambda package: None)
+    recipe = recipe_file.load_recipe(
         root / "recipes" / "sd3_image_sft.yaml", ["lora=null", "model.fp8_training=transformer_engine"]
     )
     with pytest.raises(
@@ -122,4 +122,4 @@ def test_check_names_the_missing_package_and_how_it_is_installed(root, monkeypat
         match=r"transformer_engine needs the package transformer_engine, which is not installed: "
         r"pip install --no-build-isolation 'wfm_ds\[transformer-engine\]', or remove the key",
     ):
-        packages.require_packages(recipe)
+        optional_packages.require_packages(recipe)

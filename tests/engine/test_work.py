@@ -3,8 +3,8 @@ import logging
 import torch
 from torch import nn
 
-from wfm_ds.engine.flops import on_meta
-from wfm_ds.engine.work import Work, WorkCounter
+from wfm_ds.engine.flop_counter import FlopCount, FlopCounter
+from wfm_ds.engine.flops import copy_to_meta
 
 
 class Network(nn.Module):
@@ -23,11 +23,13 @@ class Network(nn.Module):
 
 
 def counter(network):
-    return WorkCounter(on_meta(network), checkpointing=False)
+    return FlopCounter(copy_to_meta(network), checkpointing=False)
 
 
 def note(work, rows, tokens, differentiated):
-    work.note((), {"hidden_states": torch.ones(rows, tokens, 4)}, differentiated=differentiated, adapters=True)
+    work.record_forward(
+        (), {"hidden_states": torch.ones(rows, tokens, 4)}, with_gradient=differentiated, with_adapters=True
+    )
 
 
 def test_batches_sizes_and_gradients_are_counted_as_they_were():
@@ -36,15 +38,15 @@ def test_batches_sizes_and_gradients_are_counted_as_they_were():
     note(work, 2, 5, differentiated=False)
     note(work, 1, 7, differentiated=True)
     # The first layer is frozen and gets the network's input: only the second one's weights have a gradient.
-    assert work.take() == Work(needed=(5 * 5 + 7) * forward + 7 * 2 * 8 * 2, repeated=0)
-    assert work.take() == Work()
+    assert work.pop_count() == FlopCount(required=(5 * 5 + 7) * forward + 7 * 2 * 8 * 2, recomputed=0)
+    assert work.pop_count() == FlopCount()
 
 
 def test_what_is_cleared_does_not_count():
     work = counter(Network())
     note(work, 3, 5, differentiated=True)
-    work.clear()
-    assert work.take() == Work()
+    work.discard()
+    assert work.pop_count() == FlopCount()
 
 
 def test_a_network_that_looks_at_values_has_no_count_and_is_named_once(caplog):
@@ -52,5 +54,5 @@ def test_a_network_that_looks_at_values_has_no_count_and_is_named_once(caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             note(work, 1, 1, differentiated=False)
-            assert work.take() is None
+            assert work.pop_count() is None
     assert [r.message.startswith("cannot count the FLOPs of this denoiser") for r in caplog.records] == [True]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from wfm_ds.evaluation.paired import difference, holm, mean_of, ratio, ratio_bounds
+from wfm_ds.evaluation.paired_statistics import adjust_holm, compare_scores, estimate_mean, estimate_ratio, ratio_bounds
 
 NAN = math.nan
 
@@ -28,7 +28,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says_and_one_over_pictures
     covered = naive = 0
     for _ in range(runs):
         base, other = drawn(rng, prompts, 4, effect)
-        found = difference(base, other).estimate
+        found = compare_scores(base, other).estimate
         covered += found.low <= effect <= found.high
         gaps = (other - base).ravel()
         naive += abs(gaps.mean() - effect) <= 1.96 * gaps.std(ddof=1) / math.sqrt(len(gaps))
@@ -40,19 +40,20 @@ def test_the_interval_of_scores_that_are_0_or_1_covers_too():
     rng, runs = np.random.default_rng(1), 2000
     truth = float(np.mean([b.mean() - a.mean() for a, b in (drawn(rng, 400, 4, 0.3, binary=True) for _ in range(50))]))
     estimates = [
-        difference(*(side.astype(float) for side in drawn(rng, 20, 4, 0.3, binary=True))).estimate for _ in range(runs)
+        compare_scores(*(side.astype(float) for side in drawn(rng, 20, 4, 0.3, binary=True))).estimate
+        for _ in range(runs)
     ]
     assert 0.93 <= np.mean([e.low <= truth <= e.high for e in estimates]) <= 0.975
 
 
 def test_it_is_the_t_test_of_scipy_on_prompt_means():
     base, other = drawn(np.random.default_rng(2), 12, 3, 0.2)
-    found = difference(base, other)
+    found = compare_scores(base, other)
     want = stats.ttest_rel(other.mean(axis=1), base.mean(axis=1))
     low, high = want.confidence_interval(0.95)
     assert (found.estimate.low, found.estimate.high) == pytest.approx((low, high))
     less = stats.ttest_rel(other.mean(axis=1), base.mean(axis=1), alternative="less")
-    assert found.p_fell == pytest.approx(less.pvalue)
+    assert found.p_decrease == pytest.approx(less.pvalue)
     assert found.z == pytest.approx((other - base).mean() / base.std(ddof=1))
 
 
@@ -61,46 +62,46 @@ def test_what_a_prompt_and_a_seed_are_worth_changes_nothing(seed):
     rng = np.random.default_rng(seed)
     base, other = drawn(rng, 6, 3, 0.5)
     worth = 100 * rng.normal(size=base.shape)
-    plain, shifted = difference(base, other), difference(base + worth, other + worth)
+    plain, shifted = compare_scores(base, other), compare_scores(base + worth, other + worth)
     assert shifted.estimate.value == pytest.approx(plain.estimate.value)
     assert shifted.estimate.half_width == pytest.approx(plain.estimate.half_width)
-    assert difference(base, base).estimate.value == difference(base, base).estimate.half_width == 0
+    assert compare_scores(base, base).estimate.value == compare_scores(base, base).estimate.half_width == 0
 
 
 def test_a_pair_without_both_scores_is_left_out_and_counted():
     base = np.array([[1.0, 2.0], [NAN, 4.0], [5.0, NAN], [1.0, 1.0], [0.0, 0.0], [3.0, 3.0]])
     other = np.array([[2.0, 4.0], [9.0, 4.5], [NAN, 6.0], [1.0, 1.0], [1.0, 1.0], [3.0, NAN]])
-    found = difference(base, other)
-    assert (found.estimate.prompts, found.estimate.samples, found.missing, found.better) == (5, 8, 4, 5)
+    found = compare_scores(base, other)
+    assert (found.estimate.num_prompts, found.estimate.num_samples, found.num_missing, found.num_better) == (5, 8, 4, 5)
     assert found.estimate.value == pytest.approx((1.5 + 0.5 + 0 + 1 + 0) / 5)
-    assert difference(base, np.full_like(base, NAN)) is None
-    assert mean_of(np.full((3, 2), NAN)) is None
+    assert compare_scores(base, np.full_like(base, NAN)) is None
+    assert estimate_mean(np.full((3, 2), NAN)) is None
 
 
 def test_four_prompts_have_no_interval():
-    found = difference(np.zeros((4, 2)), np.ones((4, 2)))
+    found = compare_scores(np.zeros((4, 2)), np.ones((4, 2)))
     assert found.estimate.half_width is None
-    assert not found.estimate.rose
-    assert math.isnan(found.p_fell)
+    assert not found.estimate.is_above_zero
+    assert math.isnan(found.p_decrease)
 
 
 def test_equal_gaps_are_certain():
-    assert difference(np.zeros((5, 1)), -np.ones((5, 1))).p_fell == 0
-    assert difference(np.zeros((5, 1)), np.ones((5, 1))).p_fell == 1
-    assert difference(np.zeros((5, 1)), -np.ones((5, 1))).z == -math.inf
+    assert compare_scores(np.zeros((5, 1)), -np.ones((5, 1))).p_decrease == 0
+    assert compare_scores(np.zeros((5, 1)), np.ones((5, 1))).p_decrease == 1
+    assert compare_scores(np.zeros((5, 1)), -np.ones((5, 1))).z == -math.inf
 
 
 def test_holm_is_the_published_procedure():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.5, NAN, 0.9])[::2] == pytest.approx([1.0, 1.0])
-    assert math.isnan(holm([0.5, NAN])[1])
+    assert adjust_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert adjust_holm([0.5, NAN, 0.9])[::2] == pytest.approx([1.0, 1.0])
+    assert math.isnan(adjust_holm([0.5, NAN])[1])
 
 
 def test_a_ratio_and_its_inverse_have_inverse_bounds():
     rng = np.random.default_rng(3)
     base, other = np.exp(rng.normal(size=9)), np.exp(rng.normal(size=9) - 0.3)
-    one, back = ratio(base, other), ratio(other, base)
+    one, back = estimate_ratio(base, other), estimate_ratio(other, base)
     low, high = ratio_bounds(one)
     assert one.value * back.value == pytest.approx(1)
     assert ratio_bounds(back) == pytest.approx((1 / high, 1 / low))
-    assert ratio(np.array([0.0, NAN]), np.array([1.0, 1.0])) is None
+    assert estimate_ratio(np.array([0.0, NAN]), np.array([1.0, 1.0])) is None

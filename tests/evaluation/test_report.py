@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wfm_ds.evaluation.diversity import SmallPictures, diversity, open_eye
-from wfm_ds.evaluation.page import page
-from wfm_ds.evaluation.published import geneval, ocr, published
-from wfm_ds.evaluation.report import as_csv, as_json, text
-from wfm_ds.evaluation.results import Measured, Trained, evaluation
-from wfm_ds.evaluation.scores import by_reward, totals, without_weights
+from wfm_ds.evaluation.benchmark_scores import benchmark_scores, geneval_score, ocr_score
+from wfm_ds.evaluation.diversity import PixelEmbedder, load_embedder, prompt_diversity
+from wfm_ds.evaluation.html_page import render_page
+from wfm_ds.evaluation.report import format_csv, format_json, format_text
+from wfm_ds.evaluation.results import ModelResults, TrainedRewards, compare_models
+from wfm_ds.evaluation.score_arrays import scores_by_reward, total_rewards, unit_std_reward_recipe
 from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
 from wfm_ds.types import Prompt, Score
 
@@ -32,7 +32,7 @@ def samples(**shift):
 
 
 def measured(name, spread=1.0, **shift):
-    return Measured(
+    return ModelResults(
         name=name,
         path=f"outputs/{name}",
         files=[f"{name}/{i:04d}.png" for i in range(16)],
@@ -45,23 +45,23 @@ def measured(name, spread=1.0, **shift):
 @pytest.fixture(scope="module")
 def found():
     reward = RewardRecipe(functions=[RewardFunction(name="pick", weight=2.0)])
-    trained = Trained(names=["pick"], reward=reward, related=frozenset({"new"}))
+    trained = TrainedRewards(names=["pick"], reward=reward, related=frozenset({"new"}))
     hacked, improved = measured("step_9", 0.5, pick=1, ocr=-0.2), measured("step_3", pick=1, ocr=0.2)
     hacked = replace(hacked, samples=[{**one} for one in hacked.samples])
     hacked.samples[3]["new"] = Score(sample_id="3", reward="new", failure="it broke")
-    return evaluation(
+    return compare_models(
         prompts=PROMPTS,
         seeds=SEEDS,
         rewards=["pick", "ocr", "new"],
         base=measured("base"),
         others=[(hacked, trained), (improved, trained)],
-        eye="RGB",
+        embedder_name="RGB",
         settings={"sampling": "4 steps"},
     )
 
 
 def test_the_table_tells_who_was_fooled(found):
-    said = text(found)
+    said = format_text(found)
     first, second = said.split("\n\n")[1:3]
     assert first.splitlines()[0].split() == ["base", "step_9", "difference", "better", "in"]
     assert first.splitlines()[1].startswith("pick       T")
@@ -75,7 +75,7 @@ def test_the_table_tells_who_was_fooled(found):
 
 
 def test_the_json_has_what_the_table_has(found):
-    content = json.loads(as_json(found))
+    content = json.loads(format_json(found))
     hacked = content["models"][0]
     assert (hacked["name"], hacked["verdict"]["name"], hacked["trained_on"]) == ("step_9", "hacked", ["pick"])
     gap = hacked["differences"]["ocr"]
@@ -85,14 +85,14 @@ def test_the_json_has_what_the_table_has(found):
 
 
 def test_the_csv_has_a_line_for_each_sample(found):
-    rows = list(csv.DictReader(as_csv(found).splitlines()))
+    rows = list(csv.DictReader(format_csv(found).splitlines()))
     assert len(rows) == 48
     assert (rows[0]["model"], rows[0]["prompt"], rows[17]["seed"], rows[19]["new"]) == ("base", HOSTILE, "1", "")
-    assert float(rows[20]["ocr"]) == found.others[0].measured.samples[4]["ocr"].value
+    assert float(rows[20]["ocr"]) == found.comparisons[0].results.samples[4]["ocr"].value
 
 
 def test_the_page_shows_all_and_believes_no_prompt(found):
-    made = page(found)
+    made = render_page(found)
     assert HOSTILE not in made
     assert made.count("<img ") == 48
     assert 'src="step_9/0003.png"' in made
@@ -103,19 +103,19 @@ def test_the_page_shows_all_and_believes_no_prompt(found):
 
 def test_rewards_without_a_recipe_count_in_units_of_their_spread():
     drawn = samples()
-    base = by_reward(drawn, 2)
-    summed = totals(drawn, 2, without_weights(["pick", "ocr"], base))
+    base = scores_by_reward(drawn, 2)
+    summed = total_rewards(drawn, 2, unit_std_reward_recipe(["pick", "ocr"], base))
     want = base["pick"] / base["pick"].std(ddof=1) + base["ocr"] / base["ocr"].std(ddof=1)
     assert summed == pytest.approx(want)
 
 
 def test_diversity_is_the_mean_distance_of_two_seeds():
-    eye = SmallPictures()
+    eye = PixelEmbedder()
     black, white = np.zeros((1, 64, 64, 3), np.uint8), np.full((1, 64, 64, 3), 255, np.uint8)
-    vectors = [eye.vector(one) for one in (black, white, black)]
-    assert diversity([*vectors, vectors[0], None, None], 3) == pytest.approx([2 / 3, np.nan], nan_ok=True)
+    vectors = [eye.embed(one) for one in (black, white, black)]
+    assert prompt_diversity([*vectors, vectors[0], None, None], 3) == pytest.approx([2 / 3, np.nan], nan_ok=True)
     clip = np.concatenate([black, white, white])
-    assert np.linalg.norm(eye.vector(clip) - eye.vector(clip[::-1])) == pytest.approx((2 / 3) ** 0.5)
+    assert np.linalg.norm(eye.embed(clip) - eye.embed(clip[::-1])) == pytest.approx((2 / 3) ** 0.5)
 
 
 def test_an_image_model_can_look(tmp_path):
@@ -125,12 +125,12 @@ def test_an_image_model_can_look(tmp_path):
     config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
     Dinov2Model(config).save_pretrained(tmp_path)
     BitImageProcessor(size=small, crop_size=small).save_pretrained(tmp_path)
-    eye = open_eye(str(tmp_path), "cpu")
+    eye = load_embedder(str(tmp_path), "cpu")
     one, other = (RNG.integers(0, 256, (2, 40, 40, 3)).astype(np.uint8) for _ in range(2))
-    assert np.linalg.norm(eye.vector(one)) == pytest.approx(1)
-    assert np.linalg.norm(eye.vector(one) - eye.vector(other)) > 0
+    assert np.linalg.norm(eye.embed(one)) == pytest.approx(1)
+    assert np.linalg.norm(eye.embed(one) - eye.embed(other)) > 0
     with pytest.raises(ValueError, match="cannot be loaded"):
-        open_eye(str(tmp_path / "none"), "cpu")
+        load_embedder(str(tmp_path / "none"), "cpu")
 
 
 def test_geneval_is_the_mean_over_tasks_not_over_images():
@@ -138,11 +138,13 @@ def test_geneval_is_the_mean_over_tasks_not_over_images():
         Prompt(id=str(i), text="x", metadata={"tag": tag}) for i, tag in enumerate(["counting"] * 3 + ["colors"])
     ]
     correct = np.array([[1.0, 1.0], [1.0, 1.0], [1.0, np.nan], [0.0, 1.0]])
-    one = geneval(prompts, correct, 2)
+    one = geneval_score(prompts, correct, 2)
     assert one.value == pytest.approx((1 + 0.5) / 2)
-    assert any("4 prompts, not 553" in words for words in one.differs)
-    assert ocr(np.full((2, 2), np.nan)) is None
-    assert [p.benchmark for p in published(prompts, {"gen_eval/gen_eval_score": correct, "ocr": correct}, 2)] == [
+    assert any("4 prompts, not 553" in words for words in one.deviations)
+    assert ocr_score(np.full((2, 2), np.nan)) is None
+    assert [
+        p.benchmark for p in benchmark_scores(prompts, {"gen_eval/gen_eval_score": correct, "ocr": correct}, 2)
+    ] == [
         "GenEval",
         "OCR",
     ]

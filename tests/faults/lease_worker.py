@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wfm_ds.pipes.worker import Answer, LeaseWorker
+from wfm_ds.pipes.worker import LeaseWorker, TaskResult
 
 
 def main(endpoint, name, journal, *constants):
@@ -35,7 +35,7 @@ def main(endpoint, name, journal, *constants):
         if row["of"] in (None, name):
             time.sleep(row["seconds"])
         note("end", task)
-        return Answer({"i": row["i"]}, [("x", np.full(row["i"] + 1, row["i"], np.int64))])
+        return TaskResult({"i": row["i"]}, [("x", np.full(row["i"] + 1, row["i"], np.int64))])
 
     worker = LeaseWorker(endpoint, worker=name, name=name, kinds=["work"], parent_fd=0)
     signal.signal(signal.SIGTERM, lambda number, frame: worker.stop())

@@ -72,7 +72,7 @@ class FaultyProxy:
         Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _plan(self, socket, address, frames):
-        message = wire.decode(frames, EVERY_TYPE)
+        message = wire.decode_message(frames, EVERY_TYPE)
         self._seen[message.type] += 1
         number = self._seen[message.type]
         if number % self.lose.get(message.type, LOSE) == 0:

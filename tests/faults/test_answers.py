@@ -14,11 +14,11 @@ import pytest
 from faults.processes import PATIENCE_S, go_on, stop, until, wait
 from faults.proxy import FaultyProxy
 from wfm_ds.pipes import client as client_module
-from wfm_ds.pipes import requests
+from wfm_ds.pipes import payload_requests
+from wfm_ds.pipes.broker import Broker, TaskKind
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.hub import Hub, Kind
-from wfm_ds.pipes.unfinished import TaskRequest
+from wfm_ds.pipes.pending_submissions import TaskRequest
+from wfm_ds.pipes.socket_folders import SocketFolder
 
 WORKER = Path(__file__).parent / "lease_worker.py"
 SILENT_S = 4.0  # a worker says something every 2 s
@@ -35,7 +35,7 @@ def stack():
 
 def a_hub(stack, **options):
     sockets = {"clients": f"ipc://{stack.folder}/c", "workers": f"ipc://{stack.folder}/w"}
-    hub = Hub(**sockets, kinds={"work": Kind(options.pop("stall_s", PATIENCE_S), {})}, **options)
+    hub = Broker(**sockets, kinds={"work": TaskKind(options.pop("stall_s", PATIENCE_S), {})}, **options)
     hub.start()
     stack.callback(lambda: hub.stop(0.0))
     return hub
@@ -77,38 +77,38 @@ def collect(client, count):
     deadline_s = time.monotonic() + PATIENCE_S
     while len(outcomes) < count:
         assert time.monotonic() < deadline_s, f"{len(outcomes)} of {count} are done"
-        for outcome in client.take(0.5):
+        for outcome in client.take_outcomes(0.5):
             assert outcome.id not in outcomes, "every task has one outcome"
             outcomes[outcome.id] = outcome
     return outcomes
 
 
 def test_whatever_is_lost_doubled_late_or_overtaken_each_task_is_done_once(stack, tmp_path, monkeypatch):
-    for name in ("SINCE_S", "RESUBMIT_S"):
+    for name in ("SINCE_INTERVAL_S", "RESUBMIT_S"):
         monkeypatch.setattr(client_module, name, 0.2)
-    monkeypatch.setattr(requests, "MARK_S", 0.2)
+    monkeypatch.setattr(payload_requests, "MARKER_INTERVAL_S", 0.2)
     hub = a_hub(stack, stall_s=4.0)  # then what was lost on its way is given to another
     near_workers = FaultyProxy(f"ipc://{stack.folder}/pw", hub.worker_endpoint, lose={"task": 20})
     stack.callback(near_workers.close)
     near_client = FaultyProxy(f"ipc://{stack.folder}/pc", hub.client_endpoint)
     stack.callback(near_client.close)
-    quick = ["worker.RESEND_S=0.2"]
+    quick = ["worker.RESEND_INTERVAL_S=0.2"]
     workers = [a_worker(stack, near_workers.endpoint, f"w{i}", tmp_path / "journal", *quick) for i in range(3)]
     client = a_client(stack, near_client.endpoint)
     count = 48
     submit(client, range(count))
     outcomes = collect(client, count)
     assert {o.id: (o.ok, o.meta) for o in outcomes.values()} == {f"t/{i}": (True, {"i": i}) for i in range(count)}
-    fetched = client.fetch(outcomes, PATIENCE_S)
+    fetched = client.fetch_results(outcomes, PATIENCE_S)
     for i in range(count):
-        (tensor,) = fetched[f"t/{i}"].tensors()
+        (tensor,) = fetched[f"t/{i}"].read_tensors()
         assert np.array_equal(tensor, np.full(i + 1, i))
-    client.release(outcomes)
+    client.release_results(outcomes)
     until(lambda: hub._spool.held_bytes == 0)
-    assert client.take(0.5) == [], "nothing comes a second time"
+    assert client.take_outcomes(0.5) == [], "nothing comes a second time"
     assert [left(worker) for worker in workers] == [{"unacknowledged": 0}] * 3
     assert hub.error is None
-    counts = hub.status().result(PATIENCE_S).counts
+    counts = hub.request_status().result(PATIENCE_S).counts
     assert counts["submitted"] == count
     assert counts["duplicate"] > 0
     faults = near_workers.faults + near_client.faults
@@ -127,12 +127,12 @@ def begun(journal):
 
 
 def counts(hub):
-    return hub.status().result(PATIENCE_S).counts
+    return hub.request_status().result(PATIENCE_S).counts
 
 
 def test_what_a_killed_worker_had_begun_is_done_by_one_that_comes_late(stack, tmp_path):
     journal = tmp_path / "journal"
-    hub = a_hub(stack, silent_worker_s=SILENT_S)
+    hub = a_hub(stack, worker_timeout_s=SILENT_S)
     client = a_client(stack, hub.client_endpoint)
     submit(client, range(5), seconds=1000.0, of="first")
     first = a_worker(stack, hub.worker_endpoint, "first", journal)  # late already: the tasks were there before
@@ -142,12 +142,12 @@ def test_what_a_killed_worker_had_begun_is_done_by_one_that_comes_late(stack, tm
     a_worker(stack, hub.worker_endpoint, "second", journal)
     assert {o.id: o.meta for o in collect(client, 5).values()} == {f"t/{i}": {"i": i} for i in range(5)}
     assert sorted(begun(journal)) == [("first", "t/0"), *(("second", f"t/{i}") for i in range(5))]
-    assert hub.workers() == ["second"]
+    assert hub.worker_ids() == ["second"]
 
 
 def test_a_worker_that_was_stopped_for_too_long_brings_its_late_answer_for_nothing(stack, tmp_path):
     journal = tmp_path / "journal"
-    hub = a_hub(stack, silent_worker_s=SILENT_S)
+    hub = a_hub(stack, worker_timeout_s=SILENT_S)
     client = a_client(stack, hub.client_endpoint)
     submit(client, [0], seconds=0.5, of="stopped")
     stopped = a_worker(stack, hub.worker_endpoint, "stopped", journal)
@@ -159,7 +159,7 @@ def test_a_worker_that_was_stopped_for_too_long_brings_its_late_answer_for_nothi
     assert begun(journal) == [("stopped", "t/0"), ("other", "t/0")]
     go_on(stopped.pid)
     until(lambda: counts(hub).get("duplicate"))
-    assert client.take(0.3) == []
+    assert client.take_outcomes(0.3) == []
     submit(client, range(1, 9), seconds=0.2)  # more than one of them takes in this time
     assert len(collect(client, 8)) == 8
     assert {worker for worker, _ in begun(journal)[2:]} == {"stopped", "other"}, "it is one of them again"
@@ -167,16 +167,16 @@ def test_a_worker_that_was_stopped_for_too_long_brings_its_late_answer_for_nothi
 
 def test_the_late_answer_of_the_only_worker_is_taken_once(stack, tmp_path):
     journal = tmp_path / "journal"
-    hub = a_hub(stack, silent_worker_s=SILENT_S)
+    hub = a_hub(stack, worker_timeout_s=SILENT_S)
     client = a_client(stack, hub.client_endpoint)
     submit(client, [0], seconds=0.5)
     worker = a_worker(stack, hub.worker_endpoint, "w", journal)
     until(lambda: begun(journal))
     stop(worker.pid)
-    until(lambda: hub.workers() == [])
+    until(lambda: hub.worker_ids() == [])
     go_on(worker.pid)
     assert [o.meta for o in collect(client, 1).values()] == [{"i": 0}]
-    assert client.take(0.3) == []
+    assert client.take_outcomes(0.3) == []
     assert begun(journal) == [("w", "t/0")], "it is not made again"
     assert left(worker) == {"unacknowledged": 0}
 
@@ -196,13 +196,15 @@ def test_a_worker_that_is_asked_to_leave_hands_over_its_task_and_ends(stack, tmp
 
 HUB = """
 import json, sys
-from wfm_ds.pipes import hub
+from wfm_ds.pipes import broker
 folder = sys.argv[1]
-kinds = {"work": hub.Kind(60.0, {})}
-one = hub.Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds=kinds, silent_worker_s=float(sys.argv[2]))
+kinds = {"work": broker.TaskKind(60.0, {})}
+one = broker.Broker(
+    clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds=kinds, worker_timeout_s=float(sys.argv[2])
+)
 one.start()
 sys.stdin.read()
-print(json.dumps(one.status().result(60).counts))
+print(json.dumps(one.request_status().result(60).counts))
 one.stop(0.0)
 """
 

@@ -42,7 +42,7 @@ def save_and_die(root, rank, moment):
 
     atomic.write_text = write_or_die
     for step in (1, 2):
-        store.Save(Path(root), step, world, write, facts={"metrics_bytes": step}, keep=2).commit()
+        store.CheckpointSave(Path(root), step, world, write, metadata={"metrics_bytes": step}, keep=2).commit()
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def save_and_die(root, rank, moment):
 def test_rank_killed_while_saving_leaves_the_last_complete_one(two_ranks, tmp_path, rank, moment, survives):
     with pytest.raises(RankError):
         two_ranks.run(save_and_die, root=str(tmp_path), rank=rank, moment=moment)
-    found = store.newest(tmp_path)
-    assert (found.step, found.world_size, found.facts) == (survives, 2, {"metrics_bytes": survives})
+    found = store.find_newest(tmp_path)
+    assert (found.step, found.world_size, found.metadata) == (survives, 2, {"metrics_bytes": survives})
     (tmp_path / "step_7.tmp" / "zero").mkdir(parents=True)  # of a run that was killed at a step that never comes again
     two_ranks.run(save_and_die, root=str(tmp_path), rank=9, moment=moment)  # the leftovers are in nobody's way
     assert sorted(f.name for f in tmp_path.iterdir()) == ["LATEST", "step_1", "step_2"]
-    assert store.newest(tmp_path).step == 2
+    assert store.find_newest(tmp_path).step == 2
 
 
 def save_into_a_read_only_folder(root):
@@ -77,7 +77,7 @@ def save_into_a_read_only_folder(root):
             path.write_bytes(bytes(100 * step))
             return [path]
 
-        store.Save(root, step, world, write, facts={}, keep=2).commit()
+        store.CheckpointSave(root, step, world, write, metadata={}, keep=2).commit()
 
     save(1)
     world.barrier()
@@ -88,7 +88,7 @@ def save_into_a_read_only_folder(root):
         message = None
     except UserError as error:
         message = str(error)
-    newest = store.newest(root).step
+    newest = store.find_newest(root).step
     world.barrier()
     root.chmod(0o755)
     save(2)
@@ -119,7 +119,7 @@ def test_a_read_only_folder_is_one_clear_error_on_all_ranks(two_ranks, tmp_path)
             f"'{tmp_path}/step_2.tmp'); earlier ones are intact: free space or repair the folder, then start the same "
             "command again"
         )
-    assert store.newest(tmp_path).step == 2
+    assert store.find_newest(tmp_path).step == 2
 
 
 def train_with_a_limit(recipe, overrides, step, lethal):
@@ -134,7 +134,7 @@ def train_with_a_limit(recipe, overrides, step, lethal):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL if lethal else signal.SIG_IGN)
-    calls, progress = [], Monitor.progress
+    calls, progress = [], Monitor.update_progress
 
     def limit_at_the_end_of(self, done, **arguments):  # the last thing that a step does before it is saved
         calls.append(done)
@@ -142,14 +142,14 @@ def train_with_a_limit(recipe, overrides, step, lethal):
             resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, hard))
         progress(self, done, **arguments)
 
-    Monitor.progress = limit_at_the_end_of
+    Monitor.update_progress = limit_at_the_end_of
     try:
         train_on_rank(recipe, overrides)
     except UserError as error:
         return str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        Monitor.progress = progress
+        Monitor.update_progress = progress
     return None
 
 
@@ -184,4 +184,4 @@ def test_run_outlives_a_full_disk_a_killed_rank_and_a_truncated_file(two_ranks, 
     two_ranks.run(train_on_rank, **run)
     assert_equal_runs(out, whole)
     assert all(torch.equal(first[name], tensor) for name, tensor in weights(out, 4).items())
-    assert store.newest(out / "checkpoints").step == 4
+    assert store.find_newest(out / "checkpoints").step == 4

@@ -15,7 +15,7 @@ from wfm_ds.distributed.fault import RankStates
 from wfm_ds.distributed.heartbeat import Heartbeat, RankRegistry
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
-from wfm_ds.run.ending import Ending
+from wfm_ds.run.shutdown import RunShutdown
 
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 300.0
@@ -23,12 +23,12 @@ WAIT_S = 300.0
 
 def test_the_rank_that_has_the_error_says_it_and_the_others_end_with_its_exit_code():
     """Over real sockets; that the other process is left to end shows as a call with its exit code."""
-    registry = RankRegistry(RankStates(2, silent_s=WAIT_S, stuck_s=WAIT_S, awake_s=WAIT_S), "127.0.0.1")
-    endings = [Ending(World(rank, 2, rank, torch.device("cpu"), None)) for rank in (0, 1)]
+    registry = RankRegistry(RankStates(2, silent_s=WAIT_S, stuck_s=WAIT_S, max_gap_s=WAIT_S), "127.0.0.1")
+    endings = [RunShutdown(World(rank, 2, rank, torch.device("cpu"), None)) for rank in (0, 1)]
     left, codes = threading.Event(), []
 
     def leave(code):
-        codes.append((code, endings[0].error_code))
+        codes.append((code, endings[0].exit_code))
         left.set()
 
     for rank, ending in enumerate(endings):
@@ -36,11 +36,11 @@ def test_the_rank_that_has_the_error_says_it_and_the_others_end_with_its_exit_co
             ("127.0.0.1", registry.port),
             registry.token,
             rank,
-            on_end=ending.ended_by_fault,
+            on_end=ending.handle_fault,
             registry=None if rank else registry,
             exit_process=leave,
         )
-    assert endings[1].cause_of(DataError("clip.mp4: cannot be decoded")).is_own
+    assert endings[1].agree_on_cause(DataError("clip.mp4: cannot be decoded")).is_reported_here
     assert left.wait(WAIT_S)
     assert codes == [(1, 2)]
 

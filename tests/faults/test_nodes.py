@@ -16,8 +16,8 @@ import pytest
 from multi_rank.resuming import train_on_rank
 from multi_rank.same_runs import assert_same_runs
 from wfm_ds.data.digits import write_digits
-from wfm_ds.distributed.heartbeat import EXIT_S, SILENT_S
-from wfm_ds.distributed.world import free_port
+from wfm_ds.distributed.heartbeat import EXIT_TIMEOUT_S, SILENCE_TIMEOUT_S
+from wfm_ds.distributed.world import find_free_port
 
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 300.0
@@ -34,7 +34,7 @@ class Nodes:
         self.folder, self.logs = folder, [folder / f"node_{node}.log" for node in (0, 1)]
         (folder / "hosts").write_text("node-a slots=1\nnode-b slots=1\n")
         line = ["--hostfile", str(folder / "hosts"), "--no_ssh", "--master_addr", "127.0.0.1"]
-        line += ["--master_port", str(free_port())]
+        line += ["--master_port", str(find_free_port())]
         what = ["-m", "wfm_ds.train", *overrides]
         self.processes = []
         for node, log in enumerate(self.logs):
@@ -178,7 +178,7 @@ def test_a_stopped_rank_is_named(nodes, tmp_path):
     both.wait_for(tmp_path / "out" / "checkpoints" / "step_2" / "COMPLETE")
     rank = both.of_node(1)[-1]
     os.kill(rank.pid, signal.SIGSTOP)
-    assert both.processes[0].wait(SILENT_S + EXIT_S + END_S) == 1, both.printed()
+    assert both.processes[0].wait(SILENCE_TIMEOUT_S + EXIT_TIMEOUT_S + END_S) == 1, both.printed()
     said = both.logs[0].read_text()
     assert f"the run ends: rank 1 (process {rank.pid} on" in said
     assert "gone: no sign of life for" in said

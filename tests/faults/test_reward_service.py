@@ -227,7 +227,7 @@ def test_sigterm_lets_a_task_finish_and_a_second_one_does_not(tmp_path):
             assert service.wait(PATIENCE_S) == 0
             _, alive = psutil.wait_procs(family, timeout=5)
             assert alive == []
-            outcomes = client._pipe.take(1.0)
+            outcomes = client._pipe.take_outcomes(1.0)
             assert [outcome.ok for outcome in outcomes] == ([True] if scored else [])
             assert not (folder / "pipes.json").exists()
 

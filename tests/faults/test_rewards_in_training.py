@@ -93,7 +93,7 @@ def test_a_run_whose_scorer_and_service_are_killed_and_stopped_is_as_if_it_had_b
     os.kill(journal(folder)[0]["pid"], 9)  # a scorer in mid-batch
     patiently(lambda: steps(folder) or run.poll() is not None)
     (service,) = processes(run, "wfm_reward.serve")
-    orphans = service.children(recursive=True)
+    orphans = service.workers(recursive=True)
     service.kill()
     nobody_is_left(orphans)
     restarted = until(lambda: processes(run, "wfm_reward.serve"))[0]

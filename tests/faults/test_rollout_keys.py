@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from faults.rollout_processes import PATIENCE_S, start, train, until
-from wfm_ds.pipes.keys import new
+from wfm_ds.pipes.keys import create_key_pair
 
 pytestmark = pytest.mark.slow
 REWARD = {"name": "probe_rewards:Brightness", "options": {"seconds": 0}}
@@ -25,10 +25,10 @@ def stack():
 def keys(tmp_path):
     """Folders of the trainer's machine, of a worker that it knows, and of three that it does not let in."""
     here, good, unlisted, mistaken = (tmp_path / name for name in ("here", "good", "unlisted", "mistaken"))
-    new(here, "hub")
-    new(tmp_path / "other", "hub")
+    create_key_pair(here, "hub")
+    create_key_pair(tmp_path / "other", "hub")
     for folder, hub in ((good, here), (unlisted, here), (mistaken, tmp_path / "other")):
-        new(folder, folder.name)
+        create_key_pair(folder, folder.name)
         shutil.copy(hub / "public" / "hub.key", folder / "public")
     for folder in (good, mistaken):
         shutil.copy(folder / "public" / f"{folder.name}.key", here / "public")

@@ -39,20 +39,20 @@ def command(recipe, overrides, limit=None):
 
 def train_while_another_start_finishes(recipe, overrides):
     """This start has looked at the folder and loads its model; meanwhile another process does the rest of the run."""
-    from wfm_ds.training import build
+    from wfm_ds.training import diffusion_builder
 
-    load, ended = build.load_model, []
+    load, ended = diffusion_builder.load_model, []
 
     def load_slowly(*arguments):
         words = [sys.executable, "-m", "wfm_ds.train", recipe, *overrides]
         ended.append(subprocess.run(words, cwd=ROOT, capture_output=True, timeout=DEADLINE_S, check=False).returncode)
         return load(*arguments)
 
-    build.load_model = load_slowly
+    diffusion_builder.load_model = load_slowly
     try:
         return train_on_rank(recipe, overrides) | {"other": ended}
     finally:
-        build.load_model = load
+        diffusion_builder.load_model = load
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 import s3
 from multi_rank.resuming import ROOT, settings
-from wfm_ds.checkpoint import remote, store
+from wfm_ds.checkpoint import remote_store, store
 from wfm_ds.data.digits import write_digits
 from wfm_ds.storage import transfer
 
@@ -56,19 +56,19 @@ def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, t
     assert (result["status"], result["step"]) == ("finished", 3)
     assert "checkpoints/step_3" in result["storage"]["missing"]
     # checkpoint.keep is 1, and none of them is anywhere else.
-    assert sorted(store.steps(out / "checkpoints")) == [1, 2, 3]
-    assert all(store.read(out / "checkpoints" / f"step_{step}") for step in (1, 2, 3))
+    assert sorted(store.list_steps(out / "checkpoints")) == [1, 2, 3]
+    assert all(store.read_checkpoint(out / "checkpoints" / f"step_{step}") for step in (1, 2, 3))
     proxy.come_back()
-    assert remote.newest(f"{address}/checkpoints") is None
-    assert any(name.startswith("checkpoints/") for name in transfer.listing(address))  # half of one
+    assert remote_store.find_newest(f"{address}/checkpoints") is None
+    assert any(name.startswith("checkpoints/") for name in transfer.list_objects(address))  # half of one
 
     # With all the time that a busy machine needs.
     ended = command(run["recipe"], [*run["overrides"], "checkpoint.storage_timeout_s=60"])
     assert ended.returncode == 0, ended.stderr
     assert json.loads((out / "result.json").read_text())["storage"]["missing"] == []
     assert transfer.read_text(f"{address}/result.json") == (out / "result.json").read_text()
-    assert remote.newest(f"{address}/checkpoints").step == 3
-    assert store.steps(out / "checkpoints") == [3]
+    assert remote_store.find_newest(f"{address}/checkpoints").step == 3
+    assert store.list_steps(out / "checkpoints") == [3]
 
 
 @pytest.mark.slow

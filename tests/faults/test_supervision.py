@@ -10,10 +10,10 @@ import pytest
 
 from faults.processes import PATIENCE_S, until
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.unfinished import TaskRequest
+from wfm_ds.pipes.pending_submissions import TaskRequest
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout import KIND, service
+from wfm_ds.rollout import TASK_KIND, service
 from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.types import MediaBatch
 
@@ -30,46 +30,46 @@ worker.run(lambda task, progress: {})
 
 
 class Rollouts(service.RolloutService):
-    def command(self, name, place):
-        return [sys.executable, "-c", WORKER, self.hub.worker_endpoint, name, KIND]
+    def worker_command(self, name, place):
+        return [sys.executable, "-c", WORKER, self.broker.worker_endpoint, name, TASK_KIND]
 
 
 @pytest.fixture
 def rollouts(tmp_path):
     words = [f"run.output_dir={tmp_path}", "rollout.spawn=1", "rollout.devices=[cpu]"]
-    one = Rollouts(recipe_file.load(TINY, words), {}, "", num_ranks=1)
+    one = Rollouts(recipe_file.load_recipe(TINY, words), {}, "", num_ranks=1)
     yield one
     one.stop()
 
 
 def hit(rollouts, life, number=signal.SIGKILL):
     """Signal that life of the child, once it has said hello."""
-    until(lambda: f"spawned-0.{life}/0" in rollouts.hub.workers())
-    os.kill(rollouts.children[0].pid, number)
+    until(lambda: f"spawned-0.{life}/0" in rollouts.broker.worker_ids())
+    os.kill(rollouts.workers[0].pid, number)
 
 
 def test_a_rollout_worker_is_given_up_for_deaths_in_which_nothing_was_done(rollouts, monkeypatch):
     monkeypatch.setattr(service, "MAX_DEATHS", 2)
-    child, client = rollouts.children[0], PipeClient(rollouts.endpoint, run="run", client="rank0")
+    child, client = rollouts.workers[0], PipeClient(rollouts.endpoint, run="run", client="rank0")
     for life in (1, 2, 3):
-        client.submit([{}], [], [TaskRequest(f"task {life}", KIND, 0, 1, deadline_s=1e12)])
-        assert [outcome.ok for outcome in client.take(PATIENCE_S)] == [True]
+        client.submit([{}], [], [TaskRequest(f"task {life}", TASK_KIND, 0, 1, deadline_s=1e12)])
+        assert [outcome.ok for outcome in client.take_outcomes(PATIENCE_S)] == [True]
         hit(rollouts, life)
     client.close()
     assert child.failure == ""
     hit(rollouts, 4)
     assert "spawned-0 died repeatedly, last exit status -9" in until(lambda: child.failure)
-    assert rollouts.alone() == child.failure
+    assert rollouts.failure_reason() == child.failure
 
 
 def test_a_rollout_worker_that_was_asked_to_leave_is_replaced_until_there_is_no_more_work(rollouts):
     hit(rollouts, 1, signal.SIGTERM)
-    until(lambda: "spawned-0.2/0" in rollouts.hub.workers())
-    rollouts.hub.dismiss_workers("the run is complete")
-    until(lambda: not rollouts.hub.workers())
-    rollouts.children[0]._watcher.join(PATIENCE_S)
-    assert rollouts.children[0].life == "spawned-0.2"
-    assert rollouts.failures() == []
+    until(lambda: "spawned-0.2/0" in rollouts.broker.worker_ids())
+    rollouts.broker.dismiss_workers("the run is complete")
+    until(lambda: not rollouts.broker.worker_ids())
+    rollouts.workers[0]._watcher.join(PATIENCE_S)
+    assert rollouts.workers[0].process_name == "spawned-0.2"
+    assert rollouts.worker_failures() == []
 
 
 def test_a_reward_whose_workers_die_now_and_then_is_not_down(tmp_path, monkeypatch):

@@ -22,9 +22,17 @@ from bad_frames import bombard
 from faults.processes import GIB, PATIENCE_S, modest, until
 from reward_http import TOKEN, Http, enqueue_body, serving
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes.keys import new
-from wfm_ds.pipes.messages import HUB_TO_CLIENT
-from wfm_ds.pipes.wire import FRAME_BYTES, HEADER_BYTES, MAX_FRAMES, PROTOCOL, checksum, decode, encode
+from wfm_ds.pipes.keys import create_key_pair
+from wfm_ds.pipes.messages import BROKER_TO_CLIENT
+from wfm_ds.pipes.wire import (
+    MAX_FRAME_BYTES,
+    MAX_FRAMES,
+    MAX_HEADER_BYTES,
+    PROTOCOL_VERSION,
+    compute_checksum,
+    decode_message,
+    encode_header,
+)
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
@@ -35,7 +43,7 @@ BRIGHTNESS = "probe_rewards:Brightness"
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 COMMAND, LONG, MORE = 4, 2, 1  # flags of a frame
-ATTACH = encode("attach", 1, {"run": "abuse", "client": "unlisted", "epoch": 1})
+ATTACH = encode_header("attach", 1, {"run": "abuse", "client": "unlisted", "epoch": 1})
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +115,13 @@ def metric(service, name):
 
 def header(fields, right=True):
     packed = fields if isinstance(fields, bytes) else msgpack.packb(fields)
-    return struct.pack("<I", checksum(packed) if right else 1) + packed
+    return struct.pack("<I", compute_checksum(packed) if right else 1) + packed
 
 
 def submission(tensors):
     task = {"id": "t", "kind": f"score:{BRIGHTNESS}", "start": 0, "stop": len(tensors), "deadline_s": 60.0}
     rows = [{"id": "s", "prompt": "", "metadata": {}, "fps": None}] * len(tensors)
-    return header({"v": PROTOCOL, "t": "submit", "mid": 1, "rows": rows, "tasks": [task], "tensors": tensors})
+    return header({"v": PROTOCOL_VERSION, "t": "submit", "mid": 1, "rows": rows, "tasks": [task], "tensors": tensors})
 
 
 def nested(depth):
@@ -123,7 +131,7 @@ def nested(depth):
     return value
 
 
-PICTURE = ["media", "uint8", [4, 4, 3], 48, checksum(bytes(48))]
+PICTURE = ["media", "uint8", [4, 4, 3], 48, compute_checksum(bytes(48))]
 # What is sent, by a name, with what the answer says.
 BAD_MESSAGES = {
     "random bytes": ("wrong header checksum", [os.urandom(300)]),
@@ -132,22 +140,28 @@ BAD_MESSAGES = {
     "no msgpack": ("is not msgpack", [header(b"\xc1\xc1\xc1")]),
     "a wrong checksum": (
         "wrong header checksum",
-        [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": 0}, right=False)],
+        [header({"v": PROTOCOL_VERSION, "t": "since", "mid": 1, "seq": 0}, right=False)],
     ),
     "half a header": ("wrong header checksum", [ATTACH[: len(ATTACH) // 2]]),
     "a header that is too large": (
         "expected 5 to 65536",
-        [header({"v": PROTOCOL, "t": "x" * HEADER_BYTES, "mid": 1})],
+        [header({"v": PROTOCOL_VERSION, "t": "x" * MAX_HEADER_BYTES, "mid": 1})],
     ),
-    "more bytes behind it": ("is not msgpack", [header(msgpack.packb({"v": PROTOCOL}) + b"\x00")]),
+    "more bytes behind it": ("is not msgpack", [header(msgpack.packb({"v": PROTOCOL_VERSION}) + b"\x00")]),
     "an extension type": ("unsupported value of type ExtType", [header(b"\x81\xa1v\xc7\x00\x01")]),
-    "a deep nest": ("nested deeper than 16", [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": nested(500)})]),
+    "a deep nest": (
+        "nested deeper than 16",
+        [header({"v": PROTOCOL_VERSION, "t": "since", "mid": 1, "seq": nested(500)})],
+    ),
     "a number that is none": (
         "non-finite number",
-        [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": float("nan")})],
+        [header({"v": PROTOCOL_VERSION, "t": "since", "mid": 1, "seq": float("nan")})],
     ),
-    "an unknown type": ("'eval' is not expected here", [header({"v": PROTOCOL, "t": "eval", "mid": 1, "code": "1"})]),
-    "a worker's message": ("'beat' is not expected here", [encode("beat", 1, {"progress": []})]),
+    "an unknown type": (
+        "'eval' is not expected here",
+        [header({"v": PROTOCOL_VERSION, "t": "eval", "mid": 1, "code": "1"})],
+    ),
+    "a worker's message": ("'beat' is not expected here", [encode_header("beat", 1, {"progress": []})]),
     "another protocol": ("not a message of protocol", [header({"v": 99, "t": "since", "mid": 1, "seq": 0})]),
     "an array that claims ten gigabytes": (
         "more than 1073741824 bytes",
@@ -180,7 +194,7 @@ def test_bad_messages_are_counted_and_dropped(service):
         for name, (says, frames) in BAD_MESSAGES.items():
             peer.send_multipart(frames)
             assert peer.poll(PATIENCE_S * 1000), name
-            answer = decode(peer.recv_multipart(), HUB_TO_CLIENT)
+            answer = decode_message(peer.recv_multipart(), BROKER_TO_CLIENT)
             assert answer.type == "reject", name
             assert says in answer.fields["why"], name
     context.term()
@@ -194,7 +208,7 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection(service):
         peer.set(zmq.LINGER, 0)
         monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         peer.connect(address(service))
-        peer.send_multipart([ATTACH, bytes(FRAME_BYTES + HEADER_BYTES + 1)])
+        peer.send_multipart([ATTACH, bytes(MAX_FRAME_BYTES + MAX_HEADER_BYTES + 1)])
         assert monitor.poll(PATIENCE_S * 1000)
         peer.disable_monitor()
         monitor.close()
@@ -261,7 +275,7 @@ def test_frames_that_are_never_finished_hold_little(service):
     with Bystander(service), modest(service[0]):
         before = process.num_fds()
         with ExitStack() as stack:
-            for claimed in (1, FRAME_BYTES):
+            for claimed in (1, MAX_FRAME_BYTES):
                 for _ in range(20):
                     connection = stack.enter_context(attached(service))
                     connection.sendall(frame(ATTACH, MORE) + struct.pack(">BQ", LONG, claimed))
@@ -341,9 +355,9 @@ def guarded(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
     monkeypatch.setenv("WFM_REWARD_TOKEN", TOKEN)
     for hub in ("hub", "other"):
-        new(tmp_path / hub, "hub")
+        create_key_pair(tmp_path / hub, "hub")
     for name, hub in (("ann", "hub"), ("bob", "other"), ("eve", "hub")):
-        new(tmp_path / name, name)
+        create_key_pair(tmp_path / name, name)
         shutil.copy(tmp_path / hub / "public" / "hub.key", tmp_path / name / "public")
     for name in ("ann", "bob"):
         shutil.copy(tmp_path / name / "public" / f"{name}.key", tmp_path / "hub" / "public")

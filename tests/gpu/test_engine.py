@@ -48,15 +48,15 @@ def shared_with_oneself(device):
 
     from multi_rank.training import inputs, small_sd3
     from wfm_ds.distributed.world import World
-    from wfm_ds.ulysses.groups import sequence_group
-    from wfm_ds.ulysses.install import install
+    from wfm_ds.ulysses.groups import create_sequence_group
+    from wfm_ds.ulysses.install import install_ulysses
 
     world = World.join()
     assert world.device.type == device
     assert dist.get_backend() == ("nccl" if device == "cuda" else "gloo")
-    assert world.sums({"x": 2.0}) == {"x": 2.0}
+    assert world.sum_over_ranks({"x": 2.0}) == {"x": 2.0}
     whole, shared = small_sd3().to(world.device), small_sd3().to(world.device)
-    install(shared, sequence_group(1))
+    install_ulysses(shared, create_sequence_group(1))
     given = {name: value.to(world.device) for name, value in inputs([0, 1]).items()}
     outputs = [module(**given, return_dict=False)[0] for module in (whole, shared)]
     for output in outputs:

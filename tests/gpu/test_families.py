@@ -12,14 +12,14 @@ def passes(folder, device, size, load_options, sigma):
     from wfm_ds.models import registry
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    model = registry.load(folder, dtype=torch.float32, device=torch.device(device), **load_options)
-    for part in (model.denoiser, *model.frozen_parts()):
+    model = registry.load_model(folder, dtype=torch.float32, device=torch.device(device), **load_options)
+    for part in (model.denoiser, *model.auxiliary_modules()):
         part.to(device)
     model.denoiser.requires_grad_(True)
     conditioning = model.encode_text(["a red circle on white", "the digit 7"])
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(2, *model.latent_shape(*size), generator=generator).to(device).requires_grad_(True)
-    velocity = model.denoise(latents, torch.tensor(sigma, device=device), conditioning, model.expert_of(sigma[0]))
+    velocity = model.denoise(latents, torch.tensor(sigma, device=device), conditioning, model.select_expert(sigma[0]))
     velocity.square().mean().backward()
     named = {n: p.grad.cpu() for n, p in model.denoiser.named_parameters() if p.grad is not None}
     return {"velocity": velocity.detach().cpu(), "latents": latents.grad.cpu(), **named}

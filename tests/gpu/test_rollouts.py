@@ -25,7 +25,7 @@ def samples(recipe, overrides, strict=False):
         if strict:
             plan = loop.algorithm.plan
             loop.algorithm.plan = lambda step: Watched(plan(step))
-        rollouts = loop.source.next(1)
+        rollouts = loop.source.collect_rollouts(1)
         loop.source.scores(rollouts)
         return torch.stack([sample.clean_latents for sample in rollouts.mine]).cpu()
 

@@ -20,6 +20,6 @@ def poisoned_memory(monkeypatch):
     """What a kernel forgets to write, the assertions see as NaN."""
     monkeypatch.setattr(
         triton_backend,
-        "_empty",
+        "_empty_tensor",
         lambda shape, dtype, device: torch.full(shape, float("nan"), dtype=dtype, device=device),
     )

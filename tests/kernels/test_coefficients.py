@@ -47,7 +47,7 @@ def test_log_prob_columns_are_those_of_the_published_form(kind, eta):
     mean, std = reference.sde_mean_and_std(kind, x, v, sigma, after, torch.full_like(sigma, eta), GRID[1])
     x_next = mean + std * z
     want = reference.sde_log_prob(kind, x_next, mean, std)
-    got = rows[:, 4] - rows[:, 3] * reference.mean((x_next - mean) ** 2)
+    got = rows[:, 4] - rows[:, 3] * reference.sample_mean((x_next - mean) ** 2)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 

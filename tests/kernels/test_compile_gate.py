@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from wfm_kernels import compile_check
-from wfm_kernels.compile_check import Report, compare_sums
+from wfm_kernels.compile_check import CompileReport, compare_sum_layouts
 
 
 def test_all_kernels_compile_for_sm_90_without_spills_and_with_wide_accesses(root):
@@ -22,13 +22,13 @@ def test_all_kernels_compile_for_sm_90_without_spills_and_with_wide_accesses(roo
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 1 + len(compile_check.variants())
+    assert len(done.stdout.splitlines()) == 1 + len(compile_check.kernel_variants())
 
 
 def report(variant, **changes):
     reads, writes = variant.wide_accesses(variant.reads), variant.wide_accesses(variant.writes)
     fine = {"registers": 40, "wide_reads": 2 * reads, "wide_writes": 2 * writes, "layout": "#blocked"}
-    return Report(variant=variant, **fine | {"fma": compile_check.NUM_FMA_OF_NORMALS * variant.draws} | changes)
+    return CompileReport(variant=variant, **fine | {"fma": compile_check.NUM_NOISE_FMA * variant.draws_noise} | changes)
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def report(variant, **changes):
     ],
 )
 def test_the_gate_fails_on_each_thing_it_looks_for(changes, fault):
-    variant = next(v for v in compile_check.variants() if v.label.startswith("noise v bf16 x fp32"))
+    variant = next(v for v in compile_check.kernel_variants() if v.label.startswith("noise v bf16 x fp32"))
     judged = report(variant, **changes)
-    compile_check._judge(judged)
+    compile_check._check_report(judged)
     assert (judged.faults == []) if fault is None else any(fault in f for f in judged.faults)
 
 
 def test_the_gate_fails_where_rollout_and_training_would_sum_in_another_order():
-    pair = [v for v in compile_check.variants() if v.kernel == "sde_kernel"][:2]
+    pair = [v for v in compile_check.kernel_variants() if v.kernel == "sde_kernel"][:2]
     reports = [report(pair[0]), report(pair[1], layout="#other")]
-    compare_sums(reports)
+    compare_sum_layouts(reports)
     assert [len(r.faults) for r in reports] == [0, 1]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kernel_cases import BACKENDS, BF16, BLOCK, DEVICE, FP32
 from wfm_kernels import NOISE_CONTRACT, flow_noise, host_noise, triton_backend, triton_kernels
-from wfm_kernels.host_noise import host_normal, host_words
-from wfm_kernels.noise import _BLOCK, normal, normal_from_words, philox_words, torch_normal
+from wfm_kernels.host_noise import host_normal_noise, host_philox_words
+from wfm_kernels.noise import _BLOCK, normal_from_words, normal_noise, philox_words, torch_normal_noise
 
 SEEDS = [0, 7, -5, 2**40 + 3, 2**62, 2**63 - 1, -(2**63)]
 N = 20_000
@@ -35,13 +35,13 @@ def test_the_contract_does_not_change():
     assert NOISE_CONTRACT == 1
     assert philox_words(torch.tensor([2**40 + 3]), 3)[0, 2].tolist() == [34154909, 2045071214, 4078692270, 1582146381]
     want = [-2.1904447, 0.0041903, 0.8154807, 1.5128454, -0.5405782, 0.3457741]
-    assert normal(torch.tensor([7]), 6)[0].tolist() == pytest.approx(want, abs=1e-6)
+    assert normal_noise(torch.tensor([7]), 6)[0].tolist() == pytest.approx(want, abs=1e-6)
 
 
 def test_kernel_and_torch_draw_the_same_integers():
     seeds = torch.tensor(SEEDS, device=DEVICE)
     words = torch.full((len(SEEDS), 300, 4), -1, dtype=torch.int32, device=DEVICE)
-    triton_kernels.words_kernel[(len(SEEDS),)](seeds, words, 300, BLOCK=512)
+    triton_kernels.philox_words_kernel[(len(SEEDS),)](seeds, words, 300, BLOCK=512)
     assert torch.equal(words.long() & 0xFFFFFFFF, philox_words(seeds, 300))
 
 
@@ -49,7 +49,7 @@ def test_kernel_and_torch_draw_the_same_integers():
 def test_numbers_that_are_drawn_block_by_block_are_those_of_all_counters(count, n):
     seeds = torch.tensor(SEEDS[-count:])
     whole = normal_from_words(philox_words(seeds, -(-n // 4))).flatten(1)[:, :n]
-    assert torch.equal(torch_normal(seeds, n), whole)
+    assert torch.equal(torch_normal_noise(seeds, n), whole)
 
 
 @given(
@@ -61,22 +61,22 @@ def test_a_cpu_draws_the_bits_of_torch_operations(seeds, n, at_once):
     """At once: 1 is a counter for all seeds, 7 leaves a shorter last block, 64 and more often hold all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_noise, "_BLOCK", at_once)
-        assert torch.equal(host_normal(torch.tensor(seeds), n), torch_normal(torch.tensor(seeds), n))
+        assert torch.equal(host_normal_noise(torch.tensor(seeds), n), torch_normal_noise(torch.tensor(seeds), n))
 
 
 @pytest.mark.parametrize(("count", "n"), [(1, 4 * host_noise._BLOCK + 5), (3, 4 * host_noise._BLOCK), (7, 40_001)])
 def test_a_cpu_draws_the_bits_of_torch_operations_in_full_blocks(count, n):
     seeds = torch.tensor(SEEDS[-count:])
-    assert torch.equal(normal(seeds, n), torch_normal(seeds, n))
+    assert torch.equal(normal_noise(seeds, n), torch_normal_noise(seeds, n))
     every_other = seeds.repeat_interleave(2)[::2]  # with a stride
-    assert torch.equal(normal(every_other, 9), torch_normal(seeds, 9))
+    assert torch.equal(normal_noise(every_other, 9), torch_normal_noise(seeds, 9))
 
 
 def test_a_cpu_works_with_the_words_of_philox_as_published():
     """Word 2 j + i at [i, j]; later counters as the torch operations have them."""
-    first = next(host_words(np.zeros(1, np.int64), 1, 1))[:, :, 0, 0].T.flatten()
+    first = next(host_philox_words(np.zeros(1, np.int64), 1, 1))[:, :, 0, 0].T.flatten()
     assert first.tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    blocks = [words.copy() for words in host_words(np.array(SEEDS), 50, 8)]
+    blocks = [words.copy() for words in host_philox_words(np.array(SEEDS), 50, 8)]
     got = np.concatenate(blocks, axis=3).transpose(2, 3, 1, 0).reshape(len(SEEDS), 50, 4)
     assert np.array_equal(got, philox_words(torch.tensor(SEEDS), 50).numpy())
 

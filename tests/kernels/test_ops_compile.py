@@ -149,17 +149,17 @@ def test_what_the_kernels_cannot_do_is_refused_when_asked_for_and_else_said_once
             return 70_000
 
     with pytest.raises(ValueError, match="70000 samples of 2 elements exceed the limit of 65535"):
-        backends.use_triton("triton", OnGpu())
+        backends.should_use_triton("triton", OnGpu())
     backends._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert [backends.use_triton("auto", OnGpu()) for _ in range(3)] == [False] * 3
+        assert [backends.should_use_triton("auto", OnGpu()) for _ in range(3)] == [False] * 3
     assert [r.message for r in caplog.records] == [
         "fused kernels are disabled, using eager torch: 70000 samples of 2 elements exceed the limit of 65535 samples "
         "of 2145386496"
     ]
     monkeypatch.setattr(OnGpu, "shape", (5, 2))
     monkeypatch.setattr(OnGpu, "__len__", lambda self: 5)
-    assert backends.use_triton("auto", OnGpu())
+    assert backends.should_use_triton("auto", OnGpu())
 
 
 def test_tensors_of_several_devices_are_refused():

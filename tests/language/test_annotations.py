@@ -5,7 +5,14 @@ import json
 import pytest
 
 from wfm_ds.errors import DataError
-from wfm_ds.language.annotations import BadConversation, Medium, Turn, annotation_files, parsed, rows_of
+from wfm_ds.language.annotations import (
+    BadConversation,
+    MediaReference,
+    Turn,
+    annotation_files,
+    parse_conversation,
+    read_rows,
+)
 
 
 def said(*values, **more):
@@ -14,14 +21,14 @@ def said(*values, **more):
 
 
 def image(path):
-    return Medium("image", path)
+    return MediaReference("image", path)
 
 
 def test_tags_mark_the_places_of_media():
     row = said("<image> beside <image>, in <video>\n?", "yes", "and?", "no", image=["/a.png", "/b.png"], video="/c.mp4")
-    conversation = parsed({**row, "id": 7}, "f.json[0]")
+    conversation = parse_conversation({**row, "id": 7}, "f.json[0]")
     assert conversation.id == "f.json[0]#7"
-    first = (image("/a.png"), " beside ", image("/b.png"), ", in ", Medium("video", "/c.mp4"), "\n?")
+    first = (image("/a.png"), " beside ", image("/b.png"), ", in ", MediaReference("video", "/c.mp4"), "\n?")
     assert conversation.turns == (
         Turn("user", first),
         Turn("assistant", ("yes",)),
@@ -33,8 +40,8 @@ def test_tags_mark_the_places_of_media():
 
 def test_media_without_a_tag_come_first_in_the_order_of_the_row():
     row = said("what?", "that", "and <image>?", "this", images=["a.png", "b.png"], videos=["c.mp4"])
-    turns = parsed(row, "r", root="/data/").turns
-    assert turns[0].parts == (image("/data/a.png"), "\n", Medium("video", "/data/c.mp4"), "\n", "what?")
+    turns = parse_conversation(row, "r", root="/data/").turns
+    assert turns[0].parts == (image("/data/a.png"), "\n", MediaReference("video", "/data/c.mp4"), "\n", "what?")
     assert turns[2].parts == ("and ", image("/data/b.png"), "?")
 
 
@@ -49,7 +56,7 @@ def test_media_without_a_tag_come_first_in_the_order_of_the_row():
     ],
 )
 def test_relative_paths_are_below_the_root(root, path, found):
-    assert parsed(said("?", "!", image=path), "r", root=root).media == [image(found)]
+    assert parse_conversation(said("?", "!", image=path), "r", root=root).media == [image(found)]
 
 
 def test_messages_have_parts_or_texts():
@@ -59,16 +66,16 @@ def test_messages_have_parts_or_texts():
         {"role": "user", "content": content},
         {"role": "assistant", "content": "<image>"},  # a word like others in an answer
     ]
-    conversation = parsed({"messages": messages, "video": "/b.mp4"}, "r", system_prompt="not this one")
+    conversation = parse_conversation({"messages": messages, "video": "/b.mp4"}, "r", system_prompt="not this one")
     assert conversation.turns == (
         Turn("system", ("be brief",)),
-        Turn("user", (image("/a.png"), "?", Medium("video", "/b.mp4"))),
+        Turn("user", (image("/a.png"), "?", MediaReference("video", "/b.mp4"))),
         Turn("assistant", ("<image>",)),
     )
 
 
 def test_a_system_prompt_is_for_rows_without_one():
-    assert parsed(said("?", "!"), "r", system_prompt="").turns[0] == Turn("system", ("",))
+    assert parse_conversation(said("?", "!"), "r", system_prompt="").turns[0] == Turn("system", ("",))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,7 @@ def test_a_system_prompt_is_for_rows_without_one():
 )
 def test_what_is_wrong_with_a_row(row, reason, words):
     with pytest.raises(BadConversation, match=words) as error:
-        parsed(row, "file.json[3]")
+        parse_conversation(row, "file.json[3]")
     assert error.value.reason == reason
     assert str(error.value).startswith("file.json[3]: ")
 
@@ -103,8 +110,8 @@ def test_files_of_annotations(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(rows[0]), "", "{broken", json.dumps(rows[1])]))
     (tmp_path / "c.txt").write_text("no annotations")
     assert annotation_files([str(tmp_path)]) == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.json")]
-    assert list(rows_of(tmp_path / "b.json")) == [(f"{tmp_path}/b.json[{i}]", row) for i, row in enumerate(rows)]
-    numbers = [(name.rpartition(":")[2], row) for name, row in rows_of(tmp_path / "a.jsonl")]
+    assert list(read_rows(tmp_path / "b.json")) == [(f"{tmp_path}/b.json[{i}]", row) for i, row in enumerate(rows)]
+    numbers = [(name.rpartition(":")[2], row) for name, row in read_rows(tmp_path / "a.jsonl")]
     assert numbers == [("1", rows[0]), ("3", None), ("4", rows[1])]
 
 
@@ -113,7 +120,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(DataError, match=r"no \.json or \.jsonl file in this folder"):
         annotation_files([str(tmp_path / "empty")])
     with pytest.raises(DataError, match="cannot be read"):
-        list(rows_of(tmp_path / "missing.json"))
+        list(read_rows(tmp_path / "missing.json"))
     (tmp_path / "object.json").write_text("{}")
     with pytest.raises(DataError, match="not a JSON list"):
-        list(rows_of(tmp_path / "object.json"))
+        list(read_rows(tmp_path / "object.json"))

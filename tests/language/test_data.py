@@ -12,23 +12,23 @@ from wfm_ds.data.squares import write_squares
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError, UserError
 from wfm_ds.language import model as language_model
-from wfm_ds.language.annotations import REASONS, parsed
+from wfm_ds.language.annotations import REASONS, parse_conversation
 from wfm_ds.language.data import LanguageData, load_conversations
-from wfm_ds.language.rows import SampleReader
-from wfm_ds.language.source import RowSource
-from wfm_ds.models.tiny import write_tiny
+from wfm_ds.language.packed_sequences import ConversationReader
+from wfm_ds.language.sequence_source import SequenceSource
+from wfm_ds.models.tiny import write_tiny_model
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.training.check import check
-from wfm_ds.training.language_build import reader_of, row_order
+from wfm_ds.training.language_builder import make_row_order, make_sample_reader
+from wfm_ds.training.run_check import check_run
 
-ALONE = World.alone()
+ALONE = World.single_process()
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "qwen25vl"
-    write_tiny("qwen25vl", folder)
-    return language_model.load(str(folder), torch.float32)
+    write_tiny_model("qwen25vl", folder)
+    return language_model.load_language_model(str(folder), torch.float32)
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def load(root, tiny, squares):
 
     def load(*overrides):
         places = [f"data.path={squares}/annotations.json", f"data.media_path={squares}", f"model.path={tiny.path}"]
-        recipe = recipe_file.load(root / "recipes" / "tiny" / "reason_llava_sft.yaml", [*places, *overrides])
-        reader = reader_of(recipe, tiny)
+        recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "reason_llava_sft.yaml", [*places, *overrides])
+        reader = make_sample_reader(recipe, tiny)
         return recipe, reader, load_conversations(recipe, reader, ALONE)
 
     return load
@@ -81,7 +81,7 @@ def test_lengths_are_those_of_what_is_read_later(load):
     _, reader, data = load()
     for conversation, length in list(zip(data.training.conversations, data.training.lengths, strict=True))[:8]:
         assert len(reader.read(conversation).tokens) == length
-    assert data.kinds == {"image"}
+    assert data.media_kinds == {"image"}
 
 
 def test_lengths_are_measured_once(load, squares, tmp_path, monkeypatch):
@@ -90,8 +90,8 @@ def test_lengths_are_measured_once(load, squares, tmp_path, monkeypatch):
     options = ("data.max_bad_fraction=0.2", "validation.holdout=0", f"data.cache_dir={tmp_path / 'cache'}")
     _, _, data = load(*options)
     measured = []
-    whole = SampleReader.size
-    monkeypatch.setattr(SampleReader, "size", lambda self, one: measured.append(one.id) or whole(self, one))
+    whole = ConversationReader.measure
+    monkeypatch.setattr(ConversationReader, "measure", lambda self, one: measured.append(one.id) or whole(self, one))
     _, _, again = load(*options)
     assert len(measured) == sum(data.bad[reason] for reason in ("media", "too_long")) == 3
     assert (again.training.sizes, again.bad) == (data.training.sizes, data.bad)
@@ -103,8 +103,8 @@ def test_lengths_are_measured_once(load, squares, tmp_path, monkeypatch):
 def test_a_picture_that_was_exchanged_is_left_out_of_its_row(load, squares):
     source, _ = source_of(load, "data.pack=false", "data.shuffle=false")
     Image.new("RGB", (112, 112)).save(squares / "images" / "002.png")
-    step = source.step(1, 0, 1)
-    assert [len(row) for row in step.rows] == [1, 1, 0, 1, 1, 1]
+    step = source.read_step(1, 0, 1)
+    assert [len(row) for row in step.sequences] == [1, 1, 0, 1, 1, 1]
     source.close()
 
 
@@ -121,7 +121,7 @@ def test_annotations_and_media_may_be_in_a_storage(load, squares, s3_server, s3_
     conversation = there.training.conversations[0]
     assert conversation.media[0].address == f"{address}/media/images/000.png"
     ((_, pixels), *_) = reader.read(conversation).pixels
-    local = parsed(rows[0], "0", root=str(squares))
+    local = parse_conversation(rows[0], "0", root=str(squares))
     assert np.array_equal(pixels.patches, reader.read(local).pixels[0][1].patches)
     client.delete_object(Bucket=s3.BUCKET, Key="media/images/001.png")
     missing = "data.max_bad_fraction=0.1"
@@ -147,23 +147,23 @@ def test_what_is_held_out_is_the_same_in_every_run_and_apart(load, squares):
 
 def source_of(load, *overrides):
     recipe, reader, data = load("validation.holdout=0", *overrides)
-    return RowSource(data, row_order(recipe, data), reader, rows_per_step=6, workers=2), data
+    return SequenceSource(data, make_row_order(recipe, data), reader, sequences_per_step=6, workers=2), data
 
 
 def ids(step):
-    return [[sample.id for sample in row] for row in step.rows]
+    return [[sample.id for sample in row] for row in step.sequences]
 
 
 def test_rows_of_a_step_are_the_same_for_any_number_of_ranks(load):
     source, data = source_of(load)
-    whole = [ids(source.step(step, 0, 1)) for step in (1, 2, 3)]
+    whole = [ids(source.read_step(step, 0, 1)) for step in (1, 2, 3)]
     for ranks in (2, 3):
         shares = [source_of(load)[0] for _ in range(ranks)]
         for step, rows in enumerate(whole, 1):
-            parts = [ids(share.step(step, rank, ranks)) for rank, share in enumerate(shares)]
+            parts = [ids(share.read_step(step, rank, ranks)) for rank, share in enumerate(shares)]
             assert [parts[k % ranks][k // ranks] for k in range(6)] == rows
     late = source_of(load)[0]
-    assert ids(late.step(3, 0, 1)) == whole[2]  # no step needs those before it
+    assert ids(late.read_step(3, 0, 1)) == whole[2]  # no step needs those before it
     assert isinstance(data, LanguageData)
 
 
@@ -171,19 +171,19 @@ def test_media_that_break_later_are_left_out_of_their_rows(load, squares):
     source, _ = source_of(load, "data.pack=false", "data.shuffle=false")
     whole = (squares / "images" / "001.png").read_bytes()
     (squares / "images" / "001.png").write_bytes(whole[: len(whole) - 40])  # the header says what it said
-    step = source.step(1, 0, 1)
-    assert [len(row) for row in step.rows] == [0, 0, 1, 1, 1, 1]  # rows 0 and 1 show it
+    step = source.read_step(1, 0, 1)
+    assert [len(row) for row in step.sequences] == [0, 0, 1, 1, 1, 1]  # rows 0 and 1 show it
     assert (step.num_bad, step.num_tried) == (2, 6)
-    source.judge(step.num_bad, step.num_tried, 0.05)
-    assert source.state() == {"bad": 2, "tried": 6}
+    source.check_bad_fraction(step.num_bad, step.num_tried, 0.05)
+    assert source.state_dict() == {"bad": 2, "tried": 6}
     with pytest.raises(DataError, match=r"8 of 12 conversations have unreadable media"):
-        source.judge(6, 6, 0.05)
+        source.check_bad_fraction(6, 6, 0.05)
     source.close()
 
 
 def test_the_report_of_a_check(load, root, squares, tiny, tmp_path):
     recipe, _, data = load(f"run.output_dir={tmp_path / 'out'}")
-    lines = str(check(recipe, 1))
+    lines = str(check_run(recipe, 1))
     assert f"{len(data.training.lengths)} conversations, {len(data.held_out.lengths)} held out, 0 left out" in lines
     assert lines.endswith("all checks passed")
     assert not (tmp_path / "out").exists()

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.errors import ModelError
 from wfm_ds.language import model as language_model
-from wfm_ds.language.export import LanguageTarget, export_language, loading_lines
-from wfm_ds.models.tiny import write_tiny
+from wfm_ds.language.export import LanguageTarget, export_language, loading_code
+from wfm_ds.models.tiny import write_tiny_model
 
 FAMILIES = ("qwen25vl", "qwen3vl")
 
@@ -21,12 +21,12 @@ class Weights:
     """The tensors of a network as an engine streams them: parameters once, changed a little."""
 
     def __init__(self, network, *, lora=None, frozen=()):
-        self.network, self.lora, self.config, self.frozen = network, lora is not None, lora, frozen
+        self.network, self.uses_lora, self.config, self.frozen = network, lora is not None, lora, frozen
 
-    def named_full_tensors(self, policy):
+    def iter_full_tensors(self, policy):
         assert policy == "train"
         for name, parameter in self.network.named_parameters():
-            if (self.lora and ".default." not in name) or name in self.frozen:
+            if (self.uses_lora and ".default." not in name) or name in self.frozen:
                 continue
             yield name.replace(".default.", "."), parameter.detach() + 0.5
 
@@ -36,12 +36,12 @@ class Weights:
 
 @pytest.fixture(params=FAMILIES)
 def model(request, tmp_path):
-    write_tiny(request.param, tmp_path / "base")
-    return language_model.load(str(tmp_path / "base"), torch.float32)
+    write_tiny_model(request.param, tmp_path / "base")
+    return language_model.load_language_model(str(tmp_path / "base"), torch.float32)
 
 
 def exported(model, out, **options):
-    target = LanguageTarget.of(model.network, model.path)
+    target = LanguageTarget.from_network(model.network, model.path)
     source = Weights(model.network, **options)
     return export_language(target, source, out, policy="train", dtype=torch.bfloat16, is_main=True)
 
@@ -54,7 +54,7 @@ def loaded(folder):
 
 
 def test_a_full_export_is_a_folder_that_transformers_loads(model, tmp_path):
-    frozen = model.frozen(["merger"])
+    frozen = model.group_parameter_names(["merger"])
     folder = exported(model, tmp_path / "out", frozen=frozen)
     again = loaded(folder)
     assert again.dtype == torch.bfloat16
@@ -71,12 +71,12 @@ def test_a_full_export_is_a_folder_that_transformers_loads(model, tmp_path):
 
 def test_experts_are_stored_the_way_round_that_the_base_has_them(tmp_path):
     """Released mixtures have them turned, and programs that serve models read them so."""
-    write_tiny("qwen3vlmoe", tmp_path / "base")
+    write_tiny_model("qwen3vlmoe", tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
     released = {name: t.mT.contiguous() if ".experts." in name else t for name, t in load_file(file).items()}
     save_file(released, file, metadata={"format": "pt"})
-    model = language_model.load(str(tmp_path / "base"), torch.float32)
-    folder = exported(model, tmp_path / "out", frozen=model.frozen(["vision"]))
+    model = language_model.load_language_model(str(tmp_path / "base"), torch.float32)
+    folder = exported(model, tmp_path / "out", frozen=model.group_parameter_names(["vision"]))
     written = load_file(folder / "model.safetensors")
     assert {name: t.shape for name, t in written.items()} == {name: t.shape for name, t in released.items()}
     again = loaded(folder)
@@ -105,11 +105,11 @@ def test_a_lora_is_loaded_by_peft(model, tmp_path):
     base = AutoModelForImageTextToText.from_pretrained(model.path)
     tuned = peft.PeftModel.from_pretrained(base, folder)
     given = {n.replace(".default.", "."): p for n, p in tuned.named_parameters() if "lora_" in n}
-    wanted = dict(Weights(model.network, lora=config).named_full_tensors("train"))
+    wanted = dict(Weights(model.network, lora=config).iter_full_tensors("train"))
     assert given.keys() == {f"base_model.model.{name}" for name in wanted}
     assert all(torch.equal(given[f"base_model.model.{name}"], tensor) for name, tensor in wanted.items())
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model.path)
-    assert str(model.path) in loading_lines(model.path, folder, lora=True)
+    assert str(model.path) in loading_code(model.path, folder, lora=True)
 
 
 def test_broken_weights_are_not_shipped(model, tmp_path):
@@ -121,6 +121,6 @@ def test_broken_weights_are_not_shipped(model, tmp_path):
 
 
 def test_a_checkpoint_of_a_language_model_is_no_pipeline(model):
-    note = LanguageTarget.of(model.network, model.path).to_json()
+    note = LanguageTarget.from_network(model.network, model.path).to_json()
     with pytest.raises(ModelError, match=r"a checkpoint of the language model .* cannot be converted"):
-        ExportTarget.of_json(note)
+        ExportTarget.from_json(note)

@@ -12,11 +12,11 @@ from wfm_ds.data.squares import write_squares
 from wfm_ds.errors import ModelError
 from wfm_ds.language import attention
 from wfm_ds.language import model as language_model
-from wfm_ds.language.annotations import BadConversation, Medium, parsed, rows_of
+from wfm_ds.language.annotations import BadConversation, MediaReference, parse_conversation, read_rows
 from wfm_ds.language.media import MediaReader
-from wfm_ds.language.render import IGNORED, Renderer
-from wfm_ds.language.rows import RowMaker, SampleReader
-from wfm_ds.models.tiny import write_tiny
+from wfm_ds.language.packed_sequences import ConversationReader, SequencePacker
+from wfm_ds.language.renderer import IGNORE_INDEX, Renderer
+from wfm_ds.models.tiny import write_tiny_model
 from wfm_ds.recipe.data import DataRecipe
 
 FAMILIES = ("qwen25vl", "qwen3vl")
@@ -34,43 +34,43 @@ def squares(tmp_path_factory):
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / request.param
-    write_tiny(request.param, folder)
-    return language_model.load(str(folder), torch.float32)
+    write_tiny_model(request.param, folder)
+    return language_model.load_language_model(str(folder), torch.float32)
 
 
 def reader_of(model, **changes):
     data = DataRecipe.model_validate({**DATA, **changes})
     media = MediaReader(model.image_processor, data)
     renderer = Renderer(model.tokenizer)
-    return SampleReader(
-        renderer, media, timed_frames=model.timed_frames, max_tokens=data.max_tokens, too_long=data.too_long
+    return ConversationReader(
+        renderer, media, has_frame_times=model.has_frame_times, max_tokens=data.max_tokens, too_long=data.too_long
     )
 
 
 def samples_of(model, squares, numbers=(0, 1, 2)):
-    rows = dict(enumerate(row for _, row in rows_of(squares / "annotations.json")))
+    rows = dict(enumerate(row for _, row in read_rows(squares / "annotations.json")))
     reader = reader_of(model)
-    return [reader.read(parsed(rows[i], str(i), root=str(squares))) for i in numbers]
+    return [reader.read(parse_conversation(rows[i], str(i), root=str(squares))) for i in numbers]
 
 
 def video_sample(model, squares):
     row = {"conversations": [{"from": "human", "value": "<video> ?"}, {"from": "gpt", "value": "a robot moving left"}]}
-    return reader_of(model).read(parsed({**row, "video": str(squares / "clip.mp4")}, "v"))
+    return reader_of(model).read(parse_conversation({**row, "video": str(squares / "clip.mp4")}, "v"))
 
 
 def maker_of(model, kinds=(), **options):
-    blanks = [reader_of(model).blank(kind) for kind in kinds]
-    return RowMaker(model.positions, blanks, **{"by_sample": False, **options})
+    blanks = [reader_of(model).blank_sample(kind) for kind in kinds]
+    return SequencePacker(model.rotary_positions, blanks, **{"by_sample": False, **options})
 
 
 def by_transformers(model, sample):
     """Logits [L, V] and loss of one conversation as transformers makes them: its own positions, mask and loss."""
-    media = maker_of(model).row([sample]).media
+    media = maker_of(model).pack_samples([sample]).media
     with torch.no_grad():
         output = model.network(
             input_ids=torch.tensor([sample.tokens.ids]),
             attention_mask=torch.ones(1, len(sample.tokens), dtype=torch.long),
-            mm_token_type_ids=sample.types(model.pad_ids),
+            mm_token_type_ids=sample.token_types(model.pad_ids),
             labels=torch.tensor([sample.tokens.labels]),
             **({"second_per_grid_ts": torch.tensor(sample.seconds_per_time)} if sample.seconds_per_time else {}),
             **media,
@@ -80,18 +80,18 @@ def by_transformers(model, sample):
 
 def test_a_row_of_one_conversation_has_the_loss_of_transformers(model, squares):
     for sample in [*samples_of(model, squares), video_sample(model, squares)]:
-        row = maker_of(model).row([sample])
+        row = maker_of(model).pack_samples([sample])
         logits, loss = by_transformers(model, sample)
         with torch.no_grad():
             found = model.predict(row)
         assert float(found.losses.mean()) == pytest.approx(float(loss), rel=1e-6)
-        right = logits[:-1].argmax(-1)[row.kept] == row.targets
+        right = logits[:-1].argmax(-1)[row.label_positions] == row.targets
         assert torch.equal(found.hits, right.float())
 
 
 def test_conversations_in_a_row_do_not_see_each_other(model, squares):
     samples = [*samples_of(model, squares), video_sample(model, squares)]
-    row = maker_of(model).row(samples)
+    row = maker_of(model).pack_samples(samples)
     alone = torch.cat([by_transformers(model, sample)[0] for sample in samples])
     with torch.no_grad():
         together = model.network(
@@ -101,15 +101,15 @@ def test_conversations_in_a_row_do_not_see_each_other(model, squares):
     assert (together - alone).abs().max() < 3e-6 * alone.abs().max()
     assert together.shape[0] == sum(len(sample.tokens) for sample in samples)
     # What a label of the first token would do: nothing is predicted across the border.
-    assert len(losses) == sum(label != IGNORED for sample in samples for label in sample.tokens.labels)
+    assert len(losses) == sum(label != IGNORE_INDEX for sample in samples for label in sample.tokens.labels)
 
 
 def test_attention_without_a_mask_has_the_losses_and_gradients_of_that_with_one(model, squares):
     by_segments = copy.copy(model)
     by_segments.network = by_segments.forward_module = copy.deepcopy(model.network)
-    by_segments.by_segments = attention.install(by_segments.network)
-    assert by_segments.by_segments
-    row = maker_of(model).row([*samples_of(model, squares), video_sample(model, squares)])
+    by_segments.uses_segments = attention.install_segment_attention(by_segments.network)
+    assert by_segments.uses_segments
+    row = maker_of(model).pack_samples([*samples_of(model, squares), video_sample(model, squares)])
     assert len(row.segments) == 4
     found = {}
     for name, one in (("mask", model), ("segments", by_segments)):
@@ -127,7 +127,7 @@ def test_attention_without_a_mask_has_the_losses_and_gradients_of_that_with_one(
 def test_with_three_rows_of_positions_or_a_cache_they_would(model, squares, change):
     """What transformers does silently is why a row has four, and no cache: if this changes, rows.py may be simpler."""
     samples = samples_of(model, squares)
-    row = maker_of(model).row(samples)
+    row = maker_of(model).pack_samples(samples)
     positions = row.position_ids[1:] if change == "three rows" else row.position_ids
     alone = torch.cat([by_transformers(model, sample)[0] for sample in samples])
     with torch.no_grad():
@@ -148,7 +148,10 @@ def test_gradients_of_a_row_are_those_of_its_conversations(model, squares):
             model.predict(row).losses.sum().backward()
         return {name: p.grad.clone() for name, p in model.network.named_parameters() if p.grad is not None}
 
-    together, apart = gradients([maker.row(samples)]), gradients([maker.row([sample]) for sample in samples])
+    together, apart = (
+        gradients([maker.pack_samples(samples)]),
+        gradients([maker.pack_samples([sample]) for sample in samples]),
+    )
     model.network.zero_grad()
     assert together.keys() == apart.keys()
     for name, gradient in together.items():
@@ -157,8 +160,8 @@ def test_gradients_of_a_row_are_those_of_its_conversations(model, squares):
 
 def test_a_blank_medium_changes_nothing_and_gives_the_tower_its_gradients(model, squares):
     row = {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "a cat"}]}
-    sample = reader_of(model).read(parsed(row, "text"))
-    plain, blank = maker_of(model).row([sample]), maker_of(model, ("image", "video")).row([sample])
+    sample = reader_of(model).read(parse_conversation(row, "text"))
+    plain, blank = maker_of(model).pack_samples([sample]), maker_of(model, ("image", "video")).pack_samples([sample])
     with torch.no_grad():
         assert torch.allclose(model.predict(plain).losses, model.predict(blank).losses, atol=1e-6)
     model.predict(blank).losses.sum().backward()
@@ -168,7 +171,7 @@ def test_a_blank_medium_changes_nothing_and_gives_the_tower_its_gradients(model,
 
 
 def test_a_row_of_nothing_is_a_forward_of_nothing(model):
-    row = maker_of(model, ("image",)).row([])
+    row = maker_of(model, ("image",)).pack_samples([])
     found = model.predict(row)
     assert (len(found.losses), row.num_samples) == (0, 0)
     (found.losses * row.weights).sum().backward()
@@ -177,8 +180,8 @@ def test_a_row_of_nothing_is_a_forward_of_nothing(model):
 
 def test_each_conversation_counts_alike_if_asked(model, squares):
     samples = samples_of(model, squares)
-    row = maker_of(model, by_sample=True).row(samples)
-    counts = [sum(label != IGNORED for label in sample.tokens.labels) for sample in samples]
+    row = maker_of(model, by_sample=True).pack_samples(samples)
+    counts = [sum(label != IGNORE_INDEX for label in sample.tokens.labels) for sample in samples]
     assert row.num_samples == 3
     assert len(set(counts)) > 1
     sums = [float(part.sum()) for part in row.weights.split(counts)]
@@ -190,7 +193,7 @@ def test_losses_by_chunks_are_those_of_all_logits_at_once(monkeypatch):
     logits = torch.randn(8, 11, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     whole = logits.detach().clone().requires_grad_()
     targets = torch.arange(8)
-    found = language_model.scored(logits, targets)
+    found = language_model.score_logits(logits, targets)
     losses = torch.nn.functional.cross_entropy(whole.float(), targets, reduction="none")
     assert torch.equal(found.losses, losses)
     found.losses.sum().backward()
@@ -214,8 +217,8 @@ def test_an_image_is_what_the_image_processor_makes_of_it(model, squares):
 
 def test_a_video_is_pairs_of_its_frames(model, squares):
     media = MediaReader(model.image_processor, DataRecipe.model_validate({**DATA, "video": {"fps": 8}}))
-    medium = Medium("video", str(squares / "clip.mp4"))
-    sized, found = media.sized(medium), media.read(medium)
+    medium = MediaReference("video", str(squares / "clip.mp4"))
+    sized, found = media.measure(medium), media.read(medium)
     assert np.prod(found.grid) == sized.num_times * sized.num_tokens * media.merge**2
     assert list(sized.seconds) == sorted(sized.seconds)
     # Patches in time are channels of each other: the same frame twice is an image.
@@ -228,7 +231,7 @@ def test_too_long_conversations(model, squares):
         "image": "images/000.png",
         "conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "red " * 60}],
     }
-    conversation = parsed(row, "long", root=str(squares))
+    conversation = parse_conversation(row, "long", root=str(squares))
     with pytest.raises(BadConversation, match="the limit is 64") as error:
         reader_of(model, max_tokens=64).read(conversation)
     assert error.value.reason == "too_long"
@@ -237,7 +240,9 @@ def test_too_long_conversations(model, squares):
     assert cut.tokens.labels[-1] == cut.tokens.ids[-1]
     question = {**row, "conversations": [{"from": "human", "value": "red " * 80}, {"from": "gpt", "value": "red"}]}
     with pytest.raises(BadConversation):  # nothing of the answer, or a part of the image, would be left
-        reader_of(model, max_tokens=64, too_long="truncate_answer").read(parsed(question, "q", root=str(squares)))
+        reader_of(model, max_tokens=64, too_long="truncate_answer").read(
+            parse_conversation(question, "q", root=str(squares))
+        )
 
 
 def test_media_that_cannot_be_read(model, squares, tmp_path):
@@ -246,7 +251,7 @@ def test_media_that_cannot_be_read(model, squares, tmp_path):
     for medium in ({"image": "missing.png"}, {"image": "broken.png"}, {"video": "empty.mp4"}):
         row = {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}], **medium}
         with pytest.raises(BadConversation) as error:
-            reader_of(model).read(parsed(row, "r", root=str(tmp_path)))
+            reader_of(model).read(parse_conversation(row, "r", root=str(tmp_path)))
         assert error.value.reason == "media"
 
 
@@ -254,7 +259,7 @@ def test_lora_stands_on_the_language_model_alone(model):
     targets = model.default_lora_targets
     assert len(targets) == 2 * 7  # layers
     assert all("language_model" in name for name in targets)
-    parts = {part: model.frozen([part]) for part in ("vision", "merger", "language")}
+    parts = {part: model.group_parameter_names([part]) for part in ("vision", "merger", "language")}
     names = {name for name, _ in model.network.named_parameters()}
     assert frozenset().union(*parts.values()) == names
     assert sum(map(len, parts.values())) == len(names)
@@ -263,7 +268,7 @@ def test_lora_stands_on_the_language_model_alone(model):
 
 def test_folders_that_hold_no_such_model(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
-        language_model.load(str(tmp_path), torch.float32)
+        language_model.load_language_model(str(tmp_path), torch.float32)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     with pytest.raises(ModelError, match="has no vision tower"):
-        language_model.load(str(tmp_path), torch.float32)
+        language_model.load_language_model(str(tmp_path), torch.float32)

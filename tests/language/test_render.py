@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfm_ds.errors import ModelError
-from wfm_ds.language.annotations import BadConversation, Conversation, Medium, Turn
-from wfm_ds.language.render import IGNORED, Renderer, spliced
+from wfm_ds.language.annotations import BadConversation, Conversation, MediaReference, Turn
+from wfm_ds.language.renderer import IGNORE_INDEX, Renderer, splice_text
 from wfm_ds.models.tiny.parts.chat import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
-IMAGE, VIDEO = Medium("image", "a.png"), Medium("video", "b.mp4")
+IMAGE, VIDEO = MediaReference("image", "a.png"), MediaReference("video", "b.mp4")
 PAD, FRAMES = "<|image_pad|>", "<|video_pad|>"
 LEFT, RIGHT = "<|vision_start|>", "<|vision_end|>"
 
@@ -24,11 +24,11 @@ def talk(*turns, system=None):
 
 def labelled(tokens):
     """The texts of the labelled runs."""
-    runs, last = [], IGNORED
+    runs, last = [], IGNORE_INDEX
     for token, label in zip(tokens.ids, tokens.labels, strict=True):
-        assert label in (token, IGNORED)
-        if label != IGNORED:
-            runs = [*runs, []] if last == IGNORED else runs
+        assert label in (token, IGNORE_INDEX)
+        if label != IGNORE_INDEX:
+            runs = [*runs, []] if last == IGNORE_INDEX else runs
             runs[-1].append(label)
         last = label
     return [TOKENIZER.decode(run) for run in runs]
@@ -59,7 +59,10 @@ def test_labels_decode_to_the_answers(conversation, expansions, answers):
     assert labelled(tokens) == answers
     # One tokenisation of the whole text as the template writes it, with the media in their places.
     content = [
-        {"role": t.role, "content": [{"type": p.kind} if isinstance(p, Medium) else {"text": p} for p in t.parts]}
+        {
+            "role": t.role,
+            "content": [{"type": p.kind} if isinstance(p, MediaReference) else {"text": p} for p in t.parts],
+        }
         for t in conversation.turns
     ]
     text, new = TOKENIZER.apply_chat_template(content, tokenize=False), iter(expansions)
@@ -75,7 +78,7 @@ def test_golden_ids():
     assert pieces[: len(start)] == start
     assert pieces[len(start) : len(start) + 4] == [LEFT, PAD, PAD, RIGHT]
     assert pieces[-5:] == [*"red", END, "\u010a"]
-    assert [label != IGNORED for label in tokens.labels[-6:]] == [False, True, True, True, True, False]
+    assert [label != IGNORE_INDEX for label in tokens.labels[-6:]] == [False, True, True, True, True, False]
 
 
 WORDS = st.text(st.sampled_from("ab \u00e9\u4e2d<>|\n"), min_size=1, max_size=8)
@@ -92,7 +95,7 @@ def test_what_else_can_be_trained_on():
     places = [LEFT + PAD * 2 + RIGHT]
     assert labelled(Renderer(TOKENIZER, train_on="last_answer").render(conversation, places)) == ["the robot" + END]
     tokens = Renderer(TOKENIZER, train_on="all").render(conversation, places)
-    silent = [token for token, label in zip(tokens.ids, tokens.labels, strict=True) if label == IGNORED]
+    silent = [token for token, label in zip(tokens.ids, tokens.labels, strict=True) if label == IGNORE_INDEX]
     assert TOKENIZER.convert_ids_to_tokens(silent) == ["<|im_start|>", PAD, PAD]  # the first one, and the image
 
 
@@ -123,6 +126,6 @@ def test_a_tokenizer_without_template_or_marks_is_refused():
 
 
 def test_places_move_with_what_is_put_before_them():
-    text, moved = spliced("ab[]cd[]e", [(2, 4, "<long>"), (6, 8, "")])
+    text, moved = splice_text("ab[]cd[]e", [(2, 4, "<long>"), (6, 8, "")])
     assert text == "ab<long>cde"
     assert [moved(place) for place in (0, 2, 4, 6, 8, 9)] == [0, 2, 8, 10, 10, 11]

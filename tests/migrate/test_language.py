@@ -8,7 +8,7 @@ import pytest
 from migrate.configurations import REASONER_SFT, put
 from wfm_ds.errors import RecipeError
 from wfm_ds.migrate.command import main
-from wfm_ds.migrate.translation import migrate, mode_of
+from wfm_ds.migrate.translation import detect_mode, migrate_config
 from wfm_ds.recipe import file as recipe_file
 
 DATA, POLICY = "custom.dataset", "train.train_policy"
@@ -18,15 +18,15 @@ def migrated(**changes):
     config = tomllib.loads(REASONER_SFT)
     for key, value in changes.items():
         put(config, key, value)
-    return migrate(config)
+    return migrate_config(config)
 
 
 def test_the_command_writes_a_recipe_that_runs(tmp_path, capsys):
     (tmp_path / "llava_sft.toml").write_text(REASONER_SFT)
     assert main([str(tmp_path / "llava_sft.toml")]) == 0
     (tmp_path / "recipe.yaml").write_text(capsys.readouterr().out)
-    recipe = recipe_file.load(tmp_path / "recipe.yaml")
-    assert recipe.language.name == "vlm_sft"
+    recipe = recipe_file.load_recipe(tmp_path / "recipe.yaml")
+    assert recipe.language_settings.name == "vlm_sft"
     assert (recipe.data.kind, recipe.data.path, recipe.data.media_path) == (
         *("llava", "/data/driving/train.json"),
         "/data/driving/clips",
@@ -66,20 +66,20 @@ def test_adapters_keep_rank_and_targets():
     assert migration.values["lora.dropout"] == 0.0
     every = migrated(**{"policy.lora": {"r": 4, "target_modules": "all-linear"}})
     assert "lora.target_modules" not in every.values
-    assert "policy.lora.target_modules" in every.gone
+    assert "policy.lora.target_modules" in every.unsupported
 
 
 def test_empty_words_stay_away():
     migration = migrated(**{f"{DATA}.media_path": "", f"{DATA}.system_prompt": ""})
     assert {"data.media_path", "data.system_prompt"}.isdisjoint(migration.values)
-    assert migration.gone.keys() >= {f"{DATA}.media_path", f"{DATA}.system_prompt"}
+    assert migration.unsupported.keys() >= {f"{DATA}.media_path", f"{DATA}.system_prompt"}
 
 
 def test_older_names_of_validation_are_mended():
     older = {"validation": None, "train.enable_validation": True, "train.validation_step": 30}
     migration = migrated(**older)
     assert migration.values["validation.every"] == 30
-    assert any("train.validation_step is read as validation.freq" in line for line in migration.mended)
+    assert any("train.validation_step is read as validation.freq" in line for line in migration.renamed)
 
 
 def test_unknown_keys_are_named_in_the_tables_of_the_script_too():
@@ -102,7 +102,7 @@ def test_unknown_keys_are_named_in_the_tables_of_the_script_too():
     ],
 )
 def test_what_has_no_counterpart_has_the_reason_of_this_mode(key, value, reason):
-    assert reason in migrated(**{key: value}).gone[key]
+    assert reason in migrated(**{key: value}).unsupported[key]
 
 
 def test_epochs_of_annotations_on_this_machine_are_counted(tmp_path):
@@ -111,12 +111,12 @@ def test_epochs_of_annotations_on_this_machine_are_counted(tmp_path):
     # 700 conversations on 8 ranks: 88 each, so 2 batches of 32 in each of 3 epochs.
     assert migrated(**here).values["run.steps"] == 6
     elsewhere = migrated(**here | {f"{DATA}.annotation_path": "/nowhere.json"})
-    assert "/nowhere.json cannot be counted" in elsewhere.gone["train.epoch"]
+    assert "/nowhere.json cannot be counted" in elsewhere.unsupported["train.epoch"]
 
 
 def test_rl_of_the_reasoner_and_models_of_text_are_refused():
     base = {"custom.dataset.annotation_path": "x", "policy.model_name_or_path": "nvidia/Cosmos-Reason2-2B"}
     with pytest.raises(RecipeError, match="SFT on LLaVA annotations is supported"):
-        mode_of(base | {f"{POLICY}.type": "grpo"})
+        detect_mode(base | {f"{POLICY}.type": "grpo"})
     with pytest.raises(RecipeError, match="trains no diffusion model"):
-        mode_of({"policy.model_name_or_path": "Qwen/Qwen2.5-3B", f"{POLICY}.type": "sft"})
+        detect_mode({"policy.model_name_or_path": "Qwen/Qwen2.5-3B", f"{POLICY}.type": "sft"})

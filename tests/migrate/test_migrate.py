@@ -7,31 +7,38 @@ import pytest
 
 from migrate.configurations import COSMOS_DDRL, REASONER_SFT, SANA_VIDEO_SFT, SD3_NFT, SD3_SFT_LORA, put
 from wfm_ds.errors import RecipeError
-from wfm_ds.migrate import dropped as migrate_gone
 from wfm_ds.migrate import keys as migrate_keys
+from wfm_ds.migrate import unsupported_keys as migrate_gone
 from wfm_ds.migrate.command import main
 from wfm_ds.migrate.config import DDRL, NFT, SFT, VLM_SFT, WFM_SFT
-from wfm_ds.migrate.translation import check, flatten, mend, migrate, mode_of, render
+from wfm_ds.migrate.translation import (
+    check_recipe,
+    detect_mode,
+    flatten_tables,
+    migrate_config,
+    rename_old_keys,
+    render_recipe,
+)
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.folder import flat
+from wfm_ds.run.output_folder import flatten_keys
 
 TEXTS = {SFT: SD3_SFT_LORA, NFT: SD3_NFT, DDRL: COSMOS_DDRL, VLM_SFT: REASONER_SFT}
 TEXTS[WFM_SFT] = COSMOS_DDRL.replace("[model.rl]", "[model.rl]\nenabled = false")
 
 
 def recipe_of(config, folder):
-    text = render(migrate(config), "config.toml")
+    text = render_recipe(migrate_config(config), "config.toml")
     (folder / "recipe.yaml").write_text(text)
-    return recipe_file.load(folder / "recipe.yaml")
+    return recipe_file.load_recipe(folder / "recipe.yaml")
 
 
 @pytest.mark.parametrize("mode", TEXTS)
 def test_a_configuration_becomes_a_valid_recipe_of_its_algorithm(mode, tmp_path):
     names = {SFT: "sft", NFT: "diffusion_nft", DDRL: "ddrl", WFM_SFT: "sft", VLM_SFT: "vlm_sft"}
     config = tomllib.loads(TEXTS[mode])
-    migration = migrate(config)
-    check(migration, render(migration, "config.toml"))
+    migration = migrate_config(config)
+    check_recipe(migration, render_recipe(migration, "config.toml"))
     assert recipe_of(config, tmp_path).algorithm.name == names[mode]
 
 
@@ -68,7 +75,7 @@ def test_ddrl_keeps_groups_guidance_and_reference(tmp_path):
 def test_guidance_of_the_edm_sampler_is_one_less():
     config = tomllib.loads(COSMOS_DDRL)
     config["model"]["rl"] |= {"guidance": 0.5, "data_beta": 0.0}
-    migration = migrate(config)
+    migration = migrate_config(config)
     assert migration.values["sampling.guidance_scale"] == 1.5
     assert "sampling.guidance_scale is w = 1 + g: 0.5 in Cosmos-RL is 1.5 here" in migration.notes
 
@@ -85,21 +92,21 @@ def test_what_is_missing_has_a_placeholder_and_an_error(tmp_path, capsys):
     assert "  # steps: FILL IN, " in out
     assert err == "error: the recipe is incomplete; fill in run.steps\n"
     (tmp_path / "filled.yaml").write_text(out.replace("  # steps: FILL IN, ", "  steps: 5  # "))
-    recipe = recipe_file.load(tmp_path / "filled.yaml")
+    recipe = recipe_file.load_recipe(tmp_path / "filled.yaml")
     assert (recipe.model.gradient_checkpointing, recipe.sampling.num_frames) == (False, 49)
     assert (recipe.engine.deepspeed, recipe.ema.decay) == ("zero3", 0.9999)
 
 
 def test_misspelt_and_moved_keys_are_mended_and_said():
-    nft, sft = migrate(tomllib.loads(SD3_NFT)), migrate(tomllib.loads(SANA_VIDEO_SFT))
+    nft, sft = migrate_config(tomllib.loads(SD3_NFT)), migrate_config(tomllib.loads(SANA_VIDEO_SFT))
     assert nft.values["algorithm.timestep_fraction"] == 0.5
-    assert any("timestep_fraction is read as" in line for line in nft.mended)
-    assert any("model_gradient_checkpointig is read as" in line for line in sft.mended)
-    assert any("policy.diffusers_config.train_frames is called" in line for line in sft.mended)
+    assert any("timestep_fraction is read as" in line for line in nft.renamed)
+    assert any("model_gradient_checkpointig is read as" in line for line in sft.renamed)
+    assert any("policy.diffusers_config.train_frames is called" in line for line in sft.renamed)
 
 
 def test_a_name_of_the_hub_becomes_a_folder_and_the_download_is_said():
-    migration = migrate(tomllib.loads(SANA_VIDEO_SFT))
+    migration = migrate_config(tomllib.loads(SANA_VIDEO_SFT))
     assert migration.values["model.path"] == "models/SANA-Video_2B_480p_diffusers"
     assert any("hf download Efficient-Large-Model/SANA-Video_2B_480p_diffusers" in note for note in migration.notes)
 
@@ -108,8 +115,8 @@ def test_unknown_keys_are_listed_and_known_ones_without_a_counterpart_have_a_rea
     config = tomllib.loads(SD3_NFT)
     config["train"]["train_policy"]["kl_bta"] = 1
     config["rollout"]["parallelism"] = {"tp_size": 1}
-    migration = migrate(config)
-    text = render(migration, "config.toml")
+    migration = migrate_config(config)
+    text = render_recipe(migration, "config.toml")
     assert migration.unknown == ["train.train_policy.kl_bta"]
     assert "#   rollout.parallelism.tp_size: the launcher sets" in text
     assert "Unknown keys" in text
@@ -118,14 +125,14 @@ def test_unknown_keys_are_listed_and_known_ones_without_a_counterpart_have_a_rea
 @pytest.mark.parametrize("mode", TEXTS)
 def test_every_key_of_a_configuration_is_accounted_for(mode):
     config = tomllib.loads(TEXTS[mode])
-    migration = migrate(config)
-    mapped = {row.theirs for row in migrate_keys.ROWS if mode in row.modes}
-    assert set(mend(flatten(config))[0]) <= mapped | migration.gone.keys()
+    migration = migrate_config(config)
+    mapped = {row.cosmos_key for row in migrate_keys.KEY_MAPPINGS if mode in row.modes}
+    assert set(rename_old_keys(flatten_tables(config))[0]) <= mapped | migration.unsupported.keys()
 
 
 def test_language_models_are_refused():
     with pytest.raises(RecipeError, match="trains no diffusion model"):
-        mode_of({"policy.model_name_or_path": "Qwen/Qwen2.5-3B", "train.train_policy.type": "grpo"})
+        detect_mode({"policy.model_name_or_path": "Qwen/Qwen2.5-3B", "train.train_policy.type": "grpo"})
 
 
 def test_a_file_that_is_not_toml_is_an_error(tmp_path, capsys):
@@ -320,23 +327,23 @@ ONE_VALUE = {
 def resolved(config):
     """The resolved recipe with dotted keys, without the detour over a file."""
     sections = {"model": {"path": "a/folder"}}
-    for key, value in migrate(config).values.items():
+    for key, value in migrate_config(config).values.items():
         sections.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
-    return flat(Recipe.model_validate(sections).model_dump())
+    return flatten_keys(Recipe.model_validate(sections).model_dump())
 
 
-CHANGING = [row for row in migrate_keys.ROWS if row.theirs not in ONE_VALUE]
+CHANGING = [row for row in migrate_keys.KEY_MAPPINGS if row.cosmos_key not in ONE_VALUE]
 
 
-@pytest.mark.parametrize("row", CHANGING, ids=lambda row: f"{row.theirs}-{row.targets[0]}")
+@pytest.mark.parametrize("row", CHANGING, ids=lambda row: f"{row.cosmos_key}-{row.targets[0]}")
 def test_every_mapped_key_changes_the_resolved_recipe(row):
     for mode in row.modes:
-        value, setting = CHANGES[row.theirs]
+        value, setting = CHANGES[row.cosmos_key]
         config = tomllib.loads(TEXTS[mode])
         for key, other in setting.items():
             put(config, key, other)
         before = resolved(config)
-        put(config, row.theirs, value)
+        put(config, row.cosmos_key, value)
         after = resolved(config)
         changed = {key for key in before | after if before.get(key) != after.get(key)}
         assert any(key == target or key.startswith(f"{target}.") for key in changed for target in row.targets)
@@ -354,8 +361,8 @@ def test_a_value_that_recipes_do_not_know_is_said(key):
     config = tomllib.loads(SD3_NFT)
     put(config, key, others[key])
     put(config, "train.max_num_steps", None)
-    migration = migrate(config)
-    assert key in migration.gone or any("Cosmos-RL clips to -1 to 5" in note for note in migration.notes)
+    migration = migrate_config(config)
+    assert key in migration.unsupported or any("Cosmos-RL clips to -1 to 5" in note for note in migration.notes)
 
 
 def test_the_page_holds_the_table_of_keys(root, capsys):
@@ -364,7 +371,12 @@ def test_the_page_holds_the_table_of_keys(root, capsys):
 
 
 def test_the_tables_name_recipe_keys_and_no_key_twice():
-    seen = [(row.theirs, target, mode) for row in migrate_keys.ROWS for target in row.targets for mode in row.modes]
+    seen = [
+        (row.cosmos_key, target, mode)
+        for row in migrate_keys.KEY_MAPPINGS
+        for target in row.targets
+        for mode in row.modes
+    ]
     assert len(seen) == len(set(seen))
-    assert migrate_gone.reason_for("rollout.parallelism.anything") is not None
-    assert migrate_gone.reason_for("rollout.anything") is None
+    assert migrate_gone.find_reason("rollout.parallelism.anything") is not None
+    assert migrate_gone.find_reason("rollout.anything") is None

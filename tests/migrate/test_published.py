@@ -7,7 +7,7 @@ import pytest
 
 from migrate.configurations import COSMOS_DDRL, SANA_VIDEO_SFT, SD3_NFT, put
 from wfm_ds.migrate.command import main
-from wfm_ds.migrate.translation import migrate, render
+from wfm_ds.migrate.translation import migrate_config, render_recipe
 
 POLICY, RL = "train.train_policy", "model.rl"
 WEB = "dataloader_train.video_dataloader.dataloader"
@@ -17,13 +17,13 @@ def migrated(text, *, steps=None, **changes):
     config = tomllib.loads(text)
     for key, value in changes.items():
         put(config, key, value)
-    return migrate(config, steps=steps)
+    return migrate_config(config, steps=steps)
 
 
 def test_ranks_that_share_a_sample_are_sequence_parallel():
     migration = migrated(COSMOS_DDRL)
     assert migration.values["engine.sequence_parallel"] == 2
-    assert "model_parallel.context_parallel_size" not in migration.gone
+    assert "model_parallel.context_parallel_size" not in migration.unsupported
     assert any("is for 32 GPUs" in note for note in migration.notes)  # 2 x 4 x 4
 
 
@@ -70,7 +70,7 @@ def test_ddrl_asks_the_service_for_the_output_that_the_score_key_names():
     key = f"{RL}.reward_config.remote_reward.score_key"
     migration = migrated(COSMOS_DDRL, **{key: "vq_reward+mq_reward"})
     assert migration.values["reward.functions"][0]["options"] == {"output": "vq_reward+mq_reward"}
-    assert key not in migration.gone
+    assert key not in migration.unsupported
 
 
 def test_nft_asks_the_service_for_the_output_that_the_score_key_names():
@@ -111,7 +111,7 @@ def test_epochs_of_prompts_on_this_machine_are_counted(tmp_path, monkeypatch):
     assert migrated(SD3_NFT, **counted).values["run.steps"] == 6
     elsewhere = migrated(SD3_NFT, **counted, **{f"{POLICY}.dataset.name": "geneval"})
     assert "run.steps" in elsewhere.missing
-    assert "--steps" in elsewhere.gone["train.epoch"]
+    assert "--steps" in elsewhere.unsupported["train.epoch"]
 
 
 def test_keys_of_data_that_are_made_up_or_come_in_tar_shards_are_known():
@@ -128,7 +128,7 @@ def test_keys_of_data_that_are_made_up_or_come_in_tar_shards_are_known():
     assert migration.unknown == []
     sizes = ("sampling.height", "sampling.width", "sampling.num_frames", "data.workers", "engine.micro_batch_size")
     assert [migration.values[key] for key in sizes] == [432, 768, 93, 2, 2]
-    assert sum(key.startswith(WEB) for key in migration.gone) == 14
+    assert sum(key.startswith(WEB) for key in migration.unsupported) == 14
 
 
 def test_without_weights_to_load_the_denoiser_is_random_and_its_architecture_is_asked_for():
@@ -139,5 +139,7 @@ def test_without_weights_to_load_the_denoiser_is_random_and_its_architecture_is_
 
 
 def test_lines_to_be_pasted_are_not_broken_inside_a_word():
-    text = render(migrated(COSMOS_DDRL, **{"checkpoint.load_path": "nvidia/Cosmos-Predict2.5-14B" + "-long" * 9}), "c")
+    text = render_recipe(
+        migrated(COSMOS_DDRL, **{"checkpoint.load_path": "nvidia/Cosmos-Predict2.5-14B" + "-long" * 9}), "c"
+    )
     assert f"models/Cosmos-Predict2.5-14B{'-long' * 9}\n" in text

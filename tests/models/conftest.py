@@ -13,7 +13,7 @@ def load(tiny_pipelines):
 
     def get(family):
         if family not in loaded:
-            loaded[family] = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu")
+            loaded[family] = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu")
         return loaded[family]
 
     return get

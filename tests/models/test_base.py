@@ -8,41 +8,41 @@ from pydantic import ValidationError
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.base import DiffusionModel, seeded, stock_argument
+from wfm_ds.models.base import DiffusionModel, pipeline_call_default, temporary_seed
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.sampling.schedule import shifted, unshifted
+from wfm_ds.sampling.schedule import apply_shift, invert_shift
 
 
 @pytest.fixture
 def model(tiny_pipelines):
-    return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    return registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
 
 
 def test_only_the_denoiser_learns(model):
     assert all(p.requires_grad for p in model.denoiser.parameters())
-    frozen = [p for part in model.frozen_parts() for p in part.parameters()]
-    assert len(model.frozen_parts()) == 4
+    frozen = [p for part in model.auxiliary_modules() for p in part.parameters()]
+    assert len(model.auxiliary_modules()) == 4
     assert not any(p.requires_grad for p in frozen)
-    assert not any(m.training for part in model.frozen_parts() for m in part.modules())
+    assert not any(m.training for part in model.auxiliary_modules() for m in part.modules())
 
 
 def test_moving_takes_the_bare_denoiser_along(model):
-    model.to("meta")
-    parts = [*model.frozen_parts(), model.denoiser]
+    model.move_to_device("meta")
+    parts = [*model.auxiliary_modules(), model.denoiser]
     assert {p.device.type for part in parts for p in part.parameters()} == {"meta"}
     assert model.device == torch.device("meta")
 
 
 def test_moving_leaves_a_wrapped_denoiser_where_the_engine_put_it(model):
     model.denoiser = torch.nn.Sequential(model.denoiser)
-    model.to("meta")
+    model.move_to_device("meta")
     assert {p.device.type for p in model.denoiser.parameters()} == {"cpu"}
-    assert {p.device.type for part in model.frozen_parts() for p in part.parameters()} == {"meta"}
+    assert {p.device.type for part in model.auxiliary_modules() for p in part.parameters()} == {"meta"}
 
 
 def test_negative_text_replaces_the_stock_null_text(model):
-    assert model.null_text() == ""
-    assert model.null_text("blurry") == "blurry"
+    assert model.resolve_negative_prompt() == ""
+    assert model.resolve_negative_prompt("blurry") == "blurry"
 
 
 def test_guidance_one_is_the_conditional_velocity():
@@ -105,7 +105,7 @@ def test_a_shift_that_depends_on_the_size_is_that_of_the_grid(model, rule):
     grid = copy.deepcopy(model.pipeline.scheduler)
     grid.set_timesteps(sigmas=even.numpy(), **model.schedule_arguments((4, 16, 16), 4))
     shift = model.flow_shift(sampling(eval_steps=4))
-    torch.testing.assert_close(shifted(even, shift), grid.sigmas[:-1].double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(apply_shift(even, shift), grid.sigmas[:-1].double(), rtol=0, atol=1e-6)
     assert model.flow_shift(SamplingRecipe(height=64, width=64)) > shift
 
 
@@ -123,7 +123,7 @@ def sampling(**keys):
 def test_an_even_grid_has_equal_steps_before_the_shift_and_leaves_the_last_one_something_to_do(model, num_steps):
     even = model.rollout_sigmas(sampling(steps=num_steps, grid="even"))
     assert (even.dtype, even.device.type, even[0], even[-1]) == (torch.float64, "cpu", 1, 0)
-    torch.testing.assert_close(unshifted(even, 3.0).diff(), torch.full((num_steps,), -1 / num_steps).double())
+    torch.testing.assert_close(invert_shift(even, 3.0).diff(), torch.full((num_steps,), -1 / num_steps).double())
     stock = model.rollout_sigmas(sampling(steps=num_steps))
     assert torch.equal(stock, model.sigmas(num_steps, (4, 16, 16)))
     if num_steps == 10:  # 9 of the stock grid's 10 steps cover nearly all of it
@@ -139,7 +139,7 @@ def test_an_even_grid_needs_a_shift(model):
 
 
 def test_the_stock_default_is_that_of_the_call(model):
-    assert stock_argument(model.pipeline, "max_sequence_length") == 256
+    assert pipeline_call_default(model.pipeline, "max_sequence_length") == 256
 
 
 def test_seeded_draws_repeat_and_disturb_nobody():
@@ -147,9 +147,9 @@ def test_seeded_draws_repeat_and_disturb_nobody():
     undisturbed = torch.rand(3), torch.rand(3)
     torch.manual_seed(5)
     first = torch.rand(3)
-    with seeded(7):
+    with temporary_seed(7):
         one = torch.rand(3)
-    with seeded(7):
+    with temporary_seed(7):
         two = torch.rand(3)
     assert torch.equal(one, two)
     assert torch.equal(first, undisturbed[0])

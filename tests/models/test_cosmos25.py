@@ -11,11 +11,11 @@ from diffusers.models.transformers import transformer_cosmos
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from families import CASES, EXACT, PROMPTS, stock
+from families import CASES, EXACT, PROMPTS, load_reference_pipeline
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.conditional_frames import with_conditional_frames
-from wfm_ds.models.cosmos25 import provide_resize
+from wfm_ds.models.conditioning_frames import add_clean_frames
+from wfm_ds.models.cosmos25 import provide_torchvision_resize
 from wfm_ds.models.tiny.cosmos25 import TRANSFORMER
 from wfm_ds.recipe.sampling import SamplingRecipe
 
@@ -24,7 +24,7 @@ NO_TORCHVISION = pytest.mark.skipif(importlib.util.find_spec("torchvision") is n
 
 def fresh(tiny_pipelines, dtype=torch.float32, **options):
     options = {"guardrail": "off", **options}
-    return registry.load(tiny_pipelines("cosmos25"), dtype=dtype, device="cpu", **options)
+    return registry.load_model(tiny_pipelines("cosmos25"), dtype=dtype, device="cpu", **options)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def one_call(model, counts=None):
     noise, latents = (torch.randn((2, *model.latent_shape(32, 32, 9)), generator=generator) for _ in range(2))
     conditioning = model.encode_text(PROMPTS)
     if counts is not None:
-        conditioning = with_conditional_frames(conditioning, latents, torch.tensor(counts))
+        conditioning = add_clean_frames(conditioning, latents, torch.tensor(counts))
     return noise, torch.tensor([0.9, 0.12345]), conditioning
 
 
@@ -78,7 +78,7 @@ def test_giving_no_frame_is_the_same_as_giving_none(model):
 def test_the_predicted_clean_latents_are_the_given_ones_in_both_branches_of_guidance(model):
     noise, sigma, conditioning = one_call(model, [1, 2])
     conditional_frames = conditioning["conditional_latents"]
-    uncond = conditioning | model.encode_text([model.null_text()] * 2)
+    uncond = conditioning | model.encode_text([model.resolve_negative_prompt()] * 2)
     with torch.no_grad():
         velocity = model.combine_guidance(
             model.denoise(noise, sigma, conditioning), model.denoise(noise, sigma, uncond), 5.0
@@ -131,12 +131,12 @@ def test_a_karras_grid_has_no_shift(tiny_pipelines):
 
 
 def test_guidance_contrasts_with_the_stock_negative_prompt_and_is_spelt_as_the_pipeline_does(model):
-    assert model.null_text().startswith("The video captures a series of frames showing ugly scenes")
-    assert (model.null_text(""), model.null_text("blurry")) == ("", "blurry")
-    assert model.pipeline_call(1.0, 32, 32, 5)["guidance_scale"] == 0.0
-    assert model.pipeline_call(8.0, 32, 32, 5)["guidance_scale"] == 7.0
+    assert model.resolve_negative_prompt().startswith("The video captures a series of frames showing ugly scenes")
+    assert (model.resolve_negative_prompt(""), model.resolve_negative_prompt("blurry")) == ("", "blurry")
+    assert model.pipeline_call_kwargs(1.0, 32, 32, 5)["guidance_scale"] == 0.0
+    assert model.pipeline_call_kwargs(8.0, 32, 32, 5)["guidance_scale"] == 7.0
     with pytest.raises(ValueError, match=r"disables guidance for w = 1\.5"):
-        model.pipeline_call(1.5, 32, 32, 5)
+        model.pipeline_call_kwargs(1.5, 32, 32, 5)
 
 
 def test_while_the_text_projection_is_frozen_it_is_part_of_encoding(tiny_pipelines):
@@ -144,21 +144,21 @@ def test_while_the_text_projection_is_frozen_it_is_part_of_encoding(tiny_pipelin
     noise, sigma, wide = one_call(model)
     with torch.no_grad():
         want = model.denoise(noise, sigma, wide)
-        model.freeze_all_but(model.default_lora_targets)
+        model.prepare_for_lora(model.default_lora_targets)
         narrow = model.encode_text(PROMPTS)
         got = model.denoise(noise, sigma, narrow)
     assert wide["prompt_embeds"].shape == (2, 64, 64)
     assert narrow["prompt_embeds"].shape == (2, 64, 32)
     torch.testing.assert_close(got, want, **EXACT)
     assert not any("crossattn_proj" in name for name, _ in model.denoiser.named_parameters())
-    model.to("meta")
+    model.move_to_device("meta")
     assert {p.device.type for p in model.text_projection.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("target", ["crossattn_proj.0", "0"])
 def test_a_text_projection_that_gets_an_adapter_stays_in_the_denoiser(tiny_pipelines, target):
     model = fresh(tiny_pipelines)
-    model.freeze_all_but(["to_q", target])
+    model.prepare_for_lora(["to_q", target])
     assert model.encode_text(PROMPTS)["prompt_embeds"].shape == (2, 64, 64)
     assert model.text_projection is None
 
@@ -181,7 +181,7 @@ def test_without_guardrail_there_is_one_warning(tiny_pipelines, caplog):
 
 def test_a_guardrail_that_a_family_lacks_cannot_be_switched_off(tiny_pipelines):
     with pytest.raises(ModelError, match=r"sd3 has no guardrail; remove"):
-        registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu", guardrail="off")
+        registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu", guardrail="off")
 
 
 class Censor:
@@ -201,12 +201,12 @@ class Censor:
 def test_the_guardrail_judges_prompts_and_what_was_drawn(tiny_pipelines, caplog):
     model = fresh(tiny_pipelines)
     latents = torch.randn(2, *model.latent_shape(32, 32, 5))
-    plain = model.decode(latents)
+    plain = model.decode_latents(latents)
     model.check_prompts(PROMPTS)
     model.pipeline.safety_checker = Censor()
     with pytest.raises(ModelError, match=r"rejects 1 prompts, e\.g\. 'the digit 7'"):
         model.check_prompts([*PROMPTS, "the digit 7"])
-    videos = model.decode(latents)
+    videos = model.decode_latents(latents)
     assert model.pipeline.safety_checker.seen[0].shape == (5, 32, 32, 3)
     assert model.pipeline.safety_checker.seen[0].dtype == np.uint8
     torch.testing.assert_close(videos[0], 1 - plain[0], rtol=0, atol=1.01 / 255)
@@ -222,7 +222,7 @@ def test_upstream_the_transformer_needs_torchvision_without_saying_so(model, mon
     monkeypatch.delattr(transformer_cosmos, "transforms")
     with pytest.raises(NameError, match="transforms"):
         model.denoise(*one_call(model))
-    provide_resize()
+    provide_torchvision_resize()
     with torch.no_grad():
         model.denoise(*one_call(model))
 
@@ -236,14 +236,14 @@ def test_upstream_a_float32_mask_breaks_a_bfloat16_network(tiny_pipelines):
 
 
 def test_upstream_several_videos_of_several_prompts_break(tiny_pipelines):
-    pipeline = stock(tiny_pipelines("cosmos25"), CASES["cosmos25"])
+    pipeline = load_reference_pipeline(tiny_pipelines("cosmos25"), CASES["cosmos25"])
     call = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 1, "max_sequence_length": 64}
     with pytest.raises(RuntimeError):
         pipeline(prompt=PROMPTS, num_videos_per_prompt=2, guidance_scale=0.0, output_type="latent", **call)
 
 
 def test_upstream_guidance_up_to_two_is_dropped(tiny_pipelines):
-    pipeline, drawn = stock(tiny_pipelines("cosmos25"), CASES["cosmos25"]), []
+    pipeline, drawn = load_reference_pipeline(tiny_pipelines("cosmos25"), CASES["cosmos25"]), []
     call = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 1, "max_sequence_length": 64}
     for g in (0.0, 1.0):
         call |= {"guidance_scale": g, "generator": torch.Generator().manual_seed(0)}

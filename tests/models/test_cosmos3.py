@@ -6,12 +6,12 @@ import torch
 from diffusers import DiffusionPipeline
 
 from families import EXACT, denoise_latents
-from wfm_ds.contract.case import GridEuler
+from wfm_ds.contract.case import FixedGridEuler
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.conditional_frames import with_conditional_frames
+from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.models.guardrail import NoGuardrail
-from wfm_ds.sampling.noise import seeded_normal
+from wfm_ds.sampling.noise import draw_cpu_normal
 
 PROMPTS = ["a red circle on white.", "the digit 7 moving left and right in the video"]
 VIDEO, IMAGE, OVERHANGING = (32, 48, 9), (32, 32, 1), (40, 24, 5)
@@ -20,7 +20,7 @@ FPS = 24.0
 
 def fresh(tiny_pipelines, dtype=torch.float32, **options):
     options = {"guardrail": "off", "fps": FPS, **options}
-    return registry.load(tiny_pipelines("cosmos3"), dtype=dtype, device="cpu", **options)
+    return registry.load_model(tiny_pipelines("cosmos3"), dtype=dtype, device="cpu", **options)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def stock(tiny_pipelines):
     pipeline.set_progress_bar_config(disable=True)
 
     def draw(prompt, grid, **call):
-        pipeline.scheduler = GridEuler(shift=1.0).on(grid)
+        pipeline.scheduler = FixedGridEuler(shift=1.0).use_grid(grid)
         call = {"fps": FPS, "output_type": "latent", **call}
         return pipeline(prompt=prompt, num_inference_steps=len(grid) - 1, **call).video
 
@@ -47,12 +47,12 @@ def stock(tiny_pipelines):
 
 
 def told(model, size, prompts=PROMPTS):
-    return model.encode_text([model.caption(prompt, *size) for prompt in prompts])
+    return model.encode_text([model.format_prompt(prompt, *size) for prompt in prompts])
 
 
 def one_call(model, size=VIDEO):
     shape = model.latent_shape(*size)
-    return seeded_normal([1, 2], shape), torch.tensor([0.9, 0.3]), told(model, size)
+    return draw_cpu_normal([1, 2], shape), torch.tensor([0.9, 0.3]), told(model, size)
 
 
 def actions_of(model, count=2, seed=6):
@@ -67,10 +67,12 @@ def actions_of(model, count=2, seed=6):
 @pytest.mark.parametrize("size", [VIDEO, IMAGE, OVERHANGING])
 @pytest.mark.parametrize(("w", "negative"), [(1.0, None), (4.0, None), (4.0, "a blue square")])
 def test_a_batch_of_unequal_prompts_is_what_the_stock_pipeline_draws_of_each(model, stock, size, w, negative):
-    noise, grid = seeded_normal([1, 2], model.latent_shape(*size)), model.sigmas(4, model.latent_shape(*size))
-    call = model.pipeline_call(w, *size) | {"negative_prompt": negative}
+    noise, grid = draw_cpu_normal([1, 2], model.latent_shape(*size)), model.sigmas(4, model.latent_shape(*size))
+    call = model.pipeline_call_kwargs(w, *size) | {"negative_prompt": negative}
     want = torch.cat([stock(p, grid, latents=noise[i : i + 1], **call) for i, p in enumerate(PROMPTS)])
-    uncond = model.encode_negative([model.caption(model.null_text(negative), *size, negative=True)] * 2)
+    uncond = model.encode_negative_text(
+        [model.format_prompt(model.resolve_negative_prompt(negative), *size, negative=True)] * 2
+    )
     conditions = {"guidance_scale": w, "uncond": uncond} if w > 1 else {}
     got = denoise_latents(model, noise, told(model, size), grid, solver="ode", **conditions)
     torch.testing.assert_close(got, want, **EXACT)
@@ -78,11 +80,9 @@ def test_a_batch_of_unequal_prompts_is_what_the_stock_pipeline_draws_of_each(mod
 
 def test_image_to_video_equals_the_stock_pipelines(model, stock):
     shape, pixels = model.latent_shape(*VIDEO), torch.randint(256, (1, 3, 9, 32, 48)) / 255  # it rounds to 8 bits
-    grid, call = model.sigmas(4, shape), model.pipeline_call(1.0, *VIDEO)
+    grid, call = model.sigmas(4, shape), model.pipeline_call_kwargs(1.0, *VIDEO)
     want = stock(PROMPTS[0], grid, image=pixels[:, :, 0], generator=torch.Generator().manual_seed(1), **call)
-    conditioning = with_conditional_frames(
-        told(model, VIDEO, PROMPTS[:1]), model.encode_pixels(pixels), torch.tensor([1])
-    )
+    conditioning = add_clean_frames(told(model, VIDEO, PROMPTS[:1]), model.encode_pixels(pixels), torch.tensor([1]))
     noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(denoise_latents(model, noise, conditioning, grid, solver="ode"), want, **EXACT)
 
@@ -92,13 +92,13 @@ def test_captions_are_the_ids_that_the_stock_pipeline_makes(model, stock):
         for text in (*PROMPTS, ""):
             height, width, frames = size
             want = stock.pipeline.tokenize_prompt(text, text, num_frames=frames, height=height, width=width, fps=FPS)
-            captions = [model.caption(text, *size, negative=negative) for negative in (False, True)]
-            assert [model.token_ids(caption) for caption in captions] == list(want)
+            captions = [model.format_prompt(text, *size, negative=negative) for negative in (False, True)]
+            assert [model.tokenize_prompt(caption) for caption in captions] == list(want)
 
 
 def test_the_stock_call_draws_the_first_of_its_prompts_and_no_other(model, stock):
     grid = model.sigmas(2, model.latent_shape(*IMAGE))
-    call = model.pipeline_call(1.0, *IMAGE)
+    call = model.pipeline_call_kwargs(1.0, *IMAGE)
     first, both = (
         stock(prompts, grid, generator=torch.Generator().manual_seed(1), **call) for prompts in (PROMPTS[:1], PROMPTS)
     )
@@ -108,8 +108,8 @@ def test_the_stock_call_draws_the_first_of_its_prompts_and_no_other(model, stock
 
 def test_the_stock_call_forgets_the_given_frame_of_latents_that_it_is_given(model, stock):
     shape = model.latent_shape(*VIDEO)
-    grid, call = model.sigmas(2, shape), model.pipeline_call(1.0, *VIDEO)
-    image, noise = torch.zeros(1, 3, 32, 48), seeded_normal([1], shape)
+    grid, call = model.sigmas(2, shape), model.pipeline_call_kwargs(1.0, *VIDEO)
+    image, noise = torch.zeros(1, 3, 32, 48), draw_cpu_normal([1], shape)
     drawn = stock(PROMPTS[0], grid, image=image, latents=noise, **call)
     assert torch.equal(drawn[:, :, 0], noise[:, :, 0])  # no step moves it: the noise is taken to be the frame
 
@@ -117,9 +117,9 @@ def test_the_stock_call_forgets_the_given_frame_of_latents_that_it_is_given(mode
 def test_videos_in_one_call_of_the_stock_transformer_see_each_other(model, stock):
     """Two videos behind one text, the second of them another one."""
     pipeline, shape = stock.pipeline, model.latent_shape(*OVERHANGING)
-    ids = torch.tensor(model.token_ids(PROMPTS[0]))
+    ids = torch.tensor(model.tokenize_prompt(PROMPTS[0]))
     text = pipeline._prepare_text_segment(ids.tolist(), device="cpu")
-    first, *others = seeded_normal([1, 2, 3], shape)[:, None]
+    first, *others = draw_cpu_normal([1, 2, 3], shape)[:, None]
 
     @torch.no_grad()
     def velocity_beside(other):
@@ -168,7 +168,9 @@ def test_each_domain_has_weights_of_its_own(model):
     latents, sigma = noise[:1].repeat(2, 1, 1, 1, 1), sigma[:1].repeat(2)
     same = {name: tensor[:1].repeat(2, *[1] * (tensor.ndim - 1)) for name, tensor in text.items()}
     actions = actions_of(model)
-    one, other = model.denoise(latents, sigma, same | actions | {"actions": actions["actions"][:1].repeat(2, 1, 1)})
+    one, other = model.denoise(
+        latents, sigma, same | actions | {"actions": actions["actions"][:1].repeat(2, 1, 1)}
+    )
     assert (one - other).abs().max() > 1e-4
 
 
@@ -193,7 +195,7 @@ def test_actions_that_the_network_cannot_take_are_refused(model, rows, message):
 
 def test_the_towers_share_the_network_and_no_parameter_is_left_but_the_heads_of_text(model, stock):
     names = set(stock.pipeline.transformer.state_dict())
-    denoises = set(model.bare_denoiser.state_dict())
+    denoises = set(model.unwrapped_denoiser.state_dict())
     reads = {name.replace("text_tower.", "") for name in model.text_tower.state_dict()}
     assert denoises < names
     assert reads < names
@@ -205,11 +207,11 @@ def test_full_training_leaves_alone_what_a_run_does_not_use(model, tiny_pipeline
     told = fresh(tiny_pipelines, inputs=["actions"])
     reads = {"action_modality_embed", "action_proj_in.fc.weight", "action_proj_in.bias.weight"}
     predicts = {"action_proj_out.fc.weight", "action_proj_out.bias.weight"}
-    assert model.frozen_names() == reads | predicts
-    assert told.frozen_names() == predicts
+    assert model.find_unused_parameters() == reads | predicts
+    assert told.find_unused_parameters() == predicts
     noise, sigma, text = one_call(told)
     told.denoise(noise, sigma, text | actions_of(told)).square().mean().backward()
-    without = {name for name, weight in told.bare_denoiser.named_parameters() if weight.grad is None}
+    without = {name for name, weight in told.unwrapped_denoiser.named_parameters() if weight.grad is None}
     assert without == predicts
 
 
@@ -219,8 +221,8 @@ def test_a_dropped_text_tower_leaves_what_was_encoded(tiny_pipelines):
     with torch.no_grad():
         before = model.denoise(*arguments)
         model.drop_text_encoders()
-        assert model.text_parts() == {}
-        assert model.frozen_parts() == [model.pipeline.vae]
+        assert model.text_encoders() == {}
+        assert model.auxiliary_modules() == [model.pipeline.vae]
         torch.testing.assert_close(model.denoise(*arguments), before, rtol=0, atol=0)
 
 

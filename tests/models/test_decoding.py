@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from streams import recorded_streams
-from wfm_ds.engine.forward import CountedForward
+from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models import decoding, registry
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
@@ -14,9 +14,9 @@ from wfm_ds.recipe.sampling import SamplingRecipe
 
 @pytest.fixture(scope="module")
 def sampler(tiny_pipelines):
-    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
     settings = SamplingRecipe(height=32, width=32)
-    return Sampler(model=model, texts=TextCache(model), settings=settings, forward=CountedForward(model.denoise))
+    return Sampler(model=model, text_cache=TextCache(model), settings=settings, forward=CountingForward(model.denoise))
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def asked(monkeypatch):
     """What torch.cuda is asked for, in its order; it does nothing."""
     asked = recorded_streams(monkeypatch, "side")
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: asked.append(f"{len(self)} kept for side"))
-    streams = decoding.side_stream
+    streams = decoding.get_decode_stream
     streams.cache_clear()
     yield asked
     streams.cache_clear()
@@ -40,13 +40,13 @@ def asked(monkeypatch):
 def test_a_gpu_decodes_on_a_stream_that_waits_for_the_denoising_and_the_host_waits_for_it_last(
     sampler, latents, asked, monkeypatch
 ):
-    want, _ = sampler.media(latents)
+    want, _ = sampler.decode_to_uint8(latents)
     assert asked == []
     cpu = sampler.model.device
     with sampler.model.pipeline.vae.decoder.register_forward_hook(lambda *_: asked.append("decoded")):
-        monkeypatch.setattr(decoding, "side_stream", lambda device: torch.cuda.Stream(device))
-        begun = sampler.decoding(latents)
-        assert begun.is_behind
+        monkeypatch.setattr(decoding, "get_decode_stream", lambda device: torch.cuda.Stream(device))
+        begun = sampler.start_decoding(latents)
+        assert begun.is_pending
         assert asked == [
             "side waits for main",
             "on side",
@@ -63,15 +63,17 @@ def test_a_gpu_decodes_on_a_stream_that_waits_for_the_denoising_and_the_host_wai
 
 
 def test_there_is_one_stream_for_a_gpu_and_none_for_a_cpu(asked):
-    assert decoding.side_stream(torch.device("cpu")) is None
-    assert decoding.side_stream(torch.device("cuda", 0)) is decoding.side_stream(torch.device("cuda", 0))
-    assert decoding.side_stream(torch.device("cuda", 0)) is not decoding.side_stream(torch.device("cuda", 1))
+    assert decoding.get_decode_stream(torch.device("cpu")) is None
+    assert decoding.get_decode_stream(torch.device("cuda", 0)) is decoding.get_decode_stream(torch.device("cuda", 0))
+    assert decoding.get_decode_stream(torch.device("cuda", 0)) is not decoding.get_decode_stream(
+        torch.device("cuda", 1)
+    )
 
 
 def test_some_rows_are_decoded_and_all_are_judged(sampler, latents):
-    whole, finite = sampler.media(latents)
-    media, judged = sampler.decoding(latents, slice(1, 3)).wait()
+    whole, finite = sampler.decode_to_uint8(latents)
+    media, judged = sampler.start_decoding(latents, slice(1, 3)).wait()
     assert np.array_equal(media, whole[1:])
     assert judged == finite == [True, False, True]
-    none, judged = sampler.decoding(latents, slice(3, 3)).wait()
+    none, judged = sampler.start_decoding(latents, slice(3, 3)).wait()
     assert (len(none), judged) == (0, finite)

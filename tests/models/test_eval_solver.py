@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from families import CASES, PROMPTS, stock
-from wfm_ds.engine.forward import CountedForward
+from families import CASES, PROMPTS, load_reference_pipeline
+from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models import registry
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.sampling.noise import seeded_normal
+from wfm_ds.sampling.noise import draw_cpu_normal
 from wfm_ds.sampling.plan import deterministic_plan
 from wfm_ds.types import Prompt
 
@@ -26,17 +26,17 @@ MULTISTEP = [
 
 def sampler(folder, family, **settings):
     case = CASES[family]
-    model = registry.load(folder, dtype=torch.float32, device="cpu", **case.load_options)
+    model = registry.load_model(folder, dtype=torch.float32, device="cpu", **case.load_options)
     height, width, frames = case.size
     recipe = SamplingRecipe(height=height, width=width, num_frames=frames, eval_steps=STEPS, **settings)
-    return Sampler(model=model, texts=TextCache(model), settings=recipe, forward=CountedForward(model.denoise))
+    return Sampler(model=model, text_cache=TextCache(model), settings=recipe, forward=CountingForward(model.denoise))
 
 
 def drawn(ours, pixels):
     """Largest and mean distance of our samples from these, in pixels of [0, 1]."""
     prompts = [Prompt(id=text, text=text) for text in PROMPTS]
-    clean = ours.generate("validation", prompts, [0, 1], ours.evaluation_plan()).clean
-    difference = (ours.model.decode(clean) - pixels).abs()
+    clean = ours.generate("validation", prompts, [0, 1], ours.evaluation_plan()).clean_latents
+    difference = (ours.model.decode_latents(clean) - pixels).abs()
     return float(difference.max()), float(difference.mean())
 
 
@@ -45,10 +45,10 @@ def test_samples_are_nearer_to_the_stock_pipeline_s_than_euler_s(tiny_pipelines,
     folder, case = tiny_pipelines(family), CASES[family]
     ours, euler = sampler(folder, family), sampler(folder, family, eval_solver="ode")
     assert (ours.eval_solver, euler.eval_solver) == ("dpm2", "ode")
-    noise = seeded_normal([0, 1], ours.latent_shape, torch.device("cpu"))
-    call = ours.model.pipeline_call(1.0, *case.size) | {"num_inference_steps": STEPS, "output_type": "pt"}
-    pixels = stock(folder, case)(prompt=PROMPTS, latents=noise, **call)[0]
-    pixels = pixels.transpose(1, 2) if ours.model.video else pixels  # frames come before channels
+    noise = draw_cpu_normal([0, 1], ours.latent_shape, torch.device("cpu"))
+    call = ours.model.pipeline_call_kwargs(1.0, *case.size) | {"num_inference_steps": STEPS, "output_type": "pt"}
+    pixels = load_reference_pipeline(folder, case)(prompt=PROMPTS, latents=noise, **call)[0]
+    pixels = pixels.transpose(1, 2) if ours.model.is_video else pixels  # frames come before channels
     (most, mean), (most_of_euler, mean_of_euler) = drawn(ours, pixels), drawn(euler, pixels)
     assert most < 0.5 * most_of_euler
     assert mean < 0.6 * mean_of_euler
@@ -68,11 +68,13 @@ def test_ten_steps_of_dpm2_are_nearer_to_the_end_of_many_than_euler_s_on_the_fam
         clean = 1 + (1 - sigma) * 0.25 * (latents - (1 - sigma)) / spread
         return (latents - clean) / sigma
 
-    model = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu", **CASES[family].load_options)
+    model = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu", **CASES[family].load_options)
     grid = model.sigmas(STEPS, model.latent_shape(*CASES[family].size))
     noise = torch.randn(200, 1, 1, 1, generator=torch.Generator().manual_seed(0))
     errors = [
-        (deterministic_plan(solver, grid).run(velocity, noise, [0] * 200).clean - (1 + noise / 2)).square().mean()
+        (deterministic_plan(solver, grid).denoise(velocity, noise, [0] * 200).clean_latents - (1 + noise / 2))
+        .square()
+        .mean()
         for solver in ("dpm2", "ode")
     ]
     assert errors[0] < 0.9 * errors[1]

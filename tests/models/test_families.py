@@ -4,7 +4,7 @@ import pytest
 
 from families import CASES
 from wfm_ds.contract.checks import CHECKS
-from wfm_ds.contract.subject import DoesNotApply, Subject
+from wfm_ds.contract.family_under_test import CheckNotApplicable, FamilyUnderTest
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +13,7 @@ def subject(tiny_pipelines):
     known = {}
 
     def get(family):
-        return known.setdefault(family, Subject(tiny_pipelines(family), CASES[family]))
+        return known.setdefault(family, FamilyUnderTest(tiny_pipelines(family), CASES[family]))
 
     return get
 
@@ -23,5 +23,5 @@ def subject(tiny_pipelines):
 def test_a_family_keeps_the_contract(subject, family, check):
     try:
         check(subject(family))
-    except DoesNotApply as reason:
+    except CheckNotApplicable as reason:
         pytest.skip(str(reason))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wfm_ds.models.fingerprint import END_BYTES, fingerprint
+from wfm_ds.models.fingerprint import END_BYTES, fingerprint_folders
 
 PARTS = ("text_encoder", "tokenizer")
 
@@ -19,16 +19,16 @@ def folder(tmp_path, tiny_pipelines):
 
 
 def test_a_copy_is_equal_and_other_parts_do_not_matter(folder, tiny_pipelines):
-    before = fingerprint(tiny_pipelines("sd3"), PARTS)
+    before = fingerprint_folders(tiny_pipelines("sd3"), PARTS)
     (folder / "vae" / "config.json").write_text("{}")
     (folder / "text_encoder" / "pytorch_model.bin").write_text("never loaded")
-    assert fingerprint(folder, PARTS[::-1]) == before
-    assert fingerprint(folder, [*PARTS, "vae"]) != before
+    assert fingerprint_folders(folder, PARTS[::-1]) == before
+    assert fingerprint_folders(folder, [*PARTS, "vae"]) != before
 
 
 @pytest.mark.parametrize("change", ["config", "tokenizer", "weights", "name"])
 def test_every_change_shows(folder, change):
-    before = fingerprint(folder, PARTS)
+    before = fingerprint_folders(folder, PARTS)
     if change == "config":
         path = folder / "text_encoder" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "gelu"}))
@@ -42,7 +42,7 @@ def test_every_change_shows(folder, change):
         save_file(tensors, path, metadata={"format": "pt"})
     else:
         (folder / "tokenizer" / "more.json").write_text("")
-    assert fingerprint(folder, PARTS) != before
+    assert fingerprint_folders(folder, PARTS) != before
 
 
 def test_large_weights_are_read_at_their_ends_only(tmp_path):
@@ -50,14 +50,14 @@ def test_large_weights_are_read_at_their_ends_only(tmp_path):
     (tmp_path / "vae").mkdir()
     path = tmp_path / "vae" / "model.safetensors"
     save_file({"a": torch.zeros(3 * END_BYTES // 4 + 8)}, path)
-    prints = {fingerprint(tmp_path, ["vae"])}
+    prints = {fingerprint_folders(tmp_path, ["vae"])}
     content = bytearray(path.read_bytes())
     for position in (1 << 19, len(content) - 5):
         changed = bytearray(content)
         changed[position] = 1
         path.write_bytes(changed)
-        prints.add(fingerprint(tmp_path, ["vae"]))
+        prints.add(fingerprint_folders(tmp_path, ["vae"]))
     assert len(prints) == 3
     content[len(content) // 2] = 1
     path.write_bytes(content)
-    assert fingerprint(tmp_path, ["vae"]) in prints
+    assert fingerprint_folders(tmp_path, ["vae"]) in prints

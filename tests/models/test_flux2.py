@@ -7,21 +7,21 @@ import pytest
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline
 
-from families import CASES, EXACT, PROMPTS, stock
+from families import CASES, EXACT, PROMPTS, load_reference_pipeline
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.flux2 import positions
+from wfm_ds.models.flux2 import token_positions
 from wfm_ds.recipe.sampling import SamplingRecipe
 
 
 @pytest.fixture(scope="module")
 def model(tiny_pipelines):
-    return registry.load(tiny_pipelines("flux2"), dtype=torch.float32, device="cpu")
+    return registry.load_model(tiny_pipelines("flux2"), dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture
 def pipeline(tiny_pipelines):
-    return stock(tiny_pipelines("flux2"), CASES["flux2"])
+    return load_reference_pipeline(tiny_pipelines("flux2"), CASES["flux2"])
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 8, 50])
@@ -44,13 +44,13 @@ def test_the_grid_is_the_stock_pipeline_s_and_its_shift_falls_with_the_steps(mod
 
 
 def test_positions_are_the_pipeline_s(pipeline):
-    text, image = positions(5, 2, 3, torch.device("cpu"))
+    text, image = token_positions(5, 2, 3, torch.device("cpu"))
     assert torch.equal(text, pipeline._prepare_text_ids(torch.zeros(1, 5, 7))[0])
     assert torch.equal(image, pipeline._prepare_latent_ids(torch.zeros(1, 4, 2, 3))[0])
 
 
 def test_a_distilled_pipeline_is_drawn_without_guidance(tiny_pipelines):
-    distilled = registry.load(tiny_pipelines("flux2"), dtype=torch.float32, device="cpu")
+    distilled = registry.load_model(tiny_pipelines("flux2"), dtype=torch.float32, device="cpu")
     distilled.pipeline.register_to_config(is_distilled=True)
     distilled.check_sampling(SamplingRecipe(height=32, width=32, guidance_scale=1.0))
     with pytest.raises(ModelError, match=r"is distilled and ignores guidance; set sampling\.guidance_scale: 1"):
@@ -73,7 +73,7 @@ def test_the_stock_call_returns_latents_that_its_own_loop_cannot_take_back(pipel
 
 
 def test_the_network_rounds_the_time_to_the_compute_dtype(tiny_pipelines):
-    low = registry.load(tiny_pipelines("flux2"), dtype=torch.bfloat16, device="cpu")
+    low = registry.load_model(tiny_pipelines("flux2"), dtype=torch.bfloat16, device="cpu")
     noise = torch.randn(1, *low.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
     text = low.encode_text(PROMPTS[:1])
     with torch.no_grad():

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from families import PROMPTS
-from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.errors import ModelError
 from wfm_ds.generate import load_sampler, parser
 from wfm_ds.models import registry
-from wfm_ds.models.empty import load_empty
+from wfm_ds.models.meta_loading import load_on_meta_device
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.run.model import load_model
+from wfm_ds.run.model_loading import load_model
 
 DRAWN_ALONE = r"set sampling\.guidance_scale: 1 and model\.embedded_guidance"
 
 
 def load(folder, **options):
-    return registry.load(folder, dtype=torch.float32, device="cpu", **options)
+    return registry.load_model(folder, dtype=torch.float32, device="cpu", **options)
 
 
 @pytest.fixture
@@ -35,11 +35,11 @@ def change_json(file, **news):
 
 def test_the_guidance_is_the_recipe_s_or_that_of_the_folder_or_of_the_stock_call(folder):
     assert load(folder).embedded_guidance == 4.0
-    assert ExportTarget.of(load(folder)).call == {}
+    assert ExportTarget.from_model(load(folder)).call_arguments == {}
     asked = load(folder, embedded_guidance=2.5)
-    assert asked.pipeline_call(1.0, 32, 32)["guidance_scale"] == 2.5
-    assert ExportTarget.of(asked).call == {"guidance_scale": 2.5}
-    assert asked.text_identity() == load(folder).text_identity()  # texts that are cached serve any guidance
+    assert asked.pipeline_call_kwargs(1.0, 32, 32)["guidance_scale"] == 2.5
+    assert ExportTarget.from_model(asked).call_arguments == {"guidance_scale": 2.5}
+    assert asked.text_cache_key() == load(folder).text_cache_key()  # texts that are cached serve any guidance
     change_json(folder / "call.json", guidance_scale=3)
     assert load(folder).embedded_guidance == 3.0
     change_json(folder / "call.json", guidance_scale=0)
@@ -48,7 +48,7 @@ def test_the_guidance_is_the_recipe_s_or_that_of_the_folder_or_of_the_stock_call
 
 
 @pytest.mark.parametrize("family", ["flux2", "sd3"])
-@pytest.mark.parametrize("loaded", [load, lambda path, **more: load_empty(path, dtype=torch.float32, **more)])
+@pytest.mark.parametrize("loaded", [load, lambda path, **more: load_on_meta_device(path, dtype=torch.float32, **more)])
 def test_networks_that_take_none_refuse_it(family, loaded, tiny_pipelines):
     sentence = f"this {family} network does not support embedded guidance; remove model.embedded_guidance"
     with pytest.raises(ModelError, match=sentence):
@@ -61,12 +61,12 @@ def test_no_other_guidance_is_drawn_with(tiny_pipelines):
     with pytest.raises(ModelError, match=DRAWN_ALONE):
         model.check_sampling(SamplingRecipe(height=32, width=32, guidance_scale=3.5))
     with pytest.raises(ModelError, match=r"w must be 1, got 3\.5"):
-        model.pipeline_call(3.5, 32, 32)
+        model.pipeline_call_kwargs(3.5, 32, 32)
 
 
 def test_a_run_and_generate_tell_the_network_what_they_are_asked(root, monkeypatch, tmp_path):
     monkeypatch.chdir(root)
-    recipe = recipe_file.load(root / "recipes/tiny/flux2_dev_nft.yaml", ["model.embedded_guidance=1.5"])
+    recipe = recipe_file.load_recipe(root / "recipes/tiny/flux2_dev_nft.yaml", ["model.embedded_guidance=1.5"])
     assert load_model(recipe, torch.device("cpu")).embedded_guidance == 1.5
     asked = ["--model", "tiny:flux2_dev", "--prompts", "p.txt", "--out", "out", "--height", "32", "--width", "32"]
     args = parser().parse_args([*asked, "--embedded-guidance", "1.5"])

@@ -14,7 +14,7 @@ from wfm_ds.command.main import main as wfm
 from wfm_ds.errors import ModelError
 from wfm_ds.generate import main as generate
 from wfm_ds.models import hub, registry
-from wfm_ds.models.empty import load_empty
+from wfm_ds.models.meta_loading import load_on_meta_device
 from wfm_ds.recipe import file as recipe_file
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
@@ -51,7 +51,7 @@ def offline(monkeypatch, tmp_path):
 
 def refusal(path=NAME, revision=None):
     with pytest.raises(ModelError) as raised:
-        registry.resolve(path, None, revision)
+        registry.resolve_pipeline(path, None, revision)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -60,7 +60,7 @@ def test_the_files_of_the_parts_are_fetched_once_and_no_others(
     site, tmp_path, monkeypatch, tiny_pipelines, caplog, capfd
 ):
     with caplog.at_level(logging.INFO):
-        folder = registry.resolve(NAME)
+        folder = registry.resolve_pipeline(NAME)
     assert folder.name == site.repos[NAME].commit
     assert files_of(folder) == files_of(tiny_pipelines("sd3")) | {"call.json": b"{}"}
     assert site.sent[0] == "model_index.json"
@@ -68,21 +68,21 @@ def test_the_files_of_the_parts_are_fetched_once_and_no_others(
     assert re.search(rf"model {NAME}: 0\.0 GB, downloading \d+ of \d+ files", caplog.text)
     site.sent.clear()
     caplog.clear()
-    assert registry.resolve(NAME) == folder
+    assert registry.resolve_pipeline(NAME) == folder
     assert not site.sent
     assert "downloading" not in caplog.text
     assert "%|" not in capfd.readouterr().err  # no progress bar where there is no terminal
-    assert hub.origin(folder) == (NAME, folder.name)
-    assert hub.name_of(folder) == f"{NAME} @ {folder.name[:7]}"
+    assert hub.snapshot_origin(folder) == (NAME, folder.name)
+    assert hub.display_name(folder) == f"{NAME} @ {folder.name[:7]}"
     num_asked = site.asked
-    model = registry.load(NAME, revision=folder.name, dtype=torch.float32, device="cpu")
+    model = registry.load_model(NAME, revision=folder.name, dtype=torch.float32, device="cpu")
     assert site.asked == num_asked  # a commit that is there needs no network
     offline(monkeypatch, tmp_path)
-    assert registry.resolve(NAME) == registry.resolve(NAME, None, folder.name) == model.path == folder
+    assert registry.resolve_pipeline(NAME) == registry.resolve_pipeline(NAME, None, folder.name) == model.path == folder
 
 
 def test_a_branch_with_a_slash_is_a_revision(site):
-    assert registry.resolve(NAME, None, "other/branch").name == site.repos[NAME].commit
+    assert registry.resolve_pipeline(NAME, None, "other/branch").name == site.repos[NAME].commit
     message = refusal(revision="v9")
     assert message == f"{NAME} has no branch, tag or commit v9: change model.revision"
 
@@ -117,7 +117,7 @@ def test_an_unsupported_class_is_refused_before_its_weights_are_fetched(site):
 
 
 def test_what_an_interrupted_download_lacks_is_fetched(site, tmp_path, monkeypatch):
-    folder = registry.resolve(NAME)
+    folder = registry.resolve_pipeline(NAME)
     lost = [folder / "vae/config.json", folder / "transformer/diffusion_pytorch_model.safetensors"]
     for path in lost:
         path.unlink()
@@ -125,7 +125,7 @@ def test_what_an_interrupted_download_lacks_is_fetched(site, tmp_path, monkeypat
     offline(monkeypatch, tmp_path)
     assert f"hf download {NAME} --revision {folder.name}" in refusal()
     use(monkeypatch, url=site.url, cache=tmp_path / "cache")
-    assert registry.resolve(NAME) == folder
+    assert registry.resolve_pipeline(NAME) == folder
     assert all(path.is_file() for path in lost)
     shutil.rmtree(folder / "vae")
     shutil.rmtree(folder.parent.parent / "trees")  # as of a cache that another program filled
@@ -134,8 +134,8 @@ def test_what_an_interrupted_download_lacks_is_fetched(site, tmp_path, monkeypat
 
 
 def test_a_size_is_estimated_without_the_weights(site):
-    model = load_empty(NAME, dtype=torch.float32)
-    assert all(parameter.is_meta for parameter in model.bare_denoiser.parameters())
+    model = load_on_meta_device(NAME, dtype=torch.float32)
+    assert all(parameter.is_meta for parameter in model.unwrapped_denoiser.parameters())
     assert not [name for name in site.sent if name.endswith(".safetensors")]
 
 
@@ -153,7 +153,7 @@ def test_a_part_that_has_nothing_but_a_variant_is_fetched_as_that(site):
     files = site.repos[NAME].files
     weights = files.pop("vae/diffusion_pytorch_model.safetensors")
     files |= {"vae/diffusion_pytorch_model.bf16.safetensors": weights}
-    folder = registry.resolve(NAME)
+    folder = registry.resolve_pipeline(NAME)
     assert (folder / "vae/diffusion_pytorch_model.bf16.safetensors").is_file()
     assert not (folder / "transformer/diffusion_pytorch_model.fp16.safetensors").exists()
 
@@ -173,8 +173,8 @@ LISTINGS = [
 @pytest.mark.parametrize(("files", "kept"), LISTINGS)
 def test_of_a_part_the_plain_weights_are_wanted_else_the_variant(files, kept):
     listed = [f"part/{name}" for name in files]
-    assert hub.wanted(listed, ["part"]) == (listed if kept is ... else [f"part/{name}" for name in kept])
-    assert hub.wanted(listed, ["other"]) == []
+    assert hub.select_files(listed, ["part"]) == (listed if kept is ... else [f"part/{name}" for name in kept])
+    assert hub.select_files(listed, ["other"]) == []
 
 
 def test_not_in_the_cache_and_no_network(site, tmp_path, monkeypatch):
@@ -244,12 +244,12 @@ def test_a_full_disk_is_found_before_anything_is_fetched(site, monkeypatch):
 def test_a_folder_goes_before_an_id_and_a_path_is_none(tmp_path, monkeypatch, tiny_pipelines):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_pipelines("sd3"), tmp_path / NAME)
-    assert registry.resolve(NAME) == Path(NAME)
+    assert registry.resolve_pipeline(NAME) == Path(NAME)
     assert refusal(NAME, "main") == (
         f"model.revision main needs a repository of the Hub, but {NAME} is not one: remove it"
     )
     for path in ("models/stable-diffusion-3.5-medium", "./a/b", "~/a", "a/b/c", "/a/b", "a", "tiny:sd3"):
-        assert not hub.is_id(path)
+        assert not hub.is_repo_id(path)
     assert refusal("models/stable-diffusion-3.5-medium") == (
         "models/stable-diffusion-3.5-medium does not exist; model.path must be a local diffusers pipeline folder, "
         f"owner/name on the Hub, or tiny:FAMILY; for the released model: model.path={NAME}"
@@ -260,7 +260,7 @@ def test_a_folder_goes_before_an_id_and_a_path_is_none(tmp_path, monkeypatch, ti
 
 
 def test_the_folder_of_each_shipped_recipe_is_told_where_it_comes_from():
-    folders = {recipe_file.load(path).model.path for path in RECIPES.glob("*.yaml") if "reason" not in path.stem}
+    folders = {recipe_file.load_recipe(path).model.path for path in RECIPES.glob("*.yaml") if "reason" not in path.stem}
     converted = "models/Cosmos-Predict2.5-14B"  # of that there is an original checkpoint alone
     for folder in folders - {converted}:
         assert f"/{folder.removeprefix('models/')}" in refusal(folder)

@@ -9,10 +9,10 @@ from hub_server import Repo, files_of, hub_server, use
 from wfm_ds.data.squares import write_squares
 from wfm_ds.errors import ModelError
 from wfm_ds.language import model as language_model
-from wfm_ds.models import language_location
-from wfm_ds.models.registry import cached_tiny
+from wfm_ds.models import language_folders
+from wfm_ds.models.registry import get_tiny_folder
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.hub_model import at_commit
+from wfm_ds.run.model_revision import pin_commit
 
 NAME = "Qwen/Qwen3-VL-2B-Instruct"
 EXTRA = {"README.md": b"# card", "original/consolidated.safetensors": b"for another program", "model.bin": b"a pickle"}
@@ -25,28 +25,30 @@ def server():
 
 
 def test_a_model_is_fetched_once_and_offline_one_sentence_says_how(server, root, tmp_path, monkeypatch):
-    tiny = files_of(cached_tiny("qwen3vl"))
+    tiny = files_of(get_tiny_folder("qwen3vl"))
     server.repos = {NAME: Repo(tiny | EXTRA, branches=("main",))}
     use(monkeypatch, url=server.url, cache=tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     write_squares(tmp_path / "squares")
     places = [f"data.path={tmp_path}/squares/annotations.json", f"run.output_dir={tmp_path / 'run'}"]
-    recipe = recipe_file.load(root / "recipes" / "tiny" / "reason_llava_sft.yaml", [*places, f"model.path={NAME}"])
-    assert at_commit(recipe).model.revision == server.repos[NAME].commit
+    recipe = recipe_file.load_recipe(
+        root / "recipes" / "tiny" / "reason_llava_sft.yaml", [*places, f"model.path={NAME}"]
+    )
+    assert pin_commit(recipe).model.revision == server.repos[NAME].commit
     assert server.sent == ["config.json"]  # no more to know what a run would begin with
-    folder = language_location.resolve(NAME)
+    folder = language_folders.download_language_model(NAME)
     assert files_of(folder) == tiny
     server.sent.clear()
     use(monkeypatch, url="http://127.0.0.1:9", cache=tmp_path / "cache", offline=True)
-    assert language_model.load(NAME, torch.float32).path == folder
+    assert language_model.load_language_model(NAME, torch.float32).path == folder
     assert not server.sent
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(ModelError, match=rf'on a machine with a network: hf download {NAME} --exclude "\*\.bin"$'):
-        language_location.resolve(NAME)
+        language_folders.download_language_model(NAME)
 
 
 def test_a_revision_is_for_the_hub_alone():
     with pytest.raises(ModelError, match=r"model\.revision main needs a repository of the Hub"):
-        language_location.locate("tiny:qwen25vl", "main")
+        language_folders.locate_language_model("tiny:qwen25vl", "main")
     with pytest.raises(ModelError, match=r"none has no config\.json"):
-        language_location.locate("none")
+        language_folders.locate_language_model("none")

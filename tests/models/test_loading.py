@@ -25,7 +25,7 @@ def folder(tiny_pipelines, tmp_path):
 
 
 def load(folder, **options):
-    return registry.load(folder, dtype=torch.float32, device="cpu", **options)
+    return registry.load_model(folder, dtype=torch.float32, device="cpu", **options)
 
 
 def change_json(file, **values):

@@ -20,7 +20,7 @@ def load_with(folder, file, changes):
     before = (folder / file).read_text()
     (folder / file).write_text(json.dumps(changes(json.loads(before))))
     try:
-        registry.load(folder, dtype=torch.float32, device="cpu")
+        registry.load_model(folder, dtype=torch.float32, device="cpu")
     except ModelError as error:
         return str(error)
     finally:

@@ -7,12 +7,12 @@ import shutil
 import pytest
 import torch
 
-from families import CASES, EXACT, PROMPTS, stock
-from wfm_ds.checkpoint.target import ExportTarget
-from wfm_ds.engine.forward import CountedForward
+from families import CASES, EXACT, PROMPTS, load_reference_pipeline
+from wfm_ds.checkpoint.export_target import ExportTarget
+from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.qwen_image import EMBEDS, MASK, packed, unpacked
+from wfm_ds.models.qwen_image import EMBEDS, MASK, pack_latents, unpack_latents
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
@@ -23,12 +23,12 @@ LONG = "a red circle on white and the digit 7 in a blue square"
 
 @pytest.fixture(scope="module")
 def model(tiny_pipelines):
-    return registry.load(tiny_pipelines("qwen_image"), dtype=torch.float32, device="cpu")
+    return registry.load_model(tiny_pipelines("qwen_image"), dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture
 def pipeline(tiny_pipelines):
-    return stock(tiny_pipelines("qwen_image"), CASES["qwen_image"])
+    return load_reference_pipeline(tiny_pipelines("qwen_image"), CASES["qwen_image"])
 
 
 def test_texts_of_unlike_lengths_share_a_batch(model):
@@ -48,10 +48,12 @@ def test_texts_of_unlike_lengths_share_a_batch(model):
 
 def test_halves_of_guidance_of_unlike_lengths_share_a_forward(model):
     settings = SamplingRecipe(height=32, width=32, eval_steps=2, guidance_scale=4.0, guidance_batch="joint")
-    forward = CountedForward(model.denoise)
-    sampler = Sampler(model=model, texts=TextCache(model), settings=settings, forward=forward, joint_rows={"one": 2})
+    forward = CountingForward(model.denoise)
+    sampler = Sampler(
+        model=model, text_cache=TextCache(model), settings=settings, forward=forward, max_joint_rows={"one": 2}
+    )
     drawn = [
-        sampler.generate(name, [Prompt(id="long", text=LONG)], [1], sampler.evaluation_plan()).clean
+        sampler.generate(name, [Prompt(id="long", text=LONG)], [1], sampler.evaluation_plan()).clean_latents
         for name in ("one", "two")
     ]
     torch.testing.assert_close(*drawn, **EXACT)
@@ -74,21 +76,21 @@ def test_the_grid_is_the_stock_pipeline_s_and_ends_at_its_terminal(model, pipeli
 def test_guidance_keeps_the_norm_of_each_token(model):
     cond, uncond = torch.randn(2, 2, 4, 4, 6, generator=torch.Generator().manual_seed(0))
     guided = model.combine_guidance(cond, uncond, 5.0)
-    torch.testing.assert_close(packed(guided).norm(dim=-1), packed(cond).norm(dim=-1))
+    torch.testing.assert_close(pack_latents(guided).norm(dim=-1), pack_latents(cond).norm(dim=-1))
     torch.testing.assert_close(model.combine_guidance(cond, uncond, 1.0), cond)
-    assert torch.equal(unpacked(packed(cond), 4, 6), cond)
+    assert torch.equal(unpack_latents(pack_latents(cond), 4, 6), cond)
 
 
 def test_tokens_are_those_that_the_pipeline_packs(model, pipeline):
     latents = torch.randn(2, 4, 4, 6, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(packed(latents), pipeline._pack_latents(latents, 2, 4, 4, 6))
+    assert torch.equal(pack_latents(latents), pipeline._pack_latents(latents, 2, 4, 4, 6))
 
 
 def test_an_export_names_the_negative_prompt_without_which_there_is_no_guidance(tiny_pipelines, tmp_path):
     shutil.copytree(tiny_pipelines("qwen_image"), tmp_path / "plain")
     (tmp_path / "plain" / "call.json").unlink()
-    model = registry.load(tmp_path / "plain", dtype=torch.float32, device="cpu")
-    assert ExportTarget.of(model).call == {"negative_prompt": " "}
+    model = registry.load_model(tmp_path / "plain", dtype=torch.float32, device="cpu")
+    assert ExportTarget.from_model(model).call_arguments == {"negative_prompt": " "}
 
 
 @pytest.mark.parametrize("key", ["guidance_embeds", "zero_cond_t", "use_additional_t_cond"])
@@ -98,7 +100,7 @@ def test_a_network_with_other_inputs_is_refused(tiny_pipelines, tmp_path, key):
     file = folder / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: True}))
     with pytest.raises(ModelError, match=f"a Qwen-Image transformer with {key} is not supported"):
-        registry.load(folder, dtype=torch.float32, device="cpu")
+        registry.load_model(folder, dtype=torch.float32, device="cpu")
 
 
 # What diffusers does: when one of these fails, it is mended, and docs/models.md has a row too many.
@@ -120,7 +122,7 @@ def test_one_step_of_the_stock_scheduler_is_not_a_number(model, pipeline):
 
 
 def test_the_network_rounds_the_time_to_the_compute_dtype(tiny_pipelines):
-    low = registry.load(tiny_pipelines("qwen_image"), dtype=torch.bfloat16, device="cpu")
+    low = registry.load_model(tiny_pipelines("qwen_image"), dtype=torch.bfloat16, device="cpu")
     noise = torch.randn(1, *low.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
     text = low.encode_text(PROMPTS[:1])
     with torch.no_grad():

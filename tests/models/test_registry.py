@@ -22,8 +22,10 @@ def index_folder(tmp_path, text):
 
 
 def test_discovery_finds_the_families_and_every_tiny_pipeline_has_one(tiny_pipelines):
-    assert registry.families()["sd3"] is StableDiffusion3
-    assert {registry.family_of(tiny_pipelines(family)) for family in FAMILIES} == set(registry.families().values())
+    assert registry.model_families()["sd3"] is StableDiffusion3
+    assert {registry.find_family(tiny_pipelines(family)) for family in FAMILIES} == set(
+        registry.model_families().values()
+    )
 
 
 def test_a_family_is_found_by_being_in_the_folder(tmp_path, monkeypatch):
@@ -32,16 +34,16 @@ def test_a_family_is_found_by_being_in_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
     assert PathFinder.find_spec("wfm_ds.models.other_family", models.__path__)
     try:
-        found = registry.families.__wrapped__()
+        found = registry.model_families.__wrapped__()
     finally:
         sys.modules.pop("wfm_ds.models.other_family", None)
-    assert found.keys() == registry.families().keys() | {"other"}
+    assert found.keys() == registry.model_families().keys() | {"other"}
 
 
 def test_a_folder_is_itself(tiny_pipelines):
-    assert registry.resolve(tiny_pipelines("sd3")) == tiny_pipelines("sd3")
-    assert registry.resolve(str(tiny_pipelines("digits"))) == tiny_pipelines("digits")
-    assert registry.family_of(tiny_pipelines("digits")) is StableDiffusion3
+    assert registry.resolve_pipeline(tiny_pipelines("sd3")) == tiny_pipelines("sd3")
+    assert registry.resolve_pipeline(str(tiny_pipelines("digits"))) == tiny_pipelines("digits")
+    assert registry.find_family(tiny_pipelines("digits")) is StableDiffusion3
 
 
 @pytest.mark.parametrize(
@@ -59,32 +61,32 @@ def test_a_folder_is_itself(tiny_pipelines):
 def test_an_index_that_names_no_known_family_is_an_error(tmp_path, text, message):
     folder = index_folder(tmp_path, text)
     with pytest.raises(ModelError, match=message) as raised:
-        registry.resolve(folder)
+        registry.resolve_pipeline(folder)
     assert str(folder) in str(raised.value)
 
 
 def test_an_index_that_is_no_text_is_an_error(tmp_path):
     (tmp_path / "model_index.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ModelError, match="cannot be read"):
-        registry.resolve(tmp_path)
+        registry.resolve_pipeline(tmp_path)
 
 
 def test_what_is_no_pipeline_folder_is_an_error(tmp_path):
     with pytest.raises(ModelError, match="org/model does not exist"):
-        registry.resolve(tmp_path / "org/model")
+        registry.resolve_pipeline(tmp_path / "org/model")
     with pytest.raises(ModelError, match=r"has no model_index\.json"):
-        registry.resolve(tmp_path)
+        registry.resolve_pipeline(tmp_path)
     (tmp_path / "weights.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match="is a file"):
-        registry.resolve(tmp_path / "weights.safetensors")
+        registry.resolve_pipeline(tmp_path / "weights.safetensors")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tiny_pipeline_is_made_once(tmp_path, monkeypatch, family):
     monkeypatch.setenv("WFM_CACHE", str(tmp_path))
-    folder = registry.resolve(f"tiny:{family}")
+    folder = registry.resolve_pipeline(f"tiny:{family}")
     made_at = (folder / "model_index.json").stat().st_mtime_ns
-    assert registry.resolve(f"tiny:{family}") == folder
+    assert registry.resolve_pipeline(f"tiny:{family}") == folder
     assert (folder / "model_index.json").stat().st_mtime_ns == made_at
     assert folder.is_relative_to(tmp_path)
     assert [path.name for path in folder.parent.iterdir()] == [family]  # no temporary folder stays
@@ -94,7 +96,7 @@ def test_the_slower_of_two_makers_uses_the_others_folder(tmp_path):
     for name in ("mine", "theirs"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "owner").write_text(name)
-    registry.publish(tmp_path / "mine", tmp_path / "theirs")
+    registry.publish_folder(tmp_path / "mine", tmp_path / "theirs")
     assert (tmp_path / "theirs/owner").read_text() == "theirs"
 
 
@@ -102,26 +104,26 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("WFM_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="set WFM_CACHE to a writable folder"):
-        registry.resolve("tiny:sd3")
+        registry.resolve_pipeline("tiny:sd3")
 
 
 @pytest.mark.parametrize("family", ["sdxl", "", "../x"])
 def test_an_unknown_tiny_family_is_an_error(tmp_path, monkeypatch, family):
     monkeypatch.setenv("WFM_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=f"is not a tiny pipeline; use one of {', '.join(FAMILIES)}"):
-        registry.resolve(f"tiny:{family}")
+        registry.resolve_pipeline(f"tiny:{family}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_weights_follow_from_the_seed_alone(tiny_pipelines, dtype):
-    model = registry.load(tiny_pipelines("sd3"), dtype=dtype, device="cpu")
+    model = registry.load_model(tiny_pipelines("sd3"), dtype=dtype, device="cpu")
     denoiser, pretrained = model.denoiser, tensors(model)
-    registry.randomize(model, 1)
+    registry.randomize_denoiser(model, 1)
     first = tensors(model)
     torch.manual_seed(99)
-    registry.randomize(model, 1)
+    registry.randomize_denoiser(model, 1)
     second = tensors(model)
-    registry.randomize(model, 2)
+    registry.randomize_denoiser(model, 2)
     third = tensors(model)
     assert model.denoiser is denoiser is model.pipeline.transformer
     name = "transformer_blocks.0.attn.to_q.weight"
@@ -139,4 +141,4 @@ def test_an_original_cosmos_checkpoint_is_answered_with_the_script_that_converts
     with pytest.raises(
         ModelError, match=r"--transformer_type Cosmos-2.5-Predict-Base-14B --transformer_ckpt_path .*pt "
     ):
-        registry.locate(file)
+        registry.locate_pipeline(file)

@@ -5,32 +5,32 @@ import numpy as np
 import pytest
 import torch
 
-from wfm_ds.engine.forward import CountedForward
+from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry, vae
-from wfm_ds.models.sampler import Conditions, Sampler
+from wfm_ds.models.sampler import GuidanceConditioning, Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.sampling.edm import Churn, edm_plan
+from wfm_ds.sampling.edm import Churn, make_edm_plan
 from wfm_ds.sampling.plan import deterministic_plan
-from wfm_ds.types import ConditionalFrames, Prompt
+from wfm_ds.types import ConditioningFrames, Prompt
 
 
 @pytest.fixture(scope="module")
 def model(tiny_pipelines):
-    return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    return registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
 
 
 def sampler(model, forward=None, **settings):
     settings = SamplingRecipe(**{"height": 32, "width": 32, **settings})
     return Sampler(
-        model=model, texts=TextCache(model), settings=settings, forward=forward or CountedForward(model.denoise)
+        model=model, text_cache=TextCache(model), settings=settings, forward=forward or CountingForward(model.denoise)
     )
 
 
 @pytest.fixture(scope="module")
 def video_model(tiny_pipelines):
-    return registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    return registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
 
 
 def prompts(*texts, negative=None):
@@ -38,10 +38,10 @@ def prompts(*texts, negative=None):
 
 
 def test_samples_start_from_the_noise_of_their_seeds_and_follow_the_plan(model):
-    forward = CountedForward(model.denoise)
+    forward = CountingForward(model.denoise)
     drawn = sampler(model, forward, guidance_scale=2.5, eval_steps=3)
     plan = drawn.evaluation_plan()
-    got = drawn.generate("rollout", prompts("a red circle", "a cat"), [3, 4], plan).clean
+    got = drawn.generate("rollout", prompts("a red circle", "a cat"), [3, 4], plan).clean_latents
     noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(s)) for s in (3, 4)])
     texts, nothing = TextCache(model).encode(["a red circle", "a cat"]), TextCache(model).encode(["", ""])
 
@@ -51,7 +51,7 @@ def test_samples_start_from_the_noise_of_their_seeds_and_follow_the_plan(model):
         return uncond + 2.5 * (cond - uncond)
 
     with torch.no_grad():
-        want = deterministic_plan("ode", model.sigmas(3, (4, 16, 16))).run(guided, noise, [0, 0]).clean
+        want = deterministic_plan("ode", model.sigmas(3, (4, 16, 16))).denoise(guided, noise, [0, 0]).clean_latents
     assert torch.equal(got, want)
     assert forward.counts == {"rollout": 6}
 
@@ -59,13 +59,13 @@ def test_samples_start_from_the_noise_of_their_seeds_and_follow_the_plan(model):
 def test_gradient_flows_through_the_conditional_half_only(model):
     weight = torch.ones(1, requires_grad=True)
     drawn = sampler(model, lambda purpose, x, *_: weight * x, guidance_scale=3)
-    got = drawn.velocity("policy", torch.ones(1, 2), torch.ones(1), Conditions({}, {}), 0)
+    got = drawn.predict_velocity("policy", torch.ones(1, 2), torch.ones(1), GuidanceConditioning({}, {}), 0)
     (gradient,) = torch.autograd.grad(got.sum(), weight)
     assert gradient.item() == 3 * 2
 
 
 def test_both_halves_of_guidance_share_a_forward_where_they_fit(model):
-    forward, shapes = CountedForward(model.denoise), []
+    forward, shapes = CountingForward(model.denoise), []
 
     def noted(purpose, latents, *rest):
         shapes.append(len(latents))
@@ -73,8 +73,8 @@ def test_both_halves_of_guidance_share_a_forward_where_they_fit(model):
 
     def clean(purpose, texts, rows=None):
         drawn = sampler(model, noted, guidance_scale=2.5, eval_steps=3)
-        drawn = dataclasses.replace(drawn, joint_rows={} if rows is None else {"validation": rows})
-        return drawn.generate(purpose, prompts(*texts), [3, 4, 5][: len(texts)], drawn.evaluation_plan()).clean
+        drawn = dataclasses.replace(drawn, max_joint_rows={} if rows is None else {"validation": rows})
+        return drawn.generate(purpose, prompts(*texts), [3, 4, 5][: len(texts)], drawn.evaluation_plan()).clean_latents
 
     two, three = ["a red circle", "a cat"], ["a red circle", "a cat", "a dog"]
     want = clean("validation", two)
@@ -88,14 +88,14 @@ def test_both_halves_of_guidance_share_a_forward_where_they_fit(model):
 
 def test_halves_of_other_shapes_cannot_share_a_forward(model):
     one, longer = torch.ones(2, 3, 4), torch.ones(2, 5, 4)
-    both = Conditions({"text": one}, {"text": 2 * one}).both(model)
+    both = GuidanceConditioning({"text": one}, {"text": 2 * one}).join_halves(model)
     assert both["text"].tolist() == [*one.tolist(), *(2 * one).tolist()]
     with pytest.raises(RecipeError, match=r"joint needs texts of the same shape, but text has \[3, 4\] and"):
-        Conditions({"text": one}, {"text": longer}).both(model)
+        GuidanceConditioning({"text": one}, {"text": longer}).join_halves(model)
 
 
 def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
-    model = registry.load(tiny_pipelines("wan22"), dtype=torch.float32, device="cpu")
+    model = registry.load_model(tiny_pipelines("wan22"), dtype=torch.float32, device="cpu")
     asked = []
 
     def forward(purpose, *arguments):
@@ -105,7 +105,7 @@ def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
     drawn = sampler(model, forward, guidance_scale=3, guidance_scale_low=1, eval_steps=6)
     sigmas = model.sigmas(6, drawn.latent_shape)[:-1]
     drawn.generate("rollout", prompts("a cat"), [3], drawn.evaluation_plan())
-    experts = [model.expert_of(float(sigma)) for sigma in sigmas]
+    experts = [model.select_expert(float(sigma)) for sigma in sigmas]
     assert asked == [expert for expert in experts for _ in range(2 if expert == 0 else 1)]
     assert 0 < experts.count(0) < 6
     assert len(experts) < len(asked) < 2 * len(experts)
@@ -114,28 +114,28 @@ def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
 def test_guidance_contrasts_with_the_prompts_own_negative_text_then_the_recipes_then_the_familys(model):
     two = [*prompts("x", negative="a blue square"), *prompts("x")]
     for recipes_own, second in ((None, ""), ("a cat", "a cat")):
-        got = sampler(model, guidance_scale=3, negative_prompt=recipes_own).conditions(two).contrast
+        got = sampler(model, guidance_scale=3, negative_prompt=recipes_own).encode_conditioning(two).negative
         want = TextCache(model).encode(["a blue square", second])
         assert all(torch.equal(got[name], want[name]) for name in want)
-    assert sampler(model).conditions(two).contrast is None
+    assert sampler(model).encode_conditioning(two).negative is None
 
 
 def test_negative_texts_are_encoded_as_the_stock_pipeline_does(tiny_pipelines):
     """SANA's instruction stands before prompts only."""
-    sana = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template="stock")
-    got = sampler(sana, guidance_scale=3).conditions(prompts("x", negative="a cat")).contrast
-    for name, tensor in sana.encode_negative(["a cat"]).items():
+    sana = registry.load_model(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template="stock")
+    got = sampler(sana, guidance_scale=3).encode_conditioning(prompts("x", negative="a cat")).negative
+    for name, tensor in sana.encode_negative_text(["a cat"]).items():
         torch.testing.assert_close(got[name], tensor)
     assert (got["prompt_embeds"] - sana.encode_text(["a cat"])["prompt_embeds"]).abs().max() > 1e-3
 
 
 def test_broken_latents_are_shown_grey_and_named(model):
     latents = torch.randn(3, *sampler(model).latent_shape, generator=torch.Generator().manual_seed(0))
-    whole, _ = sampler(model).media(latents)
+    whole, _ = sampler(model).decode_to_uint8(latents)
     latents[1, 0, 0, 0] = float("nan")
-    media, finite = sampler(model).media(latents)
+    media, finite = sampler(model).decode_to_uint8(latents)
     assert finite == [True, False, True]
-    assert np.array_equal(media[1], model.to_uint8(model.decode(torch.zeros_like(latents[:1])))[0])
+    assert np.array_equal(media[1], model.to_uint8(model.decode_latents(torch.zeros_like(latents[:1])))[0])
     assert np.array_equal(media[[0, 2]], whole[[0, 2]])
 
 
@@ -143,7 +143,7 @@ def test_images_are_decoded_one_after_the_other(model):
     """In float32 a decoder needs gigabytes for each picture, more than the denoiser for all of them."""
     latents, sizes = torch.randn(3, *sampler(model).latent_shape), []
     with model.pipeline.vae.decoder.register_forward_hook(lambda module, args, result: sizes.append(len(args[0]))):
-        media, _ = sampler(model).media(latents)
+        media, _ = sampler(model).decode_to_uint8(latents)
     assert sizes == [1, 1, 1]
     assert media.shape == (3, 32, 32, 3)
 
@@ -154,30 +154,35 @@ def test_images_are_decoded_one_after_the_other(model):
 )
 def test_on_a_device_pictures_share_a_batch_of_so_many_pixels(tiny_pipelines, dtype, size, at_once):
     """A picture of 1024 x 1024 in float32, whatever memory is free: nothing is computed here."""
-    model = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", vae_dtype=getattr(torch, dtype))
+    model = registry.load_model(
+        tiny_pipelines("sana"), dtype=torch.float32, device="cpu", vae_dtype=getattr(torch, dtype)
+    )
     drawn = sampler(model, height=size, width=size)
     shape = drawn.latent_shape
-    assert (drawn.decode_batch(shape), model.encode_batch(torch.empty(9, 3, size, size, device="meta"))) == (1, 9)
+    assert (drawn.decode_batch_size(shape), model.encode_batch_size(torch.empty(9, 3, size, size, device="meta"))) == (
+        1,
+        9,
+    )
     model.device = torch.device("cuda")
-    assert drawn.decode_batch(shape) == at_once
-    assert model.encode_batch(torch.empty(9, 3, size, size, device="meta")) == at_once
+    assert drawn.decode_batch_size(shape) == at_once
+    assert model.encode_batch_size(torch.empty(9, 3, size, size, device="meta")) == at_once
 
 
 def test_pictures_in_a_batch_are_those_decoded_alone(model):
     latents = torch.randn(3, *sampler(model).latent_shape, generator=torch.Generator().manual_seed(0))
-    together = model.to_uint8(model.decode(latents)).astype(int)
-    assert np.abs(together - sampler(model).media(latents)[0]).max() <= 1
+    together = model.to_uint8(model.decode_latents(latents)).astype(int)
+    assert np.abs(together - sampler(model).decode_to_uint8(latents)[0]).max() <= 1
 
 
 @pytest.mark.parametrize(("num_frames", "latent_frames"), [(5, 2), (1, 1)])
 def test_videos_keep_their_frames_also_a_single_one(tiny_pipelines, num_frames, latent_frames):
-    model = registry.load(tiny_pipelines("wan21"), dtype=torch.float32, device="cpu")
+    model = registry.load_model(tiny_pipelines("wan21"), dtype=torch.float32, device="cpu")
     drawn = sampler(model, num_frames=num_frames)
     latents = torch.randn(3, *drawn.latent_shape, generator=torch.Generator().manual_seed(0))
     assert latents.shape[2] == latent_frames
-    media, finite = drawn.media(latents)
+    media, finite = drawn.decode_to_uint8(latents)
     assert (media.shape, media.dtype, finite) == ((3, num_frames, 32, 32, 3), np.uint8, [True] * 3)
-    at_once = model.to_uint8(model.decode(latents))
+    at_once = model.to_uint8(model.decode_latents(latents))
     assert np.abs(media.astype(int) - at_once).max() <= 1
 
 
@@ -185,16 +190,16 @@ def test_videos_keep_their_frames_also_a_single_one(tiny_pipelines, num_frames, 
 def test_small_videos_are_decoded_together_as_far_as_memory_of_one_picture_goes(video_model, size, batches):
     """Four frames of each are in the works at once: 4 * 4 * 256 * 256 pixels are those of a picture of 1024 x 1024."""
     drawn, seen = sampler(video_model, num_frames=9, **size), []
-    assert vae.frames_at_once(video_model.pipeline.vae, 9) == 4
+    assert vae.frames_per_decode(video_model.pipeline.vae, 9) == 4
     shape = drawn.latent_shape
-    assert [len(part) for part in torch.zeros(5, *shape).split(drawn.decode_batch(shape))] == batches
+    assert [len(part) for part in torch.zeros(5, *shape).split(drawn.decode_batch_size(shape))] == batches
     if not size:
         latents = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
         hook = video_model.pipeline.vae.post_quant_conv.register_forward_hook(lambda m, i, o: seen.append(len(o)))
-        media, _ = drawn.media(latents)
+        media, _ = drawn.decode_to_uint8(latents)
         hook.remove()
         assert set(seen) == set(batches)
-        alone = np.concatenate([video_model.to_uint8(video_model.decode(row[None])) for row in latents])
+        alone = np.concatenate([video_model.to_uint8(video_model.decode_latents(row[None])) for row in latents])
         assert np.abs(media.astype(int) - alone).max() <= 1
 
 
@@ -208,17 +213,19 @@ def test_kept_latents_of_a_video_do_not_depend_on_what_is_encoded_beside_it(vide
 @pytest.mark.parametrize("guidance_scale", [1.0, 2.5])
 def test_given_frames_are_what_the_samples_begin_with(video_model, plan, guidance_scale):
     drawn = sampler(video_model, guidance_scale=guidance_scale, num_frames=9, eval_steps=3)
-    churn = Churn.of_run(3, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0)
-    steps = drawn.evaluation_plan() if plan == "ode" else edm_plan("edm_2ab", 3, churn)
+    churn = Churn.from_settings(3, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0)
+    steps = drawn.evaluation_plan() if plan == "ode" else make_edm_plan("edm_2ab", 3, churn)
     latents = torch.randn((2, *drawn.latent_shape), generator=torch.Generator().manual_seed(0))
-    conditional_frames = ConditionalFrames(latents, torch.tensor([1, 2]))
-    got = drawn.generate("rollout", prompts("a", "b"), [3, 4], steps, conditional_frames=conditional_frames).clean
+    conditional_frames = ConditioningFrames(latents, torch.tensor([1, 2]))
+    got = drawn.generate(
+        "rollout", prompts("a", "b"), [3, 4], steps, conditional_frames=conditional_frames
+    ).clean_latents
     torch.testing.assert_close(got[0, :, :1], latents[0, :, :1], rtol=0, atol=1e-5)
     torch.testing.assert_close(got[1, :, :2], latents[1, :, :2], rtol=0, atol=1e-5)
     assert (got[0, :, 1:] - latents[0, :, 1:]).abs().max() > 0.1
     alone = drawn.generate(
-        "rollout", prompts("a"), [3], steps, conditional_frames=ConditionalFrames(latents[:1], torch.tensor([1]))
-    ).clean
+        "rollout", prompts("a"), [3], steps, conditional_frames=ConditioningFrames(latents[:1], torch.tensor([1]))
+    ).clean_latents
     torch.testing.assert_close(alone, got[:1], rtol=0, atol=1e-4)
-    free = drawn.generate("rollout", prompts("a"), [3], steps).clean
+    free = drawn.generate("rollout", prompts("a"), [3], steps).clean_latents
     assert (free[0, :, 1:] - got[0, :, 1:]).abs().max() > 1e-4  # what is given matters for the rest

@@ -17,14 +17,14 @@ from diffusers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from families import CASES, EXACT, PROMPTS, denoise_latents, draw, stock
+from families import CASES, EXACT, PROMPTS, denoise_latents, load_reference_pipeline, run_reference_pipeline
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.base import seeded
-from wfm_ds.models.conditional_frames import with_conditional_frames
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.models.sana import INSTRUCTION, Sana
 from wfm_ds.models.sana_video import SanaVideo
-from wfm_ds.sampling.noise import seeded_normal
+from wfm_ds.sampling.noise import draw_cpu_normal
 
 BOTH = pytest.mark.parametrize("family", ["sana", "sana_video"])
 
@@ -43,13 +43,13 @@ def load(tiny_pipelines):
 
 
 def fresh(folder, **options):
-    return registry.load(folder, dtype=torch.float32, device="cpu", **options)
+    return registry.load_model(folder, dtype=torch.float32, device="cpu", **options)
 
 
 @pytest.fixture
 def pipeline(tiny_pipelines):
     """The stock pipeline of a family, to change at will."""
-    return lambda family: stock(tiny_pipelines(family), CASES[family])
+    return lambda family: load_reference_pipeline(tiny_pipelines(family), CASES[family])
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def shape_of(model):
 
 
 def noise_for(model, count=2):
-    return seeded_normal([11, 12][:count], shape_of(model))
+    return draw_cpu_normal([11, 12][:count], shape_of(model))
 
 
 def one_call(model):
@@ -81,17 +81,17 @@ def ours(model, conditioning, *, steps=4, w=1.0, uncond=None):
 def theirs(pipeline, model, *, steps=4, w=1.0, **call):
     """The stock pipeline's on the same grid, from the same noise."""
     case = CASES[model.family]
-    call = {"latents": noise_for(model), **model.pipeline_call(w, *case.size), **call}
-    return draw(pipeline, case, model.sigmas(steps, shape_of(model)), **call)
+    call = {"latents": noise_for(model), **model.pipeline_call_kwargs(w, *case.size), **call}
+    return run_reference_pipeline(pipeline, case, model.sigmas(steps, shape_of(model)), **call)
 
 
 def test_with_the_stock_instruction_only_prompts_get_it(tiny_pipelines, pipeline):
     """The instruction stands before prompts and not before negative ones."""
     model = fresh(tiny_pipelines("sana"), prompt_template="stock")
-    assert model.pipeline_call(4.0, 32, 64)[INSTRUCTION][-1] == "User Prompt: "
+    assert model.pipeline_call_kwargs(4.0, 32, 64)[INSTRUCTION][-1] == "User Prompt: "
     want = theirs(pipeline("sana"), model, w=4.0)
     conditioning = model.encode_text(PROMPTS)
-    got = ours(model, conditioning, w=4.0, uncond=model.encode_negative([""] * 2))
+    got = ours(model, conditioning, w=4.0, uncond=model.encode_negative_text([""] * 2))
     torch.testing.assert_close(got, want, **EXACT)
     wrong = ours(model, conditioning, w=4.0, uncond=model.encode_text([""] * 2))
     assert (wrong - want).abs().max() > 1e-3
@@ -101,10 +101,10 @@ def test_with_the_stock_instruction_only_prompts_get_it(tiny_pipelines, pipeline
 def test_the_exported_scheduler_is_another_solver_not_another_model(load, pipeline, family):
     """Second order and times rounded down to whole numbers: close to ours after 40 steps, and not equal."""
     model, (height, width, frames) = load(family), CASES[family].size
-    call = model.pipeline_call(1.0, height, width, frames) | {"num_inference_steps": 40, "output_type": "pt"}
+    call = model.pipeline_call_kwargs(1.0, height, width, frames) | {"num_inference_steps": 40, "output_type": "pt"}
     want = pipeline(family)(PROMPTS, latents=noise_for(model), **call)[0]
-    want = want.transpose(1, 2) if model.video else want  # frames come before channels
-    difference = (model.decode(ours(model, model.encode_text(PROMPTS), steps=40)) - want).abs()
+    want = want.transpose(1, 2) if model.is_video else want  # frames come before channels
+    difference = (model.decode_latents(ours(model, model.encode_text(PROMPTS), steps=40)) - want).abs()
     assert difference.mean() < 1e-2
     assert difference.max() > 1e-5
 
@@ -120,7 +120,7 @@ def test_a_video_of_one_frame_is_a_video(load):
     model = load("sana_video")
     assert model.latent_shape(32, 32, 1) == (4, 1, 4, 4)
     assert model.encode_pixels(torch.rand(1, 3, 1, 32, 32)).shape == (1, 4, 1, 4, 4)
-    assert model.decode(torch.zeros(1, 4, 1, 4, 4)).shape == (1, 3, 1, 32, 32)
+    assert model.decode_latents(torch.zeros(1, 4, 1, 4, 4)).shape == (1, 3, 1, 32, 32)
     assert model.denoise(torch.zeros(1, 4, 1, 4, 4), torch.ones(1), model.encode_text(PROMPTS[:1])).shape[2] == 1
 
 
@@ -208,7 +208,7 @@ def test_the_network_gets_its_time_as_an_unrounded_float(load, family):
 def test_the_network_may_have_another_unit_of_time_and_a_learned_variance(pipeline):
     changed = pipeline("sana")
     config = dict(changed.transformer.config) | {"out_channels": 8, "timestep_scale": 0.5}
-    with seeded(4):
+    with temporary_seed(4):
         changed.transformer = SanaTransformer2DModel.from_config(config).eval()
     model = Sana(changed, None, dtype=torch.float32, device="cpu", max_sequence_length=16, prompt_template="none")
     got = ours(model, model.encode_text(PROMPTS))
@@ -247,18 +247,18 @@ def test_a_template_means_nothing_to_other_families(tiny_pipelines):
 
 
 def first_frame_given(model, latents, counts):
-    return with_conditional_frames(model.encode_text(PROMPTS), latents, torch.tensor(counts))
+    return add_clean_frames(model.encode_text(PROMPTS), latents, torch.tensor(counts))
 
 
 def test_a_given_first_frame_is_given_to_both_passes_of_guidance(load, tiny_pipelines):
     model, case = load("sana_video"), CASES["sana_video"]
     height, width, _ = case.size
     clip = torch.rand(1, 3, 5, height, width, generator=torch.Generator().manual_seed(1))
-    pipeline, call = case.given(tiny_pipelines("sana_video"), clip, 1)
+    pipeline, call = case.conditioning_frames_call(tiny_pipelines("sana_video"), clip, 1)
     want = theirs(pipeline, model, w=4.0, **call)
     latents, one = model.encode_pixels(clip).expand(2, -1, -1, -1, -1), torch.tensor([1, 1])
-    negative = with_conditional_frames(model.encode_negative([""] * 2), latents, one)
-    got = ours(model, with_conditional_frames(model.encode_text(PROMPTS), latents, one), w=4.0, uncond=negative)
+    negative = add_clean_frames(model.encode_negative_text([""] * 2), latents, one)
+    got = ours(model, add_clean_frames(model.encode_text(PROMPTS), latents, one), w=4.0, uncond=negative)
     torch.testing.assert_close(got, want, **EXACT)
     torch.testing.assert_close(got[:, :, :1], latents[:, :, :1], **EXACT)
 
@@ -289,7 +289,7 @@ def test_tokens_of_a_given_frame_are_told_time_zero(load):
 
 def test_a_vae_that_keeps_its_mean_and_deviation_as_buffers(pipeline):
     """The LTX-2 VAE of the 720p model; factors 32 and 8, and patches of one latent pixel."""
-    with seeded(6):
+    with temporary_seed(6):
         vae = AutoencoderKLLTX2Video(
             latent_channels=4,
             block_out_channels=(8, 16, 32, 64),
@@ -302,18 +302,18 @@ def test_a_vae_that_keeps_its_mean_and_deviation_as_buffers(pipeline):
     vae.latents_mean.copy_(torch.linspace(0, 0.3, 4))
     vae.latents_std.copy_(torch.linspace(1, 1.3, 4))
     parts = pipeline("sana_video").components
-    with seeded(7):
+    with temporary_seed(7):
         config = dict(parts["transformer"].config) | {"patch_size": (1, 1, 1)}
         transformer = SanaVideoTransformer3DModel.from_config(config).eval()
     changed = SanaImageToVideoPipeline(**parts | {"vae": vae, "transformer": transformer})
     changed.set_progress_bar_config(disable=True)
     model = SanaVideo(changed, None, dtype=torch.float32, device="cpu", max_sequence_length=16, prompt_template="none")
-    size, noise = (64, 96, 9), seeded_normal([11], (4, 2, 2, 3))
+    size, noise = (64, 96, 9), draw_cpu_normal([11], (4, 2, 2, 3))
     assert model.latent_shape(*size) == noise.shape[1:]
     assert model.num_tokens(noise.shape[1:]) == 12
     image = torch.rand(1, 3, 64, 96)
     call = {"prompt": PROMPTS[:1], "image": image, "latents": noise, "num_inference_steps": 2}
-    latents = changed(output_type="latent", **call, **model.pipeline_call(1.0, *size))[0]
-    video = changed(output_type="pt", **call, **model.pipeline_call(1.0, *size))[0]
-    torch.testing.assert_close(model.decode(latents), video.transpose(1, 2), **EXACT)
+    latents = changed(output_type="latent", **call, **model.pipeline_call_kwargs(1.0, *size))[0]
+    video = changed(output_type="pt", **call, **model.pipeline_call_kwargs(1.0, *size))[0]
+    torch.testing.assert_close(model.decode_latents(latents), video.transpose(1, 2), **EXACT)
     torch.testing.assert_close(latents[:, :, :1], model.encode_pixels(image.unsqueeze(2)), **EXACT)

@@ -13,22 +13,22 @@ from peft import get_peft_model_state_dict
 
 from families import CAMERAS, CASES, EXACT, PROMPTS, first_images
 from wfm_ds.checkpoint.export import loading_lines
-from wfm_ds.contract.case import stock
-from wfm_ds.contract.denoiser import add_adapter
-from wfm_ds.contract.exports import export_to
-from wfm_ds.contract.subject import SEEDS, Subject
+from wfm_ds.contract.case import load_reference_pipeline
+from wfm_ds.contract.denoiser_checks import add_random_adapter
+from wfm_ds.contract.export_checks import export_model
+from wfm_ds.contract.family_under_test import SEEDS, FamilyUnderTest
 from wfm_ds.data import room
-from wfm_ds.data.folder import folder_set
-from wfm_ds.data.inputs import InputReader, framed_intrinsics
-from wfm_ds.data.pixels import BadMedia, Framing, centre
+from wfm_ds.data.folder import load_folder
+from wfm_ds.data.inputs import InputReader, transform_intrinsics
+from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
-from wfm_ds.engine.forward import CountedForward
+from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.sana_wm import SanaWM
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.types import ConditionalFrames, Prompt
+from wfm_ds.types import ConditioningFrames, Prompt
 
 SIZE = (32, 48, 5)
 STEPS, W = 4, 4.0
@@ -36,7 +36,7 @@ STEPS, W = 4, 4.0
 
 @pytest.fixture(scope="module")
 def subject(tiny_pipelines):
-    found = Subject(tiny_pipelines("sana_wm"), CASES["sana_wm"])
+    found = FamilyUnderTest(tiny_pipelines("sana_wm"), CASES["sana_wm"])
     assert isinstance(found.model, SanaWM)
     return found
 
@@ -53,7 +53,11 @@ def sampler(model):
     settings = SamplingRecipe(height=height, width=width, num_frames=frames, eval_steps=STEPS, guidance_scale=W)
     joint = {"validation": 4}
     return Sampler(
-        model=model, texts=TextCache(model), settings=settings, forward=CountedForward(model.denoise), joint_rows=joint
+        model=model,
+        text_cache=TextCache(model),
+        settings=settings,
+        forward=CountingForward(model.denoise),
+        max_joint_rows=joint,
     )
 
 
@@ -62,7 +66,7 @@ def prompts_of(cameras):
 
 
 def frames_of(model, pixels):
-    return ConditionalFrames(model.encode_pixels(pixels), torch.ones(len(pixels), dtype=torch.int64))
+    return ConditioningFrames(model.encode_pixels(pixels), torch.ones(len(pixels), dtype=torch.int64))
 
 
 # Against the stock pipeline
@@ -74,10 +78,12 @@ def test_a_guided_batch_is_the_stock_pipelines_samples_where_attention_does_not_
 ):
     """Cameras, lenses, first frames and texts differ; both halves of guidance in a forward each, or in one."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
-    given = frames_of(model, subject.pixels())
-    want = subject.drawn(subject.stock(), model.sigmas(STEPS, subject.shape), **subject.call(W))
+    given = frames_of(model, subject.random_pixels())
+    want = subject.reference_latents(
+        subject.load_reference_pipeline(), model.sigmas(STEPS, subject.latent_shape), **subject.pipeline_call_kwargs(W)
+    )
     plan, prompts = sampler.evaluation_plan(), prompts_of(CAMERAS)
-    got = sampler.generate(purpose, prompts, SEEDS, plan, conditional_frames=given).clean
+    got = sampler.generate(purpose, prompts, SEEDS, plan, conditional_frames=given).clean_latents
     torch.testing.assert_close(got, want, **EXACT)
     assert torch.equal(got[:, :, :1], given.latents[:, :, :1])
 
@@ -86,10 +92,10 @@ def test_a_picture_of_another_size_and_its_lens_are_cut_as_the_stock_pipeline_cu
     image = first_images(torch.rand(1, 3, 1, 50, 90))[0]
     image.save(tmp_path / "image.png")
     lens = np.array([60, 62, 44, 26], np.float32)
-    processor = stock(model.path, CASES["sana_wm"]).image_processor
+    processor = load_reference_pipeline(model.path, CASES["sana_wm"]).image_processor
     _, want = processor.preprocess_with_intrinsics(image, lens[None], 32, 48)
     framing = Framing(height=32, width=48, max_upscale=100.0)
-    got = framed_intrinsics(lens, LocalFile(str(tmp_path / "image.png")), framing, centre)
+    got = transform_intrinsics(lens, LocalFile(str(tmp_path / "image.png")), framing, draw_centre)
     np.testing.assert_allclose(got, want[0], atol=0.5)  # it cuts whole pixels of the scaled picture
 
 
@@ -106,7 +112,7 @@ def test_the_cameras_geometry_is_the_stock_pipelines_in_float32(model):
 
 
 def test_the_latent_of_the_first_frame_is_that_of_the_image_alone(subject, model):
-    pixels = subject.pixels()
+    pixels = subject.random_pixels()
     torch.testing.assert_close(model.encode_pixels(pixels)[:, :, :1], model.encode_pixels(pixels[:, :, :1]), **EXACT)
 
 
@@ -118,12 +124,12 @@ def test_swapping_the_cameras_of_two_rows_swaps_the_velocities(model, sampler):
     latents = torch.randn(1, *sampler.latent_shape, generator=torch.Generator().manual_seed(1)).repeat(2, 1, 1, 1, 1)
     sigma = torch.full((2,), 0.5)
     same = [Prompt(id="a", text="a", inputs=camera) for camera in CAMERAS]
-    here, there = sampler.conditions(same), sampler.conditions(same[::-1])
-    one, other = (sampler.velocity("sample", latents, sigma, told, 0) for told in (here, there))
+    here, there = sampler.encode_conditioning(same), sampler.encode_conditioning(same[::-1])
+    one, other = (sampler.predict_velocity("sample", latents, sigma, told, 0) for told in (here, there))
     torch.testing.assert_close(one, other.flip(0), **EXACT)
     assert (one[0] - one[1]).abs().max() > 1e-2
-    assert model.optional_keys <= here.contrast.keys()
-    assert all(torch.equal(here.conditioning[name], here.contrast[name]) for name in model.optional_keys)
+    assert model.optional_conditioning_keys <= here.negative.keys()
+    assert all(torch.equal(here.positive[name], here.negative[name]) for name in model.optional_conditioning_keys)
 
 
 @pytest.mark.parametrize(
@@ -158,36 +164,36 @@ def test_clips_with_a_camera_that_cannot_be_used_are_bad_by_name(model, tmp_path
         sampling=SamplingRecipe(height=32, width=32, num_frames=5, fps=8, steps=2),
         algorithm=SimpleNamespace(num_conditional_frames=(1, 1)),
     )
-    reader = InputReader.of(recipe, model, width=None, scaling=None)
+    reader = InputReader.from_recipe(recipe, model, width=None, scaling=None)
     framing = Framing(height=32, width=32, num_frames=5, fps=8)
-    samples = folder_set(recipe.data, clips).samples
+    samples = load_folder(recipe.data, clips).samples
     said = []
     for sample in samples[:5]:
         with pytest.raises(BadMedia) as refused:
-            reader.prompt(sample, framing, centre)
+            reader.load_prompt(sample, framing, draw_centre)
         assert refused.value.reason == "bad_input"
         said.append(str(refused.value))
     wanted = ("[8, 4, 4]", "rotation is not orthonormal", "[3]", "focal length", "missing in the caption file")
     assert all(words in sentence for words, sentence in zip(wanted, said, strict=True)), said
-    assert reader.prompt(samples[5], framing, centre).inputs["intrinsics"].shape == (5, 4)
+    assert reader.load_prompt(samples[5], framing, draw_centre).inputs["intrinsics"].shape == (5, 4)
 
 
 def test_keys_lead_the_camera_as_they_do_in_the_stock_pipeline_and_the_room_turns_alike():
     """The room's poses have the axes that the model means: `l` turns right, `w` goes ahead."""
     keys = action_string_to_c2w("lw-8", translation_speed=0.05, rotation_speed_deg=3.0)
-    np.testing.assert_allclose(room.path_of(3.0, 0.05, 0.0), keys, atol=1e-6)
+    np.testing.assert_allclose(room.camera_path(3.0, 0.05, 0.0), keys, atol=1e-6)
 
 
 # The network
 
 
 def test_full_training_leaves_alone_what_a_camera_gives_no_gradient(subject, tiny_pipelines):
-    model = subject.fresh()
-    model.denoise(*subject.one_call(model)).square().mean().backward()
-    without = {name for name, weight in model.bare_denoiser.named_parameters() if weight.grad is None}
-    assert without == model.frozen_names()
+    model = subject.load_model()
+    model.denoise(*subject.denoise_arguments(model)).square().mean().backward()
+    without = {name for name, weight in model.unwrapped_denoiser.named_parameters() if weight.grad is None}
+    assert without == model.find_unused_parameters()
     assert {"raymap_embedder.proj.weight", "blocks.1.attn.A_log"} <= without
-    assert all(weight.grad.any() for weight in model.bare_denoiser.parameters() if weight.grad is not None)
+    assert all(weight.grad.any() for weight in model.unwrapped_denoiser.parameters() if weight.grad is not None)
 
 
 def test_a_saved_pipeline_has_the_stock_network(model, tmp_path):
@@ -198,9 +204,9 @@ def test_a_saved_pipeline_has_the_stock_network(model, tmp_path):
 
 
 def test_the_lines_of_an_export_load_its_lora_into_plain_diffusers(subject, tmp_path):
-    model = subject.fresh()
-    add_adapter(model, b_std=0.3)
-    out = export_to(tmp_path / "out", model, lora=True)
+    model = subject.load_model()
+    add_random_adapter(model, b_std=0.3)
+    out = export_model(tmp_path / "out", model, lora=True)
     lines, there = loading_lines(model.path, out, lora=True), {}
     exec(lines, there)
     want, got = (
@@ -215,16 +221,20 @@ def test_the_lines_of_an_export_load_its_lora_into_plain_diffusers(subject, tmp_
 
 @torch.no_grad()
 def test_the_network_cuts_its_time_to_whole_numbers(subject, model):
-    noise, _, conditioning = subject.one_call(model)
+    noise, _, conditioning = subject.denoise_arguments(model)
     whole, more, next_one = (model.denoise(noise, torch.full((2,), s), conditioning) for s in (0.5, 0.5009, 0.501))
     assert torch.equal(more[:, :, 1:], whole[:, :, 1:])
     assert not torch.equal(next_one[:, :, 1:], whole[:, :, 1:])
 
 
 def test_the_stock_call_takes_one_prompt(subject):
-    call = {**subject.model.pipeline_call(1.0, *SIZE), **CAMERAS[0], "image": first_images(subject.pixels())[0]}
+    call = {
+        **subject.model.pipeline_call_kwargs(1.0, *SIZE),
+        **CAMERAS[0],
+        "image": first_images(subject.random_pixels())[0],
+    }
     with pytest.raises(TypeError, match="can only concatenate str"):
-        subject.stock()(prompt=PROMPTS, num_inference_steps=2, **call)
+        subject.load_reference_pipeline()(prompt=PROMPTS, num_inference_steps=2, **call)
 
 
 def test_the_stock_network_takes_no_adapters_and_its_pipeline_loads_none():

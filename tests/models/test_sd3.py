@@ -6,7 +6,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from families import CASES, PROMPTS, stock
+from families import CASES, PROMPTS, load_reference_pipeline
 from wfm_ds.models import registry
 
 
@@ -19,7 +19,7 @@ def one_call(model):
 def test_encoding_inverts_decoding_for_pixels(load):
     model = load("digits")
     pixels = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(model.decode(model.encode_pixels(pixels)), pixels, rtol=0, atol=1e-4)
+    torch.testing.assert_close(model.decode_latents(model.encode_pixels(pixels)), pixels, rtol=0, atol=1e-4)
 
 
 @given(height=st.integers(-8, 200), width=st.integers(-8, 200))
@@ -77,13 +77,13 @@ def test_another_stage_is_refused(load):
 
 
 def test_a_shift_by_resolution_follows_the_pipeline(tiny_pipelines):
-    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
-    pipeline = stock(tiny_pipelines("sd3"), CASES["sd3"])
+    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    pipeline = load_reference_pipeline(tiny_pipelines("sd3"), CASES["sd3"])
     for holder in (model.pipeline, pipeline):
         holder.scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_image_seq_len=16)
     grids = []
     for height, width in [(32, 32), (64, 32)]:
-        call = model.pipeline_call(1.0, height, width)
+        call = model.pipeline_call_kwargs(1.0, height, width)
         pipeline(PROMPTS, num_inference_steps=4, output_type="latent", **call)
         grids.append(model.sigmas(4, model.latent_shape(height, width)))
         torch.testing.assert_close(grids[-1], pipeline.scheduler.sigmas.double(), rtol=0, atol=0)

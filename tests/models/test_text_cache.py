@@ -11,7 +11,7 @@ from wfm_ds.storage.tensor_store import TensorStore
 
 @pytest.fixture(scope="module")
 def model(tiny_pipelines):
-    return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    return registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def test_cached_text_equals_fresh_text_in_order(model):
 
 
 def test_a_negative_text_is_another_entry_than_the_same_prompt(tiny_pipelines):
-    model = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu")
+    model = registry.load_model(tiny_pipelines("sana"), dtype=torch.float32, device="cpu")
     model.instruction = ["draw"]
     cache = TextCache(model)
     for _ in range(2):
         got = cache.encode(["cat", NegativeText("cat")])
         for name, tensor in got.items():
             torch.testing.assert_close(tensor[:1], model.encode_text(["cat"])[name], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(tensor[1:], model.encode_negative(["cat"])[name], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(tensor[1:], model.encode_negative_text(["cat"])[name], rtol=1e-5, atol=1e-5)
     assert not torch.equal(got["prompt_attention_mask"][0], got["prompt_attention_mask"][1])
 
 
@@ -106,10 +106,10 @@ def copies_of(cache, texts):
 @pytest.fixture
 def elsewhere(tiny_pipelines, tmp_path):
     """A model on a device that is not the host, and a store that has the texts a to e."""
-    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
     store = TensorStore(tmp_path)
     want = TextCache(model, store=store).encode(["a", "b", "c", "d", "e"])
-    model.to("meta")
+    model.move_to_device("meta")
     return model, store, want
 
 
@@ -183,14 +183,14 @@ def assert_equal_rows(got, want):
 
 
 def test_a_store_outlives_the_cache_and_the_encoders(tiny_pipelines, tmp_path):
-    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
     texts = [*TEXTS, NegativeText("")]
     cache = TextCache(model, store=TensorStore(tmp_path))
-    assert not any(map(cache.stored, texts))
+    assert not any(map(cache.is_stored, texts))
     want = cache.encode(texts)
     assert_equal_rows(want, TextCache(model).encode(texts))
     later = TextCache(model, store=TensorStore(tmp_path))
-    assert all(map(later.stored, texts))
+    assert all(map(later.is_stored, texts))
     model.drop_text_encoders()
     assert_equal_rows(later.encode(texts), want)
     with pytest.raises(ModelError, match=r"the embedding of 'a new text' was removed from the disk cache"):
@@ -199,20 +199,20 @@ def test_a_store_outlives_the_cache_and_the_encoders(tiny_pipelines, tmp_path):
 
 def test_another_length_or_other_weights_are_other_entries(tiny_pipelines, tmp_path):
     models = [
-        registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu", max_sequence_length=length)
+        registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu", max_sequence_length=length)
         for family, length in (("sd3", 16), ("sd3", 12), ("digits", 8))
     ]
     rows = []
     for model in models:
         cache = TextCache(model, store=TensorStore(tmp_path))
-        assert not cache.stored("a cat")
+        assert not cache.is_stored("a cat")
         rows.append(cache.encode(["a cat"]))
         assert_equal_rows(rows[-1], model.encode_text(["a cat"]))
     assert len(list(tmp_path.rglob("*.safetensors"))) == 3
 
 
 def test_embeddings_that_come_with_the_data_replace_the_encoder(tiny_pipelines, tmp_path):
-    model = registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    model = registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
     embedding = model.encode_text(["another text"])["prompt_embeds"][0]
     given = GivenEmbedding(embedding)
     for _ in range(2):
@@ -221,11 +221,11 @@ def test_embeddings_that_come_with_the_data_replace_the_encoder(tiny_pipelines, 
         torch.testing.assert_close(got[0], embedding, rtol=0, atol=0)
         torch.testing.assert_close(got[1:], TextCache(model).encode(["a cat", "a dog"])["prompt_embeds"])
     assert given.loads == 1  # what was made of it is in the store
-    assert not TextCache(model, store=TensorStore(tmp_path)).stored("a cat")
+    assert not TextCache(model, store=TensorStore(tmp_path)).is_stored("a cat")
 
 
 def test_embeddings_of_another_encoder_are_ignored_with_one_warning(model, tiny_pipelines, caplog):
-    cosmos = registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    cosmos = registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
     for one in (cosmos, model):
         caplog.clear()
         given = {text: GivenEmbedding(torch.zeros(7, 24)) for text in ("a cat", "a dog")}

@@ -46,7 +46,7 @@ def test_the_page_s_lines_check_it(folder, monkeypatch, capsys):
 
 def test_without_its_name_the_pipeline_is_refused_and_says_how(folder):
     with pytest.raises(ModelError, match=r"class Lumina2Pipeline are not supported; .* own family \(model.family\)"):
-        registry.resolve(folder / "pipeline")
+        registry.resolve_pipeline(folder / "pipeline")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_without_its_name_the_pipeline_is_refused_and_says_how(folder):
 )
 def test_a_class_that_is_no_family_of_this_pipeline_is_named(folder, family, says):
     with pytest.raises(ModelError, match=f"model.family {family}: .*{says}"):
-        registry.resolve(folder / "pipeline", family)
+        registry.resolve_pipeline(folder / "pipeline", family)
 
 
 def test_what_a_family_must_state_is_named(folder):
@@ -68,4 +68,4 @@ def test_what_a_family_must_state_is_named(folder):
     text = f"from wfm_ds.models.base import DiffusionModel\n\nclass Half(DiffusionModel):\n    {stated}"
     (folder / "my_half.py").write_text(text)
     with pytest.raises(ModelError, match="does not set pipeline_classes, conditioning_keys, default_lora_targets"):
-        registry.resolve(folder / "pipeline", "my_half:Half")
+        registry.resolve_pipeline(folder / "pipeline", "my_half:Half")

@@ -7,12 +7,12 @@ import torch
 from diffusers import DiffusionPipeline
 
 from wfm_ds.checkpoint.export import loading_lines
-from wfm_ds.checkpoint.target import StoredWeights
+from wfm_ds.checkpoint.export_target import FolderWeights
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.fingerprint import fingerprint
-from wfm_ds.models.loading import stored_dtype
-from wfm_ds.models.variants import pipeline_variant, variant_in, variant_to_load
+from wfm_ds.models.fingerprint import fingerprint_folders
+from wfm_ds.models.loading import weights_dtype
+from wfm_ds.models.weight_variants import parse_variant, pipeline_variant, select_variant
 
 BASE = "diffusion_pytorch_model"
 
@@ -29,20 +29,20 @@ BASE = "diffusion_pytorch_model"
     ],
 )
 def test_variants_are_told_by_name(name, variant):
-    assert variant_in(name) == variant
+    assert parse_variant(name) == variant
 
 
 def test_weights_without_a_variant_come_first_then_bf16_and_else_there_must_be_one(tmp_path):
-    assert variant_to_load(tmp_path) is None
+    assert select_variant(tmp_path) is None
     (tmp_path / "model.fp16.safetensors").touch()
-    assert variant_to_load(tmp_path) == "fp16"
+    assert select_variant(tmp_path) == "fp16"
     (tmp_path / "model.fp8.safetensors").touch()
     with pytest.raises(ModelError, match="only has the variants fp16, fp8; keep one of them"):
-        variant_to_load(tmp_path)
+        select_variant(tmp_path)
     (tmp_path / "model.bf16.safetensors").touch()
-    assert variant_to_load(tmp_path) == "bf16"
+    assert select_variant(tmp_path) == "bf16"
     (tmp_path / "model.safetensors").touch()
-    assert variant_to_load(tmp_path) is None
+    assert select_variant(tmp_path) is None
 
 
 @pytest.fixture(params=["10GB", "100KB"], ids=["one file", "shards"])
@@ -52,12 +52,12 @@ def pair(request, tiny_pipelines, tmp_path):
     plain, variant = tmp_path / "plain", tmp_path / "variant"
     pipeline.save_pretrained(plain, max_shard_size=request.param)
     pipeline.save_pretrained(variant, variant="bf16", max_shard_size=request.param)
-    assert all(variant_in(file.name) == "bf16" for file in variant.rglob("*.safetensors"))
+    assert all(parse_variant(file.name) == "bf16" for file in variant.rglob("*.safetensors"))
     return plain, variant
 
 
 def load(folder, **options):
-    return registry.load(folder, dtype=torch.bfloat16, device="cpu", **options)
+    return registry.load_model(folder, dtype=torch.bfloat16, device="cpu", **options)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -75,26 +75,26 @@ def test_a_variant_loads_to_the_same_weights(pair, mapped):
 
 def test_its_dtype_is_known_and_its_tensors_are_read(pair):
     plain, variant = pair
-    assert stored_dtype(variant / "transformer") == torch.bfloat16
+    assert weights_dtype(variant / "transformer") == torch.bfloat16
     name = next(iter(load(variant).denoiser.state_dict()))
-    stored = [StoredWeights(folder / "transformer").tensor(name) for folder in (plain, variant)]
+    stored = [FolderWeights(folder / "transformer").read_tensor(name) for folder in (plain, variant)]
     assert torch.equal(*stored)
 
 
 def test_weights_that_are_not_loaded_change_neither_dtype_nor_fingerprint(pair):
     plain, variant = pair
-    before = fingerprint(plain, ["transformer"])
+    before = fingerprint_folders(plain, ["transformer"])
     wide = torch.nn.Linear(1, 1)
     from safetensors.torch import save_file
 
     save_file(wide.state_dict(), plain / "transformer" / f"{BASE}.fp32.safetensors")
-    assert stored_dtype(plain / "transformer") == torch.bfloat16
-    assert fingerprint(plain, ["transformer"]) == before
-    assert fingerprint(variant, ["transformer"]) != before
+    assert weights_dtype(plain / "transformer") == torch.bfloat16
+    assert fingerprint_folders(plain, ["transformer"]) == before
+    assert fingerprint_folders(variant, ["transformer"]) != before
     changed = next((variant / "transformer").glob("*.bf16*.safetensors"))
-    known = fingerprint(variant, ["transformer"])
+    known = fingerprint_folders(variant, ["transformer"])
     changed.write_bytes(changed.read_bytes()[:-1] + b"\x7f")
-    assert fingerprint(variant, ["transformer"]) != known
+    assert fingerprint_folders(variant, ["transformer"]) != known
 
 
 def test_the_lines_that_load_it_name_the_variant(pair):

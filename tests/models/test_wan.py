@@ -12,19 +12,19 @@ from diffusers import DiffusionPipeline, WanTransformer3DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from families import CASES, EXACT, PROMPTS, denoise_latents, draw, stock
+from families import CASES, EXACT, PROMPTS, denoise_latents, load_reference_pipeline, run_reference_pipeline
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.conditional_frames import with_conditional_frames
+from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.models.experts import Experts
 from wfm_ds.models.tiny.wan21 import TRANSFORMER
-from wfm_ds.sampling.noise import seeded_normal
+from wfm_ds.sampling.noise import draw_cpu_normal
 
 FAMILIES = ("wan21", "wan22", "wan22_ti2v")
 
 
 def noise_for(model, family):
-    return seeded_normal([1, 2], model.latent_shape(*CASES[family].size))
+    return draw_cpu_normal([1, 2], model.latent_shape(*CASES[family].size))
 
 
 def seen_by(network, call):
@@ -103,14 +103,14 @@ def test_the_network_gets_its_time_as_an_unrounded_float(load):
 
 def test_ti2v_gets_a_time_for_each_token_and_0_on_given_frames(load):
     model, noise = load("wan22_ti2v"), noise_for(load("wan22_ti2v"), "wan22_ti2v")  # 3 frames of 2 x 1 tokens
-    conditioning = with_conditional_frames(model.encode_text(PROMPTS), noise, torch.tensor([1, 0]))
+    conditioning = add_clean_frames(model.encode_text(PROMPTS), noise, torch.tensor([1, 0]))
     (seen,) = seen_by(model.denoiser, lambda: model.denoise(noise, torch.tensor([0.5, 0.25]), conditioning))
     want = torch.tensor([[0.0, 0, 500, 500, 500, 500], [250.0] * 6])
     torch.testing.assert_close(seen["timestep"], want)
 
 
 def test_only_ti2v_takes_given_frames(load):
-    allowed = {family: load(family).conditional_frames for family in FAMILIES}
+    allowed = {family: load(family).conditioning_frame_counts for family in FAMILIES}
     assert allowed == {"wan21": (0,), "wan22": (0,), "wan22_ti2v": (0, 1)}
 
 
@@ -120,7 +120,7 @@ def test_only_ti2v_takes_given_frames(load):
 def test_each_noise_level_reaches_its_expert(load):
     model = load("wan22")
     assert model.sigma_ranges == ((0.875, 1.0), (0.0, 0.875))
-    assert [model.expert_of(s) for s in (1.0, 0.9, 0.875, 0.8749, 1e-6)] == [0, 0, 0, 1, 1]
+    assert [model.select_expert(s) for s in (1.0, 0.9, 0.875, 0.8749, 1e-6)] == [0, 0, 0, 1, 1]
     noise, text = noise_for(model, "wan22"), model.encode_text(PROMPTS)
     outputs = []
     for level, expert, other in ((0.875, 0, 1), (0.8749, 1, 0)):
@@ -151,9 +151,9 @@ def test_an_expert_that_is_not_there_is_refused(load, family, experts):
 def test_each_expert_has_its_own_guidance_scale_in_the_stock_pipeline(load, tiny_pipelines):
     model, case = load("wan22"), CASES["wan22"]
     noise, grid = noise_for(model, "wan22"), load("wan22").sigmas(5, (4, 2, 4, 6))
-    assert {model.expert_of(s) for s in grid[:-1].tolist()} == {0, 1}
-    call = {**model.pipeline_call(4.0, *case.size), "guidance_scale_2": 2.5, "latents": noise}
-    want = draw(stock(tiny_pipelines("wan22"), case), case, grid, **call)
+    assert {model.select_expert(s) for s in grid[:-1].tolist()} == {0, 1}
+    call = {**model.pipeline_call_kwargs(4.0, *case.size), "guidance_scale_2": 2.5, "latents": noise}
+    want = run_reference_pipeline(load_reference_pipeline(tiny_pipelines("wan22"), case), case, grid, **call)
     contrast = model.encode_text(["", ""])
     scales = {0: 4.0, 1: 2.5}
     options = {"solver": "ode", "guidance_scale": scales, "uncond": contrast}
@@ -164,17 +164,17 @@ def test_each_expert_has_its_own_guidance_scale_in_the_stock_pipeline(load, tiny
 def test_both_experts_are_the_denoiser_and_all_else_is_frozen(load):
     model = load("wan22")
     assert isinstance(model.denoiser, Experts)
-    assert model.denoiser_parts == ("transformer", "transformer_2")
+    assert model.denoiser_components == ("transformer", "transformer_2")
     assert model.denoiser.networks == [model.pipeline.transformer, model.pipeline.transformer_2]
-    assert model.frozen_parts() == [model.pipeline.vae, model.pipeline.text_encoder]
+    assert model.auxiliary_modules() == [model.pipeline.vae, model.pipeline.text_encoder]
     assert load("wan21").denoiser is load("wan21").pipeline.transformer
-    assert load("wan21").denoiser_parts == ("transformer",)
+    assert load("wan21").denoiser_components == ("transformer",)
 
 
 def test_training_from_scratch_gives_each_expert_weights_of_its_own(tiny_pipelines):
-    model = registry.load(tiny_pipelines("wan22"), dtype=torch.float32, device="cpu")
+    model = registry.load_model(tiny_pipelines("wan22"), dtype=torch.float32, device="cpu")
     before = [p.clone() for p in model.denoiser.parameters()]
-    registry.randomize(model, 3)
+    registry.randomize_denoiser(model, 3)
     first, second = (list(part.parameters()) for part in model.denoiser.networks)
     drawn = [i for i, p in enumerate(first) if p.ndim > 1]
     for old, new in ((before[: len(first)], first), (before[len(first) :], second), (first, second)):
@@ -204,19 +204,19 @@ AS_IMAGE_TO_VIDEO = {
 def test_half_a_pair_of_experts_is_refused(tiny_pipelines, tmp_path, family, boundary):
     folder = changed(tiny_pipelines, tmp_path, family, boundary_ratio=boundary)
     with pytest.raises(ModelError, match="must have both transformer_2 and boundary_ratio, or neither"):
-        registry.load(folder, dtype=torch.float32, device="cpu")
+        registry.load_model(folder, dtype=torch.float32, device="cpu")
 
 
 def test_other_channels_are_refused(tiny_pipelines, tmp_path):
     folder = changed(tiny_pipelines, tmp_path, "wan21", **AS_IMAGE_TO_VIDEO)
     WanTransformer3DModel(**TRANSFORMER | {"in_channels": 9}).save_pretrained(folder / "transformer")
     with pytest.raises(ModelError, match=r"9 input channels is not supported, only 4 \(latents\) or 12 \(latents"):
-        registry.load(folder, dtype=torch.float32, device="cpu")
+        registry.load_model(folder, dtype=torch.float32, device="cpu")
 
 
 def test_ti2v_may_be_stored_as_an_image_to_video_pipeline(load, tiny_pipelines, tmp_path):
     folder = changed(tiny_pipelines, tmp_path, "wan22_ti2v", **AS_IMAGE_TO_VIDEO)
-    model = registry.load(folder, dtype=torch.float32, device="cpu")
+    model = registry.load_model(folder, dtype=torch.float32, device="cpu")
     arguments = noise_for(model, "wan22_ti2v"), torch.tensor([0.7, 0.3]), model.encode_text(PROMPTS)
     with torch.no_grad():
         assert torch.equal(model.denoise(*arguments), load("wan22_ti2v").denoise(*arguments))

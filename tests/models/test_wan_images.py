@@ -13,17 +13,17 @@ from diffusers import WanTransformer3DModel
 from PIL import Image
 
 from clips import write_clip
-from families import CASES, EXACT, PROMPTS, denoise_latents, draw, stock
-from wfm_ds.data.inputs import first_frame
+from families import CASES, EXACT, PROMPTS, denoise_latents, load_reference_pipeline, run_reference_pipeline
+from wfm_ds.data.inputs import load_first_frame
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import LocalFile
-from wfm_ds.engine.targets import adapted_names
+from wfm_ds.engine.adapter_targets import match_linear_layers
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry, vae
 from wfm_ds.models.tiny.wan21 import TRANSFORMER
-from wfm_ds.models.wan_images import CHANNELS, EMBEDS, ImageConditions
-from wfm_ds.sampling.noise import seeded_normal
+from wfm_ds.models.wan_image_conditioning import CHANNELS_KEY, EMBEDS_KEY, ImageConditioner
+from wfm_ds.sampling.noise import draw_cpu_normal
 from wfm_ds.types import FIRST_FRAME
 
 HEIGHT, WIDTH, FRAMES = SIZE = (32, 48, 9)
@@ -45,15 +45,15 @@ def told(model, pictures, num_frames=FRAMES):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_condition_is_the_stock_pipelines(load, tiny_pipelines, pictures, family):
-    model, pipeline = load(family), stock(tiny_pipelines(family), CASES[family])
+    model, pipeline = load(family), load_reference_pipeline(tiny_pipelines(family), CASES[family])
     got = told(model, pictures)
     for i, picture in enumerate(pictures):
         image = pipeline.video_processor.preprocess(Image.fromarray(picture), height=HEIGHT, width=WIDTH)
         _, want = pipeline.prepare_latents(image, 1, 4, *SIZE, dtype=torch.float32, device=torch.device("cpu"))
-        assert torch.equal(got[CHANNELS][i : i + 1], want)
+        assert torch.equal(got[CHANNELS_KEY][i : i + 1], want)
         if family == "wan21_i2v":
             want = pipeline.encode_image(Image.fromarray(picture), torch.device("cpu"))
-            torch.testing.assert_close(got[EMBEDS][i : i + 1], want, **EXACT)
+            torch.testing.assert_close(got[EMBEDS_KEY][i : i + 1], want, **EXACT)
     assert {name: tuple(tensor.shape[1:]) for name, tensor in got.items()} == model.input_shapes(
         model.latent_shape(*SIZE)
     )
@@ -66,26 +66,28 @@ def test_the_first_frame_is_that_of_the_clip(load, tmp_path):
     framing = Framing(height=HEIGHT, width=WIDTH, num_frames=FRAMES)
     for u in (0.1, 0.8):
         clip = load_media(LocalFile(str(tmp_path / "a.mp4")), framing, lambda purpose, u=u: u)
-        alone = first_frame(LocalFile(str(tmp_path / "a.mp4")), framing, lambda purpose, u=u: u)
+        alone = load_first_frame(LocalFile(str(tmp_path / "a.mp4")), framing, lambda purpose, u=u: u)
         assert np.array_equal(alone, clip[0])
         model = load("wan22_i2v")
-        condition = told(model, [alone])[CHANNELS]
-        torch.testing.assert_close(condition[:, 4:, :1], model.encode_media([clip])[:, :, :1], **EXACT)
-        assert (condition[:, 4:, 1:] - model.encode_media([clip])[:, :, 1:]).abs().max() > 0.01  # grey, not the clip
+        condition = told(model, [alone])[CHANNELS_KEY]
+        torch.testing.assert_close(condition[:, 4:, :1], model.encode_uint8([clip])[:, :, :1], **EXACT)
+        assert (condition[:, 4:, 1:] - model.encode_uint8([clip])[:, :, 1:]).abs().max() > 0.01  # grey, not the clip
 
 
 def test_several_videos_of_each_image_and_each_experts_guidance(load, tiny_pipelines, pictures):
     """A batch of two prompts with two images, two samples each, against four stock calls across the boundary."""
     model, case = load("wan22_i2v"), CASES["wan22_i2v"]
     shape, scales = model.latent_shape(*SIZE), {0: 4.0, 1: 2.5}
-    grid, noise = model.sigmas(5, shape), seeded_normal([1, 2, 3, 4], shape)
-    assert {model.expert_of(s) for s in grid[:-1].tolist()} == {0, 1}
+    grid, noise = model.sigmas(5, shape), draw_cpu_normal([1, 2, 3, 4], shape)
+    assert {model.select_expert(s) for s in grid[:-1].tolist()} == {0, 1}
     prompts, seen = [p for p in PROMPTS for _ in range(2)], [p for p in pictures for _ in range(2)]
-    call = {**model.pipeline_call(4.0, *SIZE), "guidance_scale_2": 2.5, "prompt": prompts}
+    call = {**model.pipeline_call_kwargs(4.0, *SIZE), "guidance_scale_2": 2.5, "prompt": prompts}
     call |= {"latents": list(noise.split(1)), "image": [Image.fromarray(picture) for picture in seen]}
-    want = draw(stock(tiny_pipelines("wan22_i2v"), case), case, grid, **call)
-    besides = model.repeat(told(model, pictures), 2)
-    positive, negative = (model.repeat(model.encode_text(texts), 2) | besides for texts in (PROMPTS, ["", ""]))
+    want = run_reference_pipeline(load_reference_pipeline(tiny_pipelines("wan22_i2v"), case), case, grid, **call)
+    besides = model.repeat_conditioning(told(model, pictures), 2)
+    positive, negative = (
+        model.repeat_conditioning(model.encode_text(texts), 2) | besides for texts in (PROMPTS, ["", ""])
+    )
     got = denoise_latents(model, noise, positive, grid, solver="ode", guidance_scale=scales, uncond=negative)
     torch.testing.assert_close(got, want, **EXACT)
     assert (got[0] - got[1]).abs().max() > 0.1
@@ -95,16 +97,16 @@ def test_several_videos_of_each_image_and_each_experts_guidance(load, tiny_pipel
 
 
 def test_an_image_is_encoded_once_while_there_is_room(load, pictures, monkeypatch):
-    model, encoded, encode = load("wan22_i2v"), [], vae.encode
-    monkeypatch.setattr(vae, "encode", lambda *args: encoded.append(args) or encode(*args))
+    model, encoded, encode = load("wan22_i2v"), [], vae.encode_normalized
+    monkeypatch.setattr(vae, "encode_normalized", lambda *args: encoded.append(args) or encode(*args))
     one = 8 * 3 * 4 * 6 * 4  # bytes of a condition
     for room, times in ((10 * one, 2), (one, 4)):
-        conditions = ImageConditions(model.pipeline, embeds=False, kept_bytes=room)
+        conditions = ImageConditioner(model.pipeline, embeds=False, max_cache_bytes=room)
         encoded.clear()
-        first = conditions.of(pictures, FRAMES, model.device)
-        again = conditions.of(pictures, FRAMES, model.device)
+        first = conditions.encode_frames(pictures, FRAMES, model.device)
+        again = conditions.encode_frames(pictures, FRAMES, model.device)
         assert len(encoded) == times
-        assert torch.equal(first[CHANNELS], again[CHANNELS])
+        assert torch.equal(first[CHANNELS_KEY], again[CHANNELS_KEY])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_samples_without_a_fitting_frame_are_refused(load, inputs, message):
 
 def test_nothing_is_denoised_without_an_image(load):
     model = load("wan21_i2v")
-    latents = seeded_normal([1], model.latent_shape(*SIZE))
+    latents = draw_cpu_normal([1], model.latent_shape(*SIZE))
     with pytest.raises(ValueError, match=r"conditioning must hold .*image_channels.*image_embeds"):
         model.denoise(latents, torch.ones(1), model.encode_text(PROMPTS[:1]))
 
@@ -132,10 +134,10 @@ def test_nothing_is_denoised_without_an_image(load):
 def test_lora_reaches_the_attention_to_the_image(load):
     assert load("wan22_i2v").default_lora_targets == ("to_q", "to_k", "to_v", "to_out.0")
     model = load("wan21_i2v")
-    adapted = adapted_names(model.denoiser, model.default_lora_targets)
+    adapted = match_linear_layers(model.denoiser, model.default_lora_targets)
     assert {"blocks.0.attn2.add_k_proj", "blocks.1.attn2.add_v_proj"} <= set(adapted)
-    assert not model.pins_frames
-    assert model.conditional_frames == (1,)
+    assert not model.uses_clean_frames
+    assert model.conditioning_frame_counts == (1,)
 
 
 def changed(tiny_pipelines, tmp_path, family, network=None, **index):
@@ -171,7 +173,7 @@ CLIP = {"image_dim": 16, "added_kv_proj_dim": 32}
 def test_what_is_not_supported_is_one_sentence(tiny_pipelines, tmp_path, family, changes, options, message):
     folder = changed(tiny_pipelines, tmp_path, family, **changes)
     with pytest.raises(ModelError, match=message):
-        registry.load(folder, dtype=torch.float32, device="cpu", **options)
+        registry.load_model(folder, dtype=torch.float32, device="cpu", **options)
 
 
 # What diffusers does otherwise than one would think. A test that fails says that a detour can go.
@@ -183,15 +185,19 @@ def images_of(pictures):
 
 
 def test_stock_makes_of_two_images_more_conditions_than_videos(load, tiny_pipelines, pictures):
-    pipeline = stock(tiny_pipelines("wan22_i2v"), CASES["wan22_i2v"])
-    call = {**load("wan22_i2v").pipeline_call(1.0, *SIZE), "image": images_of(pictures), "num_inference_steps": 1}
+    pipeline = load_reference_pipeline(tiny_pipelines("wan22_i2v"), CASES["wan22_i2v"])
+    call = {
+        **load("wan22_i2v").pipeline_call_kwargs(1.0, *SIZE),
+        "image": images_of(pictures),
+        "num_inference_steps": 1,
+    }
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         pipeline(prompt=PROMPTS, generator=[torch.Generator().manual_seed(s) for s in (1, 2)], **call)
 
 
 def test_stock_21_fails_for_two_videos_of_a_prompt(load, tiny_pipelines, pictures):
-    pipeline = stock(tiny_pipelines("wan21_i2v"), CASES["wan21_i2v"])
-    call = {**load("wan21_i2v").pipeline_call(1.0, *SIZE), "image": Image.fromarray(pictures[0])}
+    pipeline = load_reference_pipeline(tiny_pipelines("wan21_i2v"), CASES["wan21_i2v"])
+    call = {**load("wan21_i2v").pipeline_call_kwargs(1.0, *SIZE), "image": Image.fromarray(pictures[0])}
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         pipeline(prompt=PROMPTS[0], num_videos_per_prompt=2, num_inference_steps=1, **call)
 
@@ -199,7 +205,7 @@ def test_stock_21_fails_for_two_videos_of_a_prompt(load, tiny_pipelines, picture
 def test_the_network_takes_the_last_512_tokens_for_the_text(load, pictures):
     """Shorter texts would be read with the image's tokens, and the image not at all."""
     model = load("wan21_i2v")
-    latents = seeded_normal([1], model.latent_shape(*SIZE))
+    latents = draw_cpu_normal([1], model.latent_shape(*SIZE))
     text, besides = model.encode_text(PROMPTS[:1]), told(model, pictures[:1])
     seen = []
     handle = model.denoiser.blocks[0].attn2.add_k_proj.register_forward_hook(
@@ -210,5 +216,5 @@ def test_the_network_takes_the_last_512_tokens_for_the_text(load, pictures):
             short = {name: tensor[:, :length] for name, tensor in text.items()}
             model.denoise(latents, torch.ones(1), short | besides)
     handle.remove()
-    assert seen[0] == besides[EMBEDS].shape[1]
-    assert seen[1] != besides[EMBEDS].shape[1]
+    assert seen[0] == besides[EMBEDS_KEY].shape[1]
+    assert seen[1] != besides[EMBEDS_KEY].shape[1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImageTransformer2DModel
 
-from families import CASES, EXACT, PROMPTS, denoise_latents, draw, stock
+from families import CASES, EXACT, PROMPTS, denoise_latents, load_reference_pipeline, run_reference_pipeline
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.text_cache import TextCache
@@ -20,12 +20,12 @@ LONG = "a red circle on white and the digit 7 in a blue square on white and the 
 
 @pytest.fixture(scope="module")
 def model(tiny_pipelines):
-    return registry.load(tiny_pipelines("z_image"), dtype=torch.float32, device="cpu")
+    return registry.load_model(tiny_pipelines("z_image"), dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture
 def pipeline(tiny_pipelines):
-    return stock(tiny_pipelines("z_image"), CASES["z_image"])
+    return load_reference_pipeline(tiny_pipelines("z_image"), CASES["z_image"])
 
 
 def call_of(pipeline, **more):
@@ -45,9 +45,11 @@ def test_texts_on_both_sides_of_a_multiple_of_32_are_drawn_as_by_the_stock_pipel
     short, long = text[MASK].sum(1).tolist()
     assert short < 32 < long
     noise = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-    want = draw(pipeline, CASES["z_image"], grid, prompt=prompts, generator=noise, **model.pipeline_call(4.0, *size))
+    want = run_reference_pipeline(
+        pipeline, CASES["z_image"], grid, prompt=prompts, generator=noise, **model.pipeline_call_kwargs(4.0, *size)
+    )
     noise = torch.cat([torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])
-    uncond = model.encode_negative([""] * 2)
+    uncond = model.encode_negative_text([""] * 2)
     got = denoise_latents(model, noise, text, grid, solver="ode", guidance_scale=4.0, uncond=uncond)
     torch.testing.assert_close(got, want, **EXACT)
 
@@ -59,7 +61,7 @@ def test_the_network_is_the_stock_one_with_another_forward(model, pipeline):
 
 def test_nothing_is_read_from_the_device(model):
     """On the meta device there are no values to read."""
-    network = registry.load(model.path, dtype=torch.float32, device="cpu").denoiser.to("meta")
+    network = registry.load_model(model.path, dtype=torch.float32, device="cpu").denoiser.to("meta")
     text = {name: tensor.to("meta") for name, tensor in model.encode_text(PROMPTS).items()}
     noise = torch.empty(2, *model.latent_shape(*SIZE), device="meta")
     out = network(noise, torch.empty(2, device="meta"), text[EMBEDS], text[MASK])[0]
@@ -85,7 +87,7 @@ def test_a_network_of_another_kind_is_refused(tiny_pipelines, tmp_path, change, 
     file = folder / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ModelError, match=says):
-        registry.load(folder, dtype=torch.float32, device="cpu")
+        registry.load_model(folder, dtype=torch.float32, device="cpu")
 
 
 # What diffusers does: when one of these fails, it is mended, and docs/models.md has a row too many.

@@ -2,7 +2,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from wfm_ds.monitoring.gallery import Entry, page
+from wfm_ds.monitoring.gallery import GalleryEntry, gallery_page
 
 VOID = {"meta", "img", "br"}
 
@@ -42,11 +42,11 @@ def entry(number, prompt, kind="png", **changes):
         "prompt": prompt,
         "caption": f"seed {number}",
     }
-    return Entry(**(values | changes))
+    return GalleryEntry(**(values | changes))
 
 
 def test_each_sample_stands_beside_its_seed_and_under_its_prompt():
-    tree = Tree(page("model", {}, [entry(0, "a cat"), entry(1, "a cat"), entry(2, "a dog")]))
+    tree = Tree(gallery_page("model", {}, [entry(0, "a cat"), entry(1, "a cat"), entry(2, "a dog")]))
     assert [h["text"] for h in tree.all("h2")] == ["a cat", "a dog"]
     assert [(i["src"], i["alt"], i["width"], i["height"]) for i in tree.all("img")] == [
         ("0000.png", "a cat", "512", "256"),
@@ -57,13 +57,13 @@ def test_each_sample_stands_beside_its_seed_and_under_its_prompt():
 
 
 def test_prompts_that_come_once_are_captions():
-    tree = Tree(page("model", {}, [entry(0, "a cat"), entry(1, "a dog")]))
+    tree = Tree(gallery_page("model", {}, [entry(0, "a cat"), entry(1, "a dog")]))
     assert tree.all("h2") == []
     assert [c["text"] for c in tree.all("figcaption")] == ["a catseed 0", "a dogseed 1"]
 
 
 def test_videos_are_played_and_images_are_links_to_their_files():
-    tree = Tree(page("model", {}, [entry(0, "waves", "mp4"), entry(1, "a cat")]))
+    tree = Tree(gallery_page("model", {}, [entry(0, "waves", "mp4"), entry(1, "a cat")]))
     (video,), links = tree.all("video"), tree.all("a")
     assert (video["src"], video["aria-label"]) == ("0000.mp4", "waves")
     assert {"controls", "loop", "muted", "playsinline"} <= video.keys()
@@ -72,7 +72,7 @@ def test_videos_are_played_and_images_are_links_to_their_files():
 
 def test_text_of_users_is_text_and_never_markup():
     nasty = '<script>alert("x")</script> & "quotes" \'too\' \u732b'
-    tree = Tree(page(nasty, {nasty: nasty}, [entry(0, nasty, caption=nasty, failure=nasty)]))
+    tree = Tree(gallery_page(nasty, {nasty: nasty}, [entry(0, nasty, caption=nasty, failure=nasty)]))
     assert tree.all("script") == []
     (image,) = tree.all("img")
     assert image["alt"] == nasty
@@ -81,7 +81,7 @@ def test_text_of_users_is_text_and_never_markup():
 
 
 def test_page_fetches_nothing_but_the_files_beside_it():
-    text = page("model", {"a": "b"}, [entry(0, "a cat"), entry(1, "waves", "mp4")])
+    text = gallery_page("model", {"a": "b"}, [entry(0, "a cat"), entry(1, "waves", "mp4")])
     fetched = [e[key] for e in Tree(text).elements for key in ("src", "href") if key in e]
     assert sorted(fetched) == ["0000.png", "0000.png", "0001.mp4", "0001.mp4"]
     assert "http" not in text
@@ -90,10 +90,10 @@ def test_page_fetches_nothing_but_the_files_beside_it():
 
 @pytest.mark.parametrize(("size", "small"), [(8, True), (64, True), (512, False)])
 def test_small_pictures_keep_their_pixels(size, small):
-    (image,) = Tree(page("m", {}, [entry(0, "a", width=size, height=size)])).all("img")
+    (image,) = Tree(gallery_page("m", {}, [entry(0, "a", width=size, height=size)])).all("img")
     assert (image.get("class") == "small") == small
 
 
 def test_failed_sample_says_so():
-    tree = Tree(page("m", {}, [entry(0, "a", failure="not finite")]))
+    tree = Tree(gallery_page("m", {}, [entry(0, "a", failure="not finite")]))
     assert [p["text"] for p in tree.all("p") if p.get("class") == "failed"] == ["not finite"]

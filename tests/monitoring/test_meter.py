@@ -16,7 +16,7 @@ def world():
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """A world of one needs no process group: its reductions are the identity."""
-    monkeypatch.setattr(World, "_reduce", lambda self, values, op: {k: float(v) for k, v in values.items()})
+    monkeypatch.setattr(World, "_all_reduce", lambda self, values, op: {k: float(v) for k, v in values.items()})
 
 
 def test_means_are_weighted_by_valid_terms_and_maxima_skip_dummies(world):

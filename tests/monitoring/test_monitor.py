@@ -9,24 +9,24 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from wfm_ds.monitoring.monitor import Monitor, cut_metrics
-from wfm_ds.monitoring.samples import ShownSample, sample_animation, sample_grid, sample_table
+from wfm_ds.monitoring.monitor import Monitor, truncate_metrics
+from wfm_ds.monitoring.samples import GeneratedSample, sample_animation, sample_grid, sample_table
 from wfm_ds.monitoring.trackers.tensorboard import TensorBoard
-from wfm_ds.monitoring.tracking import RunFacts, Subscriber
+from wfm_ds.monitoring.tracking import RunInfo, TrackerThread
 
 
 def monitor(folder, **changes):
     arguments = {"is_main": True, "console": False, "total_steps": 100}
     tensorboard, resumed_at = changes.pop("tensorboard", False), changes.pop("resumed_at", None)
     if tensorboard and changes.get("is_main", True):
-        facts = RunFacts(output_dir=folder, name="run", project="tests", resumed_at=resumed_at)
-        changes["trackers"] = [Subscriber(TensorBoard(), facts)]
+        facts = RunInfo(output_dir=folder, name="run", project="tests", resumed_at=resumed_at)
+        changes["trackers"] = [TrackerThread(TensorBoard(), facts)]
     return Monitor(folder, **(arguments | changes))
 
 
 def sample(seed, *, prompt="the digit 7", prompt_id="digits/7", rewards=None, size=8):
     image = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
-    return ShownSample(prompt=prompt, prompt_id=prompt_id, seed=seed, media=image, rewards=rewards or {})
+    return GeneratedSample(prompt=prompt, prompt_id=prompt_id, seed=seed, pixels=image, rewards=rewards or {})
 
 
 def lines(folder):
@@ -43,9 +43,9 @@ def events(folder):
 
 def test_scalars_are_on_disk_at_once_and_in_tensorboard_after_closing(tmp_path):
     with monitor(tmp_path, tensorboard=True) as watch:
-        watch.scalars(1, {"loss/total": 0.5, "optim/lr": np.float32(1e-3)})
+        watch.log_scalars(1, {"loss/total": 0.5, "optim/lr": np.float32(1e-3)})
         (line,) = lines(tmp_path)
-        watch.scalars(2, {"loss/total": 0.25})
+        watch.log_scalars(2, {"loss/total": 0.25})
     assert (line["step"], line["loss/total"], line["optim/lr"]) == (1, 0.5, float(np.float32(1e-3)))
     written = datetime.datetime.fromisoformat(line["time"])
     assert abs((datetime.datetime.now(datetime.UTC) - written).total_seconds()) < 600
@@ -56,15 +56,15 @@ def test_scalars_are_on_disk_at_once_and_in_tensorboard_after_closing(tmp_path):
 
 def test_continued_run_shows_each_step_once(tmp_path):
     with monitor(tmp_path, tensorboard=True) as watch:
-        watch.scalars(1, {"loss/total": 1.0})
-        watch.scalars(2, {"loss/total": 2.0})
-        kept = watch.sync()
-        watch.scalars(3, {"loss/total": 3.0})
-        watch.scalars(4, {"loss/total": 4.0})
-    cut_metrics(tmp_path / "metrics.jsonl", kept)
+        watch.log_scalars(1, {"loss/total": 1.0})
+        watch.log_scalars(2, {"loss/total": 2.0})
+        kept = watch.sync_metrics()
+        watch.log_scalars(3, {"loss/total": 3.0})
+        watch.log_scalars(4, {"loss/total": 4.0})
+    truncate_metrics(tmp_path / "metrics.jsonl", kept)
     with monitor(tmp_path, tensorboard=True, resumed_at=2) as watch:
-        assert watch.sync() == kept
-        watch.scalars(3, {"loss/total": 30.0})
+        assert watch.sync_metrics() == kept
+        watch.log_scalars(3, {"loss/total": 30.0})
     assert [line["loss/total"] for line in lines(tmp_path)] == [1.0, 2.0, 30.0]
     assert [(p.step, p.value) for p in events(tmp_path).Scalars("loss/total")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
@@ -77,15 +77,15 @@ def test_metrics_are_cut_to_whole_lines(tmp_path, text, num_bytes, left):
     path = tmp_path / "metrics.jsonl"
     if text is not None:
         path.write_text(text)
-    cut_metrics(path, num_bytes)
+    truncate_metrics(path, num_bytes)
     assert path.read_text() == left
 
 
 def test_value_that_is_not_finite_is_null_no_point_and_one_warning(tmp_path, caplog):
     with monitor(tmp_path, tensorboard=True) as watch:
         for step in (1, 2):
-            watch.scalars(step, {"loss/total": float("nan"), "optim/grad_norm": float("inf"), "optim/lr": 1.0})
-        watch.scalars(3, {"loss/total": 0.5})
+            watch.log_scalars(step, {"loss/total": float("nan"), "optim/grad_norm": float("inf"), "optim/lr": 1.0})
+        watch.log_scalars(3, {"loss/total": 0.5})
     assert [line["loss/total"] for line in lines(tmp_path)] == [None, None, 0.5]
     assert lines(tmp_path)[0]["optim/grad_norm"] is None
     written = events(tmp_path)
@@ -97,23 +97,23 @@ def test_value_that_is_not_finite_is_null_no_point_and_one_warning(tmp_path, cap
 def test_metrics_of_a_continued_run_are_appended(tmp_path):
     for step in (1, 2):
         with monitor(tmp_path) as watch:
-            watch.scalars(step, {"loss/total": 1.0})
+            watch.log_scalars(step, {"loss/total": 1.0})
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
 def test_tag_that_would_hide_a_key_of_the_line_is_refused(tmp_path):
     with monitor(tmp_path) as watch, pytest.raises(ValueError, match="invalid metric names"):
-        watch.scalars(1, {"time": 2.0})
+        watch.log_scalars(1, {"time": 2.0})
     assert lines(tmp_path) == []
 
 
 def test_other_ranks_do_nothing(tmp_path):
     threads = threading.active_count()
     with monitor(tmp_path / "out", is_main=False, tensorboard=True, console=True) as watch:
-        watch.scalars(1, {"time": 1.0, "loss/total": float("nan")})
-        watch.samples(1, "samples", [sample(1)])
-        watch.progress(1, samples=8)
-        watch.message("hello")
+        watch.log_scalars(1, {"time": 1.0, "loss/total": float("nan")})
+        watch.log_samples(1, "samples", [sample(1)])
+        watch.update_progress(1, samples=8)
+        watch.log_message("hello")
     watch.close()
     assert not (tmp_path / "out").exists()
     assert threading.active_count() == threads
@@ -121,15 +121,15 @@ def test_other_ranks_do_nothing(tmp_path):
 
 def test_without_tensorboard_there_is_no_folder(tmp_path):
     with monitor(tmp_path) as watch:
-        watch.scalars(1, {"loss/total": 1.0})
-        watch.samples(1, "samples", [sample(1)])
+        watch.log_scalars(1, {"loss/total": 1.0})
+        watch.log_samples(1, "samples", [sample(1)])
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_tensorboard_shows_the_samples_with_prompts_seeds_and_rewards(tmp_path):
     samples = [sample(seed, rewards={"digits": seed / 10}) for seed in range(3)]
     with monitor(tmp_path, tensorboard=True) as watch:
-        watch.samples(7, "samples", samples)
+        watch.log_samples(7, "samples", samples)
     written = events(tmp_path)
     (image,) = written.Images("samples")
     assert image.step == 7
@@ -143,13 +143,13 @@ def test_tensorboard_shows_the_samples_with_prompts_seeds_and_rewards(tmp_path):
 def test_tensorboard_plays_videos_and_shows_their_first_frames(tmp_path):
     rng = np.random.default_rng(0)
     samples = [
-        ShownSample(
-            prompt="waves", prompt_id="p", seed=i, media=rng.integers(0, 256, (4, 64, 64, 3), np.uint8), fps=5.0
+        GeneratedSample(
+            prompt="waves", prompt_id="p", seed=i, pixels=rng.integers(0, 256, (4, 64, 64, 3), np.uint8), fps=5.0
         )
         for i in range(2)
     ]
     with monitor(tmp_path, tensorboard=True) as watch:
-        watch.samples(3, "samples", samples)
+        watch.log_samples(3, "samples", samples)
     written = events(tmp_path)
     assert set(written.Tags()["images"]) == {"samples", "samples/video"}
     (still,), (moving,) = written.Images("samples"), written.Images("samples/video")
@@ -164,10 +164,10 @@ def test_tensorboard_plays_videos_and_shows_their_first_frames(tmp_path):
 def test_progress_off_a_terminal_is_logged_now_and_then(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     watch = monitor(tmp_path, console=True, unit="videos")  # pytest's stderr is no terminal
-    watch.progress(0, samples=0, note="validating")
+    watch.update_progress(0, samples=0, note="validating")
     for step in range(1, 60):
-        watch.progress(step, samples=8, note=f"loss {step}")
-    watch.message("saved step 59")
+        watch.update_progress(step, samples=8, note=f"loss {step}")
+    watch.log_message("saved step 59")
     watch.close()
     watch.close()
     first, message, last = [record.getMessage() for record in caplog.records]

@@ -15,11 +15,11 @@ from wfm_ds.command.main import COMMANDS
 from wfm_ds.errors import UserError
 from wfm_ds.monitoring import run_data, run_page
 from wfm_ds.monitoring.page import parser, run
-from wfm_ds.monitoring.run_data import MAX_POINTS, MAX_SAMPLES, MAX_STEPS, Curve, evenly
-from wfm_ds.monitoring.run_page import DATA, INDEX, MARK, MAX_BYTES, live_page, write_page
-from wfm_ds.monitoring.samples import ShownSample, write_samples
-from wfm_ds.run import folder as run_folder
+from wfm_ds.monitoring.run_data import MAX_POINTS, MAX_SAMPLES, MAX_STEPS, BoundedCurve, pick_evenly
+from wfm_ds.monitoring.run_page import DATA_FILE, INDEX_FILE, MAX_BYTES, PAGE_MARKER, update_page_live, write_page
+from wfm_ds.monitoring.samples import GeneratedSample, write_samples
 from wfm_ds.run import layout
+from wfm_ds.run import output_folder as run_folder
 
 HOSTILE = "</script><img src=x onerror=\"document.title='broken in'\"> & \u2028 \U0001f600"
 IMAGE = np.full((8, 8, 3), 90, np.uint8)
@@ -28,7 +28,7 @@ CHROMIUM = shutil.which("chromium")
 
 def content(folder):
     """What the page reads: the argument of wfmRun."""
-    text = (folder / DATA).read_text()
+    text = (folder / DATA_FILE).read_text()
     assert text.startswith("wfmRun(")
     return json.loads(text.removeprefix("wfmRun(").removesuffix(");\n"))
 
@@ -43,7 +43,7 @@ def metrics(folder, steps, **values):
 
 def samples(folder, step, prompts=("a cat",), seeds=(1, 2)):
     shown = [
-        ShownSample(prompt=p, prompt_id=p[:3], seed=seed, media=IMAGE, rewards={"ocr": step / 10, "color": None})
+        GeneratedSample(prompt=p, prompt_id=p[:3], seed=seed, pixels=IMAGE, rewards={"ocr": step / 10, "color": None})
         for p in prompts
         for seed in seeds
     ]
@@ -73,7 +73,7 @@ def a_run(tmp_path):
 
 
 def test_it_says_what_the_run_wrote(a_run):
-    assert write_page(a_run) == a_run / INDEX
+    assert write_page(a_run) == a_run / INDEX_FILE
     said = content(a_run)
     assert (said["name"], said["status"], said["step"]) == ("a <run>", "running", 20)
     curves = {curve["tag"]: curve["points"] for panel in said["panels"] for curve in panel["curves"]}
@@ -127,10 +127,10 @@ def test_its_end_is_that_of_result_json(a_run):
 
 def test_no_text_can_end_the_script(a_run):
     write_page(a_run)
-    text = (a_run / DATA).read_text()
+    text = (a_run / DATA_FILE).read_text()
     assert not re.search("[<>&\u2028]", text)
     assert text.isascii()
-    index = (a_run / INDEX).read_text()
+    index = (a_run / INDEX_FILE).read_text()
     assert "innerHTML" not in index
     assert "insertAdjacentHTML" not in index
     assert "Content-Security-Policy\" content=\"default-src 'none';" in index
@@ -140,13 +140,13 @@ def test_no_text_can_end_the_script(a_run):
 
 def test_added_lines_alone_are_read_and_a_run_that_goes_back_forgets(a_run):
     reader = run_data.RunReader(a_run)
-    assert reader.read()["step"] == 20
+    assert reader.read_page()["step"] == 20
     with (a_run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "time"')  # half a line, as a reader may find it
-    assert reader.read()["step"] == 20
+    assert reader.read_page()["step"] == 20
     (a_run / "metrics.jsonl").write_text("")
     metrics(a_run, range(1, 11), **{"loss/total": 2.0})
-    said = reader.read()
+    said = reader.read_page()
     assert said["step"] == 10
     assert [curve["points"] for panel in said["panels"] for curve in panel["curves"]] == [
         [number for step in range(1, 11) for number in (step, 2.0)]
@@ -157,7 +157,7 @@ def test_added_lines_alone_are_read_and_a_run_that_goes_back_forgets(a_run):
 def test_the_step_of_rl_is_not_the_optimizers(a_run):
     metrics(a_run, [21], **{"rollout/step": 10.0})
     metrics(a_run, [22], **{"val/accuracy": 1.0})
-    said = run_data.RunReader(a_run).read()
+    said = run_data.RunReader(a_run).read_page()
     assert said["step"] == 10
     assert [one["step"] for one in said["samples"]] == [0, 10]
 
@@ -165,10 +165,10 @@ def test_the_step_of_rl_is_not_the_optimizers(a_run):
 def test_a_curve_keeps_its_extremes_and_stays_small():
     values = np.random.default_rng(0).normal(size=100_000)
     values[[12_345, 67_890]] = 50.0, -60.0
-    curve = Curve()
+    curve = BoundedCurve()
     for step, value in enumerate(values):
         curve.add(step, value)
-    steps, kept = curve.points()[::2], curve.points()[1::2]
+    steps, kept = curve.flat_points()[::2], curve.flat_points()[1::2]
     assert MAX_POINTS / 4 < len(steps) <= MAX_POINTS
     assert steps == sorted(steps)
     assert dict(zip(steps, kept, strict=True))[12_345] == 50.0
@@ -176,8 +176,8 @@ def test_a_curve_keeps_its_extremes_and_stays_small():
 
 
 def test_evenly_has_both_ends():
-    assert evenly(range(5), 12) == [0, 1, 2, 3, 4]
-    chosen = evenly(range(100), MAX_STEPS)
+    assert pick_evenly(range(5), 12) == [0, 1, 2, 3, 4]
+    chosen = pick_evenly(range(100), MAX_STEPS)
     assert (chosen[0], chosen[-1], len(set(chosen))) == (0, 99, MAX_STEPS)
 
 
@@ -195,22 +195,22 @@ def test_a_long_run_of_many_tags_and_prompts_stays_below_its_limit(tmp_path):
     assert all(200 < len(curve["points"]) <= 2 * MAX_POINTS for curve in curves)
     assert [one["step"] for one in said["samples"]][:: MAX_STEPS - 1] == [0, 100_000]
     assert {len(one["items"]) for one in said["samples"]} == {MAX_SAMPLES}
-    assert (tmp_path / DATA).stat().st_size <= MAX_BYTES
+    assert (tmp_path / DATA_FILE).stat().st_size <= MAX_BYTES
 
 
 def test_what_is_too_long_all_the_same_loses_its_curves(a_run):
     long = {"panels": ["x" * MAX_BYTES], "samples": ["kept"]}
-    assert run_page.encoded(long) == 'wfmRun({"panels":[],"samples":["kept"]});\n'
+    assert run_page.encode_script(long) == 'wfmRun({"panels":[],"samples":["kept"]});\n'
 
 
 def test_a_run_keeps_its_page_and_leaves_nothing_half_written(a_run, monkeypatch):
-    monkeypatch.setattr(run_page, "EVERY_S", 0.02)
-    monkeypatch.setattr(run_page, "SHARE", 1.0)
+    monkeypatch.setattr(run_page, "UPDATE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(run_page, "MAX_TIME_SHARE", 1.0)
     seen = set()
-    with live_page(a_run, devices="2 x CPU"):
+    with update_page_live(a_run, devices="2 x CPU"):
         ends = time.monotonic() + 20
         while len(seen) < 3 and time.monotonic() < ends:
-            if (a_run / DATA).exists():
+            if (a_run / DATA_FILE).exists():
                 seen.add(content(a_run)["step"])  # whenever it is read it is whole
                 metrics(a_run, [20 + len(seen)], **{"loss/total": 1.0})
     assert len(seen) >= 3
@@ -220,10 +220,10 @@ def test_a_run_keeps_its_page_and_leaves_nothing_half_written(a_run, monkeypatch
 
 
 def test_a_disk_that_takes_no_page_is_one_warning(a_run, monkeypatch, caplog):
-    monkeypatch.setattr(run_page, "EVERY_S", 0.02)
-    monkeypatch.setattr(run_page, "SHARE", 1.0)
+    monkeypatch.setattr(run_page, "UPDATE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(run_page, "MAX_TIME_SHARE", 1.0)
     (a_run / "page").write_text("a file where the folder should be")
-    with live_page(a_run, devices="CPU"):
+    with update_page_live(a_run, devices="CPU"):
         for step in range(21, 26):
             metrics(a_run, [step], **{"loss/total": 1.0})
             time.sleep(0.05)
@@ -232,21 +232,23 @@ def test_a_disk_that_takes_no_page_is_one_warning(a_run, monkeypatch, caplog):
 
 
 def test_an_index_of_somebody_else_stays(a_run, caplog):
-    (a_run / INDEX).write_text("<p>mine</p>")
-    assert not run_page.write_or_warn(a_run)
+    (a_run / INDEX_FILE).write_text("<p>mine</p>")
+    assert not run_page.try_write_page(a_run)
     assert "is not the page of a run" in caplog.text
     with pytest.raises(UserError, match="move it"):
         run(parser().parse_args([str(a_run)]))
-    (a_run / layout.RECORD).write_text(layout.record_of(layout.NAMES))
+    (a_run / layout.RECORD_FILE).write_text(layout.format_record(layout.RUN_NAMES))
     run_folder.clear_run(a_run)
-    assert sorted(path.name for path in a_run.iterdir()) == [layout.RECORD, INDEX]
+    assert sorted(path.name for path in a_run.iterdir()) == [layout.RECORD_FILE, INDEX_FILE]
 
 
 def test_overwrite_takes_the_page_with_the_run(a_run, capsys):
-    (a_run / layout.RECORD).write_text(layout.record_of((*layout.RUN_FILES, "samples", "logs")))  # of an older version
+    (a_run / layout.RECORD_FILE).write_text(
+        layout.format_record((*layout.RUN_FILES, "samples", "logs"))
+    )  # of an older version
     run(parser().parse_args([str(a_run)]))
-    assert capsys.readouterr().out == f"{a_run / INDEX}\n"
-    assert layout.unrecorded_in(a_run) == ()
+    assert capsys.readouterr().out == f"{a_run / INDEX_FILE}\n"
+    assert layout.list_unrecorded_files(a_run) == ()
     run_folder.clear_run(a_run)
     assert list(a_run.iterdir()) == []
 
@@ -263,7 +265,7 @@ def test_the_script_of_the_page_is_one(tmp_path):
     if node is None:
         pytest.skip("node is not on this machine")
     text = run_page.TEMPLATE.read_text()
-    assert MARK in text[:256]
+    assert PAGE_MARKER in text[:256]
     (tmp_path / "page.js").write_text(re.findall(r"<script>(.*?)</script>", text, re.DOTALL)[0])
     subprocess.run([node, "--check", tmp_path / "page.js"], check=True, timeout=60)
 
@@ -273,7 +275,7 @@ def test_the_script_of_the_page_is_one(tmp_path):
 def test_a_browser_shows_it_from_the_disk_without_a_server(a_run):
     write_page(a_run)
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
-    url = (a_run / INDEX).as_uri()
+    url = (a_run / INDEX_FILE).as_uri()
     shown = subprocess.run([CHROMIUM, *words, url], capture_output=True, timeout=90, check=True, env={**os.environ})
     page = shown.stdout.decode()
     assert "<title>a &lt;run&gt;</title>" in page

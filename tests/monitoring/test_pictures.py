@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from wfm_ds.monitoring.pictures import GAP, TEXT_HEIGHT, enlarge, grid, save_png
+from wfm_ds.monitoring.images import GAP, TEXT_HEIGHT, enlarge_image, image_grid, save_png
 
 
 def noise(seed, height=8, width=6):
@@ -15,7 +15,7 @@ def noise(seed, height=8, width=6):
 @settings(deadline=None, max_examples=40)
 def test_every_image_stands_in_its_cell_and_the_rest_is_white(count, columns, scale, height, width):
     images = [noise(seed, height, width) for seed in range(count)]
-    sheet = grid(images, columns, scale=scale)
+    sheet = image_grid(images, columns, scale=scale)
     rows = -(-count // columns)
     cell_height, cell_width = scale * height + GAP, scale * width + GAP
     assert sheet.shape == (rows * cell_height + GAP, columns * cell_width + GAP, 3)
@@ -25,14 +25,14 @@ def test_every_image_stands_in_its_cell_and_the_rest_is_white(count, columns, sc
         y, x = GAP + i // columns * cell_height, GAP + i % columns * cell_width
         cell = sheet[y : y + scale * height, x : x + scale * width]
         assert np.array_equal(cell[scale - 1 :: scale, ::scale], image)
-        assert np.array_equal(cell, enlarge(image, scale))
+        assert np.array_equal(cell, enlarge_image(image, scale))
         rest[y : y + scale * height, x : x + scale * width] = 255
     assert (rest == 255).all()
 
 
 def test_labels_and_titles_do_not_touch_the_images():
     images = [noise(seed, 40, 40) for seed in range(4)]
-    sheet = grid(images, 2, labels=["0.51", "1", "2", "3"], row_titles=["the digit 7", "a cat"])
+    sheet = image_grid(images, 2, labels=["0.51", "1", "2", "3"], row_titles=["the digit 7", "a cat"])
     row_height = TEXT_HEIGHT + 40 + TEXT_HEIGHT + GAP
     assert sheet.shape == (2 * row_height + GAP, 2 * 42 + GAP, 3)
     for i, image in enumerate(images):
@@ -46,19 +46,19 @@ def test_labels_and_titles_do_not_touch_the_images():
 
 def test_text_that_is_too_wide_stays_in_its_cell():
     blank = np.full((30, 30, 3), 255, dtype=np.uint8)
-    sheet = grid([blank, blank], 2, labels=["W" * 50, ""])
+    sheet = image_grid([blank, blank], 2, labels=["W" * 50, ""])
     assert sheet[:, : GAP + 31].min() < 100
     assert (sheet[:, GAP + 32 :] == 255).all()
 
 
 def test_text_beyond_ascii_and_newlines_is_drawn_somehow():
-    plain = grid([noise(0, 20, 60)], 1, labels=["?? b"])
-    assert np.array_equal(grid([noise(0, 20, 60)], 1, labels=["\u732b\u732b\nb"]), plain)
+    plain = image_grid([noise(0, 20, 60)], 1, labels=["?? b"])
+    assert np.array_equal(image_grid([noise(0, 20, 60)], 1, labels=["\u732b\u732b\nb"]), plain)
 
 
 def test_smaller_images_sit_at_the_top_left_of_a_cell():
     small, large = noise(0, 4, 4), noise(1, 8, 8)
-    sheet = grid([small, large], 2)
+    sheet = image_grid([small, large], 2)
     assert np.array_equal(sheet[GAP : GAP + 4, GAP : GAP + 4], small)
     assert (sheet[GAP + 4 :, : GAP + 8] == 255).all()
 
@@ -75,14 +75,14 @@ def test_smaller_images_sit_at_the_top_left_of_a_cell():
 )
 def test_other_arrays_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        grid(*arguments)
+        image_grid(*arguments)
 
 
 def test_counts_must_fit():
     with pytest.raises(ValueError, match="3 images need the same number of labels, got 2"):
-        grid([noise(0)] * 3, 2, labels=["a", "b"])
+        image_grid([noise(0)] * 3, 2, labels=["a", "b"])
     with pytest.raises(ValueError, match="2 rows need the same number of titles, got 3"):
-        grid([noise(0)] * 3, 2, row_titles=["a", "b", "c"])
+        image_grid([noise(0)] * 3, 2, row_titles=["a", "b", "c"])
 
 
 def test_png_keeps_every_pixel_and_the_same_image_gives_the_same_bytes(tmp_path):

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from wfm_ds.monitoring.pictures import GAP, TEXT_HEIGHT
+from wfm_ds.monitoring.images import GAP, TEXT_HEIGHT
 from wfm_ds.monitoring.samples import (
     MAX_ANIMATED_CELL,
     MAX_ANIMATED_FRAMES,
-    ShownSample,
-    by_prompt,
+    GeneratedSample,
+    group_by_prompt,
     sample_animation,
     sample_grid,
     sample_table,
@@ -22,14 +22,14 @@ from wfm_ds.monitoring.samples import (
 
 def sample(seed, *, prompt="the digit 7", prompt_id="digits/7", rewards=None, size=8):
     image = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
-    return ShownSample(prompt=prompt, prompt_id=prompt_id, seed=seed, media=image, rewards=rewards or {})
+    return GeneratedSample(prompt=prompt, prompt_id=prompt_id, seed=seed, pixels=image, rewards=rewards or {})
 
 
 def clip(seed, num_frames=5, size=64, fps=8.0):
     """A video whose frames are dark and get lighter."""
     levels = np.linspace(0, 200, num_frames, dtype=np.uint8)[:, None, None, None]
     media = np.broadcast_to(levels, (num_frames, size, size, 3)).copy()
-    return ShownSample(prompt=f"prompt {seed}", prompt_id=f"p{seed}", seed=seed, media=media, fps=fps)
+    return GeneratedSample(prompt=f"prompt {seed}", prompt_id=f"p{seed}", seed=seed, pixels=media, fps=fps)
 
 
 def test_grid_has_a_row_per_prompt_when_each_was_drawn_equally_often():
@@ -37,7 +37,7 @@ def test_grid_has_a_row_per_prompt_when_each_was_drawn_equally_often():
     sheet = sample_grid(samples)
     assert sheet.shape == (2 * (TEXT_HEIGHT + 64 + GAP) + GAP, 3 * (64 + GAP) + GAP, 3)
     y, x = GAP + TEXT_HEIGHT + 64 + GAP + TEXT_HEIGHT, GAP + 2 * (64 + GAP)
-    assert np.array_equal(sheet[y : y + 64 : 8, x : x + 64 : 8], samples[5].media)
+    assert np.array_equal(sheet[y : y + 64 : 8, x : x + 64 : 8], samples[5].pixels)
 
 
 def test_grid_of_single_samples_is_a_square_with_rewards_below():
@@ -81,11 +81,11 @@ def test_written_samples_are_the_images_and_what_belongs_to_them(tmp_path):
         {"file": "0001.png", "prompt": "the digit 7", "prompt_id": "digits/8", "seed": 6, "rewards": {"ocr": None}},
     ]
     for row, original in zip(rows, samples, strict=True):
-        assert np.array_equal(np.asarray(Image.open(folder / row["file"])), original.media)
+        assert np.array_equal(np.asarray(Image.open(folder / row["file"])), original.pixels)
 
 
 def test_samples_that_cannot_be_written_leave_nothing(tmp_path):
-    wrong = ShownSample(prompt="", prompt_id="", seed=0, media=np.zeros((8, 8), dtype=np.uint8), rewards={})
+    wrong = GeneratedSample(prompt="", prompt_id="", seed=0, pixels=np.zeros((8, 8), dtype=np.uint8), rewards={})
     with pytest.raises(ValueError, match="uint8"):
         write_samples(tmp_path / "step_1", [sample(1), wrong])
     assert list(tmp_path.iterdir()) == []
@@ -93,11 +93,11 @@ def test_samples_that_cannot_be_written_leave_nothing(tmp_path):
 
 def test_samples_are_shown_prompt_by_prompt_in_their_own_order():
     samples = [sample(i, prompt_id=f"p{i % 3}") for i in range(6)]
-    assert [s.seed for s in by_prompt(samples)] == [0, 3, 1, 4, 2, 5]
+    assert [s.seed for s in group_by_prompt(samples)] == [0, 3, 1, 4, 2, 5]
 
 
 def test_written_videos_are_mp4_files_with_their_speed(tmp_path):
-    one_frame = ShownSample(prompt="still", prompt_id="p9", seed=9, media=clip(0).media[:1], fps=8.0)
+    one_frame = GeneratedSample(prompt="still", prompt_id="p9", seed=9, pixels=clip(0).pixels[:1], fps=8.0)
     write_samples(tmp_path / "step_1", [clip(0), one_frame])
     assert sorted(path.name for path in (tmp_path / "step_1").iterdir()) == ["0000.mp4", "0001.png", "samples.jsonl"]
     first, second = [json.loads(line) for line in (tmp_path / "step_1" / "samples.jsonl").read_text().splitlines()]
@@ -106,7 +106,7 @@ def test_written_videos_are_mp4_files_with_their_speed(tmp_path):
     assert "fps" not in second
     with av.open(str(tmp_path / "step_1" / "0000.mp4")) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    assert np.abs(np.stack(frames).astype(int) - clip(0).media).max() <= 3
+    assert np.abs(np.stack(frames).astype(int) - clip(0).pixels).max() <= 3
 
 
 def test_video_without_its_speed_is_refused(tmp_path):
@@ -116,7 +116,7 @@ def test_video_without_its_speed_is_refused(tmp_path):
 
 def test_grid_of_videos_shows_their_first_frames():
     samples = [clip(i) for i in range(4)]
-    stills = [ShownSample(prompt=s.prompt, prompt_id=s.prompt_id, seed=s.seed, media=s.media[0]) for s in samples]
+    stills = [GeneratedSample(prompt=s.prompt, prompt_id=s.prompt_id, seed=s.seed, pixels=s.pixels[0]) for s in samples]
     assert np.array_equal(sample_grid(samples), sample_grid(stills))
 
 

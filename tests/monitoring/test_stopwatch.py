@@ -82,13 +82,13 @@ def test_on_a_cpu_phases_are_the_hosts_and_memory_the_processs(monkeypatch):
             with timer("decode"):
                 clock.now += 0.5
     clock.now += 1.0
-    metrics = timer.lap()
+    metrics = timer.end_step()
     assert times(metrics) == {"rollout": 3.0, "decode": 1.0, "step": 4.0}
     assert metrics.keys() - {"time/rollout", "time/decode", "time/step"} == {"perf/peak_memory_gib"}
     assert 0.01 < metrics["perf/peak_memory_gib"] < 1000
     clock.now += 7.0
     timer.restart()
-    assert times(timer.lap()) == {"step": 0.0}
+    assert times(timer.end_step()) == {"step": 0.0}
 
 
 def test_work_counts_for_the_phase_that_queues_it_and_not_for_the_one_that_waits(gpu):
@@ -102,11 +102,11 @@ def test_work_counts_for_the_phase_that_queues_it_and_not_for_the_one_that_waits
     with timer("reward_wait"):
         gpu.host_works(4.0)  # hidden behind the queue
     assert gpu.waits == 0
-    assert times(timer.lap()) == {"rollout": 7.0, "decode": 2.0, "train": 3.0, "reward_wait": 0.0, "step": 10.0}
+    assert times(timer.end_step()) == {"rollout": 7.0, "decode": 2.0, "train": 3.0, "reward_wait": 0.0, "step": 10.0}
     assert gpu.waits == 1
     with timer("data_wait"):
         gpu.host_works(6.0)  # nothing is queued: the device stands idle
-    assert times(timer.lap()) == {"data_wait": 6.0, "step": 6.0}
+    assert times(timer.end_step()) == {"data_wait": 6.0, "step": 6.0}
 
 
 def test_a_run_needs_the_events_of_one_step(gpu):
@@ -116,7 +116,7 @@ def test_a_run_needs_the_events_of_one_step(gpu):
         for phase in ("rollout", "train", "train"):
             with timer(phase):
                 gpu.queue(1.0)
-        assert times(timer.lap()) == {"rollout": 1.0, "train": 2.0, "step": 3.0}
+        assert times(timer.end_step()) == {"rollout": 1.0, "train": 2.0, "step": 3.0}
         counts.append(len(gpu.events))
     assert counts == [8] * 5  # two a span, and both ends of the step
 
@@ -129,7 +129,7 @@ def test_what_was_before_the_first_step_is_forgotten_with_its_events(gpu):
     timer.restart()
     with timer("train"):
         gpu.queue(1.0)
-    metrics = timer.lap()
+    metrics = timer.end_step()
     assert times(metrics) == {"train": 1.0, "step": 1.0}
     assert "perf/peak_memory_gib/validation" not in metrics
     assert metrics["perf/peak_memory_gib"] == 0.0
@@ -149,7 +149,7 @@ def test_each_phase_has_the_peak_of_its_own_time_and_of_those_inside(gpu):
         gpu.needs(6)
     with timer("optimizer"):
         pass
-    metrics = timer.lap()
+    metrics = timer.end_step()
     peaks = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("perf/")}
     assert peaks == {"rollout": 12.0, "decode": 12.0, "train": 8.0, "optimizer": 2.0, "peak_memory_gib": 23.0}
 
@@ -166,8 +166,8 @@ def test_an_error_leaves_the_innermost_phase_its_name_and_its_peak(gpu):
 
     with suppress(ZeroDivisionError):
         fail()
-    assert timer.interrupted == "decode"
+    assert timer.interrupted_phase == "decode"
     assert gpu.peak == 30 * GIB
     assert len(gpu.events) == num_events[0]  # after an error of the device, each further call fails too
     with timer("train"):
-        assert timer.interrupted is None
+        assert timer.interrupted_phase is None

@@ -14,11 +14,11 @@ import pytest
 
 from wfm_ds.monitoring import tracking
 from wfm_ds.monitoring.monitor import Monitor
-from wfm_ds.monitoring.samples import ShownSample
+from wfm_ds.monitoring.samples import GeneratedSample
 from wfm_ds.monitoring.trackers import mlflow, tensorboard, trackio, wandb
-from wfm_ds.monitoring.trackers.choice import TRACKERS, require_trackers, tracker_of
-from wfm_ds.monitoring.trackers.tensorboard import TensorBoard, charts
-from wfm_ds.monitoring.tracking import RunFacts, Subscriber, TrackerError
+from wfm_ds.monitoring.trackers.choice import TRACKERS, create_tracker, require_trackers
+from wfm_ds.monitoring.trackers.tensorboard import TensorBoard, chart_layout
+from wfm_ds.monitoring.tracking import RunInfo, TrackerError, TrackerThread
 from wfm_ds.recipe.schema import Recipe
 
 RECIPE = {
@@ -42,14 +42,14 @@ class Remembering:
         if self.refuses:
             raise RuntimeError(self.refuses)
 
-    def scalars(self, step, values):
+    def log_scalars(self, step, values):
         if self.gate:
             self.gate.wait(20)
         if step == self.breaks_at:
             raise OSError("no route")
         self.heard.append((step, dict(values)))
 
-    def samples(self, step, tag, samples):
+    def log_samples(self, step, tag, samples):
         self.heard.append((step, tag, len(samples)))
 
     def finish(self, status, summary):
@@ -57,28 +57,33 @@ class Remembering:
 
 
 def facts(folder, **changes):
-    return RunFacts(output_dir=folder, name="mine", project="tests", recipe={"run.steps": 3}, **changes)
+    return RunInfo(output_dir=folder, name="mine", project="tests", recipe={"run.steps": 3}, **changes)
 
 
 def monitor(folder, *trackers, **changes):
-    subscribers = [Subscriber(tracker, facts(folder, **changes)) for tracker in trackers]
+    subscribers = [TrackerThread(tracker, facts(folder, **changes)) for tracker in trackers]
     return Monitor(folder, is_main=True, console=False, total_steps=9, trackers=subscribers)
 
 
 def sample(seed, frames=None):
     shape = (16, 16, 3) if frames is None else (frames, 16, 16, 3)
     media = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-    return ShownSample(
-        prompt="a cat", prompt_id="p", seed=seed, media=media, fps=None if frames is None else 4.0, rewards={"ocr": 0.5}
+    return GeneratedSample(
+        prompt="a cat",
+        prompt_id="p",
+        seed=seed,
+        pixels=media,
+        fps=None if frames is None else 4.0,
+        rewards={"ocr": 0.5},
     )
 
 
 def test_all_trackers_hear_everything_and_how_it_ended(tmp_path):
     one, other = Remembering(), Remembering()
     with monitor(tmp_path, one, other) as watch:
-        watch.scalars(1, {"loss": 1.0, "odd": float("nan")})
-        watch.samples(1, "samples", [sample(0), sample(1)])
-        watch.ended("finished", {"loss": 1.0, "odd": float("inf")})
+        watch.log_scalars(1, {"loss": 1.0, "odd": float("nan")})
+        watch.log_samples(1, "samples", [sample(0), sample(1)])
+        watch.set_outcome("finished", {"loss": 1.0, "odd": float("inf")})
     assert one.heard == other.heard
     assert one.heard == [(1, {"loss": 1.0}), (1, "samples", 2), ("finished", {"loss": 1.0})]
     with monitor(tmp_path, one):
@@ -90,7 +95,7 @@ def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path, caplog):
     broken, whole = Remembering(breaks_at=2), Remembering()
     with caplog.at_level(logging.WARNING), monitor(tmp_path, broken, whole) as watch:
         for step in range(1, 6):
-            watch.scalars(step, {"loss": 0.0})
+            watch.log_scalars(step, {"loss": 0.0})
     assert [heard[0] for heard in broken.heard] == [1]
     assert [heard[0] for heard in whole.heard] == [1, 2, 3, 4, 5, "failed"]
     assert [r.getMessage() for r in caplog.records] == ["remembering is dropped (OSError: no route); the run continues"]
@@ -101,11 +106,11 @@ def test_a_tracker_that_is_behind_loses_samples_and_no_number(tmp_path, caplog):
     slow = Remembering(gate=threading.Event())
     with caplog.at_level(logging.WARNING), monitor(tmp_path, slow) as watch:
         for step in range(20):
-            watch.scalars(step, {"loss": 0.0})
-            watch.samples(step, "samples", [sample(0)])
+            watch.log_scalars(step, {"loss": 0.0})
+            watch.log_samples(step, "samples", [sample(0)])
         slow.gate.set()
     shown = [heard for heard in slow.heard if heard[1] == "samples"]
-    assert len(shown) == tracking.MAX_SHOWN
+    assert len(shown) == tracking.MAX_QUEUED_SAMPLES
     assert len(slow.heard) == 20 + len(shown) + 1
     assert len(caplog.records) == 1
     assert "remembering is too slow" in caplog.text
@@ -115,7 +120,7 @@ def test_one_that_hangs_keeps_no_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(tracking, "FINISH_S", 0.1)
     stuck = Remembering(gate=threading.Event())
     with monitor(tmp_path, stuck) as watch:
-        watch.scalars(1, {"loss": 0.0})
+        watch.log_scalars(1, {"loss": 0.0})
     stuck.gate.set()
     assert "did not finish within" in caplog.text
 
@@ -142,9 +147,9 @@ def test_options_without_their_tracker_are_refused():
 
 def test_every_name_is_a_tracker():
     classes = {tensorboard.TensorBoard, wandb.WeightsAndBiases, mlflow.MLflow, trackio.Trackio}
-    assert {type(tracker_of(name)) for name in TRACKERS} == classes
+    assert {type(create_tracker(name)) for name in TRACKERS} == classes
     for name in TRACKERS:
-        made = tracker_of(name)
+        made = create_tracker(name)
         assert made.name == name
         assert all(callable(getattr(made, method)) for method in ("start", "scalars", "samples", "finish"))
 
@@ -155,7 +160,7 @@ def test_tensorboard_has_a_layout_and_no_chart_of_what_is_0_throughout(tmp_path)
 
     with monitor(tmp_path, TensorBoard()) as watch:
         for step in range(1, 5):
-            watch.scalars(step, {"loss": 1.0, "data/bad/decode": 0.0, "optim/skipped_steps": float(step == 3)})
+            watch.log_scalars(step, {"loss": 1.0, "data/bad/decode": 0.0, "optim/skipped_steps": float(step == 3)})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "optim/skipped_steps"}
@@ -182,7 +187,7 @@ SHOWN = {  # by title: tags of a run that its chart has, each as TensorBoard mat
 
 
 def test_each_chart_of_the_layout_has_its_tags_and_no_others():
-    found = charts({"reward.functions": [1], "validation.held_out_rewards": ["ocr"]})
+    found = chart_layout({"reward.functions": [1], "validation.held_out_rewards": ["ocr"]})
     tags = [*(tag for shown in SHOWN.values() for tag in shown), "sft/loss_bucket0", "val/reward/ocr/std"]
     drawn = {
         title: [tag for tag in tags if any(re.match(pattern, tag) for pattern in patterns)]
@@ -190,7 +195,9 @@ def test_each_chart_of_the_layout_has_its_tags_and_no_others():
         for title, (_, patterns) in page.items()
     }
     assert drawn == SHOWN
-    assert sum(map(len, charts({"validation.held_out_rewards": []}).values())) == 5  # nothing of rewards or judges
+    assert (
+        sum(map(len, chart_layout({"validation.held_out_rewards": []}).values())) == 5
+    )  # nothing of rewards or judges
 
 
 # ---- the real libraries, without a network
@@ -200,14 +207,14 @@ import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 from test_tracking import monitor, sample
-from wfm_ds.monitoring.trackers.choice import tracker_of
+from wfm_ds.monitoring.trackers.choice import create_tracker
 folder, name = Path(sys.argv[1]), sys.argv[2]
 for resumed_at, steps in ((None, (1, 2, 3)), (2, (3, 4))):
-    with monitor(folder, tracker_of(name), resumed_at=resumed_at) as watch:
+    with monitor(folder, create_tracker(name), resumed_at=resumed_at) as watch:
         for step in steps:
-            watch.scalars(step, {"loss/total": step / 4, "val/reward/ocr/mean": 0.5})
-        watch.samples(steps[-1], "samples", [sample(0), sample(1)])
-        watch.ended("finished", {"loss/total": 1.0})
+            watch.log_scalars(step, {"loss/total": step / 4, "val/reward/ocr/mean": 0.5})
+        watch.log_samples(steps[-1], "samples", [sample(0), sample(1)])
+        watch.set_outcome("finished", {"loss/total": 1.0})
 """
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from wfm_ds.monitoring.videos import gif_bytes, save_mp4
+from wfm_ds.monitoring.videos import encode_gif, save_mp4
 
 
 def flat(num_frames, height, width):
@@ -63,7 +63,7 @@ def test_index_of_the_file_stands_before_the_frames_so_that_browsers_play_while_
 
 def test_gif_plays_all_frames_for_ever():
     video = flat(4, 8, 6)
-    with Image.open(io.BytesIO(gif_bytes(video, 12.5))) as gif:
+    with Image.open(io.BytesIO(encode_gif(video, 12.5))) as gif:
         assert (gif.n_frames, gif.size, gif.info["loop"], gif.info["duration"]) == (4, (6, 8), 0, 80)
         for i, frame in enumerate(video):
             gif.seek(i)
@@ -71,11 +71,11 @@ def test_gif_plays_all_frames_for_ever():
 
 
 def test_gif_is_never_faster_than_browsers_are():
-    with Image.open(io.BytesIO(gif_bytes(flat(3, 8, 8), 120))) as gif:
+    with Image.open(io.BytesIO(encode_gif(flat(3, 8, 8), 120))) as gif:
         assert gif.info["duration"] == 20
 
 
-@pytest.mark.parametrize("write", [lambda path, *rest: save_mp4(path, *rest), lambda _, *rest: gif_bytes(*rest)])
+@pytest.mark.parametrize("write", [lambda path, *rest: save_mp4(path, *rest), lambda _, *rest: encode_gif(*rest)])
 @pytest.mark.parametrize(
     ("video", "fps", "message"),
     [

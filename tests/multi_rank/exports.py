@@ -7,10 +7,10 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from families import CASES, draw, stock
-from wfm_ds.checkpoint.adapter import load_part
+from families import CASES, load_reference_pipeline, run_reference_pipeline
+from wfm_ds.checkpoint.adapter_loading import load_part_adapter
 from wfm_ds.models import registry
-from wfm_ds.models.base import matches
+from wfm_ds.models.base import matches_any_pattern
 
 EXPERTS = {"model.safetensors": "transformer", "model_2.safetensors": "transformer_2"}
 # Buffers that are stored with the weights: SD3's table of positions, SANA-WM's gates of its recall.
@@ -19,14 +19,16 @@ CONSTANT = ("pos_embed.pos_embed", "*.recall_gate")
 
 @functools.cache
 def frozen(base, family):
-    return registry.load(base, dtype=torch.float32, device="cpu", **CASES[family].load_options).frozen
+    return registry.load_model(
+        base, dtype=torch.float32, device="cpu", **CASES[family].load_options
+    ).unused_parameter_patterns
 
 
 def unreachable(name, base, family):
     """A tensor, or an adapter's of its layer, that no loss reaches, or only by rounding."""
     layer, adapter, _ = name.removeprefix("transformer.").partition(".lora_")
-    by_rounding = any(layer in name for layer in CASES[family].without_gradient)
-    return by_rounding or matches(f"{layer}.weight" if adapter else name, frozen(base, family))
+    by_rounding = any(layer in name for layer in CASES[family].zero_gradient_parameters)
+    return by_rounding or matches_any_pattern(f"{layer}.weight" if adapter else name, frozen(base, family))
 
 
 def adapters(folder):
@@ -66,7 +68,7 @@ def assert_denoisers_trained(folder, base, family, more_than):
         for name, tensor in tensors.items():
             moved = (after[part][name] - tensor).abs().max()
             reached = moved > more_than or unreachable(name, base, family)
-            assert (moved == 0) if matches(name, CONSTANT) else reached, name
+            assert (moved == 0) if matches_any_pattern(name, CONSTANT) else reached, name
     others = [f.relative_to(base) for f in base.rglob("*") if f.is_file() and f.parent.name not in before]
     assert all((folder / file).samefile(base / file) for file in others)
 
@@ -74,11 +76,11 @@ def assert_denoisers_trained(folder, base, family, more_than):
 def loaded(folder, base, family):
     """The export in plain diffusers, by the two lines that every user writes."""
     if not (folder / "lora").is_dir():
-        return stock(folder, CASES[family])
-    pipe = stock(base, CASES[family])
+        return load_reference_pipeline(folder, CASES[family])
+    pipe = load_reference_pipeline(base, CASES[family])
     for file, part in EXPERTS.items():
         if (folder / "lora" / file).exists():
-            load_part(pipe, part, folder / "lora" / file)
+            load_part_adapter(pipe, part, folder / "lora" / file)
     return pipe
 
 
@@ -96,7 +98,7 @@ def assert_draws(folder, base, family, *, frames, sample, steps, clip=None):
     """Plain diffusers draws from the export what the trainer drew, within one level of 255, and from the base another
     picture. frames: the trainer's, uint8 [H,W,3] or [T,H,W,3]; sample: their line in samples.jsonl; clip: uint8
     [T,H,W,3] whose first latent frame both are given."""
-    model = registry.load(base, dtype=torch.float32, device="cpu", **CASES[family].load_options)
+    model = registry.load_model(base, dtype=torch.float32, device="cpu", **CASES[family].load_options)
     size = CASES[family].size
     grid = model.sigmas(steps, model.latent_shape(*size))
 
@@ -104,15 +106,17 @@ def assert_draws(folder, base, family, *, frames, sample, steps, clip=None):
         call = {"prompt": [sample["prompt"]], "generator": torch.Generator("cpu").manual_seed(sample["seed"])}
         if clip is not None:
             pixels = torch.from_numpy(clip).permute(3, 0, 1, 2)[None].float() / 255
-            told, more = CASES[family].given(base, pixels, 1)
+            told, more = CASES[family].conditioning_frames_call(base, pixels, 1)
             told.register_modules(transformer=pipe.transformer)
             pipe, call = told, more | call
-        drawn = draw(pipe, CASES[family], grid, output_type="pt", **model.pipeline_call(1.0, *size), **call)[0]
+        drawn = run_reference_pipeline(
+            pipe, CASES[family], grid, output_type="pt", **model.pipeline_call_kwargs(1.0, *size), **call
+        )[0]
         shown = (255 * drawn.movedim(-4 if drawn.ndim == 4 else -3, -1)).round().to(torch.int16)
         assert shown.shape == frames.shape
         return (shown - torch.from_numpy(frames).to(torch.int16)).abs().max()
 
-    from_export, from_base = far(loaded(folder, base, family)), far(stock(base, CASES[family]))
+    from_export, from_base = far(loaded(folder, base, family)), far(load_reference_pipeline(base, CASES[family]))
     assert from_export <= 1 < from_base
 
 

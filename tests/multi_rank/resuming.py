@@ -56,7 +56,7 @@ def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe import file as recipe_file
-    from wfm_ds.run.ending import Ending
+    from wfm_ds.run.shutdown import RunShutdown
     from wfm_ds.train import prepare_and_train
 
     class StopAt(StopFlag):
@@ -72,13 +72,13 @@ def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
                 self.raise_flag(signal.SIGTERM, None)
             self.asked += 1
             if self.asked == save_at and world.rank == 1:
-                self.ask_for_save(signal.SIGUSR1, None)
+                self.request_save(signal.SIGUSR1, None)
             return super().is_set
 
     world = World.join()
-    loaded = recipe_file.load(Path(recipe), overrides)
-    outcome, _ = prepare_and_train(loaded, world, StopAt(), Ending(world))
-    return {"status": outcome.status, "step": outcome.step, "metrics": dict(outcome.metrics)}
+    loaded = recipe_file.load_recipe(Path(recipe), overrides)
+    outcome, _ = prepare_and_train(loaded, world, StopAt(), RunShutdown(world))
+    return {"status": outcome.status, "step": outcome.read_step, "metrics": dict(outcome.metrics)}
 
 
 def tiny_recipe(name, folder, pipeline, *overrides, data=COLORS):

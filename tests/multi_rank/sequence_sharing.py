@@ -12,10 +12,10 @@ from families import CASES, PROMPTS
 from multi_rank.training import full_tensors, small_recipe
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
-from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine.policies import add_adapters
 from wfm_ds.engine.schedules import learning_rate
 from wfm_ds.models import registry
-from wfm_ds.models.conditional_frames import with_conditional_frames
+from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.models.tiny.sd3 import TRANSFORMER
 from wfm_ds.seeds import derive_seed
 
@@ -36,7 +36,7 @@ SD3_HEADS = 3
 
 
 def load(family, folder):
-    model = registry.load(folder, dtype=torch.float32, device="cpu", **CASES[family].load_options)
+    model = registry.load_model(folder, dtype=torch.float32, device="cpu", **CASES[family].load_options)
     if family == "sd3":
         torch.manual_seed(1)
         odd = {"num_attention_heads": SD3_HEADS, "caption_projection_dim": 8 * SD3_HEADS}
@@ -59,9 +59,9 @@ def losses(model, family, numbers, stage):
     low, high = model.sigma_ranges[stage]
     u_B = torch.stack([torch.rand((), generator=draw) for draw in draws])
     conditioning = model.encode_text([PROMPTS[n % len(PROMPTS)] for n in numbers])
-    counts = torch.tensor([max(model.conditional_frames, default=0)] * len(numbers))
+    counts = torch.tensor([max(model.conditioning_frame_counts, default=0)] * len(numbers))
     if counts.any():
-        conditioning = with_conditional_frames(conditioning, targets, counts)
+        conditioning = add_clean_frames(conditioning, targets, counts)
     velocity = model.denoise(latents, low + (high - low) * (0.1 + 0.8 * u_B), conditioning, stage)
     return (velocity - targets).square().flatten(1).mean(1)
 
@@ -75,7 +75,7 @@ def terms(step, micro, stage, dp_rank, dp_size):
 
 def train_on_ranks(family, folder, config, lora, sp, checkpointing=False, scale_by_replicas=False):
     """Losses and norms of the steps, the first step's gradient, and the weights in the end (rank 0's)."""
-    world = World.join().in_replicas(sp)
+    world = World.join().with_replicas(sp)
     model, recipe = load(family, folder), settings(config, lora, checkpointing)
     stages = range(len(model.sigma_ranges))
     engine = DenoiserEngine.build(
@@ -102,7 +102,7 @@ def train_on_ranks(family, folder, config, lora, sp, checkpointing=False, scale_
                 if parameter.requires_grad:
                     gradient[name.replace(".default.", ".")] = safe_get_full_grad(parameter).clone()
         result = engine.step()
-        mean = world.replica_sums({"loss": loss})["loss"] / NUM_TERMS / len(stages)
+        mean = world.sum_over_replicas({"loss": loss})["loss"] / NUM_TERMS / len(stages)
         rows.append([mean, result.grad_norm])
     return {"rows": rows, "gradient": gradient, "weights": full_tensors(engine, "train")}
 

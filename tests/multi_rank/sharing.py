@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from wfm_ds.models.cosmos3_towers import GenerationTower
-from wfm_ds.models.cosmos25 import provide_resize
+from wfm_ds.models.cosmos25 import provide_torchvision_resize
 from wfm_ds.models.tiny import cosmos3, cosmos25, sana, sana_video, sd3, wan21
-from wfm_ds.ulysses.install import install
+from wfm_ds.ulysses.install import install_ulysses
 
 TINIEST = 1e-6  # of the largest gradient: a key's bias has none in exact arithmetic
 
@@ -73,7 +73,7 @@ def wan_image_inputs(draw, frames, height, width):
 
 
 def cosmos_transformer(heads, **options):
-    provide_resize()
+    provide_torchvision_resize()
     return diffusers.CosmosTransformer3DModel(**{**cosmos25.TRANSFORMER, "num_attention_heads": heads, **options})
 
 
@@ -264,7 +264,7 @@ def errors(name, sizes, batch=2, **options):
     case = CASES[name]
     whole = built(case, **options)
     shared = copy.deepcopy(whole)
-    install(shared, dist.group.WORLD)
+    install_ulysses(shared, dist.group.WORLD)
     return difference(run(shared, case, sizes, batch), run(whole, case, sizes, batch))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
-from wfm_ds.pipes.keys import new
+from wfm_ds.pipes.keys import create_key_pair
 
 ROOT = Path(__file__).parent.parent.parent
 COMMON = [
@@ -54,7 +54,7 @@ def train_beside_a_worker(recipe, overrides, output):
         args = worker.parser().parse_args(
             [str(resolved), "--connect", str(pipes), "--device", "cpu", "--name", "beside"]
         )
-        codes.append(worker.work(recipe_file.load(resolved), args, stop))
+        codes.append(worker.serve_chunks(recipe_file.load_recipe(resolved), args, stop))
 
     thread = threading.Thread(target=generate, daemon=True)
     thread.start()
@@ -72,7 +72,7 @@ def updates(folder):
 
 def test_a_worker_generates_what_a_rank_trains_on(one_rank, tiny_pipelines, tmp_path):
     keys, output = tmp_path / "keys", tmp_path / "async"
-    new(keys, "hub")
+    create_key_pair(keys, "hub")
     (ended,) = one_rank.run(
         train_beside_a_worker,
         recipe=str(ROOT / "recipes" / "tiny" / "sd3_nft.yaml"),
@@ -127,7 +127,7 @@ def test_flow_grpo_with_workers_is_flow_grpo_without(name, train, tmp_path):
 @pytest.mark.parametrize(("name", "changes"), [("sd3_nft", [OLD]), ("sd3_mix_grpo", GRPO)])
 def test_ranks_that_share_tokens_may_have_workers_also_with_keys(name, changes, train, tmp_path):
     shared = "engine.sequence_parallel=2"
-    new(tmp_path / "keys", "hub")
+    create_key_pair(tmp_path / "keys", "hub")
     keys = ["rollout.bind=tcp://127.0.0.1:0", f"rollout.keys={tmp_path / 'keys'}"]
     train("colocated", name, *changes)
     train("colocated shared", name, *changes, shared, ranks=2)

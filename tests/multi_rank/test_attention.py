@@ -7,8 +7,8 @@ import torch.distributed as dist
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from multi_rank.sharing import CASES, built, forwards
-from wfm_ds.engine.attention import KERNELS, attention_layers, in_use, use
-from wfm_ds.ulysses.install import install
+from wfm_ds.engine.attention_kernels import KERNELS, attention_layers, current_kernel, use_kernel
+from wfm_ds.ulysses.install import install_ulysses
 
 
 def chosen_on_rank(name):
@@ -24,8 +24,8 @@ def chosen_on_rank(name):
     case = CASES[name]
     whole = built(case, heads=4)
     shared = copy.deepcopy(whole)
-    install(shared, dist.group.WORLD)
-    use(shared, "cudnn")
+    install_ulysses(shared, dist.group.WORLD)
+    use_kernel(shared, "cudnn")
     table[cudnn] = count
     try:
         outputs, _ = forwards(shared, case, case.sizes)
@@ -38,7 +38,7 @@ def chosen_on_rank(name):
         "fewest heads": min(calls),
         "layers": len(list(attention_layers(shared))),
         "forwards": len(case.sizes),
-        "in use": in_use(shared),
+        "in use": current_kernel(shared),
         "error": error,
     }
 

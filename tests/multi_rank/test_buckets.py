@@ -13,9 +13,9 @@ from clips import write_clip
 from multi_rank.resuming import train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 from wfm_ds.data.buckets import Buckets
+from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.order import BucketOrder
-from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import Framing
 from wfm_ds.recipe import file as recipe_file
 
@@ -56,8 +56,8 @@ def train(tiny_pipelines, tmp_path):
 def units(samples, unit, count):
     """The buckets of the first units of a run."""
     buckets = Buckets(Framing(height=1, width=1), [(16, 16), (16, 32), (24, 16)])
-    order = BucketOrder([buckets.index_of(s.media) for s in samples], unit=unit, seed=0, shuffle=True)
-    return [order.place(unit * k).bucket for k in range(count)]
+    order = BucketOrder([buckets.choose_bucket(s.media) for s in samples], unit=unit, seed=0, shuffle=True)
+    return [order.locate(unit * k).bucket for k in range(count)]
 
 
 def sizes_logged(folder):
@@ -77,8 +77,8 @@ def test_sft_of_mixed_shapes_does_not_depend_on_ranks_nor_on_where_it_is_continu
     steps = [record for record in records(tmp_path / "two") if "sft/loss" in record]
     assert steps[-1]["data/bad/decode"] > 0
     assert_same_runs(tmp_path / "one", tmp_path / "two")
-    held_out = load_data(recipe_file.load(tmp_path / "one" / "recipe.yaml")).held_out
-    of_unit = units([s for s in PairedFolder(images, max_bad_fraction=0).samples if s not in held_out], 3, count=12)
+    held_out = load_data(recipe_file.load_recipe(tmp_path / "one" / "recipe.yaml")).held_out
+    of_unit = units([s for s in CaptionedFolder(images, max_bad_fraction=0).samples if s not in held_out], 3, count=12)
     # Micro-batches of one moment: in each step both ranks have two.
     assert any(of_unit[k] != of_unit[k + 2] for step in range(3) for k in (4 * step, 4 * step + 1))
     for name in ("one", "two"):
@@ -99,7 +99,7 @@ def test_each_step_of_ddrl_has_one_size_on_all_ranks(one_rank, two_ranks, train,
     ddrl = ["sd3_ddrl", f"data.path={images}", "engine.micro_batch_size=2", "engine.deepspeed=zero3"]
     ddrl += ["rollout.prompts_per_step=3", "rollout.group_size=2", "algorithm.data_beta=0.5", "algorithm.kl_beta=0.1"]
     ddrl += ["validation.at_start=false", "sampling.eval_steps=1", "data.crop=centre", "data.clip=centre"]
-    assert len(set(units(PairedFolder(images, max_bad_fraction=0).samples, 3, count=3))) > 1
+    assert len(set(units(CaptionedFolder(images, max_bad_fraction=0).samples, 3, count=3))) > 1
     train(one_rank, "one", *ddrl)
     train(two_ranks, "two", *ddrl, f"data.cache_dir={tmp_path / 'cache'}", "data.cache_latents=true")
     assert 1 < len(list((tmp_path / "cache" / "latents").rglob("*.safetensors"))) <= 9  # groups of the run

@@ -53,8 +53,8 @@ def placed_on_rank(owners, drawn):
 
     from wfm_ds.distributed.world import World
     from wfm_ds.rollout.groups import Group
-    from wfm_ds.rollout.members import step_members
-    from wfm_ds.rollout.placing import placed
+    from wfm_ds.rollout.replica_transfer import transfer_to_replicas
+    from wfm_ds.rollout.rollout_samples import plan_step_samples
     from wfm_ds.types import Prompt, Rollout, Transition
 
     def made(member, tensors):
@@ -76,12 +76,12 @@ def placed_on_rank(owners, drawn):
 
     world = World.join()
     groups = [Group(prompt=Prompt(id=str(g), text="a cat")) for g in range(2)]
-    members = step_members(groups, group_size=len(owners) // 2, step=1, run_seed=0)
+    members = plan_step_samples(groups, group_size=len(owners) // 2, step=1, run_seed=0)
     rollouts = {m.sample_id: made(m, tensors) for m, tensors in zip(members, drawn, strict=True)}
     ids = [m.sample_id for m in members]
     mine = {i: rollouts[i] for i, owner in zip(ids, owners, strict=True) if owner == world.rank}
     like = made(members[0], torch.zeros_like(drawn[0]))
-    got = placed(world, members, dict(zip(ids, owners, strict=True)), mine, like)
+    got = transfer_to_replicas(world, members, dict(zip(ids, owners, strict=True)), mine, like)
     share = len(ids) // world.size
     wanted = [rollouts[i] for i in ids[world.rank * share : (world.rank + 1) * share]]
     for one, two in zip(got, wanted, strict=True):

@@ -31,7 +31,7 @@ def exchanges_of_steps(recipe, overrides):
         return call
 
     def marked(loop):
-        train_on = loop.train_on
+        train_on = loop.train_step
 
         def begin(self, step):
             seen.append(calls.copy())
@@ -43,14 +43,14 @@ def exchanges_of_steps(recipe, overrides):
     for name in EXCHANGES:
         setattr(dist, name, counted(name))
     for loop, (_, begin) in loops.items():
-        loop.train_on = begin
+        loop.train_step = begin
     try:
         train_on_rank(recipe, overrides)
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
         for loop, (train_on, _) in loops.items():
-            loop.train_on = train_on
+            loop.train_step = train_on
     return [dict(after - before) for before, after in pairwise(seen)]
 
 

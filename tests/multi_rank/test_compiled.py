@@ -10,7 +10,7 @@ from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 from multi_rank.sharing import CASES, built, difference, run
 from multi_rank.training import EVERYTHING, MICRO_STEPS, ROOT, TARGETS, small_recipe, small_sd3, train_step
-from wfm_ds.ulysses.install import install
+from wfm_ds.ulysses.install import install_ulysses
 
 pytestmark = pytest.mark.slow
 BLOCKS = "diffusers.models.attention.JointTransformerBlock"
@@ -82,16 +82,16 @@ def sharing_on_rank(name, size):
     import torch.distributed as dist
     from torch._dynamo.utils import counters
 
-    from wfm_ds.engine.compiled import compile_blocks
-    from wfm_ds.models.registry import families
+    from wfm_ds.engine.block_compilation import compile_blocks
+    from wfm_ds.models.registry import model_families
 
     torch._dynamo.reset()
     counters.clear()
     case = CASES[name]
     whole = built(case, heads=5, lora=True, checkpointing=True)
     shared = copy.deepcopy(whole)
-    install(shared, dist.group.WORLD)
-    compile_blocks(shared, families()[name.split(",")[0]].block_classes)
+    install_ulysses(shared, dist.group.WORLD)
+    compile_blocks(shared, model_families()[name.split(",")[0]].block_classes)
     found = difference(run(shared, case, [size]), run(whole, case, [size]))
     return {**found, "breaks": sum(counters["graph_break"].values()), "graphs": counters["stats"]["unique_graphs"]}
 

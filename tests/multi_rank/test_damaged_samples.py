@@ -18,7 +18,7 @@ def train_with_damage(recipe, overrides):
     from wfm_ds.errors import RunError
     from wfm_ds.pipes.client import PipeClient
 
-    fetch, calls = PipeClient.fetch, []
+    fetch, calls = PipeClient.fetch_results, []
 
     def damaged(message):
         frames = [bytes(frame) for frame in message.payload]
@@ -30,13 +30,13 @@ def train_with_damage(recipe, overrides):
         spoilt = dist.get_rank() == 1 and len(calls) == 2
         return {key: damaged(message) for key, message in found.items()} if spoilt else found
 
-    PipeClient.fetch = fetch_damaged
+    PipeClient.fetch_results = fetch_damaged
     try:
         train_on_rank(recipe, overrides)
     except RunError as error:
         return str(error)
     finally:
-        PipeClient.fetch = fetch
+        PipeClient.fetch_results = fetch
     return "it went on"
 
 

@@ -33,7 +33,7 @@ def train_and_keep_gradients(recipe, overrides, kept, dropped):
     from wfm_ds.algorithms.ddrl import Ddrl
     from wfm_ds.engine.engine import DenoiserEngine
 
-    step, advantages = DenoiserEngine.step, Ddrl.advantages
+    step, advantages = DenoiserEngine.step, Ddrl.compute_advantages
 
     def keep(self):
         gradients = {
@@ -49,11 +49,11 @@ def train_and_keep_gradients(recipe, overrides, kept, dropped):
         found = advantages(self, rewards, groups)
         return replace(found, values=[None if i in dropped else a for i, a in enumerate(found.values)])
 
-    DenoiserEngine.step, Ddrl.advantages = keep, drop
+    DenoiserEngine.step, Ddrl.compute_advantages = keep, drop
     try:
         return train_on_rank(recipe, overrides)
     finally:
-        DenoiserEngine.step, Ddrl.advantages = step, advantages
+        DenoiserEngine.step, Ddrl.compute_advantages = step, advantages
 
 
 @pytest.fixture(scope="module")

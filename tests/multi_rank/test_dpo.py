@@ -93,8 +93,8 @@ def lines_of(digits):
 
 def prepare_on_rank(recipe, overrides):
     """Fill the recipe's caches, as `wfm_ds.data.prepare` does."""
-    from wfm_ds.data.prepare import prepare
+    from wfm_ds.data.prepare import fill_caches
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe import file as recipe_file
 
-    return prepare(recipe_file.load(Path(recipe), overrides), World.join())
+    return fill_caches(recipe_file.load_recipe(Path(recipe), overrides), World.join())

@@ -29,7 +29,7 @@ def accumulated_norm(config, dtype, micro_steps):
     )
     norms = []
     for count in (micro_steps, 1):
-        engine.expect(count)
+        engine.expect_backwards(count)
         torch.manual_seed(1)
         for _ in range(count):
             engine.backward(engine.forward(inputs).float().square().mean(), count * world.size)

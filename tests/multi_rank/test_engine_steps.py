@@ -20,10 +20,10 @@ from multi_rank.training import (
     small_sd3,
     train_step,
 )
-from wfm_ds.algorithms import build_rl
+from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.distributed.world import COLLECTIVE_TIMEOUT_S, World
 from wfm_ds.engine.engine import DenoiserEngine
-from wfm_ds.engine.lockstep import Guard
+from wfm_ds.engine.rank_guard import RankGuard
 from wfm_ds.engine.schedules import learning_rate
 from wfm_ds.errors import ModelError, RecipeError
 from wfm_ds.recipe.schema import Recipe
@@ -34,7 +34,7 @@ A_MATRIX = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
 
 
 def all_flats(engine):
-    return [*engine.shards.masters(), *(flat for copy in engine.copies.values() for flat in copy.flats)]
+    return [*engine.shards.master_weights(), *(flat for copy in engine.copies.values() for flat in copy.flats)]
 
 
 def train_through(config, lora, dtype, spoils):
@@ -49,7 +49,7 @@ def train_through(config, lora, dtype, spoils):
             rows.append([result.lr, result.grad_norm])
         else:
             unmoved = all(map(torch.equal, before, all_flats(engine)))
-            skipped.append([not result.applied, math.isnan(result.grad_norm), not result.clipped, unmoved])
+            skipped.append([not result.is_applied, math.isnan(result.grad_norm), not result.is_clipped, unmoved])
     tensors = {policy: full_tensors(engine, policy) for policy in ("train", "old", "ema")}
     counts = [engine.num_updates, engine.num_skipped]
     return {"rows": rows, "skipped": skipped, "tensors": tensors, "counts": counts}
@@ -98,18 +98,18 @@ def follow_every_third_step(skipped, resumed_after):
     def trainer():
         source = SimpleNamespace(groups=PromptGroups(None, 1))
         stateless = SimpleNamespace(state=dict, restore=lambda state: None)
-        return RlLoop(job, build_rl(recipe, None), source, stateless, None, None)
+        return RlLoop(job, build_rl_algorithm(recipe, None), source, stateless, None, None)
 
     loop = trainer()
     for step in range(1, 4):
-        loop.step = step
+        loop.read_step = step
         if step not in skipped:
             plain_step(engine, step)
-        loop.move_policies()
+        loop.update_policy_copies()
         if step == resumed_after:
-            state, loop = loop.state(), trainer()
-            loop.restore(state)
-    return [engine.num_updates, engine.distance("old")]
+            state, loop = loop.state_dict(), trainer()
+            loop.load_state_dict(state)
+    return [engine.num_updates, engine.policy_distance("old")]
 
 
 @pytest.mark.parametrize("resumed_after", [None, 2])
@@ -152,9 +152,9 @@ def misuse():
     for _ in range(MICRO_STEPS):
         engine.backward(predict(engine.forward_module, [0]).mean(), 6)
     attempt(lambda: engine.backward(predict(engine.forward_module, [0]).mean(), 6), RuntimeError)
-    attempt(engine.skip, RuntimeError)
-    attempt(lambda: engine.distance("ref"), ValueError)
-    return [*messages, str(engine.step().applied)]
+    attempt(engine.skip_step, RuntimeError)
+    attempt(lambda: engine.policy_distance("ref"), ValueError)
+    return [*messages, str(engine.step().is_applied)]
 
 
 def test_calls_out_of_order_are_refused(two_ranks):
@@ -181,7 +181,7 @@ def idle_layer(config, lora, frozen):
     before = [flat.clone() for flat in all_flats(engine)]
     engine.backward(predict(engine.forward_module, [engine.world.rank]).mean(), 1)
     try:
-        said = f"applied {engine.step().applied}"
+        said = f"applied {engine.step().is_applied}"
     except ModelError as error:
         said = str(error)
     return {"said": said, "moved": not all(map(torch.equal, before, all_flats(engine)))}
@@ -231,7 +231,7 @@ def adapters_at_start(targets):
     tensors = {policy: full_tensors(engine, policy) for policy in ("train", "old", "ema")}
     outputs = []
     for policy in ("train", "old", "ema", "ref"):
-        with engine.policy(policy), torch.no_grad():
+        with engine.use_policy(policy), torch.no_grad():
             outputs.append(predict(engine.forward_module, [0]))
     config = engine.lora_config()
     return {
@@ -271,12 +271,12 @@ def test_zero3_leaves_torch_linear_alone(two_ranks):
 def guarded(disagree, extra, timeout_s=COLLECTIVE_TIMEOUT_S):
     """The message that this rank gets from the guard."""
     world = dataclasses.replace(World.join(), timeout_s=timeout_s)
-    guard = Guard(world)
+    guard = RankGuard(world)
     try:
-        guard.check("old", False, (4, 8, 8))
-        guard.check("ref" if disagree and world.rank else "old", False, (4, 8, 8))
+        guard.compare_ranks("old", False, (4, 8, 8))
+        guard.compare_ranks("ref" if disagree and world.rank else "old", False, (4, 8, 8))
         if extra and world.rank:
-            guard.check("old", False, (4, 8, 8))
+            guard.compare_ranks("old", False, (4, 8, 8))
     except RuntimeError as error:
         return str(error)
     return "agreed"
@@ -302,7 +302,7 @@ def test_guard_ends_one_forward_too_many_with_an_error(two_ranks):
 def guard_of_engine(on):
     engine = build("zero2", lora=True, policies=(), engine={"guard": on})
     try:
-        engine.guard_check("old", engine.world.rank)
+        engine.check_ranks_agree("old", engine.world.rank)
     except RuntimeError as error:
         return str(error)
     return "agreed"

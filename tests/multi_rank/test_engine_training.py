@@ -28,13 +28,13 @@ def train_on_ranks(config, lora, dtype="float32", checkpointing=False):
     for step in range(STEPS):
         result, loss = train_step(engine, step, kind)
         follow(engine, result)
-        rows.append([loss, result.grad_norm, float(result.clipped), result.lr, float(result.applied)])
+        rows.append([loss, result.grad_norm, float(result.is_clipped), result.lr, float(result.is_applied)])
     outputs = {}
     for policy in ("train", *sorted(EVERYTHING)):
-        with engine.policy(policy), torch.no_grad():
+        with engine.use_policy(policy), torch.no_grad():
             outputs[policy] = predict(engine.forward_module, range(4), kind)
     tensors = {policy: full_tensors(engine, policy) for policy in ("train", "old", "ema")}
-    distances = {policy: engine.distance(policy) for policy in ("old", "ema")}
+    distances = {policy: engine.policy_distance(policy) for policy in ("old", "ema")}
     return {"rows": rows, "outputs": outputs, "tensors": tensors, "distances": distances}
 
 

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.flops import Subject, flops_of_sample, step_forwards
 from multi_rank.resuming import train_on_rank
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.derived import derive
-from wfm_ds.training.flops import work_of
+from wfm_ds.recipe.run_sizes import derive_run_sizes
+from wfm_ds.training.forward_flops import flops_by_purpose
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ROOT / "recipes" / "tiny"
@@ -32,14 +32,14 @@ def digits(tmp_path_factory):
 
 def counted_work(folder, world_size):
     """(all FLOPs, those of them that repeat a forward) of one rank, by step, as benchmarks/flops.py counts them."""
-    recipe = recipe_file.load(folder / "recipe.yaml")
+    recipe = recipe_file.load_recipe(folder / "recipe.yaml")
     subject = Subject.of(recipe)
-    flops, derived = flops_of_sample(recipe, subject), derive(recipe, world_size)
+    flops, derived = flops_of_sample(recipe, subject), derive_run_sizes(recipe, world_size)
     steps = step_forwards(recipe, derived, subject.model)
     share = recipe.engine.sequence_parallel
     found = []
     for step in steps * (recipe.run.steps // len(steps)):
-        work = work_of(step, flops).values()
+        work = flops_by_purpose(step, flops).values()
         found.append((sum(w.total for w in work) / share, sum(w.recompute for w in work) / share))
     return found
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import started
-from wfm_ds.ulysses.exchange import gather, halo, own, reshard, shares, sum_over_ranks
+from wfm_ds.ulysses.exchange import exchange_halo, gather_shards, local_shard, reshard, shard_sizes, sum_over_ranks
 
 TOKENS, HEADS = (6, 7, 11), (6, 5, 4)
 
@@ -28,36 +28,36 @@ def require_adjoint(f, x, seed):
 
 def reshard_on_rank(num_tokens, num_heads):
     group, ranks = dist.group.WORLD, dist.get_world_size()
-    tokens, heads = shares(num_tokens, ranks, "tokens"), shares(num_heads, ranks, "heads")
+    tokens, heads = shard_sizes(num_tokens, ranks, "tokens"), shard_sizes(num_heads, ranks, "heads")
     whole = [draws(seed, 2, num_tokens, num_heads, 3) for seed in range(3)]
-    local = tuple(own(x, 1, tokens, group) for x in whole)
+    local = tuple(local_shard(x, 1, tokens, group) for x in whole)
     there = reshard(local, 2, heads, 1, tokens, group)
     back = reshard(there, 1, tokens, 2, heads, group)
-    assert all(torch.equal(got, own(x, 2, heads, group)) for got, x in zip(there, whole, strict=True))
+    assert all(torch.equal(got, local_shard(x, 2, heads, group)) for got, x in zip(there, whole, strict=True))
     assert all(map(torch.equal, back, local))
     require_adjoint(lambda x: reshard((x, 2 * x), 2, heads, 1, tokens, group), local[0], 7)
 
 
 def neighbours_on_rank(num_lines):
     group, ranks = dist.group.WORLD, dist.get_world_size()
-    lines = shares(num_lines, ranks, "lines")
+    lines = shard_sizes(num_lines, ranks, "lines")
     whole = draws(0, 2, 3, num_lines, 4)
     start = sum(lines[: dist.get_rank()])
     padded = torch.nn.functional.pad(whole, (0, 0, 1, 1))
-    local = own(whole, 2, lines, group)
-    assert torch.equal(halo(local, group), padded[:, :, start : start + local.shape[2] + 2])
-    require_adjoint(lambda x: (halo(x, group),), local, 5)
+    local = local_shard(whole, 2, lines, group)
+    assert torch.equal(exchange_halo(local, group), padded[:, :, start : start + local.shape[2] + 2])
+    require_adjoint(lambda x: (exchange_halo(x, group),), local, 5)
 
 
 def whole_on_rank(length):
     group, ranks = dist.group.WORLD, dist.get_world_size()
-    lengths = shares(length, ranks, "tokens")
+    lengths = shard_sizes(length, ranks, "tokens")
     whole = draws(0, 2, length, 3)
-    local = own(whole, 1, lengths, group).clone().requires_grad_()
-    gathered = gather(local, 1, lengths, group)
+    local = local_shard(whole, 1, lengths, group).clone().requires_grad_()
+    gathered = gather_shards(local, 1, lengths, group)
     assert torch.equal(gathered, whole)
     gathered.backward(gradient := draws(1, 2, length, 3))  # the same on every rank, as that of one loss is
-    assert torch.equal(local.grad, own(gradient, 1, lengths, group))
+    assert torch.equal(local.grad, local_shard(gradient, 1, lengths, group))
     summand = draws(dist.get_rank(), 2, 3)
     total = sum_over_ranks(summand, group)
     torch.testing.assert_close(total, sum(draws(rank, 2, 3) for rank in range(ranks)))

@@ -9,10 +9,10 @@ import torch
 from multi_rank.training import TARGETS, small_recipe
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
-from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine.policies import add_adapters
 from wfm_ds.engine.schedules import ema_decay, learning_rate
 from wfm_ds.models.experts import Experts
-from wfm_ds.models.tiny.wan21 import transformer
+from wfm_ds.models.tiny.wan21 import build_transformer
 from wfm_ds.seeds import derive_seed
 
 RANKS, MICRO_STEPS = 2, 3
@@ -22,7 +22,7 @@ OLD_DECAY = 0.25
 
 
 def experts():
-    return Experts({"transformer": transformer(0), "transformer_2": transformer(5)})
+    return Experts({"transformer": build_transformer(0), "transformer_2": build_transformer(5)})
 
 
 def recipe(config, lora, dtype="float32"):
@@ -70,21 +70,21 @@ def outputs(forward, dtype=torch.float32):
 def train_on_ranks(config, lora, dtype="float32", forgetful=True):
     engine = build(config, lora, dtype)
     if not forgetful:
-        engine.shards.forget_gradients = lambda: None
+        engine.shards.zero_gradients = lambda: None
     norms = []
     for step, trained_experts in enumerate(EXPERTS_OF_STEPS):
         for micro, expert in enumerate(trained_experts):
             loss = loss_of(engine.forward_module, term(step, micro, engine.world.rank), expert, getattr(torch, dtype))
             engine.backward(loss, RANKS * MICRO_STEPS)
         result = engine.step()
-        assert result.applied
+        assert result.is_applied
         norms.append(result.grad_norm)
         engine.update_ema()
         engine.update_policy("old", OLD_DECAY)
     tensors, shown = {}, {}
     for policy in ("train", "old", "ema"):
-        tensors[policy] = {name: t for name, t in engine.named_full_tensors(policy) if t is not None}
-        with engine.policy(policy):
+        tensors[policy] = {name: t for name, t in engine.iter_full_tensors(policy) if t is not None}
+        with engine.use_policy(policy):
             shown[policy] = outputs(engine.forward_module, getattr(torch, dtype))
     return {"norms": norms, "tensors": tensors, "outputs": shown}
 

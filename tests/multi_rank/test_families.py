@@ -12,15 +12,15 @@ from clips import write_clip
 from families import CASES
 from multi_rank.resuming import train_on_rank
 from wfm_ds.algorithms.sft import validation_sigmas
-from wfm_ds.data.datasets import buckets_of
+from wfm_ds.data.captioned_folder import CaptionedFolder
+from wfm_ds.data.datasets import build_buckets
 from wfm_ds.data.media import load_media
-from wfm_ds.data.paired import PairedFolder
-from wfm_ds.data.pixels import centre
+from wfm_ds.data.pixels import draw_centre
 from wfm_ds.models import registry
-from wfm_ds.models.conditional_frames import with_conditional_frames
+from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.sampling.noise import seeded_normal
-from wfm_ds.seeds import derive_seed, uniform
+from wfm_ds.sampling.noise import draw_cpu_normal
+from wfm_ds.seeds import derive_seed, draw_uniform
 
 ROOT = Path(__file__).parent.parent.parent
 GIVEN_RECIPE = ROOT / "recipes" / "tiny" / "cosmos25_sft.yaml"
@@ -32,7 +32,7 @@ def resolve_and_load(cache):
     import os
 
     os.environ["WFM_CACHE"] = cache
-    model = registry.load("tiny:digits", dtype=torch.float32, device="cpu")
+    model = registry.load_model("tiny:digits", dtype=torch.float32, device="cpu")
     return {"folder": str(model.path)}
 
 
@@ -59,15 +59,16 @@ def by_hand(model, recipe, folder):
     """The mean over videos and noise levels of the squared error on the frames that are not given."""
     losses, most = [], recipe.algorithm.max_num_conditional_frames
     sigmas = validation_sigmas(model.flow_shift(recipe.sampling)).float()
-    for sample in PairedFolder(folder, max_bad_fraction=0).samples:
-        pixels = torch.from_numpy(load_media(sample.media, buckets_of(recipe, model).framings[0], centre)).float() / 255
+    for sample in CaptionedFolder(folder, max_bad_fraction=0).samples:
+        pixels = (
+            torch.from_numpy(load_media(sample.media, build_buckets(recipe, model).framings[0], draw_centre)).float()
+            / 255
+        )
         clean = model.encode_pixels(pixels.permute(3, 0, 1, 2)[None])
         for j, sigma in enumerate(sigmas):
-            noise = seeded_normal([derive_seed(0, "validation_noise", sample.id, j)], clean.shape[1:])
-            count = int((most + 1) * uniform(0, "validation_conditional_frames", sample.id, j))
-            conditioning = with_conditional_frames(
-                model.encode_text([sample.prompt.text]), clean, torch.tensor([count])
-            )
+            noise = draw_cpu_normal([derive_seed(0, "validation_noise", sample.id, j)], clean.shape[1:])
+            count = int((most + 1) * draw_uniform(0, "validation_conditional_frames", sample.id, j))
+            conditioning = add_clean_frames(model.encode_text([sample.prompt.text]), clean, torch.tensor([count]))
             with torch.no_grad():
                 velocity = model.denoise((1 - sigma) * clean + sigma * noise, sigma.view(1), conditioning)
             losses.append(float((velocity - (noise - clean))[:, :, count:].double().square().mean()))
@@ -77,21 +78,21 @@ def by_hand(model, recipe, folder):
 @pytest.mark.parametrize("family", GIVEN)
 def test_validation_loss_is_over_the_frames_that_are_not_given(one_rank, tiny_pipelines, videos, family, tmp_path):
     options = CASES[family].load_options
-    model = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu", **options)
+    model = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu", **options)
     height, width, _ = CASES[family].size
     overrides = [
         f"run.output_dir={tmp_path / 'out'}",
         f"model.path={model.path}",
         f"model.guardrail={options.get('guardrail', 'stock')}",
         *(f"{section}.path={videos}" for section in ("data", "validation")),
-        f"algorithm.max_num_conditional_frames={max(model.conditional_frames)}",
+        f"algorithm.max_num_conditional_frames={max(model.conditioning_frame_counts)}",
         f"sampling={{height: {height}, width: {width}, num_frames: {NUM_FRAMES}, eval_steps: 1}}",
         *("run.steps=2", "engine.micro_batch_size=2", "ema=null"),
         *("validation.every=0", "validation.num_prompts=1", "logging.console=false"),
     ]
     outcome = one_rank.run(train_on_rank, recipe=str(GIVEN_RECIPE), overrides=overrides)[0]
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    want = by_hand(model, recipe_file.load(GIVEN_RECIPE, overrides), videos)
+    want = by_hand(model, recipe_file.load_recipe(GIVEN_RECIPE, overrides), videos)
     assert metrics[0]["val/loss"] == pytest.approx(statistics.mean(want), rel=1e-5)
     assert outcome["step"] == 2
     trained = [line["sft/loss"] for line in metrics if "sft/loss" in line]

@@ -9,7 +9,7 @@ from clips import write_clip
 from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, exported, records
 from wfm_ds.data.media import load_media
-from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.models import registry
 
@@ -87,7 +87,7 @@ def train_and_keep_draws(recipe, overrides, stop_at=None):
     def noted(self, purpose, prompts, *rest, **options):
         made = generate(self, purpose, prompts, *rest, **options)
         if purpose == "validation":
-            frames = made.clean[:, :, 0].tolist()
+            frames = made.clean_latents[:, :, 0].tolist()
             drawn.extend(zip([prompt.id for prompt in prompts], frames, strict=True))
         return made
 
@@ -107,12 +107,12 @@ def test_draws_begin_with_the_images_and_a_stopped_run_goes_on(one_rank, tiny_pi
     one_rank.run(train_on_rank, **settings("nft", parts, tiny_pipelines, images))
     assert records(parts) == records(whole)
 
-    model = registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    model = registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
     names = [name for name, _ in ended["drawn"]]
     assert names == ["0", "1", "3"] * 2  # of the first four, those that can be read; at the start and at the end
     for name, first in ended["drawn"]:
-        picture = load_media(LocalFile(images / f"{name}.png"), Framing(height=32, width=32), centre)
-        assert torch.equal(torch.tensor(first), model.encode_media([picture])[0, :, 0])
+        picture = load_media(LocalFile(images / f"{name}.png"), Framing(height=32, width=32), draw_centre)
+        assert torch.equal(torch.tensor(first), model.encode_uint8([picture])[0, :, 0])
 
 
 def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipelines, clips, tmp_path):
@@ -124,11 +124,11 @@ def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipe
         "cosmos25_sft", tmp_path / "out", tiny_pipelines("cosmos25"), *COMMON, *overrides, *size, data=clips
     )
     (ended,) = one_rank.run(train_and_keep_draws, **recipe)
-    model = registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    model = registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
     drawn = dict(ended["drawn"])
     for name, is_given in (("0", True), ("1", True), ("2", False)):
         framing = Framing(height=32, width=32, num_frames=9, clip="centre")
-        clean = model.encode_media([load_media(LocalFile(clips / f"{name}.mp4"), framing, centre)])[0]
+        clean = model.encode_uint8([load_media(LocalFile(clips / f"{name}.mp4"), framing, draw_centre)])[0]
         assert torch.equal(torch.tensor(drawn[name]), clean[:, 0]) == is_given
 
 

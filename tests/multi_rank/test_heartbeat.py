@@ -3,7 +3,7 @@
 import os
 import threading
 
-from wfm_ds.distributed.heartbeat import start
+from wfm_ds.distributed.heartbeat import start_heartbeat
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import UserError
 
@@ -15,7 +15,7 @@ def started(addresses):
     world, address, said = World.join(), os.environ["MASTER_ADDR"], []
     os.environ["MASTER_ADDR"] = addresses[world.rank]
     try:
-        beating = start(world, stuck_s=600.0, on_end=said.append)
+        beating = start_heartbeat(world, stuck_s=600.0, on_end=said.append)
     except UserError as error:
         message = str(error)
     else:

@@ -14,16 +14,16 @@ import torch
 from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, exported, records
 from steered import WIDTH, write_world
-from wfm_ds.data.room import path_of, write_room
-from wfm_ds.engine.forward import CountedForward
+from wfm_ds.data.room import camera_path, write_room
+from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models import registry
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.rollout.trajectories import exchanged
-from wfm_ds.run.model import load_model
+from wfm_ds.rollout.trajectories import shuffle_trajectories
+from wfm_ds.run.model_loading import load_model
 from wfm_ds.training.preflight import check_rewards
 from wfm_ds.types import Prompt
 
@@ -113,7 +113,7 @@ class Poses(BaseHTTPRequestHandler):
 
     def do_POST(self):
         frames = np.load(io.BytesIO(self.rfile.read(int(self.headers["Content-Length"]))))
-        answer = json.dumps({"c2w": path_of(4.0, 0.05, 0.0)[: len(frames)].tolist()}).encode()
+        answer = json.dumps({"c2w": camera_path(4.0, 0.05, 0.0)[: len(frames)].tolist()}).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(answer)
@@ -152,15 +152,15 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(one_rank, tiny_pipelines, 
 
 @pytest.fixture(scope="module")
 def sampler(tiny_pipelines):
-    model = registry.load(
+    model = registry.load_model(
         tiny_pipelines("cosmos25"),
         dtype=torch.float32,
         device="cpu",
         guardrail="off",
-        own_family="steered:Steered",
+        user_family="steered:Steered",
     )
     settings = SamplingRecipe(height=32, width=32, num_frames=FRAMES, eval_steps=2, guidance_scale=3.0)
-    return Sampler(model=model, texts=TextCache(model), settings=settings, forward=CountedForward(model.denoise))
+    return Sampler(model=model, text_cache=TextCache(model), settings=settings, forward=CountingForward(model.denoise))
 
 
 def prompt(k, domain=0):
@@ -171,9 +171,12 @@ def prompt(k, domain=0):
 def test_both_halves_of_guidance_are_told_the_same_and_swapped_actions_swap_velocities(sampler):
     latents = torch.ones(2, *sampler.latent_shape)
     sigma = torch.full((2,), 0.5)
-    here, there = sampler.conditions([prompt(1), prompt(2)]), sampler.conditions([prompt(2), prompt(1)])
-    assert torch.equal(here.conditioning["actions"], here.contrast["actions"])
-    one, other = (sampler.velocity("sample", latents, sigma, told, 0) for told in (here, there))
+    here, there = (
+        sampler.encode_conditioning([prompt(1), prompt(2)]),
+        sampler.encode_conditioning([prompt(2), prompt(1)]),
+    )
+    assert torch.equal(here.positive["actions"], here.negative["actions"])
+    one, other = (sampler.predict_velocity("sample", latents, sigma, told, 0) for told in (here, there))
     assert torch.equal(one, other.flip(0))
     assert not torch.equal(one[0], one[1])
 
@@ -182,7 +185,7 @@ def test_shuffled_trajectories_are_anothers_of_the_same_domain():
     prompts = [prompt(k, domain=k % 2) for k in range(6)] + [prompt(9, domain=3)]
     orders = set()
     for step in range(20):
-        told = [int(p.inputs["actions"][0, 0]) for p in exchanged(prompts, seed=0, step=step)]
+        told = [int(p.inputs["actions"][0, 0]) for p in shuffle_trajectories(prompts, seed=0, step=step)]
         assert told[-1] == 9  # alone in its domain
         assert all(a != k and a % 2 == k % 2 for k, a in enumerate(told[:-1]))
         assert sorted(told[:-1]) == list(range(6))
@@ -197,7 +200,7 @@ def test_an_exchanged_camera_begins_where_the_clip_does():
         poses[:, 0, 3] += np.arange(3) * start
         return Prompt(id="p", text="p", inputs={"c2w": poses})
 
-    one, other = exchanged([path(1.0), path(10.0)], seed=0, step=1)
+    one, other = shuffle_trajectories([path(1.0), path(10.0)], seed=0, step=1)
     assert one.inputs["c2w"][:, 0, 3].tolist() == [1, 11, 21]
     assert other.inputs["c2w"][:, 0, 3].tolist() == [10, 11, 12]
 
@@ -212,7 +215,7 @@ def test_an_exchanged_camera_begins_where_the_clip_does():
 )
 def test_inputs_that_the_model_does_not_take_are_refused(overrides, says, tiny_pipelines, world, tmp_path):
     made = settings("nft", tmp_path, tiny_pipelines, world, *overrides)
-    recipe = recipe_file.load(Path(made["recipe"]), made["overrides"])
+    recipe = recipe_file.load_recipe(Path(made["recipe"]), made["overrides"])
     with pytest.raises(RecipeError, match=says):
         load_model(recipe, torch.device("cpu"))
 
@@ -237,16 +240,16 @@ def test_inputs_that_the_model_does_not_take_are_refused(overrides, says, tiny_p
 def test_recipes_whose_trajectories_do_not_fit_are_refused(overrides, says, tiny_pipelines, world, tmp_path):
     made = settings("nft", tmp_path, tiny_pipelines, world, *overrides)
     with pytest.raises(UserError, match=says):
-        recipe_file.load(Path(made["recipe"]), made["overrides"])
+        recipe_file.load_recipe(Path(made["recipe"]), made["overrides"])
 
 
 def test_a_reward_that_needs_actions_is_refused_where_samples_are_told_none(tiny_pipelines, world, tmp_path):
     made = settings("nft", tmp_path, tiny_pipelines, world, "data.inputs=[domain]", "rollout.trajectories=data")
-    recipe = recipe_file.load(Path(made["recipe"]), made["overrides"])
+    recipe = recipe_file.load_recipe(Path(made["recipe"]), made["overrides"])
     with pytest.raises(RecipeError, match=r"reward steered:Obedience needs actions: add it to data\.inputs"):
         check_rewards(recipe, [Prompt(id="p", text="p", metadata={"actions": "p.actions.npy"})])
     camera = "reward.functions=[{name: camera_following, options: {url: 'http://127.0.0.1:1'}}]"
-    recipe = recipe_file.load(Path(made["recipe"]), [*made["overrides"], camera])
+    recipe = recipe_file.load_recipe(Path(made["recipe"]), [*made["overrides"], camera])
     with pytest.raises(RecipeError, match="needs the input c2w, which this model does not accept"):
         check_rewards(recipe, [Prompt(id="p", text="p", metadata={"c2w": "p.c2w.npy"})])
 

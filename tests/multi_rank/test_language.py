@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 from multi_rank.resuming import ROOT, train_on_rank
 from multi_rank.resuming import records as all_records
 from wfm_ds.data.squares import write_squares
-from wfm_ds.language.model import part_of
+from wfm_ds.language.model import parameter_group
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
 
@@ -66,7 +66,7 @@ def weights_of(folder):
 def by_hand(arguments):
     """Weights after the steps of a recipe by a plain loop: one conversation after the other through transformers'
     own model, its own positions and loss, and torch's AdamW."""
-    recipe = recipe_file.load(Path(arguments["recipe"]), arguments["overrides"])
+    recipe = recipe_file.load_recipe(Path(arguments["recipe"]), arguments["overrides"])
     model, steps = samples_of_steps(recipe)
     network, options = model.network, recipe.optimizer
     adamw = torch.optim.AdamW(
@@ -81,7 +81,7 @@ def by_hand(arguments):
             output = network(
                 input_ids=torch.tensor([sample.tokens.ids]),
                 attention_mask=torch.ones(1, len(sample.tokens), dtype=torch.long),
-                mm_token_type_ids=sample.types(model.pad_ids),
+                mm_token_type_ids=sample.token_types(model.pad_ids),
                 labels=torch.tensor([sample.tokens.labels]),
                 num_items_in_batch=labelled,
                 **media,
@@ -100,13 +100,13 @@ def by_trainer(arguments, folder):
     after the other."""
     from transformers import Trainer, TrainingArguments
 
-    recipe = recipe_file.load(Path(arguments["recipe"]), arguments["overrides"])
+    recipe = recipe_file.load_recipe(Path(arguments["recipe"]), arguments["overrides"])
     model, samples = samples_of_steps(recipe)
     rows = [
         {
             "input_ids": torch.tensor([sample.tokens.ids]),
             "attention_mask": torch.ones(1, len(sample.tokens), dtype=torch.long),
-            "mm_token_type_ids": sample.types(model.pad_ids),
+            "mm_token_type_ids": sample.token_types(model.pad_ids),
             "labels": torch.tensor([sample.tokens.labels]),
             **grids_and_values(sample, "image"),
         }
@@ -153,21 +153,23 @@ def samples_of_steps(recipe):
     from wfm_ds.distributed.world import World
     from wfm_ds.language import model as language_model
     from wfm_ds.language.data import load_conversations
-    from wfm_ds.training.language_build import reader_of, row_order
+    from wfm_ds.training.language_builder import make_row_order, make_sample_reader
 
-    model = language_model.load(recipe.model.path, torch.float32)
-    reader = reader_of(recipe, model)
-    data = load_conversations(recipe, reader, World.alone())
-    order = row_order(recipe, data)
+    model = language_model.load_language_model(recipe.model.path, torch.float32)
+    reader = make_sample_reader(recipe, model)
+    data = load_conversations(recipe, reader, World.single_process())
+    order = make_row_order(recipe, data)
     per_step = recipe.engine.micro_batch_size * recipe.engine.gradient_accumulation
     steps = [range(step * per_step, (step + 1) * per_step) for step in range(recipe.run.steps)]
-    return model, [[reader.read(data.training.conversations[i]) for k in rows for i in order.row(k)] for rows in steps]
+    return model, [
+        [reader.read(data.training.conversations[i]) for k in rows for i in order.conversations(k)] for rows in steps
+    ]
 
 
 def grids_and_values(sample, kind):
-    from wfm_ds.language.rows import stacked
+    from wfm_ds.language.packed_sequences import stack_media
 
-    return stacked([sample]) if sample.grids(kind) is not None else {}
+    return stack_media([sample]) if sample.media_grids(kind) is not None else {}
 
 
 def test_it_learns_the_colours_of_squares(one_rank, tmp_path):
@@ -208,7 +210,7 @@ def test_five_steps_are_those_of_transformers_trainer(one_rank, tmp_path):
     one_rank.run(train_on_rank, **arguments)
     found, wanted = weights(tmp_path / "run"), by_trainer(arguments, tmp_path / "trainer")
     assert largest_difference(found, wanted) < 1e-6
-    start = weights_of(registry.cached_tiny("qwen25vl"))
+    start = weights_of(registry.get_tiny_folder("qwen25vl"))
     assert largest_difference(found, start) > 1e-3  # they have learnt something
 
 
@@ -253,8 +255,8 @@ def test_a_stopped_and_continued_run_equals_one_that_was_never_stopped(two_ranks
         assert (result["status"], result["step"]) == ("finished", STEPS)
     assert records(parts) == records(whole)
     ours, theirs = weights(parts), weights(whole)
-    base = {} if name.endswith("lora") else weights_of(registry.cached_tiny("qwen25vl"))
-    assert all(torch.equal(ours[tensor], base[tensor]) for tensor in base if part_of(tensor) == "vision")
+    base = {} if name.endswith("lora") else weights_of(registry.get_tiny_folder("qwen25vl"))
+    assert all(torch.equal(ours[tensor], base[tensor]) for tensor in base if parameter_group(tensor) == "vision")
     assert not any(torch.equal(ours[tensor], base[tensor]) for tensor in base if tensor.endswith("norm.weight"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[tensor], theirs[tensor]) for tensor in theirs)

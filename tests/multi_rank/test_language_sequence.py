@@ -13,13 +13,13 @@ from multi_rank.test_language import EPS, largest_difference, records, settings,
 from wfm_ds.data.squares import write_squares
 from wfm_ds.errors import UserError
 from wfm_ds.language import model as language_model
-from wfm_ds.language import sequence
-from wfm_ds.language.annotations import parsed, rows_of
+from wfm_ds.language import sequence_parallel
+from wfm_ds.language.annotations import parse_conversation, read_rows
 from wfm_ds.language.media import MediaReader
-from wfm_ds.language.render import Renderer
-from wfm_ds.language.rows import RowMaker, SampleReader
+from wfm_ds.language.packed_sequences import ConversationReader, SequencePacker
+from wfm_ds.language.renderer import Renderer
 from wfm_ds.recipe.data import DataRecipe
-from wfm_ds.training.language import read_by_all
+from wfm_ds.training.language_loop import keep_common_samples
 
 FAMILIES = ("qwen25vl", "qwen3vl")
 
@@ -36,26 +36,32 @@ def reader_of(model):
         {"kind": "llava", "path": "x", "max_tokens": 128, "pixels": {"min": 1, "max": 9999}}
     )
     media = MediaReader(model.image_processor, data)
-    return SampleReader(
-        Renderer(model.tokenizer), media, timed_frames=model.timed_frames, max_tokens=128, too_long="skip"
+    return ConversationReader(
+        Renderer(model.tokenizer), media, has_frame_times=model.has_frame_times, max_tokens=128, too_long="skip"
     )
 
 
 def rows_by_name(model, folder):
     """Rows of an even and an odd number of tokens, rows with an image across the cut, and a row with nothing to
     predict."""
-    reader, maker = reader_of(model), RowMaker(model.positions, [reader_of(model).blank("image")], by_sample=True)
+    reader, maker = (
+        reader_of(model),
+        SequencePacker(model.rotary_positions, [reader_of(model).blank_sample("image")], by_sample=True),
+    )
     text = {"conversations": [{"from": "human", "value": "a cat is"}, {"from": "gpt", "value": "a robot"}]}
-    squares = [parsed(row, name, root=folder) for name, row in list(rows_of(Path(folder) / "annotations.json"))[:3]]
-    samples = [reader.read(row) for row in [*squares, parsed(text, "text")]]
+    squares = [
+        parse_conversation(row, name, root=folder)
+        for name, row in list(read_rows(Path(folder) / "annotations.json"))[:3]
+    ]
+    samples = [reader.read(row) for row in [*squares, parse_conversation(text, "text")]]
     around = [[samples[3]] * before + samples[:1] + [samples[3]] * after for before in range(4) for after in range(4)]
-    cut = next(row for row in map(maker.row, around) if straddles(model, row))
-    return [cut, *(maker.row(row) for row in (samples, samples[:1], samples[::-1], samples[3:], []))]
+    cut = next(row for row in map(maker.pack_samples, around) if straddles(model, row))
+    return [cut, *(maker.pack_samples(row) for row in (samples, samples[:1], samples[::-1], samples[3:], []))]
 
 
 def straddles(model, row):
     """True if the last token of the first rank and the first of the second are of one image."""
-    middle = sequence.token_shares(row.input_ids.shape[1], 2)[0]
+    middle = sequence_parallel.tokens_per_rank(row.input_ids.shape[1], 2)[0]
     return bool((row.input_ids[0, middle - 1 : middle + 1] == model.pad_ids["image"]).all())
 
 
@@ -69,9 +75,9 @@ def losses_and_gradients(model, row, scale=1.0):
 
 def errors_on_rank(family, squares, heads, checkpointing):
     """The largest differences between shared rows and whole ones, and what the rows are like."""
-    from wfm_ds.models.registry import cached_tiny
+    from wfm_ds.models.registry import get_tiny_folder
 
-    alone = language_model.load(str(cached_tiny(family)), torch.float32)
+    alone = language_model.load_language_model(str(get_tiny_folder(family)), torch.float32)
     if heads is not None:
         config = copy.deepcopy(alone.config)
         text = config.get_text_config()
@@ -85,7 +91,7 @@ def errors_on_rank(family, squares, heads, checkpointing):
     shared.group = dist.group.WORLD
     if checkpointing:
         shared.network.gradient_checkpointing_enable({"use_reentrant": False})
-    sequence.install(shared.network, dist.group.WORLD)
+    sequence_parallel.install_sequence_parallel(shared.network, dist.group.WORLD)
     worst = {"losses": 0.0, "gradients": 0.0}
     lengths, straddling, empty = [], 0, 0
     for row in rows_by_name(alone, squares):
@@ -101,7 +107,7 @@ def errors_on_rank(family, squares, heads, checkpointing):
         worst["losses"] = max(worst["losses"], float((ours - losses).abs().max()) if len(losses) else 0.0)
         count = row.input_ids.shape[1]
         straddling += straddles(alone, row)
-        empty += 0 in sequence.label_shares(row.kept, count, 2) and len(row.kept) > 0
+        empty += 0 in sequence_parallel.labels_per_rank(row.label_positions, count, 2) and len(row.label_positions) > 0
         lengths.append(count)
     return {**worst, "straddling": straddling, "empty": empty, "parities": sorted({n % 2 for n in lengths})}
 
@@ -123,12 +129,12 @@ def test_two_ranks_have_the_losses_and_the_gradients_of_one(two_ranks, squares, 
 
 def blank_on_rank():
     """A row of one token, which the first rank has alone: the difference there, and the tokens of each rank."""
-    from wfm_ds.models.registry import cached_tiny
+    from wfm_ds.models.registry import get_tiny_folder
 
-    model = language_model.load(str(cached_tiny("qwen3vl")), torch.float32)
+    model = language_model.load_language_model(str(get_tiny_folder("qwen3vl")), torch.float32)
     ids, positions = torch.tensor([[5]]), torch.zeros(4, 1, 1, dtype=torch.long)
     wanted = model.network(input_ids=ids, position_ids=positions, use_cache=False).logits
-    sequence.install(model.network, dist.group.WORLD)
+    sequence_parallel.install_sequence_parallel(model.network, dist.group.WORLD)
     logits = model.network(input_ids=ids, position_ids=positions, use_cache=False).logits
     logits.sum().backward()
     return float((logits - wanted).detach().abs().max()), logits.shape[1]
@@ -142,14 +148,17 @@ def test_a_row_shorter_than_the_replica(two_ranks):
 
 def readings_on_rank(squares):
     from wfm_ds.distributed.world import World
-    from wfm_ds.models.registry import cached_tiny
+    from wfm_ds.models.registry import get_tiny_folder
 
-    model = language_model.load(str(cached_tiny("qwen25vl")), torch.float32)
-    world = World.join().in_replicas(2)
-    rows = [parsed(row, name, root=squares) for name, row in list(rows_of(Path(squares) / "annotations.json"))[:3]]
+    model = language_model.load_language_model(str(get_tiny_folder("qwen25vl")), torch.float32)
+    world = World.join().with_replicas(2)
+    rows = [
+        parse_conversation(row, name, root=squares)
+        for name, row in list(read_rows(Path(squares) / "annotations.json"))[:3]
+    ]
     samples = [reader_of(model).read(row) for row in rows]
     mine = [samples[:2], samples[2:]] if world.rank else [samples[1:2], samples[2:]]
-    return [[sample.id for sample in row] for row in read_by_all(world, mine)] == [[s.id] for s in samples[1:]]
+    return [[sample.id for sample in row] for row in keep_common_samples(world, mine)] == [[s.id] for s in samples[1:]]
 
 
 def test_a_replica_leaves_out_what_one_of_its_ranks_could_not_read(two_ranks, squares):
@@ -161,17 +170,19 @@ def test_a_replica_leaves_out_what_one_of_its_ranks_could_not_read(two_ranks, sq
     [(28, 4, 2, 1), (28, 4, 4, 1), (28, 4, 7, 7), (32, 8, 16, 2), (2, 1, 2, 2), (6, 3, 2, 2), (12, 2, 4, 2)],
 )
 def test_heads_of_keys_are_given_as_often_as_the_ranks_need(heads, kv_heads, ranks, times):
-    assert sequence.repeats(heads, kv_heads, ranks) == times
+    assert sequence_parallel.kv_head_repeats(heads, kv_heads, ranks) == times
 
 
 def test_heads_that_the_ranks_do_not_divide():
-    model = language_model.load(str(language_model.resolve("tiny:qwen25vl")), torch.float32)
+    model = language_model.load_language_model(
+        str(language_model.download_language_model("tiny:qwen25vl")), torch.float32
+    )
     with pytest.raises(UserError, match=r"sequence_parallel = 3 does not divide the \d attention heads of Qwen2_5_VL"):
-        sequence.check(model.network, 3)
-    sequence.check(model.network, 2)
+        sequence_parallel.check_sequence_parallel(model.network, 3)
+    sequence_parallel.check_sequence_parallel(model.network, 2)
     model.config.get_text_config().layer_types[0] = "sliding_attention"
     with pytest.raises(UserError, match="has sliding-window layers"):
-        sequence.check(model.network, 2)
+        sequence_parallel.check_sequence_parallel(model.network, 2)
 
 
 @pytest.mark.slow

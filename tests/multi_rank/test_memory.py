@@ -7,14 +7,14 @@ import torch
 
 from families import CASES as FAMILIES
 from multi_rank.training import ROOT, small_recipe
-from wfm_ds.algorithms import engine_policies
+from wfm_ds.algorithms import engine_policy_copies
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.live import LiveBytes, id_of
+from wfm_ds.engine.live_bytes import LiveByteCounter, storage_id
 from wfm_ds.models import registry
-from wfm_ds.models.loading import cast_stored_buffers
-from wfm_ds.recipe.derived import derive
-from wfm_ds.run.estimate import estimate
-from wfm_ds.training.build import build_engine
+from wfm_ds.models.loading import cast_persistent_buffers
+from wfm_ds.recipe.run_sizes import derive_run_sizes
+from wfm_ds.run.memory_estimate import estimate_memory
+from wfm_ds.training.diffusion_builder import build_diffusion_engine
 
 TOLERANCE = 0.15
 # Small networks in which no part is next to nothing beside the others.
@@ -40,11 +40,11 @@ def own_config(name, folder):
 def measured_on_rank(folder, family, config, lora, checkpointing, dtype, side):
     """Counted and estimated bytes by phase of a rank that trains two steps."""
     world = World.join()
-    model = registry.load(folder, dtype=getattr(torch, dtype), device="cpu", **FAMILIES[family].load_options)
+    model = registry.load_model(folder, dtype=getattr(torch, dtype), device="cpu", **FAMILIES[family].load_options)
     torch.manual_seed(0)
-    denoiser = type(model.bare_denoiser)(**{**model.bare_denoiser.config, **WIDER[family]})
-    cast_stored_buffers(denoiser, model.dtype)  # as loading does
-    model.pipeline.transformer = model.bare_denoiser = model.denoiser = denoiser
+    denoiser = type(model.unwrapped_denoiser)(**{**model.unwrapped_denoiser.config, **WIDER[family]})
+    cast_persistent_buffers(denoiser, model.dtype)  # as loading does
+    model.pipeline.transformer = model.unwrapped_denoiser = model.denoiser = denoiser
     model.config = denoiser.config
     recipe = small_recipe(
         config,
@@ -55,20 +55,22 @@ def measured_on_rank(folder, family, config, lora, checkpointing, dtype, side):
         ema={"every": 1},
     )
     shape = model.latent_shape(side, side, FAMILIES[family].size[2])
-    found = estimate(recipe, model, world.size, device="cpu")
-    with LiveBytes() as live:
-        engine = build_engine(model, recipe, derive(recipe, world.size), world, engine_policies(recipe))
+    found = estimate_memory(recipe, model, world.size, device="cpu")
+    with LiveByteCounter() as live:
+        engine = build_diffusion_engine(
+            model, recipe, derive_run_sizes(recipe, world.size), world, engine_policy_copies(recipe)
+        )
         peaks = {}
         for _ in range(2):
-            live.peak = live.now
+            live.peak = live.current
             for _ in range(MICRO_STEPS):
                 train(engine, model, shape, BATCH * MICRO_STEPS * world.size)
-            peaks["train"], live.peak = live.peak, live.now
+            peaks["train"], live.peak = live.peak, live.current
             engine.step()
             engine.update_ema()
-            peaks["optimizer"], live.peak = live.peak, live.now
-    elsewhere = {id_of(t): t.untyped_storage().nbytes() for t in (*denoiser.parameters(), *denoiser.buffers())}
-    outside = sum(size for key, size in elsewhere.items() if not live.knows(key))
+            peaks["optimizer"], live.peak = live.peak, live.current
+    elsewhere = {storage_id(t): t.untyped_storage().nbytes() for t in (*denoiser.parameters(), *denoiser.buffers())}
+    outside = sum(size for key, size in elsewhere.items() if not live.is_counted(key))
     beside = ("VAE", "other parts", "texts")
     parts = {phase: {k: v for k, v in found.phases[phase].items() if k not in beside} for phase in peaks}
     return {

@@ -10,8 +10,8 @@ from families import CASES as FAMILIES
 from multi_rank.training import small_recipe
 from wfm_ds.distributed.world import World
 from wfm_ds.models import registry
-from wfm_ds.recipe.derived import derive
-from wfm_ds.training.build import build_engine, freeze_base
+from wfm_ds.recipe.run_sizes import derive_run_sizes
+from wfm_ds.training.diffusion_builder import build_diffusion_engine, mark_frozen_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # family, ZeRO, LoRA, dtype of training, dtype of the files
@@ -25,7 +25,7 @@ CASES = [
 
 
 def load(folder, dtype, family, **options):
-    return registry.load(folder, dtype=DTYPES[dtype], device="cpu", **FAMILIES[family].load_options, **options)
+    return registry.load_model(folder, dtype=DTYPES[dtype], device="cpu", **FAMILIES[family].load_options, **options)
 
 
 def recipe_of(config, lora, dtype):
@@ -47,7 +47,7 @@ def build_on_rank(folder, family, config, lora, dtype):
     world, recipe = World.join(), recipe_of(config, lora, dtype)
     model = load(folder, dtype, family, mapped=True)
     stored = sorted({str(parameter.dtype) for parameter in model.denoiser.parameters()})
-    engine = build_engine(model, recipe, derive(recipe, world.size), world, frozenset())
+    engine = build_diffusion_engine(model, recipe, derive_run_sizes(recipe, world.size), world, frozenset())
     forward = first_forward(model, family)
     weights = {}
     for name, parameter in engine.module.named_parameters():
@@ -79,7 +79,7 @@ def test_shards_of_mapped_files_are_those_of_a_plain_load(case, two_ranks, tiny_
     family, config, lora, dtype, stored = case
     folder = restored(tiny_pipelines(family), tmp_path / "base", stored)
     model = load(folder, dtype, family)
-    freeze_base(model, recipe_of(config, lora, dtype))
+    mark_frozen_layers(model, recipe_of(config, lora, dtype))
     for parameter in model.denoiser.parameters():  # training has no exceptions from its dtype
         parameter.data = parameter.data.to(DTYPES[dtype])
     weights, forward = dict(model.denoiser.named_parameters()), first_forward(model, family)

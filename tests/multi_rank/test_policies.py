@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import wfm_ds.engine.policy
+import wfm_ds.engine.policies
 from multi_rank.training import build, follow, full_tensors, plain_step, predict, small_sd3, zero3_with_threshold
 from wfm_ds.engine.schedules import ema_decay
 
@@ -27,7 +27,7 @@ def follow_gathered_masters(config, lora, dtype, every):
     """Return whether the engine's average equals one over gathered masters (rank 0), and the names each rank saw."""
     sections = {"model": {"dtype": dtype}, "ema": {"decay": 0.25, "every": every}}
     engine = build(config, lora=lora, policies={"ema"}, accumulation=1, **sections)
-    names = [name for name, _ in engine.named_full_tensors("ema")]
+    names = [name for name, _ in engine.iter_full_tensors("ema")]
     average = full_tensors(engine, "train")
     for step in range(3):
         plain_step(engine, step, getattr(torch, dtype))
@@ -96,27 +96,27 @@ def swap_and_return(config, lora, dtype):
     follow(engine, plain_step(engine, 0, kind))
     with torch.no_grad():
         before = predict(engine.forward_module, range(3), kind)
-    masters = [flat.clone() for flat in engine.shards.masters()]
+    masters = [flat.clone() for flat in engine.shards.master_weights()]
     copies = [flat.clone() for copy in engine.copies.values() for flat in copy.flats]
     refusals, others, trainable = [], [], trainable_names(engine)
     same_trainable = []
     for policy in sorted(engine.policies):
-        with engine.policy(policy):
+        with engine.use_policy(policy):
             others.append(predict(engine.forward_module, range(3), kind))
             same_trainable.append(trainable_names(engine) == trainable)
             attempts = (
                 lambda: engine.backward(before.sum(), 1),
                 engine.step,
-                lambda: engine.policy("train").__enter__(),
+                lambda: engine.use_policy("train").__enter__(),
                 lambda: engine.update_policy("old", 0.5),
             )
             refusals += refusals_of(attempts, RuntimeError)
     with torch.no_grad():
         after = predict(engine.forward_module, range(3), kind)
-    same_masters = all(map(torch.equal, engine.shards.masters(), masters))
+    same_masters = all(map(torch.equal, engine.shards.master_weights(), masters))
     same_copies = all(map(torch.equal, [f for c in engine.copies.values() for f in c.flats], copies))
     return {
-        "same": [torch.equal(before, after), same_masters, same_copies, plain_step(engine, 1, kind).applied],
+        "same": [torch.equal(before, after), same_masters, same_copies, plain_step(engine, 1, kind).is_applied],
         "same_trainable": [*same_trainable, trainable_names(engine) == trainable],
         "differ": [not torch.equal(before, output) for output in others],
         "gradient": [not output.requires_grad for output in others],
@@ -142,18 +142,18 @@ def merge_and_return(config, dtype):
     follow(engine, plain_step(engine, 0, kind))
     policies = ("train", *sorted(engine.policies))
     for policy in policies:
-        with engine.policy(policy):
+        with engine.use_policy(policy):
             pass  # its adapter is written when it is asked for
     before, trainable, found = [p.clone() for p in engine.module.parameters()], trainable_names(engine), {}
     for policy in policies:
-        with engine.policy(policy), torch.no_grad():
+        with engine.use_policy(policy), torch.no_grad():
             want = predict(engine.forward_module, range(3), kind)
-        with engine.policy(policy, merge=True):
+        with engine.use_policy(policy, merge=True):
             got = predict(engine.forward_module, range(3), kind)
             refused = refusals_of([engine.step], RuntimeError)
         found[policy] = float((got - want).norm() / want.norm()), bool(refused) and not got.requires_grad
     same = all(map(torch.equal, engine.module.parameters(), before)) and trainable_names(engine) == trainable
-    return found, same, plain_step(engine, 1, kind).applied
+    return found, same, plain_step(engine, 1, kind).is_applied
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [("zero1", "float32"), ("zero2", "float32"), ("zero2", "bfloat16")])
@@ -176,7 +176,7 @@ def writes_of_an_average(config):
         plain_step(engine, step, torch.float32)
         engine.update_ema()
     written = [not all(map(torch.equal, adapter, start))]
-    with engine.policy("ema"):
+    with engine.use_policy("ema"):
         written.append(not all(map(torch.equal, adapter, start)))
     average = full_tensors(engine, "ema")
     named = {name.replace(".ema.", "."): p for name, p in engine.module.named_parameters() if ".ema." in name}
@@ -203,12 +203,12 @@ def replay_and_train(config, lora):
     recordings, equal, outputs = [], [], []
     for step in range(2):
         for policy in ("train", "old"):
-            with engine.policy(policy), torch.no_grad():
+            with engine.use_policy(policy), torch.no_grad():
                 want = predict(engine.forward_module, range(3))
-                recordings.append(engine._replays.num_recordings)
-                with engine.replayed():
+                recordings.append(engine._graphs.num_recordings)
+                with engine.replay_graphs():
                     outputs.append(predict(engine.forward_module, range(3)))
-                recordings.append(engine._replays.num_recordings)
+                recordings.append(engine._graphs.num_recordings)
             equal.append(torch.equal(outputs[-1], want))
         plain_step(engine, step)
         engine.update_policy("old", 0.5)
@@ -229,9 +229,9 @@ def swap_after_step(config, refresh):
     with torch.no_grad():
         initial = predict(engine.forward_module, range(3))
     if not refresh:
-        wfm_ds.engine.policy.refresh_gathered = lambda parameters: None
+        wfm_ds.engine.policies.refresh_gathered_weights = lambda parameters: None
     plain_step(engine, 0)
-    with engine.policy("ref"):
+    with engine.use_policy("ref"):
         return {"initial": initial, "ref": predict(engine.forward_module, range(3))}
 
 
@@ -260,8 +260,8 @@ def copy_policies(config, lora):
     attempts = (
         lambda: engine.update_policy("ema", 0.5),
         lambda: engine.update_policy("ref", 0.5),
-        lambda: engine.policy("ref").__enter__(),
-        lambda: next(engine.named_full_tensors("rel")),
+        lambda: engine.use_policy("ref").__enter__(),
+        lambda: next(engine.iter_full_tensors("rel")),
     )
     return {
         "copied": [torch.equal(whole[n], theta[n]) for n in theta],

@@ -11,11 +11,11 @@ from families import CASES
 from multi_rank.exports import assert_all_steps_taken, assert_draws, assert_loads, assert_trained
 from multi_rank.resuming import train_on_rank
 from wfm_ds.data.media import load_media
-from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.models.tiny import FAMILIES
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.run_sizes import derive_run_sizes
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 TINY = sorted(path for path in (RECIPES / "tiny").glob("*.yaml") if "llava" not in path.stem)  # test_language.py
@@ -120,9 +120,9 @@ CHANGES = {
 
 def train_and_keep_pictures(recipe, overrides, kept):
     """... and write the last picture or frames that were drawn to the file `kept`, before they are compressed."""
-    from wfm_ds.models.decoding import Decoding
+    from wfm_ds.models.decoding import PendingPixels
 
-    wait = Decoding.wait
+    wait = PendingPixels.wait
 
     def keep(self):
         pictures, finite = wait(self)
@@ -130,11 +130,11 @@ def train_and_keep_pictures(recipe, overrides, kept):
             np.save(kept, pictures[-1])
         return pictures, finite
 
-    Decoding.wait = keep
+    PendingPixels.wait = keep
     try:
         return train_on_rank(recipe, overrides)
     finally:
-        Decoding.wait = wait
+        PendingPixels.wait = wait
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def run(one_rank, two_ranks, tiny_pipelines, media, tmp_path):
     On the fewest ranks that it takes: one replica."""
 
     def run(path, *overrides, family=None, data=None):
-        recipe = recipe_file.load(path, overrides)
+        recipe = recipe_file.load_recipe(path, overrides)
         family = family or recipe.model.path.removeprefix("tiny:")
         places = [f"run.output_dir={tmp_path / 'out'}", f"model.path={tiny_pipelines(family)}"]
         places += [f"data.path={media[data or recipe.data.path]}"]
@@ -189,7 +189,9 @@ def run(one_rank, two_ranks, tiny_pipelines, media, tmp_path):
         kept = str(tmp_path / "pictures.npy")
         outcome = ranks.run(train_and_keep_pictures, recipe=str(path), overrides=words, kept=kept)[0]
         assert (outcome["status"], outcome["step"]) == ("finished", 2)
-        assert_all_steps_taken(tmp_path / "out", derive(recipe_file.load(path, words), ranks.num_ranks).total_updates)
+        assert_all_steps_taken(
+            tmp_path / "out", derive_run_sizes(recipe_file.load_recipe(path, words), ranks.num_ranks).total_updates
+        )
         return tmp_path / "out" / "safetensors" / "step_2", tiny_pipelines(family), family
 
     return run
@@ -232,7 +234,7 @@ def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(
     if data is not None:
         overrides += [
             "data.max_upscale=8",
-            f"algorithm.max_num_conditional_frames={int(case.given is not None)}",
+            f"algorithm.max_num_conditional_frames={int(case.conditioning_frames_call is not None)}",
         ]
     path = RECIPES / "tiny" / f"{BASE[algorithm]}.yaml"
     result = run(path, *overrides, family=family, data=data)
@@ -240,17 +242,17 @@ def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(
     if algorithm == "sft":
         (sample,) = (tmp_path / "out" / "samples" / "step_2" / "samples.jsonl").read_text().splitlines()
         sample, clip = json.loads(sample), None
-        if case.given is not None:
+        if case.conditioning_frames_call is not None:
             framing = Framing(height=height, width=width, num_frames=num_frames, max_upscale=8)
-            clip = load_media(LocalFile(media[data] / f"{sample['prompt_id']}.mp4"), framing, centre)
+            clip = load_media(LocalFile(media[data] / f"{sample['prompt_id']}.mp4"), framing, draw_centre)
         frames = np.load(tmp_path / "pictures.npy")
         assert_draws(*result, frames=frames, sample=sample, steps=EVAL_STEPS, clip=clip)
 
 
 @pytest.mark.parametrize("name", sorted(TWINS.keys() | {path.stem for path in RECIPES.glob("*.yaml")}))
 def test_a_full_size_recipe_is_shared_out_over_eight_ranks_and_has_a_tiny_twin(name):
-    recipe = recipe_file.load(RECIPES / f"{name}.yaml")
-    shares = derive(recipe, 8)
+    recipe = recipe_file.load_recipe(RECIPES / f"{name}.yaml")
+    shares = derive_run_sizes(recipe, 8)
     assert shares.samples_per_rank * shares.num_replicas == shares.samples_per_step
-    twin = recipe_file.load(RECIPES / "tiny" / f"{TWINS[name]}.yaml")
+    twin = recipe_file.load_recipe(RECIPES / "tiny" / f"{TWINS[name]}.yaml")
     assert (twin.algorithm.name, twin.lora is None) == (recipe.algorithm.name, recipe.lora is None)

@@ -7,7 +7,7 @@ import torch
 from ranks import started
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.lockstep import Guard
+from wfm_ds.engine.rank_guard import RankGuard
 from wfm_ds.errors import DataError, UserError
 
 
@@ -18,31 +18,31 @@ def four_ranks(tmp_path_factory):
 
 
 def places(sp):
-    world = World.join().in_replicas(sp)
+    world = World.join().with_replicas(sp)
     return [world.sp_size, world.sp_rank, world.dp_size, world.dp_rank, float(world.is_leader)]
 
 
 def collectives(sp):
-    world = World.join().in_replicas(sp)
+    world = World.join().with_replicas(sp)
     of_leader = torch.arange(6.0).view(2, 3) + world.rank if world.is_leader else None
     own = np.full((2, 1), world.rank, np.uint8)
-    num_begun = LIVENESS.num_begun
-    shared = world.share({"rank": world.rank})
-    assert LIVENESS.num_begun == num_begun  # replicas share differently often, and the numbers are compared
+    num_begun = LIVENESS.num_started
+    shared = world.broadcast_in_replica({"rank": world.rank})
+    assert LIVENESS.num_started == num_begun  # replicas share differently often, and the numbers are compared
     return {
-        "replica_sums": world.replica_sums({"work": 10.0**world.rank})["work"],
-        "sums": world.sums({"shards": 10.0**world.rank})["shards"],
-        "replica_gather": world.replica_gather([world.rank]),
+        "replica_sums": world.sum_over_replicas({"work": 10.0**world.rank})["work"],
+        "sums": world.sum_over_ranks({"shards": 10.0**world.rank})["shards"],
+        "replica_gather": world.gather_from_leaders([world.rank]),
         "share": shared,
-        "share_tensor": world.share_tensor(of_leader),
-        "arrays": [array.tolist() for array in world.replica_gather_arrays(own)] if world.is_leader else None,
-        "leaders": world.checked(lambda: world.rank, on="leaders"),
+        "share_tensor": world.broadcast_tensor_in_replica(of_leader),
+        "arrays": [array.tolist() for array in world.gather_leader_arrays(own)] if world.is_leader else None,
+        "leaders": world.run_checked(lambda: world.rank, on="leaders"),
     }
 
 
 def failing_leader(sp, rank):
     """What each rank gets of an error on one of them."""
-    world = World.join().in_replicas(sp)
+    world = World.join().with_replicas(sp)
 
     def read():
         if world.rank == rank:
@@ -50,7 +50,7 @@ def failing_leader(sp, rank):
         return world.rank
 
     try:
-        return world.checked(read, on="leaders")
+        return world.run_checked(read, on="leaders")
     except DataError as error:
         return f"itself: {error}"
     except UserError as error:
@@ -106,19 +106,19 @@ def test_replicas_must_come_out_even(two_ranks):
 
 def uneven():
     try:
-        World.join().in_replicas(3)
+        World.join().with_replicas(3)
     except UserError as error:
         return str(error)
 
 
 def guarded(sp, apart):
     """The message of the guard on ranks whose inputs differ by `apart` in the last bits."""
-    world = World.join().in_replicas(sp)
-    guard = Guard(world)
+    world = World.join().with_replicas(sp)
+    guard = RankGuard(world)
     latents = torch.ones(2, 3) + (2**-23 * apart if world.rank else 0)
     try:
-        guard.check("train", True, inputs=(latents, torch.tensor([0.5])))
-        guard.check("train", True, inputs=(torch.ones(1, dtype=torch.bfloat16),))
+        guard.compare_ranks("train", True, inputs=(latents, torch.tensor([0.5])))
+        guard.compare_ranks("train", True, inputs=(torch.ones(1, dtype=torch.bfloat16),))
     except RuntimeError as error:
         return str(error)
     return "agreed"

@@ -9,9 +9,9 @@ import torch
 from multi_rank.resuming import CASES, SLOW, STEPS, assert_equal_runs, records, settings, train_on_rank, weights
 from multi_rank.same_runs import assert_same_runs
 from multi_rank.training import build, full_tensors, plain_step
-from wfm_ds.checkpoint.cuts import file_name
-from wfm_ds.checkpoint.state import capture, read_state
-from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.checkpoint.export_target import ExportTarget
+from wfm_ds.checkpoint.rank_state import capture_state, restore_state
+from wfm_ds.checkpoint.sharded_states import rank_file_name
 from wfm_ds.data.digits import write_digits
 from wfm_ds.errors import UserError
 
@@ -104,14 +104,16 @@ def state_read_back(folder, damage):
     if engine.world.is_main:
         folder.mkdir()
     engine.world.barrier()
-    capture(engine, {"step": 5}, ExportTarget(Path("unused"), ("transformer",)), torch.float32).write(folder)
+    capture_state(engine, {"step": 5}, ExportTarget(Path("unused"), ("transformer",)), torch.float32).write_files(
+        folder
+    )
     if damage == "bytes" and engine.world.rank == 1:
-        path = folder / file_name(1)
+        path = folder / rank_file_name(1)
         path.write_bytes(bytes(path.stat().st_size))
     targets = ["to_q", "to_k", "to_out.0"] if damage == "targets" else None
     other = build("zero2", lora=True, targets=targets)
     try:
-        return str(read_state(other, folder, 2))
+        return str(restore_state(other, folder, 2))
     except UserError as error:
         return str(error)
 
@@ -125,15 +127,15 @@ def reference_read_back(folder):
     if engine.world.is_main:
         folder.mkdir()
     engine.world.barrier()
-    capture(engine, {}, ExportTarget(Path("unused"), ("transformer",)), torch.float32).write(folder)
+    capture_state(engine, {}, ExportTarget(Path("unused"), ("transformer",)), torch.float32).write_files(folder)
     engine.world.barrier()
     other = build("zero2", lora=False, policies={"old", "ref"})
-    read_state(other, folder, 2)
+    restore_state(other, folder, 2)
     equal = {}
     for policy in ("train", "old", "ref"):
         before, after = full_tensors(engine, policy), full_tensors(other, policy)
         equal[policy] = all(torch.equal(before[name], after[name]) for name in before)
-    return sorted(engine.states()), equal, [engine.distance("old"), engine.distance("ref")]
+    return sorted(engine.shard_states()), equal, [engine.policy_distance("old"), engine.policy_distance("ref")]
 
 
 def test_the_frozen_reference_is_the_base_model_and_not_stored(two_ranks, tmp_path):

@@ -31,10 +31,10 @@ def digits(tmp_path_factory):
 
 def train_and_count(recipe, overrides):
     """One rank's part of a run, and how many files it read, batches it submitted and samples it decoded."""
-    from wfm_ds.data import reading
+    from wfm_ds.data import batch_reader
     from wfm_ds.models.base import DiffusionModel
     from wfm_ds.rollout.rewards import RewardClient
-    from wfm_ds.training import first_frames
+    from wfm_ds.training import validation_frames
 
     counts = {"read": 0, "submitted": 0, "decoded": 0, "encoded": 0}
 
@@ -49,11 +49,11 @@ def train_and_count(recipe, overrides):
         return lambda: setattr(owner, name, stock)
 
     undo = [
-        counting(reading, "load_media", "read"),
-        counting(first_frames, "load_media", "read"),
+        counting(batch_reader, "load_media", "read"),
+        counting(validation_frames, "load_media", "read"),
         counting(RewardClient, "submit", "submitted"),
-        counting(DiffusionModel, "decode", "decoded", lambda _, latents: len(latents)),
-        counting(DiffusionModel, "encode_media", "encoded", lambda _, media: len(media)),
+        counting(DiffusionModel, "decode_latents", "decoded", lambda _, latents: len(latents)),
+        counting(DiffusionModel, "encode_uint8", "encoded", lambda _, media: len(media)),
     ]
     try:
         train_on_rank(recipe, overrides)

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
+from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.samples import LocalFile, Sample
-from wfm_ds.data.shared import pack, unpack
 from wfm_ds.data.tar_index import IndexEntry
 from wfm_ds.data.webdataset import TarMember
 from wfm_ds.types import Prompt
@@ -18,8 +18,8 @@ def read_paired(folder, own_kind):
     """The samples of a paired folder on this rank, and how many captions it read."""
     from pathlib import Path
 
-    from wfm_ds.data import caption_cache, paired
-    from wfm_ds.data.shared import read_on_main
+    from wfm_ds.data import caption_cache, captioned_folder
+    from wfm_ds.data.broadcast import read_on_main
     from wfm_ds.distributed.world import World
     from wfm_ds.errors import UserError
 
@@ -27,9 +27,13 @@ def read_paired(folder, own_kind):
     caption_cache.read_regular = lambda path: [names.append(path), read(path)][1]
 
     def scan():
-        found = paired.PairedFolder(Path(folder), max_bad_fraction=0.5)
+        found = captioned_folder.CaptionedFolder(Path(folder), max_bad_fraction=0.5)
         return TrainingData(
-            prompts=[s.prompt for s in found.samples], samples=found.samples, held_out=[], shown=[], bad=found.bad
+            prompts=[s.prompt for s in found.samples],
+            samples=found.samples,
+            held_out=[],
+            validation_prompts=[],
+            bad=found.bad,
         )
 
     class OwnMedia:
@@ -80,5 +84,7 @@ def test_every_kind_of_media_returns_as_it_was():
         Sample(id="a", media=LocalFile(os.fsdecode(b"/\xe9.png")), prompt=prompt),
         Sample(id="a", media=member, prompt=prompt),
     ]
-    data = TrainingData(prompts=[prompt], samples=samples, held_out=samples[:1], shown=[prompt], bad={"shard": ["x"]})
-    assert unpack(json.loads(json.dumps(pack(data)))) == data
+    data = TrainingData(
+        prompts=[prompt], samples=samples, held_out=samples[:1], validation_prompts=[prompt], bad={"shard": ["x"]}
+    )
+    assert unpack_data(json.loads(json.dumps(pack_data(data)))) == data

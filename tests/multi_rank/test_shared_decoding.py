@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.forward import CountedForward
+from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models import registry
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout.scores import Submissions, decoded
+from wfm_ds.rollout.scores import ScoringQueue, decode_in_replica
 from wfm_ds.types import Prompt
 
 
@@ -27,12 +27,12 @@ class Sent:
 
 
 def job_of(recipe, folder):
-    model = registry.load(folder, dtype=torch.float32, device="cpu")
-    recipe = recipe_file.load(Path(recipe))
+    model = registry.load_model(folder, dtype=torch.float32, device="cpu")
+    recipe = recipe_file.load_recipe(Path(recipe))
     sampler = Sampler(
-        model=model, texts=TextCache(model), settings=recipe.sampling, forward=CountedForward(model.denoise)
+        model=model, text_cache=TextCache(model), settings=recipe.sampling, forward=CountingForward(model.denoise)
     )
-    return SimpleNamespace(recipe=recipe, model=model, sampler=sampler, world=World.join().in_replicas(2))
+    return SimpleNamespace(recipe=recipe, model=model, sampler=sampler, world=World.join().with_replicas(2))
 
 
 def drawn(job, count):
@@ -46,21 +46,21 @@ def decode_together(recipe, folder, count):
     job, here = job_of(recipe, folder), []
     latents = drawn(job, count)
     with job.model.pipeline.vae.decoder.register_forward_hook(lambda *_: here.append(1)):
-        media, finite = decoded(job, latents)
-    return torch.from_numpy(media), finite, len(here), torch.from_numpy(job.sampler.media(latents)[0])
+        media, finite = decode_in_replica(job, latents)
+    return torch.from_numpy(media), finite, len(here), torch.from_numpy(job.sampler.decode_to_uint8(latents)[0])
 
 
 def submit_chunks(recipe, folder, sizes):
     """On each rank: the batches that were sent, how many were sent after each chunk, and the broken samples."""
     job, sent, after = job_of(recipe, folder), Sent(), []
-    latents, submissions, first = drawn(job, sum(sizes)), Submissions(job, sent), 0
+    latents, submissions, first = drawn(job, sum(sizes)), ScoringQueue(job, sent), 0
     for size in sizes:
         chosen = range(first, first + size)
         prompts = [Prompt(id=f"p/{i}", text="a red circle") for i in chosen]
-        submissions.add(latents[first : first + size], [f"s{i}" for i in chosen], prompts)
+        submissions.submit(latents[first : first + size], [f"s{i}" for i in chosen], prompts)
         first += size
         after.append(len(sent.batches))
-    return sent.batches, after, sorted(submissions.close()), torch.from_numpy(job.sampler.media(latents)[0])
+    return sent.batches, after, sorted(submissions.flush()), torch.from_numpy(job.sampler.decode_to_uint8(latents)[0])
 
 
 @pytest.fixture

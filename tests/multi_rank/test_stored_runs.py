@@ -7,7 +7,7 @@ import pytest
 
 import s3
 from multi_rank.resuming import STEPS, assert_equal_runs, settings, train_on_rank, weights
-from wfm_ds.checkpoint import remote, store
+from wfm_ds.checkpoint import remote_store, store
 from wfm_ds.data.digits import write_digits
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.run.mirror import Mirror
@@ -37,9 +37,9 @@ def wait_for_main(refuse):
     from wfm_ds.distributed import world
     from wfm_ds.errors import UserError
 
-    signs, patience, world.PATIENCE_S = [], world.PATIENCE_S, 0.05
+    signs, patience, world.WAIT_INTERVAL_S = [], world.WAIT_INTERVAL_S, 0.05
     one, enough = world.World.join(), threading.Event()
-    reduce = type(one).any
+    reduce = type(one).any_rank
 
     def counted(self, flag):
         signs.append(flag)
@@ -53,13 +53,13 @@ def wait_for_main(refuse):
             raise UserError("no")
         return [1]
 
-    type(one).any = counted
+    type(one).any_rank = counted
     try:
-        return [one.patiently(work), len(signs) > 3]
+        return [one.run_without_timeout(work), len(signs) > 3]
     except UserError as error:
         return [str(error), len(signs) > 3]
     finally:
-        type(one).any, world.PATIENCE_S = reduce, patience
+        type(one).any_rank, world.WAIT_INTERVAL_S = reduce, patience
 
 
 def test_all_ranks_wait_for_what_rank_0_does_alone(two_ranks):
@@ -75,7 +75,7 @@ def local_files(folder):
 
 
 def stored_bytes(address, name, size, folder):
-    transfer.download(f"{address}/{name}", folder / "back", size=size)
+    transfer.download_file(f"{address}/{name}", folder / "back", size=size)
     return (folder / "back").read_bytes()
 
 
@@ -89,7 +89,7 @@ def test_a_run_is_copied_and_continues_from_s3_alone(server, two_ranks, tiny_pip
     two_ranks.run(train_on_rank, **settings(folder=whole, **case))
 
     two_ranks.run(train_stored, url=server, **settings(folder=first, **case, changes=storage), stop_at=3)
-    stored = transfer.listing(address)
+    stored = transfer.list_objects(address)
     assert {name.split("/")[1] for name in stored if name.startswith("checkpoints/")} == {"step_2", "step_3"}
     assert {name.split("/")[1] for name in stored if name.startswith("safetensors/")} == {"step_3"}
     result = json.loads(transfer.read_text(f"{address}/result.json"))
@@ -104,9 +104,9 @@ def test_a_run_is_copied_and_continues_from_s3_alone(server, two_ranks, tiny_pip
 
     two_ranks.run(train_stored, url=server, **settings(folder=second, **case, changes=storage))
     assert_equal_runs(second, whole)
-    stored = transfer.listing(address)
+    stored = transfer.list_objects(address)
     assert {name.split("/")[1] for name in stored if name.startswith("safetensors/")} == {"step_3", f"step_{STEPS}"}
-    assert remote.newest(f"{address}/checkpoints").step == STEPS
+    assert remote_store.find_newest(f"{address}/checkpoints").step == STEPS
     assert json.loads(transfer.read_text(f"{address}/result.json"))["status"] == "finished"
 
     for done in two_ranks.run(train_stored, url=server, **settings(folder=third, **case, changes=storage)):
@@ -122,7 +122,7 @@ def test_a_run_is_copied_and_continues_from_s3_alone(server, two_ranks, tiny_pip
 
 def leave(folder, run, steps, **result):
     """A folder as a run of these settings leaves it, with these checkpoints; the run is not over without a result."""
-    text = recipe_file.dump(recipe_file.load(Path(run["recipe"]), run["overrides"]))
+    text = recipe_file.dump_recipe(recipe_file.load_recipe(Path(run["recipe"]), run["overrides"]))
     files = {"recipe.yaml": text, "metrics.jsonl": '{"step": 1}\n' * max(steps)}
     for step in steps:
         marker = {"step": step, "world_size": 1, "facts": {"metrics_bytes": 12}, "files": {"recipe.yaml": len(text)}}
@@ -160,12 +160,12 @@ def test_the_command_on_an_older_machine_leaves_the_storage_as_it_is(server, one
     leave(tmp_path / "A", runs["A"], old[0], **old[1])
     copy(tmp_path / "A", address)
     leave(tmp_path / "B", runs["B"], new[0], **new[1])
-    transfer.remove([f"{address}/result.json"])
+    transfer.remove_objects([f"{address}/result.json"])
     copy(tmp_path / "B", address)
-    before = {name: transfer.read_text(f"{address}/{name}") for name in transfer.listing(address)}
+    before = {name: transfer.read_text(f"{address}/{name}") for name in transfer.list_objects(address)}
     result = (tmp_path / "A" / "result.json").read_text()
 
     [done] = one_rank.run(train_stored, url=server, **runs["A"])
     assert done["status"] == "finished"
-    assert {name: transfer.read_text(f"{address}/{name}") for name in transfer.listing(address)} == before
+    assert {name: transfer.read_text(f"{address}/{name}") for name in transfer.list_objects(address)} == before
     assert (tmp_path / "A" / "result.json").read_text() == result

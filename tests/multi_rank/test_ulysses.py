@@ -14,8 +14,8 @@ from ranks import started
 from wfm_ds.errors import UserError
 from wfm_ds.models.experts import Experts
 from wfm_ds.ulysses import cosmos25, exchange, hooks, sana, sana_video, wan
-from wfm_ds.ulysses.groups import sequence_group
-from wfm_ds.ulysses.install import families, family_of, install
+from wfm_ds.ulysses.groups import create_sequence_group
+from wfm_ds.ulysses.install import find_family, install_ulysses, ulysses_families
 
 FORWARD, GRADIENT = 1e-5, 2e-5
 VARIANTS = {
@@ -49,7 +49,7 @@ def require_equal(found):
 
 
 def test_every_family_is_among_the_cases():
-    assert {family_of(built(case)) for case in CASES.values()} == set(families().values())
+    assert {find_family(built(case)) for case in CASES.values()} == set(ulysses_families().values())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,7 +80,7 @@ def experts_on_rank():
 
     whole = Experts({f"expert_{i}": built(case, checkpointing=True, seed=i) for i in range(2)})
     shared = copy.deepcopy(whole)
-    install(shared, dist.group.WORLD)
+    install_ulysses(shared, dist.group.WORLD)
     return {"experts": difference(turns(shared), turns(whole))}
 
 
@@ -96,7 +96,7 @@ def oracle_on_rank():
     theirs = copy.deepcopy(ours)
     with mock.patch("torch.accelerator.device_count", return_value=2):  # it divides by their number
         theirs.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
-    install(ours, dist.group.WORLD)
+    install_ulysses(ours, dist.group.WORLD)
     outputs, gradients = run(theirs, case, sizes)
     for gradient in gradients.values():
         dist.all_reduce(gradient)
@@ -125,10 +125,10 @@ def first_rows(x, dim, lengths, group):
 MISTAKES = {
     "the state of SANA, summed in the forward pass only": ("sana", sana, "sum_over_ranks", sum_in_forward_only),
     "the states of SANA-Video, likewise": ("sana_video", sana_video, "sum_over_ranks", sum_in_forward_only),
-    "no row of the neighbour": ("sana", hooks, "halo", zero_lines),
-    "no frame of the neighbour": ("sana_video", hooks, "halo", zero_lines),
-    "every rank's tokens at the first positions, Wan": ("wan", wan, "own", first_rows),
-    "every rank's tokens at the first positions, Cosmos": ("cosmos25", cosmos25, "own", first_rows),
+    "no row of the neighbour": ("sana", hooks, "exchange_halo", zero_lines),
+    "no frame of the neighbour": ("sana_video", hooks, "exchange_halo", zero_lines),
+    "every rank's tokens at the first positions, Wan": ("wan", wan, "local_shard", first_rows),
+    "every rank's tokens at the first positions, Cosmos": ("cosmos25", cosmos25, "local_shard", first_rows),
 }
 
 
@@ -165,7 +165,7 @@ def counted(calls):
 def collectives_on_rank(name, size, **options):
     case, calls = CASES[name], {"forward": [], "backward": [], "without gradient": []}
     transformer = built(case, **options)
-    install(transformer, dist.group.WORLD)
+    install_ulysses(transformer, dist.group.WORLD)
     with counted(calls["forward"]):
         outputs, loss = forwards(transformer, case, [size])
     with counted(calls["backward"]):
@@ -215,7 +215,7 @@ def low_precision_on_rank(name):
     exact = built(case)
     whole = copy.deepcopy(exact).to(torch.bfloat16)
     shared = copy.deepcopy(whole)
-    install(shared, dist.group.WORLD)
+    install_ulysses(shared, dist.group.WORLD)
     inputs = case.inputs(torch.Generator().manual_seed(0), *case.sizes[0])
     low = {name: low_precision(name, argument) for name, argument in inputs.items()}
     with torch.no_grad():
@@ -245,7 +245,7 @@ def refusals_on_rank():
         transformer = built(CASES[name], heads=heads)
         change(transformer)
         try:
-            install(transformer, dist.group.WORLD)
+            install_ulysses(transformer, dist.group.WORLD)
             transformer(**CASES[name].inputs(torch.Generator(), *(size or CASES[name].even)), **arguments)
         except UserError as error:
             return str(error)
@@ -256,7 +256,7 @@ def refusals_on_rank():
             block.attn1.fuse_projections()
 
     def share(transformer):
-        install(transformer, dist.group.WORLD)
+        install_ulysses(transformer, dist.group.WORLD)
 
     residuals = [torch.zeros(())]
     return {
@@ -277,7 +277,7 @@ REFUSALS = {
     "fused": "WanTransformer3DModel does not support sequence parallelism: blocks.0.attn1 has fused projections; call "
     "unfuse_qkv_projections() first",
     "twice": "SanaTransformer2DModel does not support sequence parallelism: its attention uses "
-    f"{sana.LinearAttention.__name__}, not SanaLinearAttnProcessor2_0",
+    f"{sana.SanaLinearAttention.__name__}, not SanaLinearAttnProcessor2_0",
     "one head": "engine.sequence_parallel = 2 exceeds the number of attention heads of CosmosTransformer3DModel, 1; "
     "set it to 1 or less",
     "residuals": "SD3Transformer2DModel does not support sequence parallelism: ControlNet residuals "
@@ -299,12 +299,15 @@ def test_what_cannot_be_shared_is_said(two_ranks):
 
 
 def groups_on_rank():
-    return {"size": dist.get_world_size(sequence_group(2)), "alone": dist.get_world_size(sequence_group(1))}
+    return {
+        "size": dist.get_world_size(create_sequence_group(2)),
+        "alone": dist.get_world_size(create_sequence_group(1)),
+    }
 
 
 def refused_group_on_rank():
     with pytest.raises(UserError, match=r"engine\.sequence_parallel = 3 does not divide the 2 ranks; use one of 1, 2"):
-        sequence_group(3)
+        create_sequence_group(3)
 
 
 def test_groups_are_neighbours_and_come_out_even(two_ranks):

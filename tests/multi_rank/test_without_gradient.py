@@ -36,7 +36,7 @@ def train(recipe, overrides, run_all):
         return Advantages(values * (len(groups) // len(values)), {})
 
     with (
-        mock.patch.object(DiffusionNft, "advantages", known),
+        mock.patch.object(DiffusionNft, "compute_advantages", known),
         mock.patch.object(DiffusionNft, "has_gradient", (lambda *_: True) if run_all else DiffusionNft.has_gradient),
     ):
         return train_on_rank(recipe, overrides)

@@ -6,7 +6,7 @@ import pytest
 
 from multi_rank.resuming import train_on_rank
 from multi_rank.same_runs import assert_same_runs, exported, records
-from wfm_ds.quickstart.command import world_of
+from wfm_ds.quickstart.command import load_demo
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 # AdamW's first steps divide by the gradient's size: a larger eps keeps rounding errors of tiny gradients small.
@@ -38,13 +38,13 @@ ASYNC = ["rollout.mode=async", "rollout.max_staleness=0"]
 def test_a_demo_learns_the_same_on_one_rank_on_two_and_with_workers(
     name, one_rank, two_ranks, tiny_pipelines, tmp_path
 ):
-    demo = world_of(name)
-    demo.write(tmp_path / "data")
+    demo = load_demo(name)
+    demo.write_data(tmp_path / "data")
     for where, ranks, changes in (("one", one_rank, []), ("two", two_ranks, []), ("async", one_rank, ASYNC)):
         overrides = [
             f"run.output_dir={tmp_path / where}",
             f"model.path={tiny_pipelines(demo.name)}",
-            f"data.path={tmp_path / 'data' / demo.asked}",
+            f"data.path={tmp_path / 'data' / demo.rl_data}",
             *demo.rl_overrides(tmp_path),
             *(*SHORT, *SMALL[name], *ALIKE, *changes),
         ]

@@ -144,13 +144,13 @@ def train_step(engine, step, dtype=torch.float32, spoil=None):
     """One optimizer step of this rank: old and ref by phase, then training. Returns (result, global loss)."""
     world, micros = engine.world, range(MICRO_STEPS)
     numbers = [term_numbers(step, micro, world.rank) for micro in micros]
-    with engine.policy("old"):
+    with engine.use_policy("old"):
         old = [predict(engine.forward_module, n, dtype) for n in numbers]
-    with engine.policy("ref"):
+    with engine.use_policy("ref"):
         ref = [predict(engine.forward_module, n, dtype) for n in numbers]
     total, loss = num_terms(step), 0.0
     if spoil == "empty":
-        return engine.skip(), math.nan
+        return engine.skip_step(), math.nan
     for micro in micros:
         v = predict(engine.forward_module, numbers[micro], dtype)
         loss_B = nft_loss(numbers[micro], v, old[micro], ref[micro])
@@ -159,7 +159,7 @@ def train_step(engine, step, dtype=torch.float32, spoil=None):
             loss_sum = loss_sum * float("nan")
         engine.backward(loss_sum, total)
         loss += float(loss_sum.detach())
-    return engine.step(), world.sums({"loss": loss})["loss"] / total
+    return engine.step(), world.sum_over_ranks({"loss": loss})["loss"] / total
 
 
 def plain_step(engine, step, dtype=torch.float32):
@@ -172,14 +172,14 @@ def plain_step(engine, step, dtype=torch.float32):
 
 def follow(engine, result):
     """What the loops do after a step."""
-    if result.applied:
+    if result.is_applied:
         engine.update_ema()
         engine.update_policy("old", OLD_DECAY)
 
 
 def full_tensors(engine, policy):
     """{name: tensor} on rank 0, {} elsewhere."""
-    return {name: tensor for name, tensor in engine.named_full_tensors(policy) if tensor is not None}
+    return {name: tensor for name, tensor in engine.iter_full_tensors(policy) if tensor is not None}
 
 
 class Reference:

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from wfm_ds.pipes.agenda import SPARE, Agenda
+from wfm_ds.pipes.priority_queue import MIN_STALE_ENTRIES, PriorityQueue
 
 keys = st.integers(0, 9)
 places = st.integers(0, 20)
@@ -12,7 +12,7 @@ places = st.integers(0, 20)
 class Model(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.agenda = Agenda()
+        self.agenda = PriorityQueue()
         self.plain = {}  # place and turn by key
         self.turn = 0
 
@@ -33,7 +33,7 @@ class Model(RuleBasedStateMachine):
     @rule(before=places)
     def due(self, before):
         want = [key for key in self.sorted() if self.plain[key][0] < before]
-        assert self.agenda.due(before) == want
+        assert self.agenda.pop_due(before) == want
         for key in want:
             del self.plain[key]
 
@@ -41,19 +41,19 @@ class Model(RuleBasedStateMachine):
     def equal(self):
         assert len(self.agenda) == len(self.plain)
         assert {key for key in range(10) if key in self.agenda} == self.plain.keys()
-        assert self.agenda.first() == next(iter(self.sorted()), None)
+        assert self.agenda.peek() == next(iter(self.sorted()), None)
 
 
 TestAgenda = Model.TestCase
 
 
 def test_places_that_are_left_do_not_add_up():
-    agenda = Agenda()
+    agenda = PriorityQueue()
     agenda.put("a first one that stays", -1.0)
     for number in range(10_000):
         agenda.put("moves on", float(number))
         agenda.put(number, 1e9)
         agenda.discard(number)
     assert len(agenda) == 2
-    assert len(agenda._heap) <= 2 * len(agenda) + SPARE
-    assert agenda.due(1e9) == ["a first one that stays", "moves on"]
+    assert len(agenda._heap) <= 2 * len(agenda) + MIN_STALE_ENTRIES
+    assert agenda.pop_due(1e9) == ["a first one that stays", "moves on"]

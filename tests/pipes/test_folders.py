@@ -11,12 +11,12 @@ import pytest
 import zmq
 
 from wfm_ds.errors import UserError
-from wfm_ds.pipes.folders import PREFIX, SocketFolder, hold, sweep
+from wfm_ds.pipes.socket_folders import FOLDER_PREFIX, SocketFolder, hold_folder, remove_orphaned_folders
 from wfm_ds.pipes.sockets import Router
 
 OWNER = """
 import sys, zmq
-from wfm_ds.pipes.folders import SocketFolder
+from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.pipes.sockets import Router
 folder = SocketFolder()
 router = Router(zmq.Context(), f"ipc://{folder.path}/clients")
@@ -36,7 +36,7 @@ sys.stdin.read()
 def base(monkeypatch, tmp_path_factory):
     """The place where folders are made, by this process and by those that it starts."""
     base = tmp_path_factory.mktemp("s", numbered=True)
-    short = f"/tmp/{PREFIX}test-{os.getpid()}-{base.name}"
+    short = f"/tmp/{FOLDER_PREFIX}test-{os.getpid()}-{base.name}"
     os.symlink(base, short)
     monkeypatch.setenv("XDG_RUNTIME_DIR", short)
     yield base
@@ -85,9 +85,9 @@ def test_a_folder_whose_maker_was_killed_is_in_use_while_a_socket_is_bound_there
     guest, said = started(GUEST, left)
     assert said == "bound"
     kill(owner)
-    assert sweep(base) == []
+    assert remove_orphaned_folders(base) == []
     kill(guest)
-    assert [path.name for path in sweep(base)] == [os.path.basename(left)]
+    assert [path.name for path in remove_orphaned_folders(base)] == [os.path.basename(left)]
     assert not list(base.iterdir())
 
 
@@ -95,29 +95,29 @@ def test_what_is_not_ours_stays(base):
     (base / "wfm-pipes-notebook").mkdir()
     (base / "wfm-pipes-4242-notebook").mkdir()  # another user's number
     (base / "wfm-policy-12345678").mkdir()
-    (base / f"{PREFIX}afile123").write_text("")
+    (base / f"{FOLDER_PREFIX}afile123").write_text("")
     (base / "elsewhere").mkdir()
     (base / "elsewhere" / "kept").write_text("")
-    (base / f"{PREFIX}alink123").symlink_to(base / "elsewhere")
-    (base / f"{PREFIX}afolder1" / "inside").mkdir(parents=True)
+    (base / f"{FOLDER_PREFIX}alink123").symlink_to(base / "elsewhere")
+    (base / f"{FOLDER_PREFIX}afolder1" / "inside").mkdir(parents=True)
     before = sorted(base.rglob("*"))
-    assert sweep(base) == []
+    assert remove_orphaned_folders(base) == []
     assert sorted(base.rglob("*")) == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_what_belongs_to_another_user_stays(base):
-    (base / f"{PREFIX}another1").mkdir()
-    os.chown(base / f"{PREFIX}another1", 12345, 12345)
-    assert sweep(base) == []
-    assert hold(base / f"{PREFIX}another1") is None
+    (base / f"{FOLDER_PREFIX}another1").mkdir()
+    os.chown(base / f"{FOLDER_PREFIX}another1", 12345, 12345)
+    assert remove_orphaned_folders(base) == []
+    assert hold_folder(base / f"{FOLDER_PREFIX}another1") is None
 
 
 def test_a_folder_that_somebody_removed_is_made_again_and_in_use(base):
     folder = SocketFolder()
     os.rmdir(folder.path)  # as a service does that ends by itself
     folder.restore()
-    assert sweep(base) == []
+    assert remove_orphaned_folders(base) == []
     folder.remove()
     folder.remove()
     assert not list(base.iterdir())
@@ -129,7 +129,7 @@ def test_folders_that_are_made_while_others_sweep_are_there(base):
 
     def sweep_on():
         while not stop.is_set():
-            sweep(base)
+            remove_orphaned_folders(base)
 
     sweepers = [threading.Thread(target=sweep_on) for _ in range(2)]
     for thread in sweepers:
@@ -139,7 +139,7 @@ def test_folders_that_are_made_while_others_sweep_are_there(base):
             with SocketFolder() as path:
                 assert path.is_dir()
                 (path / "mine").write_text("")
-                assert sweep(base) == []
+                assert remove_orphaned_folders(base) == []
                 assert (path / "mine").exists()
     finally:
         stop.set()
@@ -150,12 +150,12 @@ def test_folders_that_are_made_while_others_sweep_are_there(base):
 def test_a_router_gives_the_folder_up_when_it_is_released(base):
     context, folder = zmq.Context(), SocketFolder()
     router = Router(context, f"ipc://{folder.path}/clients")
-    folder._release()  # as if its maker was killed
-    assert sweep(base) == []
+    folder._unlock()  # as if its maker was killed
+    assert remove_orphaned_folders(base) == []
     router.close()
     context.term()
-    router.release()
-    assert sweep(base) == [base / folder.path.name]
+    router.remove_files()
+    assert remove_orphaned_folders(base) == [base / folder.path.name]
 
 
 def test_no_place_is_a_sentence(monkeypatch):

@@ -21,12 +21,12 @@ import zmq
 
 from bad_frames import bombard
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.broker import Broker, TaskKind
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.hub import Hub, Kind
-from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT, HUB_TO_WORKER, WORKER_TO_HUB
-from wfm_ds.pipes.sockets import Dealer, Full, PipeError, Router, check_endpoint
-from wfm_ds.pipes.unfinished import TaskRequest
+from wfm_ds.pipes.messages import BROKER_TO_CLIENT, BROKER_TO_WORKER, CLIENT_TO_BROKER, WORKER_TO_BROKER
+from wfm_ds.pipes.pending_submissions import TaskRequest
+from wfm_ds.pipes.socket_folders import SocketFolder
+from wfm_ds.pipes.sockets import Dealer, PipeError, Router, SendQueueFull, check_endpoint
 from wfm_ds.pipes.worker import LeaseWorker, TaskFailed
 
 KIND = "double"
@@ -47,7 +47,9 @@ def stack(folder):  # unwound before the folder is looked at
 
 
 def a_hub(stack, folder, *, stall_s=10.0, **limits):
-    hub = Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={KIND: Kind(stall_s, {"x": 1})}, **limits)
+    hub = Broker(
+        clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={KIND: TaskKind(stall_s, {"x": 1})}, **limits
+    )
     hub.start()
     stack.callback(lambda: hub.stop(0.0))
     return hub
@@ -61,7 +63,7 @@ def a_client(stack, endpoint, name="ann"):
 
 
 def double(task, progress):
-    return {"doubled": [int(t.sum()) * 2 for t in task.tensors()], "rows": [row["i"] for row in task.rows]}
+    return {"doubled": [int(t.sum()) * 2 for t in task.read_tensors()], "rows": [row["i"] for row in task.rows]}
 
 
 def a_worker(stack, hub, handle=double, name="w0"):
@@ -85,7 +87,7 @@ def collect(client, count):
     outcomes = {}
     deadline_s = time.monotonic() + DEADLINE_S
     while len(outcomes) < count and time.monotonic() < deadline_s:
-        for outcome in client.take(0.5):
+        for outcome in client.take_outcomes(0.5):
             assert outcome.id not in outcomes, "every task has one outcome"
             outcomes[outcome.id] = outcome
     return outcomes
@@ -100,14 +102,14 @@ class RawPeer:
         stack.callback(lambda: (self.dealer.close(), self.context.term()))
 
     def say(self, message_type, **fields):
-        self.send(wire.encode(message_type, next(self.mids), fields))
+        self.send(wire.encode_header(message_type, next(self.mids), fields))
 
     def send(self, header, *payload):
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
             try:
                 return self.dealer.send(header, payload)
-            except Full:  # not connected yet
+            except SendQueueFull:  # not connected yet
                 assert time.monotonic() < deadline_s
                 self.dealer.socket.poll(10)
 
@@ -115,7 +117,9 @@ class RawPeer:
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             if self.dealer.socket.poll(50):
-                message = wire.decode([f.buffer for f in self.dealer.receive()], HUB_TO_WORKER | HUB_TO_CLIENT)
+                message = wire.decode_message(
+                    [f.buffer for f in self.dealer.receive()], BROKER_TO_WORKER | BROKER_TO_CLIENT
+                )
                 if message.type == message_type:
                     return message
         return None
@@ -123,7 +127,7 @@ class RawPeer:
 
 def raw_header(fields):
     packed = msgpack.packb(fields)
-    return struct.pack("<I", wire.checksum(packed)) + packed
+    return struct.pack("<I", wire.compute_checksum(packed)) + packed
 
 
 class RawWorker(RawPeer):
@@ -163,7 +167,7 @@ def test_a_result_sent_twice_counts_once(stack, folder):
         raw.finish(task, {"n": 2})
     outcomes = collect(client, 2)
     assert [o.meta for o in outcomes.values()] == [{"n": 1}, {"n": 1}]
-    assert client.take(0.3) == []
+    assert client.take_outcomes(0.3) == []
 
 
 def test_an_exception_is_a_failure_of_its_task_after_three_attempts(stack, folder):
@@ -211,7 +215,7 @@ def test_a_stalled_task_moves_and_its_late_result_is_ignored(stack, folder):
     assert [o.meta.get("doubled") for o in collect(client, 1).values()] == [[150]]
     raw.finish(task)
     assert raw.hear("ack").fields["ids"] == ["t/0"]
-    assert client.take(0.3) == []
+    assert client.take_outcomes(0.3) == []
 
 
 def test_slow_work_that_reports_progress_is_left_alone(stack, folder):
@@ -238,7 +242,7 @@ def test_what_a_lost_worker_held_is_done_by_another(stack, folder):
     client = a_client(stack, hub.client_endpoint)
     submit(client, [5])
     assert raw.hear("task").fields["attempt"] == 1
-    hub.worker_lost("raw", "died")
+    hub.report_lost_worker("raw", "died")
     a_worker(stack, hub)
     assert [o.ok for o in collect(client, 1).values()] == [True]
     raw.say("beat", progress=[])
@@ -287,7 +291,7 @@ def test_completions_that_got_lost_with_a_connection_are_sent_again(stack, folde
 def test_a_completion_that_comes_twice_is_one_outcome(stack, folder):
     context = zmq.Context()
     router = Router(context, f"ipc://{folder}/c")
-    stack.callback(lambda: (router.close(), context.term(), router.release()))
+    stack.callback(lambda: (router.close(), context.term(), router.remove_files()))
     client = PipeClient(router.endpoint, run="run", client="ann")
     stack.callback(client.close)
     submit(client, [1])
@@ -301,20 +305,20 @@ def test_a_completion_that_comes_twice_is_one_outcome(stack, folder):
     while "submit" not in seen:
         assert router.socket.poll(DEADLINE_S * 1000), "the client attaches, then submits"
         route, frames = router.receive()
-        message = wire.decode([f.buffer for f in frames], CLIENT_TO_HUB)
+        message = wire.decode_message([f.buffer for f in frames], CLIENT_TO_BROKER)
         seen.add(message.type)
         router.send(route, b"rubbish")
         for message_type, fields in answers.get(message.type, []):
-            router.send(route, wire.encode(message_type, 1, fields))
-    assert [o.id for o in client.take(DEADLINE_S)] == ["t/0"]
-    assert client.take(0.3) == []
+            router.send(route, wire.encode_header(message_type, 1, fields))
+    assert [o.id for o in client.take_outcomes(DEADLINE_S)] == ["t/0"]
+    assert client.take_outcomes(0.3) == []
 
 
 def test_a_worker_says_of_a_lease_whose_task_never_reached_it_that_it_has_it_not(stack, folder):
     """Else the hub would keep its place for it, and never give it another."""
     context = zmq.Context()
     router = Router(context, f"ipc://{folder}/w")
-    stack.callback(lambda: (router.close(), context.term(), router.release()))
+    stack.callback(lambda: (router.close(), context.term(), router.remove_files()))
     worker = LeaseWorker(router.endpoint, worker="w", name="w", kinds=[KIND])
     thread = threading.Thread(target=worker.run, args=(double,), daemon=True)
     thread.start()
@@ -326,13 +330,13 @@ def test_a_worker_says_of_a_lease_whose_task_never_reached_it_that_it_has_it_not
             assert time.monotonic() < deadline_s, message_type
             assert router.socket.poll(DEADLINE_S * 1000), message_type
             route, frames = router.receive()
-            message = wire.decode([f.buffer for f in frames], WORKER_TO_HUB)
+            message = wire.decode_message([f.buffer for f in frames], WORKER_TO_BROKER)
             if message.type == message_type:
                 return route, message.fields
 
     route, _ = hear("hello")
-    router.send(route, wire.encode("welcome", 1, {"hub": "1", "beat_s": 2.0}))
-    router.send(route, wire.encode("stalled", 2, {"id": "t", "attempt": 7}))
+    router.send(route, wire.encode_header("welcome", 1, {"hub": "1", "beat_s": 2.0}))
+    router.send(route, wire.encode_header("stalled", 2, {"id": "t", "attempt": 7}))
     _, failed = hear("failed")
     assert (failed["id"], failed["attempt"], failed["reason"]) == ("t", 7, "not received")
 
@@ -361,7 +365,7 @@ def test_a_new_hub_gets_everything_unfinished_again(stack, folder):
         {f"t/{i}": i for i in range(8)} | {f"later/{i}": i for i in range(4)}
     )
     assert second.error is None
-    assert client.silent_s() < 3
+    assert client.silence_s() < 3
 
 
 def test_a_full_hub_is_offered_the_rest_later(stack, folder):
@@ -380,9 +384,9 @@ def test_what_fits_a_first_message_alone_is_refused_at_once(stack, folder):
     task = TaskRequest("t", KIND, 0, 1, client.now_s() + DEADLINE_S)
     fields = {"id": "t", "kind": KIND, "start": 0, "stop": 1, "deadline_s": 1.0}
     text = "x" * 65000
-    spare = wire.HEADER_BYTES - len(wire.encode("submit", 0, {"rows": [{"i": text}], "tasks": [fields]}))
+    spare = wire.MAX_HEADER_BYTES - len(wire.encode_header("submit", 0, {"rows": [{"i": text}], "tasks": [fields]}))
     fits_once = {"i": text + "x" * spare}
-    wire.encode("submit", 0, {"rows": [fits_once], "tasks": [fields]})
+    wire.encode_header("submit", 0, {"rows": [fits_once], "tasks": [fields]})
     with pytest.raises(wire.WireError, match="header of"):
         client.submit([fits_once], [], [task])
 
@@ -414,7 +418,7 @@ def test_a_newer_client_of_the_same_name_replaces_the_older(stack, folder):
     submit(newer, [2])
     a_worker(stack, hub)
     assert [o.meta["doubled"] for o in collect(newer, 1).values()] == [[60]]
-    assert older.take(0.3) == []
+    assert older.take_outcomes(0.3) == []
 
 
 def test_an_older_client_does_not_take_back_its_name(stack, folder):
@@ -431,7 +435,7 @@ def test_an_older_client_does_not_take_back_its_name(stack, folder):
 
 
 def test_rubbish_disturbs_nobody(stack, folder):
-    hub = Hub(clients="tcp://127.0.0.1:0", workers=f"ipc://{folder}/w", kinds={KIND: Kind(10.0, {})})
+    hub = Broker(clients="tcp://127.0.0.1:0", workers=f"ipc://{folder}/w", kinds={KIND: TaskKind(10.0, {})})
     hub.start()
     stack.callback(lambda: hub.stop(0.0))
     a_worker(stack, hub)
@@ -447,7 +451,7 @@ def test_rubbish_disturbs_nobody(stack, folder):
         try:
             peer.send(os.urandom(50), [b"x"] * sent)
             sent += 1
-        except Full:
+        except SendQueueFull:
             peer.socket.poll(10)
     submit(client, [1])
     assert [o.ok for o in collect(client, 1).values()] == [True]
@@ -466,9 +470,9 @@ def test_a_flood_of_bad_messages_is_a_line_for_each_reason_and_its_count(stack, 
     peer = RawPeer(stack, hub.client_endpoint)
     bad = [
         lambda i: (os.urandom(50 + i),),  # checksum
-        lambda i: (raw_header({"v": wire.PROTOCOL, "t": f"type {i}", "mid": 1}),),
-        lambda i: (raw_header({"v": wire.PROTOCOL, "t": "since", "mid": 1, f"key {i}": 1}),),
-        lambda i: (raw_header({"v": wire.PROTOCOL, "t": "since", "mid": 1, "seq": 0}), *[b"x"] * (1 + i % 50)),
+        lambda i: (raw_header({"v": wire.PROTOCOL_VERSION, "t": f"type {i}", "mid": 1}),),
+        lambda i: (raw_header({"v": wire.PROTOCOL_VERSION, "t": "since", "mid": 1, f"key {i}": 1}),),
+        lambda i: (raw_header({"v": wire.PROTOCOL_VERSION, "t": "since", "mid": 1, "seq": 0}), *[b"x"] * (1 + i % 50)),
     ]
     for i in range(400):
         for frames in bad:
@@ -549,12 +553,12 @@ def test_other_endpoints_are_refused(endpoint):
 def test_one_path_is_bound_once_and_a_stale_one_again(stack, folder):
     a_hub(stack, folder)
     with pytest.raises(PipeError, match="another process already does"):
-        Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w2", kinds={})
+        Broker(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w2", kinds={})
     with pytest.raises(PipeError, match=r"cannot listen at .*no-such"):
-        Hub(clients=f"ipc://{folder}/no-such/c", workers=f"ipc://{folder}/w2", kinds={})
+        Broker(clients=f"ipc://{folder}/no-such/c", workers=f"ipc://{folder}/w2", kinds={})
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(f"{folder}/s")  # closing leaves the path, as a killed process does
-    hub = Hub(clients=f"ipc://{folder}/s", workers=f"ipc://{folder}/s2", kinds={})
+    hub = Broker(clients=f"ipc://{folder}/s", workers=f"ipc://{folder}/s2", kinds={})
     hub.start()
     hub.stop(0.0)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -580,18 +584,20 @@ def test_a_hub_that_stops_waits_until_its_client_has_what_finished(stack, folder
 
 def test_a_hub_that_stops_answers_every_question_or_cancels_it(stack, folder, monkeypatch):
     hub = a_hub(stack, folder)
-    assert hub.status().result(DEADLINE_S).counts == {}
+    assert hub.request_status().result(DEADLINE_S).counts == {}
     asked = []
     close = Router.close
 
     def ask_and_close(router):
-        asked.append(hub.status())
+        asked.append(hub.request_status())
         close(router)
 
     monkeypatch.setattr(Router, "close", ask_and_close)  # its thread closes, and is still alive
-    hub._commands.put(lambda: (hub._begin_stop(0.0), asked.append(hub.status())))  # is in the mailbox when it closes
+    hub._commands.put(
+        lambda: (hub._start_drain(0.0), asked.append(hub.request_status()))
+    )  # is in the mailbox when it closes
     hub.stop(0.0)
-    asked.append(hub.status())
+    asked.append(hub.request_status())
     assert len(asked) == 4
     for answer in asked:
         with pytest.raises(CancelledError):
@@ -600,7 +606,7 @@ def test_a_hub_that_stops_answers_every_question_or_cancels_it(stack, folder, mo
 
 def test_pipes_load_nothing_heavy():
     code = (
-        "import wfm_ds.pipes.hub, wfm_ds.pipes.client, wfm_ds.pipes.worker, sys;"
+        "import wfm_ds.pipes.broker, wfm_ds.pipes.client, wfm_ds.pipes.worker, sys;"
         "roots = {m.split('.')[0] for m in sys.modules};"
         "print(sorted(roots & {'torch', 'deepspeed', 'diffusers', 'pydantic', 'yaml'}))"
     )

@@ -7,11 +7,11 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from wfm_ds.pipes.broker import Broker, TaskKind
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.ledger import MAX_ATTEMPTS
-from wfm_ds.pipes.unfinished import TaskRequest
+from wfm_ds.pipes.pending_submissions import TaskRequest
+from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.pipes.worker import LeaseWorker
 
 KIND = "work"
@@ -27,7 +27,7 @@ def stack():
 @pytest.fixture
 def hub(stack):
     folder = stack.enter_context(SocketFolder())
-    hub = Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={KIND: Kind(600.0, {})})
+    hub = Broker(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={KIND: TaskKind(600.0, {})})
     hub.start()
     stack.callback(hub.stop, 0.0)
     return hub
@@ -68,9 +68,9 @@ def test_workers_that_leave_in_the_middle_of_a_task_are_not_its_attempts(stack, 
         worker, _ = a_worker(stack, hub, endless, f"w{name}")
         assert at_work.wait(DEADLINE_S)
         worker.stop()
-        assert worker.left.wait(DEADLINE_S), "it does not wait for its task"
+        assert worker.disconnected.wait(DEADLINE_S), "it does not wait for its task"
     a_worker(stack, hub, lambda task, progress: {"attempt": task.attempt}, "patient")
-    (outcome,) = client.take(DEADLINE_S)
+    (outcome,) = client.take_outcomes(DEADLINE_S)
     released.set()
     assert (outcome.ok, outcome.meta) == (True, {"attempt": MAX_ATTEMPTS + 2})
 
@@ -80,9 +80,9 @@ def test_a_task_that_ends_its_worker_is_given_up_although_nobody_watches_the_pro
         _, thread = a_worker(stack, hub, lambda task, progress: sys.exit(), "w")
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
-        assert client.take(0.0) == []
+        assert client.take_outcomes(0.0) == []
     a_worker(stack, hub, lambda task, progress: {}, "w")  # each is another life of the same worker
-    (outcome,) = client.take(DEADLINE_S)
+    (outcome,) = client.take_outcomes(DEADLINE_S)
     assert (outcome.ok, outcome.reason) == (False, f"its worker died ({MAX_ATTEMPTS} attempts)")
 
 
@@ -91,7 +91,7 @@ def test_a_task_that_does_not_fit_a_message_together_with_the_note_fails_alone(s
     client.submit([{"prompt": "y" * 40000}], [], [TaskRequest("long", KIND, 0, 1, client.now_s() + 600)])
     a_worker(stack, hub, lambda task, progress: {}, "w")
     ends = {}
-    while len(ends) < 2 and (outcomes := client.take(DEADLINE_S)):
+    while len(ends) < 2 and (outcomes := client.take_outcomes(DEADLINE_S)):
         ends |= {outcome.id: outcome.reason for outcome in outcomes}
     assert ends["t"] == ""
     assert ends["long"].startswith("cannot be sent: task: header of ")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from wfm_ds.pipes.ledger import MAX_ATTEMPTS, Admission, Ledger, Refused, ReportStatus, Task
+from wfm_ds.pipes.ledger import MAX_ATTEMPTS, Admission, Ledger, ReportStatus, Task, TaskRejected
 
 STALL_S = 10.0
 KINDS = ("a", "b")
@@ -19,15 +19,15 @@ def a_ledger(**limits):
 
 
 def up(ledger, worker="w0", kinds=KINDS, credit=1, held=()):
-    ledger.worker_up(worker, frozenset(kinds), credit, held)
+    ledger.register_worker(worker, frozenset(kinds), credit, held)
 
 
 def leased(ledger, now_s=0.0):
-    return [(g.worker, g.task.id, g.attempt) for g in ledger.lease(now_s)]
+    return [(g.worker, g.task.id, g.attempt) for g in ledger.lease_tasks(now_s)]
 
 
 def finished(ledger, owner="ann", after=0):
-    return [(c.id, c.ok, c.reason) for c in ledger.completions(owner, after)]
+    return [(c.id, c.ok, c.reason) for c in ledger.new_completions(owner, after)]
 
 
 def test_a_task_is_leased_once_in_submit_order_within_credit():
@@ -38,7 +38,7 @@ def test_a_task_is_leased_once_in_submit_order_within_credit():
     up(ledger, credit=3)
     assert leased(ledger) == [("w0", "0", 1), ("w0", "1", 1), ("w0", "2", 1)]
     assert leased(ledger) == []
-    assert ledger.result("w0", "1", 1, 0.5, {"x": 1}) is ReportStatus.ACCEPTED
+    assert ledger.record_result("w0", "1", 1, 0.5, {"x": 1}) is ReportStatus.ACCEPTED
     assert leased(ledger) == [("w0", "3", 1)]
     assert finished(ledger) == [("1", True, "")]
 
@@ -48,13 +48,13 @@ def test_the_first_result_wins_and_others_are_recognised():
     ledger.submit(a_task("t"))
     up(ledger)
     leased(ledger)
-    assert ledger.result("w0", "t", 1, 0.5, {"n": 1}) is ReportStatus.ACCEPTED
-    assert ledger.result("w0", "t", 1, 0.5, {"n": 2}) is ReportStatus.DUPLICATE
-    assert ledger.completions("ann", 0)[0].meta == {"n": 1}
-    ledger.release("ann", 1)
-    assert ledger.result("w0", "t", 1, 0.5, {"n": 3}) is ReportStatus.DUPLICATE
+    assert ledger.record_result("w0", "t", 1, 0.5, {"n": 1}) is ReportStatus.ACCEPTED
+    assert ledger.record_result("w0", "t", 1, 0.5, {"n": 2}) is ReportStatus.DUPLICATE
+    assert ledger.new_completions("ann", 0)[0].meta == {"n": 1}
+    ledger.release_completions("ann", 1)
+    assert ledger.record_result("w0", "t", 1, 0.5, {"n": 3}) is ReportStatus.DUPLICATE
     assert ledger.submit(a_task("t")) is Admission.KNOWN
-    assert ledger.result("w0", "never", 1, 0.5, {}) is ReportStatus.UNKNOWN
+    assert ledger.record_result("w0", "never", 1, 0.5, {}) is ReportStatus.UNKNOWN
     assert finished(ledger) == []
 
 
@@ -63,13 +63,13 @@ def test_a_stalled_lease_moves_but_its_worker_gets_nothing_more_until_it_reports
     ledger.submit(a_task("t"))
     up(ledger)
     leased(ledger)
-    assert ledger.expire(STALL_S) == []
-    assert ledger.expire(STALL_S + 0.1) == [("w0", "t", 1)]
-    assert ledger.expire(STALL_S + 0.2) == []
+    assert ledger.expire_leases(STALL_S) == []
+    assert ledger.expire_leases(STALL_S + 0.1) == [("w0", "t", 1)]
+    assert ledger.expire_leases(STALL_S + 0.2) == []
     assert leased(ledger) == [], "the only worker hangs"
     up(ledger, "w1")
     assert leased(ledger, 20.0) == [("w1", "t", 2)]
-    assert ledger.result("w0", "t", 1, 9.0, {}) is ReportStatus.LATE
+    assert ledger.record_result("w0", "t", 1, 9.0, {}) is ReportStatus.LATE
     assert finished(ledger) == [("t", True, "")]
     ledger.submit(a_task("u"))
     assert leased(ledger) == [("w0", "u", 1)], "it has reported; w1 still works on t"
@@ -80,7 +80,7 @@ def test_a_worker_is_told_again_that_it_hangs_after_each_stall():
     ledger.submit(a_task("t"))
     up(ledger)
     leased(ledger)
-    told = [now_s for now_s in range(35) if ledger.expire(now_s)]
+    told = [now_s for now_s in range(35) if ledger.expire_leases(now_s)]
     assert told == [11, 22, 33]
     assert ledger.counts["requeued"] == 1, "but the task moves once"
 
@@ -90,10 +90,10 @@ def test_a_failure_of_an_earlier_lease_says_nothing_about_this_one():
     ledger.submit(a_task("t"))
     up(ledger)
     leased(ledger)
-    assert ledger.failed("w0", "t", 1, "no luck", fatal=False) is ReportStatus.ACCEPTED
+    assert ledger.record_failure("w0", "t", 1, "no luck", fatal=False) is ReportStatus.ACCEPTED
     assert leased(ledger) == [("w0", "t", 2)]
-    assert ledger.failed("w0", "t", 1, "no luck", fatal=True) is ReportStatus.DUPLICATE
-    assert ledger.result("w0", "t", 2, 0.1, {}) is ReportStatus.ACCEPTED
+    assert ledger.record_failure("w0", "t", 1, "no luck", fatal=True) is ReportStatus.DUPLICATE
+    assert ledger.record_result("w0", "t", 2, 0.1, {}) is ReportStatus.ACCEPTED
 
 
 def test_only_growing_progress_renews_a_lease():
@@ -101,12 +101,12 @@ def test_only_growing_progress_renews_a_lease():
     ledger.submit(a_task("t"))
     up(ledger)
     leased(ledger)
-    ledger.progress("w0", "t", 1, 1, 8.0)
-    assert ledger.expire(17.0) == []
-    ledger.progress("w0", "t", 1, 1, 17.0)
-    ledger.progress("w0", "t", 2, 5, 17.0)
-    ledger.progress("w1", "t", 1, 5, 17.0)
-    assert ledger.expire(18.1) == [("w0", "t", 1)]
+    ledger.record_progress("w0", "t", 1, 1, 8.0)
+    assert ledger.expire_leases(17.0) == []
+    ledger.record_progress("w0", "t", 1, 1, 17.0)
+    ledger.record_progress("w0", "t", 2, 5, 17.0)
+    ledger.record_progress("w1", "t", 1, 5, 17.0)
+    assert ledger.expire_leases(18.1) == [("w0", "t", 1)]
 
 
 def test_a_task_that_kills_its_workers_is_quarantined_with_the_reasons():
@@ -116,7 +116,7 @@ def test_a_task_that_kills_its_workers_is_quarantined_with_the_reasons():
     for life in range(MAX_ATTEMPTS):
         up(ledger, f"w{life}")
         assert leased(ledger) == [(f"w{life}", "poison", life + 1)], "requeued at its old place"
-        assert ledger.worker_lost(f"w{life}", f"killed by signal {life % 2}") == ["poison"]
+        assert ledger.remove_lost_worker(f"w{life}", f"killed by signal {life % 2}") == ["poison"]
     assert finished(ledger) == [("poison", False, "killed by signal 0; killed by signal 1 (3 attempts)")]
     up(ledger, "w9")
     assert leased(ledger) == [("w9", "good", 1)]
@@ -128,12 +128,12 @@ def test_workers_that_leave_cost_a_task_nothing():
     for life in range(5 * MAX_ATTEMPTS):
         up(ledger, f"w{life}")
         assert leased(ledger) == [(f"w{life}", "t", life + 1)]
-        assert ledger.worker_left(f"w{life}") == ["t"]
+        assert ledger.remove_departed_worker(f"w{life}") == ["t"]
     for death in range(MAX_ATTEMPTS):
         assert finished(ledger) == []
         up(ledger, f"x{death}")
         assert [grant[1] for grant in leased(ledger)] == ["t"]
-        ledger.worker_lost(f"x{death}", "killed")
+        ledger.remove_lost_worker(f"x{death}", "killed")
     assert finished(ledger) == [("t", False, "killed (3 attempts)")]
 
 
@@ -143,8 +143,8 @@ def test_what_was_never_sent_waits_again_unsuspected():
     for task_id in "abc":
         ledger.submit(a_task(task_id))
     assert len(leased(ledger)) == 3
-    ledger.not_sent("w0", ["a", "unknown"])
-    assert ledger.worker_lost("w0", "killed") == ["b", "c"]
+    ledger.requeue_unsent("w0", ["a", "unknown"])
+    assert ledger.remove_lost_worker("w0", "killed") == ["b", "c"]
     up(ledger, "w1", credit=3)
     assert leased(ledger) == [("w1", "a", 2)], "b is suspected: it is held alone"
 
@@ -155,9 +155,9 @@ def test_another_worker_is_preferred_for_another_attempt():
     up(ledger, "w1")
     ledger.submit(a_task("t"))
     assert leased(ledger) == [("w0", "t", 1)]
-    ledger.failed("w0", "t", 1, "no luck", fatal=False)
+    ledger.record_failure("w0", "t", 1, "no luck", fatal=False)
     assert leased(ledger) == [("w1", "t", 2)]
-    ledger.failed("w1", "t", 2, "hopeless", fatal=True)
+    ledger.record_failure("w1", "t", 2, "hopeless", fatal=True)
     assert finished(ledger) == [("t", False, "no luck; hopeless (2 attempts)")]
 
 
@@ -167,7 +167,7 @@ def test_credit_counts_rows_and_one_task_however_large_is_always_given():
     for task_id, rows in (("a", 3), ("b", 2), ("c", 1)):
         ledger.submit(replace(a_task(task_id), rows=rows))
     assert leased(ledger) == [("w0", "a", 1)], "b does not fit beside a, and c is younger than b"
-    ledger.result("w0", "a", 1, 0.1, {})
+    ledger.record_result("w0", "a", 1, 0.1, {})
     assert leased(ledger) == [("w0", "b", 1), ("w0", "c", 1)]
     up(ledger, "w1", credit=1)
     ledger.submit(replace(a_task("large"), rows=9))
@@ -180,30 +180,30 @@ def test_what_may_have_killed_a_worker_is_tried_again_alone():
     for task_id in "abc":
         ledger.submit(a_task(task_id))
     assert len(leased(ledger)) == 3
-    ledger.worker_lost("w0", "killed")
+    ledger.remove_lost_worker("w0", "killed")
     up(ledger, "w1", credit=3)
     for task_id in "abc":
         assert leased(ledger) == [("w1", task_id, 2)]
         ledger.submit(a_task(f"{task_id}-later"))
         assert leased(ledger) == [], "nothing is put beside it"
-        ledger.result("w1", task_id, 2, 0.1, {})
+        ledger.record_result("w1", task_id, 2, 0.1, {})
     assert [g[1] for g in leased(ledger)] == ["a-later", "b-later", "c-later"]
 
 
 def test_each_kind_may_have_a_limit_of_its_own():
-    ledger = a_ledger(max_waiting=3, max_waiting_of={"a": 1})
+    ledger = a_ledger(max_waiting=3, max_waiting_by_kind={"a": 1})
     up(ledger)
     ledger.submit(a_task("a1"))
-    with pytest.raises(Refused, match=r"^full$"):
+    with pytest.raises(TaskRejected, match=r"^full$"):
         ledger.submit(a_task("a2"))
     ledger.submit(a_task("b1", kind="b"))
     ledger.submit(a_task("b2", kind="b"))
-    with pytest.raises(Refused, match=r"^full$"):
+    with pytest.raises(TaskRejected, match=r"^full$"):
         ledger.submit(a_task("b3", kind="b"))
-    assert ledger.census(0.0) == ({"a": (1, 0), "b": (2, 0)}, {"w0": None})
+    assert ledger.summarize_load(0.0) == ({"a": (1, 0), "b": (2, 0)}, {"w0": None})
     assert leased(ledger) == [("w0", "a1", 1)]
     assert ledger.submit(a_task("a2")) is Admission.NEW
-    assert ledger.census(7.0) == ({"a": (1, 1), "b": (2, 0)}, {"w0": 7.0})
+    assert ledger.summarize_load(7.0) == ({"a": (1, 1), "b": (2, 0)}, {"w0": 7.0})
 
 
 def test_who_watches_hears_of_each_end_once_with_the_payload():
@@ -213,11 +213,11 @@ def test_who_watches_hears_of_each_end_once_with_the_payload():
     for task_id in "ab":
         ledger.submit(a_task(task_id))
     leased(ledger)
-    ledger.result("w0", "a", 1, 0.1, {})
-    ledger.result("w0", "a", 1, 0.1, {})
+    ledger.record_result("w0", "a", 1, 0.1, {})
+    ledger.record_result("w0", "a", 1, 0.1, {})
     leased(ledger)
-    ledger.failed("w0", "b", 1, "broken", fatal=True)
-    ledger.release("ann", 2)
+    ledger.record_failure("w0", "b", 1, "broken", fatal=True)
+    ledger.release_completions("ann", 2)
     assert heard == [("media of a", True, ""), ("media of b", False, "broken")]
 
 
@@ -236,12 +236,12 @@ def test_a_cancelled_task_keeps_its_worker_busy_until_it_reports():
     up(ledger)
     ledger.submit(a_task("t"))
     leased(ledger)
-    assert ledger.cancel("bob", ["t"]) == [], "not his"
-    assert ledger.cancel("ann", ["t", "unknown"]) == [("w0", "t")]
+    assert ledger.cancel_tasks("bob", ["t"]) == [], "not his"
+    assert ledger.cancel_tasks("ann", ["t", "unknown"]) == [("w0", "t")]
     assert ledger.held_bytes == 0
     ledger.submit(a_task("u"))
     assert leased(ledger) == []
-    assert ledger.result("w0", "t", 1, 0.1, {}) is ReportStatus.DUPLICATE
+    assert ledger.record_result("w0", "t", 1, 0.1, {}) is ReportStatus.DUPLICATE
     assert leased(ledger) == [("w0", "u", 1)]
     assert finished(ledger) == []
 
@@ -251,35 +251,35 @@ def test_a_worker_that_hangs_in_a_cancelled_task_is_still_noticed():
     up(ledger)
     ledger.submit(a_task("t"))
     leased(ledger)
-    ledger.cancel("ann", ["t"])
-    assert ledger.expire(STALL_S + 0.1) == [("w0", "t", 1)]
-    assert ledger.expire(STALL_S + 0.2) == []
+    ledger.cancel_tasks("ann", ["t"])
+    assert ledger.expire_leases(STALL_S + 0.1) == [("w0", "t", 1)]
+    assert ledger.expire_leases(STALL_S + 0.2) == []
 
 
 def test_refusals_say_why():
     ledger = a_ledger(max_waiting=2, max_bytes=12)
-    with pytest.raises(Refused, match=r"unknown task kind c; available: a, b"):
+    with pytest.raises(TaskRejected, match=r"unknown task kind c; available: a, b"):
         ledger.submit(a_task("t", kind="c"))
-    with pytest.raises(Refused, match=r"task too large: 13 bytes, limit 12"):
+    with pytest.raises(TaskRejected, match=r"task too large: 13 bytes, limit 12"):
         ledger.submit(a_task("t", num_bytes=13))
     ledger.submit(a_task("t", num_bytes=10))
-    with pytest.raises(Refused, match=r"^full$"):
+    with pytest.raises(TaskRejected, match=r"^full$"):
         ledger.submit(a_task("u", num_bytes=3))
-    with pytest.raises(Refused, match=r"another client"):
+    with pytest.raises(TaskRejected, match=r"another client"):
         ledger.submit(a_task("t", owner="bob"))
     ledger.submit(a_task("u", num_bytes=1))
-    with pytest.raises(Refused, match=r"^full$"):
+    with pytest.raises(TaskRejected, match=r"^full$"):
         ledger.submit(a_task("v", num_bytes=0))
     up(ledger)
     leased(ledger)
-    ledger.result("w0", "t", 1, 0.1, {})
+    ledger.record_result("w0", "t", 1, 0.1, {})
     assert ledger.submit(a_task("v", num_bytes=3)) is Admission.NEW
 
 
 def test_a_kind_that_is_down_fails_at_once_by_name():
     ledger = a_ledger()
     ledger.submit(a_task("waits"))
-    ledger.kind_down("a", "reward a is down")
+    ledger.disable_kind("a", "reward a is down")
     ledger.submit(a_task("comes later"))
     ledger.submit(a_task("other", kind="b"))
     assert finished(ledger) == [("waits", False, "reward a is down"), ("comes later", False, "reward a is down")]
@@ -288,9 +288,9 @@ def test_a_kind_that_is_down_fails_at_once_by_name():
 def test_a_deadline_ends_what_waits():
     ledger = a_ledger()
     ledger.submit(a_task("t", deadline_s=5.0))
-    ledger.expire(4.9)
+    ledger.expire_leases(4.9)
     assert finished(ledger) == []
-    ledger.expire(5.1)
+    ledger.expire_leases(5.1)
     assert finished(ledger) == [("t", False, "deadline")]
 
 
@@ -299,9 +299,9 @@ def test_a_submitter_that_starts_anew_may_use_its_ids_again():
     up(ledger)
     ledger.submit(a_task("t"))
     leased(ledger)
-    ledger.result("w0", "t", 1, 0.1, {})
-    ledger.release("ann", 1)
-    ledger.forget("ann")
+    ledger.record_result("w0", "t", 1, 0.1, {})
+    ledger.release_completions("ann", 1)
+    ledger.forget_owner("ann")
     assert ledger.submit(a_task("t")) is Admission.NEW
 
 
@@ -309,5 +309,5 @@ def test_nothing_is_leased_while_draining():
     ledger = a_ledger()
     up(ledger)
     ledger.submit(a_task("t"))
-    ledger.leasing = False
+    ledger.is_leasing = False
     assert leased(ledger) == []

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from wfm_ds.pipes.ledger import MAX_ATTEMPTS, Admission, Ledger, Refused, ReportStatus, Task
-from wfm_ds.pipes.tasks import State
+from wfm_ds.pipes.ledger import MAX_ATTEMPTS, Admission, Ledger, ReportStatus, Task, TaskRejected
+from wfm_ds.pipes.tasks import TaskState
 
 STALL_S = 10.0
 KINDS = ("a", "b")
@@ -30,7 +30,7 @@ class ScanningLedger(Ledger):
         super().__init__(stall_s, **limits)
         self.stalled_at_s = {}  # by worker, task and attempt
 
-    def expire(self, now_s):
+    def expire_leases(self, now_s):
         stalled = []
         for name, worker in self._workers.items():
             for task_id, lease in worker.leases.items():
@@ -39,30 +39,30 @@ class ScanningLedger(Ledger):
                     continue
                 stalled.append(key)
                 self.stalled_at_s[key] = now_s
-                if not lease.void:
-                    lease.void = True
-                    self._requeue(self._entries[task_id], f"no progress for {lease.stall_s:g} s", fatal=False)
+                if not lease.is_void:
+                    lease.is_void = True
+                    self._end_attempt(self._entries[task_id], f"no progress for {lease.stall_s:g} s", fatal=False)
         for entry in list(self._entries.values()):
-            if entry.state is State.WAITING and now_s > entry.task.deadline_s:
-                self._finish(entry, State.QUARANTINED, reason="; ".join(["deadline", *entry.reasons]))
+            if entry.state is TaskState.WAITING and now_s > entry.task.deadline_s:
+                self._finish_task(entry, TaskState.QUARANTINED, reason="; ".join(["deadline", *entry.reasons]))
         return stalled
 
-    def completions(self, owner, after_seq):
+    def new_completions(self, owner, after_seq):
         known = self._owners.get(owner)
         return [c for c in known.completions.values() if c.seq > after_seq] if known else []
 
-    def release(self, owner, up_to_seq):
-        for completion in self.completions(owner, 0):
+    def release_completions(self, owner, up_to_seq):
+        for completion in self.new_completions(owner, 0):
             if completion.seq <= up_to_seq:
-                self._remove(self._entries[completion.id], "released")
+                self._remove_task(self._entries[completion.id], "released")
 
-    def forget(self, owner):
-        running = self.cancel(owner, [e.task.id for e in self._entries.values() if e.task.owner == owner])
+    def forget_owner(self, owner):
+        running = self.cancel_tasks(owner, [e.task.id for e in self._entries.values() if e.task.owner == owner])
         self._owners.pop(owner, None)
         return running
 
-    def _oldest_waiting(self, kind):
-        waiting = [e for e in self._entries.values() if e.task.kind == kind and e.state is State.WAITING]
+    def _oldest_waiting_task(self, kind):
+        waiting = [e for e in self._entries.values() if e.task.kind == kind and e.state is TaskState.WAITING]
         return min(waiting, key=lambda entry: entry.order, default=None)
 
 
@@ -96,47 +96,47 @@ class Compared:
 def outcome_of(method, arguments):
     try:
         return method(*arguments), None
-    except Refused as error:
+    except TaskRejected as error:
         return None, error
 
 
 def in_any_order(name, answer):
-    if name == "completions":
+    if name == "new_completions":
         return sorted((replace(completion, seq=0) for completion in answer), key=lambda completion: completion.id)
-    return sorted(answer) if name in ("expire", "forget", "worker_lost", "worker_left") else answer
+    return sorted(answer) if name in ("expire_leases", "forget_owner", "remove_lost_worker", "remove_departed_worker") else answer
 
 
 def check(ledger):
     """Assert what must hold between events."""
     states = Counter(entry.state for entry in ledger._entries.values())
     assert ledger.counts["submitted"] == len(ledger._entries) + ledger.counts["released"] + ledger.counts["cancelled"]
-    assert ledger.held_bytes == sum(e.task.num_bytes for e in ledger._entries.values() if e.open)
-    assert len(ledger._deadlines) == sum(map(len, ledger._waiting.values())) == states[State.WAITING]
+    assert ledger.held_bytes == sum(e.task.num_bytes for e in ledger._entries.values() if e.is_open)
+    assert len(ledger._deadlines) == sum(map(len, ledger._waiting.values())) == states[TaskState.WAITING]
     assert len(ledger._stalls) == sum(len(worker.leases) for worker in ledger._workers.values())
     live = Counter()
     for name, worker in ledger._workers.items():
         for task_id, lease in worker.leases.items():
             assert (name, task_id) in ledger._stalls
-            if not lease.void:
+            if not lease.is_void:
                 live[task_id] += 1
                 assert ledger._entries[task_id].worker == name
                 assert ledger._entries[task_id].attempt == lease.attempt
-    leased = {e.task.id for e in ledger._entries.values() if e.state is State.LEASED}
+    leased = {e.task.id for e in ledger._entries.values() if e.state is TaskState.LEASED}
     assert live == Counter(leased), "each leased task has exactly one live lease, no other has any"
     for entry in ledger._entries.values():
         assert entry.failures <= min(MAX_ATTEMPTS, entry.attempt)
-        assert entry.failures < MAX_ATTEMPTS or entry.state is State.QUARANTINED
-        assert (entry.worker is not None) == (entry.state is State.LEASED)
-        waits = entry.state is State.WAITING
+        assert entry.failures < MAX_ATTEMPTS or entry.state is TaskState.QUARANTINED
+        assert (entry.worker is not None) == (entry.state is TaskState.LEASED)
+        waits = entry.state is TaskState.WAITING
         assert waits == (entry.task.id in ledger._deadlines) == (entry.task.id in ledger._waiting[entry.task.kind])
     for owner_id, owner in ledger._owners.items():
         seqs = [c.seq for c in owner.completions.values()]
         assert seqs == sorted(set(seqs))
         assert all(seq <= owner.last_seq for seq in seqs)
         entries = [e for e in ledger._entries.values() if e.task.owner == owner_id]
-        assert owner.tasks.keys() == {e.task.id for e in entries}
-        assert {e.task.id for e in entries if not e.open} == owner.completions.keys()
-        assert not owner.gone.keys() & {e.task.id for e in entries}
+        assert owner.task_ids.keys() == {e.task.id for e in entries}
+        assert {e.task.id for e in entries if not e.is_open} == owner.completions.keys()
+        assert not owner.removed_ids.keys() & {e.task.id for e in entries}
 
 
 class Model(RuleBasedStateMachine):
@@ -164,7 +164,7 @@ class Model(RuleBasedStateMachine):
 
     def record(self):
         for owner in OWNERS:
-            for completion in self.ledger.completions(owner, self.seen[owner]):
+            for completion in self.ledger.new_completions(owner, self.seen[owner]):
                 assert completion.seq > self.seen[owner]
                 self.seen[owner] = completion.seq
                 key = (owner, completion.id)
@@ -189,7 +189,7 @@ class Model(RuleBasedStateMachine):
             admission = self.ledger.submit(
                 Task(task_id, owner, kind, n, self.now_s + patience_s, payload=f"media of {task_id}")
             )
-        except Refused as error:
+        except TaskRejected as error:
             refusal = str(error)
         else:
             refusal = ""
@@ -201,7 +201,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(worker=workers, credit=st.integers(1, 3), held=st.sets(task_ids))
     def worker_up(self, worker, credit, held):
-        self.ledger.worker_up(worker, frozenset(WORKERS[worker]), credit, held)
+        self.ledger.register_worker(worker, frozenset(WORKERS[worker]), credit, held)
         self.credit[worker] = credit
         self.held_by = {t: lease for t, lease in self.held_by.items() if lease[0] != worker or t in held}
 
@@ -210,7 +210,7 @@ class Model(RuleBasedStateMachine):
         self.lease_to(WORKERS)
 
     def lease_to(self, kinds):
-        for grant in self.ledger.lease(self.now_s):
+        for grant in self.ledger.lease_tasks(self.now_s):
             assert grant.task.kind in kinds[grant.worker]
             assert grant.task.payload == f"media of {grant.task.id}"
             assert self.attempts[grant.task.id] < min(grant.attempt, MAX_ATTEMPTS)
@@ -218,7 +218,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), done=st.integers(0, 3))
     def progress(self, worker, task_id, attempt, done):
-        self.ledger.progress(worker, task_id, attempt, done, self.now_s)
+        self.ledger.record_progress(worker, task_id, attempt, done, self.now_s)
 
     @rule(pick=st.integers(0, 11), done=st.integers(1, 9))
     def progress_of_a_live_lease(self, pick, done):
@@ -229,28 +229,28 @@ class Model(RuleBasedStateMachine):
 
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3))
     def result(self, worker, task_id, attempt):
-        self.ledger.result(worker, task_id, attempt, 0.1, {"by": worker})
+        self.ledger.record_result(worker, task_id, attempt, 0.1, {"by": worker})
         self.held_by.pop(task_id, None)
 
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), fatal=st.booleans())
     def failed(self, worker, task_id, attempt, fatal):
-        self.ledger.failed(worker, task_id, attempt, "for good" if fatal else "no", fatal)
+        self.ledger.record_failure(worker, task_id, attempt, "for good" if fatal else "no", fatal)
         self.spent((worker, task_id, attempt))
 
     @rule(worker=workers)
     def worker_lost(self, worker):
-        for task_id in self.ledger.worker_lost(worker, "gone"):
+        for task_id in self.ledger.remove_lost_worker(worker, "gone"):
             self.spent((worker, task_id, self.held_by.get(task_id, ("", 0))[1]))
-        assert not self.ledger.knows_worker(worker)
+        assert not self.ledger.has_worker(worker)
 
     @rule(worker=workers)
     def worker_left(self, worker):
-        self.returned(worker, self.ledger.worker_left(worker))
-        assert not self.ledger.knows_worker(worker)
+        self.returned(worker, self.ledger.remove_departed_worker(worker))
+        assert not self.ledger.has_worker(worker)
 
     @rule(worker=workers, ids=st.sets(task_ids, max_size=3))
     def not_sent(self, worker, ids):
-        self.ledger.not_sent(worker, ids)
+        self.ledger.requeue_unsent(worker, ids)
         self.returned(worker, ids)
 
     def returned(self, worker, ids):
@@ -260,34 +260,34 @@ class Model(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 2.0, 3.0, 6.0, 11.0, 70.0]))
     def expire(self, seconds):
         self.now_s += seconds
-        self.spent(*self.ledger.expire(self.now_s))
+        self.spent(*self.ledger.expire_leases(self.now_s))
 
     @rule(owner=st.sampled_from(OWNERS), ids=st.sets(task_ids, max_size=3))
     def cancel(self, owner, ids):
-        for worker, task_id in self.ledger.cancel(owner, ids):
+        for worker, task_id in self.ledger.cancel_tasks(owner, ids):
             self.returned(worker, [task_id])
 
     @rule(owner=st.sampled_from(OWNERS))
     def release(self, owner):
         self.record()
-        self.ledger.release(owner, self.seen[owner])
-        assert not self.ledger.completions(owner, 0)
+        self.ledger.release_completions(owner, self.seen[owner])
+        assert not self.ledger.new_completions(owner, 0)
 
     @rule(owner=st.sampled_from(OWNERS))
     def forget(self, owner):
-        for worker, task_id in self.ledger.forget(owner):
+        for worker, task_id in self.ledger.forget_owner(owner):
             self.returned(worker, [task_id])
         self.seen[owner] = 0
         self.completed = {key: n for key, n in self.completed.items() if key[0] != owner}
 
     @rule(leasing=st.sampled_from([True, True, True, False]))
     def drain(self, leasing):
-        self.ledger.leasing = leasing
+        self.ledger.is_leasing = leasing
 
     @precondition(lambda self: self.now_s > 60.0)  # nothing much happens afterwards
     @rule(kind=st.sampled_from(KINDS))
     def kind_down(self, kind):
-        self.ledger.kind_down(kind, f"{kind} is down")
+        self.ledger.disable_kind(kind, f"{kind} is down")
 
     @invariant()
     def holds(self):
@@ -302,14 +302,14 @@ class Model(RuleBasedStateMachine):
         for worker in WORKERS:
             self.worker_lost(worker)
         for _ in range(MAX_ATTEMPTS):
-            self.ledger.worker_up("leaving", frozenset(KINDS), 12, ())
+            self.ledger.register_worker("leaving", frozenset(KINDS), 12, ())
             self.lease_to({"leaving": KINDS})
-            self.returned("leaving", self.ledger.worker_left("leaving"))
+            self.returned("leaving", self.ledger.remove_departed_worker("leaving"))
             self.holds()
-        self.ledger.worker_up("fresh", frozenset(KINDS), 2, ())
-        while grants := self.ledger.lease(self.now_s):
+        self.ledger.register_worker("fresh", frozenset(KINDS), 2, ())
+        while grants := self.ledger.lease_tasks(self.now_s):
             for grant in grants:
-                assert self.ledger.result("fresh", grant.task.id, grant.attempt, 0.1, {}) is ReportStatus.ACCEPTED
+                assert self.ledger.record_result("fresh", grant.task.id, grant.attempt, 0.1, {}) is ReportStatus.ACCEPTED
         check(self.real)
         assert self.ledger.held_bytes == 0
         assert not self.ledger.has_leases()
@@ -331,15 +331,15 @@ def test_hundreds_of_tasks_stall_and_run_out_of_time_as_a_scan_says(seed):
         now_s += draw.choice([0.0, 0.25, 0.5, 1.0])
         ledger.submit(Task(str(number), "ann", draw.choice(KINDS), 1, now_s + draw.choice([5.0, 20.0, 80.0])))
         if number % 40 == 0:
-            ledger.worker_up(f"w{number}", frozenset(KINDS), 4, ())
-        leases += [(grant.worker, grant.task.id, grant.attempt) for grant in ledger.lease(now_s)]
+            ledger.register_worker(f"w{number}", frozenset(KINDS), 4, ())
+        leases += [(grant.worker, grant.task.id, grant.attempt) for grant in ledger.lease_tasks(now_s)]
         for lease in draw.sample(leases, min(3, len(leases))):
-            ledger.progress(*lease, draw.randrange(5), now_s)
+            ledger.record_progress(*lease, draw.randrange(5), now_s)
         if leases and draw.random() < 0.5:
-            ledger.result(*leases.pop(draw.randrange(len(leases))), 0.1, {})
-        ledger.expire(now_s)
-        ledger.completions("ann", 0)
+            ledger.record_result(*leases.pop(draw.randrange(len(leases))), 0.1, {})
+        ledger.expire_leases(now_s)
+        ledger.new_completions("ann", 0)
         if number % 25 == 0:
-            ledger.release("ann", max((c.seq for c in ledger.completions("ann", 0)), default=0))
+            ledger.release_completions("ann", max((c.seq for c in ledger.new_completions("ann", 0)), default=0))
             check(ledger.real)
     assert {"done", "quarantined", "requeued", "late", "released"} <= ledger.counts.keys()

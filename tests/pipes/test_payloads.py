@@ -6,15 +6,15 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from wfm_ds.pipes.broker import Broker, TaskKind
+from wfm_ds.pipes.broker_clients import BrokerClients
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.hub import Hub, Kind
-from wfm_ds.pipes.hub_clients import Clients
+from wfm_ds.pipes.pending_submissions import TaskRequest
+from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.pipes.sockets import PipeError
-from wfm_ds.pipes.spool import NotHeld, Spool
-from wfm_ds.pipes.unfinished import TaskRequest
-from wfm_ds.pipes.wire import FRAME_BYTES, pack_tensors
-from wfm_ds.pipes.worker import Answer, LeaseWorker
+from wfm_ds.pipes.spool import NotInSpool, Spool
+from wfm_ds.pipes.wire import MAX_FRAME_BYTES, pack_tensors
+from wfm_ds.pipes.worker import LeaseWorker, TaskResult
 
 KIND = "ramp"
 DEADLINE_S = 30.0
@@ -31,7 +31,7 @@ def stack():
 
 def a_hub(stack, **options):
     sockets = {"clients": f"ipc://{stack.folder}/c", "workers": f"ipc://{stack.folder}/w"}
-    hub = Hub(**sockets, kinds={KIND: Kind(60.0, {})}, **options)
+    hub = Broker(**sockets, kinds={KIND: TaskKind(60.0, {})}, **options)
     hub.start()
     stack.callback(lambda: hub.stop(0.0))
     return hub
@@ -55,7 +55,7 @@ def a_worker(stack, hub, handle, name="w"):
 
 def ramp(task, progress):
     size = task.rows[0]["size"]
-    return Answer({"size": size, "note": dict(task.note)}, [("ramp", np.arange(size, dtype=np.float32))])
+    return TaskResult({"size": size, "note": dict(task.announcement)}, [("ramp", np.arange(size, dtype=np.float32))])
 
 
 def submit(client, task_id, size):
@@ -63,7 +63,7 @@ def submit(client, task_id, size):
 
 
 def outcome(client):
-    found = client.take(DEADLINE_S)
+    found = client.take_outcomes(DEADLINE_S)
     assert len(found) == 1
     return found[0]
 
@@ -72,17 +72,17 @@ def test_any_client_of_the_run_fetches_a_result_until_it_is_released(stack):
     hub = a_hub(stack)
     ann, bob, eve = (a_client(stack, hub, name=n, run=r) for n, r in (("ann", "run"), ("bob", "run"), ("ann", "other")))
     a_worker(stack, hub, ramp)
-    size = FRAME_BYTES // 4 + 7  # two frames
+    size = MAX_FRAME_BYTES // 4 + 7  # two frames
     submit(ann, "a", size)
     assert outcome(ann).meta == {"size": size, "note": {}}
     for client in (bob, ann, bob):
-        (array,) = client.fetch(["a"], DEADLINE_S)["a"].tensors()
+        (array,) = client.fetch_results(["a"], DEADLINE_S)["a"].read_tensors()
         assert np.array_equal(array, np.arange(size, dtype=np.float32))
     with pytest.raises(PipeError, match="the broker does not have result a"):
-        eve.fetch(["a"], DEADLINE_S)
-    ann.release(["a"])
+        eve.fetch_results(["a"], DEADLINE_S)
+    ann.release_results(["a"])
     with pytest.raises(PipeError, match="the broker does not have result a"):
-        ann.fetch(["a"], DEADLINE_S)
+        ann.fetch_results(["a"], DEADLINE_S)
 
 
 @pytest.mark.parametrize(("word", "fields"), [("release", {}), ("cancel", {"why": "spite"})])
@@ -96,8 +96,8 @@ def test_another_run_cannot_have_a_result_dropped(stack, word, fields):
     with pytest.raises(
         PipeError, match="the broker does not have result a"
     ):  # answered later: a connection keeps its order
-        eve.fetch(["a"], DEADLINE_S)
-    assert len(ann.fetch(["a"], DEADLINE_S)["a"].tensors()[0]) == 5
+        eve.fetch_results(["a"], DEADLINE_S)
+    assert len(ann.fetch_results(["a"], DEADLINE_S)["a"].read_tensors()[0]) == 5
 
 
 def test_many_results_are_fetched_at_once(stack):
@@ -108,15 +108,15 @@ def test_many_results_are_fetched_at_once(stack):
         submit(ann, f"t{size}", size)
     done = set()
     while len(done) < 20:
-        done |= {o.id for o in ann.take(DEADLINE_S)}
-    found = ann.fetch(sorted(done), DEADLINE_S)
-    assert {key: len(message.tensors()[0]) for key, message in found.items()} == {f"t{n}": n for n in range(20)}
+        done |= {o.id for o in ann.take_outcomes(DEADLINE_S)}
+    found = ann.fetch_results(sorted(done), DEADLINE_S)
+    assert {key: len(message.read_tensors()[0]) for key, message in found.items()} == {f"t{n}": n for n in range(20)}
 
 
 def test_an_announcement_goes_with_the_tasks_leased_after_it_and_its_files_can_be_read(stack, tmp_path):
     hub = a_hub(stack)
     ann, eve = a_client(stack, hub), a_client(stack, hub, run="workers", name="w")
-    content = np.random.default_rng(0).integers(0, 256, FRAME_BYTES + 11).astype(np.uint8)
+    content = np.random.default_rng(0).integers(0, 256, MAX_FRAME_BYTES + 11).astype(np.uint8)
     (tmp_path / "weights").write_bytes(content.tobytes())
     hub.announce({"version": 3}, {"v3/weights": tmp_path / "weights"})
     submit(ann, "a", 1)  # waits for a worker
@@ -131,7 +131,7 @@ def test_an_announcement_goes_with_the_tasks_leased_after_it_and_its_files_can_b
 
 
 def test_a_silent_worker_loses_its_task_to_another_and_is_welcome_again(stack):
-    hub = a_hub(stack, silent_worker_s=0.5)
+    hub = a_hub(stack, worker_timeout_s=0.5)
     ann = a_client(stack, hub)
     woken, at_work = threading.Event(), threading.Event()
 
@@ -144,13 +144,13 @@ def test_a_silent_worker_loses_its_task_to_another_and_is_welcome_again(stack):
     stack.callback(woken.set)
     submit(ann, "a", 1)
     assert at_work.wait(DEADLINE_S)
-    sleeper._beat_s = 1e9  # as if its process were stopped
+    sleeper._beat_interval_s = 1e9  # as if its process were stopped
     a_worker(stack, hub, ramp, name="other")
     assert outcome(ann).meta["size"] == 1
     woken.set()  # its late result is recognised: nothing more comes of it
     submit(ann, "b", 2)
     assert outcome(ann).id == "b"
-    assert ann.take(0.3) == []
+    assert ann.take_outcomes(0.3) == []
 
 
 def test_a_worker_that_leaves_hands_back_its_task_at_once(stack):
@@ -180,7 +180,7 @@ def test_dismissed_workers_return(stack):
     ann = a_client(stack, hub)
     submit(ann, "a", 1)
     outcome(ann)
-    assert hub.workers() == ["w"]
+    assert hub.worker_ids() == ["w"]
     hub.dismiss_workers("the run is complete")
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
@@ -196,24 +196,24 @@ def test_a_release_that_is_lost_is_repeated(stack, monkeypatch):
         if message.type != "release" or len(heard) > 1:
             answer(self, route, message, *rest)
 
-    answer = Clients._on_message
-    monkeypatch.setattr(Clients, "_on_message", deaf_once)
-    monkeypatch.setattr("wfm_ds.pipes.client.RELEASE_AGAIN_S", 0.1)
+    answer = BrokerClients._handle_message
+    monkeypatch.setattr(BrokerClients, "_handle_message", deaf_once)
+    monkeypatch.setattr("wfm_ds.pipes.client.RELEASE_RETRY_S", 0.1)
     hub = a_hub(stack)
     client = a_client(stack, hub)
     a_worker(stack, hub, ramp)
     submit(client, "a", 5)
     assert outcome(client).ok
-    client.release(["a"])
+    client.release_results(["a"])
     tick = threading.Event()
     for _ in range(int(DEADLINE_S / 0.05)):
-        if not client._releasing and heard:
+        if not client._pending_releases and heard:
             break
         tick.wait(0.05)
     assert len(heard) >= 2
     assert set(map(tuple, heard)) == {("a",)}
     with pytest.raises(PipeError, match="does not have result a"):
-        client.fetch(["a"], DEADLINE_S)
+        client.fetch_results(["a"], DEADLINE_S)
 
 
 def test_a_request_that_is_lost_is_repeated_and_no_other(stack, monkeypatch):
@@ -225,17 +225,17 @@ def test_a_request_that_is_lost_is_repeated_and_no_other(stack, monkeypatch):
         if heard != ["a"] or message.type != "fetch":
             answer(self, route, message, *rest)
 
-    answer = Clients._on_message
-    monkeypatch.setattr(Clients, "_on_message", deaf_once)
-    monkeypatch.setattr("wfm_ds.pipes.requests.MARK_S", 0.05)
+    answer = BrokerClients._handle_message
+    monkeypatch.setattr(BrokerClients, "_handle_message", deaf_once)
+    monkeypatch.setattr("wfm_ds.pipes.payload_requests.MARKER_INTERVAL_S", 0.05)
     hub = a_hub(stack)
     client = a_client(stack, hub)
     a_worker(stack, hub, ramp)
     for name, size in (("a", 3), ("b", 4)):
         submit(client, name, size)
         assert outcome(client).ok
-    found = client.fetch(["a", "b"], DEADLINE_S)
-    assert {name: len(message.tensors()[0]) for name, message in found.items()} == {"a": 3, "b": 4}
+    found = client.fetch_results(["a", "b"], DEADLINE_S)
+    assert {name: len(message.read_tensors()[0]) for name, message in found.items()} == {"a": 3, "b": 4}
     assert sorted(heard) == ["a", "a", "b"]
 
 
@@ -256,17 +256,17 @@ def test_payloads_that_keep_coming_are_waited_for_each_as_long_as_the_first(stac
             again.notify_all()
         return wait_for(came, silence_s)
 
-    answer = Clients._on_message
-    monkeypatch.setattr(Clients, "_on_message", slowly)
+    answer = BrokerClients._handle_message
+    monkeypatch.setattr(BrokerClients, "_handle_message", slowly)
     hub = a_hub(stack)
     client = a_client(stack, hub)
     a_worker(stack, hub, ramp)
     for name in "abc":
         submit(client, name, 5)
         assert outcome(client).ok
-    wait_for = client._changed.wait_for
-    monkeypatch.setattr(client._changed, "wait_for", waiting)
-    assert client.fetch("abc", 4 * DEADLINE_S).keys() == set("abc")
+    wait_for = client._condition.wait_for
+    monkeypatch.setattr(client._condition, "wait_for", waiting)
+    assert client.fetch_results("abc", 4 * DEADLINE_S).keys() == set("abc")
     assert waits == [4 * DEADLINE_S] * 3
 
 
@@ -277,8 +277,8 @@ def test_the_spool_counts_what_it_holds():
     spool.put("a", "run/ann", tuple(specs), ())  # done again
     spool.put("b", "run/bob", tuple(specs), ())
     assert spool.held_bytes == 80
-    spool.drop_of("run/ann")
-    with pytest.raises(NotHeld):
-        spool.result("a", "run")
-    spool.drop(["b", "unknown"], "run")
+    spool.drop_owner("run/ann")
+    with pytest.raises(NotInSpool):
+        spool.read_result("a", "run")
+    spool.drop_results(["b", "unknown"], "run")
     assert spool.held_bytes == 0

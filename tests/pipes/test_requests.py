@@ -2,7 +2,7 @@
 
 import pytest
 
-from wfm_ds.pipes.requests import MARK_S, MAX_OPEN, Request, Requests
+from wfm_ds.pipes.payload_requests import MARKER_INTERVAL_S, MAX_OPEN_REQUESTS, PayloadRequest, PayloadRequests
 
 
 class Wire:
@@ -27,15 +27,15 @@ def wire():
 
 
 def asked(*names):
-    requests = Requests("me")
-    requests.add({name: Request("fetch", {"id": name}) for name in names})
+    requests = PayloadRequests("me")
+    requests.add({name: PayloadRequest("fetch", {"id": name}) for name in names})
     return requests
 
 
 def test_time_alone_repeats_nothing(wire):
     requests = asked("a", "b")
     for now_s in range(100):
-        requests.send(MARK_S * now_s * 1.01, wire)
+        requests.send(MARKER_INTERVAL_S * now_s * 1.01, wire)
     sent = wire.look()
     assert [name for name in sent if isinstance(name, str)] == ["a", "b"]
     assert len(sent) == 102, "the marks may be lost as well: they go on"
@@ -46,13 +46,13 @@ def test_what_an_answered_mark_has_overtaken_is_sent_again_and_nothing_later(wir
     requests.send(0.0, wire)
     assert wire.look() == ["a", "b", ("me/0",)]
     assert requests.close("a")
-    requests.add({"c": Request("fetch", {"id": "c"})})
+    requests.add({"c": PayloadRequest("fetch", {"id": "c"})})
     requests.send(1.0, wire)
     assert wire.look() == ["c"]
-    requests.released(["t/1", "me/0", "other/7", "me/x"])
+    requests.on_released(["t/1", "me/0", "other/7", "me/x"])
     requests.send(2.0, wire)
     assert wire.look() == ["b"], "c came after the mark"
-    requests.released(["me/0"])
+    requests.on_released(["me/0"])
     requests.send(3.0, wire)
     assert wire.look() == [], "so did b, the second time"
     assert not requests.close("a")
@@ -61,10 +61,10 @@ def test_what_an_answered_mark_has_overtaken_is_sent_again_and_nothing_later(wir
 def test_few_are_open_at_once(wire):
     requests = asked(*"abcdefgh")
     requests.send(0.0, wire)
-    assert wire.look()[:-1] == list("abcdefgh"[:MAX_OPEN])
+    assert wire.look()[:-1] == list("abcdefgh"[:MAX_OPEN_REQUESTS])
     requests.close("b")
     requests.send(1.0, wire)
-    assert wire.look() == ["abcdefgh"[MAX_OPEN]]
+    assert wire.look() == ["abcdefgh"[MAX_OPEN_REQUESTS]]
 
 
 def test_what_cannot_be_sent_is_tried_again(wire):

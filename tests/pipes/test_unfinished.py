@@ -2,7 +2,7 @@
 
 import pytest
 
-from wfm_ds.pipes.unfinished import FULL_S, MAX_IN_FLIGHT, Submission, TaskRequest, Unfinished
+from wfm_ds.pipes.pending_submissions import FULL_RETRY_S, MAX_IN_FLIGHT, PendingSubmissions, Submission, TaskRequest
 
 
 def submission(*ids):
@@ -12,7 +12,7 @@ def submission(*ids):
 
 @pytest.fixture
 def unfinished():
-    unfinished = Unfinished()
+    unfinished = PendingSubmissions()
     for i in range(MAX_IN_FLIGHT + 2):
         unfinished.add(submission(f"{i}a", f"{i}b"))
     return unfinished
@@ -21,8 +21,8 @@ def unfinished():
 def sent(unfinished, now_s, again_s=2.0):
     """The first tasks of what is sent, in order."""
     first = []
-    for due in unfinished.due(now_s):
-        first.append(min(due.open))
+    for due in unfinished.due_submissions(now_s):
+        first.append(min(due.open_tasks))
         due.retry_at_s = now_s + again_s
     return first
 
@@ -30,28 +30,28 @@ def sent(unfinished, now_s, again_s=2.0):
 def test_few_are_in_flight_and_each_that_is_accepted_makes_room_for_one(unfinished):
     assert sent(unfinished, 0.0) == [f"{i}a" for i in range(MAX_IN_FLIGHT)]
     assert sent(unfinished, 1.0) == []
-    unfinished.accepted(["0a", "unknown"])
+    unfinished.mark_accepted(["0a", "unknown"])
     assert sent(unfinished, 1.0) == [], "one of its tasks is not accepted"
-    unfinished.accepted(["0b"])
+    unfinished.mark_accepted(["0b"])
     assert sent(unfinished, 1.0) == [f"{MAX_IN_FLIGHT}a"]
     assert sent(unfinished, 2.0) == [f"{i}a" for i in range(1, MAX_IN_FLIGHT)], "not accepted in time"
 
 
 def test_a_full_hub_is_asked_later_and_a_new_one_at_once(unfinished):
     sent(unfinished, 0.0)
-    unfinished.full("1b", 5.0)
-    assert "1a" not in sent(unfinished, 5.0 + FULL_S / 2)
-    assert "1a" in sent(unfinished, 5.0 + FULL_S)
-    unfinished.accepted(["0a", "0b"])
-    unfinished.forgotten()
+    unfinished.retry_later("1b", 5.0)
+    assert "1a" not in sent(unfinished, 5.0 + FULL_RETRY_S / 2)
+    assert "1a" in sent(unfinished, 5.0 + FULL_RETRY_S)
+    unfinished.mark_accepted(["0a", "0b"])
+    unfinished.resend_all()
     assert sent(unfinished, 6.1)[0] == "0a"
 
 
 def test_a_task_ends_once_and_its_submission_with_the_last_of_them(unfinished):
-    assert unfinished.drop("0a")
-    assert not unfinished.drop("0a")
+    assert unfinished.drop_task("0a")
+    assert not unfinished.drop_task("0a")
     assert sent(unfinished, 0.0)[0] == "0b"
-    assert unfinished.drop("0b")
-    assert not {"0a", "0b"} & set(unfinished.ids())
-    unfinished.forgotten()
+    assert unfinished.drop_task("0b")
+    assert not {"0a", "0b"} & set(unfinished.task_ids())
+    unfinished.resend_all()
     assert sent(unfinished, 9.0)[0] == "1a"

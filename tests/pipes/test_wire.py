@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wfm_ds.pipes import wire
-from wfm_ds.pipes.messages import CLIENT_TO_HUB, SCHEMAS
-from wfm_ds.pipes.wire import FRAME_BYTES, HEADER_BYTES, WireError
+from wfm_ds.pipes.messages import CLIENT_TO_BROKER, SCHEMAS
+from wfm_ds.pipes.wire import MAX_FRAME_BYTES, MAX_HEADER_BYTES, WireError
 
 ALL = frozenset(SCHEMAS)
 
@@ -33,13 +33,13 @@ arrays = st.builds(
 def submit(rows, tensors, mid=7):
     specs, frames = wire.pack_tensors([("media", t) for t in tensors])
     task = {"id": "t/1", "kind": "score:x", "start": 0, "stop": 1, "deadline_s": 5}
-    header = wire.encode("submit", mid, {"rows": rows, "tasks": [task]}, specs)
+    header = wire.encode_header("submit", mid, {"rows": rows, "tasks": [task]}, specs)
     return [header, *(frame for each in frames for frame in each)]
 
 
 def raw(header):
     packed = msgpack.packb(header)
-    return struct.pack("<I", wire.checksum(packed)) + packed
+    return struct.pack("<I", wire.compute_checksum(packed)) + packed
 
 
 def since(**changes):
@@ -51,9 +51,9 @@ def since(**changes):
 )
 @settings(max_examples=80, deadline=None)
 def test_decoding_gives_back_what_was_encoded(rows, tensors):
-    message = wire.decode([bytes(frame) for frame in submit(rows, tensors)], ALL)
-    assert (message.type, message.mid, message.fields["rows"]) == ("submit", 7, rows)
-    for got, want in zip(message.tensors(), tensors, strict=True):
+    message = wire.decode_message([bytes(frame) for frame in submit(rows, tensors)], ALL)
+    assert (message.type, message.message_id, message.fields["rows"]) == ("submit", 7, rows)
+    for got, want in zip(message.read_tensors(), tensors, strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
 
@@ -66,16 +66,16 @@ def test_a_mutated_byte_is_noticed(data):
     at = data.draw(st.integers(0, len(frame) - 1))
     frame[at] ^= data.draw(st.integers(1, 255))
     with pytest.raises(WireError):
-        wire.decode([bytes(f) for f in frames], ALL).tensors()
+        wire.decode_message([bytes(f) for f in frames], ALL).read_tensors()
 
 
 @given(st.lists(st.binary(max_size=60), max_size=4), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_random_bytes_are_a_wire_error(frames, with_checksum):
     if with_checksum and frames:
-        frames[0] = struct.pack("<I", wire.checksum(frames[0])) + frames[0]
+        frames[0] = struct.pack("<I", wire.compute_checksum(frames[0])) + frames[0]
     with pytest.raises(WireError):
-        wire.decode(frames, ALL)
+        wire.decode_message(frames, ALL)
 
 
 @given(plain, st.sampled_from(sorted(SCHEMAS)), st.sampled_from(["ids", "rows", "progress", "tensors", "mid", "v"]))
@@ -83,7 +83,7 @@ def test_random_bytes_are_a_wire_error(frames, with_checksum):
 def test_any_value_at_any_key_is_a_wire_error_or_a_message(value, message_type, key):
     header = {"v": 1, "t": message_type, "mid": 1, **dict.fromkeys(SCHEMAS[message_type], value), key: value}
     with contextlib.suppress(WireError):
-        assert wire.decode([raw(header)], ALL).type == message_type
+        assert wire.decode_message([raw(header)], ALL).type == message_type
 
 
 def nested(depth):
@@ -94,7 +94,7 @@ def nested(depth):
 
 
 def media(**changes):
-    line = {"name": "m", "dtype": "uint8", "shape": [4], "nbytes": 4, "check": wire.checksum(b"abcd")} | changes
+    line = {"name": "m", "dtype": "uint8", "shape": [4], "nbytes": 4, "check": wire.compute_checksum(b"abcd")} | changes
     return {"v": 1, "t": "submit", "mid": 1, "rows": [{}], "tasks": [], "tensors": [list(line.values())]}
 
 
@@ -135,19 +135,19 @@ def media(**changes):
 )
 def test_a_bad_message_is_named(header, frames, says):
     with pytest.raises(WireError, match=says):
-        wire.decode([raw(header), *frames], CLIENT_TO_HUB)
+        wire.decode_message([raw(header), *frames], CLIENT_TO_BROKER)
 
 
 def test_limits_of_frames_and_header():
     with pytest.raises(WireError, match="0 frames"):
-        wire.decode([], ALL)
+        wire.decode_message([], ALL)
     with pytest.raises(WireError, match="322 frames"):
-        wire.decode([raw(since())] * 322, ALL)
+        wire.decode_message([raw(since())] * 322, ALL)
     with pytest.raises(WireError, match="header of"):
-        wire.decode([b"x" * (HEADER_BYTES + 1)], ALL)
+        wire.decode_message([b"x" * (MAX_HEADER_BYTES + 1)], ALL)
     packed = msgpack.packb(since()) + b"\x01"
     with pytest.raises(WireError, match="not msgpack"):
-        wire.decode([struct.pack("<I", wire.checksum(packed)) + packed], ALL)
+        wire.decode_message([struct.pack("<I", wire.compute_checksum(packed)) + packed], ALL)
     with pytest.raises(WireError, match="header of 7"):
         submit([{"prompt": "x" * 70000}], [])
 
@@ -164,15 +164,15 @@ def test_the_sender_refuses_what_the_receiver_would(value):
 
 def test_a_type_for_the_other_direction_is_refused():
     with pytest.raises(WireError, match="not expected here"):
-        wire.decode([wire.encode("who", 1, {})], CLIENT_TO_HUB)
+        wire.decode_message([wire.encode_header("who", 1, {})], CLIENT_TO_BROKER)
 
 
 def test_large_tensors_are_cut_into_frames_and_copied_aligned():
-    big = np.arange(FRAME_BYTES // 2 + 3, dtype=np.int64).reshape(-1)
+    big = np.arange(MAX_FRAME_BYTES // 2 + 3, dtype=np.int64).reshape(-1)
     header, *frames = submit([{}], [big])
-    assert [len(f) for f in frames] == [FRAME_BYTES] * 4 + [24]
+    assert [len(f) for f in frames] == [MAX_FRAME_BYTES] * 4 + [24]
     shifted = [memoryview(b"x" + bytes(f))[1:] for f in frames]  # as odd as what zmq hands out
-    got = wire.decode([header, *shifted], ALL).tensors()[0]
+    got = wire.decode_message([header, *shifted], ALL).read_tensors()[0]
     np.testing.assert_array_equal(got, big)
     assert got.flags.aligned
     assert got.flags.writeable
@@ -180,7 +180,7 @@ def test_large_tensors_are_cut_into_frames_and_copied_aligned():
 
 def test_non_contiguous_arrays_and_unknown_dtypes():
     array = np.arange(24, dtype=np.uint8).reshape(4, 6)[:, ::2]
-    got = wire.decode([bytes(f) for f in submit([{}], [array])], ALL).tensors()[0]
+    got = wire.decode_message([bytes(f) for f in submit([{}], [array])], ALL).read_tensors()[0]
     np.testing.assert_array_equal(got, array)
     with pytest.raises(WireError, match="unsupported dtype complex64"):
         wire.pack_tensors([("media", np.zeros(1, np.complex64))])
@@ -188,10 +188,10 @@ def test_non_contiguous_arrays_and_unknown_dtypes():
 
 @pytest.mark.parametrize("message_type", sorted(SCHEMAS))
 def test_no_message_uses_a_name_of_the_header(message_type):
-    assert not SCHEMAS[message_type].keys() & wire.RESERVED
+    assert not SCHEMAS[message_type].keys() & wire.RESERVED_KEYS
 
 
 def test_a_refusal_arrives_with_its_reason():
-    header = wire.encode("reject", 7, {"about": 3, "why": "too many"})
-    message = wire.decode([memoryview(header)], frozenset({"reject"}))
-    assert (message.mid, message.fields) == (7, {"about": 3, "why": "too many"})
+    header = wire.encode_header("reject", 7, {"about": 3, "why": "too many"})
+    message = wire.decode_message([memoryview(header)], frozenset({"reject"}))
+    assert (message.message_id, message.fields) == (7, {"about": 3, "why": "too many"})

@@ -8,8 +8,8 @@ import pytest
 import zmq
 
 from wfm_ds.pipes import wire
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.messages import WORKER_TO_HUB
+from wfm_ds.pipes.messages import WORKER_TO_BROKER
+from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.pipes.sockets import Router
 from wfm_ds.pipes.worker import LeaseWorker
 
@@ -23,7 +23,7 @@ class RawHub:
     def __init__(self, stack):
         folder, context = stack.enter_context(SocketFolder()), zmq.Context()
         self.router = Router(context, f"ipc://{folder}/w")
-        for closing in (self.router.release, context.term, self.router.close):
+        for closing in (self.router.remove_files, context.term, self.router.close):
             stack.callback(closing)
         self.route = b""
 
@@ -32,7 +32,7 @@ class RawHub:
         while time.monotonic() < deadline_s:
             if self.router.socket.poll(50):
                 self.route, frames = self.router.receive()
-                message = wire.decode([f.buffer for f in frames], WORKER_TO_HUB)
+                message = wire.decode_message([f.buffer for f in frames], WORKER_TO_BROKER)
                 if message.type == message_type:
                     return message.fields
         raise AssertionError(f"no {message_type} within {DEADLINE_S:g} s")
@@ -43,7 +43,7 @@ class RawHub:
             assert time.monotonic() < deadline_s, f"no mark {mark}"
 
     def say(self, message_type, **fields):
-        self.router.send(self.route, wire.encode(message_type, 1, fields))
+        self.router.send(self.route, wire.encode_header(message_type, 1, fields))
 
     def lease(self, task_id, attempt):
         self.say("task", id=task_id, attempt=attempt, kind=KIND, rows=[{}], note={})

@@ -7,7 +7,13 @@ import sys
 import pytest
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.deepspeed import CONFIG_FOLDERS, deepspeed_config, find_config, policy_copies, require_idle_experts
+from wfm_ds.recipe.deepspeed import (
+    CONFIG_FOLDERS,
+    build_deepspeed_config,
+    find_deepspeed_config,
+    policy_copies,
+    require_idle_expert_support,
+)
 from wfm_ds.recipe.schema import Recipe
 
 EVERYTHING = frozenset({"old", "ref", "ema"})
@@ -27,7 +33,7 @@ def recipe(deepspeed="zero2", lora=False, checkpointing=False, **engine):
 
 def merged(recipe, policies=frozenset(), world_size=4, ranks_per_node=2):
     settings = {"accumulation": 3, "world_size": world_size, "ranks_per_node": ranks_per_node}
-    return deepspeed_config(recipe, policies=policies, **settings)
+    return build_deepspeed_config(recipe, policies=policies, **settings)
 
 
 @pytest.fixture
@@ -99,8 +105,8 @@ def test_hpz_is_as_wide_as_a_node():
 
 def test_a_name_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert find_config("zero3").is_file()
-    assert find_config("zero3").parent in CONFIG_FOLDERS
+    assert find_deepspeed_config("zero3").is_file()
+    assert find_deepspeed_config("zero3").parent in CONFIG_FOLDERS
 
 
 def test_ref_of_a_lora_run_needs_no_copy():
@@ -215,7 +221,7 @@ def test_nvme_is_fine_without_copies(config_file):
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_hpz"])
 def test_two_experts_train_with_these(name):
-    require_idle_experts(recipe(name))
+    require_idle_expert_support(recipe(name))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +233,7 @@ def test_two_experts_train_with_these(name):
 )
 def test_settings_that_lose_gradients_of_an_idle_expert_are_refused(name, message):
     with pytest.raises(RecipeError, match=message):
-        require_idle_experts(recipe(name))
+        require_idle_expert_support(recipe(name))
 
 
 @pytest.mark.parametrize("size", [3, 0, "all", 2.0])
@@ -248,9 +254,9 @@ def test_files_that_are_no_json_object_are_refused(tmp_path):
         with pytest.raises(RecipeError, match=message):
             merged(recipe(path))
     with pytest.raises(RecipeError, match=r"engine.deepspeed: .*absent.json not found"):
-        find_config(str(tmp_path / "absent.json"))
+        find_deepspeed_config(str(tmp_path / "absent.json"))
     with pytest.raises(RecipeError, match=r"unknown name zero4: set one of .*zero2"):
-        find_config("zero4")
+        find_deepspeed_config("zero4")
 
 
 def test_importing_it_loads_no_torch(root):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.derived import derive, num_replicas
+from wfm_ds.recipe.run_sizes import derive_run_sizes, num_replicas
 from wfm_ds.recipe.schema import Recipe
 
 
@@ -25,7 +25,7 @@ def nft(groups=4, size=4, updates=1, micro=8, fraction=0.99, steps=10, **engine)
 
 
 def test_numbers_of_an_rl_step():
-    derived = derive(nft(updates=2), world_size=2)
+    derived = derive_run_sizes(nft(updates=2), world_size=2)
     assert derived.samples_per_rank == 8
     assert derived.terms_per_rank == 4 * 9  # half of the rank's samples an update, 9 of 10 noise levels
     assert derived.accumulation == 5  # 36 terms in micro-batches of 8
@@ -35,10 +35,10 @@ def test_numbers_of_an_rl_step():
 def test_candidates_are_counted_beside_the_samples_that_are_trained_on():
     recipe = nft()
     sampling = recipe.sampling.model_dump(exclude_unset=True) | {"explore": {"group_size": 7, "steps": 3}}
-    derived = derive(Recipe.model_validate(recipe.model_dump(exclude_unset=True) | {"sampling": sampling}), 8)
+    derived = derive_run_sizes(Recipe.model_validate(recipe.model_dump(exclude_unset=True) | {"sampling": sampling}), 8)
     assert (derived.samples_per_rank, derived.candidates_per_step, derived.candidates_per_rank) == (2, 28, 4)
-    assert derived.lines()[2] == "candidates per step        28 (4 per rank)"
-    assert not any("candidates" in line for line in derive(recipe, 8).lines())
+    assert derived.summary_lines()[2] == "candidates per step        28 (4 per rank)"
+    assert not any("candidates" in line for line in derive_run_sizes(recipe, 8).summary_lines())
 
 
 @given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3), st.integers(1, 8))
@@ -46,23 +46,23 @@ def test_shares_are_equal_or_refused_with_the_numbers(groups, size, updates, wor
     recipe = nft(groups, size, updates)
     if groups * size % (world * updates):
         with pytest.raises(RecipeError, match=rf"= {groups} \* {size} = {groups * size} samples"):
-            derive(recipe, world)
+            derive_run_sizes(recipe, world)
     else:
-        assert derive(recipe, world).samples_per_rank * world == groups * size
+        assert derive_run_sizes(recipe, world).samples_per_rank * world == groups * size
 
 
 def test_replicas_share_out_what_ranks_do_without_sequence_parallelism():
-    alone, shared = derive(nft(updates=2), 2), derive(nft(updates=2, sequence_parallel=4), 8)
+    alone, shared = derive_run_sizes(nft(updates=2), 2), derive_run_sizes(nft(updates=2, sequence_parallel=4), 8)
     assert shared == dataclasses.replace(alone, world_size=8, sequence_parallel=4)
-    assert (shared.num_replicas, shared.replicas, alone.replicas) == (2, "2 replicas of 4 ranks", "2 ranks")
-    assert shared.lines()[:2] == [
+    assert (shared.num_replicas, shared.replicas_text, alone.replicas_text) == (2, "2 replicas of 4 ranks", "2 ranks")
+    assert shared.summary_lines()[:2] == [
         "ranks                      8 (2 replicas of 4 ranks)",
         "samples per step           16 (8 per replica)",
     ]
-    assert shared.lines()[2].startswith("loss terms per replica     36 per")
-    assert alone.lines()[2].startswith("loss terms per rank        36 per")
+    assert shared.summary_lines()[2].startswith("loss terms per replica     36 per")
+    assert alone.summary_lines()[2].startswith("loss terms per rank        36 per")
     with pytest.raises(RecipeError, match=r"not divisible by 3 replicas of 2 ranks \* 1 algorithm"):
-        derive(nft(sequence_parallel=2), 6)
+        derive_run_sizes(nft(sequence_parallel=2), 6)
 
 
 def test_sequence_parallelism_divides_the_ranks_and_stays_on_a_node():
@@ -77,12 +77,12 @@ def test_sequence_parallelism_divides_the_ranks_and_stays_on_a_node():
     ):
         num_replicas(recipe, 16, ranks_per_node=2)
     with pytest.raises(RecipeError, match="does not divide the 2 ranks"):
-        derive(recipe, 2)
+        derive_run_sizes(recipe, 2)
 
 
 def test_accumulation_is_derived_in_rl_and_may_not_be_set_too():
     with pytest.raises(RecipeError, match=r"engine\.gradient_accumulation is derived"):
-        derive(nft(gradient_accumulation=2), world_size=1)
+        derive_run_sizes(nft(gradient_accumulation=2), world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,4 @@ def test_accumulation_is_derived_in_rl_and_may_not_be_set_too():
 def test_each_algorithm_says_on_how_many_noise_levels_a_sample_is_trained(sampling, algorithm, count):
     values = nft().model_dump(mode="json") | {"algorithm": algorithm}
     values["sampling"] |= sampling
-    assert derive(Recipe.model_validate(values), world_size=2).terms_per_rank == 8 * count
+    assert derive_run_sizes(Recipe.model_validate(values), world_size=2).terms_per_rank == 8 * count

@@ -5,8 +5,8 @@ import pytest
 from annotated_types import MinLen
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from wfm_ds.recipe.describe import ROOT, Slot, kinds, sections, words
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.schema_description import SCHEMA_ROOT, SchemaNode, describe_type, iterate_sections, scalar_types
 
 
 @pytest.mark.parametrize(
@@ -22,24 +22,27 @@ from wfm_ds.recipe.schema import Recipe
     ],
 )
 def test_types_are_said_in_words(annotation, want):
-    assert words(Slot.of(annotation)) == want
+    assert describe_type(SchemaNode.from_annotation(annotation)) == want
 
 
 def test_every_key_of_the_schema_has_words_kinds_and_a_description():
-    found = {(path, title) for path, title, _ in sections()}
+    found = {(path, title) for path, title, _ in iterate_sections()}
     assert {(("algorithm",), "sft"), (("algorithm",), "diffusion_nft")} <= found
     assert {path[0] for path, _ in found} == set(Recipe.model_fields)
-    for _, title, section in sections():
+    for _, title, section in iterate_sections():
         assert section.__doc__, title
         for name, field in section.model_fields.items():
-            slot = Slot.of_field(field)
-            assert "anything" not in words(slot), (title, name)
+            slot = SchemaNode.from_field(field)
+            assert "anything" not in describe_type(slot), (title, name)
             assert field.description, (title, name)
-            assert kinds(slot) or "list" in words(slot) or "mapping" in words(slot), (title, name)
+            assert scalar_types(slot) or "list" in describe_type(slot) or "mapping" in describe_type(slot), (
+                title,
+                name,
+            )
 
 
 def test_the_selected_algorithm_decides_which_keys_exist():
-    algorithm = ROOT.inner("algorithm", {})
-    assert algorithm.inner("beta", {"name": "diffusion_nft"}) is not None
-    assert algorithm.inner("beta", {"name": "sft"}) is None
-    assert algorithm.inner("beta", {"name": "unheard"}) is None
+    algorithm = SCHEMA_ROOT.child("algorithm", {})
+    assert algorithm.child("beta", {"name": "diffusion_nft"}) is not None
+    assert algorithm.child("beta", {"name": "sft"}) is None
+    assert algorithm.child("beta", {"name": "unheard"}) is None

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.algorithms import DecaySchedule, NftAlgorithm, SftAlgorithm
-from wfm_ds.recipe.schema import Recipe, unread_keys
+from wfm_ds.recipe.schema import Recipe, list_unread_keys
 from wfm_ds.recipe.sections import LoraRecipe, RewardFunction
 
 GOOD = """\
@@ -36,7 +36,7 @@ def load(tmp_path, monkeypatch):
         (folder / "mine.yaml").write_text(text, encoding="utf-8")
         if base is not None:
             (folder / "base.yaml").write_text(base)
-        return recipe_file.load(folder.relative_to(tmp_path) / "mine.yaml", overrides)
+        return recipe_file.load_recipe(folder.relative_to(tmp_path) / "mine.yaml", overrides)
 
     return load_text
 
@@ -231,7 +231,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     messages = {"none.yaml": "recipe file not found", ".": "is a folder", "bytes.yaml": "not a UTF-8 text file"}
     for name, message in messages.items():
         with pytest.raises(RecipeError, match=message):
-            recipe_file.load(tmp_path / name)
+            recipe_file.load_recipe(tmp_path / name)
 
 
 # ---- defaults
@@ -356,12 +356,12 @@ def test_what_is_written_loads_to_the_same(tmp_path_factory, text, options, lr, 
     values["algorithm"]["old_decay"] = old_decay
     recipe = Recipe.model_validate(values)
     path = tmp_path_factory.getbasetemp() / "resolved.yaml"
-    path.write_text(recipe_file.dump(recipe), encoding="utf-8")
-    assert repr(recipe_file.load(path)) == repr(recipe)  # == would take 1 for true
+    path.write_text(recipe_file.dump_recipe(recipe), encoding="utf-8")
+    assert repr(recipe_file.load_recipe(path)) == repr(recipe)  # == would take 1 for true
 
 
 def test_the_written_recipe_has_plain_values_and_only_used_sections(load):
-    text = recipe_file.dump(load(GOOD))
+    text = recipe_file.dump_recipe(load(GOOD))
     values = yaml.safe_load(text)
     assert "lora" not in values
     assert values["run"] == {"output_dir": "out", "steps": 3, "seed": 0, "resume": "auto"}
@@ -372,8 +372,8 @@ def test_an_infinity_is_written_as_one(tmp_path):
     values = yaml.safe_load(GOOD)
     values["reward"]["functions"][0]["options"] = {"bound": float("inf")}
     recipe = Recipe.model_validate(values)
-    (tmp_path / "resolved.yaml").write_text(recipe_file.dump(recipe), encoding="utf-8")
-    assert recipe_file.load(tmp_path / "resolved.yaml") == recipe
+    (tmp_path / "resolved.yaml").write_text(recipe_file.dump_recipe(recipe), encoding="utf-8")
+    assert recipe_file.load_recipe(tmp_path / "resolved.yaml") == recipe
 
 
 SFT = ["algorithm={name: sft}", "data.kind=paired", "rollout=null", "reward=null"]
@@ -444,5 +444,5 @@ def test_keys_that_another_one_leaves_without_effect_are_refused(load, errors, o
 
 def test_a_resolved_recipe_may_name_every_key(load):
     recipe = load(GOOD, *SFT)
-    assert unread_keys(recipe) == []
-    assert load(recipe_file.dump(recipe)) == recipe
+    assert list_unread_keys(recipe) == []
+    assert load(recipe_file.dump_recipe(recipe)) == recipe

@@ -95,7 +95,7 @@ def case(seed):
     base = rng.choice(BASES)
     text = base.read_text(encoding="utf-8")
     if "defaults:" in text or rng.random() < 0.3:  # another folder has no base; a resolved recipe names every key
-        text = recipe_file.dump(recipe_file.load(base))
+        text = recipe_file.dump_recipe(recipe_file.load_recipe(base))
     if rng.random() < 0.4:
         return text, [extreme(rng, text) for _ in range(rng.choice([1, 2]))]
     words = [override(rng, text) for _ in range(rng.choice([0, 1, 2]))]
@@ -123,12 +123,12 @@ def answer(seed, folder):
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with deadline(DEADLINE_S):
         try:
-            recipe = recipe_file.load(path, words)
+            recipe = recipe_file.load_recipe(path, words)
         except UserError as error:
             return str(error)
         again = folder / "again.yaml"
-        again.write_text(recipe_file.dump(recipe), encoding="utf-8")
-        assert recipe_file.load(again) == recipe
+        again.write_text(recipe_file.dump_recipe(recipe), encoding="utf-8")
+        assert recipe_file.load_recipe(again) == recipe
     return "valid"
 
 

@@ -35,7 +35,7 @@ MESSAGES = {
 def folder(tmp_path):
     """A run folder whose resolved recipe has the old names."""
     (tmp_path / "new.yaml").write_text(RECIPE)
-    values = yaml.safe_load(recipe_file.dump(recipe_file.load(tmp_path / "new.yaml")))
+    values = yaml.safe_load(recipe_file.dump_recipe(recipe_file.load_recipe(tmp_path / "new.yaml")))
     for section, keys in OLD.items():
         values[section] |= keys
     for new in RENAMED_KEYS.values():
@@ -49,13 +49,13 @@ def folder(tmp_path):
 def test_an_old_name_in_an_override_fails_with_the_new_one(tmp_path, override, message):
     (tmp_path / "mine.yaml").write_text(RECIPE)
     with pytest.raises(RecipeError) as caught:
-        recipe_file.load(tmp_path / "mine.yaml", [override])
+        recipe_file.load_recipe(tmp_path / "mine.yaml", [override])
     assert str(caught.value) == f"override {override}: {message}"
 
 
 def test_old_names_in_a_file_fail_with_line_and_new_name(folder):
     with pytest.raises(RecipeError) as caught:
-        recipe_file.load(folder / "recipe.yaml")
+        recipe_file.load_recipe(folder / "recipe.yaml")
     lines = str(caught.value).split("\n")
     assert sorted(line.split(": ", 1)[1] for line in lines) == sorted(MESSAGES.values())
     assert all(line.startswith(f"{folder}/recipe.yaml:") for line in lines)
@@ -67,11 +67,11 @@ def test_an_old_name_exits_with_code_2(folder, capsys):
 
 
 def test_a_stored_recipe_with_old_names_is_converted(folder):
-    _, recipe = layout.read_recipe(str(folder))
+    _, recipe = layout.read_run_recipe(str(folder))
     assert recipe.rollout.worker_timeout_s == 5
     assert recipe.data.choose == "reward_std"
     assert [(r.name, r.workers) for r in recipe.validation.held_out_rewards] == [("ocr", 1), ("digits", 2)]
-    text = recipe_file.dump(recipe)
+    text = recipe_file.dump_recipe(recipe)
     assert not any(old.partition(".")[2] in text for old in RENAMED_KEYS)
 
 

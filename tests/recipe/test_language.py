@@ -5,8 +5,8 @@ import pytest
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.algorithms.vlm_sft import VlmSftAlgorithm
-from wfm_ds.recipe.derived import derive
-from wfm_ds.run.fit import advice_for
+from wfm_ds.recipe.run_sizes import derive_run_sizes
+from wfm_ds.run.memory_advice import suggest_keys_after_oom
 
 GOOD = """\
 run: {output_dir: out, steps: 3}
@@ -23,7 +23,7 @@ engine: {micro_batch_size: 2, gradient_accumulation: 3}
 def load(tmp_path):
     def load(*overrides, text=GOOD):
         (tmp_path / "mine.yaml").write_text(text)
-        return recipe_file.load(tmp_path / "mine.yaml", overrides)
+        return recipe_file.load_recipe(tmp_path / "mine.yaml", overrides)
 
     return load
 
@@ -31,9 +31,9 @@ def load(tmp_path):
 def test_a_recipe_of_a_language_model_has_no_sampling_and_its_dump_none_either(load, tmp_path):
     recipe = load()
     assert isinstance(recipe.algorithm, VlmSftAlgorithm)
-    assert "sampling" not in recipe_file.dump(recipe)
-    assert load(text=recipe_file.dump(recipe)) == recipe
-    assert derive(recipe, 4).samples_per_step == 24  # rows
+    assert "sampling" not in recipe_file.dump_recipe(recipe)
+    assert load(text=recipe_file.dump_recipe(recipe)) == recipe
+    assert derive_run_sizes(recipe, 4).samples_per_step == 24  # rows
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_what_is_not_for_them(load, override, words):
 
 
 def test_keys_that_a_run_without_memory_is_told(load):
-    told = advice_for(load("model.dtype=float32"), "train", 1)
+    told = suggest_keys_after_oom(load("model.dtype=float32"), "train", 1)
     assert told[:3] == ["model.dtype: bfloat16", "engine.deepspeed: zero3", "model.gradient_checkpointing: true"]
     roomy = load("model.dtype=bfloat16", "model.gradient_checkpointing=true", "engine.deepspeed=zero3", "lora.rank=4")
-    assert advice_for(roomy, "train", 1) == ["engine.micro_batch_size: 1", "data.max_tokens below 4096"]
+    assert suggest_keys_after_oom(roomy, "train", 1) == ["engine.micro_batch_size: 1", "data.max_tokens below 4096"]
 
 
 def test_lora_freezes_all_of_the_base(load):
@@ -77,6 +77,6 @@ def test_lora_freezes_all_of_the_base(load):
 def test_other_recipes_do_not_read_their_keys(root, override):
     key = override.partition("=")[0].replace(".", r"\.")
     with pytest.raises(RecipeError, match=f"does not read {key}"):
-        recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", [override])
+        recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_sft.yaml", [override])
     with pytest.raises(RecipeError, match=r"algorithm sft needs captioned images or videos"):
-        recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", ["data.kind=llava"])
+        recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_sft.yaml", ["data.kind=llava"])

@@ -34,7 +34,7 @@ def load(tmp_path, monkeypatch):
 
     def load_text(text, *overrides):
         (tmp_path / "r.yaml").write_text(text, encoding="utf-8")
-        return recipe_file.load((tmp_path / "r.yaml").relative_to(tmp_path), overrides)
+        return recipe_file.load_recipe((tmp_path / "r.yaml").relative_to(tmp_path), overrides)
 
     return load_text
 
@@ -126,7 +126,7 @@ def test_defaults_and_a_device_without_end_count_too(load, tmp_path):
     assert refused(load, "defaults: base.yaml\n" + GOOD).startswith("base.yaml")
     os.symlink("/dev/zero", tmp_path / "endless.yaml")
     with pytest.raises(RecipeError):
-        recipe_file.load(tmp_path / "endless.yaml")
+        recipe_file.load_recipe(tmp_path / "endless.yaml")
 
 
 def test_many_problems_are_cut_short(load):

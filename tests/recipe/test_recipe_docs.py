@@ -12,11 +12,11 @@ from wfm_ds.recipe.schema import Recipe
 
 def test_the_page_is_what_the_schema_generates(root):
     page = (root / "docs" / "recipes.md").read_text(encoding="utf-8")
-    assert page == recipe_docs.markdown(), "run: python -m wfm_ds.recipe_docs docs/recipes.md"
+    assert page == recipe_docs.render_page(), "run: python -m wfm_ds.recipe_docs docs/recipes.md"
 
 
 def test_the_page_is_plain_text_in_well_formed_tables():
-    page = recipe_docs.markdown()
+    page = recipe_docs.render_page()
     assert page.isascii()
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert all(len(re.findall(r"(?<!\\)\|", row)) == 5 for row in rows)
@@ -25,40 +25,40 @@ def test_the_page_is_plain_text_in_well_formed_tables():
 @pytest.fixture
 def example(tmp_path):
     path = tmp_path / "sd3_nft.yaml"
-    path.write_text(recipe_docs.EXAMPLE)
+    path.write_text(recipe_docs.EXAMPLE_RECIPE)
     return path
 
 
 def test_the_example_is_a_recipe_and_its_data_exist(root, example):
-    recipe = recipe_file.load(example)
+    recipe = recipe_file.load_recipe(example)
     assert recipe.algorithm.name == "diffusion_nft"
     assert (root / recipe.data.path / "train.txt").is_file()
 
 
 def test_the_overrides_and_the_variant_on_the_page_work(tmp_path, example):
-    page = recipe_docs.markdown()
+    page = recipe_docs.render_page()
     command = re.search(r"recipes/sd3_nft.yaml (run.steps=.*?)\n\n", page, re.DOTALL)[1]
     words = shlex.split(command.replace("\\\n", " "))
     assert len(words) == 6
-    recipe = recipe_file.load(example, words)
+    recipe = recipe_file.load_recipe(example, words)
     assert (recipe.run.steps, recipe.lora, recipe.reward.functions[0].weight) == (200, None, 2)
     variant = tmp_path / "variant.yaml"
     variant.write_text(re.search(r"```yaml\n(defaults: .*?)```", page, re.DOTALL)[1])
-    assert recipe_file.load(variant).algorithm.kl_beta == 0.001
+    assert recipe_file.load_recipe(variant).algorithm.kl_beta == 0.001
 
 
 def test_the_error_messages_on_the_page_are_real(example):
-    page = recipe_docs.markdown()
+    page = recipe_docs.render_page()
     with pytest.raises(RecipeError) as caught:
-        recipe_file.load(example, ["optimizer.lr=-1"])
+        recipe_file.load_recipe(example, ["optimizer.lr=-1"])
     assert f"    {caught.value}\n" in page
     with pytest.raises(RecipeError) as caught:
-        recipe_file.load(example, ["algorithm.timestep_fracton=1"])
+        recipe_file.load_recipe(example, ["algorithm.timestep_fracton=1"])
     assert str(caught.value).split(": ", 1)[1] in page
 
 
 def test_the_command_writes_the_page_and_prints_the_json_schema(tmp_path, capsys):
     assert recipe_docs.main([str(tmp_path / "page.md")]) == 0
-    assert (tmp_path / "page.md").read_text() == recipe_docs.markdown()
+    assert (tmp_path / "page.md").read_text() == recipe_docs.render_page()
     assert recipe_docs.main(["--json-schema"]) == 0
     assert set(json.loads(capsys.readouterr().out)["properties"]) == set(Recipe.model_fields)

@@ -30,7 +30,7 @@ def test_the_view_of_reinforcement_learning_holds_its_three_sections():
     with pytest.raises(AttributeError):
         recipe.rl.rollout = None
     with pytest.raises(TypeError, match="diffusion_nft is not supervised"):
-        recipe.supervised  # noqa: B018
+        recipe.supervised_settings  # noqa: B018
 
 
 MERGED = {**RL, "lora": {"rank": 4}, "rollout": {"group_size": 4, "merge_lora": True}}
@@ -119,11 +119,16 @@ def test_joint_guidance_is_for_what_nobody_compares():
     sampling = {**BASE["sampling"], "guidance_scale": 2.0, "guidance_batch": "joint"}
     engine = {"max_forward_batch": 6}
     nft = Recipe.model_validate({**RL, "sampling": sampling, "engine": engine})
-    assert nft.joint_rows == {"validation": 6, "rollout": 6}
+    assert nft.joint_guidance_batches == {"validation": 6, "rollout": 6}
     grpo = Recipe.model_validate({**RL, **GRPO, "sampling": {**sampling, "solver": "flow_sde"}, "engine": engine})
-    assert grpo.joint_rows == {"validation": 6}
-    assert Recipe.model_validate({**SFT, "sampling": sampling, "engine": engine}).joint_rows == {"validation": 6}
-    assert Recipe.model_validate({**RL, "sampling": {**sampling, "guidance_batch": "separate"}}).joint_rows == {}
+    assert grpo.joint_guidance_batches == {"validation": 6}
+    assert Recipe.model_validate({**SFT, "sampling": sampling, "engine": engine}).joint_guidance_batches == {
+        "validation": 6
+    }
+    assert (
+        Recipe.model_validate({**RL, "sampling": {**sampling, "guidance_batch": "separate"}}).joint_guidance_batches
+        == {}
+    )
     with pytest.raises(ValueError, match="guidance_batch: joint needs a guidance_scale above 1"):
         Recipe.model_validate({**RL, "sampling": {**sampling, "guidance_scale": 1.0}})
 
@@ -138,11 +143,11 @@ def exploring(changes=None, sampling=None, **explore):
 
 
 def test_candidates_are_for_rollouts_that_can_be_chosen_from():
-    assert exploring(regenerate=False).chooses_samples
+    assert exploring(regenerate=False).selects_samples
     assert exploring(
         GRPO | {"sampling": {**BASE["sampling"], "solver": "flow_sde", "explore": EXPLORE}}
-    ).chooses_samples
-    assert not Recipe.model_validate(RL).chooses_samples
+    ).selects_samples
+    assert not Recipe.model_validate(RL).selects_samples
 
 
 @pytest.mark.parametrize(
@@ -170,11 +175,11 @@ def test_supervised_fine_tuning_does_not_explore():
 
 def test_refills_are_for_prompts_and_colocated_rollouts():
     refilled = {**RL, "rollout": {"group_size": 4, "max_refills": 2}}
-    assert Recipe.model_validate(refilled).chooses_samples
+    assert Recipe.model_validate(refilled).selects_samples
     with pytest.raises(ValueError, match=re.escape("rollout.max_refills is only for colocated rollouts")):
         Recipe.model_validate({**RL, "rollout": {"group_size": 4, "max_refills": 2, "mode": "async"}})
     ddrl = {"algorithm": {"name": "ddrl"}, "sampling": {**BASE["sampling"], "solver": "edm_2ab"}}
-    assert Recipe.model_validate({**refilled, **ddrl}).chooses_samples
+    assert Recipe.model_validate({**refilled, **ddrl}).selects_samples
     with pytest.raises(ValueError, match=re.escape("rollout.max_refills is only for data.kind: prompts, not paired")):
         Recipe.model_validate({**refilled, **ddrl, "data": {"kind": "paired", "path": "p"}})
 
@@ -182,7 +187,7 @@ def test_refills_are_for_prompts_and_colocated_rollouts():
 def test_supervised_fine_tuning_has_no_such_view():
     recipe = Recipe.model_validate(SFT)
     assert not recipe.is_rl
-    assert recipe.supervised is recipe.algorithm
+    assert recipe.supervised_settings is recipe.algorithm
     with pytest.raises(TypeError, match="sft has neither rollouts nor rewards"):
         recipe.rl  # noqa: B018
 
@@ -190,12 +195,12 @@ def test_supervised_fine_tuning_has_no_such_view():
 def test_a_judge_is_held_out_and_asked_as_the_rewards_are():
     held_out = ["ocr", {"name": "digits", "workers": 2}]
     recipe = Recipe.model_validate({**RL, "validation": {"held_out_rewards": held_out}})
-    assert [f.name for f in recipe.judging.functions] == ["ocr", "digits"]
-    assert [f.name for f in recipe.scoring.functions] == ["color", "ocr", "digits"]
+    assert [f.name for f in recipe.held_out_reward_settings.functions] == ["ocr", "digits"]
+    assert [f.name for f in recipe.all_reward_settings.functions] == ["color", "ocr", "digits"]
     assert [f.name for f in recipe.rl.reward.functions] == ["color"]
     supervised = Recipe.model_validate({**SFT, "validation": {"held_out_rewards": ["ocr"]}})
-    assert supervised.scoring.functions == supervised.judging.functions
-    assert Recipe.model_validate(SFT).scoring is None
+    assert supervised.all_reward_settings.functions == supervised.held_out_reward_settings.functions
+    assert Recipe.model_validate(SFT).all_reward_settings is None
     with pytest.raises(ValueError, match=r"color/two is not held out, reward.functions trains on it"):
         Recipe.model_validate({**RL, "validation": {"held_out_rewards": ["color/two"]}})
     logged = {"functions": [{"name": "color"}, {"name": "ocr", "weight": 0}]}

@@ -10,7 +10,7 @@ from benchmarks.released import RELEASED
 from wfm_ds.recipe import file as recipe_file
 
 RECIPES = {
-    path.relative_to(folder).as_posix(): recipe_file.load(path)
+    path.relative_to(folder).as_posix(): recipe_file.load_recipe(path)
     for folder in [Path(__file__).parent.parent.parent / "recipes"]
     for path in sorted(folder.rglob("*.yaml"))
 }

@@ -43,7 +43,7 @@ def load(tmp_path, monkeypatch, request):
         (tmp_path / f"{module}.py").write_text(source)
         text = RECIPE.replace("MODULE:Mine", "\n  ".join([f"{module}:{name}", *lines]))
         (tmp_path / "mine.yaml").write_text(text)
-        return recipe_file.load(tmp_path / "mine.yaml")
+        return recipe_file.load_recipe(tmp_path / "mine.yaml")
 
     yield load_recipe
     sys.modules.pop(module, None)
@@ -60,9 +60,9 @@ def test_its_settings_are_read_and_written_like_ours(load, tmp_path):
     recipe = load(SETTINGS, "temperature: 0.5", "best_of_n: 2")
     assert type(recipe.algorithm).__name__ == "Keys"
     assert (recipe.algorithm.temperature, recipe.rl.algorithm.best_of_n) == (0.5, 2)
-    (tmp_path / "again.yaml").write_text(recipe_file.dump(recipe))
-    assert recipe_file.load(tmp_path / "again.yaml") == recipe
-    assert "temperature: 0.5" in recipe_file.dump(recipe)
+    (tmp_path / "again.yaml").write_text(recipe_file.dump_recipe(recipe))
+    assert recipe_file.load_recipe(tmp_path / "again.yaml") == recipe
+    assert "temperature: 0.5" in recipe_file.dump_recipe(recipe)
 
 
 def test_a_misspelt_key_has_its_line_and_the_nearest_one(load):
@@ -98,10 +98,10 @@ def test_a_class_that_cannot_be_used_is_one_sentence_with_its_line(load, source,
 def test_a_module_that_is_not_there_is_named(tmp_path):
     (tmp_path / "mine.yaml").write_text(RECIPE.replace("MODULE", "not_there.mine"))
     with pytest.raises(RecipeError, match=r":6: .*cannot import 'not_there.mine' .* is its folder on PYTHONPATH\?"):
-        recipe_file.load(tmp_path / "mine.yaml")
+        recipe_file.load_recipe(tmp_path / "mine.yaml")
 
 
 def test_a_name_without_a_class_says_how_one_is_written(tmp_path):
     (tmp_path / "mine.yaml").write_text(RECIPE.replace("MODULE:Mine", "mine.Mine"))
     with pytest.raises(RecipeError, match=r"expected one of sft, .*, package.module:Class, got 'mine.Mine'"):
-        recipe_file.load(tmp_path / "mine.yaml")
+        recipe_file.load_recipe(tmp_path / "mine.yaml")

@@ -61,10 +61,10 @@ def main():
         folder = Path(temporary)
         recipe, own = steps.STEPS["NFT, LoRA"]
         with runs.loop_of(record, recipe, [*steps.COMMON, *own, *runs.data(recipe, folder)], folder) as loop:
-            loop.begin()
-            loop.advance()
+            loop.start()
+            loop.run_step()
             record.clear()
-            loop.advance()
+            loop.run_step()
             out["rows"] = steps.rows("NFT, LoRA", record)
 
             def windows():

@@ -13,7 +13,7 @@ from wfm_reward.base import Range, Reward
 class Brightness(Reward):
     """Mean of the pixels, 0 to 1. Options: seconds that each batch takes, a journal of what was scored."""
 
-    name, media, primary = "brightness", frozenset({"image", "video"}), "brightness"
+    name, media_types, primary_output = "brightness", frozenset({"image", "video"}), "brightness"
     outputs = {"brightness": Range(0.0, 1.0)}  # noqa: RUF012
 
     def __init__(self, device="cpu", *, seconds=0.0, journal=None, **options):
@@ -26,7 +26,7 @@ class Brightness(Reward):
         return [self.score_item(item) for item in batch]
 
     def score_item(self, item):
-        return item.scored(float(item.frames.mean()) / 255, darkest=float(item.frames.min()))
+        return item.score(float(item.frames.mean()) / 255, darkest=float(item.frames.min()))
 
     def write_down(self, batch):
         if self.journal:
@@ -45,7 +45,7 @@ class Few(Brightness):
 
 
 class Labelled(Brightness):
-    name, needs = "labelled", ("label",)
+    name, required_metadata = "labelled", ("label",)
 
 
 class Demanding(Brightness):
@@ -84,15 +84,15 @@ class Moody(Brightness):
         if item.prompt == "raise":
             raise RuntimeError("this picture is unbearable")
         if item.prompt == "nan":
-            return item.scored(float("nan"))
+            return item.score(float("nan"))
         if item.prompt == "nan part":
-            return item.scored(0.5, sharpness=float("nan"))
+            return item.score(0.5, sharpness=float("nan"))
         if item.prompt == "huge":
-            return item.scored(7.5)
+            return item.score(7.5)
         if item.prompt == "text":
             return "0.5"
         if item.prompt == "refuse":
-            return item.failed("nothing to see")
+            return item.fail("nothing to see")
         return super().score_item(item)
 
 

@@ -13,9 +13,9 @@ import yaml
 from reward_http import Http, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.client import PipeClient, TaskOutcome
-from wfm_ds.pipes.keys import new
+from wfm_ds.pipes.keys import create_key_pair
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout.rewards import RewardClient, RewardService, service_config
+from wfm_ds.rollout.rewards import RewardClient, RewardService, build_service_config
 from wfm_ds.types import MediaBatch
 from wfm_reward.config import load_config
 
@@ -99,7 +99,7 @@ def test_speed_of_a_video_reaches_the_rewards_and_large_clips_travel_alone(clien
         return submit(self, rows, tensors, tasks)
 
     monkeypatch.setattr(PipeClient, "submit", watched)
-    monkeypatch.setattr("wfm_ds.pipes.submission.SUBMISSION_BYTES", 1000)
+    monkeypatch.setattr("wfm_ds.pipes.submission.MAX_SUBMISSION_BYTES", 1000)
     small, large = a_batch(3, shape=(5, 4, 4, 3), prefix="a"), a_batch(3, shape=(7, 8, 8, 3), prefix="b")
     for batch in (small, large):
         client.submit(dataclasses.replace(batch, fps=7.5))
@@ -119,7 +119,7 @@ def test_several_submissions_are_collected_by_one_wait_and_only_once(client):
 
 
 def test_an_answer_that_is_not_waited_for_any_more_is_no_score(client):
-    client._book(TaskOutcome("given up", True, 0.1, {"scores": [[0.5, None, {}]]}, ""))
+    client._record_outcome(TaskOutcome("given up", True, 0.1, {"scores": [[0.5, None, {}]]}, ""))
     assert client.wait() == {}
 
 
@@ -194,7 +194,7 @@ def test_the_service_is_private_and_its_configuration_is_the_recipes(shared):
     written = yaml.safe_load((folder / "reward_service.yaml").read_text())
     assert written["rewards"][BRIGHTNESS]["max_batch"] == 4
     assert load_config(folder / "reward_service.yaml").rewards[BRIGHTNESS].stall_s == 30
-    assert written == service_config(recipe, Path(written["pipes"]["folder"]))
+    assert written == build_service_config(recipe, Path(written["pipes"]["folder"]))
 
 
 def test_a_service_that_lacks_a_reward_is_an_error_that_names_what_it_offers(shared):
@@ -284,7 +284,7 @@ def test_submit_returns_while_scoring_goes_on_and_a_deadline_is_a_failure_of_tha
 def test_a_service_with_keys_scores_for_those_who_have_one(tmp_path, monkeypatch):
     keys = tmp_path / "keys"
     for name in ("hub", "trainer"):
-        new(keys, name)
+        create_key_pair(keys, name)
     config = {
         "pipes": {"clients": "tcp://127.0.0.1:0", "keys": "keys"},
         "http": {"bind": "127.0.0.1:0"},

@@ -13,9 +13,9 @@ from wfm_ds.errors import RewardError
 from wfm_ds.models.tiny.parts.clip import clip_tokenizer
 from wfm_ds.types import MediaBatch
 from wfm_reward import registry
-from wfm_reward.rewards._open_clip import to_transformers
-from wfm_reward.rewards.aesthetic import LAYERS
-from wfm_reward.rewards.hpsv2 import letterboxed
+from wfm_reward.rewards._open_clip import convert_to_transformers
+from wfm_reward.rewards.aesthetic import LINEAR_LAYERS
+from wfm_reward.rewards.hpsv2 import letterbox_images
 
 SIZE, WIDTH, CONTEXT = 16, 24, 12
 PROMPTS = ["a red circle", "the blue square on white", "a " * 40]
@@ -52,7 +52,7 @@ def clip(tmp_path_factory):
 
 
 def loaded(name, **options):
-    reward = registry.create(name, "cpu", options)
+    reward = registry.create_reward(name, "cpu", options)
     reward.load()
     return reward
 
@@ -92,7 +92,7 @@ def test_it_is_the_models_logit_in_its_own_scale(clip, name, scale):
     got = values(reward, batch)
     assert got == pytest.approx(want.tolist(), abs=1e-5)
     assert len(set(np.round(got, 4))) == 3
-    limits = reward.outputs[reward.primary]
+    limits = reward.outputs[reward.primary_output]
     assert all(value in limits for value in got)
 
 
@@ -101,7 +101,7 @@ def test_aesthetic_is_the_published_head_on_the_picture_alone(clip, tmp_path):
     torch.manual_seed(1)
     sizes = [WIDTH, 10, 8, 6, 4, 1]
     head = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
-    pairs = zip(LAYERS, head, strict=True)
+    pairs = zip(LINEAR_LAYERS, head, strict=True)
     weights = {f"layers.{i}.{part}": getattr(layer, part).data for i, layer in pairs for part in ("weight", "bias")}
     torch.save(weights, tmp_path / "head.pth")
     reward = loaded("aesthetic", model=folder, head=str(tmp_path / "head.pth"))
@@ -191,7 +191,7 @@ def test_hpsv2_is_the_cosine_of_open_clips_model(clip, tmp_path):
         "input_ids"
     ]
     ends = (tokens == processor.tokenizer.eos_token_id).int().argmax(dim=1)
-    pixels = processor(images=letterboxed(batch.media, SIZE), return_tensors="pt")["pixel_values"]
+    pixels = processor(images=letterbox_images(batch.media, SIZE), return_tensors="pt")["pixel_values"]
     with torch.inference_mode():
         want = nn.functional.cosine_similarity(published.visual(pixels), published.encode_text(tokens, ends))
     assert values(reward, batch) == pytest.approx(want.tolist(), abs=2e-5)
@@ -200,7 +200,7 @@ def test_hpsv2_is_the_cosine_of_open_clips_model(clip, tmp_path):
 def test_weights_that_are_not_those_of_a_clip_are_named(clip, tmp_path):
     _, folder = clip
     with pytest.raises(KeyError, match=r"visual\.ln_mid\.weight is not a weight of open_clip's CLIP"):
-        to_transformers({"visual.ln_mid.weight": torch.zeros(1)})
+        convert_to_transformers({"visual.ln_mid.weight": torch.zeros(1)})
     torch.save({"state_dict": {"logit_scale": torch.zeros(())}}, tmp_path / "HPS.pt")
     with pytest.raises(RewardError, match=r"reward hpsv2: the model .*HPS\.pt cannot be loaded: .*Missing key"):
         loaded("hpsv2", model=str(tmp_path / "HPS.pt"), base=folder)
@@ -208,7 +208,7 @@ def test_weights_that_are_not_those_of_a_clip_are_named(clip, tmp_path):
 
 def test_letterboxing_keeps_the_whole_picture():
     wide = np.full((1, 20, 40, 3), 200, np.uint8)
-    (boxed,) = letterboxed(wide, 16)
+    (boxed,) = letterbox_images(wide, 16)
     pixels = np.asarray(boxed)
     assert pixels.shape == (16, 16, 3)
     assert (pixels[4:12] == 200).all()

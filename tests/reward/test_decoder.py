@@ -7,9 +7,9 @@ import torch
 from reward_http import Http, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.models.tiny.parts.wan_vae import wan_vae
-from wfm_ds.models.vae import decode
-from wfm_reward.decoder import Decoder, Scale
-from wfm_reward.web.cosmos import as_float
+from wfm_ds.models.vae import decode_normalized
+from wfm_reward.decoder import LatentDecoder, VaeScale
+from wfm_reward.web.cosmos_protocol import widen_bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -26,34 +26,34 @@ def a_latent(seed=0, shape=(4, 2, 3, 5)):
 
 def expected(model, latent):
     with torch.inference_mode():
-        pixels = decode(model, torch.from_numpy(latent)[None])[0]
+        pixels = decode_normalized(model, torch.from_numpy(latent)[None])[0]
     return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 3, 0).numpy()
 
 
 def test_a_decoder_makes_the_video_that_the_models_vae_makes(vae, tmp_path):
     folder, model = vae
     for path in (folder, folder / "vae"):
-        decoder = Decoder(str(path), "cpu", "float32", 4, str(tmp_path))
-        video = decoder.decode(a_latent())
+        decoder = LatentDecoder(str(path), "cpu", "float32", 4, str(tmp_path))
+        video = decoder.decode_latents(a_latent())
         assert (video.shape, video.dtype) == ((5, 24, 40, 3), np.uint8)
         assert np.abs(video.astype(int) - expected(model, a_latent())).max() <= 1
-        assert Scale.of(4, str(path)).video_bytes(a_latent().shape) == video.nbytes
-    assert decoder._answer(np.full((4, 1, 2, 2), np.nan, np.float32))[1] == "latents are not finite"
+        assert VaeScale.from_vae_config(4, str(path)).video_bytes(a_latent().shape) == video.nbytes
+    assert decoder._decode_to_file(np.full((4, 1, 2, 2), np.nan, np.float32))[1] == "latents are not finite"
 
 
 def test_a_vae_of_other_latents_or_none_is_named(vae, tmp_path):
     folder, _ = vae
     with pytest.raises(RewardError, match=r"latent_decoders\.16\.vae: .* has 4 channels"):
-        Decoder(str(folder), "cpu", "float32", 16, str(tmp_path))
+        LatentDecoder(str(folder), "cpu", "float32", 16, str(tmp_path))
     with pytest.raises(RewardError, match="cannot be loaded"):
-        Decoder(str(tmp_path / "none"), "cpu", "float32", 16, str(tmp_path))
+        LatentDecoder(str(tmp_path / "none"), "cpu", "float32", 16, str(tmp_path))
     with pytest.raises(RewardError, match=r"latent_decoders\.16\.vae: .*none/config\.json cannot be read"):
-        Scale.of(16, str(tmp_path / "none"))
+        VaeScale.from_vae_config(16, str(tmp_path / "none"))
 
 
 def test_bfloat16_seen_as_bytes_is_widened():
     values = torch.randn(2, 3, 4).to(torch.bfloat16)
-    assert (as_float(values.view(torch.uint8).numpy()) == values.float().numpy()).all()
+    assert (widen_bfloat16(values.view(torch.uint8).numpy()) == values.float().numpy()).all()
 
 
 @pytest.mark.slow

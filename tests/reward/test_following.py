@@ -11,13 +11,13 @@ import pytest
 from wfm_ds.errors import RewardError
 from wfm_ds.types import MediaBatch
 from wfm_reward import registry
-from wfm_reward.brightness_world import actions_of, changes, levels_of, moves_of, pixels
-from wfm_reward.rewards.action_following import following as of_actions
-from wfm_reward.rewards.camera_following import following as of_camera
+from wfm_reward.brightness_demo import decode_moves, encode_actions, frame_brightness, measure_moves, render_frames
+from wfm_reward.rewards.action_following import following_scores as of_actions
+from wfm_reward.rewards.camera_following import camera_scores as of_camera
 
 
 def loaded(name, **options):
-    reward = registry.create(name, "cpu", options)
+    reward = registry.create_reward(name, "cpu", options)
     reward.load()
     return reward
 
@@ -32,7 +32,7 @@ def scored(reward, frames, **inputs):
         inputs=[{name: np.asarray(array, np.float32) for name, array in inputs.items()}],
     )
     [score] = reward.score(batch)
-    assert score.failure is not None or score.value in reward.outputs[reward.primary]
+    assert score.failure is not None or score.value in reward.outputs[reward.primary_output]
     assert all(value in reward.outputs[part] for part, value in score.parts.items())
     return score
 
@@ -41,9 +41,9 @@ MOVES = np.array([1, 0])
 
 
 def test_the_recorded_continuation_of_the_action_world_has_the_best_reward():
-    frames, actions = pixels(levels_of(0.1, MOVES)), actions_of(MOVES)
-    assert moves_of(actions).tolist() == MOVES.tolist()
-    np.testing.assert_allclose(changes(frames), MOVES, atol=0.04)  # levels are rounded
+    frames, actions = render_frames(frame_brightness(0.1, MOVES)), encode_actions(MOVES)
+    assert decode_moves(actions).tolist() == MOVES.tolist()
+    np.testing.assert_allclose(measure_moves(frames), MOVES, atol=0.04)  # levels are rounded
     score = scored(loaded("brightness"), frames, actions=actions)
     assert score.value == pytest.approx(1, abs=0.04)
     assert (score.parts["following"], score.parts["still"]) == (1, 1)
@@ -54,25 +54,25 @@ def test_another_trajectory_and_a_short_step_cost():
     reward, judge = loaded("brightness"), loaded("seen_action")
     other = np.array([1, -1])  # one of two
     for one in (reward, judge):
-        score = scored(one, pixels(levels_of(0.1, other)), actions=actions_of(MOVES))
+        score = scored(one, render_frames(frame_brightness(0.1, other)), actions=encode_actions(MOVES))
         assert score.parts.get("following", score.value) == 0.5
-    short = scored(reward, pixels(levels_of(0.1, MOVES * 0.7)), actions=actions_of(MOVES))
+    short = scored(reward, render_frames(frame_brightness(0.1, MOVES * 0.7)), actions=encode_actions(MOVES))
     assert short.parts["following"] == 1
     assert short.value == pytest.approx(1 - 0.3 * 5 / 8 / 2, abs=0.03)  # by a ramp, in one move of two
 
 
 def test_right_means_of_wrong_frames_follow_and_fool_neither_the_reward_nor_the_judge():
-    frames = pixels(levels_of(0.0, MOVES)).astype(int)
+    frames = render_frames(frame_brightness(0.0, MOVES)).astype(int)
     stripes = np.where(np.arange(16) % 2, 60, -60)[None, None, :, None] * np.ones((9, 1, 1, 1), int)
     fooled = (frames + stripes).astype(np.uint8)
-    score = scored(loaded("brightness"), fooled, actions=actions_of(MOVES))
+    score = scored(loaded("brightness"), fooled, actions=encode_actions(MOVES))
     assert score.parts["following"] == 1
     assert score.value < 0  # the reward itself is not fooled: its residual is of pixels
-    assert scored(loaded("seen_action"), fooled, actions=actions_of(MOVES)).value == 0
+    assert scored(loaded("seen_action"), fooled, actions=encode_actions(MOVES)).value == 0
 
 
 def test_a_video_of_another_world_fails_by_name():
-    score = scored(loaded("brightness"), np.zeros((9, 8, 8, 3), np.uint8), actions=actions_of(MOVES))
+    score = scored(loaded("brightness"), np.zeros((9, 8, 8, 3), np.uint8), actions=encode_actions(MOVES))
     assert "the video has shape [9, 8, 8, 3], not [9, 8, 16, 3]" in score.failure
 
 
@@ -99,7 +99,7 @@ def test_a_frozen_cosmos3_reads_actions_from_frames(tiny_pipelines):
     )
     assert "4 actions for 3 frames; need one less than frames" in scored(reward, frames[:3], actions=told).failure
     with pytest.raises(RewardError, match="temperature 0 and steps 2 must be above 0"):
-        registry.create("action_following", "cpu", {"temperature": 0, "steps": 2})
+        registry.create_reward("action_following", "cpu", {"temperature": 0, "steps": 2})
 
 
 def turned(degrees, way=(0, 0, 0)):
@@ -156,7 +156,7 @@ def test_poses_come_from_a_service():
             server.shutdown()
             thread.join()
     with pytest.raises(RewardError, match="must be an HTTP address"):
-        registry.create("camera_following", "cpu", {"url": "nowhere"})
+        registry.create_reward("camera_following", "cpu", {"url": "nowhere"})
 
 
 def test_consistency_falls_with_flicker_blur_and_a_seam():

@@ -10,13 +10,13 @@ from wfm_ds.types import MediaBatch
 from wfm_reward import registry
 from wfm_reward.base import Range, Reward
 from wfm_reward.frames import FrameRule, score_frames
-from wfm_reward.worker import Scoring
+from wfm_reward.worker import RewardScorer
 
 
 class Level(Reward):
     """The first pixel; 255 is refused. Notes the shapes that it is given."""
 
-    name, media, primary = "level", frozenset({"image"}), "level"
+    name, media_types, primary_output = "level", frozenset({"image"}), "level"
     outputs = {"level": Range(0.0, 254.0)}  # noqa: RUF012
 
     def __init__(self, device="cpu", **options):
@@ -30,7 +30,7 @@ class Level(Reward):
     def level(self, item):
         value = int(item.frames[0, 0, 0, 0])
         parts = {"odd": float(value % 2)} | ({"large": 1.0} if value >= 20 else {})
-        return item.failed("too bright") if value == 255 else item.scored(value, **parts)
+        return item.fail("too bright") if value == 255 else item.score(value, **parts)
 
 
 def rows_of(count):
@@ -41,7 +41,7 @@ def scored(videos, max_batch=16, **options):
     """Scores of these videos, each given by the levels of its frames, and the batches that the reward saw."""
     reward = Level("cpu", **options)
     media = [np.broadcast_to(np.array(v, np.uint8)[:, None, None, None], (len(v), 4, 6, 3)) for v in videos]
-    some = Scoring(reward, "mine", max_batch).items(rows_of(len(videos)), media)
+    some = RewardScorer(reward, "mine", max_batch).score_items(rows_of(len(videos)), media)
     return [score for part in some for score in part], reward.shapes
 
 
@@ -82,13 +82,15 @@ def test_reward_sees_images_in_batches_of_its_size():
 
 def test_images_are_scored_as_they_are_whatever_the_rule():
     reward = Level("cpu", frames="last")
-    (some,) = Scoring(reward, "mine", 4).items(rows_of(2), [np.full((4, 6, 3), level, np.uint8) for level in (3, 4)])
+    (some,) = RewardScorer(reward, "mine", 4).score_items(
+        rows_of(2), [np.full((4, 6, 3), level, np.uint8) for level in (3, 4)]
+    )
     assert [s.value for s in some] == [3.0, 4.0]
 
 
 @given(st.integers(1, 200), st.integers(1, 300))
 def test_uniform_frames_are_the_middles_of_equal_parts(num_frames, parts):
-    indices = FrameRule(f"uniform:{parts}").indices(num_frames)
+    indices = FrameRule(f"uniform:{parts}").frame_indices(num_frames)
     count = min(parts, num_frames)
     assert len(set(indices)) == count
     # Frame i covers [i, i + 1): the middle of part p lies in it.
@@ -110,7 +112,7 @@ def test_frames_of_all_videos_share_batches_in_order():
     def score_images(batch):
         assert (batch.media.ndim, batch.fps) == (4, None)
         seen.append([(i.sample_id, i.prompt, i.metadata["i"], int(i.frames[0, 0, 0, 0])) for i in batch])
-        return [item.scored(float(item.frames[0, 0, 0, 0])) for item in batch]
+        return [item.score(float(item.frames[0, 0, 0, 0])) for item in batch]
 
     scores = score_frames(score_images, videos, FrameRule("uniform:2"), max_batch=5)
     assert [s.value for s in scores] == [2.5, 8.5, 14.5, 20.5]
@@ -121,14 +123,14 @@ def test_frames_of_all_videos_share_batches_in_order():
 @pytest.mark.parametrize("frames", ["all", "uniform", "uniform:0", "uniform:-1", "uniform:3.5", "", 3, None])
 def test_other_rules_are_refused_by_the_rewards_name(frames):
     with pytest.raises(RewardError, match=r"reward color: frames is .*; it must be first, middle, last or uniform:N"):
-        registry.create("color", "cpu", {"frames": frames})
+        registry.create_reward("color", "cpu", {"frames": frames})
 
 
 def test_reward_that_sees_whole_videos_has_no_such_option():
     with pytest.raises(RewardError, match="reward motion has no option frames; it has no options"):
-        registry.create("motion", "cpu", {"frames": "first"})
+        registry.create_reward("motion", "cpu", {"frames": "first"})
 
 
 def test_option_is_named_among_those_that_a_reward_has():
     with pytest.raises(RewardError, match="reward color has no option frame; its options are frames"):
-        registry.create("color", "cpu", {"frame": "first"})
+        registry.create_reward("color", "cpu", {"frame": "first"})

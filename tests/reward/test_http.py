@@ -18,15 +18,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from reward_http import TIMEOUT_S, TOKEN, Http, enqueue_body, serving
 from wfm_ds.errors import RewardError
-from wfm_ds.monitoring.videos import gif_bytes, save_mp4
+from wfm_ds.monitoring.videos import encode_gif, save_mp4
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
 from wfm_reward.config import HttpConfig
-from wfm_reward.web.access import check_token, service_token
-from wfm_reward.web.budget import MemoryBudget
-from wfm_reward.web.plain import parse_compute
-from wfm_reward.web.problem import HttpProblem
+from wfm_reward.web.access import check_token, read_service_token
+from wfm_reward.web.http_problem import HttpProblem
+from wfm_reward.web.json_protocol import parse_compute
+from wfm_reward.web.memory_budget import MemoryBudget
 
 PROBES = Path(__file__).parent
 BRIGHTNESS, MOODY, OTHER = "probe_rewards:Brightness", "probe_rewards:Moody", "probe_rewards:Other"
@@ -256,25 +256,25 @@ def test_a_browser_sends_the_token_as_its_password(service):
 
 def test_a_port_that_others_reach_needs_a_token(tmp_path):
     with pytest.raises(RewardError, match=r"http\.bind is 0\.0\.0\.0:80, which others can reach: set http\.token_file"):
-        service_token(HttpConfig(bind="0.0.0.0:80"), tmp_path, {})
-    assert service_token(HttpConfig(bind="0.0.0.0:80"), tmp_path, {"WFM_REWARD_TOKEN": "t"}) == "t"
-    assert service_token(HttpConfig(bind="[::1]:80"), tmp_path, {}) is None
+        read_service_token(HttpConfig(bind="0.0.0.0:80"), tmp_path, {})
+    assert read_service_token(HttpConfig(bind="0.0.0.0:80"), tmp_path, {"WFM_REWARD_TOKEN": "t"}) == "t"
+    assert read_service_token(HttpConfig(bind="[::1]:80"), tmp_path, {}) is None
 
 
 def test_a_token_file_is_for_its_owner_alone(tmp_path):
     token = tmp_path / "token"
     config = HttpConfig(token_file=token)
     with pytest.raises(RewardError, match="cannot be read"):
-        service_token(config, tmp_path, {})
+        read_service_token(config, tmp_path, {})
     token.write_text("secret")
     token.chmod(0o640)
     with pytest.raises(RewardError, match="others can read this token: chmod 600"):
-        service_token(config, tmp_path, {})
+        read_service_token(config, tmp_path, {})
     token.chmod(0o600)
-    assert service_token(config, tmp_path, {"WFM_REWARD_TOKEN": "other"}) == "secret"
+    assert read_service_token(config, tmp_path, {"WFM_REWARD_TOKEN": "other"}) == "secret"
     token.write_text("\n")
     with pytest.raises(RewardError, match="is empty"):
-        service_token(config, tmp_path, {})
+        read_service_token(config, tmp_path, {})
 
 
 def test_the_token_is_nowhere_to_be_read(http, service):
@@ -399,7 +399,7 @@ def test_plain_json_takes_videos_as_frames(http):
 def test_plain_json_takes_videos_as_files(tmp_path, kind):
     video = np.repeat(np.array([0, 128, 255], np.uint8), 16 * 16 * 3).reshape(3, 16, 16, 3)
     save_mp4(tmp_path / "v.mp4", video, 8)
-    data = (tmp_path / "v.mp4").read_bytes() if kind == "mp4" else gif_bytes(video, 8)
+    data = (tmp_path / "v.mp4").read_bytes() if kind == "mp4" else encode_gif(video, 8)
     request, _ = parsed(prompt=["x"], video=[base64.b64encode(data).decode()], rewards=["motion"], fps=8)
     assert np.abs(request.media[0].astype(int) - video).max() <= 2
 
@@ -477,7 +477,7 @@ def test_pictures_that_are_unpacked_at_once_share_the_budget():
     with pytest.raises(HttpProblem) as problem:
         parse_compute(body, second.grow)
     assert problem.value.status == 429
-    heir = first.transferred(10)
+    heir = first.transfer(10)
     first.release()
     assert budget.reserved_bytes == 1010
     heir.release()

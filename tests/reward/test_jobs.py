@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.broker import Broker, TaskKind
 from wfm_ds.pipes.worker import LeaseWorker
-from wfm_reward.web.budget import MemoryBudget
-from wfm_reward.web.jobs import Jobs
-from wfm_reward.web.problem import HttpProblem
-from wfm_reward.web.request import ScoreRequest
+from wfm_reward.web.http_problem import HttpProblem
+from wfm_reward.web.jobs import ScoreJobs
+from wfm_reward.web.memory_budget import MemoryBudget
+from wfm_reward.web.score_request import ScoreRequest
 
 DEADLINE_S = 30.0
 
@@ -31,7 +31,7 @@ def request_of(count):
 @contextmanager
 def a_hub(tmp_path, handle, kind="score:mean"):
     """Its endpoint for clients; one worker in a thread."""
-    hub = Hub(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={kind: Kind(60.0, {})})
+    hub = Broker(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={kind: TaskKind(60.0, {})})
     hub.start()
     worker = LeaseWorker(hub.worker_endpoint, worker="w", name="w", kinds=[kind])
     thread = threading.Thread(target=worker.run, args=(handle,), daemon=True)
@@ -45,14 +45,14 @@ def a_hub(tmp_path, handle, kind="score:mean"):
 
 
 def means(task, _):
-    return {"scores": [(float(t.mean()), None, {}) for t in task.tensors()]}
+    return {"scores": [(float(t.mean()), None, {}) for t in task.read_tensors()]}
 
 
 def with_jobs(hub, ttl_s, use):
     """Run `use(jobs, budget)` in an event loop."""
 
     async def main():
-        jobs, budget = Jobs(hub.client_endpoint, {"mean": 1}, ttl_s, None), MemoryBudget(10000)
+        jobs, budget = ScoreJobs(hub.client_endpoint, {"mean": 1}, ttl_s, None), MemoryBudget(10000)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await use(jobs, budget)
@@ -72,12 +72,12 @@ def test_media_are_let_go_when_they_are_scored_and_the_scores_stay(tmp_path):
     async def use(jobs, budget):
         request = request_of(2)
         watched = [weakref.ref(array) for array in request.media]
-        job = jobs.start(request, budget.reserve(96), DEADLINE_S, None)
+        job = jobs.start_job(request, budget.reserve(96), DEADLINE_S, None)
         del request
         await job.results["mean"].done.wait()
         await until(lambda: budget.reserved_bytes == 0)
         await until(lambda: gc.collect() >= 0 and not any(ref() is not None for ref in watched))
-        assert [value for value, _, _ in jobs.find(job.id).results["mean"].rows] == [0.0, 1.0]
+        assert [value for value, _, _ in jobs.find_job(job.id).results["mean"].items] == [0.0, 1.0]
         assert job.info == {"of": 2}
 
     with a_hub(tmp_path, means) as hub:
@@ -86,13 +86,13 @@ def test_media_are_let_go_when_they_are_scored_and_the_scores_stay(tmp_path):
 
 def test_a_new_job_ends_those_that_nobody_has_pulled(tmp_path):
     async def use(jobs, budget):
-        first = jobs.start(request_of(1), budget.reserve(48), DEADLINE_S, None)
+        first = jobs.start_job(request_of(1), budget.reserve(48), DEADLINE_S, None)
         await until(lambda: first.finished_at_s is not None)
-        second = jobs.start(request_of(1), budget.reserve(48), DEADLINE_S, None)
+        second = jobs.start_job(request_of(1), budget.reserve(48), DEADLINE_S, None)
         assert list(jobs._jobs) == [second.id]
-        jobs.forget(second)
+        jobs.forget_job(second)
         with pytest.raises(HttpProblem) as problem:
-            jobs.find(second.id)
+            jobs.find_job(second.id)
         assert problem.value.status == 404
         await until(lambda: second.finished_at_s is not None)
 
@@ -104,16 +104,16 @@ def test_after_its_deadline_a_job_keeps_what_is_scored_and_waits_for_no_worker(t
     go_on = threading.Event()
 
     def handle(task, progress):
-        if task.tensors()[0].any():
+        if task.read_tensors()[0].any():
             go_on.wait(DEADLINE_S)
         return means(task, progress)
 
     async def use(jobs, budget):
-        job = jobs.start(request_of(3), budget.reserve(144), DEADLINE_S, None)
+        job = jobs.start_job(request_of(3), budget.reserve(144), DEADLINE_S, None)
         await until(lambda: len(jobs._pieces) == 2)
-        jobs._give_up(list(jobs._pieces))  # what its timer does
+        jobs._abandon_pieces(list(jobs._pieces))  # what its timer does
         await job.results["mean"].done.wait()
-        values, failures, _ = zip(*job.results["mean"].rows, strict=True)
+        values, failures, _ = zip(*job.results["mean"].items, strict=True)
         assert (values[1:], failures[1:]) == ((None, None), ("deadline", "deadline"))
         assert (values[0], failures[0]) == (0.0, None)
         await until(lambda: budget.reserved_bytes == 0)
@@ -137,11 +137,11 @@ def test_a_video_that_is_decoded_too_late_is_removed(tmp_path):
         return {"videos": [(str(path), None, {})]}
 
     async def use(jobs, budget):
-        job = jobs.start(request_of(1), budget.reserve(48), DEADLINE_S, "decode:16")
+        job = jobs.start_job(request_of(1), budget.reserve(48), DEADLINE_S, "decode:16")
         assert await asyncio.to_thread(begun.wait, DEADLINE_S)
-        jobs._give_up(list(jobs._pieces))  # what its timer does
+        jobs._abandon_pieces(list(jobs._pieces))  # what its timer does
         await job.results["mean"].done.wait()
-        assert job.results["mean"].rows == [(None, "deadline", {})]
+        assert job.results["mean"].items == [(None, "deadline", {})]
         go_on.set()
         assert await asyncio.to_thread(written.wait, DEADLINE_S)
         await until(lambda: not path.exists())

@@ -24,7 +24,7 @@ def server():
 
 
 def judge(name, server, **options):
-    reward = registry.create(name, "cpu", {"endpoint": f"{server.url}/v1/", "timeout_s": 5.0, **options})
+    reward = registry.create_reward(name, "cpu", {"endpoint": f"{server.url}/v1/", "timeout_s": 5.0, **options})
     reward.load()
     return reward
 
@@ -132,4 +132,4 @@ def test_wrong_settings_are_named(server, monkeypatch):
         ({}, "reward unified_reward needs the option endpoint"),
     ]:
         with pytest.raises(RewardError, match=says):
-            registry.create("unified_reward", "cpu", options)
+            registry.create_reward("unified_reward", "cpu", options)

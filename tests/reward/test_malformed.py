@@ -7,8 +7,8 @@ import pytest
 
 import malformed
 from reward_http import TOKEN, Http, serving
-from wfm_reward.web.plain import parse_compute
-from wfm_reward.web.problem import HttpProblem
+from wfm_reward.web.http_problem import HttpProblem
+from wfm_reward.web.json_protocol import parse_compute
 
 REWARD = "jpeg_incompressibility"
 MIB = 2**20

@@ -11,9 +11,9 @@ import torch
 from wfm_ds.errors import RewardError
 from wfm_ds.types import MediaBatch
 from wfm_reward import registry
-from wfm_reward.rewards._judge import mp4
-from wfm_reward.rewards._scene import COLORS, Found, judge, problem_in, relations
-from wfm_reward.rewards.geneval import Detector, GenEval, _cut_out
+from wfm_reward.rewards._scene import COLORS, DetectedObject, find_metadata_problem, score_scene, spatial_relations
+from wfm_reward.rewards._vlm import encode_mp4
+from wfm_reward.rewards.geneval import Detector, GenEval, _crop_object
 
 
 def a_batch(reward, media, prompts=None, metadata=None, fps=None):
@@ -53,7 +53,7 @@ def test_image_reward_is_the_packages_score_of_each_picture(monkeypatch):
             return len(prompt) + 0.5
 
     package(monkeypatch, "ImageReward", load=lambda name, device, **more: seen.append((name, device, more)) or Model())
-    reward = registry.create("image_reward", "cpu", {"med_config": "/m.json"})
+    reward = registry.create_reward("image_reward", "cpu", {"med_config": "/m.json"})
     reward.load()
     scores = reward.score(a_batch(reward, pictures(2), ["a", "bcd"]))
     assert [s.value for s in scores] == [1.5, 3.5]
@@ -73,7 +73,7 @@ def test_hpsv3_is_the_mean_and_its_deviation_a_part(monkeypatch):
             return self.rows
 
     package(monkeypatch, "hpsv3", HPSv3RewardInferencer=Inferencer)
-    reward = registry.create("hpsv3", "cpu", {"checkpoint": "/h.safetensors"})
+    reward = registry.create_reward("hpsv3", "cpu", {"checkpoint": "/h.safetensors"})
     reward.load()
     batch = a_batch(reward, pictures(2), ["a", "b"])
     assert [(s.value, s.parts) for s in reward.score(batch)] == [(9.5, {"sigma": 0.25}), (7.25, {"sigma": 0.5})]
@@ -86,7 +86,7 @@ def test_hpsv3_is_the_mean_and_its_deviation_a_part(monkeypatch):
 def test_a_package_that_is_not_there_is_named(name, monkeypatch):
     for module in ("ImageReward", "hpsv3", "fastvideo"):
         monkeypatch.setitem(sys.modules, module, None)
-    reward = registry.create(name, "cpu", {})
+    reward = registry.create_reward(name, "cpu", {})
     with pytest.raises(RewardError, match=f"reward {name} needs a package that is not installed"):
         reward.load()
 
@@ -119,7 +119,7 @@ def a_video(level, frames=6):
 @pytest.mark.parametrize("name", ["video_align", "dance_grpo"])
 def test_video_align_rates_the_clip_with_its_speed_and_prompt(monkeypatch, name):
     package(monkeypatch, "fastvideo.models.videoalign.inference", VideoVLMRewardInference=VideoInference)
-    reward = registry.create(name, "cpu", {})
+    reward = registry.create_reward(name, "cpu", {})
     reward.load()
     media = np.concatenate([a_video(40), a_video(200)])
     scores = reward.score(a_batch(reward, media, ["a", "bcd"], fps=12.0))
@@ -142,13 +142,13 @@ def test_video_align_takes_a_sum_of_outputs_and_a_checkout(monkeypatch, tmp_path
     )
     monkeypatch.delitem(sys.modules, "inference", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    reward = registry.create("dance_grpo", "cpu", {"output": "vq_reward + mq_reward", "code": str(tmp_path)})
+    reward = registry.create_reward("dance_grpo", "cpu", {"output": "vq_reward + mq_reward", "code": str(tmp_path)})
     reward.load()
     (score,) = reward.score(a_batch(reward, a_video(0), fps=8.0))
     assert (score.value, score.parts) == (3.0, {"vq_reward": 1.0, "mq_reward": 2.0, "ta_reward": 4.0})
     sys.modules.pop("inference", None)
     with pytest.raises(RewardError, match="output is 'vq'; it must be a sum of overall_reward, vq_reward"):
-        registry.create("dance_grpo", "cpu", {"output": "vq"})
+        registry.create_reward("dance_grpo", "cpu", {"output": "vq"})
 
 
 def test_a_clip_survives_its_file():
@@ -156,7 +156,7 @@ def test_a_clip_survives_its_file():
     frames[:, :16] = (200, 40, 90)
     import io
 
-    with av.open(io.BytesIO(mp4(frames, 12.5))) as video:
+    with av.open(io.BytesIO(encode_mp4(frames, 12.5))) as video:
         assert float(video.streams.video[0].average_rate) == 12.5
         read = np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
     assert read.shape == (5, 32, 46, 3)
@@ -167,7 +167,7 @@ def test_a_clip_survives_its_file():
 
 
 def one(name, box, confidence=0.99, mask=None):
-    return Found(name, box, confidence, mask)
+    return DetectedObject(name, box, confidence, mask)
 
 
 LEFT, RIGHT, BELOW = (0, 0, 10, 10), (30, 0, 40, 10), (0, 30, 10, 40)
@@ -181,14 +181,14 @@ LEFT, RIGHT, BELOW = (0, 0, 10, 10), (30, 0, 40, 10), (0, 30, 10, 40)
     ],
 )  # fmt: skip
 def test_where_an_object_is(a, b, want):
-    assert relations(one("x", a), one("y", b)) == want
+    assert spatial_relations(one("x", a), one("y", b)) == want
 
 
 def verdict(objects, include, exclude=(), colors=()):
     by_name = {}
     for found in objects:
         by_name.setdefault(found.name, []).append(found)
-    return judge(by_name, include, list(exclude), lambda name, some: list(colors)[: len(some)])
+    return score_scene(by_name, include, list(exclude), lambda name, some: list(colors)[: len(some)])
 
 
 CATS = [one("cat", LEFT), one("cat", RIGHT)]
@@ -245,8 +245,8 @@ def test_what_is_excluded_spoils_the_published_test_alone():
     ],
 )
 def test_questions_that_make_no_sense_are_named(metadata, says):
-    assert says in problem_in(metadata)
-    assert bool(problem_in(metadata)) == bool(says)
+    assert says in find_metadata_problem(metadata)
+    assert bool(find_metadata_problem(metadata)) == bool(says)
 
 
 class PaintedCats(Detector):
@@ -255,20 +255,20 @@ class PaintedCats(Detector):
     def load(self):
         assert (self.model, self.device) == ("none", "cpu")
 
-    def find(self, image):
+    def detect_objects(self, image):
         found = []
         for x, confidence in ((0, 0.95), (16, 0.6)):
             mask = np.zeros(image.shape[:2], bool)
             mask[:, x : x + 16] = (image[:, x : x + 16] != 128).any(axis=-1)
             if mask.any():
-                found.append(Found("cat", (x, 0, x + 16, 16), confidence, mask))
+                found.append(DetectedObject("cat", (x, 0, x + 16, 16), confidence, mask))
         return found
 
 
 @pytest.fixture
 def gen_eval(monkeypatch):
     monkeypatch.setitem(sys.modules, "painted", types.SimpleNamespace(PaintedCats=PaintedCats, Detector=Detector))
-    reward = registry.create("gen_eval", "cpu", {"detector": "painted:PaintedCats", "detector_model": "none"})
+    reward = registry.create_reward("gen_eval", "cpu", {"detector": "painted:PaintedCats", "detector_model": "none"})
 
     class Colours:
         """In the place of CLIP: sees the mean colour, and reads colour words."""
@@ -283,7 +283,7 @@ def gen_eval(monkeypatch):
             words = [next(word for word in COLORS if f" {word}" in text) for text in texts]
             return torch.tensor([self.rgb.get(word, (-1, -1, -1)) for word in words], dtype=torch.float32)
 
-    monkeypatch.setattr("wfm_reward.rewards._clip.Clip", lambda *_: Colours())
+    monkeypatch.setattr("wfm_reward.rewards._clip.ClipModel", lambda *_: Colours())
     reward.load()
     return reward
 
@@ -316,7 +316,7 @@ def test_colours_are_looked_at_before_grey_within_the_box():
     image = painted((255, 0, 0), (0, 0, 255))[0]
     mask = np.zeros((16, 32), bool)
     mask[4:8, 4:20] = True
-    cut = np.asarray(_cut_out(image, Found("cat", (4, 2, 20, 8), 1.0, mask)))
+    cut = np.asarray(_crop_object(image, DetectedObject("cat", (4, 2, 20, 8), 1.0, mask)))
     assert cut.shape == (6, 16, 3)
     assert (cut[:2] == 153).all()
     assert (cut[2:, :12] == (255, 0, 0)).all()

@@ -5,9 +5,19 @@ import pytest
 
 from wfm_ds.errors import RewardError
 from wfm_ds.types import MediaBatch
-from wfm_reward.moving_world import DIRECTIONS, NUM_PLACES, SHAPES, Clip, cells_of, clips, draw, nearest, pixels
-from wfm_reward.registry import create
-from wfm_reward.rewards.moving import Moving
+from wfm_reward.moving_demo import (
+    DIRECTIONS,
+    NUM_VARIANTS,
+    SHAPES,
+    MovingClip,
+    draw_clip,
+    find_nearest_clip,
+    list_clips,
+    measure_cells,
+    render_frames,
+)
+from wfm_reward.registry import create_reward
+from wfm_reward.rewards.moving import MovingReward
 from wfm_reward.rewards.nearest_clip import NearestClip
 
 WHAT = ("shape", "light")
@@ -16,7 +26,7 @@ WHAT = ("shape", "light")
 def scores(reward, cells, asked):
     """Scores of clips [N,5,8,8], each asked for by a Clip."""
     batch = MediaBatch(
-        media=np.stack([pixels(one) for one in cells]),
+        media=np.stack([render_frames(one) for one in cells]),
         sample_ids=[str(k) for k in range(len(cells))],
         prompts=[clip.prompt for clip in asked],
         metadata=[{"shape": clip.shape, "direction": clip.direction} for clip in asked],
@@ -26,10 +36,12 @@ def scores(reward, cells, asked):
 
 
 def test_real_clips_have_the_full_reward_and_please_the_judge():
-    world = clips()
-    assert len(world) == len(SHAPES) * len(DIRECTIONS) * NUM_PLACES == len({draw(clip).tobytes() for clip in world})
-    media = [draw(clip) for clip in world]
-    found = scores(Moving(), media, world)
+    world = list_clips()
+    assert (
+        len(world) == len(SHAPES) * len(DIRECTIONS) * NUM_VARIANTS == len({draw_clip(clip).tobytes() for clip in world})
+    )
+    media = [draw_clip(clip) for clip in world]
+    found = scores(MovingReward(), media, world)
     assert [score.value for score in found] == pytest.approx([1.0] * len(world), abs=1e-5)
     for score in scores(NearestClip(), media, world):
         assert score.value == 60
@@ -37,23 +49,25 @@ def test_real_clips_have_the_full_reward_and_please_the_judge():
 
 
 def test_all_clips_are_told_apart():
-    for clip in clips():
-        assert nearest(cells_of(pixels(draw(clip)))) == (clip, 0)
+    for clip in list_clips():
+        assert find_nearest_clip(measure_cells(render_frames(draw_clip(clip)))) == (clip, 0)
 
 
 def test_a_wrong_direction_and_a_still_have_no_reward():
-    asked = Clip("square", "left", 0)
-    wrong = [draw(Clip("square", direction, 0)) for direction in ("right", "up", "down")]
-    still = np.repeat(draw(asked)[:1], 5, axis=0)
-    assert [score.value for score in scores(Moving(), [*wrong, still], [asked] * 4)] == pytest.approx([0] * 4, abs=1e-5)
+    asked = MovingClip("square", "left", 0)
+    wrong = [draw_clip(MovingClip("square", direction, 0)) for direction in ("right", "up", "down")]
+    still = np.repeat(draw_clip(asked)[:1], 5, axis=0)
+    assert [score.value for score in scores(MovingReward(), [*wrong, still], [asked] * 4)] == pytest.approx(
+        [0] * 4, abs=1e-5
+    )
     judged = scores(NearestClip(), wrong, [asked] * 3)
     assert [(s.parts["shape"], s.parts["direction"], s.parts["both"]) for s in judged] == [(1, 0, 0)] * 3
 
 
 def test_a_larger_shape_fools_the_naive_reward_alone():
-    asked = Clip("triangle", "down", 1)
-    cells = np.stack([draw(Clip("square", "down", 1)), draw(asked)])
-    guarded, naive = ([score.value for score in scores(Moving(what=what), cells, [asked] * 2)] for what in WHAT)
+    asked = MovingClip("triangle", "down", 1)
+    cells = np.stack([draw_clip(MovingClip("square", "down", 1)), draw_clip(asked)])
+    guarded, naive = ([score.value for score in scores(MovingReward(what=what), cells, [asked] * 2)] for what in WHAT)
     assert naive[0] > naive[1] + 0.2
     assert guarded[0] < guarded[1] - 0.4
     judged, _ = scores(NearestClip(), cells, [asked] * 2)
@@ -61,9 +75,9 @@ def test_a_larger_shape_fools_the_naive_reward_alone():
 
 
 def test_blur_costs_reward_and_the_judge_sees_it():
-    asked = Clip("square", "up", 2)
-    grey = 0.5 * draw(asked)
-    (score,), (judged,) = (scores(reward, [grey], [asked]) for reward in (Moving(), NearestClip()))
+    asked = MovingClip("square", "up", 2)
+    grey = 0.5 * draw_clip(asked)
+    (score,), (judged,) = (scores(reward, [grey], [asked]) for reward in (MovingReward(), NearestClip()))
     assert score.value == pytest.approx(0.75, abs=0.01)  # 1 - .5 ** 2
     assert judged.parts["real"] == 0
 
@@ -76,9 +90,9 @@ def test_what_cannot_be_judged_is_a_named_failure():
         metadata=[{"shape": "square", "direction": "up"}],
         reward="moving",
     )
-    for reward in (Moving(), NearestClip()):
+    for reward in (MovingReward(), NearestClip()):
         assert "[4, 32, 32, 3], not [5, 32, 32, 3]" in reward.score(batch)[0].failure
-    (score,) = scores(Moving(), [draw(clips()[0])], [Clip("hexagon", "up", 0)])
+    (score,) = scores(MovingReward(), [draw_clip(list_clips()[0])], [MovingClip("hexagon", "up", 0)])
     assert "unknown shape 'hexagon' or direction 'up'" in score.failure
     with pytest.raises(RewardError, match="what is 'size'; it must be shape or light"):
-        create("moving", "cpu", {"what": "size"})
+        create_reward("moving", "cpu", {"what": "size"})

@@ -13,11 +13,11 @@ import pytest
 from reward_http import TOKEN, Server, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout.rewards import RewardClient, RewardService, service_config
+from wfm_ds.rollout.rewards import RewardClient, RewardService, build_service_config
 from wfm_ds.types import MediaBatch
 from wfm_reward import registry
-from wfm_reward.asking import ANSWER_BYTES
-from wfm_reward.rewards.remote import FAMILIES, KEEP_REPLICA, endpoint
+from wfm_reward.http_client import MAX_RESPONSE_BYTES
+from wfm_reward.rewards.remote import IGNORE_REPLICA_VARIABLE, VARIABLE_PREFIXES, read_service_addresses
 
 PROBES = Path(__file__).parent
 MOODY = "probe_rewards:Moody"
@@ -25,10 +25,10 @@ MOODY = "probe_rewards:Moody"
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for family in FAMILIES:
+    for family in VARIABLE_PREFIXES:
         for key in ("ENQUEUE_URL", "FETCH_URL", "TOKEN"):
             monkeypatch.delenv(f"{family}_{key}", raising=False)
-    monkeypatch.delenv(KEEP_REPLICA, raising=False)
+    monkeypatch.delenv(IGNORE_REPLICA_VARIABLE, raising=False)
 
 
 def a_batch(prompts, media=None, fps=None, metadata=None):
@@ -56,7 +56,7 @@ def server(monkeypatch):
 
 
 def remote(**options):
-    reward = registry.create("remote/pickscore", "cpu", {"timeout_s": 5.0, **options})
+    reward = registry.create_reward("remote/pickscore", "cpu", {"timeout_s": 5.0, **options})
     reward.load()
     return reward
 
@@ -92,7 +92,7 @@ def test_a_recipe_with_remote_rewards_gets_the_scores_of_the_service(tmp_path, m
             client.close()
         video = np.zeros((1, 3, 8, 8, 3), np.uint8)
         video[:, 1] = 255
-        reward = registry.create("remote/motion", "cpu", {})
+        reward = registry.create_reward("remote/motion", "cpu", {})
         reward.load()
         assert [s.value for s in reward.score(a_batch(["x"], video, fps=8.0))] == [1.0]
         monkeypatch.setenv("REMOTE_REWARD_TOKEN", "wrong")
@@ -137,7 +137,7 @@ def test_images_and_their_token_are_sent_as_the_protocol_says(server):
 
 
 def test_the_replica_is_not_kept_where_the_variable_says_so(server, monkeypatch):
-    monkeypatch.setenv(KEEP_REPLICA, "1")
+    monkeypatch.setenv(IGNORE_REPLICA_VARIABLE, "1")
     server.answers = [(200, {"uuid": "u-1", "replica_id": "r7"}), (200, {"scores": {"pickscore": [1]}})]
     assert remote().score(a_batch(["a"]))[0].value == 1.0
     assert "X-Lepton-Replica-Target" not in server.requests[1][1]
@@ -189,7 +189,7 @@ def test_minus_one_throughout_is_a_failed_video_and_a_score_of_an_image(server):
         ([(200, [])], "a response with status 200 is not a JSON object"),
         ([(200, {})], "returned no uuid"),
         ([(302, b"")], "a response with status 302"),
-        ([(200, b"x" * (ANSWER_BYTES + 1))], "a response of more than"),
+        ([(200, b"x" * (MAX_RESPONSE_BYTES + 1))], "a response of more than"),
     ],
 )  # fmt: skip
 def test_a_service_that_does_not_answer_fails_the_items_by_name(server, answers, says):
@@ -232,28 +232,34 @@ def variables(family, url="http://h", token="t"):
     return {f"{family}_ENQUEUE_URL": f"{url}/e", f"{family}_FETCH_URL": f"{url}/f", f"{family}_TOKEN": token}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", VARIABLE_PREFIXES)
 def test_each_family_of_variables_is_read(family):
-    assert endpoint(variables(family)) == ("http://h/e", "http://h/f", "t")
+    assert read_service_addresses(variables(family)) == ("http://h/e", "http://h/f", "t")
 
 
 def test_the_variables_must_be_whole_and_agree():
-    assert endpoint(variables(FAMILIES[0]) | variables(FAMILIES[2])) == ("http://h/e", "http://h/f", "t")
-    assert endpoint(variables(FAMILIES[0]) | {"WFM_REWARD_TOKEN": "of our own service"})[2] == "t"
+    assert read_service_addresses(variables(VARIABLE_PREFIXES[0]) | variables(VARIABLE_PREFIXES[2])) == (
+        "http://h/e",
+        "http://h/f",
+        "t",
+    )
+    assert (
+        read_service_addresses(variables(VARIABLE_PREFIXES[0]) | {"WFM_REWARD_TOKEN": "of our own service"})[2] == "t"
+    )
     with pytest.raises(RewardError, match="prefixes REMOTE_REWARD and WFM_REWARD differ"):
-        endpoint(variables(FAMILIES[0]) | variables(FAMILIES[1], "http://other"))
+        read_service_addresses(variables(VARIABLE_PREFIXES[0]) | variables(VARIABLE_PREFIXES[1], "http://other"))
     with pytest.raises(RewardError, match="WFM_REWARD_ENQUEUE_URL is set, but not WFM_REWARD_FETCH_URL"):
-        endpoint({"WFM_REWARD_ENQUEUE_URL": "http://h"})
+        read_service_addresses({"WFM_REWARD_ENQUEUE_URL": "http://h"})
     with pytest.raises(RewardError, match="set REMOTE_REWARD_ENQUEUE_URL"):
-        endpoint({})
+        read_service_addresses({})
     with pytest.raises(RewardError, match="'ftp://h/e'; it must start with http"):
-        endpoint(variables(FAMILIES[0], "ftp://h"))
+        read_service_addresses(variables(VARIABLE_PREFIXES[0], "ftp://h"))
 
 
 def test_a_worker_that_waits_for_a_service_is_not_taken_to_hang(tmp_path):
     recipe = RewardRecipe(functions=[{"name": "remote/x"}, {"name": "color"}], timeout_s=500)
-    config = service_config(recipe, tmp_path)
+    config = build_service_config(recipe, tmp_path)
     assert config["rewards"]["remote/x"]["stall_s"] == 500
     assert config["rewards"]["color"]["stall_s"] == 120
     with pytest.raises(RewardError, match="timeout_s is 601"):
-        registry.create("remote/x", "cpu", {"timeout_s": 601})
+        registry.create_reward("remote/x", "cpu", {"timeout_s": 601})

@@ -32,7 +32,7 @@ NEEDED = {  # options without a default
 
 
 def loaded(name, **options):
-    reward = registry.create(name, "cpu", options)
+    reward = registry.create_reward(name, "cpu", options)
     reward.load()
     return reward
 
@@ -50,7 +50,7 @@ def score(reward, images, prompts=None, metadata=None):
     scores = reward.score(batch)
     assert [(s.sample_id, s.reward) for s in scores] == [(i, reward.name) for i in batch.sample_ids]
     for one in scores:
-        assert one.value is None or one.value in reward.outputs[reward.primary]
+        assert one.value is None or one.value in reward.outputs[reward.primary_output]
         assert all(part in reward.outputs[key] for key, part in one.parts.items())
     return scores
 
@@ -73,11 +73,11 @@ def drawn(text, height=128, width=384, font_size=48, ink="black", paper="white")
 
 
 def test_the_built_in_rewards_are_found_and_describe_themselves():
-    assert set(registry.names()) == BUILT_IN
+    assert set(registry.list_reward_names()) == BUILT_IN
     for name in BUILT_IN:
-        reward = registry.describe(name)
-        assert reward.primary in reward.outputs
-        assert reward.media == (
+        reward = registry.get_reward_class(name)
+        assert reward.primary_output in reward.outputs
+        assert reward.media_types == (
             {"image"} if name in FOR_IMAGES else {"video"} if name in FOR_VIDEOS else {"image", "video"}
         )
 
@@ -85,7 +85,7 @@ def test_the_built_in_rewards_are_found_and_describe_themselves():
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_an_unknown_option_is_refused_by_name(name):
     with pytest.raises(RewardError, match=f"{name} has no option qualty"):
-        registry.create(name, "cpu", {"qualty": 3, **NEEDED.get(name, {})})
+        registry.create_reward(name, "cpu", {"qualty": 3, **NEEDED.get(name, {})})
 
 
 def test_finding_and_describing_rewards_loads_no_model_library():
@@ -315,9 +315,9 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
 
 def test_ocr_runs_on_the_cpu_with_at_least_one_thread():
     with pytest.raises(RewardError, match="runs on the CPU, not on cuda:0"):
-        registry.create("ocr", "cuda:0", {})
+        registry.create_reward("ocr", "cuda:0", {})
     with pytest.raises(RewardError, match="threads is 0"):
-        registry.create("ocr", "cpu", {"threads": 0})
+        registry.create_reward("ocr", "cpu", {"threads": 0})
 
 
 TEXT = st.text("abc", max_size=7)

@@ -12,13 +12,13 @@ import zmq
 
 from faults.processes import until
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.broker import Broker, TaskKind
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.hub import Hub, Kind
-from wfm_ds.pipes.messages import HUB_TO_WORKER
-from wfm_ds.pipes.sockets import Dealer, Full
-from wfm_ds.pipes.unfinished import TaskRequest
-from wfm_reward import scorers
+from wfm_ds.pipes.messages import BROKER_TO_WORKER
+from wfm_ds.pipes.pending_submissions import TaskRequest
+from wfm_ds.pipes.socket_folders import SocketFolder
+from wfm_ds.pipes.sockets import Dealer, SendQueueFull
+from wfm_reward import worker_pool
 
 KIND = "score:quiet"
 PATIENCE_S = 30.0
@@ -37,8 +37,8 @@ class Voice:
     def say(self, message_type, **fields):
         def sent():
             try:
-                self.dealer.send(wire.encode(message_type, next(self.mids), fields))
-            except Full:  # not connected yet
+                self.dealer.send(wire.encode_header(message_type, next(self.mids), fields))
+            except SendQueueFull:  # not connected yet
                 return False
             return True
 
@@ -47,7 +47,7 @@ class Voice:
     def hear(self, message_type):
         def heard():
             frames = self.dealer.receive()
-            message = frames and wire.decode([frame.buffer for frame in frames], HUB_TO_WORKER)
+            message = frames and wire.decode_message([frame.buffer for frame in frames], BROKER_TO_WORKER)
             return message and message.type == message_type and message.fields
 
         return until(heard)
@@ -56,7 +56,7 @@ class Voice:
 @pytest.fixture
 def stack(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
-    monkeypatch.setattr(scorers, "STALL_GRACE_S", 0.3)
+    monkeypatch.setattr(worker_pool, "STALL_GRACE_S", 0.3)
     with ExitStack() as stack:
         yield stack
 
@@ -70,7 +70,7 @@ def stalls():
 def hub(stack, stalls):
     folder = stack.enter_context(SocketFolder())
     sockets = {"clients": f"ipc://{folder}/c", "workers": f"ipc://{folder}/w"}
-    hub = Hub(**sockets, kinds={KIND: Kind(0.5, {})}, on_stall=stalls.put)
+    hub = Broker(**sockets, kinds={KIND: TaskKind(0.5, {})}, on_stall=stalls.put)
     hub.start()
     stack.callback(hub.stop, 0.0)
     return hub
@@ -78,9 +78,9 @@ def hub(stack, stalls):
 
 @pytest.fixture
 def pool(stack, hub):
-    program = scorers.Program("reward quiet", KIND, "quiet_worker", {}, "cpu", 1)
+    program = worker_pool.WorkerProgram("reward quiet", KIND, "quiet_worker", {}, "cpu", 1)
     selector = stack.enter_context(selectors.DefaultSelector())
-    pool = scorers.Scorers(hub, {"quiet": program}, selector, all_were_ready=True)
+    pool = worker_pool.WorkerPool(hub, {"quiet": program}, selector, has_been_ready=True)
     stack.callback(pool.stop)
     pool.supervise(time.monotonic())
     return pool
@@ -93,9 +93,9 @@ def voice(stack, hub, pool, stalls):
     stack.callback(client.close)
     client.attach(PATIENCE_S)
     client.submit([{}], [], [TaskRequest("t", KIND, 0, 1, client.now_s() + 10 * PATIENCE_S)])
-    voice = Voice(stack, hub, pool.states()[0].worker)
+    voice = Voice(stack, hub, pool.worker_states()[0].worker_id)
     assert voice.hear("stalled") == {"id": "t", "attempt": 1}
-    pool.stalled(stalls.get(timeout=PATIENCE_S), time.monotonic())
+    pool.watch_stalled_worker(stalls.get(timeout=PATIENCE_S), time.monotonic())
     return voice
 
 
@@ -105,16 +105,16 @@ def supervised(pool):
 
 
 def test_a_worker_whose_task_did_not_arrive_lives_on(pool, voice):
-    before = pool.states()
+    before = pool.worker_states()
     voice.say("failed", id="t", attempt=1, reason="it did not arrive", detail="", fatal=False)
     assert voice.hear("task")["attempt"] == 2
     voice.say("result", id="t", attempt=2, seconds=0.1, meta={})
     assert voice.hear("ack") == {"ids": ["t"]}
-    until(lambda: supervised(pool).next_start_s(0.0) == float("inf"))
-    assert pool.states() == before
+    until(lambda: supervised(pool).next_action_s(0.0) == float("inf"))
+    assert pool.worker_states() == before
 
 
 def test_a_worker_that_keeps_its_task_and_says_nothing_is_killed(pool, voice):
-    pid = pool.states()[0].pid
+    pid = pool.worker_states()[0].pid
     assert pid is not None
-    until(lambda: supervised(pool).states()[0].pid != pid)
+    until(lambda: supervised(pool).worker_states()[0].pid != pid)

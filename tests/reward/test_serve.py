@@ -20,13 +20,13 @@ import yaml
 
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.broker import Broker
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.hub import Hub
-from wfm_ds.pipes.worker import TaskInHand
-from wfm_reward import registry, scorers, serve
+from wfm_ds.pipes.worker import LeasedTask
+from wfm_reward import registry, serve, worker_pool
 from wfm_reward.base import Range, Reward
 from wfm_reward.config import RewardConfig, load_config
-from wfm_reward.worker import Scoring
+from wfm_reward.worker import RewardScorer
 
 PROBES = Path(__file__).parent
 TIMEOUT_S = 40
@@ -58,12 +58,12 @@ def a_service(config):
 
 def score(reward, prompts, metadata=None, max_batch=16, shape=(4, 4, 3), value=51):
     """Through the checks, as the worker does it."""
-    scoring = Scoring(registry.create(f"probe_rewards:{reward}", "cpu", {}), "mine", max_batch)
+    scoring = RewardScorer(registry.create_reward(f"probe_rewards:{reward}", "cpu", {}), "mine", max_batch)
     rows = [
         {"id": f"s{i}", "prompt": p, "metadata": (metadata or [{}] * len(prompts))[i], "fps": None}
         for i, p in enumerate(prompts)
     ]
-    return [s for some in scoring.items(rows, [np.full(shape, value, np.uint8)] * len(rows)) for s in some]
+    return [s for some in scoring.score_items(rows, [np.full(shape, value, np.uint8)] * len(rows)) for s in some]
 
 
 # The checks around a reward
@@ -102,20 +102,20 @@ def test_missing_metadata_fail_only_their_item():
 
 
 def test_media_that_a_reward_does_not_know_are_named_failures():
-    class ForVideos(registry.describe("probe_rewards:Brightness")):
+    class ForVideos(registry.get_reward_class("probe_rewards:Brightness")):
         media = frozenset({"video"})
 
-    scoring = Scoring(ForVideos(), "mine", 4)
+    scoring = RewardScorer(ForVideos(), "mine", 4)
     rows = [{"id": "s", "prompt": "", "metadata": {}, "fps": None}]
-    (some,) = scoring.items(rows, [np.zeros((4, 4, 3), np.uint8)])
+    (some,) = scoring.score_items(rows, [np.zeros((4, 4, 3), np.uint8)])
     assert some[0].failure == "the reward accepts only videos, but the sample is an image"
 
 
 def test_pictures_of_different_sizes_are_scored_one_by_one():
-    scoring = Scoring(registry.create("probe_rewards:Brightness", "cpu", {}), "mine", 4)
+    scoring = RewardScorer(registry.create_reward("probe_rewards:Brightness", "cpu", {}), "mine", 4)
     rows = [{"id": f"s{i}", "prompt": "", "metadata": {}, "fps": None} for i in range(2)]
     media = [np.full((4, 4, 3), 51, np.uint8), np.full((8, 4, 3), 102, np.uint8)]
-    assert [s.value for some in scoring.items(rows, media) for s in some] == [0.2, 0.4]
+    assert [s.value for some in scoring.score_items(rows, media) for s in some] == [0.2, 0.4]
 
 
 def task_in_hand(task_id, shapes, fps=None, value=51, attempt=1):
@@ -125,12 +125,12 @@ def task_in_hand(task_id, shapes, fps=None, value=51, attempt=1):
     specs, frames = wire.pack_tensors([("media", m) for m in media])
     payload = tuple(frame for of_tensor in frames for frame in of_tensor)
     message = wire.Message("task", 1, {"rows": rows}, tuple(specs), payload)
-    return TaskInHand(task_id, attempt, "score:x", rows, message)
+    return LeasedTask(task_id, attempt, "score:x", rows, message)
 
 
 def test_tasks_that_arrive_together_are_scored_in_batches_of_one_shape_and_speed(tmp_path):
     journal = tmp_path / "journal"
-    reward = registry.create("probe_rewards:Brightness", "cpu", {"journal": str(journal)})
+    reward = registry.create_reward("probe_rewards:Brightness", "cpu", {"journal": str(journal)})
     image, video = (4, 4, 3), (2, 4, 4, 3)
     tasks = [
         task_in_hand("a", [image] * 2),
@@ -141,7 +141,7 @@ def test_tasks_that_arrive_together_are_scored_in_batches_of_one_shape_and_speed
         task_in_hand("f", [image] * 3),
     ]
     marks = []
-    answers = Scoring(reward, "mine", 2).tasks(tasks, lambda done, total: marks.append((done, total)))
+    answers = RewardScorer(reward, "mine", 2).score_tasks(tasks, lambda done, total: marks.append((done, total)))
     batches = [json.loads(line)["ids"] for line in journal.read_text().splitlines()]
     assert batches == [["a-0", "a-1"], ["b-0"], ["c-0"], ["d-0"], ["f-0", "f-1"], ["f-2"]]
     assert marks == [(done, 8) for done in range(1, 9)]
@@ -161,7 +161,9 @@ def test_tasks_that_arrive_together_are_scored_in_batches_of_one_shape_and_speed
 def test_a_task_whose_rows_are_wrong_fails_alone(change, says):
     tasks = [task_in_hand(name, [(4, 4, 3)] * 2) for name in "abc"]
     tasks[1].rows[1].update(change)
-    answers = Scoring(registry.create("probe_rewards:Brightness", "cpu", {}), "mine", 8).tasks(tasks, lambda *_: None)
+    answers = RewardScorer(registry.create_reward("probe_rewards:Brightness", "cpu", {}), "mine", 8).score_tasks(
+        tasks, lambda *_: None
+    )
     assert (str(answers[1]), answers[1].fatal) == (says, True)
     assert [len(answer["scores"]) for answer in (answers[0], answers[2])] == [2, 2]
 
@@ -169,7 +171,7 @@ def test_a_task_whose_rows_are_wrong_fails_alone(change, says):
 def test_a_row_needs_no_speed():
     task = task_in_hand("a", [(4, 4, 3)])
     del task.rows[0]["fps"]
-    (answer,) = Scoring(registry.create("probe_rewards:Brightness", "cpu", {}), "mine", 8).tasks(
+    (answer,) = RewardScorer(registry.create_reward("probe_rewards:Brightness", "cpu", {}), "mine", 8).score_tasks(
         [task], lambda *_: None
     )
     assert answer["scores"][0][0] == 0.2
@@ -182,8 +184,8 @@ def test_a_worker_of_another_python_needs_no_install_of_ours(tmp_path):
     link.write_text(f'#!/bin/sh\nexec env -u PYTHONHOME "{sys.executable}" -S "$@"\n')
     link.chmod(0o755)
     packages = Path(np.__file__).parent.parent
-    program = scorers.scorer("mock", RewardConfig(python=link))
-    environment = {**scorers._with_our_packages(), "PYTHONSAFEPATH": "1"}
+    program = worker_pool.reward_program("mock", RewardConfig(python=link))
+    environment = {**worker_pool._worker_environment(), "PYTHONSAFEPATH": "1"}
     environment["PYTHONPATH"] += f"{os.pathsep}{packages}"
     code = "import wfm_reward.worker, wfm_ds; print(wfm_ds.__file__)"
     done = subprocess.run(
@@ -209,7 +211,7 @@ def test_an_unknown_reward_names_the_nearest_and_all():
         match=r"unknown reward 'color_'; did you mean color\? "
         r"Known: .*aesthetic, .*clipscore, color, .*ocr",
     ):
-        registry.describe("color_")
+        registry.get_reward_class("color_")
 
 
 @pytest.mark.parametrize(
@@ -224,20 +226,20 @@ def test_an_unknown_reward_names_the_nearest_and_all():
 )
 def test_a_class_path_that_is_none_is_named(name, says):
     with pytest.raises(RewardError, match=says):
-        registry.describe(name)
+        registry.get_reward_class(name)
 
 
 def test_unknown_and_missing_options_are_named():
     with pytest.raises(RewardError, match="reward brightness has no option secnds; its options are journal, seconds"):
-        registry.create("probe_rewards:Brightness", "cpu", {"secnds": 1})
+        registry.create_reward("probe_rewards:Brightness", "cpu", {"secnds": 1})
     with pytest.raises(RewardError, match="reward probe_rewards:Demanding needs the option model"):
-        registry.create("probe_rewards:Demanding", "cpu", {})
+        registry.create_reward("probe_rewards:Demanding", "cpu", {})
 
 
 class Sharpness(Reward):
     """A class as a user may write it at first: its options are the parameters of `__init__`, and nothing else."""
 
-    name, media, primary = "sharpness", frozenset({"image"}), "sharpness"
+    name, media_types, primary_output = "sharpness", frozenset({"image"}), "sharpness"
     outputs: ClassVar = {"sharpness": Range(0.0, 1.0)}
     max_batch = 4
 
@@ -245,7 +247,7 @@ class Sharpness(Reward):
         self.radius = radius
 
     def score(self, batch):
-        return [item.scored(item.frames.mean() / 255 / self.radius) for item in batch]
+        return [item.score(item.frames.mean() / 255 / self.radius) for item in batch]
 
 
 @pytest.fixture
@@ -255,23 +257,23 @@ def sharpness(monkeypatch):
 
 
 def test_options_are_the_keyword_parameters_of_the_constructor(sharpness):
-    assert registry.create(sharpness, "cuda:0", {}).radius == 2
-    made = registry.create(sharpness, "cuda:0", {"radius": 3, "frames": "uniform:2"})
+    assert registry.create_reward(sharpness, "cuda:0", {}).radius == 2
+    made = registry.create_reward(sharpness, "cuda:0", {"radius": 3, "frames": "uniform:2"})
     assert (made.radius, made.device, made.frames.text) == (3, "cuda:0", "uniform:2")
     rows = [{"id": "s", "prompt": "", "metadata": {}, "fps": 8.0}]
-    (some,) = Scoring(made, "mine", 4).items(rows, [np.full((6, 4, 4, 3), 153, np.uint8)])
+    (some,) = RewardScorer(made, "mine", 4).score_items(rows, [np.full((6, 4, 4, 3), 153, np.uint8)])
     assert some[0].value == pytest.approx(0.2)
     for option in ("size", "device"):
         with pytest.raises(RewardError, match=f"sharpness has no option {option}; its options are frames, radius"):
-            registry.create(sharpness, "cpu", {option: 1})
+            registry.create_reward(sharpness, "cpu", {option: 1})
     with pytest.raises(RewardError, match="reward sharpness: frames is 'all'"):
-        registry.create(sharpness, "cpu", {"frames": "all"})
+        registry.create_reward(sharpness, "cpu", {"frames": "all"})
 
 
 def test_a_batch_is_as_large_as_its_reward_allows(sharpness, tmp_path, capsys):
-    registry.check(sharpness, "cpu", {}, 4)
+    registry.check_reward(sharpness, "cpu", {}, 4)
     with pytest.raises(RewardError, match="accepts at most 4 items per batch; max_batch is 5"):
-        registry.check(sharpness, "cpu", {}, 5)
+        registry.check_reward(sharpness, "cpu", {}, 5)
     config = write_config(tmp_path, {"rewards": {sharpness: {"max_batch": 5}}})
     assert serve.main([str(config), "--check"]) == 2
     assert "error: reward users_rewards:Sharpness accepts at most 4 items per batch" in capsys.readouterr().err
@@ -283,16 +285,16 @@ def test_the_reward_of_the_docs_is_one(tmp_path, root, monkeypatch):
     )
     (tmp_path / "my_rewards.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    reward = registry.create("my_rewards:Brightness", "cpu", {"target": 0.5})
+    reward = registry.create_reward("my_rewards:Brightness", "cpu", {"target": 0.5})
     reward.load()
     rows = [{"id": "s", "prompt": "", "metadata": {}, "fps": None}]
-    (some,) = Scoring(reward, "mine", 4).items(rows, [np.full((4, 4, 3), 255, np.uint8)])
+    (some,) = RewardScorer(reward, "mine", 4).score_items(rows, [np.full((4, 4, 3), 255, np.uint8)])
     assert (some[0].value, some[0].failure) == (0.5, None)
 
 
 def test_nothing_heavy_is_imported():
     code = (
-        "import wfm_reward.serve, wfm_reward.worker, sys; from wfm_reward import registry; registry.names();"
+        "import wfm_reward.serve, wfm_reward.worker, sys; from wfm_reward import registry; registry.list_reward_names();"
         "roots = {m.split('.')[0] for m in sys.modules};"
         "print(sorted(roots & {'torch', 'deepspeed', 'diffusers', 'sklearn', 'rapidocr_onnxruntime', 'transformers'}))"
     )
@@ -329,9 +331,9 @@ def test_a_wrong_configuration_is_one_sentence(tmp_path, text, says):
 def test_the_configuration_of_the_docs_is_one(tmp_path, root):
     (text,) = re.findall(r"```yaml\n(pipes:.*?)```", (root / "docs" / "rewards.md").read_text(), re.DOTALL)
     config = load_config(write_config(tmp_path, text))
-    assert set(config.rewards) <= set(registry.names())
+    assert set(config.rewards) <= set(registry.list_reward_names())
     for name, reward in config.rewards.items():
-        registry.create(name, reward.device if name != "ocr" else "cpu", reward.options)
+        registry.create_reward(name, reward.device if name != "ocr" else "cpu", reward.options)
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -378,13 +380,13 @@ def test_a_python_that_is_not_there_ends_the_service_with_one_sentence(tmp_path)
 def test_the_words_of_a_worker_that_has_ended_meanwhile_are_read(tmp_path):
     """The supervisor was held up: the worker is dead before its status is looked at."""
     name = "probe_rewards:CannotLoad"
-    hub = Hub(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={})
+    hub = Broker(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={})
     hub.start()
     with selectors.DefaultSelector() as selector:
-        pool = scorers.Scorers(hub, {name: scorers.scorer(name, RewardConfig())}, selector)
+        pool = worker_pool.WorkerPool(hub, {name: worker_pool.reward_program(name, RewardConfig())}, selector)
         try:
             pool.supervise(0.0)
-            (state,) = pool.states()
+            (state,) = pool.worker_states()
             os.waitid(os.P_PID, state.pid, os.WEXITED | os.WNOWAIT)
             with pytest.raises(RewardError, match="cannot start: the package rapidfoo is missing"):
                 pool.supervise(1.0)

@@ -5,8 +5,8 @@ import logging
 import pytest
 from aiohttp.http_exceptions import BadStatusLine
 
-from wfm_ds.pipes.throttle import EVERY_S
-from wfm_reward.web.throttle import RareLines, throttled_logger
+from wfm_ds.pipes.throttle import LOG_INTERVAL_S
+from wfm_reward.web.log_throttle import ThrottleFilter, get_throttled_logger
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def clock():
 @pytest.fixture
 def log(clock):
     logger = logging.getLogger("test.throttle")
-    throttle = RareLines(lambda: clock[0])
+    throttle = ThrottleFilter(lambda: clock[0])
     logger.addFilter(throttle)
     yield logger
     logger.removeFilter(throttle)
@@ -27,9 +27,9 @@ def test_one_line_a_minute_of_each_kind_and_a_count_of_the_others(log, clock, ca
     for number in range(1000):
         log.warning("connection %d is refused", number)
     log.warning("another %s", "thing")
-    clock[0] = EVERY_S - 0.1
+    clock[0] = LOG_INTERVAL_S - 0.1
     log.warning("connection %d is refused", 1000)
-    clock[0] = EVERY_S
+    clock[0] = LOG_INTERVAL_S
     log.warning("connection %d is refused", 1001)
     assert caplog.messages == [
         "connection 0 is refused",
@@ -50,5 +50,5 @@ def test_a_request_that_cannot_be_parsed_is_one_line_and_our_own_error_keeps_its
 
 
 def test_a_logger_is_throttled_once():
-    assert throttled_logger("test.once") is throttled_logger("test.once")
-    assert len(throttled_logger("test.once").filters) == 1
+    assert get_throttled_logger("test.once") is get_throttled_logger("test.once")
+    assert len(get_throttled_logger("test.once").filters) == 1

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.rollout.choice import Choice, correlation_in_groups
+from wfm_ds.rollout.group_selection import GroupSelection, within_group_correlation
 from wfm_ds.rollout.groups import Group
-from wfm_ds.rollout.members import step_members
+from wfm_ds.rollout.rollout_samples import plan_step_samples
 from wfm_ds.types import Prompt
 
 NUM_GROUPS, GROUP_SIZE = 4, 3
@@ -15,7 +15,7 @@ NUM_GROUPS, GROUP_SIZE = 4, 3
 
 def members_of(num_groups, *, size=GROUP_SIZE, first_group=0):
     groups = [Group(prompt=Prompt(id=f"p{first_group + g}", text="a cat")) for g in range(num_groups)]
-    return step_members(groups, group_size=size, step=7, run_seed=1, first_group=first_group)
+    return plan_step_samples(groups, group_size=size, step=7, run_seed=1, first_group=first_group)
 
 
 def ids(members):
@@ -24,26 +24,26 @@ def ids(members):
 
 @given(st.lists(st.lists(st.booleans(), min_size=NUM_GROUPS, max_size=NUM_GROUPS), min_size=1, max_size=5))
 def test_groups_that_teach_come_first_and_a_step_is_always_full(rounds):
-    choice, generated, teaching = Choice(NUM_GROUPS), [], []
+    choice, generated, teaching = GroupSelection(NUM_GROUPS), [], []
     for attempt, teaches in enumerate(rounds):
         if choice.num_missing == 0:
             break
         members = members_of(choice.num_missing, first_group=attempt * NUM_GROUPS)
         good = [g for g, does in zip(ids(members), teaches, strict=False) if does]
-        choice.add(members, good)
+        choice.add_round(members, good)
         generated += ids(members)
         teaching += good
         assert choice.num_missing == NUM_GROUPS - len(teaching)
         assert choice.num_dropped == len(generated) - len(teaching)
         others = [g for g in generated if g not in teaching]
-        assert ids(choice.members) == [*teaching, *others][:NUM_GROUPS]
-        assert len(choice.members) == NUM_GROUPS * GROUP_SIZE
+        assert ids(choice.selected_samples) == [*teaching, *others][:NUM_GROUPS]
+        assert len(choice.selected_samples) == NUM_GROUPS * GROUP_SIZE
 
 
 def test_a_step_whose_groups_all_teach_is_what_was_generated():
-    choice, members = Choice(NUM_GROUPS), members_of(NUM_GROUPS)
-    choice.add(members, set(ids(members)))
-    assert choice.members == members
+    choice, members = GroupSelection(NUM_GROUPS), members_of(NUM_GROUPS)
+    choice.add_round(members, set(ids(members)))
+    assert choice.selected_samples == members
     assert (choice.num_missing, choice.num_dropped) == (0, 0)
 
 
@@ -62,9 +62,9 @@ def test_the_correlation_within_groups_is_that_of_numpy_without_the_means_of_the
     second = 0.5 * first + noise
     centred = [x - np.array([x[[h == g for h in groups]].mean() for g in groups]) for x in (first, second)]
     want = np.corrcoef(*centred)[0, 1]
-    got = correlation_in_groups([*(first + offset), 1.0], [*(second - offset), None], [*groups, "g0"])
+    got = within_group_correlation([*(first + offset), 1.0], [*(second - offset), None], [*groups, "g0"])
     assert got == pytest.approx(want, abs=1e-9)
-    assert correlation_in_groups([1.0, 2.0], [2.0, 4.0], ["a", "a"]) == pytest.approx(1.0)
+    assert within_group_correlation([1.0, 2.0], [2.0, 4.0], ["a", "a"]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -72,5 +72,5 @@ def test_the_correlation_within_groups_is_that_of_numpy_without_the_means_of_the
 )
 def test_a_correlation_that_cannot_be_known_is_none(rewards):
     first, second = rewards
-    got = correlation_in_groups(first, second, ["a"] * len(first))
+    got = within_group_correlation(first, second, ["a"] * len(first))
     assert got is None

@@ -9,7 +9,7 @@ from wfm_ds.rollout.coordinator import Coordinator
 
 def a_coordinator(**changes):
     sizes = {"groups_per_step": 2, "group_size": 5, "chunk_size": 2, "max_staleness": 1}
-    return Coordinator(life="life", first_step=1, last_step=9, **(sizes | changes))
+    return Coordinator(session_id="life", first_step=1, last_step=9, **(sizes | changes))
 
 
 def members(chunk):
@@ -28,7 +28,7 @@ def members(chunk):
 def test_every_sample_is_trained_once_and_never_beyond_the_bound(data, bound, groups, size, chunk, first_step):
     last_step = first_step + 4
     c = Coordinator(
-        life="a",
+        session_id="a",
         groups_per_step=groups,
         group_size=size,
         chunk_size=chunk,
@@ -39,28 +39,28 @@ def test_every_sample_is_trained_once_and_never_beyond_the_bound(data, bound, gr
     live, over, trained, step, dropped = {}, [], [], first_step, 0
 
     def admit():
-        for admitted, task_id in c.admit():
+        for admitted, task_id in c.admit_chunks():
             assert task_id not in live
             assert task_id not in over
             live[task_id] = admitted
 
-    c.publish(first_step - 1)
+    c.record_publication(first_step - 1)
     admit()
     while step <= last_step:
         assert len({ch.step for ch in live.values()}) <= bound + 1, "work under way is bounded"
         task_id = data.draw(st.sampled_from([*sorted(live), *over[-3:]]))
         claim = data.draw(st.integers(first_step - 2, last_step + 1))
         if task_id not in live:  # a repetition: nothing may change
-            assert c.result(task_id, claim) is None
-            c.give_up(task_id, "late")
+            assert c.record_result(task_id, claim) is None
+            c.abandon_chunk(task_id, "late")
             continue
         admitted = live.pop(task_id)
         over.append(task_id)
         if data.draw(st.integers(0, 9)) == 0:
-            c.give_up(task_id, "broken")
+            c.abandon_chunk(task_id, "broken")
         else:
-            good = max(admitted.step - 1 - bound, first_step - 1) <= claim <= c.published
-            again = c.result(task_id, claim)
+            good = max(admitted.step - 1 - bound, first_step - 1) <= claim <= c.last_publication
+            again = c.record_result(task_id, claim)
             assert (again is None) == good
             if again is not None:
                 dropped += admitted.stop - admitted.first
@@ -68,9 +68,9 @@ def test_every_sample_is_trained_once_and_never_beyond_the_bound(data, bound, gr
                 if data.draw(st.booleans()):  # else it may go on for ever
                     live.pop(again)
                     over.append(again)
-                    assert c.result(again, c.published) is None
-        while step <= last_step and c.ready(step):
-            plan = c.plan(step)
+                    assert c.record_result(again, c.last_publication) is None
+        while step <= last_step and c.is_complete(step):
+            plan = c.pop_step(step)
             assert [m for closed in plan for m in members(closed.chunk)] == [
                 (step, g, k) for g in range(groups) for k in range(size)
             ]
@@ -79,62 +79,66 @@ def test_every_sample_is_trained_once_and_never_beyond_the_bound(data, bound, gr
                 for closed in plan
             )
             trained.append(step)
-            c.publish(step)
+            c.record_publication(step)
             step += 1
             admit()
     assert trained == list(range(first_step, last_step + 1))
     assert live == {}
-    assert c.dropped_stale == dropped
+    assert c.num_dropped_stale == dropped
 
 
 def test_strictly_on_policy_admits_one_step_at_a_time():
     c = a_coordinator(max_staleness=0)
-    assert c.admit() == []
-    c.publish(0)
-    assert {chunk.step for chunk, _ in c.admit()} == {1}
-    assert c.admit() == []
+    assert c.admit_chunks() == []
+    c.record_publication(0)
+    assert {chunk.step for chunk, _ in c.admit_chunks()} == {1}
+    assert c.admit_chunks() == []
 
 
 def test_staleness_lets_workers_begin_the_steps_ahead():
     c = a_coordinator(max_staleness=2)
-    c.publish(0)
-    assert {chunk.step for chunk, _ in c.admit()} == {1, 2, 3}
-    c.publish(1)
-    assert {chunk.step for chunk, _ in c.admit()} == {4}
+    c.record_publication(0)
+    assert {chunk.step for chunk, _ in c.admit_chunks()} == {1, 2, 3}
+    c.record_publication(1)
+    assert {chunk.step for chunk, _ in c.admit_chunks()} == {4}
 
 
 def test_nothing_is_admitted_beyond_the_last_step():
-    c = Coordinator(life="a", groups_per_step=1, group_size=2, chunk_size=2, max_staleness=5, first_step=3, last_step=4)
-    c.publish(2)
-    assert [chunk.step for chunk, _ in c.admit()] == [3, 4]
+    c = Coordinator(
+        session_id="a", groups_per_step=1, group_size=2, chunk_size=2, max_staleness=5, first_step=3, last_step=4
+    )
+    c.record_publication(2)
+    assert [chunk.step for chunk, _ in c.admit_chunks()] == [3, 4]
 
 
 def test_chunks_cut_a_group_like_batches_and_never_cross_it():
     c = a_coordinator(max_staleness=0)
-    c.publish(0)
-    assert [chunk[1:] for chunk, _ in c.admit()] == [(g, a, b) for g in (0, 1) for a, b in ((0, 2), (2, 4), (4, 5))]
+    c.record_publication(0)
+    assert [chunk[1:] for chunk, _ in c.admit_chunks()] == [
+        (g, a, b) for g in (0, 1) for a, b in ((0, 2), (2, 4), (4, 5))
+    ]
 
 
 def test_results_of_another_life_are_nobodys():
     c = a_coordinator(max_staleness=0)
-    c.publish(0)
-    (chunk, task_id), *_ = c.admit()
-    assert c.result(task_id.replace("life", "past"), 0) is None
-    assert c.waiting(1) == 6
-    assert c.chunk_of(task_id) == chunk
+    c.record_publication(0)
+    (chunk, task_id), *_ = c.admit_chunks()
+    assert c.record_result(task_id.replace("life", "past"), 0) is None
+    assert c.num_waiting(1) == 6
+    assert c.find_chunk(task_id) == chunk
 
 
 def test_a_step_is_planned_once_and_only_when_it_is_whole():
     c = a_coordinator(max_staleness=0)
-    c.publish(0)
-    tasks = c.admit()
+    c.record_publication(0)
+    tasks = c.admit_chunks()
     for _, task_id in tasks[1:]:
-        c.result(task_id, 0)
+        c.record_result(task_id, 0)
     with pytest.raises(ValueError, match="not complete"):
-        c.plan(1)
-    c.give_up(tasks[0][1], "three workers died")
-    assert c.plan(1)[0].reason == "three workers died"
+        c.pop_step(1)
+    c.abandon_chunk(tasks[0][1], "three workers died")
+    assert c.pop_step(1)[0].reason == "three workers died"
     with pytest.raises(ValueError, match="not complete"):
-        c.plan(1)
+        c.pop_step(1)
     with pytest.raises(ValueError, match="expected publication 1, got 3"):
-        c.publish(3)
+        c.record_publication(3)

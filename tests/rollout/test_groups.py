@@ -5,10 +5,10 @@ import logging
 
 import pytest
 
-from wfm_ds.data.spread import SpreadTable
-from wfm_ds.rollout.groups import Group, SpreadGroups
-from wfm_ds.rollout.members import rewarded_groups, step_members
-from wfm_ds.seeds import uniform
+from wfm_ds.data.prompt_weights import RewardStdTable
+from wfm_ds.rollout.groups import Group, RewardStdGroups
+from wfm_ds.rollout.rollout_samples import group_rewards, plan_step_samples
+from wfm_ds.seeds import draw_uniform
 from wfm_ds.types import Prompt
 
 PROMPTS = [Prompt(id=f"p/{i}", text=f"prompt {i}", metadata={"target": i}) for i in range(12)]
@@ -16,22 +16,22 @@ STEPS = 9
 
 
 def source(ahead=0, prompts=PROMPTS, seed=5):
-    table = SpreadTable(len(prompts), floor=0.1, memory=0.6)
-    return SpreadGroups(prompts, 4, table=table, seed=seed, ahead=ahead)
+    table = RewardStdTable(len(prompts), floor=0.1, memory=0.6)
+    return RewardStdGroups(prompts, 4, table=table, seed=seed, steps_ahead=ahead)
 
 
 def rewards_of(step, group, size=6):
     """Rewards of a judge that says 0 or 1, of which each prompt has its own share."""
     share = int(group.prompt.id.removeprefix("p/")) / (len(PROMPTS) - 1)
-    return [float(uniform(0, "reward", step, group.prompt.id, k) < share) for k in range(size)]
+    return [float(draw_uniform(0, "reward", step, group.prompt.id, k) < share) for k in range(size)]
 
 
 def observe(groups, step):
-    groups.observe(step, [(group, rewards_of(step, group)) for group in groups.groups(step)])
+    groups.observe_rewards(step, [(group, rewards_of(step, group)) for group in groups.step_groups(step)])
 
 
 def ids(groups, step):
-    return [group.prompt.id for group in groups.groups(step)]
+    return [group.prompt.id for group in groups.step_groups(step)]
 
 
 def run(groups, first=1, last=STEPS):
@@ -40,7 +40,7 @@ def run(groups, first=1, last=STEPS):
     for step in range(first, last + 1):
         asked.append(ids(groups, step))
         observe(groups, step)
-    return asked, groups.state()
+    return asked, groups.state_dict()
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -62,8 +62,8 @@ def test_the_prompts_of_a_step_follow_from_what_was_known_so_many_steps_before(a
         fresh = source()
         for before in range(1, step - ahead):
             groups = [Group(prompt=PROMPTS[int(i.removeprefix("p/"))]) for i in asked[before - 1]]
-            fresh.observe(before, [(group, rewards_of(before, group)) for group in groups])
-        assert asked[step - 1] == [PROMPTS[i].id for i in fresh._draw(step, fresh.table.weights())]
+            fresh.observe_rewards(before, [(group, rewards_of(before, group)) for group in groups])
+        assert asked[step - 1] == [PROMPTS[i].id for i in fresh._sample_prompts(step, fresh.table.weights())]
     assert asked != run(source(2 - ahead))[0]
 
 
@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_asks_what_it_would_have_asked(ahead):
     for stop in range(STEPS):
         first, state = run(source(ahead), last=stop)
         again = source(ahead)
-        again.restore(json.loads(json.dumps(state)))
+        again.load_state_dict(json.loads(json.dumps(state)))
         rest, state = run(again, first=stop + 1)
         assert first + rest == whole
         assert json.dumps(state) == json.dumps(ended)
@@ -84,7 +84,7 @@ def test_other_prompts_than_those_of_the_checkpoint_are_measured_anew(caplog):
     changed = [*PROMPTS[:-1], Prompt(id=PROMPTS[-1].id, text=PROMPTS[-1].text, metadata={"target": 0})]
     other = source(prompts=changed)
     with caplog.at_level(logging.WARNING):
-        other.restore(state)
+        other.load_state_dict(state)
     assert "the prompts differ from the checkpoint's" in caplog.text
     assert run(other, first=STEPS + 1, last=STEPS + 3) == run(source(prompts=changed), STEPS + 1, STEPS + 3)
 
@@ -92,37 +92,37 @@ def test_other_prompts_than_those_of_the_checkpoint_are_measured_anew(caplog):
 def test_failed_rewards_teach_nothing_about_a_prompt():
     groups, clean = source(), source()
     a, b, c = (Group(prompt=prompt) for prompt in PROMPTS[:3])
-    groups.observe(1, [(a, [None] * 4), (b, [None, 1.0, None, None]), (c, [0.0, None, 1.0, 1.0, None])])
-    clean.observe(1, [(c, [0.0, 1.0, 1.0])])
-    assert groups.state() == clean.state()
-    groups.observe(2, [(c, [None] * 5)])
-    clean.observe(2, [])
-    assert groups.state() == clean.state()
-    assert groups.stats()["data/prompts_seen"] == 1
+    groups.observe_rewards(1, [(a, [None] * 4), (b, [None, 1.0, None, None]), (c, [0.0, None, 1.0, 1.0, None])])
+    clean.observe_rewards(1, [(c, [0.0, 1.0, 1.0])])
+    assert groups.state_dict() == clean.state_dict()
+    groups.observe_rewards(2, [(c, [None] * 5)])
+    clean.observe_rewards(2, [])
+    assert groups.state_dict() == clean.state_dict()
+    assert groups.data_metrics()["data/prompts_seen"] == 1
 
 
 def test_equal_rewards_have_no_spread_whatever_they_are():
     groups = source()
-    groups.observe(1, [(Group(prompt=prompt), [0.1 * i] * 7) for i, prompt in enumerate(PROMPTS)])
+    groups.observe_rewards(1, [(Group(prompt=prompt), [0.1 * i] * 7) for i, prompt in enumerate(PROMPTS)])
     assert len(set(groups.table.weights().tolist())) == 1
-    assert groups.stats()["data/prompt_spread_mean"] == 0
+    assert groups.data_metrics()["data/prompt_spread_mean"] == 0
 
 
 def test_both_groups_of_a_prompt_that_comes_twice_count():
     groups, other = source(), source()
     twice = [Group(prompt=PROMPTS[0])] * 2
-    members = step_members(twice, group_size=2, step=1, run_seed=0)
-    groups.observe(1, rewarded_groups(members, [0.0, 1.0, 0.5, 0.5]))
-    other.observe(1, [(twice[0], [0.0, 1.0]), (twice[1], [0.5, 0.5])])
+    members = plan_step_samples(twice, group_size=2, step=1, run_seed=0)
+    groups.observe_rewards(1, group_rewards(members, [0.0, 1.0, 0.5, 0.5]))
+    other.observe_rewards(1, [(twice[0], [0.0, 1.0]), (twice[1], [0.5, 0.5])])
     assert groups.table.variances[0] == other.table.variances[0] == 0.25
 
 
 def test_rewards_go_to_the_groups_of_their_samples_in_any_order():
-    members = step_members([Group(prompt=prompt) for prompt in PROMPTS[:3]], group_size=2, step=1, run_seed=0)
+    members = plan_step_samples([Group(prompt=prompt) for prompt in PROMPTS[:3]], group_size=2, step=1, run_seed=0)
     rewards = [0.0, 1.0, 2.0, None, 4.0, 5.0]
     order = [5, 0, 3, 1, 4, 2]
-    whole = {group.prompt.id: sorted(map(str, found)) for group, found in rewarded_groups(members, rewards)}
-    mixed = rewarded_groups([members[i] for i in order], [rewards[i] for i in order])
+    whole = {group.prompt.id: sorted(map(str, found)) for group, found in group_rewards(members, rewards)}
+    mixed = group_rewards([members[i] for i in order], [rewards[i] for i in order])
     assert {group.prompt.id: sorted(map(str, found)) for group, found in mixed} == whole
     assert whole == {"p/0": ["0.0", "1.0"], "p/1": ["2.0", "None"], "p/2": ["4.0", "5.0"]}
 
@@ -131,9 +131,9 @@ def test_further_prompts_of_a_step_are_the_same_after_a_resume_and_move_no_other
     groups, untouched, resumed = source(), source(), source()
     _, state = run(groups)
     run(untouched)
-    further = {attempt: [g.prompt.id for g in groups.refill(STEPS + 1, attempt)] for attempt in (1, 2)}
+    further = {attempt: [g.prompt.id for g in groups.refill_groups(STEPS + 1, attempt)] for attempt in (1, 2)}
     assert len(further[1]) == 4
     assert further[1] != further[2]
-    resumed.restore(json.loads(json.dumps(state)))
-    assert {attempt: [g.prompt.id for g in resumed.refill(STEPS + 1, attempt)] for attempt in (2, 1)} == further
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert {attempt: [g.prompt.id for g in resumed.refill_groups(STEPS + 1, attempt)] for attempt in (2, 1)} == further
     assert ids(groups, STEPS + 1) == ids(untouched, STEPS + 1)

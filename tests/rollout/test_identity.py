@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 
-from wfm_ds.engine import attention
+from wfm_ds.engine import attention_kernels
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.rollout.identity import identity, own_code, require_same
+from wfm_ds.rollout.identity import compute_identity, hash_user_classes, require_same_identity
 
 SOURCE = """\
 from wfm_ds.recipe.algorithms import RlSettings
@@ -39,18 +39,18 @@ def recipe(algorithm):
 def test_another_version_of_the_users_file_is_another_identity(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "versioned.py").write_text(SOURCE)
-    ours = own_code(recipe("versioned:Mine"))
+    ours = hash_user_classes(recipe("versioned:Mine"))
     assert ours.keys() == {"versioned:Mine"}
     (tmp_path / "versioned.py").write_text(SOURCE + "\n# changed\n")
-    theirs = own_code(recipe("versioned:Mine"))
+    theirs = hash_user_classes(recipe("versioned:Mine"))
     assert theirs != ours
     with pytest.raises(RecipeError, match="classes of your own differ from the trainer's"):
-        require_same({"classes of your own": str(theirs)}, {"classes of your own": str(ours)})
+        require_same_identity({"classes of your own": str(theirs)}, {"classes of your own": str(ours)})
     sys.modules.pop("versioned")
 
 
 def test_an_algorithm_of_ours_has_no_such_file():
-    assert own_code(recipe("diffusion_nft")) == {}
+    assert hash_user_classes(recipe("diffusion_nft")) == {}
 
 
 @pytest.mark.parametrize(("algorithm", "same"), [("flow_grpo", False), ("diffusion_nft", True)])
@@ -60,9 +60,9 @@ def test_a_worker_computes_as_the_trainer_where_log_probabilities_are_compared(a
         for name, value in changes:
             section, key = name.split(".")
             asked.setdefault(section, {})[key] = value
-        model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
-        attention.use(model.denoiser, kernel)
-        return identity(Recipe.model_validate(asked), model)
+        model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+        attention_kernels.use_kernel(model.denoiser, kernel)
+        return compute_identity(Recipe.model_validate(asked), model)
 
     trainer = digests()
     assert digests(("model.attention", "native")) == trainer  # what counts is the kernel that it comes to
@@ -72,4 +72,4 @@ def test_a_worker_computes_as_the_trainer_where_log_probabilities_are_compared(a
     assert (digests(("engine.compile", True)) == trainer) is same
     if not same:
         with pytest.raises(RecipeError, match=r"this worker's model\.attention and engine\.compile differ"):
-            require_same(trainer, digests(kernel="cudnn"))
+            require_same_identity(trainer, digests(kernel="cudnn"))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from wfm_ds.pipes.broker import Broker, TaskKind
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout import KIND
-from wfm_ds.rollout.worker import LOOK_S, Lanes, parser
+from wfm_ds.rollout import TASK_KIND
+from wfm_ds.rollout.worker import LOOK_S, WorkerLanes, parser
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
 DEADLINE_S = 30.0
@@ -25,7 +25,7 @@ def stack():
 
 
 def a_hub(stack, folder, name, kinds):
-    hub = Hub(clients=f"ipc://{folder}/{name}", workers=f"ipc://{folder}/{name}-workers", kinds=kinds)
+    hub = Broker(clients=f"ipc://{folder}/{name}", workers=f"ipc://{folder}/{name}-workers", kinds=kinds)
     hub.start()
     stack.callback(hub.stop, 0.0)
     return hub
@@ -34,12 +34,12 @@ def a_hub(stack, folder, name, kinds):
 @pytest.mark.parametrize(("model", "stays"), [("sd3", True), ("wan", False)])
 def test_a_worker_goes_on_for_the_trainer_that_it_was_started_for_and_for_no_other(stack, model, stays):
     folder = stack.enter_context(SocketFolder())
-    recipe = recipe_file.load(TINY / "sd3_nft_async.yaml")
-    scores = {f"score:{f.name}": Kind(60.0, {"max_batch": 8}) for f in recipe.reward.functions}
+    recipe = recipe_file.load_recipe(TINY / "sd3_nft_async.yaml")
+    scores = {f"score:{f.name}": TaskKind(60.0, {"max_batch": 8}) for f in recipe.reward.functions}
     rewards = a_hub(stack, folder, "rewards", scores).client_endpoint
 
     def a_trainer(pipeline):
-        kinds = {KIND: Kind(60.0, {"identity": {"model": pipeline}, "rewards": rewards, "workers": workers})}
+        kinds = {TASK_KIND: TaskKind(60.0, {"identity": {"model": pipeline}, "rewards": rewards, "workers": workers})}
         return a_hub(stack, folder, "trainer", kinds)
 
     workers = f"ipc://{folder}/trainer-workers"
@@ -49,7 +49,7 @@ def test_a_worker_goes_on_for_the_trainer_that_it_was_started_for_and_for_no_oth
     client.attach(DEADLINE_S)
     args = parser().parse_args(["recipe.yaml", "--connect", first.client_endpoint, "--name", "w"])
     stop = threading.Event()
-    lanes = Lanes(recipe, None, client, None, client.kinds[KIND], args)
+    lanes = WorkerLanes(recipe, None, client, None, client.kinds[TASK_KIND], args)
     thread = threading.Thread(target=lanes.run, args=[stop], daemon=True)
     thread.start()
     stack.callback(thread.join, DEADLINE_S)
@@ -61,8 +61,8 @@ def test_a_worker_goes_on_for_the_trainer_that_it_was_started_for_and_for_no_oth
         assert not thread.is_alive()
         return
     until_s = time.monotonic() + DEADLINE_S
-    while len(second.workers()) < recipe.rollout.in_flight and time.monotonic() < until_s:
+    while len(second.worker_ids()) < recipe.rollout.in_flight and time.monotonic() < until_s:
         stop.wait(0.05)
-    assert second.workers() == [f"w/{i}" for i in range(recipe.rollout.in_flight)]
+    assert second.worker_ids() == [f"w/{i}" for i in range(recipe.rollout.in_flight)]
     thread.join(2 * LOOK_S)
     assert thread.is_alive()

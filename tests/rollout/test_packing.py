@@ -8,10 +8,10 @@ import torch
 
 from wfm_ds.pipes import wire
 from wfm_ds.rollout.groups import Group
-from wfm_ds.rollout.members import rolled_out, step_members
-from wfm_ds.rollout.packing import ChunkWork, nothing, pack_trajectory, require_stored, unpack_trajectory
+from wfm_ds.rollout.packing import ChunkTask, empty_rollout, pack_trajectory, unpack_trajectory, validate_trajectory
+from wfm_ds.rollout.rollout_samples import extract_rollout, plan_step_samples
 from wfm_ds.sampling.denoise import Trajectory
-from wfm_ds.sampling.edm import Churn, edm_plan
+from wfm_ds.sampling.edm import Churn, make_edm_plan
 from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan
 from wfm_ds.types import Prompt
 
@@ -22,17 +22,19 @@ CPU = torch.device("cpu")
 
 def a_trajectory(plan, count=3):
     noise = torch.randn((count, *SHAPE), generator=torch.Generator().manual_seed(0))
-    return plan.run(lambda x, sigma: 0.3 * x + sigma, noise, list(range(count)))
+    return plan.denoise(lambda x, sigma: 0.3 * x + sigma, noise, list(range(count)))
 
 
 def sent(arrays):
     """The trajectory as the other side reads it."""
     specs, frames = wire.pack_tensors(arrays)
-    return {spec.name: torch.from_numpy(wire._joined(spec, part)) for spec, part in zip(specs, frames, strict=True)}
+    return {
+        spec.name: torch.from_numpy(wire._join_frames(spec, part)) for spec, part in zip(specs, frames, strict=True)
+    }
 
 
 def windowed(steps, **options):
-    return stochastic_plan("flow_sde", GRID, noise_level=0.7, stored=steps, **options)
+    return stochastic_plan("flow_sde", GRID, noise_level=0.7, stored_steps=steps, **options)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +51,9 @@ def test_a_trajectory_arrives_bit_by_bit_without_a_second_copy(plan, points):
     layout, arrays = pack_trajectory(made)
     assert dict(arrays).get("points", np.empty((0, 0))).shape[1] == points
     found = unpack_trajectory(json.loads(json.dumps(layout)), sent(arrays))
-    assert torch.equal(found.clean, made.clean)
-    assert [s.index for s in found.stored] == list(plan.stored)
-    for there, here in zip(found.stored, made.stored, strict=True):
+    assert torch.equal(found.clean_latents, made.clean_latents)
+    assert [s.index for s in found.stored_steps] == list(plan.stored_steps)
+    for there, here in zip(found.stored_steps, made.stored_steps, strict=True):
         assert torch.equal(there.latents, here.latents)
         assert torch.equal(there.next_latents, here.next_latents)
         assert torch.equal(there.log_prob, here.log_prob)
@@ -82,99 +84,99 @@ def test_arrays_that_a_plan_does_not_store_are_refused_by_name(name, change, com
     plan = windowed((1, 2), keep_means=True)
     layout, arrays = pack_trajectory(a_trajectory(plan))
     good = sent(arrays)
-    require_stored(unpack_trajectory(layout, good), 3, plan, SHAPE)
+    validate_trajectory(unpack_trajectory(layout, good), 3, plan, SHAPE)
     others = {key: tensor for key, tensor in good.items() if key != name}
     damaged = others if change is None else {**others, name: change(good[name])}
     with pytest.raises(ValueError, match=complaint):
-        require_stored(unpack_trajectory(layout, damaged), 3, plan, SHAPE)
+        validate_trajectory(unpack_trajectory(layout, damaged), 3, plan, SHAPE)
 
 
 def test_steps_and_means_must_be_those_of_the_plan():
     plan = windowed((1, 2), keep_means=True)
     made = a_trajectory(plan)
     with pytest.raises(ValueError, match=r"wrong stored steps: expected \[2, 3\], got \[1, 2\]"):
-        require_stored(made, 3, windowed((2, 3), keep_means=True), SHAPE)
+        validate_trajectory(made, 3, windowed((2, 3), keep_means=True), SHAPE)
     with pytest.raises(ValueError, match="the means of the steps are unexpected"):
-        require_stored(made, 3, windowed((1, 2)), SHAPE)
-    require_stored(a_trajectory(deterministic_plan("ode", GRID)), 3, deterministic_plan("ode", GRID), SHAPE)
+        validate_trajectory(made, 3, windowed((1, 2)), SHAPE)
+    validate_trajectory(a_trajectory(deterministic_plan("ode", GRID)), 3, deterministic_plan("ode", GRID), SHAPE)
 
 
 def members():
     prompt = Prompt(id="p/1", text="a red square", negative_text="blue", metadata={"target": [1, 2]})
-    return step_members([Group(prompt=prompt)], group_size=3, step=4, run_seed=1, same_noise=True)
+    return plan_step_samples([Group(prompt=prompt)], group_size=3, step=4, run_seed=1, same_noise=True)
 
 
 def test_work_arrives_as_it_was_sent():
-    work = ChunkWork(4, members())
-    found = ChunkWork.of_rows(json.loads(json.dumps(work.rows())))
-    assert work.arrays() == []
+    work = ChunkTask(4, members())
+    found = ChunkTask.from_rows(json.loads(json.dumps(work.to_rows())))
+    assert work.to_arrays() == []
     assert found.step == 4
     assert list(found.samples) == list(work.samples)
     with pytest.raises(KeyError):
-        ChunkWork.of_rows([{"step": 1}])
+        ChunkTask.from_rows([{"step": 1}])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_the_frames_that_samples_are_given_travel_beside_their_work_and_nothing_else_of_the_medium(count):
     data = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
-    group = Group(prompt=Prompt(id="p", text="p"), data=data, num_conditional_frames=count)
-    work = ChunkWork(4, step_members([group], group_size=2, step=4, run_seed=1))
-    [(_, array)] = work.arrays()
+    group = Group(prompt=Prompt(id="p", text="p"), data=data, num_conditioning_frames=count)
+    work = ChunkTask(4, plan_step_samples([group], group_size=2, step=4, run_seed=1))
+    [(_, array)] = work.to_arrays()
     assert array.shape == (2, count, 4, 5)
     arrived = sent([("frames", array)])["frames"].numpy()
-    rows = json.loads(json.dumps(work.rows()))
-    found = ChunkWork.of_rows(rows, [arrived]).samples[0].group
-    assert found.num_conditional_frames == count
+    rows = json.loads(json.dumps(work.to_rows()))
+    found = ChunkTask.from_rows(rows, [arrived]).samples[0].group
+    assert found.num_conditioning_frames == count
     assert torch.equal(found.data[:, :count], data[:, :count])
     assert found.data.shape == data.shape
     assert not found.data[:, count:].any()
     for wrong in (data.numpy(), data[0].numpy(), array.astype(np.float16)):
         with pytest.raises(ValueError, match="invalid conditioning frames"):
-            ChunkWork.of_rows(rows, [wrong])
+            ChunkTask.from_rows(rows, [wrong])
 
 
 @pytest.mark.parametrize("given", [False, True])
 def test_inputs_travel_as_arrays_of_the_request(given):
     inputs = {"actions": np.float32([[0.1, -2], [3, 1e-7]]), "domain": np.array(4, np.float32)}
     data = torch.ones(2, 3, 4, 5) if given else None
-    group = Group(prompt=Prompt(id="p", text="p", inputs=inputs), data=data, num_conditional_frames=int(given))
-    work = ChunkWork(4, step_members([group], group_size=2, step=4, run_seed=1))
-    arrived = [tensor.numpy() for tensor in sent(work.arrays()).values()]
-    rows = json.loads(json.dumps(work.rows()))
-    found = ChunkWork.of_rows(rows, arrived).samples[1].group
+    group = Group(prompt=Prompt(id="p", text="p", inputs=inputs), data=data, num_conditioning_frames=int(given))
+    work = ChunkTask(4, plan_step_samples([group], group_size=2, step=4, run_seed=1))
+    arrived = [tensor.numpy() for tensor in sent(work.to_arrays()).values()]
+    rows = json.loads(json.dumps(work.to_rows()))
+    found = ChunkTask.from_rows(rows, arrived).samples[1].group
     assert {name: array.tolist() for name, array in found.prompt.inputs.items()} == {
         name: array.tolist() for name, array in inputs.items()
     }
-    assert (found.data is None, found.num_conditional_frames) == (not given, int(given))
+    assert (found.data is None, found.num_conditioning_frames) == (not given, int(given))
     for wrong in (arrived[:1], [*arrived[:2], arrived[2].astype(np.float16)]):
         with pytest.raises(ValueError, match=r"arrays for 3 rows|inputs must be float32"):
-            ChunkWork.of_rows(rows, wrong)
+            ChunkTask.from_rows(rows, wrong)
 
 
-CHURN = Churn(relative=0.1, low=0.05, high=100.0, noise=1.0)
+CHURN = Churn(relative=0.1, min_level=0.05, max_level=100.0, noise_scale=1.0)
 
 
 def test_states_arrive_where_a_plan_keeps_them():
-    plan = edm_plan("edm_2ab", 5, CHURN, stored=(1, 3))
+    plan = make_edm_plan("edm_2ab", 5, CHURN, stored_steps=(1, 3))
     made = a_trajectory(plan)
     layout, arrays = pack_trajectory(made)
     found = unpack_trajectory(json.loads(json.dumps(layout)), sent(arrays))
-    require_stored(found, 3, plan, SHAPE)
+    validate_trajectory(found, 3, plan, SHAPE)
     assert list(found.states) == [1, 3]
     assert all(torch.equal(found.states[k], made.states[k]) for k in (1, 3))
     with pytest.raises(ValueError, match=r"wrong stored steps: expected \[1, 2\], got \[1, 3\]"):
-        require_stored(found, 3, edm_plan("edm_2ab", 5, CHURN, stored=(1, 2)), SHAPE)
+        validate_trajectory(found, 3, make_edm_plan("edm_2ab", 5, CHURN, stored_steps=(1, 2)), SHAPE)
     with pytest.raises(ValueError, match=r"wrong stored steps: expected \[1, 2\], got \[\]"):
-        require_stored(found, 3, windowed((1, 2)), SHAPE)
-    empty = nothing(members()[0], plan, SHAPE, CPU)
+        validate_trajectory(found, 3, windowed((1, 2)), SHAPE)
+    empty = empty_rollout(members()[0], plan, SHAPE, CPU)
     assert {k: state.shape for k, state in empty.states.items()} == {1: SHAPE, 3: SHAPE}
     assert not empty.transitions
 
 
 def test_nothing_has_the_shape_of_a_sample():
     plan = windowed((1, 2), keep_means=True)
-    made = rolled_out(members()[0], a_trajectory(plan), 0, broken=False)
-    empty = nothing(members()[0], plan, SHAPE, CPU)
+    made = extract_rollout(members()[0], a_trajectory(plan), 0, replace_nonfinite=False)
+    empty = empty_rollout(members()[0], plan, SHAPE, CPU)
     assert (empty.sample_id, empty.seed, empty.prompt) == (made.sample_id, made.seed, made.prompt)
     assert [t.index for t in empty.transitions] == [t.index for t in made.transitions]
     for there, here in zip(empty.transitions, made.transitions, strict=True):

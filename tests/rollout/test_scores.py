@@ -9,29 +9,29 @@ import pytest
 import torch
 
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.forward import CountedForward
+from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models import registry
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.groups import Group
-from wfm_ds.rollout.members import step_members
 from wfm_ds.rollout.rewards import RewardClient, RewardService
-from wfm_ds.rollout.scores import pack_scores, submit_pictures, unpack_scores
+from wfm_ds.rollout.rollout_samples import plan_step_samples
+from wfm_ds.rollout.scores import decode_and_submit, pack_scores, unpack_scores
 from wfm_ds.types import Prompt, Score
 
 
 def parts_of_job(recipe, model):
     """The parts that need no engine."""
-    forward = CountedForward(model.denoise)
-    sampler = Sampler(model=model, texts=TextCache(model), settings=recipe.sampling, forward=forward)
+    forward = CountingForward(model.denoise)
+    sampler = Sampler(model=model, text_cache=TextCache(model), settings=recipe.sampling, forward=forward)
     return SimpleNamespace(recipe=recipe, model=model, sampler=sampler, world=World(0, 1, 0, torch.device("cpu"), None))
 
 
 @pytest.fixture(scope="module")
 def job(root, tiny_pipelines):
-    recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml")
-    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml")
+    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
     return parts_of_job(recipe, model)
 
 
@@ -50,7 +50,7 @@ def prompts(count):
 def test_latents_that_are_not_finite_are_named_failures_and_their_neighbours_are_scored(job, rewards):
     latents = torch.randn(3, *job.model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
     latents[1, 0, 0, 0] = float("nan")
-    media, broken = submit_pictures(job, rewards, latents, ["a", "b", "c"], prompts(3))
+    media, broken = decode_and_submit(job, rewards, latents, ["a", "b", "c"], prompts(3))
     assert media.shape == (3, 32, 32, 3)
     scores = rewards.wait()
     assert set(scores) == {"a", "c"}
@@ -66,13 +66,15 @@ def test_videos_are_sent_with_their_speed(root, tiny_pipelines, tmp_path, monkey
     journal = tmp_path / "journal"
     functions = f"[{{name: motion}}, {{name: 'probe_rewards:Brightness', options: {{journal: {journal}}}}}]"
     sizes = ["sampling.num_frames=5", "sampling.fps=7.5"]
-    recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", [*sizes, f"reward.functions={functions}"])
-    model = registry.load(tiny_pipelines("wan21"), dtype=torch.float32, device="cpu")
+    recipe = recipe_file.load_recipe(
+        root / "recipes" / "tiny" / "sd3_nft.yaml", [*sizes, f"reward.functions={functions}"]
+    )
+    model = registry.load_model(tiny_pipelines("wan21"), dtype=torch.float32, device="cpu")
     videos = parts_of_job(recipe, model)
     latents = torch.randn(2, *videos.sampler.latent_shape, generator=torch.Generator().manual_seed(0))
     with RewardService(recipe.reward, tmp_path / "service") as service:
         client = RewardClient(service.endpoint, recipe.reward, run="test", client="test")
-        media, _ = submit_pictures(videos, client, latents, ["a", "b"], prompts(2))
+        media, _ = decode_and_submit(videos, client, latents, ["a", "b"], prompts(2))
         scores = client.wait()
         client.close()
     assert media.shape == (2, 5, 32, 32, 3)
@@ -84,7 +86,7 @@ def test_videos_are_sent_with_their_speed(root, tiny_pipelines, tmp_path, monkey
 
 def test_nothing_finite_is_nothing_to_wait_for(job, rewards):
     latents = torch.full((2, *job.model.latent_shape(32, 32)), float("inf"))
-    assert set(submit_pictures(job, rewards, latents, ["a", "b"], prompts(2))[1]) == {"a", "b"}
+    assert set(decode_and_submit(job, rewards, latents, ["a", "b"], prompts(2))[1]) == {"a", "b"}
     assert rewards.wait() == {}
 
 
@@ -98,9 +100,9 @@ def test_scores_survive_the_way_between_ranks():
 
 def test_members_of_a_step_have_their_own_ids_and_seeds_also_when_a_prompt_comes_twice():
     one = Prompt(id="p/1", text="x")
-    members = step_members([Group(prompt=one)] * 2, group_size=3, step=4, run_seed=0)
+    members = plan_step_samples([Group(prompt=one)] * 2, group_size=3, step=4, run_seed=0)
     assert [m.sample_id for m in members] == [f"4/{g}/p/1/{k}" for g in range(2) for k in range(3)]
     assert len({m.sample_id for m in members}) == len({m.seed for m in members}) == 6
     assert [m.group_id for m in members] == ["4/0/p/1"] * 3 + ["4/1/p/1"] * 3
-    later = step_members([Group(prompt=one)] * 2, group_size=3, step=5, run_seed=0)
+    later = plan_step_samples([Group(prompt=one)] * 2, group_size=3, step=5, run_seed=0)
     assert not {m.seed for m in members} & {m.seed for m in later}

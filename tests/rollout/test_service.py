@@ -12,20 +12,27 @@ import torch
 
 from wfm_ds.distributed import gpus
 from wfm_ds.errors import RecipeError, UserError
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.keys import KeyFileError, new
+from wfm_ds.pipes.keys import KeyFileError, create_key_pair
+from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout import service
-from wfm_ds.rollout.identity import identity, require_same
-from wfm_ds.rollout.service import OF_RANKS, RolloutService, endpoints, places, spawn_devices, stall_s
+from wfm_ds.rollout.identity import compute_identity, require_same_identity
+from wfm_ds.rollout.service import (
+    RANK_VARIABLES,
+    RolloutService,
+    broker_endpoints,
+    choose_worker_devices,
+    chunk_stall_s,
+    spawn_device_names,
+)
 from wfm_ds.training.preflight import check_workers
 
 TINY = Path(__file__).parent.parent.parent / "recipes" / "tiny"
 
 
 def changed(**sections):
-    plain = recipe_file.load(TINY / "sd3_nft_async.yaml").model_dump(mode="json")
+    plain = recipe_file.load_recipe(TINY / "sd3_nft_async.yaml").model_dump(mode="json")
     for name, keys in sections.items():
         plain[name] = {**plain[name], **keys}
     return Recipe.model_validate(plain)
@@ -54,7 +61,7 @@ def test_keys_about_workers_need_them(key, value):
 @pytest.mark.parametrize(("in_flight", "ahead"), [(1, 1), (2, 1), (3, 2), (5, 4)])
 def test_a_chunk_may_wait_for_all_that_its_worker_has_before_it(in_flight, ahead):
     recipe = changed(rollout={"in_flight": in_flight, "timeout_s": 100}, reward={"timeout_s": 7})
-    assert stall_s(recipe.rollout, recipe.reward) == ahead * 100 + 7
+    assert chunk_stall_s(recipe.rollout, recipe.reward) == ahead * 100 + 7
 
 
 @pytest.fixture
@@ -69,7 +76,7 @@ def started(monkeypatch, tmp_path):
     def start(*commands):
         monkeypatch.setattr(service, "SocketFolder", folder)
         programs = {f"spawned-{i}.1": command for i, command in enumerate(commands)}
-        monkeypatch.setattr(RolloutService, "command", lambda self, life, device: programs[life])
+        monkeypatch.setattr(RolloutService, "worker_command", lambda self, life, device: programs[life])
         recipe = changed(run={"output_dir": str(tmp_path)}, rollout={"spawn": len(commands), "devices": ["cpu"]})
         return RolloutService(recipe, {}, "", 1)
 
@@ -108,43 +115,46 @@ def test_a_service_that_cannot_be_announced_leaves_no_hub(started, tmp_path):
             ["rollout.max_staleness=0", "data.buckets=auto"],
             "async generates samples of a single size: remove data.buckets",
         ),
-        (["rollout.policy=reference", "algorithm.kl_beta=.1", "algorithm.update_ref_every=2"], "unless the rollout policy is fixed"),
+        (
+            ["rollout.policy=reference", "algorithm.kl_beta=.1", "algorithm.update_ref_every=2"],
+            "unless the rollout policy is fixed",
+        ),
         (["rollout.policy=reference", "algorithm.kl_beta=.1"], None),
     ],
 )
 def test_workers_of_ddrl_sample_from_what_it_compares_with(overrides, message):
     words = ["rollout.mode=async", *overrides]
     if message is None:
-        assert recipe_file.load(TINY / "sd3_ddrl.yaml", words).is_async
+        assert recipe_file.load_recipe(TINY / "sd3_ddrl.yaml", words).is_async
         return
     with pytest.raises(RecipeError, match=message):
-        recipe_file.load(TINY / "sd3_ddrl.yaml", words)
+        recipe_file.load_recipe(TINY / "sd3_ddrl.yaml", words)
 
 
 def test_a_tcp_address_takes_the_next_port_too(tmp_path):
-    assert endpoints("tcp://127.0.0.1:6200", None) == ("tcp://127.0.0.1:6200", "tcp://127.0.0.1:6201")
-    assert endpoints("ipc", tmp_path) == (f"ipc://{tmp_path}/clients", f"ipc://{tmp_path}/workers")
+    assert broker_endpoints("tcp://127.0.0.1:6200", None) == ("tcp://127.0.0.1:6200", "tcp://127.0.0.1:6201")
+    assert broker_endpoints("ipc", tmp_path) == (f"ipc://{tmp_path}/clients", f"ipc://{tmp_path}/workers")
     for wrong in ("tcp://127.0.0.1", "tcp://127.0.0.1:65535", "loopback"):
         with pytest.raises(RecipeError, match="a port from 0 to 65534"):
-            endpoints(wrong, None)
+            broker_endpoints(wrong, None)
 
 
 def test_devices_are_named_where_a_guess_could_take_a_ranks(monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    assert spawn_devices(["cuda:1"], 2) == ["cuda:1"]
+    assert spawn_device_names(["cuda:1"], 2) == ["cuda:1"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert spawn_devices(None, 1) == ["cpu"]
+    assert spawn_device_names(None, 1) == ["cpu"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert spawn_devices(None, 0) == ["cpu"]
+    assert spawn_device_names(None, 0) == ["cpu"]
     with pytest.raises(RecipeError, match=r"rollout\.spawn needs rollout\.devices"):
-        spawn_devices(None, 1)
+        spawn_device_names(None, 1)
 
 
 def test_a_worker_is_no_rank():
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "WFM_LAUNCH_PID", "TORCHELASTIC_RUN_ID"):
-        assert OF_RANKS.fullmatch(name)
+        assert RANK_VARIABLES.fullmatch(name)
     for name in ("PATH", "OMP_NUM_THREADS", "REMOTE_REWARD_TOKEN", "HF_HUB_OFFLINE"):
-        assert not OF_RANKS.fullmatch(name)
+        assert not RANK_VARIABLES.fullmatch(name)
 
 
 @pytest.fixture
@@ -157,16 +167,16 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         # What torch.cuda.device_count() says there, in a process that has not asked before.
         listed = f"v = os.environ.get('CUDA_VISIBLE_DEVICES'); print({number} if v is None else len(v.split(',')))"
-        monkeypatch.setattr(gpus, "COUNT", f"import os; {listed}")
+        monkeypatch.setattr(gpus, "COUNT_SCRIPT", f"import os; {listed}")
 
-    gpus._listed.cache_clear()
+    gpus._list_gpus.cache_clear()
     yield make
-    gpus._listed.cache_clear()
+    gpus._list_gpus.cache_clear()
 
 
 def gpus_of(devices, num_ranks, spawn=None):
     settings = changed(rollout={"devices": devices, "spawn": len(devices) if spawn is None else spawn}).rollout
-    return [place.gpu for place in places(settings, num_ranks)]
+    return [place.gpu for place in choose_worker_devices(settings, num_ranks)]
 
 
 @pytest.mark.parametrize(
@@ -227,12 +237,12 @@ PRINTS = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]
 def test_a_worker_sees_its_gpu_alone_and_is_told_the_first(machine, monkeypatch, tmp_path):
     machine(3, "0,1", "all")
     monkeypatch.setenv("RANK", "0")
-    started = RolloutService.command
+    started = RolloutService.worker_command
 
     def command(self, life, place):
         return [sys.executable, "-c", PRINTS, *started(self, life, place)[3:]]
 
-    monkeypatch.setattr(RolloutService, "command", command)
+    monkeypatch.setattr(RolloutService, "worker_command", command)
     recipe = changed(run={"output_dir": str(tmp_path)}, rollout={"spawn": 2, "devices": ["cuda:2", "cpu"]})
     service = RolloutService(recipe, {}, "", 2)
     try:
@@ -255,16 +265,16 @@ def test_a_worker_with_another_recipe_or_pipeline_is_refused_by_name(tiny_pipeli
     from wfm_ds.models import registry
 
     path = tiny_pipelines("sd3")
-    model = registry.load(str(path), dtype=torch.float32, device=torch.device("cpu"))
-    here = identity(changed(), model)
-    require_same(here, identity(changed(model={"path": "elsewhere"}, rollout={"spawn": 5}), model))
+    model = registry.load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
+    here = compute_identity(changed(), model)
+    require_same_identity(here, compute_identity(changed(model={"path": "elsewhere"}, rollout={"spawn": 5}), model))
     for section, keys in (("sampling", {"steps": 5}), ("lora", {"rank": 2}), ("algorithm", {"beta": 0.5})):
         with pytest.raises(RecipeError, match=f"this worker's {section} differ"):
-            require_same(here, identity(changed(**{section: keys}), model))
+            require_same_identity(here, compute_identity(changed(**{section: keys}), model))
     with pytest.raises(RecipeError, match=r"run\.seed"):
-        require_same(here, identity(changed(run={"seed": 9}), model))
+        require_same_identity(here, compute_identity(changed(run={"seed": 9}), model))
     with pytest.raises(RecipeError, match="pipeline"):
-        require_same(here, here | {"pipeline": "another"})
+        require_same_identity(here, here | {"pipeline": "another"})
 
 
 def test_workers_that_cannot_be_reached_are_refused_before_the_run():
@@ -280,7 +290,7 @@ def test_keys_open_an_address_of_a_network_and_are_for_that_alone(tmp_path):
     elsewhere = {"bind": "tcp://10.0.0.1:6200", "keys": tmp_path / "keys"}
     with pytest.raises(KeyFileError, match=r"keys/hub\.key_secret cannot be read as a key"):
         check_workers(changed(rollout=elsewhere))
-    new(tmp_path / "keys", "hub")
+    create_key_pair(tmp_path / "keys", "hub")
     check_workers(changed(rollout=elsewhere))
     with pytest.raises(UserError, match="use one address of this machine, not a wildcard"):
         check_workers(changed(rollout=elsewhere | {"bind": "tcp://0.0.0.0:6200"}))

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from faults.processes import until
+from wfm_ds.pipes.broker import Broker, TaskKind
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.rollout import KIND
+from wfm_ds.rollout import TASK_KIND
+from wfm_ds.rollout.async_source import _Scheduler
 from wfm_ds.rollout.groups import Group
-from wfm_ds.rollout.source import _Lead
 from wfm_ds.types import Prompt
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "sd3_nft_async.yaml"
@@ -30,32 +30,32 @@ def groups(step, count):
 @pytest.fixture
 def hub():
     with SocketFolder() as folder, ExitStack() as stack:
-        hub = Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={KIND: Kind(60.0, {})})
+        hub = Broker(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={TASK_KIND: TaskKind(60.0, {})})
         hub.start()
         stack.callback(hub.stop, 0.0)
         yield hub
 
 
 def test_a_prompt_too_long_for_a_message_is_given_up_by_name_and_the_others_are_sent(hub):
-    recipe = Recipe.model_validate(recipe_file.load(RECIPE).model_dump(mode="json"))
+    recipe = Recipe.model_validate(recipe_file.load_recipe(RECIPE).model_dump(mode="json"))
     count = recipe.rollout.prompts_per_step
     assert count > 1
     client = PipeClient(hub.client_endpoint, run="run", client="rank0")
     try:
         client.attach(DEADLINE_S)
-        lead = _Lead(SimpleNamespace(recipe=recipe), "life", client, SimpleNamespace(hub=hub))
-        steps = lead.admitted(0)
+        lead = _Scheduler(SimpleNamespace(recipe=recipe), "life", client, SimpleNamespace(hub=hub))
+        steps = lead.admit_steps(0)
         assert steps == list(range(1, lead.coordinator.next_step))
         for step in steps:
-            lead.submit(step, groups(step, count))
+            lead.submit_step(step, groups(step, count))
         for step in steps:
-            assert lead.coordinator.waiting(step) == lead.coordinator.waiting(1) > 0
+            assert lead.coordinator.num_waiting(step) == lead.coordinator.num_waiting(1) > 0
             waiting, closed = (getattr(lead.coordinator._steps[step], name) for name in ("waiting", "closed"))
             assert {chunk.group for chunk in waiting} == set(range(1, count))
             assert {chunk.group for chunk in closed} == {0}
             for chunk in closed.values():
                 assert chunk.reason.startswith("cannot be sent: submit: header of ")
-        sent = sum(lead.coordinator.waiting(step) for step in steps)
-        until(lambda: hub.status().result(DEADLINE_S).counts.get("submitted") == sent)
+        sent = sum(lead.coordinator.num_waiting(step) for step in steps)
+        until(lambda: hub.request_status().result(DEADLINE_S).counts.get("submitted") == sent)
     finally:
         client.close()

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from wfm_ds.checkpoint.export import export
-from wfm_ds.checkpoint.target import ExportTarget
-from wfm_ds.engine.policy import Adapters
+from wfm_ds.checkpoint.export import export_weights
+from wfm_ds.checkpoint.export_target import ExportTarget
+from wfm_ds.engine.policies import Adapters
 from wfm_ds.models import registry
+from wfm_ds.pipes.broker import Broker, TaskKind
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.pipes.worker import TaskFailed
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout.publisher import Manifest, described, publications
+from wfm_ds.rollout.publisher import PolicyManifest, list_policy_files, publications_folder
 from wfm_ds.rollout.weights import PolicyWeights
 
 RANK = 2
@@ -23,7 +23,7 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "sd3_nft_async.yaml"
 
 
 def loaded(path, dtype=torch.float32):
-    return registry.load(str(path), dtype=dtype, device=torch.device("cpu"))
+    return registry.load_model(str(path), dtype=dtype, device=torch.device("cpu"))
 
 
 class Trained:
@@ -32,9 +32,9 @@ class Trained:
     def __init__(self, path, seed, *, lora, **kinds):
         import peft
 
-        self.lora, self.model, draw = lora, loaded(path), torch.Generator().manual_seed(seed)
+        self.uses_lora, self.model, draw = lora, loaded(path), torch.Generator().manual_seed(seed)
         denoiser = self.model.denoiser
-        self.frozen = frozenset() if lora else self.model.frozen_names()
+        self.frozen = frozenset() if lora else self.model.find_unused_parameters()
         self.config = peft.LoraConfig(
             r=RANK, lora_alpha=4, target_modules=list(self.model.default_lora_targets), **kinds
         )
@@ -46,18 +46,18 @@ class Trained:
                 if name not in self.frozen and (not lora or ".default." in name):
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
 
-    def named_full_tensors(self, policy):
+    def iter_full_tensors(self, policy):
         for name, tensor in self.model.denoiser.state_dict().items():
-            if name not in self.frozen and (not self.lora or ".default." in name):
+            if name not in self.frozen and (not self.uses_lora or ".default." in name):
                 yield name.replace(".default.", "."), tensor
 
     def lora_config(self):
-        return self.config if self.lora else None
+        return self.config if self.uses_lora else None
 
     def publish(self, folder, number, life="life"):
-        target = ExportTarget.of(self.model)
-        export(target, self, folder, policy="old", dtype=self.model.dtype, is_main=True, trained_only=True)
-        return Manifest(life, number, str(folder), described(folder))
+        target = ExportTarget.from_model(self.model)
+        export_weights(target, self, folder, policy="old", dtype=self.model.dtype, is_main=True, trained_only=True)
+        return PolicyManifest(life, number, str(folder), list_policy_files(folder))
 
 
 def output(model):
@@ -72,7 +72,7 @@ def output(model):
 def offered():
     """offered(manifest): a client of a hub that offers its files."""
     with SocketFolder() as folder, contextlib.ExitStack() as stack:
-        hub = Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={"denoise": Kind(9.0, {})})
+        hub = Broker(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={"denoise": TaskKind(9.0, {})})
         hub.start()
         stack.callback(lambda: hub.stop(0.0))
         client = PipeClient(hub.client_endpoint, run="workers", client="w")
@@ -80,7 +80,7 @@ def offered():
         client.attach(60)
 
         def offer(*manifests):
-            files = {m.offered(f): Path(m.folder) / f.name for m in manifests for f in m.files}
+            files = {m.offer_name(f): Path(m.folder) / f.name for m in manifests for f in m.files}
             hub.announce({}, files)
             return client
 
@@ -98,14 +98,14 @@ def test_every_publication_is_the_policy_itself(lora, kinds, offered, tiny_pipel
     manifests = [p.publish(tmp_path / f"v{n}", n) for n, p in enumerate(policies)]
     model = loaded(path)
     weights = PolicyWeights(model, offered(*manifests), lora=lora)
-    assert weights.use(manifests[0]) == 0
+    assert weights.load_publication(manifests[0]) == 0
     assert torch.equal(output(model), output(policies[0].model))
-    elsewhere = Manifest("life", 1, "/nowhere", manifests[1].files)  # no shared file system
-    assert weights.use(Manifest.of_json(elsewhere.to_json())) == 1
+    elsewhere = PolicyManifest("life", 1, "/nowhere", manifests[1].files)  # no shared file system
+    assert weights.load_publication(PolicyManifest.from_json(elsewhere.to_json())) == 1
     assert torch.equal(output(model), output(policies[1].model))
-    assert weights.use(manifests[0]) == 1, "never back to older ones"
-    again = Manifest("next life", 0, manifests[0].folder, manifests[0].files)
-    assert weights.use(again) == 0, "but another life counts anew"
+    assert weights.load_publication(manifests[0]) == 1, "never back to older ones"
+    again = PolicyManifest("next life", 0, manifests[0].folder, manifests[0].files)
+    assert weights.load_publication(again) == 0, "but another life counts anew"
     assert torch.equal(output(model), output(policies[0].model))
 
 
@@ -116,7 +116,7 @@ def test_merged_publications_are_the_policies_through_plain_layers(offered, tiny
     model, adapters = loaded(path), []
     weights = PolicyWeights(model, offered(*manifests), lora=True, merge=True)
     for manifest, policy in zip(manifests, policies, strict=True):
-        weights.use(manifest)
+        weights.load_publication(manifest)
         if not adapters:
             adapters = [part for name, part in model.denoiser.named_modules() if name.endswith("lora_A.default")]
             for part in adapters:
@@ -131,22 +131,22 @@ def test_a_publication_is_whole_or_refused(offered, tiny_pipelines, tmp_path):
     client = offered(first, second)
     model = loaded(path)
     weights = PolicyWeights(model, client, lora=True)
-    weights.use(first)
+    weights.load_publication(first)
     before = output(model)
     file = next(Path(second.folder).rglob("*.safetensors"))
     content = file.read_bytes()
     for broken in (content[:-5], content[:-5] + b"other"):
         file.write_bytes(broken)
         with pytest.raises(TaskFailed, match=r"cannot be downloaded|announced hashes") as refused:
-            weights.use(second)
+            weights.load_publication(second)
         assert not refused.value.fatal
     file.unlink()
     with pytest.raises(TaskFailed, match="cannot be downloaded"):
-        weights.use(second)
+        weights.load_publication(second)
     assert torch.equal(output(model), before)
-    assert weights.loaded == first
+    assert weights.loaded_manifest == first
     file.write_bytes(content)
-    assert weights.use(second) == 2
+    assert weights.load_publication(second) == 2
 
 
 def test_names_that_lead_elsewhere_are_refused(offered, tiny_pipelines, tmp_path):
@@ -156,13 +156,15 @@ def test_names_that_lead_elsewhere_are_refused(offered, tiny_pipelines, tmp_path
         strange = manifest.to_json()
         strange["files"][0][0] = name
         with pytest.raises(TaskFailed, match="invalid file names"):
-            weights.use(Manifest.of_json(strange))
+            weights.load_publication(PolicyManifest.from_json(strange))
 
 
 def test_each_run_has_a_folder_of_its_own_where_all_publish(tmp_path):
     def folder(output, policies):
-        recipe = recipe_file.load(TINY, [f"run.output_dir={tmp_path / output}", f"rollout.policy_folder={policies}"])
-        return publications(recipe)
+        recipe = recipe_file.load_recipe(
+            TINY, [f"run.output_dir={tmp_path / output}", f"rollout.policy_folder={policies}"]
+        )
+        return publications_folder(recipe)
 
     one, other = (folder(f"{name}/run", tmp_path / "policies") for name in ("a", "b"))
     assert one.parent == other.parent == tmp_path / "policies"

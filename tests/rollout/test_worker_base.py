@@ -3,25 +3,25 @@
 import pytest
 import torch
 
-from wfm_ds.engine.fp8 import Fp8Linear
+from wfm_ds.engine.fp8_linear import Fp8Linear
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout.generator import Generator
-from wfm_ds.rollout.identity import identity
+from wfm_ds.rollout.generator import ChunkGenerator
+from wfm_ds.rollout.identity import compute_identity
 from wfm_ds.rollout.worker import build_generator
 
 
 @pytest.fixture
 def asked(root):
     def load(*overrides):
-        return recipe_file.load(root / "recipes" / "tiny" / "sd3_nft_async.yaml", list(overrides))
+        return recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft_async.yaml", list(overrides))
 
     return load
 
 
 def of_trainer(recipe):
-    return identity(recipe, registry.load("tiny:sd3", dtype=torch.bfloat16, device="cpu"))
+    return compute_identity(recipe, registry.load_model("tiny:sd3", dtype=torch.bfloat16, device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_worker_with_another_base_than_the_trainer_expects_is_refused(trainer,
 def test_a_worker_keeps_the_base_as_the_recipe_says(asked):
     recipe = asked("rollout.base_precision=fp8", "run.output_dir=unused")
     generator = build_generator(recipe, "cpu", None, of_trainer(recipe))
-    assert isinstance(generator, Generator)
+    assert isinstance(generator, ChunkGenerator)
     denoiser = generator.sampler.model.denoiser
     assert [part for part in denoiser.modules() if isinstance(part, Fp8Linear)]
     assert {parameter.dtype for parameter in denoiser.parameters()} == {generator.sampler.model.dtype}

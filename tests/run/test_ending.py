@@ -9,8 +9,8 @@ import torch
 
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import RunError, UserError
-from wfm_ds.run.ending import Ending, recorded, take_back, watched
-from wfm_ds.run.folder import Start, claim
+from wfm_ds.run.output_folder import RunStart, claim_folder
+from wfm_ds.run.shutdown import RunShutdown, discard_new_run, record_run, watch_ranks
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
@@ -33,15 +33,15 @@ def fail(error):
 
 
 def test_the_first_of_two_failures_is_recorded(recipe, tmp_path):
-    ending = Ending(ALONE)
+    ending = RunShutdown(ALONE)
 
     def both():
-        heartbeat = threading.Thread(target=ending.ended_by_fault, args=["rank 1 is gone"])
+        heartbeat = threading.Thread(target=ending.handle_fault, args=["rank 1 is gone"])
         heartbeat.start()
         heartbeat.join()
         raise RuntimeError("Connection closed by peer")
 
-    with pytest.raises(RuntimeError, match="closed"), recorded(ending, recipe, None, LOOP, EXPORTS):
+    with pytest.raises(RuntimeError, match="closed"), record_run(ending, recipe, None, LOOP, EXPORTS):
         both()
     said = result(tmp_path)
     assert (said["status"], said["step"], said["message"]) == ("failed", 3, "rank 1 is gone")
@@ -49,22 +49,22 @@ def test_the_first_of_two_failures_is_recorded(recipe, tmp_path):
 
 
 def test_a_failure_is_recorded_by_the_innermost_context_alone(recipe, tmp_path):
-    ending = Ending(ALONE)
+    ending = RunShutdown(ALONE)
     (tmp_path / "recipe.yaml").write_text("mine")
-    claim(tmp_path)
-    loop = recorded(ending, recipe, None, LOOP, EXPORTS)
-    with pytest.raises(RunError), ending.recording(take_back(tmp_path, Start())), loop:
+    claim_folder(tmp_path)
+    loop = record_run(ending, recipe, None, LOOP, EXPORTS)
+    with pytest.raises(RunError), ending.use_recorder(discard_new_run(tmp_path, RunStart())), loop:
         fail(RunError("nothing is finished"))
     assert result(tmp_path)["message"] == "nothing is finished"
     assert '"status":"failed","message":"nothing is finished"' in (tmp_path / "page" / "data.js").read_text()
     assert (tmp_path / "recipe.yaml").exists()
 
 
-@pytest.mark.parametrize(("start", "stays"), [(Start(), False), (Start(checkpoint="there", step=2), True)])
+@pytest.mark.parametrize(("start", "stays"), [(RunStart(), False), (RunStart(checkpoint="there", step=2), True)])
 def test_a_new_run_that_fails_before_its_first_step_leaves_the_folder_as_it_was(tmp_path, start, stays):
-    claim(tmp_path)
+    claim_folder(tmp_path)
     (tmp_path / "recipe.yaml").write_text("mine")
-    with pytest.raises(UserError), Ending(ALONE).recording(take_back(tmp_path, start)):
+    with pytest.raises(UserError), RunShutdown(ALONE).use_recorder(discard_new_run(tmp_path, start)):
         fail(UserError("no such reward"))
     assert (tmp_path / "recipe.yaml").exists() is stays
     assert not (tmp_path / "result.json").exists()
@@ -72,12 +72,12 @@ def test_a_new_run_that_fails_before_its_first_step_leaves_the_folder_as_it_was(
 
 @pytest.mark.parametrize(("error", "code"), [(UserError("mend it"), 2), (RunError("over"), 1)])
 def test_errors_that_are_said_leave_with_an_exit_code(error, code, capsys):
-    with pytest.raises(SystemExit) as left, watched(ALONE, stuck_s=60.0):
+    with pytest.raises(SystemExit) as left, watch_ranks(ALONE, stuck_s=60.0):
         fail(error)
     assert left.value.code == code
     assert capsys.readouterr().err == ("error: mend it\n" if code == 2 else "")
 
 
 def test_an_error_that_nobody_expected_leaves_as_it_is():
-    with pytest.raises(ZeroDivisionError), watched(ALONE, stuck_s=60.0):
+    with pytest.raises(ZeroDivisionError), watch_ranks(ALONE, stuck_s=60.0):
         fail(ZeroDivisionError())

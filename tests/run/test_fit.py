@@ -8,25 +8,40 @@ import torch
 
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.estimate import Estimate, estimate, memory_lines
-from wfm_ds.run.fit import advice, advice_for, fits, keys_of, smallest_gpu, verdict
+from wfm_ds.run.memory_advice import (
+    fits_memory,
+    memory_verdict,
+    smallest_gpu,
+    suggest_keys,
+    suggest_keys_after_oom,
+    suggest_part_keys,
+)
+from wfm_ds.run.memory_estimate import MemoryEstimate, estimate_memory, format_memory_table
 
 GB = 10**9
 
 
 def found(**phases):
-    return Estimate(phases=phases, world_size=8, total=1000, trained=10, stage=2, checkpoint_bytes=0, export_bytes=0)
+    return MemoryEstimate(
+        phases=phases,
+        world_size=8,
+        num_parameters=1000,
+        num_trained=10,
+        zero_stage=2,
+        checkpoint_bytes=0,
+        export_bytes=0,
+    )
 
 
 @pytest.fixture
 def recipe(root):
-    return recipe_file.load(root / "recipes" / "sd3_nft.yaml", [])
+    return recipe_file.load_recipe(root / "recipes" / "sd3_nft.yaml", [])
 
 
 def test_the_peak_is_the_largest_phase():
     sizes = found(sampling={"weights": 4 * GB, "activations": 30 * GB}, train={"weights": 4 * GB, "activations": GB})
-    assert (sizes.peak_phase, sizes.peak) == ("sampling", 34 * GB)
-    table = memory_lines(sizes)
+    assert (sizes.peak_phase, sizes.peak_bytes) == ("sampling", 34 * GB)
+    table = format_memory_table(sizes)
     assert "31.66 GiB peak, in the phase sampling (ZeRO stage 2, 8 ranks)" in table[1]
     assert [line.split()[0] for line in table[2:]] == ["GiB", "weights", "activations", "all"]
 
@@ -34,27 +49,29 @@ def test_the_peak_is_the_largest_phase():
 @pytest.mark.parametrize(("needed", "size"), [(20, 24), (23, 32), (70, 80), (74, 141), (500, None)])
 def test_a_part_of_a_gpu_is_its_own(needed, size):
     assert smallest_gpu(needed * GB) == size
-    assert fits(70 * GB, 80 * GB)
-    assert not fits(75 * GB, 80 * GB)
+    assert fits_memory(70 * GB, 80 * GB)
+    assert not fits_memory(75 * GB, 80 * GB)
 
 
 def test_the_largest_part_names_the_first_key(recipe):
     train = found(train={"weights": 5 * GB, "activations": 90 * GB})
-    assert advice(recipe, train)[:2] == ["model.gradient_checkpointing: true", "engine.micro_batch_size below 9"]
+    assert suggest_keys(recipe, train)[:2] == ["model.gradient_checkpointing: true", "engine.micro_batch_size below 9"]
     sampling = found(sampling={"weights": 5 * GB, "text encoders": 6 * GB, "activations": 90 * GB})
-    assert advice(recipe, sampling)[0] == "engine.max_forward_batch below 18"
-    assert "data.cache_text: auto" in advice(recipe, sampling)
+    assert suggest_keys(recipe, sampling)[0] == "engine.max_forward_batch below 18"
+    assert "data.cache_text: auto" in suggest_keys(recipe, sampling)
     heavy = found(train={"weights": 95 * GB, "activations": GB})
-    assert advice(recipe, heavy)[:2] == ["engine.deepspeed: zero3", "model.base_precision: fp8"]
+    assert suggest_keys(recipe, heavy)[:2] == ["engine.deepspeed: zero3", "model.base_precision: fp8"]
 
 
 def test_the_verdict_names_the_gpu_or_the_keys(recipe):
     small = found(train={"weights": 5 * GB})
-    assert verdict(recipe, small, None) == "  fits a GPU of 24 GB"
-    assert verdict(recipe, small, 80 * GB) == "  fits the 75 GiB of this GPU"
+    assert memory_verdict(recipe, small, None) == "  fits a GPU of 24 GB"
+    assert memory_verdict(recipe, small, 80 * GB) == "  fits the 75 GiB of this GPU"
     large = dataclasses.replace(small, phases={"train": {"activations": 400 * GB}})
     for memory in (None, 80 * GB):
-        assert "change model.gradient_checkpointing: true, engine.micro_batch_size" in verdict(recipe, large, memory)
+        assert "change model.gradient_checkpointing: true, engine.micro_batch_size" in memory_verdict(
+            recipe, large, memory
+        )
 
 
 # A run with everything that takes memory; two ranks.
@@ -81,9 +98,9 @@ def sized(root, tiny_pipelines):
     folder = tiny_pipelines("sd3")
 
     def sizes(*overrides):
-        heavy = recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", [*HEAVY, *overrides])
-        model = registry.load(folder, dtype=getattr(torch, heavy.model.dtype), device="cpu")
-        return heavy, estimate(heavy, model, 2, device="cuda").phases
+        heavy = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", [*HEAVY, *overrides])
+        model = registry.load_model(folder, dtype=getattr(torch, heavy.model.dtype), device="cpu")
+        return heavy, estimate_memory(heavy, model, 2, device="cuda").phases
 
     return sizes
 
@@ -97,7 +114,7 @@ def test_each_key_that_is_advised_lowers_what_it_is_advised_for(sized):
     asked: dict[str, set[tuple[str, str]]] = {}
     for phase in PHASES:
         for part in before[phase]:
-            for key in keys_of(part, phase, heavy):
+            for key in suggest_part_keys(part, phase, heavy):
                 asked.setdefault(key, set()).add((phase, part))
     not_estimated = {"rollout.cuda_graph: false"}  # a graph's own memory
     not_keys = {key for key in asked.keys() - LOWER.keys() if not re.match(r"[a-z]+\.[a-z_]+", key)}
@@ -118,13 +135,13 @@ def test_each_key_that_is_advised_lowers_what_it_is_advised_for(sized):
 
 def test_a_recipe_that_is_light_already_is_not_told_to_be(root):
     light = ["model.dtype=bfloat16", "model.vae_dtype=bfloat16", "lora.rank=1", "sampling.guidance_scale=2"]
-    recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", light)
-    told = {key for phase in PHASES for key in advice_for(recipe, phase, num_ranks=8)}
+    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", light)
+    told = {key for phase in PHASES for key in suggest_keys_after_oom(recipe, phase, num_ranks=8)}
     assert not [key for key in told if any(word in key for word in ("dtype", "lora", "joint", "guidance", "graph"))]
 
 
 def test_an_average_is_named_where_it_takes_a_copy_of_all_weights(root):
-    full = recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", ["ema.decay=0.9"])
-    assert keys_of("optimizer states", "train", full)[:2] == ["a lora section", "optimizer.name: adamw8bit"]
-    assert keys_of("policies", "train", full)[:2] == ["a lora section", "no ema section"]
-    assert "engine.micro_batch_size below 4" in keys_of("activations", "encode", full)
+    full = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_sft.yaml", ["ema.decay=0.9"])
+    assert suggest_part_keys("optimizer states", "train", full)[:2] == ["a lora section", "optimizer.name: adamw8bit"]
+    assert suggest_part_keys("policies", "train", full)[:2] == ["a lora section", "no ema section"]
+    assert "engine.micro_batch_size below 4" in suggest_part_keys("activations", "encode", full)

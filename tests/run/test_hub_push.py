@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard, hf_hub_download
 
 from hub_server import Repo, hub_server, use
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.hub_push import HubPush, from_hub
-from wfm_ds.run.model_card import shareable
+from wfm_ds.run.hub_push import HubPush, hub_loading_lines
+from wfm_ds.run.model_card import remove_private_values
 
 REPO = "somebody/mine"
 
@@ -97,9 +97,9 @@ def test_a_hub_that_refuses_is_a_warning_with_the_command_that_sends_it_later(si
 
 def test_what_is_shared_of_a_recipe():
     values = {"a": ["/data/x", "owner/name", 3], "reward": {"endpoint": "tcp://host:1", "name": "color"}, "b": "~/y"}
-    assert shareable(values) == {"a": ["x", "owner/name", 3], "reward": {"name": "color"}, "b": "y"}
+    assert remove_private_values(values) == {"a": ["x", "owner/name", 3], "reward": {"name": "color"}, "b": "y"}
     lines = 'pipe.transformer.load_state_dict(load_file("/out/lora/modules_to_save.safetensors"), strict=False)'
-    assert from_hub(lines, Path("/out/lora"), Path("/base"), REPO).splitlines() == [
+    assert hub_loading_lines(lines, Path("/out/lora"), Path("/base"), REPO).splitlines() == [
         "from huggingface_hub import hf_hub_download",
         "pipe.transformer.load_state_dict(load_file("
         f'hf_hub_download("{REPO}", "modules_to_save.safetensors")), strict=False)',

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from wfm_ds.errors import UserError
 from wfm_ds.models import registry
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.initial_lora import initial_lora
+from wfm_ds.run.initial_lora import load_initial_lora
 
 
 def recipe(path, **lora):
@@ -23,7 +23,7 @@ def recipe(path, **lora):
 
 @pytest.fixture(scope="module")
 def model(tiny_pipelines):
-    return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    return registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def file(tmp_path):
 
 
 def test_a_kohya_file_gives_the_values_of_its_layers_alone(model, file):
-    start = initial_lora(recipe(file()), model)
+    start = load_initial_lora(recipe(file()), model)
     assert start.keys() == {f"transformer_blocks.0.attn.to_out.0.lora_{x}.weight" for x in "AB"}
-    assert initial_lora(recipe(file(), init_from=None), model) is None
+    assert load_initial_lora(recipe(file(), init_from=None), model) is None
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_kohya_file_gives_the_values_of_its_layers_alone(model, file):
 def test_what_does_not_fit_is_one_sentence(model, file, written, lora, said):
     path = file(**written)
     with pytest.raises(UserError) as caught:
-        initial_lora(recipe(path, **lora), model)
+        load_initial_lora(recipe(path, **lora), model)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -7,10 +7,10 @@ import logging
 import pytest
 
 import s3
-from wfm_ds.checkpoint import remote, store
+from wfm_ds.checkpoint import remote_store, store
 from wfm_ds.errors import StorageError
 from wfm_ds.run import mirror
-from wfm_ds.run.mirror import NOTES, Mirror
+from wfm_ds.run.mirror import SENT_FILES_NAME, Mirror
 from wfm_ds.storage import transfer
 
 STALL_S = 60.0  # generous: the tests never wait for it
@@ -64,12 +64,12 @@ def test_everything_of_the_run_and_nothing_else_arrives(s3_proxy, folder, addres
         *("recipe.yaml", "metrics.jsonl", "logs/rank_0.log", "samples/step_0/0000.png"),
         *("checkpoints/step_1/state", "checkpoints/step_1/COMPLETE", ".wfm_run.json"),
     }
-    assert transfer.listing(address).keys() == names
+    assert transfer.list_objects(address).keys() == names
     write(folder, "result.json", "{}")
     copies.send_result()
     assert transfer.read_text(f"{address}/result.json") == "{}"
-    found = remote.newest(f"{address}/checkpoints")
-    assert (found.step, found.facts, found.files) == (1, {"metrics_bytes": 12}, {"state": 1000})
+    found = remote_store.find_newest(f"{address}/checkpoints")
+    assert (found.step, found.metadata, found.files) == (1, {"metrics_bytes": 12}, {"state": 1000})
     assert found.sha256.keys() == {"state"}
 
 
@@ -77,26 +77,26 @@ def test_a_checkpoint_returns_as_it_was(s3_proxy, folder, address, tmp_path):
     copied(folder, address)
     again = tmp_path / "again"
     copies = Mirror(again, address, keep=2)
-    assert copies.fetch(f"{address}/checkpoints/step_1") == again / "checkpoints" / "step_1"
-    assert store.newest(again / "checkpoints").step == 1
+    assert copies.fetch_checkpoint(f"{address}/checkpoints/step_1") == again / "checkpoints" / "step_1"
+    assert store.find_newest(again / "checkpoints").step == 1
     assert (again / "checkpoints/step_1/state").read_text() == "1" * 1000
     assert (again / "metrics.jsonl").read_text() == '{"step": 1}\n'
     copies.start()
-    assert copies.unverified() == []  # it need not be sent back
+    assert copies.list_unverified_steps() == []  # it need not be sent back
     assert copies.finish(STALL_S) == []
 
 
 def test_only_what_is_new_or_has_changed_is_sent_again(s3_server, s3_proxy, folder, address):
     copied(folder, address)
-    tags = {name: tag(s3_server, address, name) for name in transfer.listing(address)}
+    tags = {name: tag(s3_server, address, name) for name in transfer.list_objects(address)}
     write(folder, "metrics.jsonl", '{"step": 1}\n{"step": 2}\n')
     s3_server[1].put_object(Bucket=s3.BUCKET, Key=key(address, "recipe.yaml"), Body=b"of the same size"[:8])
     s3_server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "logs/rank_0.log"))
     copied(folder, address)
-    changed = {name for name in transfer.listing(address) if tag(s3_server, address, name) != tags[name]}
+    changed = {name for name in transfer.list_objects(address) if tag(s3_server, address, name) != tags[name]}
     assert changed == {"metrics.jsonl", "recipe.yaml"}  # the latter by somebody else, as large as it was
     assert transfer.read_text(f"{address}/logs/rank_0.log") == "began\n"
-    (folder / NOTES).write_text("torn")
+    (folder / SENT_FILES_NAME).write_text("torn")
     copied(folder, address)
     assert {name: tag(s3_server, address, name) for name in tags if name != "metrics.jsonl"} == {
         name: known for name, known in tags.items() if name != "metrics.jsonl"
@@ -132,36 +132,36 @@ def test_a_part_whose_first_copy_was_removed_is_sent_again(s3_server, s3_proxy, 
     other.parent.mkdir(parents=True)
     other.hardlink_to(part)
     copies = Mirror(folder, address, keep=2)
-    copies._send("safetensors/step_1/vae/model.safetensors")
+    copies._send_file("safetensors/step_1/vae/model.safetensors")
     s3_server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "safetensors/step_1/vae/model.safetensors"))
-    copies._send("safetensors/step_2/vae/model.safetensors")
+    copies._send_file("safetensors/step_2/vae/model.safetensors")
     assert transfer.read_text(f"{address}/safetensors/step_2/vae/model.safetensors") == "weights" * 100
 
 
 def test_a_file_that_fails_does_not_keep_the_others(s3_proxy, folder, address, monkeypatch):
-    upload = transfer.upload
+    upload = transfer.upload_file
 
     def refuse_one(path, target, **options):
         if path.name == "0000.png":
             raise StorageError("this one is not taken")
         return upload(path, target, **options)
 
-    monkeypatch.setattr(transfer, "upload", refuse_one)
+    monkeypatch.setattr(transfer, "upload_file", refuse_one)
     copies, missing = copied(folder, address, stall_s=3)
     assert missing == ["samples/step_0/0000.png"]
     assert copies.failure == "this one is not taken"
-    assert "logs/rank_0.log" in transfer.listing(address)
+    assert "logs/rank_0.log" in transfer.list_objects(address)
 
 
 def test_what_is_sent_again_and_again_does_not_keep_the_run_waiting(s3_proxy, folder, address, monkeypatch):
-    put = transfer.put
+    put = transfer.put_object
 
     def refuse_markers(content, target):
         if target.endswith(store.COMPLETE):
             raise StorageError("no markers here")
         put(content, target)
 
-    monkeypatch.setattr(transfer, "put", refuse_markers)
+    monkeypatch.setattr(transfer, "put_object", refuse_markers)
     monkeypatch.setattr(mirror, "FIRST_RETRY_S", 0.1)
     monkeypatch.setattr(mirror, "LAST_RETRY_S", 0.1)
     copies, missing = copied(folder, address, stall_s=3)  # each try sends the whole checkpoint, and takes less than 3 s
@@ -174,18 +174,18 @@ def test_a_checkpoint_without_its_metrics_is_not_sent(s3_proxy, folder, address)
     copies, missing = copied(folder, address, stall_s=3)
     assert "checkpoints/step_1" in missing
     assert "metrics.jsonl is missing" in copies.failure
-    assert remote.newest(f"{address}/checkpoints") is None
+    assert remote_store.find_newest(f"{address}/checkpoints") is None
 
 
 def test_older_checkpoints_go_when_a_newer_one_is_there(s3_proxy, folder, address):
     copied(folder, address, keep=1)
     copies = Mirror(folder, address, keep=1)
     checkpoint(folder, 2)
-    assert list(copies.unverified()) == [2]
+    assert list(copies.list_unverified_steps()) == [2]
     copies.start()
     assert copies.finish(STALL_S) == []
-    assert copies.unverified() == []
-    assert {name.split("/")[1] for name in transfer.listing(address) if "checkpoints/" in name} == {"step_2"}
+    assert copies.list_unverified_steps() == []
+    assert {name.split("/")[1] for name in transfer.list_objects(address) if "checkpoints/" in name} == {"step_2"}
 
 
 @pytest.mark.parametrize("fault", ["upload_cuts", "errors", "flips"])
@@ -201,7 +201,7 @@ def test_what_fails_for_a_while_is_sent_in_the_end(s3_proxy, folder, address, fa
     assert len(warnings) == 1  # said once, however often it is tried
     assert "retrying, and removing nothing from" in warnings[0]
     assert f"{address} accepts uploads again" in caplog.text
-    assert remote.newest(f"{address}/checkpoints").step == 2
+    assert remote_store.find_newest(f"{address}/checkpoints").step == 2
 
 
 def test_a_storage_that_goes_in_the_middle_keeps_its_last_complete_checkpoint(
@@ -214,12 +214,12 @@ def test_a_storage_that_goes_in_the_middle_keeps_its_last_complete_checkpoint(
     copies, missing = copied(folder, address, stall_s=5.0)
     assert "checkpoints/step_2" in missing
     assert f"{address}/" in copies.failure
-    assert list(copies.unverified()) == [2]
+    assert list(copies.list_unverified_steps()) == [2]
     s3_proxy.come_back()
-    assert remote.newest(f"{address}/checkpoints").step == 1
-    assert "checkpoints/step_2/state" in transfer.listing(address)
+    assert remote_store.find_newest(f"{address}/checkpoints").step == 1
+    assert "checkpoints/step_2/state" in transfer.list_objects(address)
     assert copied(folder, address)[1] == []
-    assert remote.newest(f"{address}/checkpoints").step == 2
+    assert remote_store.find_newest(f"{address}/checkpoints").step == 2
 
 
 def test_a_checkpoint_is_replaced_as_a_whole(s3_server, s3_proxy, folder, address):
@@ -228,12 +228,14 @@ def test_a_checkpoint_is_replaced_as_a_whole(s3_server, s3_proxy, folder, addres
     seen = []
 
     def look():
-        seen.append(remote.read(f"{address}/checkpoints/step_1"))
+        seen.append(remote_store.read_checkpoint(f"{address}/checkpoints/step_1"))
 
     checkpoint(folder, 1)
-    remote.publish(store.read(folder / "checkpoints/step_1"), f"{address}/checkpoints/step_1", before_complete=look)
+    remote_store.publish_checkpoint(
+        store.read_checkpoint(folder / "checkpoints/step_1"), f"{address}/checkpoints/step_1", before_complete=look
+    )
     assert seen == [None]
-    assert remote.read(f"{address}/checkpoints/step_1").step == 1
+    assert remote_store.read_checkpoint(f"{address}/checkpoints/step_1").step == 1
 
 
 @pytest.mark.parametrize("damage", ["missing file", "shorter file", "torn COMPLETE"])
@@ -245,7 +247,7 @@ def test_a_damaged_checkpoint_is_passed_over(s3_server, s3_proxy, folder, addres
         s3_server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, f"checkpoints/step_2/{name}"))
     else:
         s3_server[1].put_object(Bucket=s3.BUCKET, Key=key(address, f"checkpoints/step_2/{name}"), Body=b"{")
-    assert remote.newest(f"{address}/checkpoints").step == 1
+    assert remote_store.find_newest(f"{address}/checkpoints").step == 1
     assert "step_2 is damaged or incomplete and is skipped" in caplog.text
 
 
@@ -253,32 +255,32 @@ def test_a_checkpoint_with_another_byte_is_refused_and_leaves_nothing(s3_server,
     copied(folder, address)
     s3_server[1].put_object(Bucket=s3.BUCKET, Key=key(address, "checkpoints/step_1/state"), Body=b"1" * 999 + b"2")
     with pytest.raises(StorageError, match="is damaged: its SHA-256"):
-        Mirror(tmp_path / "again", address, keep=2).fetch(f"{address}/checkpoints/step_1")
-    assert store.newest(tmp_path / "again" / "checkpoints") is None
+        Mirror(tmp_path / "again", address, keep=2).fetch_checkpoint(f"{address}/checkpoints/step_1")
+    assert store.find_newest(tmp_path / "again" / "checkpoints") is None
 
 
 def test_a_name_that_leads_out_of_the_checkpoint_is_refused(s3_proxy, folder, address, tmp_path):
     copied(folder, address)
-    transfer.put(b"stray", f"{address}/stray")
-    stray = dataclasses.replace(remote.newest(f"{address}/checkpoints"), files={"../../stray": 5})
+    transfer.put_object(b"stray", f"{address}/stray")
+    stray = dataclasses.replace(remote_store.find_newest(f"{address}/checkpoints"), files={"../../stray": 5})
     with pytest.raises(StorageError, match=r"has \.\./\.\./stray, a path outside of its folder"):
-        remote.fetch(stray, tmp_path / "again" / "step_1")
+        remote_store.fetch_checkpoint(stray, tmp_path / "again" / "step_1")
     assert not (tmp_path / "stray").exists()
 
 
 def test_clearing_removes_the_run_and_nothing_else(s3_proxy, folder, address):
     copied(folder, address)
-    transfer.put(b"somebody's", f"{address}/notes.txt")
+    transfer.put_object(b"somebody's", f"{address}/notes.txt")
     Mirror(folder, address, keep=2).clear()
-    assert transfer.listing(address).keys() == {".wfm_run.json", "notes.txt"}
+    assert transfer.list_objects(address).keys() == {".wfm_run.json", "notes.txt"}
 
 
 def test_clearing_without_a_record_removes_nothing(s3_proxy, folder, address):
     copied(folder, address)
-    transfer.remove([f"{address}/.wfm_run.json"])
-    before = transfer.listing(address)
+    transfer.remove_objects([f"{address}/.wfm_run.json"])
+    before = transfer.list_objects(address)
     Mirror(folder, address, keep=2).clear()
-    assert transfer.listing(address) == before
+    assert transfer.list_objects(address) == before
 
 
 def test_the_metrics_of_attempts_without_a_checkpoint_are_fetched_and_kept(s3_proxy, folder, address, tmp_path):
@@ -291,20 +293,20 @@ def test_the_metrics_of_attempts_without_a_checkpoint_are_fetched_and_kept(s3_pr
 
 
 def test_a_part_that_is_taken_again_and_again_is_no_progress():
-    progress = mirror.Progress()
-    began = progress.at = progress.at - 100
-    progress.begin("a")(10)
-    assert progress.at > began
-    at = progress.at = began
-    moved = progress.begin("a")
+    progress = mirror.UploadProgress()
+    began = progress.last_progress = progress.last_progress - 100
+    progress.start_attempt("a")(10)
+    assert progress.last_progress > began
+    at = progress.last_progress = began
+    moved = progress.start_attempt("a")
     moved(4)
     moved(6)
-    assert progress.at == at
+    assert progress.last_progress == at
     moved(1)
-    assert progress.at > at
-    at = progress.at = began
-    progress.begin("b")(0)  # an empty file
-    assert progress.at > at
+    assert progress.last_progress > at
+    at = progress.last_progress = began
+    progress.start_attempt("b")(0)  # an empty file
+    assert progress.last_progress > at
 
 
 def test_a_storage_that_is_ahead_of_the_folder_is_not_touched(s3_proxy, folder, address, tmp_path):
@@ -315,10 +317,10 @@ def test_a_storage_that_is_ahead_of_the_folder_is_not_touched(s3_proxy, folder, 
     copies, _ = copied(ahead, address)
     write(ahead, "result.json", "{}")
     copies.send_result()
-    before = transfer.listing(address)
+    before = transfer.list_objects(address)
     with pytest.raises(StorageError, match="has a checkpoint of step 3, newer than all in"):
         Mirror(folder, address, keep=1).start()
-    assert transfer.listing(address) == before
+    assert transfer.list_objects(address) == before
 
 
 def test_pruning_spares_what_is_complete_beyond_the_own_newest_one(s3_server, s3_proxy, folder, address):
@@ -326,5 +328,8 @@ def test_pruning_spares_what_is_complete_beyond_the_own_newest_one(s3_server, s3
         checkpoint(folder, step)
     copied(folder, address, keep=4)
     s3_server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "checkpoints/step_3/state"))
-    remote.prune(f"{address}/checkpoints", newest=2, keep=1)
-    assert {name.split("/")[1] for name in transfer.listing(address) if "checkpoints/" in name} == {"step_2", "step_4"}
+    remote_store.prune_checkpoints(f"{address}/checkpoints", newest=2, keep=1)
+    assert {name.split("/")[1] for name in transfer.list_objects(address) if "checkpoints/" in name} == {
+        "step_2",
+        "step_4",
+    }

@@ -6,8 +6,8 @@ import torch
 from wfm_ds.errors import RunError, UserError, is_out_of_memory
 from wfm_ds.monitoring.stopwatch import GIB
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.fit import advice_for
-from wfm_ds.run.out_of_memory import OutOfMemory, explained
+from wfm_ds.run.memory_advice import suggest_keys_after_oom
+from wfm_ds.run.out_of_memory import OutOfMemory, explain_out_of_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 TOO_MANY = 2**50  # bytes: more than an address space
@@ -17,7 +17,10 @@ ON_CUDA = (
 
 
 def told(error, device=CPU, phase="train"):
-    with pytest.raises(OutOfMemory) as raised, explained(device, lambda phase: [f"a of {phase}", "b"], lambda: phase):
+    with (
+        pytest.raises(OutOfMemory) as raised,
+        explain_out_of_memory(device, lambda phase: [f"a of {phase}", "b"], lambda: phase),
+    ):
         raise error
     assert isinstance(raised.value, UserError)
     assert raised.value.__cause__ is error
@@ -25,7 +28,7 @@ def told(error, device=CPU, phase="train"):
 
 
 def test_an_allocation_of_the_cpu_that_fails_is_one_sentence():
-    with pytest.raises(OutOfMemory) as raised, explained(CPU, lambda phase: ["less"], lambda: "train"):
+    with pytest.raises(OutOfMemory) as raised, explain_out_of_memory(CPU, lambda phase: ["less"], lambda: "train"):
         torch.empty(TOO_MANY, dtype=torch.uint8)
     assert str(raised.value).startswith("out of memory on cpu in phase train: requested 1048576.0 GiB more, the")
     assert str(raised.value).endswith("; change less")
@@ -62,7 +65,7 @@ def test_other_words_for_it_are_known(error):
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), RunError("worker: out of memory"), KeyError("x")])
 def test_other_errors_stay_as_they_are(error):
-    with pytest.raises(type(error)) as raised, explained(CPU, lambda phase: [], lambda: None):
+    with pytest.raises(type(error)) as raised, explain_out_of_memory(CPU, lambda phase: [], lambda: None):
         raise error
     assert raised.value is error
 
@@ -74,24 +77,26 @@ def test_an_error_that_was_raised_from_it_counts():
 
 
 def nft_with(root, *overrides):
-    return recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", overrides)
+    return recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", overrides)
 
 
 def test_advice_begins_with_what_costs_least_in_the_phase(root):
     nft = nft_with(root, "engine.micro_batch_size=8", "engine.max_forward_batch=4", "engine.deepspeed=zero2")
-    train = advice_for(nft, "train", num_ranks=8)
+    train = suggest_keys_after_oom(nft, "train", num_ranks=8)
     assert train[:2] == ["model.gradient_checkpointing: true", "engine.micro_batch_size below 8"]
     assert "engine.deepspeed: zero3" in train
-    assert advice_for(nft, "rollout", num_ranks=8)[0] == "engine.max_forward_batch below 4"
-    assert advice_for(nft, "ref_forward", num_ranks=8)[0] == "engine.max_forward_batch below 4"
-    assert advice_for(nft, "decode", num_ranks=8)[:2] == [
+    assert suggest_keys_after_oom(nft, "rollout", num_ranks=8)[0] == "engine.max_forward_batch below 4"
+    assert suggest_keys_after_oom(nft, "ref_forward", num_ranks=8)[0] == "engine.max_forward_batch below 4"
+    assert suggest_keys_after_oom(nft, "decode", num_ranks=8)[:2] == [
         "model.vae_dtype: bfloat16",
         "sampling.height, width or num_frames",
     ]
-    assert not any("micro_batch" in key or "forward_batch" in key for key in advice_for(nft, "optimizer", num_ranks=8))
+    assert not any(
+        "micro_batch" in key or "forward_batch" in key for key in suggest_keys_after_oom(nft, "optimizer", num_ranks=8)
+    )
 
 
 def test_keys_that_are_at_their_end_are_left_out(root):
     least = ["model.gradient_checkpointing=true", "engine.micro_batch_size=1", "engine.deepspeed=zero3_offload"]
-    left = advice_for(nft_with(root, *least), "train", num_ranks=1)
+    left = suggest_keys_after_oom(nft_with(root, *least), "train", num_ranks=1)
     assert not any(word in key for word in ("checkpointing", "micro_batch", "zero3", "parallel") for key in left)

@@ -3,7 +3,7 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
 from wfm_ds.sampling.plan import deterministic_plan
-from wfm_ds.sampling.schedule import shifted
+from wfm_ds.sampling.schedule import apply_shift
 
 
 class Field:
@@ -20,7 +20,7 @@ class Field:
 
 def denoised(velocity, noise, sigmas, solver):
     """Clean latents; the seeds of what a solver draws do not matter here."""
-    return deterministic_plan(solver, sigmas).run(velocity, noise, [0] * len(noise)).clean
+    return deterministic_plan(solver, sigmas).denoise(velocity, noise, [0] * len(noise)).clean_latents
 
 
 def wavy(x, sigma):
@@ -38,7 +38,7 @@ def gaussian(mean, std):
 
 
 def shift_three(num_steps):
-    return shifted(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), 3.0)
+    return apply_shift(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), 3.0)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 5, 3), (1, 2, 3, 5, 2)])

@@ -6,19 +6,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.models.conditional_frames import frames_in, with_conditional_frames
-from wfm_ds.sampling.edm import FIRST_CHURN, Churn, EdmStep, edm_plan, karras_levels, step_noise
+from wfm_ds.models.conditioning_frames import add_clean_frames, get_clean_frames
+from wfm_ds.sampling.edm import INITIAL_CHURN, Churn, EdmStep, karras_levels, make_edm_plan, step_noise
 
 FP64 = torch.float64
 HIGHEST = 200.0
 
 
 def churn(num_steps, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0):
-    return Churn.of_run(num_steps, s_churn=s_churn, s_t_min=s_t_min, s_t_max=s_t_max, s_noise=s_noise)
+    return Churn.from_settings(num_steps, s_churn=s_churn, s_t_min=s_t_min, s_t_max=s_t_max, s_noise=s_noise)
 
 
 def plan(num_steps, solver="edm_2ab", stored=(), **keys):
-    return edm_plan(solver, num_steps, churn(num_steps, **keys), stored=stored)
+    return make_edm_plan(solver, num_steps, churn(num_steps, **keys), stored_steps=stored)
 
 
 def wavy(x, sigma):
@@ -73,17 +73,19 @@ def test_steps_of_2ab_equal_the_residual_form(num_steps):
     for k in range(1, num_steps):
         step = steps[k]
         want = res_step(x, clean, clean_before, steps[k - 1].level, step.level, levels[k + 1])
-        torch.testing.assert_close(step.keep * x + step.now * clean + step.before * clean_before, want)
-    assert steps[0].before == 0
-    assert steps[0].now == pytest.approx(1 - levels[1] / steps[0].level)
+        torch.testing.assert_close(
+            step.state_coef * x + step.clean_coef * clean + step.previous_clean_coef * clean_before, want
+        )
+    assert steps[0].previous_clean_coef == 0
+    assert steps[0].clean_coef == pytest.approx(1 - levels[1] / steps[0].level)
 
 
 @pytest.mark.parametrize("solver", ["edm_2ab", "edm_euler"])
 @given(st.integers(1, 60), st.floats(0, 3))
 def test_a_constant_x0_hat_is_kept_by_every_step(solver, num_steps, s_churn):
     for step in plan(num_steps, solver, s_churn=s_churn).steps:
-        assert step.keep + step.now + step.before == pytest.approx(1)
-        assert 0 < step.keep < 1
+        assert step.state_coef + step.clean_coef + step.previous_clean_coef == pytest.approx(1)
+        assert 0 < step.state_coef < 1
 
 
 def test_euler_without_churn_is_the_flows_euler_at_the_same_levels():
@@ -93,21 +95,25 @@ def test_euler_without_churn_is_the_flows_euler_at_the_same_levels():
     for s, after in itertools.pairwise(sigmas):
         x = x + (after - s) * wavy(x, s)
     want = x - sigmas[-1] * wavy(x, sigmas[-1])
-    got = plan(12, "edm_euler", s_churn=0).run(wavy, xi, [1, 2])
-    torch.testing.assert_close(got.clean, want, rtol=1e-10, atol=1e-10)
+    got = plan(12, "edm_euler", s_churn=0).denoise(wavy, xi, [1, 2])
+    torch.testing.assert_close(got.clean_latents, want, rtol=1e-10, atol=1e-10)
 
 
 def test_every_stored_state_is_the_step_before_it_plus_its_noise():
     num_steps, seeds, xi = 6, [3, 4], normal(2, 3, 4, 5)
     whole = plan(num_steps, stored=range(num_steps))
-    states = whole.run(wavy, xi, seeds).states
+    states = whole.denoise(wavy, xi, seeds).states
     assert sorted(states) == list(range(num_steps))
-    start = HIGHEST * xi + whole.start_std * step_noise(seeds, FIRST_CHURN, xi)
+    start = HIGHEST * xi + whole.start_std * step_noise(seeds, INITIAL_CHURN, xi)
     torch.testing.assert_close(states[0] * (1 + whole.steps[0].level), start)
     clean_before = torch.zeros_like(xi)
     for k, step in enumerate(whole.steps[:-1]):
         clean = states[k] - step.sigma * wavy(states[k], step.sigma)
-        mean = step.keep * states[k] * (1 + step.level) + step.now * clean + step.before * clean_before
+        mean = (
+            step.state_coef * states[k] * (1 + step.level)
+            + step.clean_coef * clean
+            + step.previous_clean_coef * clean_before
+        )
         after = states[k + 1] * (1 + whole.steps[k + 1].level)
         torch.testing.assert_close(after, mean + step.std * step_noise(seeds, k, xi))
         clean_before = clean
@@ -116,7 +122,11 @@ def test_every_stored_state_is_the_step_before_it_plus_its_noise():
 def test_gain_is_the_derivative_of_the_mean_in_units_of_its_noise():
     step = plan(20).steps[10]
     x, velocity = normal(2, 30), torch.zeros((), dtype=FP64, requires_grad=True)
-    mean = step.keep * x[0] + step.now * (x[0] / (1 + step.level) - step.sigma * velocity) + step.before * x[1]
+    mean = (
+        step.state_coef * x[0]
+        + step.clean_coef * (x[0] / (1 + step.level) - step.sigma * velocity)
+        + step.previous_clean_coef * x[1]
+    )
     slope = torch.autograd.grad(mean[0], velocity)[0]
     assert step.gain == pytest.approx(slope.item() / step.std)
     gains = [abs(plan(20).steps[k].gain) for k in (0, 10, 18)]
@@ -133,14 +143,14 @@ def test_trainable_steps_are_those_that_churn_follows(keys, want):
     levels = karras_levels(6)
     assert levels[1] > 30 > levels[2]
     assert levels[4] > 1 > levels[5]
-    assert plan(6, **keys).trainable() == want
+    assert plan(6, **keys).trainable_steps() == want
 
 
 def test_more_steps_come_closer_to_the_data_and_2ab_closer_than_euler():
     xi = normal(1, 1, 200, 200)
 
     def error(solver, num_steps):
-        clean = plan(num_steps, solver, s_churn=0).run(gaussian(1.3, 0.4), xi, [0]).clean
+        clean = plan(num_steps, solver, s_churn=0).denoise(gaussian(1.3, 0.4), xi, [0]).clean_latents
         start = (HIGHEST * xi - 1.3) / math.hypot(0.4, HIGHEST)  # where the exact flow comes from
         return (clean - (1.3 + 0.4 * start)).abs().max().item()
 
@@ -152,7 +162,7 @@ def test_more_steps_come_closer_to_the_data_and_2ab_closer_than_euler():
 
 @pytest.mark.parametrize(("solver", "num_steps"), [("edm_2ab", 60), ("edm_euler", 200)])
 def test_churn_keeps_the_data_law(solver, num_steps):
-    clean = plan(num_steps, solver).run(gaussian(1.3, 0.4), normal(1, 1, 200, 200).float(), [5]).clean
+    clean = plan(num_steps, solver).denoise(gaussian(1.3, 0.4), normal(1, 1, 200, 200).float(), [5]).clean_latents
     assert clean.dtype == torch.float32
     assert clean.mean().item() == pytest.approx(1.3, abs=0.02)
     assert clean.std().item() == pytest.approx(0.4, rel=0.03)
@@ -160,17 +170,17 @@ def test_churn_keeps_the_data_law(solver, num_steps):
 
 def test_a_sample_depends_on_its_noise_and_seed_alone():
     xi = normal(3, 2, 4, 5).float()
-    whole = plan(5, stored=(1, 3)).run(wavy, xi, [7, 8, 9])
-    alone = plan(5, stored=(1, 3)).run(wavy, xi[1:2], [8])
-    assert torch.equal(whole.clean[1:2], alone.clean)
+    whole = plan(5, stored=(1, 3)).denoise(wavy, xi, [7, 8, 9])
+    alone = plan(5, stored=(1, 3)).denoise(wavy, xi[1:2], [8])
+    assert torch.equal(whole.clean_latents[1:2], alone.clean_latents)
     assert torch.equal(whole.states[3][1:2], alone.states[3])
-    assert not torch.equal(plan(5).run(wavy, xi[1:2], [9]).clean, alone.clean)
+    assert not torch.equal(plan(5).denoise(wavy, xi[1:2], [9]).clean_latents, alone.clean_latents)
     assert sorted(whole.states) == [1, 3]
 
 
 def test_the_model_is_asked_once_a_step_and_once_for_the_result():
     asked = []
-    plan(7).run(lambda x, sigma: asked.append(sigma) or wavy(x, sigma), normal(1, 1, 2, 2), [0])
+    plan(7).denoise(lambda x, sigma: asked.append(sigma) or wavy(x, sigma), normal(1, 1, 2, 2), [0])
     assert asked == [step.sigma for step in plan(7).steps] + [0.01 / 1.01]
     assert all(high > low for high, low in itertools.pairwise(asked))
     assert asked[0] < 1
@@ -178,29 +188,29 @@ def test_the_model_is_asked_once_a_step_and_once_for_the_result():
 
 def test_the_loop_never_reads_a_value_from_the_device():
     # A meta tensor has no values: anything that would wait for a device raises here.
-    out = plan(5, stored=(2,)).run(wavy, torch.empty((2, 1, 3, 3), device="meta"), [1, 2])
-    assert out.clean.device.type == "meta"
+    out = plan(5, stored=(2,)).denoise(wavy, torch.empty((2, 1, 3, 3), device="meta"), [1, 2])
+    assert out.clean_latents.device.type == "meta"
 
 
 def test_given_frames_stay_what_they_are_and_their_noise_touches_nothing():
     video, xi = normal(2, 2, 3, 4, 4, seed=1).float(), normal(2, 2, 3, 4, 4).float()
-    conditioning = frames_in(with_conditional_frames({}, video, torch.tensor([1, 2])))
+    conditioning = get_clean_frames(add_clean_frames({}, video, torch.tensor([1, 2])))
 
     def predict(x, sigma):
         sigma_B = torch.full((2,), sigma)
-        entered = conditioning.enter(x)
-        return conditioning.leave(wavy(entered, sigma) + entered.mean(dim=2, keepdim=True), x, sigma_B)
+        entered = conditioning.insert_clean_latents(x)
+        return conditioning.insert_known_velocity(wavy(entered, sigma) + entered.mean(dim=2, keepdim=True), x, sigma_B)
 
-    clean = plan(6).run(predict, xi, [1, 2]).clean
+    clean = plan(6).denoise(predict, xi, [1, 2]).clean_latents
     mask = conditioning.mask.expand_as(clean).bool()
     torch.testing.assert_close(clean[mask], video[mask], rtol=0, atol=1e-6)
-    other = plan(6).run(predict, torch.where(mask, -xi, xi), [1, 2]).clean
+    other = plan(6).denoise(predict, torch.where(mask, -xi, xi), [1, 2]).clean_latents
     assert torch.equal(other[~mask], clean[~mask])
 
 
 def test_no_graph_is_kept():
     weight = torch.ones((), requires_grad=True)
-    assert not plan(3).run(lambda x, sigma: weight * x, torch.ones(1, 1, 2, 2), [0]).clean.requires_grad
+    assert not plan(3).denoise(lambda x, sigma: weight * x, torch.ones(1, 1, 2, 2), [0]).clean_latents.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -217,4 +227,4 @@ def test_what_cannot_be_planned_is_refused(solver, num_steps, keys, message):
 
 
 def test_a_step_without_noise_has_no_finite_gain():
-    assert EdmStep(level=1.0, keep=0.5, now=0.5, std=0.0).gain == -math.inf
+    assert EdmStep(level=1.0, state_coef=0.5, clean_coef=0.5, std=0.0).gain == -math.inf

@@ -2,8 +2,8 @@ import pytest
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
-from wfm_ds.sampling.noise import drawn_normal, noised, noisy_latents, seeded_normal
-from wfm_kernels.noise import normal
+from wfm_ds.sampling.noise import add_noise, draw_cpu_normal, draw_device_normal, noisy_latents
+from wfm_kernels.noise import normal_noise
 
 SHAPES = [(2, 3, 5, 7), (3, 1, 3, 5, 2)]
 
@@ -13,16 +13,16 @@ def test_plain_diffusers_draws_the_same_noise_from_the_seeds(shape):
     seeds = [0, 7, 2**62 + 11]
     generators = [torch.Generator("cpu").manual_seed(s) for s in seeds]
     theirs = randn_tensor((3, *shape), generator=generators, dtype=torch.float32)
-    ours = seeded_normal(seeds, shape, "cpu")
+    ours = draw_cpu_normal(seeds, shape, "cpu")
     assert ours.dtype == torch.float32
     assert torch.equal(ours, theirs)
 
 
 def test_noise_depends_on_the_seed_and_not_on_the_batch_or_the_global_state():
     torch.manual_seed(1)
-    together = seeded_normal([5, 6, 5], (2, 4, 4))
+    together = draw_cpu_normal([5, 6, 5], (2, 4, 4))
     state = torch.get_rng_state()
-    alone = seeded_normal([6], (2, 4, 4))
+    alone = draw_cpu_normal([6], (2, 4, 4))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(together[1], alone[0])
     assert torch.equal(together[0], together[2])
@@ -30,22 +30,22 @@ def test_noise_depends_on_the_seed_and_not_on_the_batch_or_the_global_state():
 
 
 def test_noise_on_the_cpu_is_that_of_the_low_32_bits():
-    whole, low, other = seeded_normal([5 + 2**40, 5, 4], (2, 4, 4))
+    whole, low, other = draw_cpu_normal([5 + 2**40, 5, 4], (2, 4, 4))
     assert torch.equal(whole, low)
     assert not torch.equal(low, other)
 
 
 def test_noise_for_no_samples_is_refused():
     with pytest.raises(ValueError, match="at least one seed"):
-        seeded_normal([], (1, 2, 2))
+        draw_cpu_normal([], (1, 2, 2))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drawn_noise_is_that_of_the_contract_and_goes_into_the_latents(shape):
     clean, sigma, seeds = torch.randn(shape), torch.linspace(0.1, 1, shape[0]), [2**62 + i for i in range(shape[0])]
-    noisy, noise = noised(clean, sigma, seeds)
-    assert torch.equal(noise, normal(torch.tensor(seeds), clean[0].numel()).view(shape))
-    assert torch.equal(noise, drawn_normal(torch.tensor(seeds), clean))
+    noisy, noise = add_noise(clean, sigma, seeds)
+    assert torch.equal(noise, normal_noise(torch.tensor(seeds), clean[0].numel()).view(shape))
+    assert torch.equal(noise, draw_device_normal(torch.tensor(seeds), clean))
     assert torch.equal(noisy, noisy_latents(clean, noise, sigma))
 
 
@@ -53,9 +53,9 @@ def test_drawn_noise_depends_on_the_seed_and_not_on_the_batch_or_the_global_stat
     clean, sigma = torch.zeros(3, 2, 4, 4), torch.ones(3)
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    _, together = noised(clean, sigma, [5, 6, 5])
+    _, together = add_noise(clean, sigma, [5, 6, 5])
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(together[1:2], noised(clean[:1], sigma[:1], [6])[1])
+    assert torch.equal(together[1:2], add_noise(clean[:1], sigma[:1], [6])[1])
     assert torch.equal(together[0], together[2])
     assert not torch.equal(together[0], together[1])
 

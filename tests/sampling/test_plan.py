@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sampling import ProgressiveWindow, RandomWindow, SubsetWindow
-from wfm_ds.sampling.denoise import step_seeds
-from wfm_ds.sampling.plan import deterministic_plan, noisy_steps, possible_steps, stochastic_plan
-from wfm_ds.sampling.schedule import shifted
+from wfm_ds.sampling.denoise import step_noise_seeds
+from wfm_ds.sampling.plan import all_trainable_steps, deterministic_plan, stochastic_plan, trainable_steps
+from wfm_ds.sampling.schedule import apply_shift
 from wfm_kernels import reference, sde_log_prob
-from wfm_kernels.noise import normal
+from wfm_kernels.noise import normal_noise
 
 FP64 = torch.float64
 # What diffusers' Euler scheduler of shift 3 walks in ten steps.
@@ -28,7 +28,7 @@ def grid(*values):
 
 
 def shift_three(num_steps):
-    return shifted(torch.linspace(1, 0, num_steps + 1, dtype=FP64), 3.0)
+    return apply_shift(torch.linspace(1, 0, num_steps + 1, dtype=FP64), 3.0)
 
 
 def wavy(x, sigma):
@@ -48,17 +48,17 @@ def plan_of(solver, sigmas=None, **options):
 @pytest.mark.parametrize("solver", LEVELS)
 def test_stored_steps_are_the_published_steps_and_their_log_probabilities(solver, form):
     sigmas, stored = grid(*SHIFT_3), [0, 1, 5, 8]
-    plan = plan_of(solver, stored=stored, keep_means=True, gaussian=form == "gaussian")
-    trajectory = plan.run(wavy, start(), [7, 8])
-    assert [step.index for step in trajectory.stored] == stored
-    for step in trajectory.stored:
+    plan = plan_of(solver, stored_steps=stored, keep_means=True, gaussian=form == "gaussian")
+    trajectory = plan.denoise(wavy, start(), [7, 8])
+    assert [step.index for step in trajectory.stored_steps] == stored
+    for step in trajectory.stored_steps:
         k, x = step.index, step.latents.double()
         s, after = sigmas[k].expand(2), sigmas[k + 1].expand(2)
         level = torch.full((2,), LEVELS[solver], dtype=FP64)
         velocity = wavy(step.latents, float(sigmas[k])).double()
         mean, std = reference.sde_mean_and_std(solver, x, velocity, s, after, level, SHIFT_3[1])
         torch.testing.assert_close(step.mean.double(), mean, rtol=0, atol=2e-6)
-        drawn = normal(step_seeds([7, 8], k), math.prod(SHAPE[1:])).view(SHAPE)
+        drawn = normal_noise(step_noise_seeds([7, 8], k), math.prod(SHAPE[1:])).view(SHAPE)
         torch.testing.assert_close(step.next_latents.double(), mean + std * drawn, rtol=0, atol=2e-6)
         kind = "dance" if form == "gaussian" else solver  # the oracle's name for the Gaussian form
         want = reference.sde_log_prob(kind, step.next_latents.double(), mean, std)
@@ -67,9 +67,9 @@ def test_stored_steps_are_the_published_steps_and_their_log_probabilities(solver
 
 @pytest.mark.parametrize("solver", LEVELS)
 def test_training_computes_the_bits_of_the_stored_log_probability_in_any_batch(solver):
-    plan = plan_of(solver, stored=range(9))
-    trajectory = plan.run(wavy, start(), [7, 8])
-    for step in trajectory.stored:
+    plan = plan_of(solver, stored_steps=range(9))
+    trajectory = plan.denoise(wavy, start(), [7, 8])
+    for step in trajectory.stored_steps:
         velocity, row = wavy(step.latents, plan.steps[step.index].sigma), plan.table[step.index].expand(2, -1)
         assert torch.equal(sde_log_prob(velocity, step.latents, step.next_latents, row), step.log_prob)
         alone = sde_log_prob(velocity[1:], step.latents[1:], step.next_latents[1:], row[1:])
@@ -92,7 +92,11 @@ def test_a_stochastic_grid_begins_at_one(solver):
 
 
 def test_the_last_step_has_the_noise_that_the_published_samplers_give_it():
-    assert {solver: 9 in plan_of(solver).noisy for solver in LEVELS} == {"flow_sde": True, "dance": False, "cps": False}
+    assert {solver: 9 in plan_of(solver).noisy_steps for solver in LEVELS} == {
+        "flow_sde": True,
+        "dance": False,
+        "cps": False,
+    }
     plan = plan_of("dance")
     c_x, c_v = plan.table[9, :2].tolist()
     assert (c_x, c_v) == pytest.approx((1, -plan.steps[9].sigma))  # x0_hat
@@ -100,40 +104,40 @@ def test_the_last_step_has_the_noise_that_the_published_samplers_give_it():
 
 @pytest.mark.parametrize("solver", LEVELS)
 def test_outside_the_window_steps_are_euler(solver):
-    plan = plan_of(solver, noisy=[2, 3], stored=[2, 3])
-    trajectory, euler = plan.run(wavy, start(), [7, 8]), deterministic_plan("ode", grid(*SHIFT_3))
-    assert plan.noisy == (2, 3)
+    plan = plan_of(solver, noisy_steps=[2, 3], stored_steps=[2, 3])
+    trajectory, euler = plan.denoise(wavy, start(), [7, 8]), deterministic_plan("ode", grid(*SHIFT_3))
+    assert plan.noisy_steps == (2, 3)
     outside = [k for k in range(10) if k not in (2, 3)]
     assert torch.equal(plan.table[outside], euler.table[outside])
     assert torch.equal(plan.table[[2, 3]], plan_of(solver).table[[2, 3]])  # sigma_max is the whole grid's
     x = start()
     for step in euler.steps[:2]:
         x = x + (step.sigma_next - step.sigma) * wavy(x, step.sigma)
-    torch.testing.assert_close(trajectory.stored[0].latents, x, rtol=0, atol=1e-6)
+    torch.testing.assert_close(trajectory.stored_steps[0].latents, x, rtol=0, atol=1e-6)
 
 
 def test_without_noisy_steps_a_stochastic_plan_has_the_bits_of_ode():
-    ode = deterministic_plan("ode", grid(*SHIFT_3)).run(wavy, start(), [7, 8])
-    assert torch.equal(plan_of("flow_sde", noisy=[]).run(wavy, start(), [7, 8]).clean, ode.clean)
+    ode = deterministic_plan("ode", grid(*SHIFT_3)).denoise(wavy, start(), [7, 8])
+    assert torch.equal(plan_of("flow_sde", noisy_steps=[]).denoise(wavy, start(), [7, 8]).clean_latents, ode.clean_latents)
 
 
 @pytest.mark.parametrize("solver", LEVELS)
 def test_what_a_sample_becomes_depends_on_its_seed_alone(solver):
-    noise, plan = start((3, 2, 3, 5)), plan_of(solver, stored=[1, 4])
-    together = plan.run(wavy, noise, [11, 12, 13])
-    turned = plan.run(wavy, noise.flip(0), [13, 12, 11])
-    alone = plan.run(wavy, noise[1:2], [12])
-    other = plan.run(wavy, noise[1:2], [99])
-    assert torch.equal(turned.clean.flip(0), together.clean)
-    assert torch.equal(alone.clean, together.clean[1:2])
-    for one, of_three in zip(alone.stored, together.stored, strict=True):
+    noise, plan = start((3, 2, 3, 5)), plan_of(solver, stored_steps=[1, 4])
+    together = plan.denoise(wavy, noise, [11, 12, 13])
+    turned = plan.denoise(wavy, noise.flip(0), [13, 12, 11])
+    alone = plan.denoise(wavy, noise[1:2], [12])
+    other = plan.denoise(wavy, noise[1:2], [99])
+    assert torch.equal(turned.clean_latents.flip(0), together.clean_latents)
+    assert torch.equal(alone.clean_latents, together.clean_latents[1:2])
+    for one, of_three in zip(alone.stored_steps, together.stored_steps, strict=True):
         assert torch.equal(one.next_latents, of_three.next_latents[1:2])
         assert torch.equal(one.log_prob, of_three.log_prob[1:2])
-    assert not torch.equal(other.clean, alone.clean)
+    assert not torch.equal(other.clean_latents, alone.clean_latents)
 
 
 def test_noise_differs_by_step():
-    assert len({int(step_seeds([5], k)) for k in range(100)}) == 100
+    assert len({int(step_noise_seeds([5], k)) for k in range(100)}) == 100
 
 
 def gaussian(mean, std):
@@ -150,7 +154,7 @@ def gaussian(mean, std):
 def test_the_stochastic_flow_of_a_gaussian_ends_at_that_gaussian(solver):
     # A correction of the wrong sign ends at a std of 9.5 (flow_sde) or 0.55 (dance).
     noise = start((2, 1, 40, 50))
-    ends = plan_of(solver, shift_three(200)).run(gaussian(1.3, 0.4), noise, [1, 2]).clean
+    ends = plan_of(solver, shift_three(200)).denoise(gaussian(1.3, 0.4), noise, [1, 2]).clean_latents
     assert ends.mean().item() == pytest.approx(1.3, abs=0.03)
     assert ends.std().item() == pytest.approx(0.4, abs=0.02)
 
@@ -158,8 +162,8 @@ def test_the_stochastic_flow_of_a_gaussian_ends_at_that_gaussian(solver):
 @pytest.mark.parametrize("solver", LEVELS)
 def test_the_loop_never_reads_a_value_from_the_device(solver):
     noise = torch.empty((2, 1, 3, 3), device="meta")  # anything that would wait for a device raises here
-    trajectory = plan_of(solver, stored=[2]).run(wavy, noise, [1, 2])
-    assert trajectory.clean.device.type == trajectory.stored[0].log_prob.device.type == "meta"
+    trajectory = plan_of(solver, stored_steps=[2]).denoise(wavy, noise, [1, 2])
+    assert trajectory.clean_latents.device.type == trajectory.stored_steps[0].log_prob.device.type == "meta"
 
 
 def test_a_noise_level_that_turns_the_sign_of_the_latents_is_refused():
@@ -181,27 +185,27 @@ def test_windows_are_steps_that_may_be_trained_on(name):
     window.check(10)
     seen = set()
     for step in range(1, 200):
-        steps = noisy_steps(window, 10, run_seed=3, step=step)
+        steps = trainable_steps(window, 10, run_seed=3, step=step)
         assert len(steps) == window.size
         assert steps == sorted(set(steps))
         seen |= set(steps)
-    assert sorted(seen) == possible_steps(window, 10)
+    assert sorted(seen) == all_trainable_steps(window, 10)
     assert max(seen) <= 8
 
 
 def test_without_a_window_all_but_the_last_step_are_trained_on():
-    assert noisy_steps(None, 10, run_seed=0, step=1) == possible_steps(None, 10) == list(range(9))
+    assert trainable_steps(None, 10, run_seed=0, step=1) == all_trainable_steps(None, 10) == list(range(9))
 
 
 def test_a_progressive_window_moves_and_begins_again():
     window = ProgressiveWindow(kind="progressive", size=4, stride=2, iters_per_position=3, range=(1, 9))
-    firsts = [noisy_steps(window, 10, run_seed=0, step=step)[0] for step in range(1, 13)]
+    firsts = [trainable_steps(window, 10, run_seed=0, step=step)[0] for step in range(1, 13)]
     assert firsts == [1, 1, 1, 3, 3, 3, 5, 5, 5, 2, 2, 2]  # 5 places: after 1, 3, 5 comes 7, which is 2
 
 
 def test_random_windows_take_every_place_equally_often():
     num_draws, window = 4000, RandomWindow(kind="random", size=3, range=(1, 9))
-    places = Counter(noisy_steps(window, 10, run_seed=0, step=step)[0] for step in range(num_draws))
+    places = Counter(trainable_steps(window, 10, run_seed=0, step=step)[0] for step in range(num_draws))
     assert sorted(places) == [1, 2, 3, 4, 5, 6]
     mean = num_draws / 6
     assert sum((n - mean) ** 2 / mean for n in places.values()) < 20.5  # 99.9 % quantile, 5 degrees of freedom
@@ -209,7 +213,7 @@ def test_random_windows_take_every_place_equally_often():
 
 def test_subsets_take_every_index_equally_often():
     num_draws, window = 4000, SubsetWindow(kind="subset", size=2, indices=[1, 3, 4, 7])
-    draws = [tuple(noisy_steps(window, 10, run_seed=0, step=step)) for step in range(num_draws)]
+    draws = [tuple(trainable_steps(window, 10, run_seed=0, step=step)) for step in range(num_draws)]
     pairs = Counter(draws)
     assert len(pairs) == 6
     mean = num_draws / 6
@@ -222,10 +226,10 @@ def test_a_range_that_cannot_hold_the_window_is_refused_and_any_other_can_be_dra
     window = RandomWindow(kind="random", size=size, range=(first, last))
     if last > num_steps - 1 or last - first < size:
         with pytest.raises(ValueError, match=rf"size {size} and range \[{first}, {last}\] with {num_steps} steps"):
-            window.check(num_steps)
+            window.check_steps(num_steps)
     else:
-        window.check(num_steps)
-        assert set(noisy_steps(window, num_steps, run_seed=0, step=1)) <= set(range(first, last))
+        window.check_steps(num_steps)
+        assert set(trainable_steps(window, num_steps, run_seed=0, step=1)) <= set(range(first, last))
 
 
 @pytest.mark.parametrize(
@@ -238,4 +242,4 @@ def test_a_range_that_cannot_hold_the_window_is_refused_and_any_other_can_be_dra
 )
 def test_subsets_with_the_last_step_or_too_few_indices_are_refused(window, message):
     with pytest.raises(ValueError, match=message):
-        SubsetWindow(kind="subset", **window).check(10)
+        SubsetWindow(kind="subset", **window).check_steps(10)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.sampling.schedule import shifted, solver_steps, unshifted
+from wfm_ds.sampling.schedule import apply_shift, invert_shift, solver_steps
 
 
 def grid(*values):
@@ -14,14 +14,14 @@ def grid(*values):
 
 @given(st.floats(1e-6, 1 - 1e-6), st.floats(0.2, 12))
 def test_shift_adds_its_logarithm_to_the_logit_and_can_be_undone(q, shift):
-    sigma = shifted(grid(q), shift)
+    sigma = apply_shift(grid(q), shift)
     assert torch.logit(sigma).item() == pytest.approx(math.log(q / (1 - q)) + math.log(shift), abs=1e-7)
-    assert unshifted(sigma, shift).item() == pytest.approx(q, rel=1e-9)
+    assert invert_shift(sigma, shift).item() == pytest.approx(q, rel=1e-9)
 
 
 def test_shift_keeps_the_ends():
-    assert shifted(grid(0.0, 1.0), 3.0).tolist() == [0.0, 1.0]
-    assert unshifted(grid(0.0, 1.0), 3.0).tolist() == [0.0, 1.0]
+    assert apply_shift(grid(0.0, 1.0), 3.0).tolist() == [0.0, 1.0]
+    assert invert_shift(grid(0.0, 1.0), 3.0).tolist() == [0.0, 1.0]
 
 
 def test_euler_steps_walk_the_grid():

@@ -81,7 +81,7 @@ def test_what_does_not_exist_is_no_failure_of_the_storage(s3, tmp_path):
         with pytest.raises(FileNotFoundError):
             storage.read_range(address, 0, 1)
         with pytest.raises(FileNotFoundError):
-            storage.version(address)
+            storage.file_version(address)
 
 
 def test_a_version_changes_with_the_file(s3, server, tmp_path):
@@ -95,21 +95,21 @@ def test_a_version_changes_with_the_file(s3, server, tmp_path):
     for content in (b"one", b"two"):
         client.put_object(Bucket=BUCKET, Key="changing", Body=content)
         s3()
-        versions.append(storage.version(address))
+        versions.append(storage.file_version(address))
     assert versions[0] != versions[1]
     assert versions[0][:2] == (address, 3)
     file = tmp_path / "file"
     file.write_bytes(b"one")
-    before = storage.version(str(file))
+    before = storage.file_version(str(file))
     os.utime(file, ns=(1, 1))
-    assert storage.version(str(file)) != before
+    assert storage.file_version(str(file)) != before
 
 
 @pytest.mark.parametrize(("key", "secret"), [("AKIAEXAMPLE", ""), ("", "hunter2")])
 def test_a_key_without_its_secret_is_an_error_that_shows_neither(s3, key, secret):
     s3(key=key, secret=secret)
     with pytest.raises(StorageError, match=r"_ACCESS_KEY(_ID)? is set but PROD_S3_CHECKPOINT_\w+ is not") as raised:
-        storage.filesystem(f"s3://{BUCKET}/a")
+        storage.open_filesystem(f"s3://{BUCKET}/a")
     assert (key or secret) not in str(raised.value)
 
 
@@ -129,31 +129,31 @@ def test_errors_and_logs_show_no_secret(s3, proxy, monkeypatch, caplog):
 
 def test_other_kinds_of_address_are_refused():
     with pytest.raises(StorageError, match=r"gs:// is not supported; use a path or an s3:// address"):
-        storage.filesystem("gs://bucket/a")
+        storage.open_filesystem("gs://bucket/a")
 
 
 @given(first=st.integers(0, 200), count=st.integers(1, 30), width=st.integers(1, 6))
 def test_ranges_keep_their_digits(first, count, width):
     last = first + count - 1
-    made = storage.expand(f"s3://b/{{{first:0{width}d}..{last:0{width}d}}}.tar")
+    made = storage.expand_pattern(f"s3://b/{{{first:0{width}d}..{last:0{width}d}}}.tar")
     assert made == [f"s3://b/{number:0{width}d}.tar" for number in range(first, last + 1)]
 
 
 def test_ranges_multiply_and_run_forwards():
-    assert storage.expand("/a{0..1}/{08..10}") == [f"/a{i}/{j}" for i in (0, 1) for j in ("08", "09", "10")]
+    assert storage.expand_pattern("/a{0..1}/{08..10}") == [f"/a{i}/{j}" for i in (0, 1) for j in ("08", "09", "10")]
     with pytest.raises(StorageError, match="is descending"):
-        storage.expand("{5..3}")
+        storage.expand_pattern("{5..3}")
 
 
 def test_globs_are_sorted_and_find_something(s3, tmp_path):
     for name in ("b.tar", "a.tar", "c.txt"):
         (tmp_path / name).write_bytes(b"")
-    assert storage.expand(f"{tmp_path}/*.tar") == [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"]
-    assert storage.expand(f"s3://{BUCKET}/dir/?.bin") == [f"s3://{BUCKET}/dir/{name}.bin" for name in "ab"]
+    assert storage.expand_pattern(f"{tmp_path}/*.tar") == [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"]
+    assert storage.expand_pattern(f"s3://{BUCKET}/dir/?.bin") == [f"s3://{BUCKET}/dir/{name}.bin" for name in "ab"]
     with pytest.raises(DataError, match=r"\*\.zip: no matching files"):
-        storage.expand(f"{tmp_path}/*.zip")
+        storage.expand_pattern(f"{tmp_path}/*.zip")
 
 
 def test_a_relative_path_and_its_absolute_one_are_one_address(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert storage.expand("a.tar") == storage.expand(f"{tmp_path}/a.tar") == [f"{tmp_path}/a.tar"]
+    assert storage.expand_pattern("a.tar") == storage.expand_pattern(f"{tmp_path}/a.tar") == [f"{tmp_path}/a.tar"]

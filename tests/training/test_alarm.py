@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from wfm_ds.training.alarm import Alarm
+from wfm_ds.training.reward_alarm import RewardAlarm
 
 LOOKS = 12
 
@@ -24,12 +24,12 @@ def curves(rng, prompts, *, judged, seeds=2, looks=LOOKS, judges=3):
 
 def alarms(rng, prompts, **settings):
     """The evaluations at which there was an alarm, and by whom."""
-    alarm, found = Alarm([]), {}
+    alarm, found = RewardAlarm([]), {}
     for look, (total, judges) in enumerate(curves(rng, prompts, **settings)):
-        metrics = alarm.look(total, judges)
-        assert metrics.get("val/alarm", 0.0) == bool(alarm.fell)
-        if alarm.fell:
-            found[look] = set(alarm.fell)
+        metrics = alarm.update(total, judges)
+        assert metrics.get("val/alarm", 0.0) == bool(alarm.falling_rewards)
+        if alarm.falling_rewards:
+            found[look] = set(alarm.falling_rewards)
     return found
 
 
@@ -47,29 +47,29 @@ def test_a_healthy_run_raises_none():
 
 def test_a_judge_that_falls_alone_is_no_hacking():
     """The reward falls too: the run is broken, and its reward says so itself."""
-    alarm, rng = Alarm([]), np.random.default_rng(0)
+    alarm, rng = RewardAlarm([]), np.random.default_rng(0)
     for total, judges in curves(rng, 32, judged=-1.0):
-        alarm.look(-total, judges)
-        assert not alarm.fell
+        alarm.update(-total, judges)
+        assert not alarm.falling_rewards
 
 
 def test_it_goes_on_where_a_run_was_stopped_and_forgets_another_evaluation():
     looks = list(curves(np.random.default_rng(3), 32, judged=-1.0))
     looks[0][1]["judge1"][0, 0] = np.nan  # a reward that failed
-    whole, first, second, other = Alarm(["p"]), Alarm(["p"]), Alarm(["p"]), Alarm(["q"])
-    wanted = [whole.look(*one) for one in looks]
-    found = [first.look(*one) for one in looks[:7]]
-    second.restore(json.loads(json.dumps(first.state(), allow_nan=False)))
-    found += [second.look(*one) for one in looks[7:]]
+    whole, first, second, other = RewardAlarm(["p"]), RewardAlarm(["p"]), RewardAlarm(["p"]), RewardAlarm(["q"])
+    wanted = [whole.update(*one) for one in looks]
+    found = [first.update(*one) for one in looks[:7]]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    found += [second.update(*one) for one in looks[7:]]
     assert found == wanted
     assert wanted[-1]["val/alarm"] == 1
-    other.restore(first.state())
-    assert other.look(*looks[0]) == {}
-    assert "judge0 by" in whole.sentence()
+    other.load_state_dict(first.state_dict())
+    assert other.update(*looks[0]) == {}
+    assert "judge0 by" in whole.summary()
 
 
 def test_without_a_trained_reward_there_are_changes_and_no_alarm():
-    alarm = Alarm([])
+    alarm = RewardAlarm([])
     ones, zeros = np.ones((6, 1)), np.zeros((6, 1))
-    assert alarm.look(None, {"a": zeros}) == {}
-    assert alarm.look(None, {"a": -ones}) == {"val/judge/a/change": pytest.approx(-1)}
+    assert alarm.update(None, {"a": zeros}) == {}
+    assert alarm.update(None, {"a": -ones}) == {"val/judge/a/change": pytest.approx(-1)}

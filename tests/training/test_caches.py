@@ -8,17 +8,24 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from wfm_ds.data.datasets import buckets_of, load_data
+from wfm_ds.data.datasets import build_buckets, load_data
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
-from wfm_ds.data.pixels import centre
+from wfm_ds.data.pixels import draw_centre
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.models.base import NegativeText
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.model import load_model
-from wfm_ds.training.caches import EmbeddingFile, Filler, drop_idle_encoders, latent_cache, needed_texts, text_cache
+from wfm_ds.run.model_loading import load_model
+from wfm_ds.training.caches import (
+    CacheFiller,
+    CaptionEmbeddingFile,
+    collect_run_texts,
+    drop_unused_encoders,
+    open_latent_cache,
+    open_text_cache,
+)
 
 CPU = torch.device("cpu")
 
@@ -36,7 +43,7 @@ def images(tmp_path):
 @pytest.fixture
 def sft(tmp_path, root, tiny_pipelines, images):
     def recipe(*overrides):
-        return recipe_file.load(
+        return recipe_file.load_recipe(
             root / "recipes" / "tiny" / "sd3_sft.yaml",
             [
                 f"run.output_dir={tmp_path / 'out'}",
@@ -54,25 +61,25 @@ def sft(tmp_path, root, tiny_pipelines, images):
 
 
 def filled(recipe, model, data, ranks):
-    return [Filler(recipe, model, data, rank, ranks).fill(show=False) for rank in range(ranks)]
+    return [CacheFiller(recipe, model, data, rank, ranks).fill_caches(show_progress=False) for rank in range(ranks)]
 
 
 def test_ranks_share_the_work_and_nothing_is_done_twice(sft):
     recipe = sft("validation.num_prompts=2")
     model, data = load_model(recipe, CPU), load_data(recipe)
     texts = {"shade 0", "shade 1", "shade 2", NegativeText("")}
-    assert set(needed_texts(recipe, model, data)) == texts
+    assert set(collect_run_texts(recipe, model, data)) == texts
     counts = filled(recipe, model, data, 3)
     assert sum(c["new"] for c in counts) == len(texts) + 7
     assert max(c["new"] for c in counts) <= 5
     assert [c["kept"] + c["bad"] for c in counts] == [0, 0, 0]
     (again,) = filled(recipe, model, data, 1)
     assert again == {"new": 0, "kept": len(texts) + 7, "bad": 0}
-    cache = text_cache(recipe, model, data)
+    cache = open_text_cache(recipe, model, data)
     num_advances = LIVENESS.num_advances
-    assert drop_idle_encoders(model, cache, texts)
+    assert drop_unused_encoders(model, cache, texts)
     assert LIVENESS.num_advances == num_advances + len(texts)
-    assert model.parts_named("text_encoder") == {}
+    assert model.components_with_prefix("text_encoder") == {}
     cache.encode(list(texts))
 
 
@@ -80,22 +87,22 @@ def test_encoders_stay_while_a_text_is_missing(sft):
     recipe = sft()
     model, data = load_model(recipe, CPU), load_data(recipe)
     needed = iter(["shade 0", "shade 1"])
-    assert not drop_idle_encoders(model, text_cache(recipe, model, data), needed)
+    assert not drop_unused_encoders(model, open_text_cache(recipe, model, data), needed)
     assert next(needed) == "shade 1"  # the first that is missing says it all
-    assert not drop_idle_encoders(
-        model, text_cache(sft("data.cache_dir=null", "data.cache_latents=false"), model, data), ["x"]
+    assert not drop_unused_encoders(
+        model, open_text_cache(sft("data.cache_dir=null", "data.cache_latents=false"), model, data), ["x"]
     )
-    assert len(model.parts_named("text_encoder")) == 3
+    assert len(model.components_with_prefix("text_encoder")) == 3
 
 
 def test_guidance_needs_its_negative_texts(sft, root, tiny_pipelines, tmp_path):
     recipe = sft("sampling.guidance_scale=3", "sampling.negative_prompt=blurry", "data.caption_dropout=0")
     model = load_model(recipe, CPU)
-    negatives = [t for t in needed_texts(recipe, model, load_data(recipe)) if isinstance(t, NegativeText)]
+    negatives = [t for t in collect_run_texts(recipe, model, load_data(recipe)) if isinstance(t, NegativeText)]
     assert negatives == [NegativeText("blurry")]
     shown = tmp_path / "shown.txt"
     shown.write_text("a thing that is shown\n")
-    rl = recipe_file.load(
+    rl = recipe_file.load_recipe(
         root / "recipes" / "tiny" / "sd3_nft.yaml",
         [
             f"model.path={tiny_pipelines('sd3')}",
@@ -110,19 +117,19 @@ def test_guidance_needs_its_negative_texts(sft, root, tiny_pipelines, tmp_path):
         ],
     )
     data = load_data(rl)
-    drawn = {p.text for step in (1, 2) for p in PromptOrder(data.prompts, seed=7, shuffle=True).prompts(step, 3)}
-    assert set(needed_texts(rl, model, data)) == {*drawn, "a thing that is shown", NegativeText("")}
+    drawn = {p.text for step in (1, 2) for p in PromptOrder(data.prompts, seed=7, shuffle=True).step_prompts(step, 3)}
+    assert set(collect_run_texts(rl, model, data)) == {*drawn, "a thing that is shown", NegativeText("")}
     assert len(drawn) == 6 < len(data.prompts)
     spread = rl.model_copy(update={"data": rl.data.model_copy(update={"choose": "reward_std"})})
-    assert set(needed_texts(spread, model, data)) >= {p.text for p in data.prompts}
+    assert set(collect_run_texts(spread, model, data)) >= {p.text for p in data.prompts}
     many = rl.model_copy(update={"run": rl.run.model_copy(update={"steps": 1000})})
-    assert set(needed_texts(many, model, data)) >= {p.text for p in data.prompts}
+    assert set(collect_run_texts(many, model, data)) >= {p.text for p in data.prompts}
 
 
 def test_cached_latents_stand_in_for_decoding_and_encoding(sft, images):
     recipe = sft()
     model, data = load_model(recipe, CPU), load_data(recipe)
-    cache, (frames,) = latent_cache(recipe, model), buckets_of(recipe, model).framings
+    cache, (frames,) = open_latent_cache(recipe, model), build_buckets(recipe, model).framings
     filled(recipe, model, data, 1)
     source = BatchSource(
         data.samples,
@@ -131,12 +138,12 @@ def test_cached_latents_stand_in_for_decoding_and_encoding(sft, images):
         shuffle=True,
         framings=[frames],
         max_bad_fraction=0.0,
-        cached=cache.read,
+        cached_latents=cache.read,
     )
     try:
-        for sample in source.batch(1, 0, 1):
+        for sample in source.read_batch(1, 0, 1):
             assert sample.pixels is None
-            want = model.encode_media([load_media(sample.media, frames, centre)])[0]
+            want = model.encode_uint8([load_media(sample.media, frames, draw_centre)])[0]
             torch.testing.assert_close(sample.latents, want, rtol=0, atol=0)
     finally:
         source.close()
@@ -144,7 +151,7 @@ def test_cached_latents_stand_in_for_decoding_and_encoding(sft, images):
     Image.new("RGB", (32, 32), "red").save(changed.media.path)
     assert cache.read(changed.media, frames) is None
     assert cache.read(data.samples[1].media, frames) is not None
-    larger = buckets_of(sft("sampling.height=32", "sampling.width=32"), model).framings[0]
+    larger = build_buckets(sft("sampling.height=32", "sampling.width=32"), model).framings[0]
     assert cache.read(data.samples[1].media, larger) is None
 
 
@@ -165,7 +172,7 @@ def test_each_size_of_the_buckets_has_latents_of_its_own(sft, images):
     recipe = sft("data.buckets=[[16, 16], [32, 16]]", "validation.holdout=0")
     model, data = load_model(recipe, CPU), load_data(recipe)
     filled(recipe, model, data, 2)
-    cache, (square, upright) = latent_cache(recipe, model), buckets_of(recipe, model).framings
+    cache, (square, upright) = open_latent_cache(recipe, model), build_buckets(recipe, model).framings
     for sample in data.samples:
         here, elsewhere = (upright, square) if sample.id == "1" else (square, upright)
         assert cache.read(sample.media, here).shape == (4, here.height // 2, here.width // 2)
@@ -183,11 +190,11 @@ def test_latents_that_differ_each_epoch_cannot_be_kept(sft, override):
 def test_an_embedding_file_holds_one_matrix(tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({"prompt_embeds": torch.ones(3, 4, dtype=torch.bfloat16)}, path)
-    assert torch.equal(EmbeddingFile(path).load(), torch.ones(3, 4, dtype=torch.bfloat16))
+    assert torch.equal(CaptionEmbeddingFile(path).load(), torch.ones(3, 4, dtype=torch.bfloat16))
     for tensors in ({"a": torch.ones(3)}, {"a": torch.ones(3, 4), "b": torch.ones(3, 4)}):
         save_file(tensors, path)
         with pytest.raises(DataError, match=r"must hold exactly one tensor \[n, D\]"):
-            EmbeddingFile(path).load()
+            CaptionEmbeddingFile(path).load()
     path.write_bytes(b"short")
     with pytest.raises(DataError, match="cannot be read"):
-        EmbeddingFile(path).load()
+        CaptionEmbeddingFile(path).load()

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wfm_ds.data.datasets import buckets_of
+from wfm_ds.data.datasets import build_buckets
 from wfm_ds.models import registry
-from wfm_ds.models.conditional_frames import padded
+from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.recipe import file as recipe_file
 
 TINY = Path(__file__).parent.parent.parent / "recipes" / "tiny"
@@ -16,7 +16,7 @@ EDM = ["sampling.num_frames=13", "sampling.height=32", "sampling.width=32"]
 
 @pytest.fixture(scope="module")
 def model(tiny_pipelines):
-    return registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    return registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,14 @@ def model(tiny_pipelines):
     ],
 )
 def test_rollouts_need_no_more_of_a_medium_than_they_are_given(model, name, overrides, frames):
-    recipe = recipe_file.load(TINY / f"{name}.yaml", [*EDM, *overrides])
-    assert {framing.num_frames for framing in buckets_of(recipe, model).framings} == {frames}
+    recipe = recipe_file.load_recipe(TINY / f"{name}.yaml", [*EDM, *overrides])
+    assert {framing.num_frames for framing in build_buckets(recipe, model).framings} == {frames}
 
 
 def test_frames_that_are_not_given_are_zeros():
     latents = torch.randn(3, 2, 4, 5)
-    whole = padded(latents, 6)
+    whole = pad_num_frames(latents, 6)
     assert whole.shape == (3, 6, 4, 5)
     assert torch.equal(whole[:, :2], latents)
     assert not whole[:, 2:].any()
-    assert torch.equal(padded(latents, 2), latents)
+    assert torch.equal(pad_num_frames(latents, 2), latents)

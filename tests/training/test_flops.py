@@ -2,20 +2,20 @@ import pytest
 import torch
 from torch import nn
 
-from wfm_ds.engine.flops import Flops, counting, on_meta
-from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine.flops import Flops, copy_to_meta, make_flop_counter
+from wfm_ds.engine.policies import add_adapters
 from wfm_ds.models import registry
 from wfm_ds.recipe.sections import LoraRecipe
-from wfm_ds.training.flops import ForwardWork, count_flops, work_of
-from wfm_ds.training.forwards import Forwards
+from wfm_ds.training.forward_counts import ForwardCount
+from wfm_ds.training.forward_flops import ForwardFlops, count_flops, flops_by_purpose
 
 SHAPE = (4, 16, 16)
 
 
 @pytest.fixture
 def model(tiny_pipelines):
-    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
-    model.bare_denoiser.requires_grad_(True)
+    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    model.unwrapped_denoiser.requires_grad_(True)
     return model
 
 
@@ -52,14 +52,14 @@ def attention_flops(model):
 
 
 def test_forward_is_two_per_multiply_add_of_what_a_real_forward_runs(model):
-    linear = 2 * sum(n for n, _ in multiply_adds(model.bare_denoiser, one_sample(model)).values())
+    linear = 2 * sum(n for n, _ in multiply_adds(model.unwrapped_denoiser, one_sample(model)).values())
     flops = count_flops(model, SHAPE, model.encode_text(["a"]))
     assert flops.forward == linear + attention_flops(model) == flops.forward_without_adapters
     assert flops.recompute == 0
 
 
 def test_backward_is_two_forwards_but_for_the_gradients_of_the_inputs(model):
-    by_layer = multiply_adds(model.bare_denoiser, one_sample(model))
+    by_layer = multiply_adds(model.unwrapped_denoiser, one_sample(model))
     first = [name for name, (_, passes_on) in by_layer.items() if not passes_on]
     assert "context_embedder" in first
     flops = count_flops(model, SHAPE, model.encode_text(["a"]), checkpointing=True)
@@ -70,9 +70,9 @@ def test_backward_is_two_forwards_but_for_the_gradients_of_the_inputs(model):
 
 def test_frozen_layers_pass_gradients_on_and_adapters_get_them_too(model):
     base = count_flops(model, SHAPE, model.encode_text(["a"]))
-    add_adapters(model.bare_denoiser, LoraRecipe(rank=3, alpha=6), model.default_lora_targets, ["old"], seed=0)
+    add_adapters(model.unwrapped_denoiser, LoraRecipe(rank=3, alpha=6), model.default_lora_targets, ["old"], seed=0)
     flops = count_flops(model, SHAPE, model.encode_text(["a"]))
-    by_layer = multiply_adds(model.bare_denoiser, one_sample(model))
+    by_layer = multiply_adds(model.unwrapped_denoiser, one_sample(model))
     adapters = 2 * sum(n for name, (n, _) in by_layer.items() if "lora" in name)
     assert flops.forward_without_adapters == base.forward
     assert flops.forward == base.forward + adapters
@@ -86,7 +86,7 @@ def test_frozen_layers_pass_gradients_on_and_adapters_get_them_too(model):
 def test_gradients_of_a_convolution_cost_as_much_as_it_does_each(groups, transposed):
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     layer = kind(6, 12, 3, stride=2, groups=groups, device="meta")
-    with counting() as counter:
+    with make_flop_counter() as counter:
         out = layer(torch.empty(5, 6, 9, 7, device="meta", requires_grad=True))
         forward = counter.get_total_flops()
         out.sum().backward()
@@ -96,32 +96,32 @@ def test_gradients_of_a_convolution_cost_as_much_as_it_does_each(groups, transpo
 
 
 def test_counting_leaves_the_model_alone_and_takes_no_memory(model):
-    before = {name: p.clone() for name, p in model.bare_denoiser.named_parameters()}
-    shadow = on_meta(model.bare_denoiser)
+    before = {name: p.clone() for name, p in model.unwrapped_denoiser.named_parameters()}
+    shadow = copy_to_meta(model.unwrapped_denoiser)
     assert {t.device.type for t in [*shadow.parameters(), *shadow.buffers()]} == {"meta"}
     count_flops(model, SHAPE, model.encode_text(["a"]), checkpointing=True)
-    assert model.denoiser is model.bare_denoiser
-    for name, parameter in model.bare_denoiser.named_parameters():
+    assert model.denoiser is model.unwrapped_denoiser
+    for name, parameter in model.unwrapped_denoiser.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.grad is None
-    assert not model.bare_denoiser.is_gradient_checkpointing
+    assert not model.unwrapped_denoiser.is_gradient_checkpointing
 
 
 def test_of_two_experts_a_forward_runs_one(tiny_pipelines):
     counts = []
     for family in ("wan21", "wan22"):
-        model = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu")
+        model = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu")
         shape = model.latent_shape(32, 32, 5)
         counts.append(count_flops(model, shape, model.encode_text(["a red circle"]), checkpointing=True))
     assert counts[0] == counts[1]
 
 
 def test_work_counts_adapters_backward_and_recomputation_where_they_are():
-    forwards = {"policy": Forwards(2, 10), "ref": Forwards(1, 10, 10), "uncond": Forwards(3, 20, 10)}
+    forwards = {"policy": ForwardCount(2, 10), "ref": ForwardCount(1, 10, 10), "uncond": ForwardCount(3, 20, 10)}
     flops = Flops(forward=110, backward=200, recompute=90, forward_without_adapters=100)
-    assert work_of(forwards, flops) == {
-        "policy": ForwardWork(1100, 2000, 900),
-        "ref": ForwardWork(1000),
-        "uncond": ForwardWork(2100),
+    assert flops_by_purpose(forwards, flops) == {
+        "policy": ForwardFlops(1100, 2000, 900),
+        "ref": ForwardFlops(1000),
+        "uncond": ForwardFlops(2100),
     }
-    assert work_of(forwards, flops)["policy"].total == 4000
+    assert flops_by_purpose(forwards, flops)["policy"].total == 4000

@@ -6,11 +6,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.algorithms import build_rl
-from wfm_ds.recipe.derived import derive
+from wfm_ds.algorithms import build_rl_algorithm
+from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.training.forwards import Forwards, added, evaluation, folded_calls, in_batches, rl_step, sft_step
-from wfm_ds.training.micro import MicroBatch, folded
+from wfm_ds.training.forward_counts import (
+    ForwardCount,
+    count_batched_forwards,
+    count_evaluation,
+    count_rl_step,
+    count_sft_step,
+    num_grouped_calls,
+    sum_forwards,
+)
+from wfm_ds.training.micro_batches import MicroBatch, group_micro_batches
 
 
 def nft(**algorithm):
@@ -42,18 +50,18 @@ def rl(named, sampling=None, *, groups=6, size=4, steps=10, guidance=1.0, engine
 
 def step_of(recipe, step, world=1):
     sigmas = torch.linspace(1, 0, recipe.sampling.steps + 1, dtype=torch.float64)
-    return rl_step(recipe, derive(recipe, world), build_rl(recipe, sigmas), step)
+    return count_rl_step(recipe, derive_run_sizes(recipe, world), build_rl_algorithm(recipe, sigmas), step)
 
 
 def test_diffusion_nft_runs_the_forwards_of_its_formula():
     """Samples of a step: S for each rollout, and for each trained noise level those of theta, old and the reference."""
     forwards = step_of(nft(engine={"micro_batch_size": 5, "max_forward_batch": 16}), step=2, world=2)
     assert forwards == {
-        "rollout": Forwards(10, 12 * 10),
-        "policy": Forwards(math.ceil(12 * 9 / 5), 12 * 9),
+        "rollout": ForwardCount(10, 12 * 10),
+        "policy": ForwardCount(math.ceil(12 * 9 / 5), 12 * 9),
         # Of the 22 micro-batches three at a time fit into 16, and the last one, of 3 terms, is left.
-        "old": Forwards(8, 12 * 9),
-        "ref": Forwards(8, 12 * 9, without_adapters=12 * 9),
+        "old": ForwardCount(8, 12 * 9),
+        "ref": ForwardCount(8, 12 * 9, without_adapters=12 * 9),
     }
 
 
@@ -63,7 +71,7 @@ def test_candidates_take_few_steps_each_and_what_is_kept_all_of_them(regenerate)
     recipe = rl({"name": "diffusion_nft"}, {"explore": explore}, guidance=2.0, engine={"max_forward_batch": 16})
     plain = step_of(rl({"name": "diffusion_nft"}, guidance=2.0, engine={"max_forward_batch": 16}), step=2, world=2)
     forwards = step_of(recipe, step=2, world=2)
-    candidates = Forwards(2 * 2 * 3, 30 * 3 * 2)  # 30 on a rank in two batches, both halves of a guided prediction
+    candidates = ForwardCount(2 * 2 * 3, 30 * 3 * 2)  # 30 on a rank in two batches, both halves of a guided prediction
     assert forwards["rollout"] == (candidates + plain["rollout"] if regenerate else candidates)
     assert {**forwards, "rollout": None} == {**plain, "rollout": None}
 
@@ -71,7 +79,7 @@ def test_candidates_take_few_steps_each_and_what_is_kept_all_of_them(regenerate)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 30))
 def test_folded_forwards_are_those_that_the_loop_makes(sizes, most):
     micros = [MicroBatch(SimpleNamespace(sigma=range(size)), 0) for size in sizes]
-    assert folded_calls(sizes, most) == len(list(folded(micros, most)))
+    assert num_grouped_calls(sizes, most) == len(list(group_micro_batches(micros, most)))
 
 
 @given(st.sampled_from([1.0, 4.0]), st.sampled_from([0.0, 0.1]), st.integers(1, 3), st.integers(2, 9))
@@ -112,9 +120,9 @@ def test_flow_grpo_trains_its_noisy_steps_and_recalls_old_for_later_updates_only
     forwards = step_of(grpo(window=window, engine=batches, updates_per_rollout=3, old_log_prob="recompute"), step=1)
     terms = 24 // 3 * noisy
     assert forwards == {
-        "rollout": Forwards(20, 240),
-        "policy": Forwards(3 * math.ceil(terms / 6), 3 * terms),
-        "old": Forwards(2 * math.ceil(terms / 6), 2 * terms),
+        "rollout": ForwardCount(20, 240),
+        "policy": ForwardCount(3 * math.ceil(terms / 6), 3 * terms),
+        "old": ForwardCount(2 * math.ceil(terms / 6), 2 * terms),
     }
     asked = step_of(grpo(window=window, engine=batches, kl_beta=0.1, guidance=4.5), step=7)
     assert asked.keys() == {"rollout", "policy", "ref", "uncond"}
@@ -127,8 +135,8 @@ def test_ddrl_adds_its_data_to_the_trained_samples_and_no_forward(first_only, da
     settings = {"train_on": [0, 2, 4], "ratio_norm": "std_scaled", "kl_beta": 0.0, "data_on_first_only": first_only}
     recipe = rl({"name": "ddrl", **settings}, {"solver": "edm_2ab"}, data_beta=0.1, engine={"micro_batch_size": 4})
     forwards = step_of(recipe, step=1)
-    assert forwards["policy"] == Forwards(24 * 3 // 4, 24 * 3 + data)
-    assert forwards["rollout"] == Forwards(2 * 11, 24 * 11)  # one evaluation more than steps
+    assert forwards["policy"] == ForwardCount(24 * 3 // 4, 24 * 3 + data)
+    assert forwards["rollout"] == ForwardCount(2 * 11, 24 * 11)  # one evaluation more than steps
     del settings["data_on_first_only"]
     without = step_of(rl({"name": "ddrl", **settings}, {"solver": "edm_2ab"}, data_beta=0.0), step=1)
     assert without["policy"].samples == 24 * 3
@@ -142,26 +150,26 @@ def test_data_in_forwards_of_its_own_adds_a_forward_for_each_micro_batch_that_ha
     joint = rl({"name": "ddrl", **settings}, {"solver": "edm_2ab"}, engine=engine)
     forwards, terms = step_of(separate, step=2), 24 * 3
     micro_batches = math.ceil((terms - data) / 5) + math.ceil(data / 5)
-    assert forwards["policy"] == Forwards(micro_batches + math.ceil(data / 5), terms + data)
+    assert forwards["policy"] == ForwardCount(micro_batches + math.ceil(data / 5), terms + data)
     assert forwards["ref"].samples == step_of(joint, step=2)["ref"].samples == terms
     assert step_of(joint, step=2)["policy"].samples == forwards["policy"].samples
 
 
 def test_guidance_in_the_range_of_one_expert_is_counted_there_alone():
     recipe, sigmas = grpo(guidance=4.5), torch.linspace(1, 0, 11, dtype=torch.float64)
-    algorithm, guided = build_rl(recipe, sigmas), lambda sigma: sigma > 0.65  # 4 of 10
-    forwards = rl_step(recipe, derive(recipe, 1), algorithm, 1, guided=guided)
+    algorithm, guided = build_rl_algorithm(recipe, sigmas), lambda sigma: sigma > 0.65  # 4 of 10
+    forwards = count_rl_step(recipe, derive_run_sizes(recipe, 1), algorithm, 1, guided=guided)
     assert forwards["rollout"].samples == 24 * 14
     assert forwards["uncond"].samples == math.ceil(forwards["policy"].samples * 0.4)
-    sampled = evaluation(recipe, 1, num_prompts=1, guided_steps=7)
-    assert sampled == {"validation": Forwards(47, 47)}
+    sampled = count_evaluation(recipe, 1, num_prompts=1, guided_steps=7)
+    assert sampled == {"validation": ForwardCount(47, 47)}
 
 
 @pytest.mark.parametrize(("most", "calls"), [(48, 10), (47, 20), (18, 20 + 10), (12, 40)])
 def test_joint_guidance_halves_the_forwards_of_batches_that_fit_twice(most, calls):
     """24 samples: at once, then as 18 and 6, and as two times 12."""
     settings = {"sampling": {"guidance_batch": "joint"}, "guidance": 2.0, "engine": {"max_forward_batch": most}}
-    assert step_of(rl({"name": "diffusion_nft"}, **settings), step=1)["rollout"] == Forwards(calls, 24 * 20)
+    assert step_of(rl({"name": "diffusion_nft"}, **settings), step=1)["rollout"] == ForwardCount(calls, 24 * 20)
 
 
 def test_merged_adapters_are_seen_by_no_rollout():
@@ -189,12 +197,16 @@ def test_sft_and_evaluations():
             "validation": {"num_prompts": 6, "seeds": [1, 2]},
         }
     )
-    assert sft_step(recipe, derive(recipe, 2)) == {"policy": Forwards(3, 12)}
+    assert count_sft_step(recipe, derive_run_sizes(recipe, 2)) == {"policy": ForwardCount(3, 12)}
     # Two ranks: 6 samples each in batches of 5 and 1, 7 guided steps; 3 images at 8 levels, 12 a rank in 5, 5, 2.
-    assert evaluation(recipe, 2, num_prompts=9, num_images=3) == {"validation": Forwards(2 * 14 + 3, 6 * 14 + 12)}
-    assert evaluation(recipe, 2, num_prompts=1) == {"validation": Forwards(14, 14)}
+    assert count_evaluation(recipe, 2, num_prompts=9, num_images=3) == {
+        "validation": ForwardCount(2 * 14 + 3, 6 * 14 + 12)
+    }
+    assert count_evaluation(recipe, 2, num_prompts=1) == {"validation": ForwardCount(14, 14)}
     few = Recipe.model_validate({**recipe.model_dump(mode="json"), "logging": {"num_samples": 3}})
-    assert evaluation(few, 2, num_prompts=9) == {"validation": Forwards(14, 2 * 14)}  # what nobody sees is not sampled
+    assert count_evaluation(few, 2, num_prompts=9) == {
+        "validation": ForwardCount(14, 2 * 14)
+    }  # what nobody sees is not sampled
 
 
 def test_dpo_asks_policy_and_reference_about_both_media_of_each_pair():
@@ -209,15 +221,15 @@ def test_dpo_asks_policy_and_reference_about_both_media_of_each_pair():
             "validation": {"num_prompts": 1},
         }
     )
-    trained = sft_step(recipe, derive(recipe, 2))
-    assert trained == {"policy": Forwards(3, 24), "ref": Forwards(3, 24, without_adapters=24)}
+    trained = count_sft_step(recipe, derive_run_sizes(recipe, 2))
+    assert trained == {"policy": ForwardCount(3, 24), "ref": ForwardCount(3, 24, without_adapters=24)}
     # Two ranks: 3 pairs at 8 levels, 12 a rank; of a pair both media, so that 5 rows hold two.
-    held_out = Forwards(7 + 2 * 6, 7 + 2 * 24, without_adapters=24)
-    assert evaluation(recipe, 2, num_prompts=1, num_images=3) == {"validation": held_out}
+    held_out = ForwardCount(7 + 2 * 6, 7 + 2 * 24, without_adapters=24)
+    assert count_evaluation(recipe, 2, num_prompts=1, num_images=3) == {"validation": held_out}
 
 
 def test_sums_leave_out_what_never_runs():
-    assert added({"a": in_batches(5, 2, times=2), "b": Forwards(0, 0)}, {"a": Forwards(1, 2, 2)}) == {
-        "a": Forwards(7, 12, 2)
-    }
-    assert added() == {}
+    assert sum_forwards(
+        {"a": count_batched_forwards(5, 2, num_passes=2), "b": ForwardCount(0, 0)}, {"a": ForwardCount(1, 2, 2)}
+    ) == {"a": ForwardCount(7, 12, 2)}
+    assert sum_forwards() == {}

@@ -6,9 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wfm_ds.algorithms.batch import Term, TermBatch
-from wfm_ds.training.micro import MicroBatch, MicroBatches, cut, folded, level, num_bytes
-from wfm_ds.types import ConditionalFrames
+from wfm_ds.algorithms.batch import LossTerm, LossTermBatch
+from wfm_ds.training.micro_batches import (
+    MicroBatch,
+    MicroBatches,
+    group_micro_batches,
+    num_bytes,
+    pad_across_ranks,
+    split_into_micro_batches,
+)
+from wfm_ds.types import ConditioningFrames
 
 HIGH, LOW = 0.95, 0.3  # noise levels of two experts, with their boundary at 0.875
 terms_of_a_rank = st.lists(st.tuples(st.sampled_from([HIGH, LOW]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=9)
@@ -23,7 +30,7 @@ def two_experts(sigma):
 
 
 def ranks_of(drawn):
-    return [[Term(row=row, sigma=s, weight=w) for row, (s, w) in enumerate(rank)] for rank in drawn]
+    return [[LossTerm(row=row, sigma=s, weight=w) for row, (s, w) in enumerate(rank)] for rank in drawn]
 
 
 def padded_terms(ranks, expert_of, num_experts, has_gradient=lambda term: True):
@@ -39,9 +46,9 @@ def updates_of(ranks, expert_of, num_experts, has_gradient):
         return values
 
     for rank in ranks:
-        level(rank, expert_of, num_experts, record, has_gradient)
+        pad_across_ranks(rank, expert_of, num_experts, record, has_gradient)
     most = {name: max(values[name] for values in passed) for name in passed[0]}
-    return [level(rank, expert_of, num_experts, lambda _: most, has_gradient) for rank in ranks]
+    return [pad_across_ranks(rank, expert_of, num_experts, lambda _: most, has_gradient) for rank in ranks]
 
 
 @given(st.lists(terms_of_a_rank, min_size=1, max_size=3))
@@ -84,7 +91,7 @@ def test_terms_without_a_gradient_are_left_out_and_counted(drawn, silent):
     ranks = ranks_of(drawn)
     updates = updates_of(ranks, two_experts, 2, lambda term: term.row not in silent)
     counted = [sum(t.weight for t in rank) for rank in ranks]
-    assert [update.count for update in updates] == counted
+    assert [update.total_weight for update in updates] == counted
     kept = [[t for t in rank if t.weight and t.row not in silent] for rank in ranks]
     for update, terms in zip(updates, kept, strict=True):
         assert sorted(t.row for t in update.terms if t.weight) == sorted(t.row for t in terms)
@@ -102,7 +109,7 @@ def test_terms_without_a_gradient_are_left_out_and_counted(drawn, silent):
 @settings(deadline=None)
 def test_micro_batches_have_one_expert_each_and_hold_every_term_once(drawn, size):
     [terms] = ranks_of([drawn])
-    parts = cut(terms, size, two_experts)
+    parts = split_into_micro_batches(terms, size, two_experts)
     assert sorted(t.row for part, _ in parts for t in part) == [t.row for t in terms]
     assert all(1 <= len(part) <= size and {two_experts(t.sigma) for t in part} == {s} for part, s in parts)
     assert [s for _, s in parts] == sorted(s for _, s in parts)
@@ -112,10 +119,10 @@ def test_micro_batches_have_one_expert_each_and_hold_every_term_once(drawn, size
 @settings(deadline=None)
 def test_all_ranks_run_equally_many_backwards_of_terms_with_one_part_and_with_two(drawn, size):
     def terms_of(num_parts, rank):
-        return [Term(row=row, sigma=s, weight=w, num_parts=num_parts) for row, (s, w) in enumerate(rank)]
+        return [LossTerm(row=row, sigma=s, weight=w, num_parts=num_parts) for row, (s, w) in enumerate(rank)]
 
     ranks = [[*terms_of(1, whole), *terms_of(2, divided)] for whole, divided in drawn]
-    cuts = [cut(terms, size, two_experts) for terms in padded_terms(ranks, two_experts, 2)]
+    cuts = [split_into_micro_batches(terms, size, two_experts) for terms in padded_terms(ranks, two_experts, 2)]
     kinds = [[(len(part), expert, part[0].num_parts) for part, expert in of_rank] for of_rank in cuts]
     assert all(of_rank == kinds[0] for of_rank in kinds)
     assert all(len({(two_experts(t.sigma), t.num_parts) for t in part}) == 1 for of_rank in cuts for part, _ in of_rank)
@@ -127,7 +134,7 @@ def test_all_ranks_run_equally_many_backwards_of_terms_with_one_part_and_with_tw
 
 def batch(first, count, expert):
     numbers = torch.arange(first, first + count, dtype=torch.float32)
-    inputs = TermBatch(
+    inputs = LossTermBatch(
         latents=numbers.view(-1, 1, 1, 1),
         sigma=numbers,
         weight=numbers,
@@ -138,12 +145,12 @@ def batch(first, count, expert):
 
 def test_forwards_without_gradient_are_shared_by_neighbours_of_one_expert():
     micros = [batch(0, 3, 0), batch(3, 3, 0), batch(6, 2, 0), batch(8, 3, 1), batch(11, 9, 1)]
-    groups = list(folded(micros, 6))
+    groups = list(group_micro_batches(micros, 6))
     assert [[len(m.batch.sigma) for m in group] for group in groups] == [[3, 3], [2], [3], [9]]
-    whole = MicroBatch.joined(groups[0])
+    whole = MicroBatch.concat(groups[0])
     assert whole.batch.sigma.tolist() == whole.batch.latents.flatten().tolist() == [0, 1, 2, 3, 4, 5]
     assert whole.batch.prompts == ["p0", "p1", "p2", "p3", "p4", "p5"]
-    assert [m for group in folded(micros, 1) for m in group] == micros
+    assert [m for group in group_micro_batches(micros, 1) for m in group] == micros
 
 
 def numbered(assembled):
@@ -159,7 +166,9 @@ def numbered(assembled):
 def test_batches_that_fit_into_the_cache_are_assembled_once_for_all_passes():
     [terms] = ranks_of([[(LOW, 1.0)] * 7])
     assembled = []
-    micros = MicroBatches(cut(terms, 2, one_expert), numbered(assembled), room=2 * 2 * 12 + 12)
+    micros = MicroBatches(
+        split_into_micro_batches(terms, 2, one_expert), numbered(assembled), cache_bytes=2 * 2 * 12 + 12
+    )
     for _ in range(2):
         assert [m.batch.sigma.tolist() for m in micros.iterate(release=False)] == [[0, 1], [2, 3], [4, 5], [6]]
     # Two of two terms, and the last one, which is smaller.
@@ -174,5 +183,5 @@ def test_batches_that_fit_into_the_cache_are_assembled_once_for_all_passes():
 def test_bytes_of_a_batch_are_those_of_all_its_tensors():
     of_one = batch(0, 3, 0).batch
     assert num_bytes(of_one) == 3 * 12
-    frames = ConditionalFrames(torch.zeros(3, 1, 2, 1, 1), torch.zeros(3, dtype=torch.int64))
-    assert num_bytes(dataclasses.replace(of_one, conditional_frames=frames)) == 3 * (12 + 8 + 8)
+    frames = ConditioningFrames(torch.zeros(3, 1, 2, 1, 1), torch.zeros(3, dtype=torch.int64))
+    assert num_bytes(dataclasses.replace(of_one, conditioning_frames=frames)) == 3 * (12 + 8 + 8)

@@ -10,13 +10,13 @@ from peft import LoraConfig
 from PIL import Image
 
 from wfm_ds.data.buckets import Buckets
-from wfm_ds.data.datasets import load_data, readable
+from wfm_ds.data.datasets import find_usable_samples, load_data
 from wfm_ds.data.pixels import Framing
 from wfm_ds.errors import DataError, ModelError, RecipeError, RewardError, UserError
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.model import load_model
-from wfm_ds.training.check import check
-from wfm_ds.training.preflight import preflight
+from wfm_ds.run.model_loading import load_model
+from wfm_ds.training.preflight import check_and_load_data
+from wfm_ds.training.run_check import check_run
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def rl(tmp_path, root, tiny_pipelines):
     prompts = root / "recipes" / "tiny" / "prompts" / "colors"
 
     def recipe(*overrides):
-        return recipe_file.load(
+        return recipe_file.load_recipe(
             root / "recipes" / "tiny" / "sd3_nft.yaml",
             [
                 f"run.output_dir={tmp_path / 'out'}",
@@ -51,7 +51,7 @@ def images(tmp_path):
 @pytest.fixture
 def sft(tmp_path, root, tiny_pipelines, images):
     def recipe(*overrides):
-        return recipe_file.load(
+        return recipe_file.load_recipe(
             root / "recipes" / "tiny" / "sd3_sft.yaml",
             [
                 f"run.output_dir={tmp_path / 'out'}",
@@ -65,13 +65,13 @@ def sft(tmp_path, root, tiny_pipelines, images):
 
 
 def test_good_recipes_pass_and_write_nothing(rl, sft, tmp_path):
-    preflight(rl(), world_size=2)
-    preflight(sft(), world_size=2)
+    check_and_load_data(rl(), world_size=2)
+    check_and_load_data(sft(), world_size=2)
     assert not (tmp_path / "out").exists()
 
 
 def test_report_names_the_derived_numbers(sft):
-    text = str(check(sft(), world_size=2))
+    text = str(check_run(sft(), world_size=2))
     assert "samples per step           16 (8 per rank)" in text
     assert "39 to train on, 1 held out" in text
     assert "denoiser parameters        87,168, trained 86,104" in text
@@ -79,10 +79,10 @@ def test_report_names_the_derived_numbers(sft):
 
 
 def test_report_says_how_often_prompts_come_that_rewards_choose_among(rl, caplog):
-    spread = str(check(rl("run.steps=40", "data.choose=reward_std"), world_size=1))
+    spread = str(check_run(rl("run.steps=40", "data.choose=reward_std"), world_size=1))
     assert "prompts                    12, by reward_std, 6.67 draws each\n" in spread
     assert "data.choose" not in caplog.text
-    preflight(rl("run.steps=12", "data.choose=reward_std"), world_size=1)
+    check_and_load_data(rl("run.steps=12", "data.choose=reward_std"), world_size=1)
     assert "draws each of its 12 prompts only 2 times: set data.choose: even, or use fewer prompts" in caplog.text
 
 
@@ -95,16 +95,16 @@ def test_report_says_how_often_prompts_come_that_rewards_choose_among(rl, caplog
     ],
 )
 def test_a_kernel_of_attention_that_cannot_serve_is_refused(sft, name, words):
-    assert "attention                  native" in str(check(sft(), world_size=1))
+    assert "attention                  native" in str(check_run(sft(), world_size=1))
     with pytest.raises(UserError, match=rf"^model\.attention: {words}.*, or set it to auto or native$"):
-        str(check(sft(f"model.attention={name}"), world_size=1))
+        str(check_run(sft(f"model.attention={name}"), world_size=1))
 
 
 def test_replicas_must_fit_on_a_node(sft, monkeypatch):
     monkeypatch.setenv("LOCAL_SIZE", "2")
-    preflight(sft("engine.sequence_parallel=2"), world_size=4)
+    check_and_load_data(sft("engine.sequence_parallel=2"), world_size=4)
     with pytest.raises(RecipeError, match=r"engine\.sequence_parallel 4 does not divide the 2 ranks of a node"):
-        preflight(sft("engine.sequence_parallel=4"), world_size=4)
+        check_and_load_data(sft("engine.sequence_parallel=4"), world_size=4)
 
 
 def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
@@ -113,7 +113,7 @@ def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
     model.denoiser.requires_grad_(False)
     model.denoiser.add_adapter(LoraConfig(r=4, target_modules=list(model.default_lora_targets)))
     added = sum(p.numel() for p in model.denoiser.parameters() if p.requires_grad)
-    assert f"trained {added:,}" in str(check(recipe, world_size=1))
+    assert f"trained {added:,}" in str(check_run(recipe, world_size=1))
 
 
 @pytest.mark.parametrize(
@@ -140,16 +140,16 @@ def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
 )
 def test_what_cannot_work_is_refused_in_one_sentence(rl, tmp_path, overrides, error, message):
     with pytest.raises(error, match=message) as raised:
-        preflight(rl(*overrides), world_size=4)
+        check_and_load_data(rl(*overrides), world_size=4)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_batch_larger_than_its_reward_takes_is_refused_before_anything_starts(rl, root, monkeypatch):
     monkeypatch.syspath_prepend(root / "tests" / "reward")
-    preflight(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 4}]"), world_size=1)
+    check_and_load_data(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 4}]"), world_size=1)
     with pytest.raises(RewardError, match="reward probe_rewards:Few accepts at most 4 items per batch; max_batch is 5"):
-        preflight(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 5}]"), world_size=1)
+        check_and_load_data(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 5}]"), world_size=1)
 
 
 def test_model_of_another_family_is_refused_with_the_supported_ones(rl, tiny_pipelines, tmp_path):
@@ -158,19 +158,19 @@ def test_model_of_another_family_is_refused_with_the_supported_ones(rl, tiny_pip
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxPipeline"}))
     with pytest.raises(ModelError, match=r"FluxPipeline are not supported; supported: .*StableDiffusion3Pipeline"):
-        preflight(rl(f"model.path={folder}"), world_size=1)
+        check_and_load_data(rl(f"model.path={folder}"), world_size=1)
 
 
 def test_endpoint_that_does_not_answer_is_an_error_in_time(rl, tmp_path):
     recipe = rl("reward.spawn=false", f"reward.endpoint=ipc://{tmp_path}/nobody", "reward.start_timeout_s=1")
     with pytest.raises(RewardError, match="nobody"):
-        preflight(recipe, world_size=1)
+        check_and_load_data(recipe, world_size=1)
 
 
 def test_empty_data_folder_is_refused(sft, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty"):
-        preflight(sft(f"data.path={tmp_path / 'empty'}"), world_size=1)
+        check_and_load_data(sft(f"data.path={tmp_path / 'empty'}"), world_size=1)
 
 
 def test_captions_without_prompt_are_counted_up_to_the_limit(sft, images):
@@ -179,16 +179,16 @@ def test_captions_without_prompt_are_counted_up_to_the_limit(sft, images):
     for i in range(1, 4):
         (images / f"{i:02d}.json").write_text("{}")
     with pytest.raises(DataError, match=r"4 of 40"):
-        preflight(sft(), world_size=1)
+        check_and_load_data(sft(), world_size=1)
 
 
 def test_report_looks_into_the_first_files(sft, images):
     for i in range(4):
         (images / f"{i:02d}.png").write_bytes(b"")
-    preflight(sft(), world_size=1)  # a start looks at names only
+    check_and_load_data(sft(), world_size=1)  # a start looks at names only
     with pytest.raises(DataError, match=r"4 of 36 tested samples are invalid, .* allows 2 of 40\. .*00\.png: cannot"):
-        str(check(sft(), world_size=1))
-    assert "all checks passed" in str(check(sft("data.max_bad_fraction=0.2"), world_size=1))
+        str(check_run(sft(), world_size=1))
+    assert "all checks passed" in str(check_run(sft("data.max_bad_fraction=0.2"), world_size=1))
 
 
 def test_few_broken_media_are_judged_by_the_size_of_their_data_set(sft, images, caplog):
@@ -197,12 +197,14 @@ def test_few_broken_media_are_judged_by_the_size_of_their_data_set(sft, images, 
     assert data.num_samples == 40
     held_out = data.samples[:4]  # a quarter of these are broken, of the data set a fortieth
     one = Buckets(Framing(height=16, width=16), [(16, 16)])
-    assert readable(held_out, sft(), one, 3, whole=40) == held_out[1:]
+    assert find_usable_samples(held_out, sft(), one, 3, dataset_size=40) == held_out[1:]
     assert "skipped" in caplog.text
     with pytest.raises(DataError, match=r"1 of 4 tested samples are invalid, .* allows 0 of 4\. "):
-        readable(held_out, sft(), one, 3, whole=4)
+        find_usable_samples(held_out, sft(), one, 3, dataset_size=4)
     with pytest.raises(DataError, match=r"all 1 samples held out are invalid; repair .*00\.png: "):
-        readable(held_out[:1], sft("data.max_bad_fraction=0.5"), one, 3, whole=40, what="samples held out")
+        find_usable_samples(
+            held_out[:1], sft("data.max_bad_fraction=0.5"), one, 3, dataset_size=40, what="samples held out"
+        )
 
 
 @pytest.mark.parametrize("buckets", ["[[16, 16], [16, 18]]", "auto"])
@@ -210,8 +212,8 @@ def test_sizes_of_buckets_that_the_family_has_not_are_refused_and_others_are_loo
     Image.new("RGB", (64, 32)).save(images / "01.png")
     (images / "02.png").write_bytes(b"")
     with pytest.raises(RecipeError, match=r"data\.buckets: size \[\d+, \d+\] is not supported: .* must be a"):
-        str(check(sft(f"data.buckets={buckets}", "sampling.height=128", "sampling.width=128"), world_size=1))
-    assert "all checks passed" in str(check(sft("data.buckets=auto"), world_size=1))
+        str(check_run(sft(f"data.buckets={buckets}", "sampling.height=128", "sampling.width=128"), world_size=1))
+    assert "all checks passed" in str(check_run(sft("data.buckets=auto"), world_size=1))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,11 @@ def test_size_that_the_family_cannot_make_is_a_recipe_error(rl):
             r"max_num_conditional_frames 1: sd3 supports 0 conditioning latent frames: change the range 0 to 1",
         ),
         ("cosmos25", [], "leaves none of 1 latent frames to predict"),
-        ("cosmos25", ["sampling.num_frames=5", "algorithm.max_num_conditional_frames=3"], "supports 0 or 1 or 2 conditioning"),
+        (
+            "cosmos25",
+            ["sampling.num_frames=5", "algorithm.max_num_conditional_frames=3"],
+            "supports 0 or 1 or 2 conditioning",
+        ),
         ("cosmos25", ["sampling.num_frames=4"], r"sampling: num_frames must be 4 \* k \+ 1"),
         ("cosmos25", ["sampling.num_frames=5"], None),
         (
@@ -339,7 +345,7 @@ def test_validation_folder_replaces_the_holdout(sft, images, tmp_path):
     data = load_data(sft(f"validation.path={held}"))
     assert len(data.samples) == 40
     assert [s.media.path.name for s in data.held_out] == ["mine.png"]
-    assert [p.text for p in data.shown] == ["shade 3"]
+    assert [p.text for p in data.validation_prompts] == ["shade 3"]
 
 
 @pytest.fixture
@@ -349,7 +355,7 @@ def dpo(tmp_path, root, tiny_pipelines, images):
     (images / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
     def recipe(*overrides):
-        return recipe_file.load(
+        return recipe_file.load_recipe(
             root / "recipes" / "tiny" / "sd3_dpo.yaml",
             [
                 f"run.output_dir={tmp_path / 'out'}",
@@ -364,7 +370,7 @@ def dpo(tmp_path, root, tiny_pipelines, images):
 
 
 def test_the_report_of_pairs_counts_them_and_the_forwards_of_the_reference(dpo, images):
-    lines = str(check(dpo(), 2)).splitlines()
+    lines = str(check_run(dpo(), 2)).splitlines()
     data = load_data(dpo())
     assert len(data.samples) + len(data.held_out) == 20
     assert data.held_out
@@ -376,13 +382,13 @@ def test_the_report_of_pairs_counts_them_and_the_forwards_of_the_reference(dpo, 
     for sample in data.samples[:5]:
         sample.rejected.path.write_bytes(b"")
     with pytest.raises(DataError, match=r"of \d+ tested samples are invalid"):
-        str(check(dpo(), 2))
+        str(check_run(dpo(), 2))
 
 
 @pytest.fixture
 def ddrl(tmp_path, root, tiny_pipelines, images):
     def recipe(*overrides):
-        return recipe_file.load(
+        return recipe_file.load_recipe(
             root / "recipes" / "tiny" / "sd3_ddrl.yaml",
             [
                 f"run.output_dir={tmp_path / 'out'}",
@@ -400,16 +406,16 @@ def test_ddrl_takes_its_prompts_from_the_captions_of_all_media(ddrl):
     assert len(data.samples) == 40
     assert data.held_out == []
     assert data.prompts == [sample.prompt for sample in data.samples]
-    assert [prompt.text for prompt in data.shown] == [f"shade {i}" for i in range(4)]
+    assert [prompt.text for prompt in data.validation_prompts] == [f"shade {i}" for i in range(4)]
 
 
 def test_rewards_must_be_able_to_score_the_captions(ddrl):
     with pytest.raises(RecipeError, match=r"needs the metadata key 'label', missing in 40 of 40 prompts"):
-        preflight(ddrl("reward.functions=[{name: digits}]"), 1)
+        check_and_load_data(ddrl("reward.functions=[{name: digits}]"), 1)
 
 
 def test_a_recipe_that_is_probably_not_meant_is_warned_of(ddrl, caplog):
-    preflight(ddrl("algorithm.data_beta=0"), 1)
+    check_and_load_data(ddrl("algorithm.data_beta=0"), 1)
     assert "is not regularized by data" in caplog.text
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from wfm_ds.algorithms import build_supervised
+from wfm_ds.algorithms import build_supervised_algorithm
+from wfm_ds.data.batch_reader import TrainingSample
 from wfm_ds.data.pixels import Framing
-from wfm_ds.data.reading import TrainingSample
 from wfm_ds.data.samples import LocalFile, Sample
 from wfm_ds.distributed.world import World
 from wfm_ds.models import registry
@@ -17,14 +17,14 @@ from wfm_ds.models.base import NegativeText
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.training.sft import SftLoop, ValidationLoss
 from wfm_ds.types import Prompt
 
 
 def captions(root, share):
     """What two hundred images, all captioned "a cat", are trained on."""
-    recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", [f"data.caption_dropout={share}"])
+    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_sft.yaml", [f"data.caption_dropout={share}"])
     trainer = SimpleNamespace(job=SimpleNamespace(recipe=recipe))
     pixels, prompt = np.zeros((1, 1, 3), np.uint8), Prompt(id="a", text="a cat")
     file, size = LocalFile(Path("a.png")), Framing(height=1, width=1)
@@ -34,7 +34,7 @@ def captions(root, share):
         )
         for i in range(200)
     ]
-    return [SftLoop.caption(trainer, image) for image in images]
+    return [SftLoop.sample_caption(trainer, image) for image in images]
 
 
 def test_dropped_captions_are_what_guidance_contrasts_with(root):
@@ -61,10 +61,10 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
     for i in range(3):
         Image.new("RGB", (8, 8), (90 * i, 0, 0)).save(tmp_path / f"{i}.png")
         samples.append(Sample(id=f"{i}", media=LocalFile(tmp_path / f"{i}.png"), prompt=Prompt(id=f"{i}", text="a")))
-    recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", [f"engine.max_forward_batch={batch}"])
-    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
-    encoded, sizes, encode = [], [], model.encode_media
-    monkeypatch.setattr(model, "encode_media", lambda media: encoded.append(len(media)) or encode(media))
+    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_sft.yaml", [f"engine.max_forward_batch={batch}"])
+    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    encoded, sizes, encode = [], [], model.encode_uint8
+    monkeypatch.setattr(model, "encode_uint8", lambda media: encoded.append(len(media)) or encode(media))
 
     def forward(purpose, latents, sigma, conditioning, expert):
         sizes.append(len(latents))
@@ -79,11 +79,13 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
         engine=engine,
         evaluation_policy="ema",
         texts=texts,
-        sampler=Sampler(model=model, texts=texts, settings=recipe.sampling, forward=forward),
+        sampler=Sampler(model=model, text_cache=texts, settings=recipe.sampling, forward=forward),
         latents=None,
         forward=forward,
     )
-    losses = ValidationLoss(job, build_supervised(recipe), samples, [Framing(height=8, width=8)] * 3).measure()
+    losses = ValidationLoss(
+        job, build_supervised_algorithm(recipe), samples, [Framing(height=8, width=8)] * 3
+    ).measure_loss()
     assert encoded == [1, 1, 1]
     assert (sum(sizes), max(sizes)) == (24, min(batch, 24))
     assert losses["val/loss"] > 0
@@ -108,14 +110,14 @@ def pair(position):
 
 
 def test_both_media_of_a_pair_get_one_noise_one_level_and_one_caption(root, tiny_pipelines, alone):
-    recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_dpo.yaml", ["data.caption_dropout=0.5"])
-    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
-    sampler = Sampler(model=model, texts=None, settings=recipe.sampling, forward=None)
+    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_dpo.yaml", ["data.caption_dropout=0.5"])
+    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    sampler = Sampler(model=model, text_cache=None, settings=recipe.sampling, forward=None)
     job = SimpleNamespace(
-        recipe=recipe, model=model, world=alone, latents=None, derived=derive(recipe, 1), sampler=sampler
+        recipe=recipe, model=model, world=alone, latents=None, derived=derive_run_sizes(recipe, 1), sampler=sampler
     )
-    loop = SftLoop(job, build_supervised(recipe), None, None, None, None)
-    loop.step = 1
+    loop = SftLoop(job, build_supervised_algorithm(recipe), None, None, None, None)
+    loop.read_step = 1
     samples = [pair(position) for position in range(8)]
     first, second = loop.micro_batches(samples).iterate(release=True)
     for micro, part in ((first.batch, samples[:4]), (second.batch, samples[4:])):
@@ -123,8 +125,10 @@ def test_both_media_of_a_pair_get_one_noise_one_level_and_one_caption(root, tiny
         assert torch.equal(micro.sigma[:4], micro.sigma[4:])
         assert micro.texts[:4] == micro.texts[4:]
         for row, sample in enumerate([*part, *(sample.rejected for sample in part)]):
-            torch.testing.assert_close(micro.clean[row], model.encode_media([sample.pixels])[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                micro.clean_latents[row], model.encode_uint8([sample.pixels])[0], rtol=1e-4, atol=1e-5
+            )
         sigma = micro.sigma.view(-1, 1, 1, 1)
-        torch.testing.assert_close(micro.latents, (1 - sigma) * micro.clean + sigma * micro.noise)
+        torch.testing.assert_close(micro.latents, (1 - sigma) * micro.clean_latents + sigma * micro.noise)
     assert len({float(s) for s in torch.cat([first.batch.sigma, second.batch.sigma])}) == 8
     assert not torch.equal(first.batch.noise[0], first.batch.noise[1])

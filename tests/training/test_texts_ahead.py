@@ -13,11 +13,11 @@ from wfm_ds.errors import DataError
 from wfm_ds.models import text_store
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.derived import derive
-from wfm_ds.run.model import load_model
-from wfm_ds.training import texts_ahead
-from wfm_ds.training.caches import needed_texts
-from wfm_ds.training.texts_ahead import texts_of, too_many
+from wfm_ds.recipe.run_sizes import derive_run_sizes
+from wfm_ds.run.model_loading import load_model
+from wfm_ds.training import text_precompute
+from wfm_ds.training.caches import collect_run_texts
+from wfm_ds.training.text_precompute import precompute_objection, precompute_texts
 
 CPU = torch.device("cpu")
 
@@ -43,9 +43,9 @@ def run(tmp_path, root, tiny_pipelines, alone, cache):
             f"model.path={tiny_pipelines('sd3')}",
             f"data.path={root / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
         ]
-        recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", [*settings, *overrides])
+        recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", [*settings, *overrides])
         model, data = load_model(recipe, CPU), load_data(recipe)
-        return recipe, model, data, texts_of(recipe, model, data, derive(recipe, 1), alone)
+        return recipe, model, data, precompute_texts(recipe, model, data, derive_run_sizes(recipe, 1), alone)
 
     return begin
 
@@ -53,8 +53,8 @@ def run(tmp_path, root, tiny_pipelines, alone, cache):
 def test_the_default_cache_is_filled_and_the_encoders_leave(run, cache, caplog):
     caplog.set_level(logging.INFO)
     recipe, model, data, texts = run()
-    needed = needed_texts(recipe, model, data)
-    assert model.parts_named("text_encoder") == {}
+    needed = collect_run_texts(recipe, model, data)
+    assert model.components_with_prefix("text_encoder") == {}
     assert texts.folder.parent == cache / "text"
     assert f"all {len(needed)} texts are cached in {texts.folder}" in caplog.text
     plain = TextCache(load_model(recipe, CPU))
@@ -63,34 +63,36 @@ def test_the_default_cache_is_filled_and_the_encoders_leave(run, cache, caplog):
             torch.testing.assert_close(texts.encode([text])[name], row, rtol=0, atol=0)
     caplog.clear()
     _, again, _, _ = run()
-    assert again.parts_named("text_encoder") == {}
+    assert again.components_with_prefix("text_encoder") == {}
     assert "encoded " not in caplog.text
 
 
 def test_without_it_texts_are_encoded_when_they_are_needed(run, cache):
     _, model, _, texts = run("data.cache_text=off")
-    assert len(model.parts_named("text_encoder")) == 3
+    assert len(model.components_with_prefix("text_encoder")) == 3
     assert texts.folder is None
     assert not cache.exists()
 
 
 def test_a_folder_of_ones_own_is_filled_too(run, cache, tmp_path):
     _, model, _, texts = run(f"data.cache_dir={tmp_path / 'own'}")
-    assert model.parts_named("text_encoder") == {}
+    assert model.components_with_prefix("text_encoder") == {}
     assert texts.folder == tmp_path / "own" / "text"
     assert not cache.exists()
 
 
 def test_too_many_bytes_or_texts_stay_with_the_encoders(run, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(texts_ahead, "MAX_BYTES", 1000)
+    monkeypatch.setattr(text_precompute, "MAX_EMBEDDING_BYTES", 1000)
     recipe, model, data, _ = run()
-    assert len(model.parts_named("text_encoder")) == 3
+    assert len(model.components_with_prefix("text_encoder")) == 3
     assert "set data.cache_dir and run python -m wfm_ds.data.prepare" in caplog.text
-    monkeypatch.setattr(texts_ahead, "MAX_BYTES", 2**30)
-    needed = needed_texts(recipe, model, data)
-    assert too_many(recipe, model, needed, derive(recipe, 1)) is None
-    assert "5000 texts but the run draws only 4 samples" in too_many(recipe, model, needed * 1000, derive(recipe, 1))
+    monkeypatch.setattr(text_precompute, "MAX_EMBEDDING_BYTES", 2**30)
+    needed = collect_run_texts(recipe, model, data)
+    assert precompute_objection(recipe, model, needed, derive_run_sizes(recipe, 1)) is None
+    assert "5000 texts but the run draws only 4 samples" in precompute_objection(
+        recipe, model, needed * 1000, derive_run_sizes(recipe, 1)
+    )
 
 
 def test_a_cache_that_cannot_be_written_ends_no_run(run, cache, caplog):
@@ -99,7 +101,7 @@ def test_a_cache_that_cannot_be_written_ends_no_run(run, cache, caplog):
     with pytest.raises(Exception, match=r"cannot be written .*: set data\.cache_dir to a writable folder"):
         run(f"data.cache_dir={cache / 'below'}")
     _, model, _, texts = run()
-    assert len(model.parts_named("text_encoder")) == 3
+    assert len(model.components_with_prefix("text_encoder")) == 3
     assert "cannot be written" in caplog.text
     assert texts.encode(["a cat"])["prompt_embeds"].shape[0] == 1
 
@@ -119,8 +121,8 @@ def test_folders_that_no_run_opens_are_removed(cache):
         folder = cache / "text" / name
         folder.mkdir(parents=True)
         (folder / "entry").touch()
-        (folder / text_store.OPENED).touch()
+        (folder / text_store.LAST_USE_FILE).touch()
         then = time.time() - age_days * 86400
-        os.utime(folder / text_store.OPENED, (then, then))
-    text_store.remove_unused(time.time())
+        os.utime(folder / text_store.LAST_USE_FILE, (then, then))
+    text_store.remove_unused_folders(time.time())
     assert [folder.name for folder in (cache / "text").iterdir()] == ["young"]

@@ -7,7 +7,7 @@ from torch import nn
 from families import CASES
 from wfm_ds.errors import UserError
 from wfm_ds.models import registry
-from wfm_ds.ulysses.install import families, install
+from wfm_ds.ulysses.install import install_ulysses, ulysses_families
 
 
 @pytest.mark.parametrize("denoiser", [nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))])
@@ -17,13 +17,13 @@ def test_an_unknown_module_is_named_with_the_known_ones(denoiser):
         "or use .*CosmosTr"
     )
     with pytest.raises(UserError, match=message):
-        install(denoiser, None)
+        install_ulysses(denoiser, None)
 
 
 @pytest.mark.parametrize("name", ["sd3", "cosmos25", "wan21", "wan22", "sana", "sana_video"])
 def test_the_transformer_of_every_model_family_is_known(name, tiny_pipelines):
     options = {"dtype": torch.float32, "device": "cpu", **CASES[name].load_options}
-    denoiser = registry.load(tiny_pipelines(name), **options).bare_denoiser
-    parts = [denoiser] if type(denoiser) in families() else list(denoiser.children())
+    denoiser = registry.load_model(tiny_pipelines(name), **options).unwrapped_denoiser
+    parts = [denoiser] if type(denoiser) in ulysses_families() else list(denoiser.children())
     assert parts
-    assert all(type(part) in families() for part in parts)
+    assert all(type(part) in ulysses_families() for part in parts)

@@ -5,16 +5,16 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from wfm_ds.algorithms import base
-from wfm_ds.algorithms.supervised import Supervised
+from wfm_ds.algorithms.supervised import SupervisedAlgorithm
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.algorithms.base import ModelFacts
+from wfm_ds.recipe.algorithms.base import ModelProperties
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.user_class import import_class
 
 RlAlgorithm: TypeAlias = base.RlAlgorithm[Any, Any]
 
 
-def build_rl(recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> RlAlgorithm:
+def build_rl_algorithm(recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> RlAlgorithm:
     """Build the recipe's RL algorithm for the rollout grid `sigmas` [N+1] float64.
 
     model: the model to train; without it the algorithm can only plan rollouts. Raises RecipeError if the algorithm does
@@ -26,20 +26,22 @@ def build_rl(recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) ->
     return algorithm(recipe, sigmas, model)
 
 
-def build_supervised(recipe: Recipe) -> Supervised:
+def build_supervised_algorithm(recipe: Recipe) -> SupervisedAlgorithm:
     """Build the recipe's supervised algorithm."""
-    settings = recipe.supervised
+    settings = recipe.supervised_settings
     path = settings.implementation
-    algorithm: type[Supervised] = import_class(path, Supervised, key="algorithm.name", error=RecipeError)
+    algorithm: type[SupervisedAlgorithm] = import_class(
+        path, SupervisedAlgorithm, key="algorithm.name", error=RecipeError
+    )
     return algorithm(settings)
 
 
-def rl_policies(recipe: Recipe) -> frozenset[str]:
+def rl_policy_copies(recipe: Recipe) -> frozenset[str]:
     """Return the policy copies that the RL algorithm compares against or samples with."""
-    return recipe.rl.algorithm.policies(recipe.rl.rollout)
+    return recipe.rl.algorithm.list_policies(recipe.rl.rollout)
 
 
-def engine_policies(recipe: Recipe) -> frozenset[str]:
+def engine_policy_copies(recipe: Recipe) -> frozenset[str]:
     """Return all copies of the weights that the engine holds for this recipe."""
-    algorithm = rl_policies(recipe) if recipe.is_rl else frozenset(recipe.algorithm.references)
+    algorithm = rl_policy_copies(recipe) if recipe.is_rl else frozenset(recipe.algorithm.reference_policies)
     return algorithm | ({"ema"} if recipe.ema is not None else set())

@@ -23,15 +23,15 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Indices: TypeAlias = npt.NDArray[np.intp]
 
 STD_OFFSET = 1e-4  # DiffusionNFT's and Flow-GRPO's
-ZERO_STD = 1e-6  # a group is constant if its reward range is at most this, relative to max(1, |mean|)
-MODES: dict[str, Callable[[Array], Array]] = {
+CONSTANT_TOLERANCE = 1e-6  # a group is constant if its reward range is at most this, relative to max(1, |mean|)
+ADVANTAGE_MODES: dict[str, Callable[[Array], Array]] = {
     "all": lambda a: a,
     "positive_only": lambda a: np.maximum(a, 0.0),
     "negative_only": lambda a: np.minimum(a, 0.0),
     "one_only": lambda a: (a > 0).astype(np.float64),
     "binary": np.sign,
 }
-MOSTLY = 0.5  # warn if a larger fraction of scores is clipped
+CLIP_WARNING_FRACTION = 0.5  # warn if a larger fraction of scores is clipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Rewards:
     weights: tuple[float, ...]  # weights of these functions
     stats: dict[str, float]  # reward/total/clipped_fraction, if the recipe clips the sum
 
-    def reordered(self, order: Sequence[int]) -> Rewards:
+    def reorder(self, order: Sequence[int]) -> Rewards:
         """Return a copy in which sample i has the rewards of sample order[i]."""
         return Rewards([self.totals[i] for i in order], [self.parts[i] for i in order], self.weights, self.stats)
 
@@ -56,40 +56,40 @@ class Advantages:
     stats: dict[str, float]  # adv/* and reward/total/*; undefined ones (no valid group) are omitted
 
 
-def step_rewards(scores: Sequence[Mapping[str, Score]], recipe: RewardRecipe) -> Rewards:
+def combine_scores(scores: Sequence[Mapping[str, Score]], recipe: RewardRecipe) -> Rewards:
     """Combine the scores of each sample into its reward. scores: by sample and function name.
 
     The reward is None if a function with non-zero weight failed or has no score, or if the sum overflows.
     """
     weighted = [f for f in recipe.functions if f.weight != 0]
     weights = tuple(f.weight for f in weighted)
-    parts = [_parts(sample, weighted) for sample in scores]
+    parts = [_score_parts(sample, weighted) for sample in scores]
     sums = [None if p is None else sum(w * part for w, part in zip(weights, p, strict=True)) for p in parts]
     sums = [None if s is None or not math.isfinite(s * recipe.scale) else s for s in sums]
-    totals = [None if s is None else recipe.scale * _clipped(s, recipe.clip) for s in sums]
+    totals = [None if s is None else recipe.scale * _clip_value(s, recipe.clip) for s in sums]
     known = [s for s in sums if s is not None]
     stats = {}
     if recipe.clip is not None and known:
-        stats["reward/total/clipped_fraction"] = _mean(float(_clipped(s, recipe.clip) != s) for s in known)
+        stats["reward/total/clipped_fraction"] = _stable_mean(float(_clip_value(s, recipe.clip) != s) for s in known)
     return Rewards(totals, [None if s is None else p for s, p in zip(sums, parts, strict=True)], weights, stats)
 
 
-def _parts(sample: Mapping[str, Score], functions: Sequence[RewardFunction]) -> tuple[float, ...] | None:
-    values = [_value(sample, f) for f in functions]
-    known = [_clipped(v, f.clip) for v, f in zip(values, functions, strict=True) if v is not None]
+def _score_parts(sample: Mapping[str, Score], functions: Sequence[RewardFunction]) -> tuple[float, ...] | None:
+    values = [_score_value(sample, f) for f in functions]
+    known = [_clip_value(v, f.clip) for v, f in zip(values, functions, strict=True) if v is not None]
     return tuple(known) if len(known) == len(functions) else None
 
 
-def _value(sample: Mapping[str, Score], function: RewardFunction) -> float | None:
+def _score_value(sample: Mapping[str, Score], function: RewardFunction) -> float | None:
     score = sample.get(function.name)
     return None if score is None else score.value
 
 
-def _clipped(value: float, bounds: tuple[float, float] | None) -> float:
+def _clip_value(value: float, bounds: tuple[float, float] | None) -> float:
     return value if bounds is None else min(max(value, bounds[0]), bounds[1])
 
 
-def step_advantages(
+def compute_advantages(
     rewards: Rewards,
     groups: Sequence[str],
     settings: RlSettings,
@@ -108,23 +108,23 @@ def step_advantages(
     the result does not depend on the order of the samples, bit for bit. Raises ValueError for unequal lengths and
     non-finite rewards.
     """
-    valid, compared, columns, constant = _comparison(rewards, groups, settings)
-    raw = _normalised(columns, valid, compared, settings)
+    valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
+    raw = _normalize_advantages(columns, valid, compared, settings)
     raw[[i for members, flat in zip(compared, constant, strict=True) if flat for i in members]] = 0.0
     shaped = raw if transform is None else transform(raw)
-    final = MODES[settings.adv_mode](np.clip(shaped, -settings.adv_clip_max, settings.adv_clip_max))
+    final = ADVANTAGE_MODES[settings.adv_mode](np.clip(shaped, -settings.adv_clip_max, settings.adv_clip_max))
 
     varied = [members for members, flat in zip(compared, constant, strict=True) if not flat]
     trained = varied if settings.drops_zero_std else compared
-    chosen = {int(i) for members in trained for i in _best_and_worst(members, shaped, settings.best_of_n)}
-    stats = _stats(rewards, shaped, compared, constant, settings.adv_clip_max) | {
+    chosen = {int(i) for members in trained for i in _rank_extremes(members, shaped, settings.best_of_n)}
+    stats = _advantage_stats(rewards, shaped, compared, constant, settings.adv_clip_max) | {
         "adv/groups_skipped": float(len(set(groups)) - len(compared)),
         "adv/samples_dropped": float(len(groups) - len(chosen)),
     }
     return Advantages([float(final[i]) if i in chosen else None for i in range(len(groups))], stats)
 
 
-def best_and_worst(
+def select_best_and_worst(
     rewards: Rewards, groups: Sequence[str], settings: RlSettings, count: int
 ) -> tuple[list[int], list[str]]:
     """Select `count` samples of each group, half of them the best and half the worst as ranked by best_of_n.
@@ -133,19 +133,19 @@ def best_and_worst(
     only if a group has fewer than `count` rewards. Groups need at least `count` samples; an odd count requires groups
     of exactly that size. Raises ValueError as compute_advantages does.
     """
-    valid, compared, columns, constant = _comparison(rewards, groups, settings)
-    ranked = _normalised(columns, valid, compared, settings)
+    valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
+    ranked = _normalize_advantages(columns, valid, compared, settings)
     selected: list[int] = []
-    for members in _members(range(len(groups)), groups).values():
+    for members in _group_members(range(len(groups)), groups).values():
         known = [i for i in members if rewards.totals[i] is not None]
         unknown = [i for i in members if rewards.totals[i] is None]
-        chosen = _best_and_worst(np.array(known, np.intp), ranked, count).tolist()
+        chosen = _rank_extremes(np.array(known, np.intp), ranked, count).tolist()
         selected += [*chosen, *unknown[: count - len(chosen)]]
     varied = [groups[members[0]] for members, flat in zip(compared, constant, strict=True) if not flat]
     return sorted(selected), varied
 
 
-def _comparison(
+def _compare_groups(
     rewards: Rewards, groups: Sequence[str], settings: RlSettings
 ) -> tuple[list[int], list[Indices], list[tuple[float, Array]], list[bool]]:
     """Return (samples with a reward, samples per group with at least two rewards, weighted reward columns by sample,
@@ -153,15 +153,15 @@ def _comparison(
     if len(rewards.totals) != len(groups):
         raise ValueError(f"{len(rewards.totals)} rewards but {len(groups)} group ids")
     valid = [i for i, total in enumerate(rewards.totals) if total is not None]
-    compared = [np.array(members) for members in _members(valid, groups).values() if len(members) >= 2]
-    columns = _compared_columns(rewards, settings.combine)
+    compared = [np.array(members) for members in _group_members(valid, groups).values() if len(members) >= 2]
+    columns = _reward_columns(rewards, settings.combine)
     if not all(np.isfinite(values[valid]).all() for _, values in columns):
         raise ValueError(f"rewards must be finite, or None if failed: got {rewards.totals}")
     constant = [all(_is_constant(values[members]) for _, values in columns) for members in compared]
     return valid, compared, columns, constant
 
 
-def _compared_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array]]:
+def _reward_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array]]:
     """Return (weight, values by sample) of every column that is normalized within groups. NaN without a reward."""
     if combine == "sum":
         return [(1.0, np.array([math.nan if r is None else r for r in rewards.totals], np.float64))]
@@ -171,7 +171,7 @@ def _compared_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array
     return [(weight / divisor, by_sample[:, f]) for f, weight in enumerate(rewards.weights)]
 
 
-def _normalised(
+def _normalize_advantages(
     columns: Sequence[tuple[float, Array]], valid: Sequence[int], compared: Sequence[Indices], settings: RlSettings
 ) -> Array:
     """Return advantages before transform, clip and mode, by sample; 0 for samples outside valid groups."""
@@ -180,45 +180,47 @@ def _normalised(
     for weight, values in columns:
         for members in compared:
             group_values = values[members]
-            centered = np.zeros_like(group_values) if _is_constant(group_values) else group_values - _mean(group_values)
+            centered = (
+                np.zeros_like(group_values) if _is_constant(group_values) else group_values - _stable_mean(group_values)
+            )
             scale_over = {"group": group_values, "global": values[valid], "none": None}[settings.advantage_std]
-            divisor = 1.0 if scale_over is None else _std(scale_over, unbiased) + STD_OFFSET
+            divisor = 1.0 if scale_over is None else _stable_std(scale_over, unbiased) + STD_OFFSET
             advantages[members] += weight * centered / divisor
     if settings.combine == "gdpo" and compared:
         members = np.concatenate(compared)
         combined = advantages[members]
-        advantages[members] = (combined - _mean(combined)) / (_std(combined, unbiased) + STD_OFFSET)
+        advantages[members] = (combined - _stable_mean(combined)) / (_stable_std(combined, unbiased) + STD_OFFSET)
     return advantages
 
 
-def _best_and_worst(members: Indices, advantages: Array, count: int | None) -> Indices:
+def _rank_extremes(members: Indices, advantages: Array, count: int | None) -> Indices:
     if count is None or count >= len(members):
         return members
     order = members[np.argsort(-advantages[members], kind="stable")]
     return np.concatenate([order[: count // 2], order[len(order) - count // 2 :]])
 
 
-def _stats(
+def _advantage_stats(
     rewards: Rewards, advantages: Array, compared: Sequence[Indices], constant: Sequence[bool], clip: float
 ) -> dict[str, float]:
     totals = np.array([math.nan if r is None else r for r in rewards.totals], np.float64)
     valid = totals[~np.isnan(totals)]
     stats = dict(rewards.stats)
     if len(valid):
-        stats |= {"reward/total/mean": _mean(valid), "reward/total/std": _std(valid)}
+        stats |= {"reward/total/mean": _stable_mean(valid), "reward/total/std": _stable_std(valid)}
     if compared:
         magnitudes = np.abs(advantages[np.concatenate(compared)])
         stats |= {
-            "reward/total/group_std_mean": _mean(_std(totals[members]) for members in compared),
-            "adv/zero_std_ratio": _mean(float(flat) for flat in constant),
-            "adv/abs_mean": _mean(magnitudes),
-            "adv/clip_fraction": _mean(magnitudes > clip),
+            "reward/total/group_std_mean": _stable_mean(_stable_std(totals[members]) for members in compared),
+            "adv/zero_std_ratio": _stable_mean(float(flat) for flat in constant),
+            "adv/abs_mean": _stable_mean(magnitudes),
+            "adv/clip_fraction": _stable_mean(magnitudes > clip),
         }
     return stats
 
 
 def _is_constant(values: Array) -> bool:
-    return bool(np.ptp(values) <= ZERO_STD * max(1.0, abs(_mean(values))))
+    return bool(np.ptp(values) <= CONSTANT_TOLERANCE * max(1.0, abs(_stable_mean(values))))
 
 
 def group_variance(rewards: Sequence[float | None]) -> float | None:
@@ -243,22 +245,22 @@ def reward_stats(
     """
     stats: dict[str, float] = {}
     for function in functions:
-        values = {i: v for i, s in enumerate(scores) if (v := _value(s, function)) is not None}
+        values = {i: v for i, s in enumerate(scores) if (v := _score_value(s, function)) is not None}
         seconds = [s[function.name].seconds for s in scores if function.name in s]
-        group_stds = [_std(values[i] for i in m) for m in _members(values, groups).values() if len(m) >= 2]
+        group_stds = [_stable_std(values[i] for i in m) for m in _group_members(values, groups).values() if len(m) >= 2]
         function_stats = {"failed": float(len(scores) - len(values))}
         if values:
             function_stats |= {
-                "mean": _mean(values.values()),
-                "std": _std(values.values()),
+                "mean": _stable_mean(values.values()),
+                "std": _stable_std(values.values()),
                 "min": min(values.values()),
                 "max": max(values.values()),
-                "clipped_fraction": _mean(float(_clipped(v, function.clip) != v) for v in values.values()),
+                "clipped_fraction": _stable_mean(float(_clip_value(v, function.clip) != v) for v in values.values()),
             }
         if group_stds:
-            function_stats["group_std_mean"] = _mean(group_stds)
+            function_stats["group_std_mean"] = _stable_mean(group_stds)
         if seconds:
-            function_stats["seconds_mean"] = _mean(seconds)
+            function_stats["seconds_mean"] = _stable_mean(seconds)
         stats |= {f"reward/{function.name}/{stat}": value for stat, value in function_stats.items()}
     return stats
 
@@ -275,14 +277,14 @@ def reward_warnings(stats: Mapping[str, float], functions: Sequence[RewardFuncti
             value = stats[f"reward/{name}/mean"]
             warnings.append(f"reward {name} is {value:g} for all {known} samples: it gives no training signal")
         clipped = stats.get(f"reward/{name}/clipped_fraction", 0.0)
-        if clipped > MOSTLY:
+        if clipped > CLIP_WARNING_FRACTION:
             warnings.append(f"reward {name}: {clipped:.0%} of the scores are clipped. Widen its clip range")
-    if stats.get("reward/total/clipped_fraction", 0.0) > MOSTLY:
+    if stats.get("reward/total/clipped_fraction", 0.0) > CLIP_WARNING_FRACTION:
         warnings.append(f"reward.clip: {stats['reward/total/clipped_fraction']:.0%} of totals are clipped. Widen it")
     return warnings
 
 
-def _members(valid: Iterable[int], groups: Sequence[str]) -> dict[str, list[int]]:
+def _group_members(valid: Iterable[int], groups: Sequence[str]) -> dict[str, list[int]]:
     members: dict[str, list[int]] = defaultdict(list)
     for i in valid:
         members[groups[i]].append(i)
@@ -290,9 +292,9 @@ def _members(valid: Iterable[int], groups: Sequence[str]) -> dict[str, list[int]
 
 
 # Values are sorted before summation: the result does not depend on the order of the samples, bit for bit.
-def _mean(values: Iterable[float]) -> float:
+def _stable_mean(values: Iterable[float]) -> float:
     return float(np.mean(np.sort(np.fromiter(values, np.float64))))
 
 
-def _std(values: Iterable[float], unbiased: bool = False) -> float:
+def _stable_std(values: Iterable[float], unbiased: bool = False) -> float:
     return float(np.std(np.sort(np.fromiter(values, np.float64)), ddof=int(unbiased)))

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from wfm_ds.algorithms.base import Stats
 from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess, ForwardTerm
-from wfm_ds.algorithms.ratio import clipped_policy_loss, outside_clip, ratio_stats
+from wfm_ds.algorithms.policy_ratio import outside_clip_range, ppo_clip_loss, ratio_stats
 from wfm_ds.recipe.algorithms import AwmAlgorithm
 from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe.algorithms.base import ModelFacts
+    from wfm_ds.recipe.algorithms.base import ModelProperties
     from wfm_ds.recipe.schema import Recipe
 
-OFFSET = 1e-10  # added to the squared error before the power: its slope at 0 would be infinite
+POWER_OFFSET = 1e-10  # added to the squared error before the power: its slope at 0 would be infinite
 
 
 def matching_log_prob(error: Tensor, sigma: Tensor, weighting: str, power: float) -> Tensor:
@@ -40,8 +40,8 @@ def matching_log_prob(error: Tensor, sigma: Tensor, weighting: str, power: float
         case "sigma_squared":
             return -sigma.square() * error
         case "ghuber":
-            at_zero: float = OFFSET**power
-            return -sigma * ((error + OFFSET).pow(power) - at_zero) / power
+            at_zero: float = POWER_OFFSET**power
+            return -sigma * ((error + POWER_OFFSET).pow(power) - at_zero) / power
     raise ValueError(f"unknown AWM weighting {weighting!r}: use uniform, sigma, sigma_squared or ghuber")
 
 
@@ -49,42 +49,42 @@ class Awm(ForwardProcess):
     Settings = AwmAlgorithm
     area = "awm"
     settings: AwmAlgorithm
-    recalls_old = True
+    uses_old_predictions = True
 
-    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
+    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
         super().__init__(recipe, sigmas, model)
         kl_betas = {"ref": self.settings.kl_beta, "ema": self.settings.ema_kl_beta}
-        self.held_to = {policy: beta for policy, beta in kl_betas.items() if beta > 0}
-        self.references = ("old", *self.held_to)
+        self.kl_betas = {policy: beta for policy, beta in kl_betas.items() if beta > 0}
+        self.references = ("old", *self.kl_betas)
 
-    def credit(self, advantage: float) -> float:
+    def credit_from_advantage(self, advantage: float) -> float:
         """Return the scaled advantage."""
         return advantage / self.settings.adv_clip_max * self.settings.adv_max
 
-    def has_gradient(self, term: ForwardTerm, current: Set[str]) -> bool:
-        return term.advantage != 0 or self.settings.regularizes
+    def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
+        return term.advantage != 0 or self.settings.has_regularizer
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        require_latents(velocity=velocity, clean=batch.clean, noise=batch.noise, **references)
+        require_latents(velocity=velocity, clean=batch.clean_latents, noise=batch.noise, **references)
         log_prob = self._log_prob(velocity, batch)
         # Without an `old` prediction the weights are equal, so the log-probabilities are bit-identical.
         old_log_prob = self._log_prob(references["old"], batch) if "old" in references else log_prob.detach()
         log_ratio, clip = log_prob - old_log_prob, self.settings.clip_ratio
-        policy = loss = clipped_policy_loss(log_ratio, batch.credit, clip, clip)
+        policy = loss = ppo_clip_loss(log_ratio, batch.credit, clip, clip)
         stats: Stats = {
             "loss/policy": policy.detach(),
             "policy/log_prob_mean": log_prob.detach(),
             "policy/approx_kl": 0.5 * log_ratio.detach().square(),
         }
-        for name, beta in self.held_to.items():
-            distance = sample_mean((velocity - references[name]).square(), batch.free)
+        for name, beta in self.kl_betas.items():
+            distance = sample_mean((velocity - references[name]).square(), batch.loss_mask)
             loss = loss + beta * distance
             stats[f"kl/{name}"] = distance.detach()
         if "kl/ref" in stats:
             stats["loss/kl"] = stats["kl/ref"]
-        outside = outside_clip(log_ratio.detach(), clip, clip)
+        outside = outside_clip_range(log_ratio.detach(), clip, clip)
         return loss, stats | ratio_stats(log_ratio.detach(), *outside, batch.credit)
 
     def _log_prob(self, velocity: Tensor, batch: ForwardBatch) -> Tensor:
-        error = sample_mean((velocity - (batch.noise - batch.clean)).square(), batch.free)
+        error = sample_mean((velocity - (batch.noise - batch.clean_latents)).square(), batch.loss_mask)
         return matching_log_prob(error, batch.sigma, self.settings.weighting, self.settings.power)

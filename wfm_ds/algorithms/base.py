@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeAlias, TypeVa
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.advantages import Advantages, Rewards, step_advantages
-from wfm_ds.algorithms.batch import Term, TermBatch
-from wfm_ds.pinned import on_device
-from wfm_ds.types import ConditionalFrames
+from wfm_ds.algorithms.advantages import Advantages, Rewards, compute_advantages
+from wfm_ds.algorithms.batch import LossTerm, LossTermBatch
+from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.types import ConditioningFrames
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms import RlSettings
-    from wfm_ds.recipe.algorithms.base import ModelFacts
+    from wfm_ds.recipe.algorithms.base import ModelProperties
     from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.sampling.denoise import Plan
+    from wfm_ds.sampling.denoise import SamplingPlan
     from wfm_ds.types import Rollout
 
-TermT = TypeVar("TermT", bound=Term)
-BatchT = TypeVar("BatchT", bound=TermBatch)
+TermT = TypeVar("TermT", bound=LossTerm)
+BatchT = TypeVar("BatchT", bound=LossTermBatch)
 Stats: TypeAlias = dict[str, "Tensor | tuple[Tensor, Tensor]"]
 """Detached values [B] by metric tag, or (value [B], mask [B]) if only some terms count (meter.Meter)."""
 
@@ -31,10 +31,10 @@ class StepSamples(Protocol):
     """The samples of one RL step on this rank."""
 
     @property
-    def mine(self) -> Sequence[Rollout]: ...
+    def local_rollouts(self) -> Sequence[Rollout]: ...
 
     @property
-    def first(self) -> int:
+    def first_index(self) -> int:
         """Return the index of local_rollouts[0] among the samples of all ranks."""
 
 
@@ -52,7 +52,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     """Policies that the loss compares against, in the order of their forward passes: `old`, `ref`, or `ema` (if the
     recipe has one). A policy is omitted from the loss's `references` while its weights equal the trained ones; the loss
     then uses its own detached prediction."""
-    recalls_old = False
+    uses_old_predictions = False
     """Whether `old` predictions come from the trained weights before the first update of the RL step, instead of from a
     copy of the weights."""
 
@@ -61,21 +61,21 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     `group_statistics` on every micro-batch before the first backward pass, without gradients. It sums the results per
     group over all ranks and stores each term's sum in `batch.group_statistics`."""
 
-    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
+    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
         """sigmas: rollout grid [N+1] float64, descending to 0. model: the model to train; None if rollouts are only
         planned or counted. Raises RecipeError for settings that the grid does not support."""
         self.settings = recipe.rl.algorithm
         self.run_seed, self.sampling, self.grid = recipe.run.seed, recipe.sampling, sigmas
-        num_frames = self.settings.num_conditional_frames
-        self.gives_frames = (num_frames if model is None else model.pinned(num_frames))[1] > 0
+        num_frames = self.settings.conditioning_frame_range
+        self.uses_conditioning_frames = (num_frames if model is None else model.clean_frame_range(num_frames))[1] > 0
 
     @abstractmethod
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int) -> SamplingPlan:
         """Return the sampling plan of this RL step: how rollouts are denoised and which steps are stored."""
 
-    def advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
+    def compute_advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
         """Return one advantage per sample of all ranks; None for samples that are not trained on."""
-        return step_advantages(rewards, groups, self.settings)
+        return compute_advantages(rewards, groups, self.settings)
 
     @abstractmethod
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[TermT]]:
@@ -85,7 +85,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         weight 0; the loop drops them unless they are needed for padding.
         """
 
-    def has_gradient(self, term: TermT, current: Set[str]) -> bool:
+    def has_gradient(self, term: TermT, equal_policies: Set[str]) -> bool:
         """Return whether the term can have a non-zero gradient. May return True too often.
 
         equal_policies: policies with weights equal to the trained ones. The loop skips terms without gradient but still
@@ -97,13 +97,13 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     def assemble(self, terms: Sequence[TermT], rollouts: Sequence[Rollout], device: torch.device) -> BatchT:
         """Build the batch of these terms. rollouts: all rollouts of this rank."""
 
-    def conditional_frames(self, samples: Sequence[Rollout], device: torch.device) -> ConditionalFrames | None:
+    def conditioning_frames(self, samples: Sequence[Rollout], device: torch.device) -> ConditioningFrames | None:
         """Return the conditioning frames of these samples, for `assemble`. None in runs without conditioning frames."""
-        if not self.gives_frames:
+        if not self.uses_conditioning_frames:
             return None
-        latents = torch.stack([sample.data for sample in samples if sample.data is not None])
-        counts = torch.tensor([sample.num_conditional_frames for sample in samples])
-        return ConditionalFrames(latents, on_device(counts, device))
+        latents = torch.stack([sample.data_latents for sample in samples if sample.data_latents is not None])
+        counts = torch.tensor([sample.num_conditioning_frames for sample in samples])
+        return ConditioningFrames(latents, copy_to_device(counts, device))
 
     @abstractmethod
     def loss(self, velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
@@ -124,17 +124,17 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         """
         raise NotImplementedError
 
-    def moves(self, step: int, num_updates: int) -> Mapping[str, float]:
+    def policy_decays(self, step: int, num_updates: int) -> Mapping[str, float]:
         """Return the decay d of each policy copy to update at the end of this RL step: copy <- d*copy + (1-d)*theta.
 
         num_updates: optimizer steps of the run so far.
         """
         return {}
 
-    def review(self, metrics: Mapping[str, float]) -> None:
+    def check_metrics(self, metrics: Mapping[str, float]) -> None:
         """Log warnings about the metrics of an optimizer step."""
 
 
-def shared_out(num_samples: int, first: int, num_updates: int) -> list[list[int]]:
+def split_rows_over_updates(num_samples: int, first_index: int, num_updates: int) -> list[list[int]]:
     """Return this rank's rows per optimizer step. Sample i of the RL step is trained in update i mod num_updates."""
-    return [[row for row in range(num_samples) if (first + row) % num_updates == u] for u in range(num_updates)]
+    return [[row for row in range(num_samples) if (first_index + row) % num_updates == u] for u in range(num_updates)]

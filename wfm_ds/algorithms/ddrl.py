@@ -15,22 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.advantages import Advantages, Rewards, step_advantages
+from wfm_ds.algorithms.advantages import Advantages, Rewards, compute_advantages
 from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples
-from wfm_ds.algorithms.batch import Term, TermBatch
-from wfm_ds.algorithms.ddrl_terms import data_loss, data_sigma, log_ratio, reference_kl
-from wfm_ds.algorithms.ratio import clipped_policy_loss
+from wfm_ds.algorithms.batch import LossTerm, LossTermBatch
+from wfm_ds.algorithms.ddrl_losses import data_loss, draw_data_sigma, log_ratio, reference_kl
+from wfm_ds.algorithms.policy_ratio import ppo_clip_loss
 from wfm_ds.errors import RecipeError
-from wfm_ds.pinned import columns, on_device
+from wfm_ds.pinned_memory import copy_to_device, lists_to_device
 from wfm_ds.recipe.algorithms import DdrlAlgorithm
-from wfm_ds.sampling.denoise import step_seeds
-from wfm_ds.sampling.edm import Churn, EdmPlan, edm_plan
-from wfm_ds.sampling.noise import drawn_normal, noised, noisy_latents, seeded_normal
+from wfm_ds.sampling.denoise import step_noise_seeds
+from wfm_ds.sampling.edm import Churn, EdmPlan, make_edm_plan
+from wfm_ds.sampling.noise import add_noise, draw_cpu_normal, draw_device_normal, noisy_latents
 from wfm_ds.seeds import derive_seed
-from wfm_ds.types import ConditionalFrames
+from wfm_ds.types import ConditioningFrames
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe.algorithms.base import ModelFacts
+    from wfm_ds.recipe.algorithms.base import ModelProperties
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.types import Rollout
 
@@ -39,7 +39,7 @@ MIN_STD = 0.05  # smallest std of a step that may be trained on with a Gaussian 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DdrlTerm(Term):
+class DdrlTerm(LossTerm):
     index: int  # of the denoising step
     advantage: float
     data: DataNoise | None  # noise of the additional diffusion loss on data
@@ -51,7 +51,7 @@ class DataNoise:
 
     sigma: float
     seed: int
-    of_rollout: bool  # `seed` gave the initial noise of the rollout
+    is_rollout_noise: bool  # `seed` gave the initial noise of the rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +68,13 @@ class Transitions:
 class CleanData:
     """Clean latents and noise of the D data samples."""
 
-    clean: Tensor  # [D, ...]
+    clean_latents: Tensor  # [D, ...]
     noise: Tensor  # [D, ...]
-    terms: Tensor  # [D] int64, index of each sample's term
+    term_indices: Tensor  # [D] int64, index of each sample's term
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DdrlBatch(TermBatch):
+class DdrlBatch(LossTermBatch):
     """B terms, D of them with a data sample.
 
     The rows of `latents`, `sigma`, `prompts` and `conditioning_frames` are the B rollout states followed by the D noisy
@@ -83,51 +83,51 @@ class DdrlBatch(TermBatch):
 
     transitions: Transitions | None  # None in the data part
     data: CleanData | None  # None in the state part, and without a data loss
-    divided: bool
+    is_split: bool
 
     @property
     def num_states(self) -> int:
         return len(self.weight) if self.transitions else 0
 
     def parts(self) -> Sequence[DdrlBatch]:
-        if not self.divided:
+        if not self.is_split:
             return [self]
         states, data = slice(self.num_states), slice(self.num_states, None)
         return [
-            self._part(states, transitions=self.transitions, data=None),
-            self._part(data, transitions=None, data=self.data),
+            self._make_part(states, transitions=self.transitions, data=None),
+            self._make_part(data, transitions=None, data=self.data),
         ]
 
-    def _part(self, rows: slice, *, transitions: Transitions | None, data: CleanData | None) -> DdrlBatch:
+    def _make_part(self, rows: slice, *, transitions: Transitions | None, data: CleanData | None) -> DdrlBatch:
         return DdrlBatch(
             latents=self.latents[rows],
             sigma=self.sigma[rows],
             weight=self.weight,
             prompts=self.prompts[rows],
-            conditional_frames=self._frames(rows),
+            conditioning_frames=self._frame_rows(rows),
             transitions=transitions,
             data=data,
-            divided=False,
+            is_split=False,
         )
 
-    def for_references(self) -> TermBatch:
+    def reference_inputs(self) -> LossTermBatch:
         """Return the rollout states only: reference policies do not predict data samples."""
         states = slice(self.num_states)
-        return TermBatch(
+        return LossTermBatch(
             latents=self.latents[states],
             sigma=self.sigma[states],
             weight=self.weight,
             prompts=self.prompts[states],
-            conditional_frames=self._frames(states),
+            conditioning_frames=self._frame_rows(states),
         )
 
-    def _frames(self, rows: slice) -> ConditionalFrames | None:
-        frames = self.conditional_frames
-        return None if frames is None else ConditionalFrames(frames.latents[rows], frames.counts[rows])
+    def _frame_rows(self, rows: slice) -> ConditioningFrames | None:
+        frames = self.conditioning_frames
+        return None if frames is None else ConditioningFrames(frames.latents[rows], frames.counts[rows])
 
-    def free_of(self, rows: slice) -> Tensor | None:
+    def row_mask(self, rows: slice) -> Tensor | None:
         """Return the loss mask of these rows."""
-        mask = self.free
+        mask = self.loss_mask
         return None if mask is None else mask[rows]
 
 
@@ -136,27 +136,27 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
     area = "ddrl"
     settings: DdrlAlgorithm
 
-    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
+    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
         """See RlAlgorithm. `sigmas` is not used for denoising: EDM solvers have their own grid."""
         super().__init__(recipe, sigmas, model)
         self.on_policy = recipe.rl.rollout.policy != "reference"
-        self.reference = self.settings.reference
-        self.separate = self.settings.data_forward == "separate"
-        self.rollout_policy = "train" if self.on_policy else self.reference
-        self.references = tuple(self.settings.policies(recipe.rl.rollout))
-        self.edm = self._plan(())
-        self._require_noise()
+        self.reference_policy = self.settings.reference_policy
+        self.separates_data = self.settings.data_forward == "separate"
+        self.rollout_policy = "train" if self.on_policy else self.reference_policy
+        self.references = tuple(self.settings.list_policies(recipe.rl.rollout))
+        self.edm_plan = self._make_plan(())
+        self._check_step_noise()
 
-    def _plan(self, stored: Sequence[int]) -> EdmPlan:
+    def _make_plan(self, stored: Sequence[int]) -> EdmPlan:
         sampling = self.sampling
-        churn = Churn.of_run(sampling.steps, **sampling.churn)
+        churn = Churn.from_settings(sampling.steps, **sampling.churn_settings)
         try:
-            return edm_plan(sampling.solver, sampling.steps, churn, stored=stored)
+            return make_edm_plan(sampling.solver, sampling.steps, churn, stored_steps=stored)
         except ValueError as error:
             raise RecipeError(f"sampling: {error}") from error
 
-    def _require_noise(self) -> None:
-        train_on, stochastic = self.settings.train_on, self.edm.trainable()
+    def _check_step_noise(self) -> None:
+        train_on, stochastic = self.settings.train_on, self.edm_plan.trainable_steps()
         deterministic = sorted(set(train_on) - {RANDOM_STEP} - set(stochastic))
         if deterministic:
             raise RecipeError(
@@ -169,45 +169,45 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
                 "all of them. Remove -1"
             )
         trained = stochastic if RANDOM_STEP in train_on else train_on
-        low_noise = [k for k in trained if self.edm.steps[k].std < MIN_STD]
+        low_noise = [k for k in trained if self.edm_plan.steps[k].std < MIN_STD]
         if low_noise and self.settings.ratio_norm == "gaussian" and not self.on_policy:
             raise RecipeError(
                 f"algorithm.ratio_norm gaussian: the noise std at steps {low_noise} is below {MIN_STD}, too low to "
                 "compare two policies. Remove them from algorithm.train_on, or set rollout.policy: current"
             )
 
-    def trained_steps(self, step: int) -> list[int]:
+    def training_steps(self, step: int) -> list[int]:
         """Return the denoising steps trained on in RL step `step`, ascending. Identical on every rank."""
         steps = [k for k in self.settings.train_on if k != RANDOM_STEP]
         if len(steps) < len(self.settings.train_on):
-            others = [k for k in self.edm.trainable() if k not in steps]
+            others = [k for k in self.edm_plan.trainable_steps() if k not in steps]
             steps.append(others[derive_seed(self.run_seed, "extra_step", step) % len(others)])
         return sorted(steps)
 
     def plan(self, step: int) -> EdmPlan:
-        return self._plan(self.trained_steps(step))
+        return self._make_plan(self.training_steps(step))
 
-    def advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
+    def compute_advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
         s = self.settings
         if not s.exp_reward:
-            return step_advantages(rewards, groups, s)
-        return step_advantages(rewards, groups, s, transform=lambda a: s.exp_reward_baseline - np.exp(-a))
+            return compute_advantages(rewards, groups, s)
+        return compute_advantages(rewards, groups, s, transform=lambda a: s.exp_reward_baseline - np.exp(-a))
 
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[DdrlTerm]]:
-        trained = self.trained_steps(step)
+        trained = self.training_steps(step)
         with_data = self._steps_with_data(trained)
         return [
             [
                 DdrlTerm(
                     row=row,
-                    sigma=self.edm.steps[k].sigma,
-                    weight=0.0 if advantages[rollouts.first + row] is None else 1.0,
-                    num_parts=2 if k in with_data and self.separate else 1,
+                    sigma=self.edm_plan.steps[k].sigma,
+                    weight=0.0 if advantages[rollouts.first_index + row] is None else 1.0,
+                    num_parts=2 if k in with_data and self.separates_data else 1,
                     index=k,
-                    advantage=advantages[rollouts.first + row] or 0.0,
+                    advantage=advantages[rollouts.first_index + row] or 0.0,
                     data=self._data_noise(rollout, k, step) if k in with_data else None,
                 )
-                for row, rollout in enumerate(rollouts.mine)
+                for row, rollout in enumerate(rollouts.local_rollouts)
                 for k in trained
             ]
         ]
@@ -217,23 +217,23 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             return []
         return trained[:1] if self.settings.data_on_first_only else trained
 
-    def _data_noise(self, rollout: Rollout, k: int, step: int) -> DataNoise:
+    def _data_noise(self, rollout: Rollout, denoise_step: int, step: int) -> DataNoise:
         if self.settings.use_rl_sigma_and_noise:
-            return DataNoise(self.edm.steps[k].sigma, rollout.noise_seed, of_rollout=True)
-        key = (step, rollout.seed, k)
+            return DataNoise(self.edm_plan.steps[denoise_step].sigma, rollout.noise_seed, is_rollout_noise=True)
+        key = (step, rollout.seed, denoise_step)
         return DataNoise(
-            data_sigma(self.run_seed, *key, video=rollout.clean_latents.ndim == 4),
+            draw_data_sigma(self.run_seed, *key, video=rollout.clean_latents.ndim == 4),
             derive_seed(self.run_seed, "data_noise", *key),
-            of_rollout=False,
+            is_rollout_noise=False,
         )
 
     def assemble(self, terms: Sequence[DdrlTerm], rollouts: Sequence[Rollout], device: torch.device) -> DdrlBatch:
         samples = [rollouts[t.row] for t in terms]
-        steps = [self.edm.steps[t.index] for t in terms]
+        steps = [self.edm_plan.steps[t.index] for t in terms]
         states = torch.stack([sample.states[t.index] for sample, t in zip(samples, terms, strict=True)])
-        seeds = [step_seeds([sample.seed], t.index) for sample, t in zip(samples, terms, strict=True)]
-        data = noised_data(terms, samples, states)
-        sigma, weight, advantage, gain, std = columns(
+        seeds = [step_noise_seeds([sample.seed], t.index) for sample, t in zip(samples, terms, strict=True)]
+        data = make_noisy_data(terms, samples, states)
+        sigma, weight, advantage, gain, std = lists_to_device(
             device,
             [t.sigma for t in terms],
             [t.weight for t in terms],
@@ -242,26 +242,26 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             [step.std for step in steps],
         )
         return DdrlBatch(
-            latents=torch.cat([states, data.latents]),
+            latents=torch.cat([states, data.noisy_latents]),
             sigma=torch.cat([sigma, data.sigma]),
             weight=weight,
             prompts=[sample.prompt for sample in [*samples, *data.samples]],
-            conditional_frames=self.conditional_frames([*samples, *data.samples], device),
+            conditioning_frames=self.conditioning_frames([*samples, *data.samples], device),
             transitions=Transitions(
-                noise=drawn_normal(on_device(torch.cat(seeds), device), states),
+                noise=draw_device_normal(copy_to_device(torch.cat(seeds), device), states),
                 gain=gain,
                 std=std,
                 advantage=advantage,
             ),
             data=self._clean_data(data, device),
-            divided=any(t.num_parts > 1 for t in terms),
+            is_split=any(t.num_parts > 1 for t in terms),
         )
 
-    def _clean_data(self, data: NoisedData, device: torch.device) -> CleanData | None:
+    def _clean_data(self, data: NoisyData, device: torch.device) -> CleanData | None:
         if self.settings.data_beta == 0:
             return None
-        terms = on_device(torch.tensor(data.rows, dtype=torch.int64), device)
-        return CleanData(clean=data.clean, noise=data.noise, terms=terms)
+        terms = copy_to_device(torch.tensor(data.term_indices, dtype=torch.int64), device)
+        return CleanData(clean_latents=data.clean_latents, noise=data.noise, term_indices=terms)
 
     def loss(self, velocity: Tensor, batch: DdrlBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         s, count = self.settings, batch.num_states
@@ -269,7 +269,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         stats: Stats = {}
         if batch.transitions is not None:
             loss, stats = self._policy_loss(
-                velocity[:count], batch.transitions, references, batch.free_of(slice(count))
+                velocity[:count], batch.transitions, references, batch.row_mask(slice(count))
             )
         if batch.data is not None:
             data, has_data = self._data_loss(velocity[count:], batch, batch.data)
@@ -278,17 +278,17 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         return s.loss_scale * loss, {"loss/total": loss.detach(), **stats}
 
     def _policy_loss(
-        self, velocity: Tensor, transitions: Transitions, references: Mapping[str, Tensor], free: Tensor | None
+        self, velocity: Tensor, transitions: Transitions, references: Mapping[str, Tensor], mask: Tensor | None
     ) -> tuple[Tensor, Stats]:
         """Return the policy loss of each term [B], including the KL to the reference, and its statistics."""
         s, gain, std, advantage = self.settings, transitions.gain, transitions.std, transitions.advantage
-        reference = references.get(self.reference, velocity.detach())
+        reference = references.get(self.reference_policy, velocity.detach())
         old = velocity.detach() if self.on_policy else reference
-        log_rho = log_ratio(velocity, old, transitions.noise, gain, std, norm=s.ratio_norm, free=free)
-        loss = clipped_policy_loss(log_rho, advantage, s.clip_ratio, s.clip_ratio)
-        stats = {"loss/policy": loss.detach(), **self._measured(log_rho.detach(), advantage)}
+        log_rho = log_ratio(velocity, old, transitions.noise, gain, std, norm=s.ratio_norm, mask=mask)
+        loss = ppo_clip_loss(log_rho, advantage, s.clip_ratio, s.clip_ratio)
+        stats = {"loss/policy": loss.detach(), **self._ratio_metrics(log_rho.detach(), advantage)}
         if s.kl_beta > 0:
-            kl = reference_kl(velocity, reference, gain, std, norm=s.ratio_norm, free=free)
+            kl = reference_kl(velocity, reference, gain, std, norm=s.ratio_norm, mask=mask)
             loss = loss + s.kl_beta * kl
             stats |= {"loss/kl": kl.detach()}
         return loss, stats
@@ -302,10 +302,10 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         if len(velocity) == 0:
             return zeros, zeros
         rows = slice(batch.num_states, None)
-        losses = data_loss(velocity, data.clean, data.noise, batch.sigma[rows], batch.free_of(rows))
-        return zeros.index_add(0, data.terms, losses), zeros.index_fill(0, data.terms, 1.0)
+        losses = data_loss(velocity, data.clean_latents, data.noise, batch.sigma[rows], batch.row_mask(rows))
+        return zeros.index_add(0, data.term_indices, losses), zeros.index_fill(0, data.term_indices, 1.0)
 
-    def _measured(self, log_rho: Tensor, advantage: Tensor) -> Stats:
+    def _ratio_metrics(self, log_rho: Tensor, advantage: Tensor) -> Stats:
         """Return metrics of the ratio to the rollout policy, detached [B]."""
         if self.on_policy:  # the ratio is 1 before the only update of the step
             return {}
@@ -321,42 +321,49 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             "policy/clip_fraction_active": torch.where(positive, higher, lower & (advantage < 0)).float(),
         }
 
-    def moves(self, step: int, num_updates: int) -> Mapping[str, float]:
+    def policy_decays(self, step: int, num_updates: int) -> Mapping[str, float]:
         every = self.settings.update_ref_every
-        return {self.reference: 0.0} if every and step % every == 0 else {}
+        return {self.reference_policy: 0.0} if every and step % every == 0 else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoisedData:
+class NoisyData:
     """The noisy data samples of D terms."""
 
     samples: Sequence[Rollout]
-    rows: Sequence[int]  # indices of their terms
-    clean: Tensor  # [D, ...]
+    term_indices: Sequence[int]  # indices of their terms
+    clean_latents: Tensor  # [D, ...]
     noise: Tensor  # [D, ...]
-    latents: Tensor  # [D, ...], noisy
+    noisy_latents: Tensor  # [D, ...], noisy
     sigma: Tensor  # [D]
 
 
-def noised_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], like: Tensor) -> NoisedData:
+def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], states: Tensor) -> NoisyData:
     """Add noise to the data samples of the terms that have one. states: rollout states of their shape and dtype."""
     chosen = [(i, t.data, samples[i]) for i, t in enumerate(terms) if t.data is not None]
     if not chosen:
-        empty = like[:0]
-        return NoisedData(samples=[], rows=[], clean=empty, noise=empty, latents=empty, sigma=like.new_empty(0))
-    clean = torch.stack([sample.data for _, _, sample in chosen if sample.data is not None])
+        empty = states[:0]
+        return NoisyData(
+            samples=[],
+            term_indices=[],
+            clean_latents=empty,
+            noise=empty,
+            noisy_latents=empty,
+            sigma=states.new_empty(0),
+        )
+    clean = torch.stack([sample.data_latents for _, _, sample in chosen if sample.data_latents is not None])
     seeds = [data.seed for _, data, _ in chosen]
-    (sigma,) = columns(like.device, [data.sigma for _, data, _ in chosen])
-    if chosen[0][1].of_rollout:  # set by the recipe, equal for all
-        noise = seeded_normal(seeds, clean.shape[1:], like.device)
+    (sigma,) = lists_to_device(states.device, [data.sigma for _, data, _ in chosen])
+    if chosen[0][1].is_rollout_noise:  # set by the recipe, equal for all
+        noise = draw_cpu_normal(seeds, clean.shape[1:], states.device)
         latents = noisy_latents(clean, noise, sigma)
     else:
-        latents, noise = noised(clean, sigma, seeds)
-    return NoisedData(
+        latents, noise = add_noise(clean, sigma, seeds)
+    return NoisyData(
         samples=[sample for _, _, sample in chosen],
-        rows=[i for i, _, _ in chosen],
-        clean=clean,
+        term_indices=[i for i, _, _ in chosen],
+        clean_latents=clean,
         noise=noise,
-        latents=latents,
+        noisy_latents=latents,
         sigma=sigma,
     )

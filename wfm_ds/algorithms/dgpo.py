@@ -19,7 +19,7 @@ from wfm_ds.recipe.algorithms import DgpoAlgorithm
 from wfm_ds.sampling.shapes import require_latents, sample_mean
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe.algorithms.base import ModelFacts
+    from wfm_ds.recipe.algorithms.base import ModelProperties
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.types import Rollout
 
@@ -36,14 +36,14 @@ class Dgpo(ForwardProcess):
     uses_group_statistics = True
     settings: DgpoAlgorithm
 
-    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
+    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
         super().__init__(recipe, sigmas, model)
         self.group_size = recipe.rl.rollout.group_size
 
-    def key(self, rollout: Rollout) -> tuple[int | str, ...]:
+    def noise_key(self, rollout: Rollout) -> tuple[int | str, ...]:
         return (rollout.group_id,)
 
-    def has_gradient(self, term: ForwardTerm, current: Set[str]) -> bool:
+    def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
         return term.advantage != 0
 
     def group_statistics(
@@ -54,22 +54,22 @@ class Dgpo(ForwardProcess):
         references: Mapping[str, Tensor],
     ) -> tuple[list[str], Tensor]:
         """Identify groups by noise seed: it is shared by a sample group at one noise level, and by no other terms."""
-        errors, ref_errors = self._errors(velocity, batch), self._errors(references["ref"], batch)
+        errors, ref_errors = self._velocity_errors(velocity, batch), self._velocity_errors(references["ref"], batch)
         contributions = batch.credit * self.settings.beta * (errors - ref_errors) / self.group_size
         return [str(term.noise_seed) for term in terms], contributions
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         assert batch.group_statistics is not None, "set by the RL loop"
         weight_B = torch.sigmoid(batch.group_statistics)
-        errors = self._errors(velocity, batch)
+        errors = self._velocity_errors(velocity, batch)
         stats: Stats = {
             "dgpo/group_weight": weight_B,
             "dgpo/error": errors.detach(),
-            "kl/ref": sample_mean((velocity.detach() - references["ref"]).square(), batch.free),
+            "kl/ref": sample_mean((velocity.detach() - references["ref"]).square(), batch.loss_mask),
         }
         return weight_B * batch.credit * errors, stats
 
-    def _errors(self, velocity: Tensor, batch: ForwardBatch) -> Tensor:
+    def _velocity_errors(self, velocity: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the velocity error l of each term, [B]."""
-        require_latents(velocity=velocity, clean=batch.clean, noise=batch.noise)
-        return sample_mean((velocity - (batch.noise - batch.clean)).square(), batch.free)
+        require_latents(velocity=velocity, clean=batch.clean_latents, noise=batch.noise)
+        return sample_mean((velocity - (batch.noise - batch.clean_latents)).square(), batch.loss_mask)

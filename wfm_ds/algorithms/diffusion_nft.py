@@ -22,7 +22,7 @@ from wfm_kernels import nft_loss as fused_nft_loss
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms import DecaySchedule
-    from wfm_ds.recipe.algorithms.base import ModelFacts
+    from wfm_ds.recipe.algorithms.base import ModelProperties
     from wfm_ds.recipe.schema import Recipe
 
 # Decay of the old policy by preset: steps at the initial value, initial value, increase per optimizer step, maximum.
@@ -32,7 +32,7 @@ OLD_DECAY_PRESETS = {
     "slow": (75, 0.0, 0.0075, 0.999),
 }
 
-NEUTRAL = 0.5  # r at advantage 0
+NEUTRAL_REWARD_WEIGHT = 0.5  # r at advantage 0
 
 
 def nft_loss(
@@ -47,7 +47,7 @@ def nft_loss(
     adv_clip_max: float,
     kl_beta: float,
     ref_velocity: Tensor | None = None,
-    free: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the unreduced loss of each sample, [B], and its parts, detached [B] by metric tag.
 
@@ -74,12 +74,12 @@ def nft_loss(
         raise ValueError(f"kl_beta is {kl_beta} but ref_velocity is {'set' if kl_beta == 0 else 'missing'}")
 
     fraction: Tensor | float = 1.0  # of elements that count
-    if free is not None:
+    if mask is not None:
         # With zeros all errors are 0 on excluded frames. Quotients of two means stay correct; other means have to be
         # divided by the fraction of elements that count.
-        velocity, old_velocity, clean_latents, noise = (t * free for t in latents.values())
-        ref_velocity = None if ref_velocity is None else ref_velocity * free
-        fraction = sample_mean(free)
+        velocity, old_velocity, clean_latents, noise = (t * mask for t in latents.values())
+        ref_velocity = None if ref_velocity is None else ref_velocity * mask
+        fraction = sample_mean(mask)
     parts = fused_nft_loss(
         velocity, old_velocity, clean_latents, noise, sigma, reward_weight, beta=beta, ref_velocity=ref_velocity
     )
@@ -107,7 +107,7 @@ def reward_weights(advantages: Sequence[float] | npt.NDArray[np.float64], adv_cl
     advantage_B = np.asarray(advantages, dtype=np.float64)
     if advantage_B.ndim != 1 or not np.isfinite(advantage_B).all():
         raise ValueError(f"advantages must be finite, one per sample, got {advantages}")
-    return torch.from_numpy(np.clip(advantage_B / (2 * adv_clip_max) + NEUTRAL, 0.0, 1.0)).float()
+    return torch.from_numpy(np.clip(advantage_B / (2 * adv_clip_max) + NEUTRAL_REWARD_WEIGHT, 0.0, 1.0)).float()
 
 
 def old_decay(setting: str | DecaySchedule, num_updates: int) -> float:
@@ -132,23 +132,27 @@ class DiffusionNft(ForwardProcess):
     rollout_policy = "old"
     settings: NftAlgorithm
 
-    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
+    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
         super().__init__(recipe, sigmas, model)
         self.references = ("old", "ref") if self.settings.kl_beta > 0 else ("old",)
 
-    def credit(self, advantage: float) -> float:
+    def credit_from_advantage(self, advantage: float) -> float:
         """Return the reward weight r in [0, 1]."""
         return float(reward_weights([advantage], self.settings.adv_clip_max)[0])
 
-    def has_gradient(self, term: ForwardTerm, current: Set[str]) -> bool:
+    def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
         """Return False if v = v_old, r = 1/2 and there is no KL term: the two halves of the loss then cancel."""
-        return self.settings.kl_beta > 0 or "old" not in current or self.credit(term.advantage) != NEUTRAL
+        return (
+            self.settings.kl_beta > 0
+            or "old" not in equal_policies
+            or self.credit_from_advantage(term.advantage) != NEUTRAL_REWARD_WEIGHT
+        )
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         loss_B, stats = nft_loss(
             velocity,
             references.get("old", velocity),
-            batch.clean,
+            batch.clean_latents,
             batch.noise,
             batch.sigma,
             batch.credit,
@@ -156,9 +160,9 @@ class DiffusionNft(ForwardProcess):
             adv_clip_max=self.settings.adv_clip_max,
             kl_beta=self.settings.kl_beta,
             ref_velocity=references.get("ref"),
-            free=batch.free,
+            mask=batch.loss_mask,
         )
         return loss_B, dict(stats)
 
-    def moves(self, step: int, num_updates: int) -> Mapping[str, float]:
+    def policy_decays(self, step: int, num_updates: int) -> Mapping[str, float]:
         return {"old": old_decay(self.settings.old_decay, num_updates)}

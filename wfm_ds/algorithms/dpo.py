@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from wfm_ds.algorithms.base import Stats
-from wfm_ds.algorithms.supervised import Supervised
+from wfm_ds.algorithms.supervised import SupervisedAlgorithm
 from wfm_ds.recipe.algorithms import DpoAlgorithm
 
 
@@ -40,7 +40,7 @@ def is_preferred(margins: Tensor) -> Tensor:
     return (1 + torch.sign(margins)) / 2
 
 
-class Dpo(Supervised):
+class Dpo(SupervisedAlgorithm):
     """Offline DPO. Errors are [2, ...]: the chosen and the rejected sample of each pair, with equal noise and sigma."""
 
     area = "dpo"
@@ -58,7 +58,7 @@ class Dpo(Supervised):
         }
         return preference_loss(rewards), stats
 
-    def held_out(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """See the base class. Adds the accuracy over pairs, from their mean reward margin over the noise levels."""
         rewards = implicit_rewards(errors, references["ref"], self.settings.beta)
         return preference_loss(rewards), {"accuracy": is_preferred((rewards[0] - rewards[1]).mean(dim=1))}

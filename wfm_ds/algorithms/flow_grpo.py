@@ -17,38 +17,38 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples, shared_out
-from wfm_ds.algorithms.batch import Term, TermBatch
+from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples, split_rows_over_updates
+from wfm_ds.algorithms.batch import LossTerm, LossTermBatch
 from wfm_ds.algorithms.plans import rollout_plan
-from wfm_ds.algorithms.ratio import (
-    clipped_policy_loss,
+from wfm_ds.algorithms.policy_ratio import (
     divergence_policy_loss,
-    outside_clip,
+    outside_clip_range,
+    ppo_clip_loss,
     ratio_stats,
     step_divergence,
 )
-from wfm_ds.algorithms.terms import trained_step_indices
+from wfm_ds.algorithms.term_sampling import draw_training_steps
 from wfm_ds.errors import RecipeError
-from wfm_ds.pinned import columns, on_device
+from wfm_ds.pinned_memory import copy_to_device, lists_to_device
 from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm
-from wfm_ds.sampling.plan import STD, possible_steps
+from wfm_ds.sampling.plan import STD_COLUMN, all_trainable_steps
 from wfm_ds.sampling.shapes import require_vectors, sample_mean
 from wfm_ds.sampling.transition import transition_log_prob, transition_mean
 from wfm_ds.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe.algorithms.base import ModelFacts
+    from wfm_ds.recipe.algorithms.base import ModelProperties
     from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.sampling.denoise import FlowPlan, Plan
+    from wfm_ds.sampling.denoise import FlowPlan, SamplingPlan
     from wfm_ds.types import Rollout
 
 log = logging.getLogger(__name__)
 
-START_DEVIATION = 0.1  # fraction of the trust region; larger initial deviations are logged
+MAX_START_DEVIATION = 0.1  # fraction of the trust region; larger initial deviations are logged
 
 
-def drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> Tensor:
+def policy_drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> Tensor:
     """Return |log p_old - log p_rollout| / clip_range of each term, [B], detached: how stale the sample is.
 
     Both log-probabilities are [B] float32, averaged over the n elements of a sample. They are not usable as importance
@@ -58,8 +58,8 @@ def drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> 
     return ((old_log_prob - rollout_log_prob).abs() / clip_range).detach()
 
 
-def guarded_log_ratio(
-    mean: Tensor, old_mean: Tensor, next_latents: Tensor, std: Tensor, free: Tensor | None = None
+def grpo_guard_log_ratio(
+    mean: Tensor, old_mean: Tensor, next_latents: Tensor, std: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """Return GRPO-Guard's log ratio [B]: (log p - log p_old + mean((mu - mu_old)^2)/(2 s^2)) * s.
 
@@ -69,7 +69,7 @@ def guarded_log_ratio(
     Latents and means are [B, ...] with one shape, std is [B]. mask: as in sample_mean. Gradients flow to `mean`.
     """
     old = old_mean.detach()
-    return sample_mean((next_latents - old) * (mean - old), free) / std
+    return sample_mean((next_latents - old) * (mean - old), mask) / std
 
 
 def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
     The means of two steps with equal std differ by c_v*(v - v_ref). `gaussian` is c_v^2/(2 s^2), `flow_grpo` uses the
     diffusion g^2 = s^2/-dt instead of s^2, `velocity` is 1. Raises ValueError for another kind.
     """
-    gaussian = coefficients[:, 1].square() / (2 * coefficients[:, STD].square())
+    gaussian = coefficients[:, 1].square() / (2 * coefficients[:, STD_COLUMN].square())
     match kind:
         case "velocity":
             return torch.ones_like(gaussian)
@@ -90,15 +90,15 @@ def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransitionTerm(Term):
-    index: int  # of the denoising step
-    place: int  # index of its transition in the rollout
+class TransitionTerm(LossTerm):
+    denoise_step: int  # of the denoising step
+    transition_index: int  # index of its transition in the rollout
     advantage: float
     first: bool  # in the first update of the RL step: the rollout weights are still current
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransitionBatch(TermBatch):
+class TransitionBatch(LossTermBatch):
     """A batch of B stored steps."""
 
     next_latents: Tensor  # [B, ...]
@@ -106,15 +106,15 @@ class TransitionBatch(TermBatch):
     dt: Tensor  # [B], negative
     kl_scale: Tensor  # [B]
     advantage: Tensor  # [B]
-    index: Tensor  # [B] int64, of the denoising step
-    steps: tuple[int, ...]  # all trained steps of the RL step
+    denoise_step: Tensor  # [B] int64, of the denoising step
+    trained_steps: tuple[int, ...]  # all trained steps of the RL step
     rollout_log_prob: Tensor  # [B]
     rollout_mean: Tensor | None  # [B, ...]
     first: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class PolicyComparison:
     """B terms under the trained and the old policy. [B] float32; only `log_ratio` has a gradient."""
 
     log_prob: Tensor
@@ -122,7 +122,7 @@ class Compared:
     log_ratio: Tensor  # GRPO-Guard's log ratio, if enabled
     divergence: Tensor | None  # from the old policy, for trust_region: divergence
     drift: Tensor | None  # of the old from the rollout policy, relative to the trust region, if samples may be stale
-    start: Tensor | None  # divergence from the rollout policy before the first update, if known
+    start_divergence: Tensor | None  # divergence from the rollout policy before the first update, if known
 
 
 class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
@@ -130,48 +130,52 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     area = "policy"
     settings: FlowGrpoAlgorithm
 
-    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
+    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
         super().__init__(recipe, sigmas, model)
         s = self.settings
         # Stale samples: ratios are relative either to the weights that generated them (`rollout`), or to the weights at
         # the start of the RL step. In the second case terms that are unlikely under these weights are dropped.
-        self.stale = recipe.is_async and recipe.rl.rollout.max_staleness > 0
-        self.drops_stale = self.stale and s.old_log_prob != "rollout"
-        self.recalls_old = s.old_log_prob == "recompute" or self.drops_stale
-        self.references = (*(["old"] if self.recalls_old else []), *(["ref"] if s.kl_beta > 0 else []))
+        self.has_stale_samples = recipe.is_async and recipe.rl.rollout.max_staleness > 0
+        self.drops_stale_terms = self.has_stale_samples and s.old_log_prob != "rollout"
+        self.uses_old_predictions = s.old_log_prob == "recompute" or self.drops_stale_terms
+        self.references = (*(["old"] if self.uses_old_predictions else []), *(["ref"] if s.kl_beta > 0 else []))
         self.clip_low, self.clip_high = s.clip_ratio_low or s.clip_ratio, s.clip_ratio_high or s.clip_ratio
-        self.by_divergence = s.trust_region == "divergence"
-        self.compares_means = s.guard or self.by_divergence
+        self.uses_divergence = s.trust_region == "divergence"
+        self.compares_means = s.guard or self.uses_divergence
         # The first update only needs stored means if it compares against the rollout policy.
         with_rollout = s.old_log_prob == "rollout" or (
-            s.old_log_prob == "auto" and s.updates_per_rollout > 1 and not self.recalls_old
+            s.old_log_prob == "auto" and s.updates_per_rollout > 1 and not self.uses_old_predictions
         )
-        self.keep_means = (self.compares_means and with_rollout) or (self.by_divergence and self.drops_stale)
+        self.keep_means = (self.compares_means and with_rollout) or (self.uses_divergence and self.drops_stale_terms)
         # The coefficients of a noisy step do not depend on the window.
-        all_noisy = self._plan(self.sampling.model_copy(update={"window": None}), step=1)
+        all_noisy = self._make_plan(self.sampling.model_copy(update={"window": None}), step=1)
         self.table, self.steps = all_noisy.table, all_noisy.steps
-        self._require_noise()
+        self._check_step_noise()
 
-    def _require_noise(self) -> None:
+    def _check_step_noise(self) -> None:
         min_std, sampling = self.settings.min_step_std, self.sampling
-        possible = possible_steps(sampling.window, sampling.steps)
-        low_std = {k: round(float(self.table[k, STD]), 4) for k in possible if self.table[k, STD] < max(min_std, 1e-12)}
+        possible = all_trainable_steps(sampling.window, sampling.steps)
+        low_std = {
+            k: round(float(self.table[k, STD_COLUMN]), 4)
+            for k in possible
+            if self.table[k, STD_COLUMN] < max(min_std, 1e-12)
+        }
         if low_std:
             raise RecipeError(
                 f"{sampling.solver}: the noise std of steps {low_std} is below algorithm.min_step_std {min_std}. "
                 f"Exclude these steps with sampling.window, use more noise or fewer sampling.steps, or lower the bound"
             )
 
-    def plan(self, step: int) -> Plan:
-        return self._plan(self.sampling, step)
+    def plan(self, step: int) -> SamplingPlan:
+        return self._make_plan(self.sampling, step)
 
-    def _plan(self, sampling: SamplingRecipe, step: int) -> FlowPlan:
+    def _make_plan(self, sampling: SamplingRecipe, step: int) -> FlowPlan:
         return rollout_plan(
             sampling,
             self.grid,
             run_seed=self.run_seed,
             step=step,
-            store=True,
+            store_steps=True,
             keep_means=self.keep_means,
             gaussian=self.settings.log_prob == "gaussian",
         )
@@ -179,32 +183,38 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def updates(
         self, rollouts: StepSamples, advantages: Sequence[float | None], step: int
     ) -> list[list[TransitionTerm]]:
-        rows_by_update = shared_out(len(rollouts.mine), rollouts.first, self.settings.updates_per_rollout)
+        rows_by_update = split_rows_over_updates(
+            len(rollouts.local_rollouts), rollouts.first_index, self.settings.updates_per_rollout
+        )
         return [
             [
                 term
                 for row in rows
-                for term in self._terms(
-                    row, rollouts.mine[row], advantages[rollouts.first + row], step=step, first=u == 0
+                for term in self._make_terms(
+                    row,
+                    rollouts.local_rollouts[row],
+                    advantages[rollouts.first_index + row],
+                    step=step,
+                    is_first_update=u == 0,
                 )
             ]
             for u, rows in enumerate(rows_by_update)
         ]
 
-    def _terms(
-        self, row: int, rollout: Rollout, advantage: float | None, *, step: int, first: bool
+    def _make_terms(
+        self, row: int, rollout: Rollout, advantage: float | None, *, step: int, is_first_update: bool
     ) -> list[TransitionTerm]:
         seed = derive_seed(self.run_seed, "timesteps", step, rollout.seed)
-        transition_indices = trained_step_indices(len(rollout.transitions), self.settings.timestep_fraction, seed)
+        transition_indices = draw_training_steps(len(rollout.transitions), self.settings.timestep_fraction, seed)
         return [
             TransitionTerm(
                 row=row,
                 sigma=self.steps[rollout.transitions[i].index].sigma,
                 weight=0.0 if advantage is None else 1.0,
-                index=rollout.transitions[i].index,
-                place=i,
+                denoise_step=rollout.transitions[i].index,
+                transition_index=i,
                 advantage=advantage or 0.0,
-                first=first,
+                first=is_first_update,
             )
             for i in transition_indices
         ]
@@ -212,34 +222,34 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def assemble(
         self, terms: Sequence[TransitionTerm], rollouts: Sequence[Rollout], device: torch.device
     ) -> TransitionBatch:
-        transitions = [rollouts[t.row].transitions[t.place] for t in terms]
-        indices = [t.index for t in terms]
+        transitions = [rollouts[t.row].transitions[t.transition_index] for t in terms]
+        indices = [t.denoise_step for t in terms]
         coefficients = self.table[indices]
         dt = [self.steps[k].sigma_next - self.steps[k].sigma for k in indices]
         scale = kl_scale(self.settings.kl_type, coefficients, torch.tensor(dt, dtype=torch.float64))
         means = [t.mean for t in transitions if t.mean is not None]
         numbers = [t.sigma for t in terms], [t.weight for t in terms], [t.advantage for t in terms]
-        sigma, weight, advantage, dt_B, scale_B = columns(device, *numbers, dt, scale.tolist())
+        sigma, weight, advantage, dt_B, scale_B = lists_to_device(device, *numbers, dt, scale.tolist())
         return TransitionBatch(
             latents=torch.stack([t.latents for t in transitions]),
             sigma=sigma,
             weight=weight,
             prompts=[rollouts[t.row].prompt for t in terms],
-            conditional_frames=self.conditional_frames([rollouts[t.row] for t in terms], device),
+            conditioning_frames=self.conditioning_frames([rollouts[t.row] for t in terms], device),
             next_latents=torch.stack([t.next_latents for t in transitions]),
-            coefficients=on_device(coefficients, device),
+            coefficients=copy_to_device(coefficients, device),
             dt=dt_B,
             kl_scale=scale_B,
             advantage=advantage,
-            index=on_device(torch.tensor(indices), device),
-            steps=tuple(t.index for t in rollouts[0].transitions),
+            denoise_step=copy_to_device(torch.tensor(indices), device),
+            trained_steps=tuple(t.index for t in rollouts[0].transitions),
             rollout_log_prob=torch.stack([t.log_prob for t in transitions]),
             rollout_mean=torch.stack(means) if means else None,
             first=terms[0].first,
         )
 
     def loss(self, velocity: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        s, comparison = self.settings, self._compared(velocity, batch, references)
+        s, comparison = self.settings, self._compare_policies(velocity, batch, references)
         policy = self._policy_loss(comparison, batch.advantage)
         if s.guard and s.guard_reweight:
             policy = policy / -batch.dt
@@ -250,49 +260,53 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             staleness = {"policy/drift": comparison.drift, "policy/dropped_fraction": dropped.float()}
         loss, stats = policy, {"loss/policy": policy.detach()}
         if "ref" in references:
-            kl = batch.kl_scale * sample_mean((velocity - references["ref"]).square(), batch.free)
+            kl = batch.kl_scale * sample_mean((velocity - references["ref"]).square(), batch.loss_mask)
             loss = policy + s.kl_beta * kl
             stats |= {"loss/kl": kl.detach(), "kl/ref": kl.detach()}
-        return loss, stats | staleness | self._measured(comparison, batch)
+        return loss, stats | staleness | self._policy_metrics(comparison, batch)
 
-    def _policy_loss(self, comparison: Compared, advantage: Tensor) -> Tensor:
+    def _policy_loss(self, comparison: PolicyComparison, advantage: Tensor) -> Tensor:
         log_ratio, divergence = comparison.log_ratio, comparison.divergence
         if divergence is None:
-            return clipped_policy_loss(log_ratio, advantage, self.clip_low, self.clip_high)
+            return ppo_clip_loss(log_ratio, advantage, self.clip_low, self.clip_high)
         return divergence_policy_loss(log_ratio, divergence, advantage, self.settings.divergence)
 
-    def _compared(self, velocity: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Compared:
-        log_prob, std = self._log_prob(velocity, batch), batch.coefficients[:, STD].float()
+    def _compare_policies(
+        self, velocity: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]
+    ) -> PolicyComparison:
+        log_prob, std = self._log_prob(velocity, batch), batch.coefficients[:, STD_COLUMN].float()
         old_log_prob = self._old_log_prob(log_prob, batch, references)
         log_ratio, divergence, staleness, start = log_prob - old_log_prob, None, None, None
         if self.compares_means:
-            mask = batch.free
-            mean = self._mean(velocity, batch)
+            mask = batch.loss_mask
+            mean = self._transition_mean(velocity, batch)
             old_mean = self._old_mean(mean, batch, references)
             if self.settings.guard:
-                log_ratio = guarded_log_ratio(mean, old_mean, batch.next_latents, std, mask)
-            if self.by_divergence:
+                log_ratio = grpo_guard_log_ratio(mean, old_mean, batch.next_latents, std, mask)
+            if self.uses_divergence:
                 divergence = step_divergence(mean, old_mean, std, mask)
-                if self.drops_stale:
-                    rollout_divergence = step_divergence(old_mean, _stored(batch.rollout_mean), std, mask)
+                if self.drops_stale_terms:
+                    rollout_divergence = step_divergence(old_mean, _require_mean(batch.rollout_mean), std, mask)
                     staleness = rollout_divergence / self.settings.divergence
                 if batch.first and batch.rollout_mean is not None:
                     start = step_divergence(mean, batch.rollout_mean, std, mask)
-        if self.drops_stale and not self.by_divergence:
-            staleness = drift(old_log_prob, batch.rollout_log_prob, min(self.clip_low, self.clip_high))
-        return Compared(log_prob.detach(), old_log_prob.detach(), log_ratio, divergence, staleness, start)
+        if self.drops_stale_terms and not self.uses_divergence:
+            staleness = policy_drift(old_log_prob, batch.rollout_log_prob, min(self.clip_low, self.clip_high))
+        return PolicyComparison(log_prob.detach(), old_log_prob.detach(), log_ratio, divergence, staleness, start)
 
     def _log_prob(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
-        return transition_log_prob(velocity, batch.latents, batch.next_latents, batch.coefficients, batch.free)
+        return transition_log_prob(velocity, batch.latents, batch.next_latents, batch.coefficients, batch.loss_mask)
 
-    def _old(self, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Literal["own", "rollout", "recomputed"]:
+    def _old_policy_source(
+        self, batch: TransitionBatch, references: Mapping[str, Tensor]
+    ) -> Literal["own", "rollout", "recomputed"]:
         """Return the source of the old policy's probabilities. `own`: its weights equal the trained ones."""
-        if self.recalls_old:
+        if self.uses_old_predictions:
             return "recomputed" if "old" in references else "own"
         return "own" if self.settings.old_log_prob == "auto" and batch.first else "rollout"
 
     def _old_log_prob(self, log_prob: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Tensor:
-        match self._old(batch, references):
+        match self._old_policy_source(batch, references):
             case "own":
                 return log_prob.detach()
             case "rollout":
@@ -301,62 +315,62 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
                 return self._log_prob(references["old"], batch)
 
     def _old_mean(self, mean: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Tensor:
-        match self._old(batch, references):
+        match self._old_policy_source(batch, references):
             case "own":
                 return mean.detach()
             case "rollout":
-                return _stored(batch.rollout_mean)
+                return _require_mean(batch.rollout_mean)
             case "recomputed":
-                return self._mean(references["old"], batch)
+                return self._transition_mean(references["old"], batch)
 
-    def _mean(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
+    def _transition_mean(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
         return transition_mean(velocity, batch.latents, batch.coefficients)
 
-    def _outside(self, comparison: Compared) -> tuple[Tensor, Tensor]:
+    def _outside_trust_region(self, comparison: PolicyComparison) -> tuple[Tensor, Tensor]:
         """Return two masks [B]: terms that left the trust region with a higher, and with a lower probability."""
         log_ratio = comparison.log_ratio.detach()
         if comparison.divergence is None:
-            return outside_clip(log_ratio, self.clip_low, self.clip_high)
+            return outside_clip_range(log_ratio, self.clip_low, self.clip_high)
         outside = comparison.divergence >= self.settings.divergence
         return outside & (log_ratio > 0), outside & (log_ratio < 0)
 
-    def _measured(self, comparison: Compared, batch: TransitionBatch) -> Stats:
+    def _policy_metrics(self, comparison: PolicyComparison, batch: TransitionBatch) -> Stats:
         """Return metrics of the change from the old policy, detached [B]."""
         log_prob, log_ratio = comparison.log_prob, comparison.log_ratio.detach()
         deviation = torch.expm1(log_ratio)
-        stats = ratio_stats(log_ratio, *self._outside(comparison), batch.advantage) | {
+        stats = ratio_stats(log_ratio, *self._outside_trust_region(comparison), batch.advantage) | {
             "policy/approx_kl": 0.5 * (log_prob - comparison.old_log_prob).square(),
             "policy/log_prob_mean": log_prob,
         }
         if comparison.divergence is not None:
             stats |= {"policy/divergence": comparison.divergence, "policy/divergence_max": comparison.divergence}
-        for k in batch.steps:
-            stats[f"policy/step{k}/ratio_std"] = deviation, (batch.index == k).float()
+        for k in batch.trained_steps:
+            stats[f"policy/step{k}/ratio_std"] = deviation, (batch.denoise_step == k).float()
         if batch.first:
             stats["policy/ratio_start_abs_dev"] = torch.expm1(log_prob - batch.rollout_log_prob).abs()
-        if comparison.start is not None:
-            stats["policy/divergence_start"] = comparison.start
+        if comparison.start_divergence is not None:
+            stats["policy/divergence_start"] = comparison.start_divergence
         return stats
 
-    def review(self, metrics: Mapping[str, float]) -> None:
-        if self.by_divergence:
+    def check_metrics(self, metrics: Mapping[str, float]) -> None:
+        if self.uses_divergence:
             deviation, what = metrics.get("policy/divergence_start", 0.0), "the divergence is"
             bound, region = self.settings.divergence, "algorithm.divergence"
         else:
             deviation, what = metrics.get("policy/ratio_start_abs_dev", 0.0), "|ratio - 1| is"
             bound, region = min(self.clip_low, self.clip_high), "the clip range"
-        if deviation > START_DEVIATION * bound and not (self.stale or self.recalls_old):
+        if deviation > MAX_START_DEVIATION * bound and not (self.has_stale_samples or self.uses_old_predictions):
             log.warning(
                 "before the first update %s %.1e on average, more than %.0f %% of %s %.1e: "
                 "rollout and training compute different log-probabilities. Set algorithm.old_log_prob: recompute",
                 what,
                 deviation,
-                100 * START_DEVIATION,
+                100 * MAX_START_DEVIATION,
                 region,
                 bound,
             )
 
 
-def _stored(mean: Tensor | None) -> Tensor:
+def _require_mean(mean: Tensor | None) -> Tensor:
     assert mean is not None  # the plan stores means if they are needed
     return mean

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from wfm_ds.recipe.sampling import NOISE_LEVELS
-from wfm_ds.sampling.plan import deterministic_plan, noisy_steps, stochastic_plan
+from wfm_ds.recipe.sampling import DEFAULT_NOISE_LEVELS
+from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan, trainable_steps
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import SamplingRecipe
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def noise_level(sampling: SamplingRecipe) -> float:
     """Return the noise level of a stochastic solver: the recipe's, or the published default."""
-    return NOISE_LEVELS[sampling.solver] if sampling.noise_level is None else sampling.noise_level
+    return DEFAULT_NOISE_LEVELS[sampling.solver] if sampling.noise_level is None else sampling.noise_level
 
 
 def rollout_plan(
@@ -25,7 +25,7 @@ def rollout_plan(
     *,
     run_seed: int,
     step: int,
-    store: bool = False,
+    store_steps: bool = False,
     keep_means: bool = False,
     gaussian: bool = True,
 ) -> FlowPlan:
@@ -36,19 +36,19 @@ def rollout_plan(
     """
     if not sampling.is_stochastic:
         return deterministic_plan(sampling.solver, sigmas)
-    trainable = noisy_steps(sampling.window, sampling.steps, run_seed=run_seed, step=step)
+    trainable = trainable_steps(sampling.window, sampling.steps, run_seed=run_seed, step=step)
     return stochastic_plan(
         sampling.solver,
         sigmas,
         noise_level=noise_level(sampling),
-        noisy=None if sampling.window is None else trainable,
-        stored=trainable if store else (),
+        noisy_steps=None if sampling.window is None else trainable,
+        stored_steps=trainable if store_steps else (),
         keep_means=keep_means,
         gaussian=gaussian,
     )
 
 
-def exploring_plan(sampling: SamplingRecipe, sigmas: Tensor) -> FlowPlan:
+def exploration_plan(sampling: SamplingRecipe, sigmas: Tensor) -> FlowPlan:
     """Return the plan for the candidates of sampling.explore, on their own shorter grid `sigmas` [N+1].
 
     Uses the rollout's solver, or `ode` if that is stochastic.

@@ -14,7 +14,7 @@ from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
 
 
 def ram_loss(
-    velocity: Tensor, ref_velocity: Tensor, clean: Tensor, noise: Tensor, tilt: Tensor, free: Tensor | None = None
+    velocity: Tensor, ref_velocity: Tensor, clean: Tensor, noise: Tensor, tilt: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """Return mean((v - target)^2) of each sample, [B], with the constant target v_ref + R*(u - v), u = noise - clean.
 
@@ -25,7 +25,7 @@ def ram_loss(
     require_vectors(velocity, tilt=tilt)
     factor = tilt.view(-1, *[1] * (velocity.ndim - 1))
     target = (ref_velocity + factor * (noise - clean - velocity)).detach()
-    return sample_mean((velocity - target).square(), free)
+    return sample_mean((velocity - target).square(), mask)
 
 
 class Ram(ForwardProcess):
@@ -34,19 +34,19 @@ class Ram(ForwardProcess):
     settings: RamAlgorithm
     references = ("ref",)
 
-    def credit(self, advantage: float) -> float:
+    def credit_from_advantage(self, advantage: float) -> float:
         """Return the tilt R."""
         tilt = self.settings.multiplier * advantage
         return math.expm1(tilt) if self.settings.tilt == "exp" else tilt
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        mask = batch.free
-        loss = ram_loss(velocity, references["ref"], batch.clean, batch.noise, batch.credit, mask)
+        mask = batch.loss_mask
+        loss = ram_loss(velocity, references["ref"], batch.clean_latents, batch.noise, batch.credit, mask)
         detached = velocity.detach()
         distance = sample_mean((detached - references["ref"]).square(), mask)
         return loss, {
             "loss/policy": loss.detach(),
             "kl/ref": distance,
-            "ram/velocity_error": sample_mean((detached - (batch.noise - batch.clean)).square(), mask),
+            "ram/velocity_error": sample_mean((detached - (batch.noise - batch.clean_latents)).square(), mask),
             "ram/tilt_abs_mean": batch.credit.abs(),
         }

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.base import Stats
-from wfm_ds.algorithms.supervised import Supervised
-from wfm_ds.algorithms.terms import EDGE, keyed_permutation
+from wfm_ds.algorithms.supervised import SupervisedAlgorithm
+from wfm_ds.algorithms.term_sampling import QUANTILE_MARGIN, draw_permutation
 from wfm_ds.recipe.algorithms import SftAlgorithm
-from wfm_ds.sampling.schedule import shifted, unshifted
+from wfm_ds.sampling.schedule import apply_shift, invert_shift
 from wfm_ds.sampling.shapes import require_vectors
-from wfm_ds.seeds import uniform
+from wfm_ds.seeds import draw_uniform
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms import SupervisedSettings
@@ -32,7 +32,7 @@ MAX_SIGMA_SQRT_WEIGHT = 100.0
 MIN_SNR_GAMMA = 5.0
 
 
-class Sft(Supervised):
+class Sft(SupervisedAlgorithm):
     """Velocity matching: the velocity error of each sample, weighted by noise level."""
 
     area = "sft"
@@ -42,7 +42,7 @@ class Sft(Supervised):
         require_vectors(errors[0], sigma=sigma)
         return loss_weight(self.settings.loss_weighting, sigma) * errors[0], {}
 
-    def held_out(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """See the base class. Unweighted, to make runs with different loss weightings comparable."""
         return errors[0], {}
 
@@ -62,28 +62,33 @@ def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class SigmaBand:
     """The noise levels of one expert and the fraction of the training density that it covers."""
 
     low: float = 0.0  # sigma in [low, high); 1 belongs to the last band
     high: float = 1.0
-    a_low: float = 0.0  # fractions of the density below low and below high
-    a_high: float = 1.0
+    density_below_low: float = 0.0  # fractions of the density below low and below high
+    density_below_high: float = 1.0
 
 
-WHOLE = Band()
+FULL_BAND = SigmaBand()
 
 
-def density_bands(algorithm: SupervisedSettings, shift: float, ranges: Sequence[tuple[float, float]]) -> list[Band]:
+def density_bands(
+    algorithm: SupervisedSettings, shift: float, ranges: Sequence[tuple[float, float]]
+) -> list[SigmaBand]:
     """Split the training density between experts with these sigma ranges [low, high)."""
-    return [Band(low, high, *(_share_below(algorithm, shift, sigma) for sigma in (low, high))) for low, high in ranges]
+    return [
+        SigmaBand(low, high, *(_density_below(algorithm, shift, sigma) for sigma in (low, high)))
+        for low, high in ranges
+    ]
 
 
-def _share_below(algorithm: SupervisedSettings, shift: float, sigma: float) -> float:
+def _density_below(algorithm: SupervisedSettings, shift: float, sigma: float) -> float:
     """Return the fraction of the density below sigma in [0, 1]: density_quantile, inverted by bisection."""
     if sigma in (0.0, 1.0):
         return sigma
-    q = float(unshifted(torch.tensor(sigma, dtype=torch.float64), shift))
+    q = float(invert_shift(torch.tensor(sigma, dtype=torch.float64), shift))
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -92,27 +97,27 @@ def _share_below(algorithm: SupervisedSettings, shift: float, sigma: float) -> f
     return (low + high) / 2
 
 
-def drawn_experts(bands: Sequence[Band], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
+def draw_experts(bands: Sequence[SigmaBand], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
     """Draw the expert that all ranks train in each micro-batch of an optimizer step.
 
     On average over steps each expert gets its fraction of the density, and in every step up to rounding. The order is
     drawn per step. Identical on every rank.
     """
-    ends = list(itertools.accumulate(band.a_high - band.a_low for band in bands))
-    offset = uniform(run_seed, "training_expert", step)
-    order = keyed_permutation(num_micro_steps, run_seed, "training_expert_order", step)
+    ends = list(itertools.accumulate(band.density_below_high - band.density_below_low for band in bands))
+    offset = draw_uniform(run_seed, "training_expert", step)
+    order = draw_permutation(num_micro_steps, run_seed, "training_expert_order", step)
     draws = [(position + offset) / num_micro_steps * ends[-1] for position in order]
     return [next(expert for expert, end in enumerate(ends) if u < end) for u in draws]
 
 
-def training_sigmas(
+def draw_training_sigmas(
     algorithm: SupervisedSettings,
     shift: float,
     *,
     run_seed: int,
     positions: Sequence[int],
     global_batch: int,
-    band: Band = WHOLE,
+    band: SigmaBand = FULL_BAND,
 ) -> Tensor:
     """Draw the noise level of each sample of a micro-batch: [B] float32 in (0, 1] and within `band`, on the CPU.
 
@@ -121,18 +126,20 @@ def training_sigmas(
     or micro-batch. With `algorithm.stratified` each position of a global batch draws from a different one of
     global_batch equal strata of the density, assigned by a permutation that depends on (run_seed, step).
     """
-    draws = [uniform(run_seed, "training_sigma", position) for position in positions]
+    draws = [draw_uniform(run_seed, "training_sigma", position) for position in positions]
     if algorithm.stratified:
-        strata = [_stratum(run_seed, position, global_batch) for position in positions]
+        strata = [_sample_stratum(run_seed, position, global_batch) for position in positions]
         draws = [(stratum + u) / global_batch for stratum, u in zip(strata, draws, strict=True)]
-    a = band.a_low + (band.a_high - band.a_low) * torch.tensor(draws, dtype=torch.float64)
-    sigma = shifted(density_quantile(algorithm, a.clamp(EDGE, 1 - EDGE)), shift).float()
-    return within(sigma, band)
+    a = band.density_below_low + (band.density_below_high - band.density_below_low) * torch.tensor(
+        draws, dtype=torch.float64
+    )
+    sigma = apply_shift(density_quantile(algorithm, a.clamp(QUANTILE_MARGIN, 1 - QUANTILE_MARGIN)), shift).float()
+    return clamp_to_band(sigma, band)
 
 
-def within(sigma: Tensor, band: Band) -> Tensor:
+def clamp_to_band(sigma: Tensor, band: SigmaBand) -> Tensor:
     """Clamp float32 noise levels to their band, which rounding may have left."""
-    if band == WHOLE:
+    if band == FULL_BAND:
         return sigma
     low, high = (torch.tensor(end, dtype=torch.float64) for end in (band.low, band.high))
     minimum, maximum = low.float(), high.float()
@@ -143,14 +150,14 @@ def within(sigma: Tensor, band: Band) -> Tensor:
     return sigma.clamp(minimum, maximum)
 
 
-def _stratum(run_seed: int, position: int, global_batch: int) -> int:
+def _sample_stratum(run_seed: int, position: int, global_batch: int) -> int:
     batch, index = divmod(position, global_batch)
-    return _strata(run_seed, batch, global_batch)[index]
+    return _batch_strata(run_seed, batch, global_batch)[index]
 
 
 @functools.lru_cache(maxsize=2)  # called once per sample with the same arguments for a global batch
-def _strata(run_seed: int, batch: int, global_batch: int) -> list[int]:
-    return keyed_permutation(global_batch, run_seed, "sigma_strata", batch)
+def _batch_strata(run_seed: int, batch: int, global_batch: int) -> list[int]:
+    return draw_permutation(global_batch, run_seed, "sigma_strata", batch)
 
 
 def loss_weight(kind: str, sigma: Tensor) -> Tensor:
@@ -175,7 +182,7 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
     raise ValueError(f"unknown loss weighting {kind!r}: use none, sigma_sqrt, cosmap, edm or min_snr")
 
 
-def conditional_counts(num_frames: tuple[int, int], draws: Sequence[float]) -> Tensor | None:
+def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float]) -> Tensor | None:
     """Return the number of conditioning frames (first latent frames) of each sample, [B] int64.
 
     num_frames: inclusive range, mapped uniformly from draws in [0, 1). Returns None if the maximum is 0.
@@ -188,10 +195,10 @@ def conditional_counts(num_frames: tuple[int, int], draws: Sequence[float]) -> T
 
 def validation_sigmas(shift: float, num_levels: int = NUM_BUCKETS) -> Tensor:
     """Return the noise levels of the validation loss, [num_levels] float64: q = (j + 1/2)/num_levels, shifted."""
-    return shifted((torch.arange(num_levels, dtype=torch.float64) + 0.5) / num_levels, shift)
+    return apply_shift((torch.arange(num_levels, dtype=torch.float64) + 0.5) / num_levels, shift)
 
 
-def bucket_of(sigma: Tensor, shift: float, num_buckets: int = NUM_BUCKETS) -> Tensor:
+def bucket_index(sigma: Tensor, shift: float, num_buckets: int = NUM_BUCKETS) -> Tensor:
     """Return the bucket index of each sigma, int64. Buckets are num_buckets equal parts of the range of q."""
-    q = unshifted(sigma.double(), shift)
+    q = invert_shift(sigma.double(), shift)
     return (q * num_buckets).long().clamp(0, num_buckets - 1)

@@ -17,7 +17,7 @@ from wfm_ds.recipe.algorithms import SupervisedSettings
 from wfm_ds.sampling.shapes import require_latents, sample_mean
 
 
-class Supervised(ABC):
+class SupervisedAlgorithm(ABC):
     """A supervised algorithm.
 
     Shapes: M images or videos per sample (SupervisedSettings.items_per_sample), B samples per batch, N held-out
@@ -40,7 +40,7 @@ class Supervised(ABC):
         """
 
     @abstractmethod
-    def held_out(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the validation loss [N, L] and further metrics [N] by name.
 
         errors: velocity errors of the evaluated policy [M, N, L]; references: errors of the reference policies by name.
@@ -48,7 +48,7 @@ class Supervised(ABC):
 
 
 def velocity_errors(
-    velocity: Tensor, clean_latents: Tensor, noise: Tensor, conditional_mask: Tensor | None = None
+    velocity: Tensor, clean_latents: Tensor, noise: Tensor, conditioning_mask: Tensor | None = None
 ) -> Tensor:
     """Return mean((velocity - (noise - clean_latents))^2) of each row, [B].
 
@@ -57,8 +57,8 @@ def velocity_errors(
     """
     require_latents(velocity=velocity, clean_latents=clean_latents, noise=noise)
     square_error = (velocity - (noise - clean_latents)).square()
-    if conditional_mask is not None and conditional_mask.shape != (len(velocity), 1, *velocity.shape[2:3], 1, 1):
+    if conditioning_mask is not None and conditioning_mask.shape != (len(velocity), 1, *velocity.shape[2:3], 1, 1):
         raise ValueError(
-            f"conditioning_mask must be [B,1,T,1,1] for {list(velocity.shape)}, got {list(conditional_mask.shape)}"
+            f"conditioning_mask must be [B,1,T,1,1] for {list(velocity.shape)}, got {list(conditioning_mask.shape)}"
         )
-    return sample_mean(square_error, None if conditional_mask is None else 1 - conditional_mask)
+    return sample_mean(square_error, None if conditioning_mask is None else 1 - conditioning_mask)

@@ -22,13 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from wfm_ds.checkpoint.lora_layers import rank_of
-from wfm_ds.checkpoint.pipeline_folder import CALL, components, read_index, share_unchanged
-from wfm_ds.checkpoint.target import WEIGHTS, ExportTarget, call_json
-from wfm_ds.checkpoint.tensor_file import Spec, TensorFile
+from wfm_ds.checkpoint.export_target import WEIGHTS_STEM, ExportTarget, call_json
+from wfm_ds.checkpoint.lora_layers import layer_rank
+from wfm_ds.checkpoint.pipeline_folder import CALL_FILE, link_unchanged_files, pipeline_components, read_index
+from wfm_ds.checkpoint.tensor_file import StoredTensorSpec, TensorFile
 from wfm_ds.errors import ModelError, UserError
-from wfm_ds.models.hub import origin
-from wfm_ds.models.variants import pipeline_variant
+from wfm_ds.models.hub import snapshot_origin
+from wfm_ds.models.weight_variants import pipeline_variant
 from wfm_ds.storage import atomic
 
 log = logging.getLogger(__name__)
@@ -38,19 +38,19 @@ SAFETY_CHECKER = "safety_checker"
 LORA_FOLDER = "lora"
 LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # by part of the denoiser
 # Fully trained layers, in separate files: diffusers rejects a LoRA file with other tensors.
-SAVED_FILES = {"transformer": "modules_to_save.safetensors", "transformer_2": "modules_to_save_2.safetensors"}
-METADATA = "lora_adapter_metadata"  # key in a file's header where diffusers looks for alpha
+WHOLE_LAYER_FILES = {"transformer": "modules_to_save.safetensors", "transformer_2": "modules_to_save_2.safetensors"}
+METADATA_KEY = "lora_adapter_metadata"  # key in a file's header where diffusers looks for alpha
 LORA_PREFIX = "transformer"  # of the keys in both files; diffusers does not look for another one
 LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB]|magnitude_vector)(\.weight)?")
-SAVED_KEY = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<kind>[^.]+)")
+WHOLE_LAYER_KEY = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<kind>[^.]+)")
 
 
 class TensorSource(Protocol):
     """The part of the engine's interface that an export needs."""
 
-    lora: bool
+    uses_lora: bool
 
-    def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
+    def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
         """Yield names and values of tensors: float32 on the CPU of rank 0, None on other ranks. Collective: iterate to
         the end.
 
@@ -68,7 +68,7 @@ class TensorSource(Protocol):
         ...
 
 
-def export(
+def export_weights(
     target: ExportTarget,
     source: TensorSource,
     out: Path,
@@ -93,42 +93,42 @@ def export(
     about an adapter without effect. Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the
     tensors do not match the target or are not finite, or if `out` cannot be written.
     """
-    result = out / LORA_FOLDER if source.lora else out
-    stream = source.named_full_tensors(policy)
+    result = out / LORA_FOLDER if source.uses_lora else out
+    stream = source.iter_full_tensors(policy)
     if not is_main:
-        _exhaust(stream)
+        _exhaust_stream(stream)
         return result
     try:
-        with new_export(out, target.base) as temporary:
-            if source.lora:
+        with new_export_folder(out, target.base) as temporary:
+            if source.uses_lora:
                 settings = adapter_settings(source.lora_config(), target.base)
-                adapters, folder = _by_part(_here(stream), target.parts), temporary / LORA_FOLDER
-                write_lora(adapters, settings, folder, shapes=target.shapes, warn_idle=not trained_only)
-                _write_call(target, folder)
+                adapters, folder = _group_by_part(_check_tensors(stream), target.parts), temporary / LORA_FOLDER
+                write_lora(adapters, settings, folder, shapes=target.tensor_shapes, warn_no_effect=not trained_only)
+                _write_call_arguments(target, folder)
             else:
                 if not trained_only:
-                    share_unchanged(target.base, temporary, changed=target.parts)
-                    _write_call(target, temporary)
-                _write_denoiser(target, _here(stream), temporary, dtype, shard_bytes, whole=not trained_only)
+                    link_unchanged_files(target.base, temporary, changed=target.parts)
+                    _write_call_arguments(target, temporary)
+                _write_denoiser(target, _check_tensors(stream), temporary, dtype, shard_bytes, whole=not trained_only)
     finally:
-        _exhaust(stream)
+        _exhaust_stream(stream)
     log.log(logging.DEBUG if trained_only else logging.INFO, "exported the %s weights to %s", policy, result)
     return result
 
 
-def _write_call(target: ExportTarget, folder: Path) -> None:
+def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
     """Write call.json if the call arguments of the training differ from the base folder's."""
-    if target.call:
-        (folder / CALL).unlink(missing_ok=True)  # it may be a link to the base model's file
-        (folder / CALL).write_text(call_json(target.base, target.call), encoding="utf-8")
+    if target.call_arguments:
+        (folder / CALL_FILE).unlink(missing_ok=True)  # it may be a link to the base model's file
+        (folder / CALL_FILE).write_text(call_json(target.base, target.call_arguments), encoding="utf-8")
 
 
 @contextlib.contextmanager
-def new_export(out: Path, base: Path) -> Iterator[Path]:
+def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes `out`, which must not contain `base`. Raises UserError if it cannot be
     written."""
     try:
-        refuse_to_overwrite(out, base)
+        check_overwrite(out, base)
         with atomic.new_folder(out) as temporary:
             yield temporary
     except (OSError, SafetensorError) as error:  # SafetensorError: disk full
@@ -141,15 +141,15 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     base: the trained pipeline folder. Raises ModelError if the folder has no readable index.
     """
     pipeline = base if lora else exported
-    hub_origin = origin(pipeline)
+    hub_origin = snapshot_origin(pipeline)
     arguments = [json.dumps(str(pipeline))]
     if hub_origin is not None:
         arguments = [json.dumps(hub_origin[0]), f'revision="{hub_origin[1]}"']
-    arguments += [f"{name}=None" for name in _must_be_declined(pipeline)]
+    arguments += [f"{name}=None" for name in _components_to_disable(pipeline)]
     if variant := pipeline_variant(pipeline):
         arguments.append(f'variant="{variant}"')
     lines = ["from diffusers import DiffusionPipeline"]
-    if _builds_checker(pipeline):
+    if _builds_safety_checker(pipeline):
         lines.append("# builds its safety checker, which needs its package, unless you pass safety_checker=...:")
     lines.append(f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})")
     if lora:
@@ -165,12 +165,12 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
             if (exported / file).exists():
                 part_argument = "" if part == LORA_PREFIX else f", load_into_{part}=True"
                 lines.append(f'pipe.{loader}({name}, weight_name="{file}", adapter_name="default"{part_argument})')
-            if (exported / SAVED_FILES[part]).exists():
-                layers_file = json.dumps(str(exported / SAVED_FILES[part]))
+            if (exported / WHOLE_LAYER_FILES[part]).exists():
+                layers_file = json.dumps(str(exported / WHOLE_LAYER_FILES[part]))
                 lines.append("from safetensors.torch import load_file  # the fully trained layers")
                 lines.append(f"pipe.{part}.load_state_dict(load_file({layers_file}), strict=False)")
-        if (exported / CALL).exists():
-            lines.append(f"# it was trained with the call arguments in {exported / CALL}")
+        if (exported / CALL_FILE).exists():
+            lines.append(f"# it was trained with the call arguments in {exported / CALL_FILE}")
     return "\n".join(lines)
 
 
@@ -178,23 +178,27 @@ def _network_without_loader(pipeline: Path) -> str | None:
     """Return the class name of the pipeline's network, if it is a diffusers class without a LoRA loader."""
     import diffusers
 
-    _, class_name = components(read_index(pipeline)).get(LORA_PREFIX, (None, None))
+    _, class_name = pipeline_components(read_index(pipeline)).get(LORA_PREFIX, (None, None))
     network = getattr(diffusers, str(class_name), None)
     return class_name if network is not None and not hasattr(network, "load_lora_adapter") else None
 
 
-def _must_be_declined(pipeline: Path) -> list[str]:
+def _components_to_disable(pipeline: Path) -> list[str]:
     """Return components missing in the index that diffusers nevertheless requires (SD3 without T5)."""
     index = read_index(pipeline)
     optional = getattr(_pipeline_class(index), "_optional_components", [])
-    return [name for name, (_, class_name) in components(index).items() if class_name is None and name not in optional]
+    return [
+        name
+        for name, (_, class_name) in pipeline_components(index).items()
+        if class_name is None and name not in optional
+    ]
 
 
-def _builds_checker(pipeline: Path) -> bool:
+def _builds_safety_checker(pipeline: Path) -> bool:
     """Return whether the pipeline builds a safety checker that is not in the folder (Cosmos-Predict2.5)."""
     index = read_index(pipeline)
     parameters = inspect.signature(_pipeline_class(index)).parameters
-    return SAFETY_CHECKER in parameters and components(index).get(SAFETY_CHECKER, (None, None))[1] is None
+    return SAFETY_CHECKER in parameters and pipeline_components(index).get(SAFETY_CHECKER, (None, None))[1] is None
 
 
 def _pipeline_class(index: Mapping[str, Any]) -> Any:
@@ -204,12 +208,12 @@ def _pipeline_class(index: Mapping[str, Any]) -> Any:
     return getattr(diffusers, str(index.get("_class_name")), diffusers.DiffusionPipeline)
 
 
-def _exhaust(stream: Iterator[tuple[str, Tensor | None]]) -> None:
+def _exhaust_stream(stream: Iterator[tuple[str, Tensor | None]]) -> None:
     for _ in stream:
         pass
 
 
-def _here(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+def _check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
     """Yield rank 0's tensors after checking each.
 
     An empty tensor was not gathered, and a tensor with NaN must not be exported.
@@ -224,7 +228,7 @@ def _here(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Te
         del tensor  # the next one is gathered meanwhile
 
 
-def _by_part(
+def _group_by_part(
     tensors: Iterator[tuple[str, Tensor]], parts: Sequence[str]
 ) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
     """Yield each part of the denoiser with its tensors, without the part in their names, in the order of the stream."""
@@ -241,7 +245,7 @@ def _by_part(
         raise ModelError(f"no tensors for {', '.join(missing)}: export aborted")
 
 
-def refuse_to_overwrite(out: Path, base: Path) -> None:
+def check_overwrite(out: Path, base: Path) -> None:
     """Raise ModelError if writing `out` would replace `base`, or a folder that is not an export."""
     target, source = out.resolve(), base.resolve()
     if target == source or source.is_relative_to(target):
@@ -257,7 +261,7 @@ def write_lora(
     folder: Path,
     *,
     shapes: Callable[[str], Mapping[str, torch.Size]] | None,
-    warn_idle: bool = True,
+    warn_no_effect: bool = True,
 ) -> None:
     """Write a new LoRA folder for diffusers: the tensors of each part, and adapter_config.json.
 
@@ -269,19 +273,21 @@ def write_lora(
     # dropout would stay enabled, because PEFT creates layers in train mode although the denoiser is not.
     header_settings = dict(settings) | {"modules_to_save": None, "lora_dropout": 0.0}
     metadata = {f"{LORA_PREFIX}.{key}": value for key, value in header_settings.items()}
-    header = {"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)}
+    header = {"format": "pt", METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True)}
     folder.mkdir()
     for part, tensors in adapters:
         copies = {name: tensor.detach().to(torch.float32, copy=True).contiguous() for name, tensor in tensors}
-        saved = {f"{m['module']}.{m['kind']}": copies.pop(m[0]) for m in map(SAVED_KEY.fullmatch, list(copies)) if m}
+        saved = {
+            f"{m['module']}.{m['kind']}": copies.pop(m[0]) for m in map(WHOLE_LAYER_KEY.fullmatch, list(copies)) if m
+        }
         adapter = {diffusers_name(name): tensor for name, tensor in copies.items()}
         expected = None if shapes is None else shapes(part)
-        check_adapter(adapter, expected, settings, warn_idle)
-        check_saved(saved, expected)
+        check_adapter(adapter, expected, settings, warn_no_effect)
+        check_whole_layers(saved, expected)
         files = {LORA_FILES[part]: {f"{LORA_PREFIX}.{name}": value for name, value in adapter.items()}}
-        for name, values in (files | ({SAVED_FILES[part]: saved} if saved else {})).items():
+        for name, values in (files | ({WHOLE_LAYER_FILES[part]: saved} if saved else {})).items():
             save_file(values, folder / name, metadata=header if name in files else {"format": "pt"})
-            atomic.sync(folder / name)
+            atomic.sync_to_disk(folder / name)
     atomic.write_text(folder / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
@@ -303,14 +309,14 @@ def adapter_shapes(weight: torch.Size, rank: int, *, dora: bool = False) -> dict
     return pair | ({"magnitude_vector": [outputs]} if dora else {})
 
 
-def _implied_weight(pair: Mapping[str, Tensor]) -> torch.Size | None:
+def _pair_weight_shape(pair: Mapping[str, Tensor]) -> torch.Size | None:
     """Return the weight shape that fits A and B; None if one of them is missing."""
     return torch.Size([len(pair["B"]), *pair["A"].shape[1:]]) if {"A", "B"} <= pair.keys() else None
 
 
-def check_saved(saved: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None) -> None:
+def check_whole_layers(layers: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None) -> None:
     """Check that every tensor of the fully trained layers fits the denoiser. Raises ModelError."""
-    for name, tensor in saved.items():
+    for name, tensor in layers.items():
         if expected is not None and expected.get(name) != tensor.shape:
             raise ModelError(f"{name} {list(tensor.shape)} does not match a tensor of the denoiser: export aborted")
 
@@ -319,7 +325,7 @@ def check_adapter(
     adapter: Mapping[str, Tensor],
     expected: Mapping[str, torch.Size] | None,
     settings: Mapping[str, Any],
-    warn_idle: bool,
+    warn_no_effect: bool,
 ) -> None:
     """Check that every tensor belongs to a pair A, B that fits a weight of the denoiser and has the rank in the
     settings.
@@ -336,14 +342,14 @@ def check_adapter(
         raise ModelError("the adapter has no tensors: lora.target_modules matched no layer")
     for module, pair in pairs.items():
         shapes = {matrix: list(tensor.shape) for matrix, tensor in sorted(pair.items())}
-        weight = _implied_weight(pair) if expected is None else expected.get(f"{module}.weight")
-        rank = rank_of(settings, module)
+        weight = _pair_weight_shape(pair) if expected is None else expected.get(f"{module}.weight")
+        rank = layer_rank(settings, module)
         if weight is None or shapes != adapter_shapes(weight, rank, dora=bool(settings.get("use_dora"))):
             expected_layer = "any layer" if weight is None else f"a layer {list(weight)}"
             raise ModelError(
                 f"{module}: LoRA tensors {shapes} of rank {rank} do not fit {expected_layer}: export aborted"
             )
-    if warn_idle and not any(bool(pair["B"].any()) for pair in pairs.values()):
+    if warn_no_effect and not any(bool(pair["B"].any()) for pair in pairs.values()):
         log.warning("all lora_B are zero: this adapter has no effect (has an optimizer step been applied?)")
 
 
@@ -361,36 +367,38 @@ def _write_denoiser(
     Each tensor is written before the stream creates the next one. whole: include tensors that did not train, from the
     base.
     """
-    missing: dict[str, Spec] = {}  # by their names in the stream
+    missing: dict[str, StoredTensorSpec] = {}  # by their names in the stream
     with contextlib.ExitStack() as stack:
         locations: dict[str, tuple[TensorFile, str]] = {}
         for part in target.parts:
-            folder, prefix = pipeline_folder / part, target.prefix(part)
+            folder, prefix = pipeline_folder / part, target.tensor_prefix(part)
             specs = {
-                name: Spec(_stored(spec.dtype, dtype), spec.shape)
-                for name, spec in target.specs(part).items()
+                name: StoredTensorSpec(_file_dtype(spec.dtype, dtype), spec.shape)
+                for name, spec in target.tensor_specs(part).items()
                 if whole or not target.is_frozen(name)
             }
-            _begin_part(folder, target.config(part), shards := planned_shards(specs, shard_bytes))
+            _create_part_folder(folder, target.read_config(part), shards := plan_shards(specs, shard_bytes))
             for file_name, shard in shards.items():
                 file = stack.enter_context(TensorFile(folder / file_name, shard, {"format": "pt"}))
                 locations |= {prefix + name: (file, name) for name in shard}
             missing |= {prefix + name: spec for name, spec in specs.items()}
         for name, tensor in stream:
-            _check_expected(name, tensor, missing)
+            _check_tensor(name, tensor, missing)
             file, part_name = locations[name]
             file.write(part_name, tensor.to(missing.pop(name).dtype))
             del tensor  # the stream creates the next one meanwhile
         for part in target.parts if whole and target.frozen else ():
-            base_weights, prefix = target.stored(part), target.prefix(part)
+            base_weights, prefix = target.base_weights(part), target.tensor_prefix(part)
             for name in [name for name in missing if target.is_frozen(name.removeprefix(prefix))]:
                 file, part_name = locations[name]
-                file.write(part_name, base_weights.tensor(part_name).to(missing.pop(name).dtype))
+                file.write(part_name, base_weights.read_tensor(part_name).to(missing.pop(name).dtype))
         if missing:
             raise ModelError(f"{len(missing)} tensors of the denoiser were not exported, e.g. {next(iter(missing))}")
 
 
-def _begin_part(folder: Path, config: Mapping[str, Any], shards: Mapping[str, Mapping[str, Spec]]) -> None:
+def _create_part_folder(
+    folder: Path, config: Mapping[str, Any], shards: Mapping[str, Mapping[str, StoredTensorSpec]]
+) -> None:
     """Create a part's folder with everything except its weights."""
     folder.mkdir()
     atomic.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -398,20 +406,22 @@ def _begin_part(folder: Path, config: Mapping[str, Any], shards: Mapping[str, Ma
         total = sum(spec.nbytes for shard in shards.values() for spec in shard.values())
         weight_map = {name: file for file, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        atomic.write_text(folder / f"{WEIGHTS}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        atomic.write_text(folder / f"{WEIGHTS_STEM}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
-def _stored(own: torch.dtype, chosen: torch.dtype) -> torch.dtype:
+def _file_dtype(dtype: torch.dtype, chosen: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor in the files: `chosen` for floating-point tensors, otherwise the tensor's own."""
-    return chosen if own.is_floating_point else own
+    return chosen if dtype.is_floating_point else dtype
 
 
-def planned_shards(specs: Mapping[str, Spec], shard_bytes: int, stem: str = WEIGHTS) -> dict[str, dict[str, Spec]]:
+def plan_shards(
+    specs: Mapping[str, StoredTensorSpec], shard_bytes: int, stem: str = WEIGHTS_STEM
+) -> dict[str, dict[str, StoredTensorSpec]]:
     """Distribute tensors over files with the names that diffusers expects.
 
     Each file has at most `shard_bytes` of tensors, in their order; a larger tensor gets a separate file.
     """
-    shards: list[dict[str, Spec]] = [{}]
+    shards: list[dict[str, StoredTensorSpec]] = [{}]
     held_bytes = 0
     for name, spec in specs.items():
         if shards[-1] and held_bytes + spec.nbytes > shard_bytes:
@@ -425,7 +435,7 @@ def planned_shards(specs: Mapping[str, Spec], shard_bytes: int, stem: str = WEIG
     return {f"{stem}-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
-def _check_expected(name: str, tensor: Tensor, missing: Mapping[str, Spec]) -> None:
+def _check_tensor(name: str, tensor: Tensor, missing: Mapping[str, StoredTensorSpec]) -> None:
     if name not in missing:
         raise ModelError(f"{name}: unexpected or duplicate tensor of the denoiser: export aborted")
     if tensor.shape != missing[name].shape:

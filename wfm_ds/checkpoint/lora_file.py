@@ -19,32 +19,37 @@ import peft
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA, SAVED_FILES
-from wfm_ds.checkpoint.lora_layers import LoraLayer, LoraLayers, alpha_of, rank_of, row_norms, split
+from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA_KEY, WHOLE_LAYER_FILES
+from wfm_ds.checkpoint.lora_layers import LoraLayer, LoraLayers, layer_alpha, layer_rank, row_norms, split_layer
 from wfm_ds.errors import ModelError
 from wfm_ds.models.loading import read_json
-from wfm_ds.models.lora_names import NameTable
+from wfm_ds.models.lora_layer_names import LoraNameTable
 
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_FILE = "adapter_model.safetensors"
-DOTTED = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", *(f"{part}." for part in LORA_FILES))
-OF_TEXT = ("lora_te", "text_encoder")
-FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")
-KEY = re.compile(
+DOTTED_PREFIXES = (
+    "base_model.model.",
+    "model.diffusion_model.",
+    "diffusion_model.",
+    *(f"{part}." for part in LORA_FILES),
+)
+TEXT_PREFIXES = ("lora_te", "text_encoder")
+FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
+TENSOR_KEY = re.compile(
     r"(?P<module>.+?)\.(?:(?P<matrix>lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight"
     r"|(?P<other>alpha|dora_scale|lora_magnitude_vector)(?:\.default)?(?:\.weight)?)"
 )
 MATRICES = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B"}
-Weight = Callable[[str], Tensor]  # reads the weight of a base layer, by its diffusers name
+WeightReader = Callable[[str], Tensor]  # reads the weight of a base layer, by its diffusers name
 
 
 class LoraSource:
     """A LoRA on disk as a tensor source for an export. It has one file per part of the denoiser."""
 
-    lora = True
+    uses_lora = True
 
     def __init__(
-        self, path: Path, table: NameTable | None = None, weight: Callable[[str], Weight] | None = None
+        self, path: Path, table: LoraNameTable | None = None, weight: Callable[[str], WeightReader] | None = None
     ) -> None:
         """path: a file, or a folder with one. table: layer names of its family; without it, names must be diffusers'.
         weight:
@@ -53,29 +58,33 @@ class LoraSource:
         layers that are not in the table.
         """
         self.path = path
-        files = lora_files(path)
+        files = find_lora_files(path)
         self.parts = tuple(files)
-        self.config = _config(path)
+        self.config = _read_config(path)
         self.layers: dict[str, LoraLayers] = {}
-        self.saved: dict[str, dict[str, Tensor]] = {}
+        self.whole_layers: dict[str, dict[str, Tensor]] = {}
         for part, file in files.items():
             tensors, header = read_tensors(file)
             settings = header or self.config
-            layers, whole_layers = _layers(tensors, file, settings, table, None if weight is None else weight(part))
+            layers, whole_layers = _parse_layers(
+                tensors, file, settings, table, None if weight is None else weight(part)
+            )
             self.layers[part] = layers
-            whole_layer_file = file.parent / SAVED_FILES[part]
-            self.saved[part] = whole_layers | (read_tensors(whole_layer_file)[0] if whole_layer_file.is_file() else {})
+            whole_layer_file = file.parent / WHOLE_LAYER_FILES[part]
+            self.whole_layers[part] = whole_layers | (
+                read_tensors(whole_layer_file)[0] if whole_layer_file.is_file() else {}
+            )
 
     @property
-    def base(self) -> str | None:
+    def base_model(self) -> str | None:
         """The base model named in adapter_config.json."""
         return None if self.config is None else self.config.get("base_model_name_or_path")
 
     @property
     def settings(self) -> dict[str, Any]:
-        return settings_of(self.layers, self.saved, self.config)
+        return lora_settings(self.layers, self.whole_layers, self.config)
 
-    def described(self) -> str:
+    def summary(self) -> str:
         """Return the number of layers, rank and alpha as text."""
         layers = [layer for part_layers in self.layers.values() for layer in part_layers.values()]
         ranks, alphas = ({getattr(layer, name) for layer in layers} for name in ("rank", "alpha"))
@@ -84,35 +93,35 @@ class LoraSource:
 
     def bake_alpha(self) -> None:
         """Multiply alpha / rank into B, so that alpha equals the rank."""
-        self.layers = {p: {n: layer.baked() for n, layer in layers.items()} for p, layers in self.layers.items()}
+        self.layers = {p: {n: layer.bake_alpha() for n, layer in layers.items()} for p, layers in self.layers.items()}
 
     def lora_config(self) -> Any:
         return peft.LoraConfig(**self.settings)
 
-    def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
+    def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
         for part in self.parts:
-            for name, tensor in self.tensors(part):
+            for name, tensor in self.part_tensors(part):
                 yield name if len(self.parts) == 1 else f"{part}.{name}", tensor
 
-    def tensors(self, part: str) -> Iterator[tuple[str, Tensor]]:
+    def part_tensors(self, part: str) -> Iterator[tuple[str, Tensor]]:
         """Yield a part's tensors with the names that an engine uses."""
-        yield from named_tensors(self.layers[part], self.saved[part])
+        yield from iter_lora_tensors(self.layers[part], self.whole_layers[part])
 
 
-def named_tensors(layers: LoraLayers, saved: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def iter_lora_tensors(layers: LoraLayers, whole_layers: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a LoRA with the names that an engine uses (`iter_full_tensors`)."""
     for module, layer in layers.items():
         yield f"{module}.lora_A.weight", layer.A
         yield f"{module}.lora_B.weight", layer.B
         if layer.magnitude is not None:
             yield f"{module}.lora_magnitude_vector.weight", layer.magnitude
-    for name, tensor in saved.items():
+    for name, tensor in whole_layers.items():
         module, _, kind = name.rpartition(".")
         yield f"{module}.modules_to_save.{kind}", tensor
 
 
-def settings_of(
-    parts: Mapping[str, LoraLayers], saved: Mapping[str, Mapping[str, Tensor]], known: Mapping[str, Any] | None
+def lora_settings(
+    parts: Mapping[str, LoraLayers], whole_layers: Mapping[str, Mapping[str, Tensor]], config: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the settings of the peft.LoraConfig for these layers, keeping known settings.
 
@@ -120,7 +129,7 @@ def settings_of(
     """
     layers = {name: layer for part_layers in parts.values() for name, layer in part_layers.items()}
     (rank, alpha), _ = Counter((layer.rank, layer.alpha) for layer in layers.values()).most_common(1)[0]
-    known_settings = {k: v for k, v in (known or {}).items() if k in peft.LoraConfig.__dataclass_fields__}
+    known_settings = {k: v for k, v in (config or {}).items() if k in peft.LoraConfig.__dataclass_fields__}
     derived = {
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
@@ -128,12 +137,12 @@ def settings_of(
         "use_dora": any(layer.magnitude is not None for layer in layers.values()),
         "rank_pattern": {name: layer.rank for name, layer in layers.items() if layer.rank != rank},
         "alpha_pattern": {name: layer.alpha for name, layer in layers.items() if layer.alpha != alpha},
-        "modules_to_save": sorted({n.rpartition(".")[0] for of in saved.values() for n in of}) or None,
+        "modules_to_save": sorted({n.rpartition(".")[0] for of in whole_layers.values() for n in of}) or None,
     }
     return {"target_modules": sorted(layers)} | known_settings | derived
 
 
-def lora_files(path: Path) -> dict[str, Path]:
+def find_lora_files(path: Path) -> dict[str, Path]:
     """Return the file of each part of the denoiser in a LoRA folder, an export or a single file. Raises ModelError."""
     if path.is_file():
         return {LORA_PREFIX: path}
@@ -161,13 +170,13 @@ def is_lora(path: Path) -> bool:
     )
 
 
-def stated_base(path: Path) -> str | None:
+def read_base_model(path: Path) -> str | None:
     """Return the base model named in the adapter_config.json of a LoRA. Raises ModelError like LoraSource."""
-    config = _config(path)
+    config = _read_config(path)
     return None if config is None else config.get("base_model_name_or_path")
 
 
-def _config(path: Path) -> dict[str, Any] | None:
+def _read_config(path: Path) -> dict[str, Any] | None:
     """Return the content of adapter_config.json next to the files, None if there is none.
 
     It is ignored for a file with a non-standard name. Raises ModelError if it does not contain the scale.
@@ -189,7 +198,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     try:
         with safe_open(file, "pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118, it is not a mapping
-            header = (handle.metadata() or {}).get(METADATA)
+            header = (handle.metadata() or {}).get(METADATA_KEY)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} cannot be read ({error}); copy the LoRA again") from error
     if header is None:
@@ -198,16 +207,16 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     return tensors, settings if "lora_alpha" in settings else None
 
 
-def _layers(
+def _parse_layers(
     tensors: Mapping[str, Tensor],
     file: Path,
     settings: Mapping[str, Any] | None,
-    table: NameTable | None,
-    weight: Weight | None,
+    table: LoraNameTable | None,
+    weight: WeightReader | None,
 ) -> tuple[LoraLayers, dict[str, Tensor]]:
     """Return a file's layers by diffusers' names, and its fully trained modules (modules_to_save)."""
-    groups, whole, unknown_keys = _grouped(tensors, settings)
-    unknown = sorted({module for module in groups if not _members(module, table)} | unknown_keys)
+    groups, whole, unknown_keys = _group_tensors(tensors, settings)
+    unknown = sorted({module for module in groups if not _diffusers_layers(module, table)} | unknown_keys)
     if unknown or not groups:
         raise ModelError(
             f"{file}: {len(unknown)} names are not layers of the denoiser "
@@ -218,23 +227,27 @@ def _layers(
     for module, group in groups.items():
         if not {"A", "B"} <= group.keys():
             raise ModelError(f"{file}: {module} has only one of the two LoRA matrices ({', '.join(sorted(group))})")
-        members = [name for name, _ in _members(module, table)]
-        layer = _layer(group, _bare(module), settings)
+        members = [name for name, _ in _diffusers_layers(module, table)]
+        layer = _make_layer(group, _strip_prefixes(module), settings)
         _require_pair(layer, f"{file}: {module}")
-        if settings is not None and "alpha" not in group and layer.rank != rank_of(settings, _bare(module)):
-            settings_rank = rank_of(settings, _bare(module))
+        if (
+            settings is not None
+            and "alpha" not in group
+            and layer.rank != layer_rank(settings, _strip_prefixes(module))
+        ):
+            settings_rank = layer_rank(settings, _strip_prefixes(module))
             raise ModelError(
                 f"{file}: {module} has rank {layer.rank}, but its settings have {settings_rank}; copy the LoRA again"
             )
-        parts = split(layer, len(members)) if len(members) > 1 else [layer]
+        parts = split_layer(layer, len(members)) if len(members) > 1 else [layer]
         part_layers = {name: part for name, part in zip(members, parts, strict=True) if part is not None}
-        if "dora_scale" in group and not module.startswith(FLAT):
-            part_layers = {name: _with_own_magnitude(part, name, weight, file) for name, part in part_layers.items()}
+        if "dora_scale" in group and not module.startswith(FLAT_PREFIXES):
+            part_layers = {name: _convert_dora_scale(part, name, weight, file) for name, part in part_layers.items()}
         layers |= part_layers
     return layers, whole
 
 
-def _grouped(
+def _group_tensors(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], set[str]]:
     """Return each layer's tensors by role, tensors of fully trained modules by diffusers' names, and unknown names."""
@@ -243,53 +256,53 @@ def _grouped(
     whole: dict[str, Tensor] = {}
     unknown_keys: set[str] = set()
     for key, tensor in tensors.items():
-        match = KEY.fullmatch(key)
+        match = TENSOR_KEY.fullmatch(key)
         if match is not None:
             role = MATRICES.get(match["matrix"] or "", match["other"])
             groups.setdefault(match["module"], {})[role] = tensor
-        elif _bare(key).rpartition(".")[0].endswith(saved_modules or ("\0",)):
-            whole[_bare(key)] = tensor
+        elif _strip_prefixes(key).rpartition(".")[0].endswith(saved_modules or ("\0",)):
+            whole[_strip_prefixes(key)] = tensor
         else:
             unknown_keys.add(key)
     return groups, whole, unknown_keys
 
 
-def _bare(name: str) -> str:
+def _strip_prefixes(name: str) -> str:
     """Return a name without the prefixes that tools add to the denoiser's names."""
-    for prefix in DOTTED:
+    for prefix in DOTTED_PREFIXES:
         name = name.removeprefix(prefix)
     return name
 
 
-def _members(module: str, table: NameTable | None) -> list[tuple[str, object]]:
+def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[tuple[str, object]]:
     """Return the diffusers layers that a layer of a file consists of, in row order; [] if unknown."""
-    name = _bare(module)
-    if module.startswith(FLAT):
-        flat = next(module.removeprefix(prefix) for prefix in FLAT if module.startswith(prefix))
-        diffusers_name = None if table is None else table.diffusers(flat)
+    name = _strip_prefixes(module)
+    if module.startswith(FLAT_PREFIXES):
+        flat = next(module.removeprefix(prefix) for prefix in FLAT_PREFIXES if module.startswith(prefix))
+        diffusers_name = None if table is None else table.find_diffusers(flat)
         return (
             []
             if table is None
             else [(diffusers_name, None)]
             if diffusers_name is not None
-            else list(table.members(flat))
+            else list(table.find_members(flat))
         )
-    if module.startswith(OF_TEXT):
+    if module.startswith(TEXT_PREFIXES):
         return []
-    if table is not None and (originals := table.members(name)):
+    if table is not None and (originals := table.find_members(name)):
         return list(originals)
-    if "diffusion_model." in module and (table is None or table.original(name) is None):
+    if "diffusion_model." in module and (table is None or table.find_original(name) is None):
         return []
     return [(name, None)]
 
 
-def _layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any] | None) -> LoraLayer:
+def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any] | None) -> LoraLayer:
     """Build a layer of a file. Its alpha comes from a tensor, else from the settings, else it equals the rank."""
     A, B, rank = group["A"], group["B"], len(group["A"])
     if "alpha" in group:
         alpha = float(group["alpha"])
     else:
-        alpha = float(rank) if settings is None else alpha_of(settings, module, rank)
+        alpha = float(rank) if settings is None else layer_alpha(settings, module, rank)
     magnitude = group.get("lora_magnitude_vector", group.get("dora_scale"))
     return LoraLayer(A, B, alpha, None if magnitude is None else magnitude.flatten())
 
@@ -302,7 +315,7 @@ def _require_pair(layer: LoraLayer, where: str) -> None:
         raise ModelError(f"{where}: its dora_scale is per input; only a scale per output is supported")
 
 
-def _with_own_magnitude(layer: LoraLayer, name: str, weight: Weight | None, file: Path) -> LoraLayer:
+def _convert_dora_scale(layer: LoraLayer, name: str, weight: WeightReader | None, file: Path) -> LoraLayer:
     """Convert ComfyUI's DoRA scale to a magnitude, using the base weight.
 
     ComfyUI multiplies W plus the adapter by dora_scale / norm(W), instead of dividing by its own norm

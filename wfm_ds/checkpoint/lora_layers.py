@@ -46,12 +46,16 @@ class LoraLayer:
         product: Tensor = self.B.float().flatten(1) @ self.A.float().flatten(1)
         return product.view(self.weight_shape) * self.scale
 
-    def merged(self, weight: Tensor) -> Tensor:
+    def merge_weight(self, weight: Tensor) -> Tensor:
         """Return the weight with the adapter merged, float32."""
         merged = weight.float() + self.delta()
-        return merged if self.magnitude is None else merged * by_row(self.magnitude.float() / row_norms(merged), merged)
+        return (
+            merged
+            if self.magnitude is None
+            else merged * broadcast_rows(self.magnitude.float() / row_norms(merged), merged)
+        )
 
-    def baked(self) -> LoraLayer:
+    def bake_alpha(self) -> LoraLayer:
         """Return an equal layer with alpha = rank, for readers that ignore alpha."""
         return replace(self, B=self.B * self.scale, alpha=float(self.rank))
 
@@ -62,20 +66,20 @@ def row_norms(weight: Tensor) -> Tensor:
     return norms
 
 
-def by_row(values: Tensor, like: Tensor) -> Tensor:
+def broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
-def fused(members: Sequence[LoraLayer | None]) -> LoraLayer:
+def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
     """Fuse layers into one that updates equal ranges of its rows by each member: A is stacked, B is block-diagonal.
 
     None marks rows without an adapter; zero matrices replace them, so that the ranks stay equal.
     """
     first = next(member for member in members if member is not None)
     rows, scales = len(first.B), {member.scale for member in members if member is not None}
-    filled = [_nothing(first) if member is None else member for member in members]
+    filled = [_zero_layer(first) if member is None else member for member in members]
     if len(scales) > 1:
-        filled = [member.baked() for member in filled]
+        filled = [member.bake_alpha() for member in filled]
     elif None in members:
         filled = [replace(member, alpha=first.scale * member.rank) for member in filled]
     magnitudes = [member.magnitude for member in members if member is not None and member.magnitude is not None]
@@ -94,21 +98,21 @@ def fused(members: Sequence[LoraLayer | None]) -> LoraLayer:
     )
 
 
-def _nothing(like: LoraLayer) -> LoraLayer:
+def _zero_layer(like: LoraLayer) -> LoraLayer:
     return LoraLayer(torch.zeros_like(like.A), torch.zeros_like(like.B), like.alpha)
 
 
-def split(layer: LoraLayer, shares: int) -> list[LoraLayer | None]:
+def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
     """Split a layer of any origin into `num_parts` layers for equal ranges of its rows: the inverse of `fuse_layers`.
 
     If each range uses its own ranks, as after `fuse_layers`, each part gets only those. None for a range without
     update.
     """
-    rows, rank = len(layer.B) // shares, layer.rank // shares
-    parts = [layer.B[i * rows : (i + 1) * rows] for i in range(shares)]
-    magnitudes = [None] * shares if layer.magnitude is None else list(layer.magnitude.chunk(shares))
+    rows, rank = len(layer.B) // num_parts, layer.rank // num_parts
+    parts = [layer.B[i * rows : (i + 1) * rows] for i in range(num_parts)]
+    magnitudes = [None] * num_parts if layer.magnitude is None else list(layer.magnitude.chunk(num_parts))
     blocks = [part[:, i * rank : (i + 1) * rank] for i, part in enumerate(parts)]
-    block_diagonal = layer.rank % shares == 0 and all(
+    block_diagonal = layer.rank % num_parts == 0 and all(
         torch.count_nonzero(part) == torch.count_nonzero(block) for part, block in zip(parts, blocks, strict=True)
     )
     if not block_diagonal:
@@ -120,20 +124,20 @@ def split(layer: LoraLayer, shares: int) -> list[LoraLayer | None]:
     return [None if m.magnitude is None and not m.A.any() and not m.B.any() else m for m in members]
 
 
-def alpha_of(settings: Mapping[str, Any], module: str, rank: int) -> float:
+def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
     """Return a layer's alpha by PEFT's settings, such that alpha / rank is its scale."""
     patterns = settings.get("alpha_pattern") or {}
     alpha = float(patterns.get(get_pattern_key(list(patterns), module), settings["lora_alpha"]))
     return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
 
 
-def rank_of(settings: Mapping[str, Any], module: str) -> int:
+def layer_rank(settings: Mapping[str, Any], module: str) -> int:
     """Return a layer's rank by PEFT's settings."""
     patterns = settings.get("rank_pattern") or {}
     return int(patterns.get(get_pattern_key(list(patterns), module), settings["r"]))
 
 
-def same(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
+def is_same_update(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
     """Return whether both LoRAs have the same update for every layer: bit for bit, or within float32 rounding."""
     if ours.keys() != theirs.keys():
         return False

@@ -18,23 +18,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wfm_ds.checkpoint.export import LORA_PREFIX, diffusers_name
-from wfm_ds.checkpoint.lora_file import ADAPTER_CONFIG, PEFT_FILE, LoraSource, Weight, named_tensors
-from wfm_ds.checkpoint.lora_layers import LoraLayer, LoraLayers, by_row, fused, row_norms, same
+from wfm_ds.checkpoint.lora_file import ADAPTER_CONFIG, PEFT_FILE, LoraSource, WeightReader, iter_lora_tensors
+from wfm_ds.checkpoint.lora_layers import LoraLayer, LoraLayers, broadcast_rows, fuse_layers, is_same_update, row_norms
 from wfm_ds.errors import ModelError
-from wfm_ds.models.lora_names import Names
+from wfm_ds.models.lora_layer_names import FamilyLoraNames
 from wfm_ds.storage import atomic
 
-NOISE = {"transformer": "high_noise", "transformer_2": "low_noise"}  # names of the experts in file names for ComfyUI
+EXPERT_SUFFIXES = {
+    "transformer": "high_noise",
+    "transformer_2": "low_noise",
+}  # names of the experts in file names for ComfyUI
 
 
 def write_layout(
     source: LoraSource,
     out: Path,
     layout: str,
-    names: Names,
+    names: FamilyLoraNames,
     *,
     bake_alpha: bool,
-    weight: Callable[[str], Weight] | None = None,
+    weight: Callable[[str], WeightReader] | None = None,
 ) -> list[Path]:
     """Write a LoRA to `out`, a .safetensors file, in the layout `kohya` or `comfyui`. Returns the files.
 
@@ -44,7 +47,7 @@ def write_layout(
     does
     not support; OSError if writing fails.
     """
-    if any(source.saved.values()):
+    if any(source.whole_layers.values()):
         raise ModelError(
             f"{source.path} has fully trained layers (lora.modules_to_save), which layout {layout} does not "
             "support: convert it with --merge, or write the layout diffusers or peft"
@@ -52,21 +55,25 @@ def write_layout(
     files = expert_files(out, list(source.layers))
     for part, layers in source.layers.items():
         read_weight = None if weight is None else weight(part)
-        written_layers = {name: layer.baked() for name, layer in layers.items()} if bake_alpha else layers
-        tensors = kohya(written_layers, names) if layout == "kohya" else comfyui(written_layers, names, read_weight)
+        written_layers = {name: layer.bake_alpha() for name, layer in layers.items()} if bake_alpha else layers
+        tensors = (
+            kohya_tensors(written_layers, names)
+            if layout == "kohya"
+            else comfyui_tensors(written_layers, names, read_weight)
+        )
         if bake_alpha:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
         with atomic.new_file(files[part]) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
-            read_layers = LoraSource(temporary, names.table, _always(read_weight)).layers[LORA_PREFIX]
-            if not same(layers, read_layers):
+            read_layers = LoraSource(temporary, names.table, _for_any_part(read_weight)).layers[LORA_PREFIX]
+            if not is_same_update(layers, read_layers):
                 raise ModelError(
                     f"{files[part]}: layout {layout} cannot represent the update of {source.path}: not written"
                 )
     return list(files.values())
 
 
-def _always(weight: Weight | None) -> Callable[[str], Weight] | None:
+def _for_any_part(weight: WeightReader | None) -> Callable[[str], WeightReader] | None:
     """Return a function that gives this reader for any part, for reading a single file."""
     return None if weight is None else lambda part: weight
 
@@ -75,21 +82,21 @@ def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
     """Return the file of each part: `out` itself, or for two experts `NAME_high_noise` and `NAME_low_noise`."""
     if len(parts) == 1:
         return {parts[0]: out}
-    return {part: out.with_name(f"{out.stem}_{NOISE[part]}{out.suffix}") for part in parts}
+    return {part: out.with_name(f"{out.stem}_{EXPERT_SUFFIXES[part]}{out.suffix}") for part in parts}
 
 
-def kohya(layers: LoraLayers, names: Names) -> dict[str, Tensor]:
+def kohya_tensors(layers: LoraLayers, names: FamilyLoraNames) -> dict[str, Tensor]:
     """Return the tensors in kohya's layout: `lora_unet_` and the original name with underscores; down, up and alpha.
 
     DoRA as in LyCORIS: the magnitude as `dora_scale` [out, 1].
     """
     tensors: dict[str, Tensor] = {}
-    for module, layer in originals(layers, names).items():
-        tensors |= of_layer(layer, "lora_unet_" + module.replace(".", "_"), ("lora_down", "lora_up"))
+    for module, layer in original_layers(layers, names).items():
+        tensors |= layer_tensors(layer, "lora_unet_" + module.replace(".", "_"), ("lora_down", "lora_up"))
     return tensors
 
 
-def comfyui(layers: LoraLayers, names: Names, weight: Weight | None) -> dict[str, Tensor]:
+def comfyui_tensors(layers: LoraLayers, names: FamilyLoraNames, weight: WeightReader | None) -> dict[str, Tensor]:
     """Return the tensors with names that ComfyUI maps to the family's model; A, B and alpha.
 
     These are diffusers' names if ComfyUI has a table for them, otherwise the original names. DoRA: `dora_scale` [out,
@@ -97,29 +104,29 @@ def comfyui(layers: LoraLayers, names: Names, weight: Weight | None) -> dict[str
     which ComfyUI divides by the norms of W alone.
     """
     if any(layer.magnitude is not None for layer in layers.values()):
-        layers = {name: _with_comfyui_scale(layer, name, weight) for name, layer in layers.items()}
+        layers = {name: _convert_to_comfyui_scale(layer, name, weight) for name, layer in layers.items()}
     uses_diffusers_names = names.comfyui_prefix == LORA_PREFIX
     if uses_diffusers_names:
-        _require_known(layers, names)
+        _require_original_names(layers, names)
     tensors: dict[str, Tensor] = {}
-    for module, layer in (layers if uses_diffusers_names else originals(layers, names)).items():
-        tensors |= of_layer(layer, f"{names.comfyui_prefix}.{module}", ("lora_A", "lora_B"))
+    for module, layer in (layers if uses_diffusers_names else original_layers(layers, names)).items():
+        tensors |= layer_tensors(layer, f"{names.comfyui_prefix}.{module}", ("lora_A", "lora_B"))
     return tensors
 
 
-def of_layer(layer: LoraLayer, key: str, matrices: tuple[str, str]) -> dict[str, Tensor]:
+def layer_tensors(layer: LoraLayer, key: str, matrices: tuple[str, str]) -> dict[str, Tensor]:
     """Return the tensors of a layer for layouts with one alpha per layer. matrices: the names of A and B."""
     tensors = {
-        f"{key}.{matrices[0]}.weight": stored(layer.A),
-        f"{key}.{matrices[1]}.weight": stored(layer.B),
+        f"{key}.{matrices[0]}.weight": float_copy(layer.A),
+        f"{key}.{matrices[1]}.weight": float_copy(layer.B),
         f"{key}.alpha": torch.tensor(layer.alpha),
     }
     if layer.magnitude is not None:
-        tensors[f"{key}.dora_scale"] = stored(by_row(layer.magnitude, layer.A))
+        tensors[f"{key}.dora_scale"] = float_copy(broadcast_rows(layer.magnitude, layer.A))
     return tensors
 
 
-def _with_comfyui_scale(layer: LoraLayer, name: str, weight: Weight | None) -> LoraLayer:
+def _convert_to_comfyui_scale(layer: LoraLayer, name: str, weight: WeightReader | None) -> LoraLayer:
     if layer.magnitude is None:
         return layer
     if weight is None:
@@ -130,26 +137,26 @@ def _with_comfyui_scale(layer: LoraLayer, name: str, weight: Weight | None) -> L
     )
 
 
-def originals(layers: LoraLayers, names: Names) -> LoraLayers:
+def original_layers(layers: LoraLayers, names: FamilyLoraNames) -> LoraLayers:
     """Return the layers as in the original model. Raises ModelError for layers that are not in its name table."""
-    _require_known(layers, names)
+    _require_original_names(layers, names)
     groups: dict[str, dict[int, LoraLayer]] = defaultdict(dict)
     num_members: dict[str, int] = {}
     for module, layer in layers.items():
-        original = names.table.original(module)
+        original = names.table.find_original(module)
         assert original is not None
-        groups[original[0]][original[1].place] = layer
-        num_members[original[0]] = original[1].shares
+        groups[original[0]][original[1].index] = layer
+        num_members[original[0]] = original[1].num_slices
     return {
         module: group[0]
         if num_members[module] == 1
-        else fused([group.get(index) for index in range(num_members[module])])
+        else fuse_layers([group.get(index) for index in range(num_members[module])])
         for module, group in groups.items()
     }
 
 
-def _require_known(layers: LoraLayers, names: Names) -> None:
-    if unknown := [module for module in layers if names.table.original(module) is None]:
+def _require_original_names(layers: LoraLayers, names: FamilyLoraNames) -> None:
+    if unknown := [module for module in layers if names.table.find_original(module) is None]:
         raise ModelError(
             f"{len(unknown)} layers of the LoRA have no name in the original {names.family} "
             f"({', '.join(unknown[:3])}): convert it to the layout peft or diffusers"
@@ -163,16 +170,16 @@ def write_peft(source: LoraSource, folder: Path) -> None:
         part_folder = folder if len(source.layers) == 1 else folder / part
         part_folder.mkdir(parents=True, exist_ok=True)
         tensors = {
-            f"base_model.model.{diffusers_name(name).replace('.modules_to_save.', '.')}": stored(tensor)
-            for name, tensor in named_tensors(source.layers[part], source.saved[part])
+            f"base_model.model.{diffusers_name(name).replace('.modules_to_save.', '.')}": float_copy(tensor)
+            for name, tensor in iter_lora_tensors(source.layers[part], source.whole_layers[part])
         }
         save_file(tensors, part_folder / PEFT_FILE, metadata={"format": "pt"})
-        atomic.write_text(part_folder / ADAPTER_CONFIG, _json(source.settings | {"peft_type": "LORA"}))
+        atomic.write_text(part_folder / ADAPTER_CONFIG, _settings_json(source.settings | {"peft_type": "LORA"}))
 
 
-def stored(tensor: Tensor) -> Tensor:
+def float_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().float().contiguous().clone()
 
 
-def _json(settings: Mapping[str, Any]) -> str:
+def _settings_json(settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, indent=2, sort_keys=True) + "\n"

@@ -15,16 +15,16 @@ from wfm_ds.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-INDEX = "model_index.json"
-CALL = "call.json"  # written by wfm_ds next to the index: call arguments of the pipeline
+INDEX_FILE = "model_index.json"
+CALL_FILE = "call.json"  # written by wfm_ds next to the index: call arguments of the pipeline
 
 # Another file system, no support for hard links, too many links, or another user's file (fs.protected_hardlinks).
-NOT_LINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
+UNLINKABLE_ERRORS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
     """Return the content of model_index.json. Raises ModelError if it is missing or not a JSON object."""
-    path = folder / INDEX
+    path = folder / INDEX_FILE
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -34,14 +34,14 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def components(index: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
+def pipeline_components(index: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
     """Return (library, class) of each component by name; (None, None) for a component that the pipeline does not
     use."""
     pairs = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
     return {name: (value[0], value[1]) for name, value in pairs.items()}
 
 
-def share_unchanged(base: Path, out: Path, *, changed: Collection[str]) -> None:
+def link_unchanged_files(base: Path, out: Path, *, changed: Collection[str]) -> None:
     """Share the index, call.json if it exists, and all components of `base` except the `changed` ones with `out`.
 
     Files are hard-linked after resolving symbolic links (an export must not consist of links into a Hub cache), so they
@@ -49,21 +49,23 @@ def share_unchanged(base: Path, out: Path, *, changed: Collection[str]) -> None:
     Raises
     ModelError if `base` is not a pipeline folder, OSError if files cannot be read or written.
     """
-    present = [name for name, (_, class_name) in components(read_index(base)).items() if class_name is not None]
-    files = [base / INDEX, *(base / name for name in (CALL,) if (base / name).exists())]
+    present = [
+        name for name, (_, class_name) in pipeline_components(read_index(base)).items() if class_name is not None
+    ]
+    files = [base / INDEX_FILE, *(base / name for name in (CALL_FILE,) if (base / name).exists())]
     for name in present:
         if name not in changed:
-            files.extend(_files_below(base / name))
-    share_files(base, out, files)
+            files.extend(_list_files(base / name))
+    link_files(base, out, files)
 
 
-def share_files(base: Path, out: Path, files: Iterable[Path]) -> None:
+def link_files(base: Path, out: Path, files: Iterable[Path]) -> None:
     """Share these files of `base` with `out`, hard-linked or copied as in `link_unchanged_files`."""
     copied, copied_bytes = 0, 0
     for file in files:
         source, target = file.resolve(strict=True), out / file.relative_to(base)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not _link(source, target):
+        if not _try_link(source, target):
             shutil.copy2(source, target)
             copied, copied_bytes = copied + 1, copied_bytes + target.stat().st_size
     if copied:
@@ -77,18 +79,18 @@ def share_files(base: Path, out: Path, files: Iterable[Path]) -> None:
         )
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def _list_files(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         raise ModelError(f"{folder}: the model index lists this component, but the folder does not exist")
     for directory, _, names in os.walk(folder, followlinks=True):
         yield from (Path(directory, name) for name in sorted(names))
 
 
-def _link(source: Path, target: Path) -> bool:
+def _try_link(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno not in NOT_LINKABLE:
+        if error.errno not in UNLINKABLE_ERRORS:
             raise
         return False
     return True

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMPLETE, LATEST = "COMPLETE", "LATEST"
-MAKING = ".tmp"  # suffix of a folder that is being written
+TEMPORARY_SUFFIX = ".tmp"  # suffix of a folder that is being written
 STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]*)")
 
 
@@ -40,10 +40,10 @@ class Checkpoint:
     path: Path
     step: int
     world_size: int
-    facts: Mapping[str, Any]  # additional data in COMPLETE
+    metadata: Mapping[str, Any]  # additional data in COMPLETE
 
 
-class Save:
+class CheckpointSave:
     """A checkpoint that is written by a thread on each rank while training continues. Collective: all methods."""
 
     def __init__(
@@ -53,9 +53,9 @@ class Save:
         world: World,
         write: Callable[[Path], Sequence[Path]],
         *,
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         keep: int,
-        spared: Callable[[], Collection[int]] = tuple,
+        protected_steps: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """Start writing `root/step_<step>`.
 
@@ -66,30 +66,32 @@ class Save:
         Raises
         UserError on all ranks if the folder cannot be created.
         """
-        self.root, self.step, self.world, self.facts = root, step, world, facts
-        self.keep, self.spared = keep, spared
-        temporary_folder = self.making = root / f"step_{step}{MAKING}"
-        world.checked(lambda: _writable(temporary_folder, lambda: _begin(temporary_folder)), on="main")
+        self.root, self.step, self.world, self.metadata = root, step, world, metadata
+        self.keep, self.protected_steps = keep, protected_steps
+        temporary_folder = self.temporary_folder = root / f"step_{step}{TEMPORARY_SUFFIX}"
+        world.run_checked(
+            lambda: _translate_write_errors(temporary_folder, lambda: _create_folder(temporary_folder)), on="main"
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._share = self._thread.submit(
-            _writable, temporary_folder, lambda: _write_share(temporary_folder, world.rank, write)
+        self._write_result = self._thread.submit(
+            _translate_write_errors, temporary_folder, lambda: _write_share(temporary_folder, world.rank, write)
         )
 
-    def share_is_written(self) -> bool:
+    def is_share_written(self) -> bool:
         """Return whether this rank has finished or failed writing its files. Local, may differ between ranks."""
-        return self._share.done()
+        return self._write_result.done()
 
     def commit(self) -> Path:
         """Wait for all ranks, mark the checkpoint as complete, and remove old ones. Returns its path.
 
         Raises UserError on all ranks if any failed; all older checkpoints are then intact.
         """
-        world, temporary_folder = self.world, self.making
+        world, temporary_folder = self.world, self.temporary_folder
         try:
-            world.checked(self._share.result)
-            world.checked(
-                lambda: _writable(
-                    temporary_folder, lambda: _commit(temporary_folder, self.step, world.size, self.facts)
+            world.run_checked(self._write_result.result)
+            world.run_checked(
+                lambda: _translate_write_errors(
+                    temporary_folder, lambda: _complete_folder(temporary_folder, self.step, world.size, self.metadata)
                 ),
                 on="main",
             )
@@ -100,11 +102,11 @@ class Save:
         finally:
             self._thread.shutdown()
         if world.is_main:
-            prune(self.root, newest=self.step, keep=self.keep, spared=self.spared())
+            prune_checkpoints(self.root, newest=self.step, keep=self.keep, protected_steps=self.protected_steps())
         return self.root / f"step_{self.step}"
 
 
-def _writable(making: Path, work: Callable[[], None]) -> None:
+def _translate_write_errors(making: Path, work: Callable[[], None]) -> None:
     try:
         work()
     except OSError as error:
@@ -114,16 +116,16 @@ def _writable(making: Path, work: Callable[[], None]) -> None:
         ) from error
 
 
-def _begin(making: Path) -> None:
+def _create_folder(making: Path) -> None:
     if making.exists():  # left by a killed run
         shutil.rmtree(making)
     making.mkdir(parents=True)
     for entry in making.parent.iterdir():  # also left by killed runs, at other steps
-        if entry != making and entry.suffix == MAKING and STEP_FOLDER.fullmatch(entry.stem):
-            _remove(entry)
+        if entry != making and entry.suffix == TEMPORARY_SUFFIX and STEP_FOLDER.fullmatch(entry.stem):
+            _remove_folder(entry)
 
 
-def _remove(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:  # complete checkpoints are safe, and the run should not fail for disk space
@@ -134,18 +136,18 @@ def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]
     """Write this rank's files to disk, then a list of them."""
     files = write(making)
     for path in files:
-        atomic.sync(path)
+        atomic.sync_to_disk(path)
     for folder in {path.parent for path in files}:
-        atomic.sync(folder)
+        atomic.sync_to_disk(folder)
     sizes = {path.relative_to(making).as_posix(): path.stat().st_size for path in files}
-    atomic.write_text(making / ok_name(rank), json.dumps(sizes))
+    atomic.write_text(making / rank_marker_name(rank), json.dumps(sizes))
 
 
-def _commit(making: Path, step: int, world_size: int, facts: Mapping[str, Any]) -> None:
+def _complete_folder(making: Path, step: int, world_size: int, facts: Mapping[str, Any]) -> None:
     """Check the files, mark the checkpoint as complete and rename it. On rank 0, after every rank wrote its list."""
     files: dict[str, int] = {}
     for rank in range(world_size):
-        files |= json.loads((making / ok_name(rank)).read_text(encoding="utf-8"))
+        files |= json.loads((making / rank_marker_name(rank)).read_text(encoding="utf-8"))
     changed = [name for name, size in files.items() if (making / name).stat().st_size != size]
     if changed:
         raise OSError(f"files changed their size after they were written: {', '.join(changed)}")
@@ -155,27 +157,27 @@ def _commit(making: Path, step: int, world_size: int, facts: Mapping[str, Any]) 
     if final.exists():  # it is damaged, otherwise the run would have resumed from it
         shutil.rmtree(final)
     making.rename(final)
-    atomic.sync(final.parent)
+    atomic.sync_to_disk(final.parent)
     atomic.write_text(final.parent / LATEST, final.name + "\n")
 
 
-def ok_name(rank: int) -> str:
+def rank_marker_name(rank: int) -> str:
     return f"rank_{rank:05d}.ok"
 
 
-def read(path: Path) -> Checkpoint | None:
+def read_checkpoint(path: Path) -> Checkpoint | None:
     """Return the checkpoint in this folder; None if it is not complete. `find_flaw` returns the reason."""
-    result = _examined(path)
+    result = _examine_folder(path)
     return result if isinstance(result, Checkpoint) else None
 
 
-def flaw(path: Path) -> str | None:
+def find_flaw(path: Path) -> str | None:
     """Return the reason why this folder is not a complete checkpoint; None if it is one."""
-    result = _examined(path)
+    result = _examine_folder(path)
     return result if isinstance(result, str) else None
 
 
-def _examined(path: Path) -> Checkpoint | str:
+def _examine_folder(path: Path) -> Checkpoint | str:
     """Return the checkpoint, or the reason why it is not complete.
 
     COMPLETE or another file is missing, or the size of a file differs from COMPLETE.
@@ -198,40 +200,42 @@ def _examined(path: Path) -> Checkpoint | str:
     return checkpoint
 
 
-def newest(root: Path) -> Checkpoint | None:
+def find_newest(root: Path) -> Checkpoint | None:
     """Return the complete checkpoint with the highest step below `root`. Skipped ones are logged. Changes nothing."""
-    for step in sorted(steps(root), reverse=True):
-        checkpoint = read(root / f"step_{step}")
+    for step in sorted(list_steps(root), reverse=True):
+        checkpoint = read_checkpoint(root / f"step_{step}")
         if checkpoint is not None:
             return checkpoint
-        log.warning("%s is skipped: %s", root / f"step_{step}", flaw(root / f"step_{step}"))
+        log.warning("%s is skipped: %s", root / f"step_{step}", find_flaw(root / f"step_{step}"))
     return None
 
 
-def flaws(root: Path) -> list[str]:
+def find_flaws(root: Path) -> list[str]:
     """Describe the flaw of each incomplete checkpoint folder below `root`."""
-    folder_flaws = ((f"step_{step}", flaw(root / f"step_{step}")) for step in sorted(steps(root)))
+    folder_flaws = ((f"step_{step}", find_flaw(root / f"step_{step}")) for step in sorted(list_steps(root)))
     return [f"{name}: {reason}" for name, reason in folder_flaws if reason is not None]
 
 
-def steps(root: Path) -> list[int]:
+def list_steps(root: Path) -> list[int]:
     """Return the steps that have a folder, complete or not."""
     if not root.is_dir():
         return []
     return [int(match[1]) for entry in root.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name))]
 
 
-def kept_steps(known: Collection[int], *, newest: int, keep: int) -> set[int]:
+def steps_to_keep(steps: Collection[int], *, newest: int, keep: int) -> set[int]:
     """Return the last `keep` steps up to `newest`."""
-    return set(sorted((step for step in known if step <= newest), reverse=True)[:keep])
+    return set(sorted((step for step in steps if step <= newest), reverse=True)[:keep])
 
 
-def prune(root: Path, *, newest: int, keep: int, spared: Collection[int] = ()) -> None:
+def prune_checkpoints(root: Path, *, newest: int, keep: int, protected_steps: Collection[int] = ()) -> None:
     """Keep the last `keep` checkpoints up to step `newest` and the protected ones, and remove the others.
 
     Folders beyond `newest` are removed too: the run skipped them as damaged.
     """
-    all_steps = set(steps(root))
-    steps_kept = kept_steps(all_steps, newest=newest, keep=keep) | {step for step in spared if step <= newest}
+    all_steps = set(list_steps(root))
+    steps_kept = steps_to_keep(all_steps, newest=newest, keep=keep) | {
+        step for step in protected_steps if step <= newest
+    }
     for step in all_steps - steps_kept:
-        _remove(root / f"step_{step}")
+        _remove_folder(root / f"step_{step}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 # Names of torch's dtypes in the header, in the order of tensors in a file.
-DTYPES = {
+DTYPE_NAMES = {
     torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
@@ -30,11 +30,11 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-RANKS = {dtype: place for place, dtype in enumerate(DTYPES)}
+DTYPE_ORDER = {dtype: place for place, dtype in enumerate(DTYPE_NAMES)}
 ALIGNMENT = 8  # of the first tensor, in bytes
 
 
-class Spec(NamedTuple):
+class StoredTensorSpec(NamedTuple):
     """The dtype and shape of a tensor that does not exist yet."""
 
     dtype: torch.dtype
@@ -54,11 +54,11 @@ class TensorFile:
             file.write("a", torch.zeros(2))
     """
 
-    def __init__(self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, specs: Mapping[str, StoredTensorSpec], metadata: Mapping[str, str]) -> None:
         """Write the header. Raises OSError, and KeyError for a dtype that the format does not support."""
         self.path, self._specs = path, dict(specs)
         # The same order as save_file: the widest dtype first, so that every tensor is aligned.
-        order = sorted(specs, key=lambda name: (RANKS[specs[name].dtype], name))
+        order = sorted(specs, key=lambda name: (DTYPE_ORDER[specs[name].dtype], name))
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
         self._offsets: dict[str, int] = {}
         end = 0
@@ -66,12 +66,12 @@ class TensorFile:
             spec, start = specs[name], end
             end += spec.nbytes
             self._offsets[name] = start
-            entries[name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+            entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % ALIGNMENT)
-        self._begin = 8 + len(text)
+        self._data_start = 8 + len(text)
         self._file = path.open("xb", buffering=0)
-        self._put(0, memoryview(len(text).to_bytes(8, "little") + text))
+        self._write_bytes(0, memoryview(len(text).to_bytes(8, "little") + text))
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, from any device, to its position.
@@ -82,13 +82,13 @@ class TensorFile:
         """
         spec = self._specs[name]
         if (tensor.dtype, tensor.shape) != (spec.dtype, spec.shape):
-            actual, expected = (f"{DTYPES.get(d)} {list(s)}" for d, s in ((tensor.dtype, tensor.shape), spec))
+            actual, expected = (f"{DTYPE_NAMES.get(d)} {list(s)}" for d, s in ((tensor.dtype, tensor.shape), spec))
             raise ValueError(f"{self.path}: {name} is {actual}, expected {expected}")
         del self._specs[name]
         flat = tensor.detach().cpu().contiguous().view(-1)
-        self._put(self._begin + self._offsets[name], flat.view(torch.uint8).numpy().data)
+        self._write_bytes(self._data_start + self._offsets[name], flat.view(torch.uint8).numpy().data)
 
-    def _put(self, offset: int, data: memoryview) -> None:
+    def _write_bytes(self, offset: int, data: memoryview) -> None:
         while data:  # one write() to a raw file writes at most 2 GiB
             written = os.pwrite(self._file.fileno(), data, offset)
             data, offset = data[written:], offset + written

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import ModelError, UserError
-from wfm_ds.generate import positive
-from wfm_ds.program import Parser
+from wfm_ds.generate import parse_positive
+from wfm_ds.program import CommandParser
 
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="wfm answer",
         description="Ask a vision-language model about images and videos.",
         epilog='Example: %(prog)s outputs/run/safetensors/step_100 --image a.png "what is this?"',
@@ -29,7 +29,7 @@ def parser() -> Parser:
     p.add_argument("--video", action="append", default=[], metavar="FILE", help="video file; repeat for several")
     p.add_argument("--system", metavar="TEXT", help="system message (default: from the chat template)")
     p.add_argument(
-        "--tokens", type=positive, default=256, metavar="N", help="maximum tokens of the answer (default 256)"
+        "--tokens", type=parse_positive, default=256, metavar="N", help="maximum tokens of the answer (default 256)"
     )
     p.add_argument("--revision", help="branch, tag or commit on the Hub (default main)")
     p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
@@ -38,39 +38,39 @@ def parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> None:
-    from wfm_ds.distributed.logs import quieten_libraries
+    from wfm_ds.distributed.logs import quiet_libraries
 
-    quieten_libraries()
-    sys.stdout.write(answer(args) + "\n")
+    quiet_libraries()
+    sys.stdout.write(generate_answer(args) + "\n")
 
 
-def answer(args: argparse.Namespace) -> str:
+def generate_answer(args: argparse.Namespace) -> str:
     """Load the model and return its answer. Raises UserError if the model or a file cannot be used."""
     from wfm_ds.engine.preparation import DTYPES
     from wfm_ds.language import model as language_model
-    from wfm_ds.language.annotations import BadConversation, Conversation, parsed
+    from wfm_ds.language.annotations import BadConversation, Conversation, parse_conversation
     from wfm_ds.language.media import MediaReader
-    from wfm_ds.language.render import Renderer
-    from wfm_ds.language.rows import SampleReader
-    from wfm_ds.models.loading import chosen_device
+    from wfm_ds.language.packed_sequences import ConversationReader
+    from wfm_ds.language.renderer import Renderer
+    from wfm_ds.models.loading import select_device
     from wfm_ds.recipe.data import DataRecipe
 
-    device = chosen_device(args.device)
+    device = select_device(args.device)
     dtype = DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-    base, adapter = places(args.model)
-    model = language_model.load(base, dtype, args.revision)
+    base, adapter = resolve_model(args.model)
+    model = language_model.load_language_model(base, dtype, args.revision)
     settings = DataRecipe.model_validate({"kind": "llava", "path": "none"})
-    reader = SampleReader(
+    reader = ConversationReader(
         Renderer(model.tokenizer),
         MediaReader(model.image_processor, settings),
-        timed_frames=model.timed_frames,
+        has_frame_times=model.has_frame_times,
         max_tokens=sys.maxsize,
         too_long="skip",
     )
     turns = [{"from": "human", "value": args.question}, {"from": "gpt", "value": ""}]
     row = {"images": args.image, "videos": args.video, "conversations": turns}
     try:
-        conversation = parsed(row, "question", system_prompt=args.system)
+        conversation = parse_conversation(row, "question", system_prompt=args.system)
         sample = reader.read_question(Conversation("question", conversation.turns[:-1]))
     except BadConversation as error:
         raise UserError(str(error)) from error
@@ -79,10 +79,10 @@ def answer(args: argparse.Namespace) -> str:
         from peft import PeftModel
 
         network = PeftModel.from_pretrained(network, str(adapter))
-    return answered(network.to(device, dtype).eval(), model, sample, args.tokens, device)
+    return decode_answer(network.to(device, dtype).eval(), model, sample, args.tokens, device)
 
 
-def places(path: str) -> tuple[str, Path | None]:
+def resolve_model(path: str) -> tuple[str, Path | None]:
     """Return (model, adapter folder). For an adapter, the model is its base model. Raises ModelError if it has none."""
     from wfm_ds.models.loading import read_json
 
@@ -95,20 +95,20 @@ def places(path: str) -> tuple[str, Path | None]:
     return base, folder
 
 
-def answered(network: Any, model: Any, sample: Any, max_tokens: int, device: Any) -> str:
+def decode_answer(network: Any, model: Any, sample: Any, max_tokens: int, device: Any) -> str:
     """Decode the answer greedily, up to the end token or `max_tokens`."""
     import torch
 
-    from wfm_ds.language.rows import stacked
+    from wfm_ds.language.packed_sequences import stack_media
 
     ids = torch.tensor([sample.tokens.ids], device=device)
-    media = {name: tensor.to(device) for name, tensor in stacked([sample]).items()}
+    media = {name: tensor.to(device) for name, tensor in stack_media([sample]).items()}
     seconds = {"second_per_grid_ts": torch.tensor(sample.seconds_per_time)} if sample.seconds_per_time else {}
     with torch.no_grad():
         output = network.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            mm_token_type_ids=sample.types(model.pad_ids).to(device),
+            mm_token_type_ids=sample.token_types(model.pad_ids).to(device),
             max_new_tokens=max_tokens,
             do_sample=False,
             **media,

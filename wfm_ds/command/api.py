@@ -22,11 +22,11 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.yaml_text import to_yaml
 
-LAST_LINES = 20  # of the output, repeated in errors
+ERROR_LINES = 20  # of the output, repeated in errors
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ValidationSample:
     """An image or video from the validation of a run."""
 
     file: Path
@@ -39,10 +39,10 @@ class Sample:
 class Run:
     """A run: a recipe and its output folder. Any number of objects may read the same folder; only one may train."""
 
-    def __init__(self, recipe: Recipe, start: list[str] | None = None) -> None:
+    def __init__(self, recipe: Recipe, train_arguments: list[str] | None = None) -> None:
         """Use `from_recipe` or `open` instead. train_arguments: recipe and overrides for `wfm train`; None:
         read-only."""
-        self.recipe, self._start = recipe, start
+        self.recipe, self._train_arguments = recipe, train_arguments
 
     @classmethod
     def from_recipe(cls, recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Run:
@@ -50,19 +50,19 @@ class Run:
 
         overrides: values by `section.key` that replace those of the recipe. Raises RecipeError for an invalid recipe.
         """
-        arguments = [f"{key}={_word(value)}" for key, value in (overrides or {}).items()]
+        arguments = [f"{key}={_override_value(value)}" for key, value in (overrides or {}).items()]
         if isinstance(recipe, Mapping):
-            with _written(recipe) as path:
-                resolved = recipe_file.load(path, arguments)
+            with _temporary_recipe(recipe) as path:
+                resolved = recipe_file.load_recipe(path, arguments)
             return cls(resolved, [])
-        return cls(recipe_file.load(Path(recipe), arguments), [str(recipe), *arguments])
+        return cls(recipe_file.load_recipe(Path(recipe), arguments), [str(recipe), *arguments])
 
     @classmethod
     def open(cls, output_dir: str | Path) -> Run:
         """Open the output folder of a running or finished run. Raises RecipeError if it has no recipe."""
-        from wfm_ds.run.layout import RECIPE
+        from wfm_ds.run.layout import RECIPE_FILE
 
-        return cls(recipe_file.load_stored_recipe(Path(output_dir) / RECIPE, [f"run.output_dir={output_dir}"]))
+        return cls(recipe_file.load_stored_recipe(Path(output_dir) / RECIPE_FILE, [f"run.output_dir={output_dir}"]))
 
     @property
     def output_dir(self) -> Path:
@@ -82,52 +82,54 @@ class Run:
         folder. show: print the output of the command. A KeyboardInterrupt stops the run after saving a checkpoint.
         Raises UserError for errors that `wfm train` reports, RunError if the run fails.
         """
-        if self._start is None:
+        if self._train_arguments is None:
             raise UserError(f"{self.output_dir} is read-only: to train, create the run with Run.from_recipe")
         options = ["--gpus", str(gpus), *(["--overwrite"] if overwrite else [])]
         with contextlib.ExitStack() as stack:
-            arguments = self._start or [str(stack.enter_context(_written(self.recipe)))]
-            _command([sys.executable, "-m", "wfm_ds", "train", *arguments, *options], show)
+            arguments = self._train_arguments or [str(stack.enter_context(_temporary_recipe(self.recipe)))]
+            _run_command([sys.executable, "-m", "wfm_ds", "train", *arguments, *options], show)
         return self
 
     def result(self) -> dict[str, Any]:
         """Return result.json: status, step, metrics, artifacts. Raises UserError before the run has ended."""
-        from wfm_ds.run.layout import RESULT
+        from wfm_ds.run.layout import RESULT_FILE
 
-        path = self.output_dir / RESULT
+        path = self.output_dir / RESULT_FILE
         if not path.is_file():
-            raise UserError(f"{self.output_dir} has no {RESULT}: the run has not finished, or not started")
+            raise UserError(f"{self.output_dir} has no {RESULT_FILE}: the run has not finished, or not started")
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return result
 
     def metrics(self, *tags: str) -> list[dict[str, float]]:
         """Return the rows of metrics.jsonl in order. tags: keep only these and `step`, and only rows with one of
         them."""
-        from wfm_ds.run.layout import METRICS
+        from wfm_ds.run.layout import METRICS_FILE
 
-        rows = list(_rows(self.output_dir / METRICS))
+        rows = list(_read_jsonl(self.output_dir / METRICS_FILE))
         if not tags:
             return rows
         return [{k: v for k, v in row.items() if k in ("step", *tags)} for row in rows if any(t in row for t in tags)]
 
-    def samples(self, step: int | None = None) -> list[Sample]:
+    def samples(self, step: int | None = None) -> list[ValidationSample]:
         """Return the validation samples, oldest first. step: only samples of this step."""
-        from wfm_ds.monitoring.samples import TABLE
+        from wfm_ds.monitoring.samples import SAMPLES_FILE
 
         folders = (self.output_dir / "samples").glob("step_*")
         steps = {int(folder.name.removeprefix("step_")): folder for folder in folders}
         return [
-            Sample(steps[number] / row["file"], number, row["prompt"], row.get("seed"), row.get("rewards") or {})
+            ValidationSample(
+                steps[number] / row["file"], number, row["prompt"], row.get("seed"), row.get("rewards") or {}
+            )
             for number in sorted(steps)
             if step in (None, number)
-            for row in _rows(steps[number] / TABLE)
+            for row in _read_jsonl(steps[number] / SAMPLES_FILE)
         ]
 
 
-def _command(words: list[str], show: bool) -> None:
+def _run_command(arguments: list[str], show: bool) -> None:
     """Run a command and stream its output. Raises UserError or RunError depending on the exit code."""
-    last: deque[str] = deque(maxlen=LAST_LINES)
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    last: deque[str] = deque(maxlen=ERROR_LINES)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -147,21 +149,21 @@ def _command(words: list[str], show: bool) -> None:
 
 
 @contextlib.contextmanager
-def _written(recipe: Recipe | Mapping[str, Any]) -> Iterator[Path]:
+def _temporary_recipe(recipe: Recipe | Mapping[str, Any]) -> Iterator[Path]:
     """Write a recipe to a temporary file and yield its path."""
-    text = recipe_file.dump(recipe) if isinstance(recipe, Recipe) else to_yaml(dict(recipe))
+    text = recipe_file.dump_recipe(recipe) if isinstance(recipe, Recipe) else to_yaml(dict(recipe))
     with tempfile.TemporaryDirectory(prefix="wfm-recipe-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(text, encoding="utf-8")
         yield path
 
 
-def _word(value: Any) -> str:
+def _override_value(value: Any) -> str:
     """Format a value for an override on the command line, as JSON (which is valid YAML)."""
     return str(value) if isinstance(value, Path) else json.dumps(value)
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSONL file, without an incomplete last line."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):

@@ -7,12 +7,12 @@ import json
 import sys
 from pathlib import Path
 
-from wfm_ds.command.train import at_least_one
-from wfm_ds.program import Parser
+from wfm_ds.command.train import parse_positive_int
+from wfm_ds.program import CommandParser
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="wfm check",
         description="Check a recipe, its data, model and rewards without training. Prints the derived numbers.",
         epilog="Example: %(prog)s tiny/sd3_nft run.steps=4 --gpus 2",
@@ -20,7 +20,7 @@ def parser() -> Parser:
     p.add_argument("recipe", type=Path, help="recipe file (YAML), or name of a shipped recipe (see wfm recipes)")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
     p.add_argument(
-        "--gpus", type=at_least_one, metavar="N", help="number of GPUs (default: all here, else the minimum)"
+        "--gpus", type=parse_positive_int, metavar="N", help="number of GPUs (default: all here, else the minimum)"
     )
     p.add_argument("--json", action="store_true", help="print one JSON object with sizes in bytes")
     p.add_argument(
@@ -31,21 +31,21 @@ def parser() -> Parser:
 
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.determinism import deterministic
-    from wfm_ds.distributed.logs import quieten_libraries
-    from wfm_ds.doctor.command import visible_gpus
+    from wfm_ds.distributed.determinism import deterministic_kernels
+    from wfm_ds.distributed.logs import quiet_libraries
+    from wfm_ds.doctor.command import count_visible_gpus
     from wfm_ds.recipe import file as recipe_file
 
-    quieten_libraries()
+    quiet_libraries()
     choose_accelerator()
-    recipe = recipe_file.load(args.recipe, args.overrides)
-    from wfm_ds.training.check import check
+    recipe = recipe_file.load_recipe(args.recipe, args.overrides)
+    from wfm_ds.training.run_check import check_run
 
-    ranks = args.gpus or visible_gpus() or recipe.engine.sequence_parallel
-    with deterministic(recipe.engine.deterministic):
-        report = check(recipe, ranks, overwrite=args.overwrite)
+    ranks = args.gpus or count_visible_gpus() or recipe.engine.sequence_parallel
+    with deterministic_kernels(recipe.engine.deterministic):
+        report = check_run(recipe, ranks, overwrite=args.overwrite)
     if args.json:
-        sys.stdout.write(json.dumps(report.numbers()) + "\n")
+        sys.stdout.write(json.dumps(report.to_json()) + "\n")
         return
     sys.stdout.write(f"{report}\n")
     processes = f"{ranks} process{'' if ranks == 1 else 'es'}"

@@ -16,27 +16,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import UserError
-from wfm_ds.generate import add_sampling, positive
-from wfm_ds.program import Parser
+from wfm_ds.generate import add_sampling_options, parse_positive
+from wfm_ds.program import CommandParser
 
 if TYPE_CHECKING:
-    from wfm_ds.command.evaluated import Entry
-    from wfm_ds.evaluation.diversity import Eye
-    from wfm_ds.evaluation.paired import Array
-    from wfm_ds.evaluation.results import Evaluation, Measured, Trained
+    from wfm_ds.command.evaluation_models import EvaluatedModel
+    from wfm_ds.evaluation.diversity import SampleEmbedder
+    from wfm_ds.evaluation.paired_statistics import Array
+    from wfm_ds.evaluation.results import EvaluationResults, ModelResults, TrainedRewards
     from wfm_ds.models.sampler import Sampler
-    from wfm_ds.monitoring.samples import ShownSample
+    from wfm_ds.monitoring.samples import GeneratedSample
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
     from wfm_ds.rollout.rewards import RewardClient
     from wfm_ds.types import Prompt, Score
 
-    Item = tuple[Prompt, int]  # prompt and seed
+    PromptAndSeed = tuple[Prompt, int]  # prompt and seed
 
-PAGE, JSON, CSV = "index.html", "evaluation.json", "evaluation.csv"
-VERDICT = 3  # exit code
+PAGE_FILE, JSON_FILE, CSV_FILE = "index.html", "evaluation.json", "evaluation.csv"
+VERDICT_EXIT_CODE = 3  # exit code
 VERDICTS = ("hacked", "improved", "unconfirmed", "no gain", "cannot tell")
-OF_SAMPLING = {  # option: recipe key (section `sampling`) that provides its default
+SAMPLING_OPTIONS = {  # option: recipe key (section `sampling`) that provides its default
     "height": "height",
     "width": "width",
     "frames": "num_frames",
@@ -48,15 +48,15 @@ OF_SAMPLING = {  # option: recipe key (section `sampling`) that provides its def
     "guidance_batch": "guidance_batch",
     "negative_prompt": "negative_prompt",
 }
-OF_MODEL = (
+MODEL_OPTIONS = (
     *("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention"),
     "embedded_guidance",
 )
-MAX_ITEMS = 16  # per reward request
+MAX_SCORING_BATCH = 16  # per reward request
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="wfm evaluate",
         description="Generate samples from several models with the same prompts and seeds, score them, and compare "
         "each model with the first: confidence intervals over prompts, diversity, and a verdict on reward hacking.",
@@ -71,9 +71,13 @@ def parser() -> Parser:
         "(safetensors/step_N, ../lora, s3://...) or runs. For a single LoRA or run, the base is added automatically",
     )
     p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="one prompt per line (.txt), or .jsonl")
-    p.add_argument("--rewards", metavar="A,B", type=names, help="rewards to measure (default: those of the run)")
-    p.add_argument("--judges", metavar="C,D", type=names, default=[], help="held-out rewards, not used for training")
-    p.add_argument("--seeds", type=positive, default=4, metavar="N", help="seeds 0 to N-1 for each prompt (default 4)")
+    p.add_argument("--rewards", metavar="A,B", type=parse_names, help="rewards to measure (default: those of the run)")
+    p.add_argument(
+        "--judges", metavar="C,D", type=parse_names, default=[], help="held-out rewards, not used for training"
+    )
+    p.add_argument(
+        "--seeds", type=parse_positive, default=4, metavar="N", help="seeds 0 to N-1 for each prompt (default 4)"
+    )
     p.add_argument(
         "--out", metavar="DIR", type=Path, default=Path("evaluation"), help="a new or empty folder (default evaluation)"
     )
@@ -84,18 +88,23 @@ def parser() -> Parser:
         help="embedding for the diversity: rgb, folder of an image model, or auto (DINOv2)",
     )
     p.add_argument(
-        "--fail-on", choices=VERDICTS, metavar="VERDICT", help=f"exit with code {VERDICT} on this verdict, e.g. hacked"
+        "--fail-on",
+        choices=VERDICTS,
+        metavar="VERDICT",
+        help=f"exit with code {VERDICT_EXIT_CODE} on this verdict, e.g. hacked",
     )
     p.add_argument(
-        "--timeout", type=positive, default=600, metavar="S", help="seconds to wait for scores (default 600)"
+        "--timeout", type=parse_positive, default=600, metavar="S", help="seconds to wait for scores (default 600)"
     )
     p.add_argument("--revision", help="branch, tag or commit of the first model on the Hub (default main)")
-    add_sampling(p, sized=False)
-    p.set_defaults(**dict.fromkeys((*OF_SAMPLING, *OF_MODEL)))  # unset: from the recipe, else from wfm generate
+    add_sampling_options(p, requires_size=False)
+    p.set_defaults(
+        **dict.fromkeys((*SAMPLING_OPTIONS, *MODEL_OPTIONS))
+    )  # unset: from the recipe, else from wfm generate
     return p
 
 
-def names(text: str) -> list[str]:
+def parse_names(text: str) -> list[str]:
     """Parse comma-separated names. Raises ArgumentTypeError for none or duplicates."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or len(set(parts)) < len(parts):
@@ -105,69 +114,71 @@ def names(text: str) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.logs import quieten_libraries
+    from wfm_ds.distributed.logs import quiet_libraries
 
-    quieten_libraries()  # before importing them: they log most during import
+    quiet_libraries()  # before importing them: they log most during import
     choose_accelerator()
-    from wfm_ds.command.evaluated import entries_of
+    from wfm_ds.command.evaluation_models import resolve_models
     from wfm_ds.data.prompts import load_prompt_file
     from wfm_ds.generate import require_empty
 
     prompts = load_prompt_file(args.prompts)
     require_empty(args.out)
     with contextlib.ExitStack() as stack:
-        entries = entries_of(args.models, args.out.absolute(), args.revision, stack)
+        entries = resolve_models(args.models, args.out.absolute(), args.revision, stack)
         recipe = next((entry.recipe for entry in entries if entry.recipe is not None), None)
-        fill_in(args, entries[0], recipe)
-        functions = functions_of(args, entries, prompts)
-        evaluation = evaluated(args, entries, prompts, functions)
-    write(args.out, evaluation)
-    return VERDICT if any(other.verdict.name == args.fail_on for other in evaluation.others) else 0
+        fill_options(args, entries[0], recipe)
+        functions = select_functions(args, entries, prompts)
+        evaluation = evaluate_models(args, entries, prompts, functions)
+    write_report(args.out, evaluation)
+    return VERDICT_EXIT_CODE if any(other.verdict.name == args.fail_on for other in evaluation.comparisons) else 0
 
 
-def fill_in(args: argparse.Namespace, base: Entry, recipe: Recipe | None) -> None:
+def fill_options(args: argparse.Namespace, base: EvaluatedModel, recipe: Recipe | None) -> None:
     """Set unset options to the values of the recipe, else to the defaults of `wfm generate`.
 
     The size falls back to the default of the pipeline. Raises UserError if no size is known.
     """
     from wfm_ds import generate
     from wfm_ds.models import registry
-    from wfm_ds.models.loading import stored_call
+    from wfm_ds.models.loading import read_call_json
 
-    values: dict[str, Any] = {name: generate.parser().get_default(name) for name in (*OF_SAMPLING, *OF_MODEL)}
+    values: dict[str, Any] = {name: generate.parser().get_default(name) for name in (*SAMPLING_OPTIONS, *MODEL_OPTIONS)}
     if recipe is not None:
-        values |= {name: getattr(recipe.sampling, key) for name, key in OF_SAMPLING.items()}
-        values |= {name: getattr(recipe.model, name) for name in OF_MODEL}
+        values |= {name: getattr(recipe.sampling, key) for name, key in SAMPLING_OPTIONS.items()}
+        values |= {name: getattr(recipe.model, name) for name in MODEL_OPTIONS}
     for name, value in values.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.height is None or args.width is None:
-        call_defaults = stored_call(registry.resolve(base.model, args.family, base.revision, weights=False))
+        call_defaults = read_call_json(registry.resolve_pipeline(base.model, args.family, base.revision, weights=False))
         for name in ("height", "width"):
             value = getattr(args, name) or call_defaults.get(name)
             if value is None:
-                raise UserError(f"--{name} is required: no run recipe found, and {base.given}/call.json has no {name}")
+                raise UserError(
+                    f"--{name} is required: no run recipe found, and {base.argument}/call.json has no {name}"
+                )
             setattr(args, name, value)
 
 
-def functions_of(
-    args: argparse.Namespace, entries: Sequence[Entry], prompts: Sequence[Prompt]
+def select_functions(
+    args: argparse.Namespace, entries: Sequence[EvaluatedModel], prompts: Sequence[Prompt]
 ) -> dict[str, RewardFunction]:
     """Return the rewards to measure, with the options from the runs. Raises UserError if a reward is unknown or cannot
     score these prompts, or if a held-out reward was used for training."""
     from wfm_ds.models import registry
     from wfm_ds.recipe.sections import RewardFunction
-    from wfm_ds.training.preflight import check_needs
+    from wfm_ds.training.preflight import check_reward_needs
     from wfm_reward import registry as rewards
 
     known: dict[str, RewardFunction] = {}
     for entry in entries:
-        for function in asked_by(entry.recipe):
+        for function in run_functions(entry.recipe):
             if known.setdefault(function.name, function).options != function.options:
                 raise UserError(
-                    f"{entry.given}: its run uses other options for {function.name}: evaluate the runs separately"
+                    f"{entry.argument}: its run uses other options for {function.name}: evaluate the runs separately"
                 )
-    trained = {name for entry in entries for name in trained_on(entry.recipe)}
+    trained = {name for entry in entries for name in training_reward_names(entry.recipe)}
     reward_names = list(known) if args.rewards is None else args.rewards
     if not reward_names:
         raise UserError("--rewards is required, e.g. --rewards pickscore; see wfm rewards")
@@ -175,86 +186,90 @@ def functions_of(
         if name in (trained or reward_names):
             raise UserError(f"--judges: {name} was used for training, so it is not held out: move it to --rewards")
     functions: dict[str, RewardFunction] = {}
-    video = registry.family_of(registry.resolve(entries[0].model, args.family, entries[0].revision), args.family).video
+    video = registry.find_family(
+        registry.resolve_pipeline(entries[0].model, args.family, entries[0].revision), args.family
+    ).is_video
     for name in dict.fromkeys([*reward_names, *args.judges]):
-        rewards.describe(name)
+        rewards.get_reward_class(name)
         options = known[name].options if name in known else {}
         functions[name] = RewardFunction(name=name, options=options)
-        check_needs(functions[name], prompts, local=True, video=video)
+        check_reward_needs(functions[name], prompts, is_local=True, makes_video=video)
     return functions
 
 
-def asked_by(recipe: Recipe | None) -> list[RewardFunction]:
+def run_functions(recipe: Recipe | None) -> list[RewardFunction]:
     """Return the rewards of a run, including those with weight 0."""
     return [] if recipe is None or recipe.reward is None else recipe.reward.functions
 
 
-def trained_on(recipe: Recipe | None) -> list[str]:
-    return [function.name for function in asked_by(recipe) if function.weight != 0]
+def training_reward_names(recipe: Recipe | None) -> list[str]:
+    return [function.name for function in run_functions(recipe) if function.weight != 0]
 
 
-def evaluated(
+def evaluate_models(
     args: argparse.Namespace,
-    entries: Sequence[Entry],
+    entries: Sequence[EvaluatedModel],
     prompts: Sequence[Prompt],
     functions: Mapping[str, RewardFunction],
-) -> Evaluation:
+) -> EvaluationResults:
     """Generate and score the samples of one model after another. Only one model is in memory at a time."""
-    from wfm_ds.evaluation.diversity import open_eye
-    from wfm_ds.evaluation.results import evaluation
-    from wfm_ds.generate import lighter, summary
-    from wfm_ds.models.loading import chosen_device
-    from wfm_ds.run.out_of_memory import explained
+    from wfm_ds.evaluation.diversity import load_embedder
+    from wfm_ds.evaluation.results import compare_models
+    from wfm_ds.generate import memory_advice, sampling_summary
+    from wfm_ds.models.loading import select_device
+    from wfm_ds.run.out_of_memory import explain_out_of_memory
 
-    device = chosen_device(args.device)
-    eye, seeds = open_eye(args.diversity, device), list(range(args.seeds))
-    measured: list[Measured] = []
+    device = select_device(args.device)
+    eye, seeds = load_embedder(args.diversity, device), list(range(args.seeds))
+    measured: list[ModelResults] = []
     settings: dict[str, str] = {}
-    with scoring(list(functions.values()), args.timeout) as rewards:
+    with open_reward_client(list(functions.values()), args.timeout) as rewards:
         for entry in entries:
-            with explained(device, lambda phase: lighter(args, device), lambda: None):
-                sampler = sampler_of(args, entry)
+            with explain_out_of_memory(device, lambda phase: memory_advice(args, device), lambda: None):
+                sampler = load_model_sampler(args, entry)
                 sampler.model.check_prompts([prompt.text for prompt in prompts])
-                settings = {"sampling": summary(sampler.settings), "solver": sampler.eval_solver}
+                settings = {"sampling": sampling_summary(sampler.settings), "solver": sampler.eval_solver}
                 settings |= {"dtype": str(sampler.model.dtype).removeprefix("torch."), "prompts": args.prompts.name}
-                measured.append(Drawing(args, entry, sampler, rewards, list(functions), eye).measure(prompts, seeds))
+                measured.append(
+                    ModelEvaluator(args, entry, sampler, rewards, list(functions), eye).measure_loss(prompts, seeds)
+                )
             del sampler
             free_memory()
     base, *others = measured
-    return evaluation(
+    return compare_models(
         prompts=prompts,
         seeds=seeds,
         rewards=list(functions),
         base=base,
         others=[
-            (other, trained_of(entry.recipe, args, list(functions), base))
+            (other, training_rewards(entry.recipe, args, list(functions), base))
             for other, entry in zip(others, entries[1:], strict=True)
         ],
-        eye=eye.name,
+        embedder_name=eye.name,
         settings=settings,
     )
 
 
-def sampler_of(args: argparse.Namespace, entry: Entry) -> Sampler:
+def load_model_sampler(args: argparse.Namespace, entry: EvaluatedModel) -> Sampler:
     from wfm_ds.generate import load_sampler
 
-    check_draws_from_texts(args, entry)
-    sys.stderr.write(f"loading {entry.given}\n")
+    check_text_only(args, entry)
+    sys.stderr.write(f"loading {entry.argument}\n")
     options = {**vars(args), "model": entry.model, "pipeline": None, "lora": entry.lora, "revision": entry.revision}
     return load_sampler(argparse.Namespace(**options))
 
 
-def check_draws_from_texts(args: argparse.Namespace, entry: Entry) -> None:
+def check_text_only(args: argparse.Namespace, entry: EvaluatedModel) -> None:
     """Raise UserError if a model needs inputs other than text. Does not load its weights."""
     from wfm_ds.models import registry
 
-    folder = registry.resolve(entry.model, args.family, entry.revision, weights=False)
-    family = registry.family_of(folder, args.family)
-    needs = [name for name, spec in family.takes.items() if spec.required]
+    folder = registry.resolve_pipeline(entry.model, args.family, entry.revision, weights=False)
+    family = registry.find_family(folder, args.family)
+    needs = [name for name, spec in family.input_specs.items() if spec.required]
     needs += ["a first frame"] if family.needs_first_frame(folder) else []
     if needs:
         raise UserError(
-            f"{entry.given}: {family.family} needs {', '.join(needs)}, but wfm evaluate supports only text prompts; "
+            f"{entry.argument}: {family.family} needs {', '.join(needs)}, but wfm evaluate supports only text prompts; "
             "use the validation of a run"
         )
 
@@ -269,7 +284,7 @@ def free_memory() -> None:
 
 
 @contextlib.contextmanager
-def scoring(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[RewardClient]:
+def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[RewardClient]:
     """Start a reward service and yield a client. If the service fails to start, its log is kept. Raises RewardError."""
     from wfm_ds.recipe.sections import RewardRecipe
     from wfm_ds.rollout.rewards import RewardClient, RewardService
@@ -285,110 +300,118 @@ def scoring(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[R
     shutil.rmtree(folder, ignore_errors=True)
 
 
-class Drawing:
+class ModelEvaluator:
     """Generate the samples of one model, write them to --out, and score them while the next ones are generated."""
 
     def __init__(
         self,
         args: argparse.Namespace,
-        entry: Entry,
+        entry: EvaluatedModel,
         sampler: Sampler,
         rewards: RewardClient,
-        names: Sequence[str],
-        eye: Eye,
+        reward_names: Sequence[str],
+        eye: SampleEmbedder,
     ) -> None:
-        self.entry, self.sampler, self.rewards, self.names, self.eye = entry, sampler, rewards, names, eye
+        self.entry, self.sampler, self.rewards, self.reward_names, self.eye = entry, sampler, rewards, reward_names, eye
         self.folder, self.batch = args.out / entry.name, args.batch
-        self.failed: dict[str, dict[str, Score]] = {}
+        self.failures: dict[str, dict[str, Score]] = {}
 
-    def measure(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Measured:
+    def measure_loss(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> ModelResults:
         """Generate every prompt with every seed. Raises UserError if the files cannot be written."""
-        from wfm_ds.evaluation.diversity import diversity
-        from wfm_ds.evaluation.results import Measured
-        from wfm_ds.monitoring.samples import write_media, write_table
+        from wfm_ds.evaluation.diversity import prompt_diversity
+        from wfm_ds.evaluation.results import ModelResults
+        from wfm_ds.monitoring.samples import write_sample_file, write_table
 
         items = [(prompt, seed) for prompt in prompts for seed in seeds]
         lines: list[dict[str, Any]] = []
         sizes: list[tuple[int, int]] = []
         vectors: list[Array | None] = []
         self.folder.mkdir(parents=True, exist_ok=True)
-        for sample, finite in self.submitted(items):
-            lines.append(write_media(self.folder, len(lines), sample))
+        for sample, finite in self.generate_samples(items):
+            lines.append(write_sample_file(self.folder, len(lines), sample))
             sizes.append((sample.frames.shape[1], sample.frames.shape[2]))
-            vectors.append(self.eye.vector(sample.frames) if finite else None)
+            vectors.append(self.eye.embed(sample.frames) if finite else None)
             sys.stderr.write(f"{self.entry.name}: {len(lines)} of {len(items)}\n")
-        scores = self.rewards.wait() | self.failed
+        scores = self.rewards.wait() | self.failures
         samples = [scores[str(index)] for index in range(len(items))]
         values = [{name: score.value for name, score in sample.items()} for sample in samples]
         write_table(self.folder, [{**line, "rewards": value} for line, value in zip(lines, values, strict=True)])
-        return Measured(
+        return ModelResults(
             name=self.entry.name,
-            path=self.entry.given,
+            path=self.entry.argument,
             files=[f"{self.entry.name}/{line['file']}" for line in lines],
             sizes=sizes,
             samples=samples,
-            diversity=diversity(vectors, len(seeds)) if len(seeds) > 1 else None,
+            diversity=prompt_diversity(vectors, len(seeds)) if len(seeds) > 1 else None,
         )
 
-    def submitted(self, items: Sequence[Item]) -> Iterator[tuple[ShownSample, bool]]:
+    def generate_samples(self, items: Sequence[PromptAndSeed]) -> Iterator[tuple[GeneratedSample, bool]]:
         """Yield (sample, whether its latents are finite) in order. Batches are sent to the reward service on the
         way."""
-        from wfm_ds.generate import drawn
+        from wfm_ds.generate import iterate_samples
 
-        pending: list[tuple[ShownSample, bool]] = []
-        for number, sample in enumerate(drawn(self.sampler, items, self.batch), 1):
+        pending: list[tuple[GeneratedSample, bool]] = []
+        for number, sample in enumerate(iterate_samples(self.sampler, items, self.batch), 1):
             pending.append(sample)
-            if len(pending) == MAX_ITEMS or number == len(items) or number % self.batch == 0:
-                self.submit(pending, number - len(pending), items)
+            if len(pending) == MAX_SCORING_BATCH or number == len(items) or number % self.batch == 0:
+                self.submit_batch(pending, number - len(pending), items)
                 pending = []
             yield sample
 
-    def submit(self, found: Sequence[tuple[ShownSample, bool]], first: int, items: Sequence[Item]) -> None:
+    def submit_batch(
+        self, samples: Sequence[tuple[GeneratedSample, bool]], first: int, items: Sequence[PromptAndSeed]
+    ) -> None:
         import numpy as np
 
-        from wfm_ds.rollout.scores import submit_media
+        from wfm_ds.rollout.scores import submit_finite_samples
 
-        self.failed |= submit_media(
+        self.failures |= submit_finite_samples(
             self.rewards,
-            self.names,
-            np.stack([sample.media for sample, _ in found]),
-            [finite for _, finite in found],
-            [str(first + offset) for offset in range(len(found))],
-            [prompt for prompt, _ in items[first : first + len(found)]],
-            found[0][0].fps,
+            self.reward_names,
+            np.stack([sample.pixels for sample, _ in samples]),
+            [finite for _, finite in samples],
+            [str(first + offset) for offset in range(len(samples))],
+            [prompt for prompt, _ in items[first : first + len(samples)]],
+            samples[0][0].fps,
         )
 
 
-def trained_of(recipe: Recipe | None, args: argparse.Namespace, measured: Sequence[str], base: Measured) -> Trained:
+def training_rewards(
+    recipe: Recipe | None, args: argparse.Namespace, measured: Sequence[str], base: ModelResults
+) -> TrainedRewards:
     """Return the rewards that a model was trained on: from its recipe, or --rewards if it has no recipe."""
-    from wfm_ds.evaluation.results import Trained
-    from wfm_ds.evaluation.scores import by_reward, without_weights
+    from wfm_ds.evaluation.results import TrainedRewards
+    from wfm_ds.evaluation.score_arrays import scores_by_reward, unit_std_reward_recipe
 
-    names = trained_on(recipe) if recipe is not None else list(args.rewards or [])
+    names = training_reward_names(recipe) if recipe is not None else list(args.rewards or [])
     measured_names = [name for name in names if name in measured]
     reward: RewardRecipe | None = None
     if recipe is not None and recipe.reward is not None and measured_names:
         functions = [function for function in recipe.reward.functions if function.name in measured_names]
         reward = recipe.reward.model_copy(update={"functions": functions})
     elif measured_names:
-        reward = without_weights(measured_names, by_reward(base.samples, args.seeds))
-    backbones = {network_of(name) for name in names} - {""}
-    related = frozenset(name for name in measured if name not in names and network_of(name) in backbones)
-    return Trained(names=names, reward=reward, related=related)
+        reward = unit_std_reward_recipe(measured_names, scores_by_reward(base.samples, args.seeds))
+    backbones = {reward_backbone(name) for name in names} - {""}
+    related = frozenset(name for name in measured if name not in names and reward_backbone(name) in backbones)
+    return TrainedRewards(names=names, reward=reward, related=related)
 
 
-def network_of(reward: str) -> str:
+def reward_backbone(reward: str) -> str:
     from wfm_reward import registry
 
-    return registry.describe(reward).backbone
+    return registry.get_reward_class(reward).backbone
 
 
-def write(out: Path, found: Evaluation) -> None:
+def write_report(out: Path, evaluation: EvaluationResults) -> None:
     """Write the report's three files and print its tables."""
-    from wfm_ds.evaluation.page import page
-    from wfm_ds.evaluation.report import as_csv, as_json, text
+    from wfm_ds.evaluation.html_page import render_page
+    from wfm_ds.evaluation.report import format_csv, format_json, format_text
     from wfm_ds.storage import atomic
 
-    for name, content in ((CSV, as_csv(found)), (JSON, as_json(found)), (PAGE, page(found))):
+    for name, content in (
+        (CSV_FILE, format_csv(evaluation)),
+        (JSON_FILE, format_json(evaluation)),
+        (PAGE_FILE, render_page(evaluation)),
+    ):
         atomic.write_text(out / name, content)
-    sys.stdout.write(f"{text(found)}\nwrote {out / PAGE}, {JSON}, {CSV}\n")
+    sys.stdout.write(f"{format_text(evaluation)}\nwrote {out / PAGE_FILE}, {JSON_FILE}, {CSV_FILE}\n")

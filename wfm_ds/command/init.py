@@ -13,34 +13,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wfm_ds.errors import UserError
-from wfm_ds.program import Parser
+from wfm_ds.program import CommandParser
 
 if TYPE_CHECKING:
     from wfm_ds.data.samples import SampleSet
 
-NUM_MEASURED = 200  # maximum number of files to measure
+MAX_MEASURED = 200  # maximum number of files to measure
 MAX_UPSCALE = 2.0  # default of data.max_upscale: smaller files are not used for training
-MULTIPLE = 32  # for chosen sizes; a multiple of the requirement of every family
-OTHER_SHAPE, MANY = 4 / 3, 0.1  # use buckets if more than 10 % differ in aspect ratio by more than 4/3
+SIZE_MULTIPLE = 32  # for chosen sizes; a multiple of the requirement of every family
+MAX_ASPECT_CHANGE, BUCKET_SHARE = 4 / 3, 0.1  # use buckets if more than 10 % differ in aspect ratio by more than 4/3
 
 
-class Line(NamedTuple):
+class RecipeLine(NamedTuple):
     """A key of a recipe, its value and a comment."""
 
     key: str
     value: Any
-    why: str = ""
+    comment: str = ""
 
 
-Sections = dict[str, list[Line]]
-FROM_AN_IMAGE = [
-    Line("min_num_conditional_frames", 1, "the pipeline starts each video from its first frame"),
-    Line("max_num_conditional_frames", 1),
+Sections = dict[str, list[RecipeLine]]
+IMAGE_TO_VIDEO_LINES = [
+    RecipeLine("min_num_conditional_frames", 1, "the pipeline starts each video from its first frame"),
+    RecipeLine("max_num_conditional_frames", 1),
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class PipelineSummary:
     """Defaults and requirements of a diffusers pipeline."""
 
     path: str
@@ -55,17 +55,17 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Media:
+class MediaSummary:
     """Summary of a data folder."""
 
-    told: str
+    summary: str
     num_samples: int
     are_videos: bool
     sizes: list[tuple[int, int]]  # height and width
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="wfm init",
         description="Write a recipe for your data and a model. The data is a folder of captioned images or videos, "
         "or a file of prompts.",
@@ -84,66 +84,66 @@ def parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> None:
-    from wfm_ds.distributed.logs import quieten_libraries
+    from wfm_ds.distributed.logs import quiet_libraries
 
-    quieten_libraries()
+    quiet_libraries()
     out: Path = args.out
     if out.exists() and not args.force:
         raise UserError(f"{out} exists: choose another file with --out, or overwrite it with --force")
     if not out.parent.is_dir():
         raise UserError(f"{out}: folder {out.parent} not found")
-    model = described(args.model)
+    model = read_pipeline(args.model)
     if args.rl is not None:
-        summary, sections = reinforced(args, model)
+        summary, sections = create_rl_sections(args, model)
     else:
-        media = measured(args.data, args.prompt)
-        summary, sections = media.told, supervised(args, model, media)
-    write(out, text_of(sections, out))
+        media = measure_media(args.data, args.prompt)
+        summary, sections = media.summary, create_sft_sections(args, model, media)
+    write_recipe(out, format_recipe(sections, out))
     sys.stdout.write(f"data: {summary}\nmodel: {model.title}\nwrote {out}; next: wfm check {out}\n")
 
 
-def described(path: str) -> Pipeline:
+def read_pipeline(path: str) -> PipelineSummary:
     """Read the configuration of a pipeline. From the Hub, downloads no weights. Raises ModelError."""
     import diffusers
 
     from wfm_ds.models import registry
-    from wfm_ds.models.loading import read_json, stored_call
+    from wfm_ds.models.loading import read_call_json, read_json
 
-    folder = registry.resolve(path, weights=False)
-    family = registry.family_of(folder)
+    folder = registry.resolve_pipeline(path, weights=False)
+    family = registry.find_family(folder)
     index = read_json(folder / "model_index.json")
     name = index["_class_name"]
     stock = inspect.signature(getattr(diffusers, name).__call__).parameters
-    call = {key: parameter.default for key, parameter in stock.items()} | stored_call(folder)
-    side = family.default_side if call.get("height") is None else None
+    call = {key: parameter.default for key, parameter in stock.items()} | read_call_json(folder)
+    side = family.default_image_size if call.get("height") is None else None
     if side is None and call.get("height") is None:  # computed as in the pipeline
         side = read_json(folder / "transformer" / "config.json")["sample_size"]
         side *= 2 ** (len(read_json(folder / "vae" / "config.json")["block_out_channels"]) - 1)
-    frames = call.get("num_frames", call.get("frames", 1)) if family.video else 1
-    return Pipeline(
+    frames = call.get("num_frames", call.get("frames", 1)) if family.is_video else 1
+    return PipelineSummary(
         path=path,
         title=f"{path} ({family.family}, {name})",
-        video=family.video,
+        video=family.is_video,
         height=side or call["height"],
         width=side or call["width"],
         num_frames=frames,
-        guidance_scale=family.stock_guidance(index, call),
+        guidance_scale=family.default_guidance_scale(index, call),
         needs_image=family.needs_first_frame(folder),
-        inputs=tuple(name for name, spec in family.takes.items() if spec.required),
+        inputs=tuple(name for name, spec in family.input_specs.items() if spec.required),
     )
 
 
-def measured(folder: Path, prompt: str | None) -> Media:
+def measure_media(folder: Path, prompt: str | None) -> MediaSummary:
     """Read a folder like `data.kind: folder` and measure some of its files. Raises DataError."""
-    from wfm_ds.data.folder import folder_set
+    from wfm_ds.data.folder import load_folder
     from wfm_ds.data.media import media_size
     from wfm_ds.data.pixels import BadMedia
     from wfm_ds.data.samples import VIDEO_SUFFIXES
     from wfm_ds.errors import DataError
     from wfm_ds.recipe.data import DataRecipe
 
-    sample_set: SampleSet = folder_set(DataRecipe(kind="folder", path=str(folder), prompt=prompt), folder)
-    selected = sample_set.samples[:: -(-len(sample_set.samples) // NUM_MEASURED)]
+    sample_set: SampleSet = load_folder(DataRecipe(kind="folder", path=str(folder), prompt=prompt), folder)
+    selected = sample_set.samples[:: -(-len(sample_set.samples) // MAX_MEASURED)]
     sizes = []
     for sample in selected:
         try:
@@ -156,15 +156,15 @@ def measured(folder: Path, prompt: str | None) -> Media:
         )
     num_videos = sum(sample.media.suffix in VIDEO_SUFFIXES for sample in selected)
     (low, high), kind = (min(sizes), max(sizes)), "videos" if num_videos else "images"
-    return Media(
-        told=f"{len(sample_set.samples)} {kind}, {low[1]} x {low[0]} to {high[1]} x {high[0]}",
+    return MediaSummary(
+        summary=f"{len(sample_set.samples)} {kind}, {low[1]} x {low[0]} to {high[1]} x {high[0]}",
         num_samples=len(sample_set.samples),
         are_videos=2 * num_videos > len(selected),
         sizes=sizes,
     )
 
 
-def supervised(args: argparse.Namespace, model: Pipeline, media: Media) -> Sections:
+def create_sft_sections(args: argparse.Namespace, model: PipelineSummary, media: MediaSummary) -> Sections:
     """Return the sections of an SFT recipe. Raises UserError if the data does not fit the model (images or videos)."""
     if media.are_videos and not model.video:
         raise UserError(
@@ -175,38 +175,40 @@ def supervised(args: argparse.Namespace, model: Pipeline, media: Media) -> Secti
             f"{args.data} contains images, but {model.title} generates videos that start with an image: use videos"
         )
     height, width, why = training_size(model, media.sizes)
-    far = [size for size in media.sizes if is_far(size, (height, width))]
+    far = [size for size in media.sizes if has_other_shape(size, (height, width))]
     data = [
-        Line("kind", "folder"),
-        Line("path", str(args.data)),
-        Line("caption_dropout", 0.1, "for classifier-free guidance"),
+        RecipeLine("kind", "folder"),
+        RecipeLine("path", str(args.data)),
+        RecipeLine("caption_dropout", 0.1, "for classifier-free guidance"),
     ]
     if args.prompt is not None:
-        data.insert(2, Line("prompt", args.prompt, "for files without a caption"))
-    if len(far) > MANY * len(media.sizes):
+        data.insert(2, RecipeLine("prompt", args.prompt, "for files without a caption"))
+    if len(far) > BUCKET_SHARE * len(media.sizes):
         share = round(100 * len(far) / len(media.sizes))
         data.append(
-            Line("buckets", "auto", f"{share} % of the files differ much in aspect ratio from {width} x {height}")
+            RecipeLine("buckets", "auto", f"{share} % of the files differ much in aspect ratio from {width} x {height}")
         )
     if model.inputs:
-        data.append(Line("inputs", list(model.inputs), "one file per sample and input (docs/data.md#inputs)"))
+        data.append(RecipeLine("inputs", list(model.inputs), "one file per sample and input (docs/data.md#inputs)"))
     frames = model.num_frames if media.are_videos else 1
     return {
-        **started(args, model, steps=1000, unit=f"one sample per GPU and step; the data has {media.num_samples}"),
+        **common_sections(
+            args, model, steps=1000, unit=f"one sample per GPU and step; the data has {media.num_samples}"
+        ),
         "data": data,
         "sampling": [
-            Line("height", height, why),
-            Line("width", width),
-            *([Line("num_frames", frames)] if model.video else []),
-            Line("guidance_scale", model.guidance_scale, "for validation samples; default of the pipeline"),
+            RecipeLine("height", height, why),
+            RecipeLine("width", width),
+            *([RecipeLine("num_frames", frames)] if model.video else []),
+            RecipeLine("guidance_scale", model.guidance_scale, "for validation samples; default of the pipeline"),
         ],
-        "algorithm": [Line("name", "sft"), *(FROM_AN_IMAGE if model.needs_image else [])],
-        "validation": [Line("every", 100, "steps between validations")],
-        "checkpoint": [Line("every", 200)],
+        "algorithm": [RecipeLine("name", "sft"), *(IMAGE_TO_VIDEO_LINES if model.needs_image else [])],
+        "validation": [RecipeLine("every", 100, "steps between validations")],
+        "checkpoint": [RecipeLine("every", 200)],
     }
 
 
-def reinforced(args: argparse.Namespace, model: Pipeline) -> tuple[str, Sections]:
+def create_rl_sections(args: argparse.Namespace, model: PipelineSummary) -> tuple[str, Sections]:
     """Return a summary of the prompts and the sections of an RL recipe with one reward.
 
     Raises UserError for a folder, invalid prompts or a reward that does not fit the model.
@@ -222,64 +224,66 @@ def reinforced(args: argparse.Namespace, model: Pipeline) -> tuple[str, Sections
             f"{file} has only prompts, but {model.title} generates videos that start with an image: copy a recipe for "
             "image-to-video RL, e.g. wfm recipes copy wan22_i2v_nft or sana_wm_nft"
         )
-    reward = registry.describe(args.rl)
+    reward = registry.get_reward_class(args.rl)
     kind = "video" if model.video else "image"
-    if kind not in reward.media:
-        accepted = ", ".join(f"{media_type}s" for media_type in sorted(reward.media))
+    if kind not in reward.media_types:
+        accepted = ", ".join(f"{media_type}s" for media_type in sorted(reward.media_types))
         raise UserError(f"the reward {args.rl} scores {accepted}, but {model.title} generates {kind}s")
     prompts = load_prompts(file.parent, file.stem, file.stem)
     prompts_per_step = min(8, len(prompts))
     return f"{len(prompts)} prompts", {
-        **started(args, model, steps=200, unit="one rollout per step"),
+        **common_sections(args, model, steps=200, unit="one rollout per step"),
         "data": [
-            Line("kind", "prompts"),
-            Line("path", str(file.parent)),
-            Line("name", file.stem),
-            Line("split", file.stem, f"prompts of {file.name}"),
+            RecipeLine("kind", "prompts"),
+            RecipeLine("path", str(file.parent)),
+            RecipeLine("name", file.stem),
+            RecipeLine("split", file.stem, f"prompts of {file.name}"),
         ],
         "sampling": [
-            Line("height", model.height, "default of the pipeline"),
-            Line("width", model.width),
-            *([Line("num_frames", model.num_frames)] if model.video else []),
-            Line("steps", 10, "denoising steps of a rollout; validation uses eval_steps"),
+            RecipeLine("height", model.height, "default of the pipeline"),
+            RecipeLine("width", model.width),
+            *([RecipeLine("num_frames", model.num_frames)] if model.video else []),
+            RecipeLine("steps", 10, "denoising steps of a rollout; validation uses eval_steps"),
         ],
-        "algorithm": [Line("name", "diffusion_nft", "comparison of algorithms: docs/algorithms.md")],
+        "algorithm": [RecipeLine("name", "diffusion_nft", "comparison of algorithms: docs/algorithms.md")],
         "rollout": [
-            Line("prompts_per_step", prompts_per_step),
-            Line("group_size", 8, "samples per prompt, compared with each other"),
+            RecipeLine("prompts_per_step", prompts_per_step),
+            RecipeLine("group_size", 8, "samples per prompt, compared with each other"),
         ],
-        "reward": [Line("functions", [{"name": args.rl}])],
-        "validation": [Line("every", 20), Line("num_prompts", prompts_per_step)],
-        "checkpoint": [Line("every", 40)],
+        "reward": [RecipeLine("functions", [{"name": args.rl}])],
+        "validation": [RecipeLine("every", 20), RecipeLine("num_prompts", prompts_per_step)],
+        "checkpoint": [RecipeLine("every", 40)],
     }
 
 
-def started(args: argparse.Namespace, model: Pipeline, *, steps: int, unit: str) -> Sections:
+def common_sections(args: argparse.Namespace, model: PipelineSummary, *, steps: int, unit: str) -> Sections:
     """Return the sections that SFT and RL recipes share."""
-    lora = {"lora": [Line("rank", 32), Line("alpha", 64)]}
+    lora = {"lora": [RecipeLine("rank", 32), RecipeLine("alpha", 64)]}
     return {
-        "run": [Line("output_dir", f"outputs/{args.out.stem}"), Line("steps", steps, unit)],
-        "model": [Line("path", model.path)],
+        "run": [RecipeLine("output_dir", f"outputs/{args.out.stem}"), RecipeLine("steps", steps, unit)],
+        "model": [RecipeLine("path", model.path)],
         **({} if args.full else lora),
-        "optimizer": [Line("lr", 1e-5 if args.full else 1e-4, "for all weights" if args.full else "for LoRA")],
+        "optimizer": [RecipeLine("lr", 1e-5 if args.full else 1e-4, "for all weights" if args.full else "for LoRA")],
     }
 
 
-def training_size(model: Pipeline, sizes: Sequence[tuple[int, int]]) -> tuple[int, int, str]:
+def training_size(model: PipelineSummary, sizes: Sequence[tuple[int, int]]) -> tuple[int, int, str]:
     """Return (height, width, comment): the size of the pipeline, scaled down if the median file is too small."""
     scale = statistics.median(min(h / model.height, w / model.width) for h, w in sizes)
     if scale * MAX_UPSCALE >= 1:
         return model.height, model.width, "default of the pipeline"
-    height, width = (max(MULTIPLE, int(side * scale) // MULTIPLE * MULTIPLE) for side in (model.height, model.width))
+    height, width = (
+        max(SIZE_MULTIPLE, int(side * scale) // SIZE_MULTIPLE * SIZE_MULTIPLE) for side in (model.height, model.width)
+    )
     return height, width, f"most files are too small for the pipeline's {model.width} x {model.height}"
 
 
-def is_far(size: tuple[int, int], wanted: tuple[int, int]) -> bool:
-    ratio, target_ratio = size[0] / size[1], wanted[0] / wanted[1]
-    return max(ratio / target_ratio, target_ratio / ratio) > OTHER_SHAPE
+def has_other_shape(size: tuple[int, int], target: tuple[int, int]) -> bool:
+    ratio, target_ratio = size[0] / size[1], target[0] / target[1]
+    return max(ratio / target_ratio, target_ratio / ratio) > MAX_ASPECT_CHANGE
 
 
-def text_of(sections: Sections, out: Path) -> str:
+def format_recipe(sections: Sections, out: Path) -> str:
     """Format the recipe as YAML with comments."""
     import yaml
 
@@ -289,18 +293,18 @@ def text_of(sections: Sections, out: Path) -> str:
         for line in lines:
             value = yaml.safe_dump(line.value, allow_unicode=True, default_flow_style=True, width=10**6)
             text = value.split("\n...")[0].strip()
-            rows.append(f"  {line.key}: {text}" + (f"  # {line.why}" if line.why else ""))
+            rows.append(f"  {line.key}: {text}" + (f"  # {line.comment}" if line.comment else ""))
     return "\n".join(rows) + "\n"
 
 
-def write(out: Path, text: str) -> None:
+def write_recipe(out: Path, text: str) -> None:
     """Validate a recipe and write it atomically. Raises RecipeError if it is invalid."""
     from wfm_ds.recipe import file as recipe_file
 
     new = out.with_name(f".{out.stem}.new.yaml")
     try:
         new.write_text(text, encoding="utf-8")
-        recipe_file.load(new)
+        recipe_file.load_recipe(new)
         os.replace(new, out)
     finally:
         new.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from wfm_ds import __version__
 from wfm_ds.errors import UserError
-from wfm_ds.program import exit_code, program
+from wfm_ds.program import run_command, run_with_exit_code
 
 COMMANDS = {
     "init": ("wfm_ds.command.init", "write a recipe for your data and a model"),
@@ -43,25 +43,25 @@ EXAMPLE = "wfm train tiny/sd3_nft --gpus 2"
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: run(arguments))
+    return run_with_exit_code(lambda: run_subcommand(arguments))
 
 
-def run(words: Sequence[str]) -> int:
+def run_subcommand(arguments: Sequence[str]) -> int:
     """Run a command. Raises UserError if the command is unknown."""
-    if not words or words[0] in ("-h", "--help", "help"):
-        sys.stdout.write(overview())
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        sys.stdout.write(format_overview())
         return 0
-    if words[0] == "--version":
+    if arguments[0] == "--version":
         sys.stdout.write(f"wfm_ds {__version__}\n")
         return 0
-    name = named_by(words)
+    name = find_command(arguments)
     module = importlib.import_module(COMMANDS[name][0])
     parser = module.parser()
     parser.prog = f"wfm {name}"
-    return program(parser, module.run, words[len(name.split()) :])
+    return run_command(parser, module.run, arguments[len(name.split()) :])
 
 
-def overview() -> str:
+def format_overview() -> str:
     width = max(map(len, COMMANDS)) + 2
     lines = (f"  {name:{width}}{description}\n" for name, (_, description) in COMMANDS.items())
     return (
@@ -70,13 +70,13 @@ def overview() -> str:
     )
 
 
-def named_by(words: Sequence[str]) -> str:
+def find_command(arguments: Sequence[str]) -> str:
     """Return the command that the arguments start with. Raises UserError with suggestions."""
     for count in (2, 1):
-        if (name := " ".join(words[:count])) in COMMANDS:
+        if (name := " ".join(arguments[:count])) in COMMANDS:
             return name
-    close = difflib.get_close_matches(words[0], COMMANDS, n=2)
+    close = difflib.get_close_matches(arguments[0], COMMANDS, n=2)
     raise UserError(
-        f"wfm {words[0]}: unknown command; "
+        f"wfm {arguments[0]}: unknown command; "
         + (f"did you mean wfm {' or wfm '.join(close)}?" if close else f"commands: {', '.join(COMMANDS)}")
     )

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from wfm_ds.program import Parser
+from wfm_ds.program import CommandParser
 
 GB = 10**9
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="wfm models",
         description="List the supported model families and their pipelines, or describe a pipeline folder.",
         epilog="Example: %(prog)s tiny:sd3",
@@ -25,16 +25,18 @@ def parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> None:
-    from wfm_ds.distributed.logs import quieten_libraries
+    from wfm_ds.distributed.logs import quiet_libraries
 
-    quieten_libraries()
-    sys.stdout.write(all_families() if args.path is None else facts(args.path, args.revision, weights=args.download))
+    quiet_libraries()
+    sys.stdout.write(
+        list_families() if args.path is None else describe_model(args.path, args.revision, weights=args.download)
+    )
 
 
-def all_families() -> str:
+def list_families() -> str:
     from wfm_ds.models import registry, tiny
 
-    rows = [(name, family.pipeline_classes) for name, family in sorted(registry.families().items())]
+    rows = [(name, family.pipeline_classes) for name, family in sorted(registry.model_families().items())]
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:{width}}{', '.join(classes)}" for name, classes in rows]
     return (
@@ -43,7 +45,7 @@ def all_families() -> str:
     )
 
 
-def facts(path: str, revision: str | None = None, *, weights: bool = False) -> str:
+def describe_model(path: str, revision: str | None = None, *, weights: bool = False) -> str:
     """Describe a pipeline folder or Hub repository. weights: also download the weights.
 
     Raises ModelError if it is not a pipeline or its family is not supported.
@@ -51,8 +53,8 @@ def facts(path: str, revision: str | None = None, *, weights: bool = False) -> s
     from wfm_ds.models import registry
     from wfm_ds.models.loading import read_json
 
-    folder = registry.resolve(path, None, revision, weights=weights)
-    family = registry.family_of(folder)
+    folder = registry.resolve_pipeline(path, None, revision, weights=weights)
+    family = registry.find_family(folder)
     index: dict[str, Any] = read_json(folder / "model_index.json")
     rows = {
         "pipeline": index["_class_name"],

@@ -8,14 +8,14 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from wfm_ds.program import Parser
+from wfm_ds.program import CommandParser
 
 if TYPE_CHECKING:
     from wfm_reward.base import Range, Reward
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="wfm rewards",
         description="List the built-in rewards, or describe one and its options.",
         epilog="Example: %(prog)s ocr",
@@ -28,33 +28,33 @@ def run(args: argparse.Namespace) -> None:
     from wfm_reward import registry
 
     if args.name is not None:
-        sys.stdout.write(facts(registry.describe(args.name)))
+        sys.stdout.write(describe_reward(registry.get_reward_class(args.name)))
         return
-    rewards = [registry.describe(name) for name in registry.names()]
+    rewards = [registry.get_reward_class(name) for name in registry.list_reward_names()]
     width = max(len(reward.name) for reward in rewards) + 2
     for reward in rewards:
-        sys.stdout.write(f"{reward.name:{width}}{media(reward):14}{summary(reward)}\n")
+        sys.stdout.write(f"{reward.name:{width}}{format_media_types(reward):14}{first_doc_line(reward)}\n")
 
 
-def media(reward: type[Reward]) -> str:
-    return ", ".join(sorted(reward.media))
+def format_media_types(reward: type[Reward]) -> str:
+    return ", ".join(sorted(reward.media_types))
 
 
-def summary(reward: type[Reward]) -> str:
+def first_doc_line(reward: type[Reward]) -> str:
     """Return the first line of the docstring."""
     return (inspect.getdoc(reward) or "").partition("\n")[0]
 
 
-def facts(reward: type[Reward]) -> str:
+def describe_reward(reward: type[Reward]) -> str:
     """Return the properties of a reward, one per line, and its docstring."""
-    parameters = reward.options().values()
+    parameters = reward.option_parameters().values()
     options = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
     rows = {
-        "scores": media(reward),
-        "value": reward.primary,
-        "outputs": ", ".join(f"{name} {limits(range_)}" for name, range_ in reward.outputs.items()),
+        "scores": format_media_types(reward),
+        "value": reward.primary_output,
+        "outputs": ", ".join(f"{name} {format_range(range_)}" for name, range_ in reward.outputs.items()),
         "options": options or "none",
-        "needs": ", ".join((*reward.needs, *reward.needs_inputs)) or "no metadata or inputs",
+        "needs": ", ".join((*reward.required_metadata, *reward.required_inputs)) or "no metadata or inputs",
         "max batch": f"{reward.max_batch} items",
     }
     body = "".join(f"  {name:11}{text}\n" for name, text in rows.items())
@@ -62,7 +62,7 @@ def facts(reward: type[Reward]) -> str:
     return f"{reward.name}\n{body}\n{docstring}\n"
 
 
-def limits(range_: Range) -> str:
+def format_range(range_: Range) -> str:
     low = "-inf" if math.isinf(range_.low) else f"{range_.low:g}"
     high = "inf" if math.isinf(range_.high) else f"{range_.high:g}"
     return "unbounded" if math.isinf(range_.low) and math.isinf(range_.high) else f"{low} to {high}"

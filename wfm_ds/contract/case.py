@@ -13,7 +13,7 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from wfm_ds.models.base import without_progress_bars
+from wfm_ds.models.base import hide_progress_bars
 from wfm_ds.sampling.plan import deterministic_plan
 
 if TYPE_CHECKING:
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 PROMPTS = ["a red circle on white", "the digit 7"]
 
 
-Inputs: TypeAlias = dict[str, npt.NDArray[np.float32]]
+SampleInputs: TypeAlias = dict[str, npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StockInputs:
+class ReferenceInputs:
     """A call of the diffusers pipeline for one sample with inputs."""
 
     size: tuple[int, int, int]
     """Height, width, frames. The call may support only a few sizes."""
-    call: Callable[[Path, Tensor], tuple[Any, Inputs, dict[str, Any]]]
+    call: Callable[[Path, Tensor], tuple[Any, SampleInputs, dict[str, Any]]]
     """Maps (folder, pixels of a sample) to the pipeline, the sample's inputs, and call arguments."""
-    conditional_frames: int = 0
+    num_conditioning_frames: int = 0
     """How many first latent frames of the pixels the call is conditioned on."""
 
 
@@ -46,44 +46,44 @@ class Case:
     """Height, width, frames. None: the smallest different height and width, and two latent frames for videos."""
     load_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of registry.load_model."""
-    stock_parts: Mapping[str, Any] = field(default_factory=dict)
+    extra_components: Mapping[str, Any] = field(default_factory=dict)
     """Components that diffusers needs in addition to the folder."""
-    euler: bool = False
+    has_euler_scheduler: bool = False
     """The pipeline's scheduler is Euler with float timesteps, like our solver `ode`."""
-    given: Callable[..., tuple[Any, dict[str, Any]]] | None = None
+    conditioning_frames_call: Callable[..., tuple[Any, dict[str, Any]]] | None = None
     """Maps (folder, pixels, count) to the diffusers pipeline and its call arguments for conditioning frames."""
-    inputs: Callable[[int, int, int], Sequence[Inputs]] | None = None
+    inputs: Callable[[int, int, int], Sequence[SampleInputs]] | None = None
     """Maps (height, width, frames) to the input arrays of two different samples, by name. Required for families with
     `input_specs`."""
-    stock_inputs: StockInputs | None = None
+    reference_inputs: ReferenceInputs | None = None
     """None: skip comparing inputs with the diffusers pipeline."""
     sigmas: tuple[tuple[float, float], ...] = ((0.9, 0.3),)
     """Sigmas of two samples, for each expert."""
-    blocks: tuple[str, ...] = ()
+    block_lists: tuple[str, ...] = ()
     """Names of the denoiser's block lists. (): skip comparing them with block_classes."""
-    without_gradient: tuple[str, ...] = ()
+    zero_gradient_parameters: tuple[str, ...] = ()
     """Parameters with a mathematically zero gradient that autograd computes with rounding errors. Parameters without
     any gradient belong to the family's `unused_parameter_patterns`."""
-    negative_prompt: bool = True
+    takes_negative_prompt: bool = True
     """Whether the diffusers pipeline takes a negative prompt."""
-    one_by_one: bool = False
+    one_sample_per_call: bool = False
     """The diffusers pipeline generates only one sample per call."""
-    shared: tuple[str, ...] = ()
+    shared_arguments: tuple[str, ...] = ()
     """List arguments of the call that do not have one item per sample."""
-    asked: Callable[[Tensor], Mapping[str, Any]] | None = None
+    required_call_kwargs: Callable[[Tensor], Mapping[str, Any]] | None = None
     """Maps the pixels of two samples to call arguments (lists) for required inputs and conditioning frames."""
-    unpack: Callable[[DiffusionModel, Tensor], Tensor] | None = None
+    unpack_latents: Callable[[DiffusionModel, Tensor], Tensor] | None = None
     """Maps (model, latents of the diffusers pipeline) to latents in our layout. None: the layouts are equal."""
-    frame_axis: bool = False
+    vae_has_frame_axis: bool = False
     """This image family uses a video VAE."""
-    close: float = 1e-5
+    tolerance: float = 1e-5
     """Maximum absolute difference from the diffusers pipeline, for latents and pixels."""
 
 
-class GridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
+class FixedGridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
     """Euler on fixed sigmas with float timesteps, so that a diffusers pipeline steps like our `ode`."""
 
-    def on(self, sigmas: Sequence[float] | Tensor) -> GridEuler:
+    def use_grid(self, sigmas: Sequence[float] | Tensor) -> FixedGridEuler:
         self.grid = [float(sigma) for sigma in sigmas[:-1]]
         return self
 
@@ -94,11 +94,11 @@ class GridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
         super().set_timesteps(sigmas=self.grid, device=device)
 
 
-def stock(folder: Path, case: Case, pipeline_class: Any = DiffusionPipeline) -> Any:
+def load_reference_pipeline(folder: Path, case: Case, pipeline_class: Any = DiffusionPipeline) -> Any:
     """Load the diffusers pipeline of a folder, with its own class or another one."""
-    with without_progress_bars():
+    with hide_progress_bars():
         pipeline = pipeline_class.from_pretrained(
-            folder, use_safetensors=True, local_files_only=True, **case.stock_parts
+            folder, use_safetensors=True, local_files_only=True, **case.extra_components
         )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -117,7 +117,7 @@ def denoise_latents(
     """Sample clean latents with our loop. guidance_scale: one number, or one per expert."""
 
     def predict(latents: Tensor, sigma: float) -> Tensor:
-        sigma_B, expert = torch.full((len(latents),), sigma), model.expert_of(sigma)
+        sigma_B, expert = torch.full((len(latents),), sigma), model.select_expert(sigma)
         velocity = model.denoise(latents, sigma_B, conditioning, expert)
         if uncond is None:
             return velocity
@@ -125,16 +125,16 @@ def denoise_latents(
         return model.combine_guidance(velocity, model.denoise(latents, sigma_B, uncond, expert), w)
 
     with torch.no_grad():
-        return deterministic_plan(solver, sigmas).run(predict, noise, [0] * len(noise)).clean
+        return deterministic_plan(solver, sigmas).denoise(predict, noise, [0] * len(noise)).clean_latents
 
 
-def draw(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: Any) -> Tensor:
+def run_reference_pipeline(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: Any) -> Tensor:
     """Run a diffusers pipeline for PROMPTS or more["prompt"] with these sigmas.
 
     Returns images [B,C,H,W], videos [B,C,F,H,W], or latents in the pipeline's layout. more: call arguments.
     """
-    if not case.euler:
-        pipeline.scheduler = GridEuler(shift=1.0).on(sigmas)
+    if not case.has_euler_scheduler:
+        pipeline.scheduler = FixedGridEuler(shift=1.0).use_grid(sigmas)
     call: dict[str, Any] = {"prompt": PROMPTS, "output_type": "latent", "num_inference_steps": len(sigmas) - 1, **more}
     count = len(call["prompt"])
     if isinstance(call.get("negative_prompt"), str):
@@ -142,27 +142,27 @@ def draw(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: An
     call = {
         name: list(value) if isinstance(value, list) else value for name, value in call.items()
     }  # pipelines may modify lists
-    shared = {name: call.pop(name) for name in case.shared if name in call}
-    calls = [shared | {name: _of_one(value, i) for name, value in call.items()} for i in range(count)]
+    shared = {name: call.pop(name) for name in case.shared_arguments if name in call}
+    calls = [shared | {name: _select_sample(value, i) for name, value in call.items()} for i in range(count)]
     call |= shared
     output = (
-        torch.cat([_of_batch(_drawn(pipeline(**one))) for one in calls])
-        if case.one_by_one
-        else _drawn(pipeline(**call))
+        torch.cat([_add_batch_axis(_output_tensor(pipeline(**one))) for one in calls])
+        if case.one_sample_per_call
+        else _output_tensor(pipeline(**call))
     )
     return output.movedim(2, 1) if call["output_type"] == "pt" and output.ndim == 5 else output
 
 
-def _drawn(output: Any) -> Tensor:
+def _output_tensor(output: Any) -> Tensor:
     tensor: Tensor = next(getattr(output, name) for name in ("images", "frames", "video") if hasattr(output, name))
     return tensor
 
 
-def _of_batch(video: Tensor) -> Tensor:
+def _add_batch_axis(video: Tensor) -> Tensor:
     """Add a batch axis to a video's frames [F,C,H,W]; return latents [1,C,T,h,w] unchanged."""
     return video if video.ndim == 5 else video[None]
 
 
-def _of_one(value: Any, i: int) -> Any:
+def _select_sample(value: Any, i: int) -> Any:
     """Return the item of sample `i` of a per-sample argument."""
     return value[i] if isinstance(value, list) else value

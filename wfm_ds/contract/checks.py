@@ -5,74 +5,76 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from wfm_ds.contract import denoiser, drawing, exports, inputs, pixels
-from wfm_ds.contract.subject import Broken, DoesNotApply, Subject
+from wfm_ds.contract import denoiser_checks, export_checks, input_checks, pixel_checks, sampling_checks
+from wfm_ds.contract.family_under_test import CheckFailed, CheckNotApplicable, FamilyUnderTest
 
-Check = Callable[[Subject], None]
+Check = Callable[[FamilyUnderTest], None]
 
 CHECKS: tuple[Check, ...] = (
-    pixels.sizes_are_multiples,
-    denoiser.tokens,
-    pixels.shapes_agree,
-    pixels.encoding_is_the_inverse_of_decoding,
-    denoiser.texts_are_lists,
-    drawing.several_samples_of_a_prompt,
-    drawing.texts_stacked,
-    denoiser.wrong_arguments,
-    denoiser.frames_given_to_others,
-    denoiser.a_batch_is_its_samples,
-    drawing.prompts_matter,
-    drawing.the_grid_ends_at_the_clean_latents,
-    drawing.latents_without_guidance,
-    drawing.latents_with_guidance,
-    drawing.latents_with_another_embedded_guidance,
-    drawing.latents_with_a_negative_prompt,
-    drawing.decoded_pixels,
-    drawing.given_frames,
-    inputs.inputs_change_the_velocity,
-    inputs.swapped_inputs_swap_the_velocities,
-    inputs.a_batch_of_inputs_is_its_samples,
-    inputs.both_halves_of_guidance_are_told,
-    inputs.inputs_as_the_stock_pipeline,
-    inputs.inputs_that_are_missing,
-    denoiser.blocks,
-    denoiser.lora_and_checkpointing,
-    denoiser.frozen_is_what_no_loss_reaches,
-    pixels.bfloat16_denoiser,
-    pixels.bfloat16_vae,
-    exports.lora_export,
-    exports.full_export,
+    pixel_checks.check_size_multiples,
+    denoiser_checks.check_num_tokens,
+    pixel_checks.check_shapes,
+    pixel_checks.check_encode_inverts_decode,
+    denoiser_checks.check_prompt_lists,
+    sampling_checks.check_several_samples_of_a_prompt,
+    sampling_checks.check_stacked_texts,
+    denoiser_checks.check_invalid_arguments,
+    denoiser_checks.check_unsupported_frames,
+    denoiser_checks.check_batch_matches_samples,
+    sampling_checks.check_prompts_matter,
+    sampling_checks.check_grid_ends_at_clean_latents,
+    sampling_checks.check_latents_without_guidance,
+    sampling_checks.check_latents_with_guidance,
+    sampling_checks.check_latents_with_another_embedded_guidance,
+    sampling_checks.check_latents_with_a_negative_prompt,
+    sampling_checks.check_decoded_pixels,
+    sampling_checks.check_conditioning_frames,
+    input_checks.check_inputs_change_velocity,
+    input_checks.check_swapped_inputs,
+    input_checks.check_batch_with_inputs,
+    input_checks.check_inputs_in_both_guidance_halves,
+    input_checks.check_inputs_match_reference,
+    input_checks.check_missing_inputs,
+    denoiser_checks.check_block_classes,
+    denoiser_checks.check_lora_and_checkpointing,
+    denoiser_checks.check_unused_parameters,
+    pixel_checks.check_bfloat16_denoiser,
+    pixel_checks.check_bfloat16_vae,
+    export_checks.check_lora_export,
+    export_checks.check_full_export,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """The result of a check."""
 
-    check: str
-    sentence: str | None
+    name: str
+    message: str | None
     """None: the check passed."""
     applies: bool = True
     """False: the check does not apply to this family; the message says why."""
 
 
-def examine(subject: Subject, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
+def run_checks(subject: FamilyUnderTest, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
     """Run the checks and yield their results. Any exception in the family's code is a failure too."""
     for check in checks:
         name = check.__name__.removeprefix("check_").replace("_", " ")
         try:
             check(subject)
-        except DoesNotApply as reason:
-            yield Finding(name, str(reason), applies=False)
-        except Broken as failure:
-            yield Finding(name, str(failure))
+        except CheckNotApplicable as reason:
+            yield CheckResult(name, str(reason), applies=False)
+        except CheckFailed as failure:
+            yield CheckResult(name, str(failure))
         except Exception as error:  # noqa: BLE001, any exception of a user's class is a failure
-            yield Finding(name, f"{type(error).__name__} in {_place(error)}: {' '.join(str(error).split())}")
+            yield CheckResult(
+                name, f"{type(error).__name__} in {_error_location(error)}: {' '.join(str(error).split())}"
+            )
         else:
-            yield Finding(name, None)
+            yield CheckResult(name, None)
 
 
-def _place(error: Exception) -> str:
+def _error_location(error: Exception) -> str:
     """Return file and line of the last traceback frame."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wfm_ds.program import Parser, program
+from wfm_ds.program import CommandParser, run_command
 
 if TYPE_CHECKING:
     from wfm_ds.data.samples import SampleSet
 
 NUM_CAPTIONS = 3
-READINGS = {
+LAYOUT_NAMES = {
     "cosmos": "Cosmos folder",
     "webdataset": "tar shards (WebDataset)",
     "table": "caption table",
@@ -25,8 +25,8 @@ READINGS = {
 }
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="wfm data",
         description="Show how data.kind: folder reads a folder, its contents and three captions.",
         epilog="Example: %(prog)s my_images",
@@ -38,30 +38,30 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> None:
-    from wfm_ds.data.folder import folder_set
-    from wfm_ds.data.layout import recognise
+    from wfm_ds.data.folder import load_folder
+    from wfm_ds.data.folder_layout import detect_layout
     from wfm_ds.recipe.data import DataRecipe
 
-    layout = recognise(args.folder)
+    layout = detect_layout(args.folder)
     recipe = DataRecipe(kind="folder", path=str(args.folder), prompt=args.prompt, caption_column=args.caption_column)
-    dataset = folder_set(recipe, args.folder, layout)
-    lines = [f"{dataset.source}: {READINGS[layout.reading]} ({layout.sign})", *described(dataset)]
+    dataset = load_folder(recipe, args.folder, layout)
+    lines = [f"{dataset.source}: {LAYOUT_NAMES[layout.kind]} ({layout.sign})", *summary_lines(dataset)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def described(found: SampleSet) -> list[str]:
+def summary_lines(dataset: SampleSet) -> list[str]:
     """Return the summary of a data set, one line each."""
     from wfm_ds.data.samples import IMAGE_SUFFIXES, REASONS
 
-    kinds = Counter("images" if s.media.suffix in IMAGE_SUFFIXES else "videos" for s in found.samples)
+    kinds = Counter("images" if s.media.suffix in IMAGE_SUFFIXES else "videos" for s in dataset.samples)
     lines = [f"samples    {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}"]
-    lines += [f"note       {note}" for note in found.notes]
-    lines += [f"skipped    {len(names)}, {REASONS[why]}, e.g. {names[0]}" for why, names in found.bad.items()]
-    examples = found.samples[:: max(1, len(found.samples) // NUM_CAPTIONS)][:NUM_CAPTIONS]
+    lines += [f"note       {note}" for note in dataset.notes]
+    lines += [f"skipped    {len(names)}, {REASONS[why]}, e.g. {names[0]}" for why, names in dataset.bad.items()]
+    examples = dataset.samples[:: max(1, len(dataset.samples) // NUM_CAPTIONS)][:NUM_CAPTIONS]
     return [*lines, *(f"{sample.id}: {json.dumps(sample.prompt.text, ensure_ascii=False)}" for sample in examples)]
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from wfm_ds.data.inputs import READ_ERRORS, raw_input
+from wfm_ds.data.inputs import READ_ERRORS, read_raw_input
 from wfm_ds.data.npy import read_npy
 from wfm_ds.data.samples import Sample
-from wfm_ds.data.trajectories import ACTIONS, Floats, Scaling, scaling_of
+from wfm_ds.data.trajectories import ACTIONS, ActionScaling, Floats, load_scaling
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.schema import Recipe
 
@@ -20,38 +20,38 @@ NUM_PROBED = 16  # samples read to find the width of the actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Actions:
+class ActionData:
     """Width and scaling of the data's actions, and optional extra trajectories for RL."""
 
     width: int  # numbers per action
-    scaling: Scaling | None = None
+    scaling: ActionScaling | None = None
     library: Floats | None = None  # [N,F-1,D], scaled; from rollout.trajectory_library
 
 
-def actions_of(recipe: Recipe, samples: Sequence[Sample]) -> Actions | None:
+def load_action_data(recipe: Recipe, samples: Sequence[Sample]) -> ActionData | None:
     """Load the action width, scaling and library of a recipe. Return None if data.inputs has no actions.
 
     Raises DataError if a file cannot be used.
     """
     if ACTIONS not in recipe.data.inputs:
         return None
-    scaling = scaling_of(recipe.data.actions)
-    width = recipe.data.actions.width or (len(scaling.low) if scaling else None) or widest_used(samples)
+    scaling = load_scaling(recipe.data.actions)
+    width = recipe.data.actions.width or (len(scaling.low) if scaling else None) or probe_action_width(samples)
     if scaling is not None and width != len(scaling.low):
         raise DataError(f"data.actions.width {width} does not match data.actions.stats with {len(scaling.low)} numbers")
     trajectories = None
     if recipe.is_rl and recipe.rl.rollout.trajectory_library is not None:
         path = Path(recipe.rl.rollout.trajectory_library)
-        trajectories = library(path, (recipe.sampling.num_frames - 1, width), scaling)
-    return Actions(width=width, scaling=scaling, library=trajectories)
+        trajectories = load_trajectory_library(path, (recipe.sampling.num_frames - 1, width), scaling)
+    return ActionData(width=width, scaling=scaling, library=trajectories)
 
 
-def widest_used(samples: Sequence[Sample]) -> int:
+def probe_action_width(samples: Sequence[Sample]) -> int:
     """Return the most common action width among the first samples. Raises DataError if none can be read."""
     widths: Counter[int] = Counter()
     for sample in samples[:NUM_PROBED]:
         try:
-            raw = raw_input(sample, ACTIONS)
+            raw = read_raw_input(sample, ACTIONS)
         except READ_ERRORS:
             continue
         if raw.ndim == 2:
@@ -64,7 +64,7 @@ def widest_used(samples: Sequence[Sample]) -> int:
     return widths.most_common(1)[0][0]
 
 
-def library(path: Path, shape: tuple[int, int], scaling: Scaling | None) -> Floats:
+def load_trajectory_library(path: Path, shape: tuple[int, int], scaling: ActionScaling | None) -> Floats:
     """Load N trajectories from an .npy file [N,F-1,D] and scale them like the data's actions.
 
     shape: required (F-1, D). Raises DataError.

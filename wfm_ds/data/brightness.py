@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from wfm_ds.data.demo_files import require_new_folder, write_video
 from wfm_ds.data.moving import FPS
-from wfm_ds.data.written import require_new, write_video
-from wfm_ds.program import program
+from wfm_ds.program import run_command
 from wfm_ds.seeds import derive_seed
-from wfm_reward.brightness_world import STARTS, Frames, actions_of, draw_moves, levels_of, pixels
+from wfm_reward.brightness_demo import MAX_START, Frames, encode_actions, frame_brightness, render_frames, sample_moves
 
 NUM_CLIPS, NUM_HELD_OUT = 2048, 256
-WRONG = 0.5  # share of training clips with a wrong trajectory
+WRONG_FRACTION = 0.5  # share of training clips with a wrong trajectory
 PROMPT = json.dumps({"caption": "a grey wall"})  # action models use JSON captions without further templates
 PROMPTS, START = "prompts.txt", "start.png"
 
@@ -30,10 +30,10 @@ PROMPTS, START = "prompts.txt", "start.png"
 def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
     """Write NNNN.mkv, .json and .actions.npy and return the frames. wrong: probability of unrelated actions."""
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
-    moves, wrong_moves = draw_moves(generator), draw_moves(generator)
-    stem, frames = f"{number:04}", pixels(levels_of(generator.uniform(-STARTS, STARTS), moves))
+    moves, wrong_moves = sample_moves(generator), sample_moves(generator)
+    stem, frames = f"{number:04}", render_frames(frame_brightness(generator.uniform(-MAX_START, MAX_START), moves))
     write_video(folder / f"{stem}.mkv", frames, FPS)
-    np.save(folder / f"{stem}.actions.npy", actions_of(wrong_moves if generator.random() < wrong else moves))
+    np.save(folder / f"{stem}.actions.npy", encode_actions(wrong_moves if generator.random() < wrong else moves))
     (folder / f"{stem}.json").write_text(json.dumps({"prompt": PROMPT, "actions": f"{stem}.actions.npy"}) + "\n")
     return frames
 
@@ -45,8 +45,8 @@ def write_brightness(out: Path) -> int:
     with correct trajectories. prompts.txt: the prompt. start.png: the first frame of the last held-out clip. The files
     are bitwise reproducible with the same library versions. Raises DataError if the folder exists and is not empty.
     """
-    require_new(out)
-    for name, count, wrong in (("clips", NUM_CLIPS, WRONG), ("held_out", NUM_HELD_OUT, 0.0)):
+    require_new_folder(out)
+    for name, count, wrong in (("clips", NUM_CLIPS, WRONG_FRACTION), ("held_out", NUM_HELD_OUT, 0.0)):
         (out / name).mkdir(parents=True)
         for number in range(1, count + 1):
             frames = write_clip(out / name, number, wrong=wrong)
@@ -56,7 +56,7 @@ def write_brightness(out: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,24 +10,24 @@ from wfm_ds.data.media import media_size
 from wfm_ds.data.pixels import BadMedia, Framing
 from wfm_ds.data.samples import Media
 
-Size = tuple[int, int]
+ImageSize = tuple[int, int]
 """Height and width in pixels."""
 # Long to short side of the automatic sizes. Fixed here because a resumed run must use the same sizes.
-SHAPES = ((1, 1), (5, 4), (4, 3), (3, 2), (16, 9), (2, 1))
+ASPECT_RATIOS = ((1, 1), (5, 4), (4, 3), (3, 2), (16, 9), (2, 1))
 
 
-def automatic_sizes(height: int, width: int, multiple: int) -> list[Size]:
+def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
     """Return this size and others with about the same number of pixels, from 2:1 to 1:2, in multiples of `multiple`."""
 
     def snap_side(ratio: float) -> int:
         return multiple * max(1, round(math.sqrt(height * width * ratio) / multiple))
 
-    landscape = [(snap_side(short / long), snap_side(long / short)) for long, short in SHAPES]
+    landscape = [(snap_side(short / long), snap_side(long / short)) for long, short in ASPECT_RATIOS]
     portrait = [(long, short) for short, long in landscape]
     return list(dict.fromkeys([(height, width), *landscape, *portrait]))
 
 
-def nearest(sizes: Sequence[Size], height: int, width: int) -> int:
+def nearest_size(sizes: Sequence[ImageSize], height: int, width: int) -> int:
     """Return the index of the size with the nearest aspect ratio, measured as the quotient of the two ratios.
 
     Among equal aspect ratios, choose the largest size that needs no upscaling, else the smallest. Ties go to the first.
@@ -49,19 +49,19 @@ def nearest(sizes: Sequence[Size], height: int, width: int) -> int:
 class Buckets:
     """The framings of a run. They differ only in height and width, and each image or video uses one of them."""
 
-    def __init__(self, framing: Framing, sizes: Sequence[Size]) -> None:
+    def __init__(self, framing: Framing, sizes: Sequence[ImageSize]) -> None:
         """framing: the common settings; its height and width are replaced."""
         self.sizes = list(sizes)
         self.framings = [dataclasses.replace(framing, height=height, width=width) for height, width in sizes]
 
-    def index_of(self, media: Media) -> int:
+    def choose_bucket(self, media: Media) -> int:
         """Return the bucket index of an image or video. Reads its size if there are several buckets."""
         if len(self.sizes) == 1:
             return 0
         try:
-            return nearest(self.sizes, *media_size(media))
+            return nearest_size(self.sizes, *media_size(media))
         except BadMedia:
             return 0  # decoding fails in the same way and counts the file
 
-    def framing_of(self, media: Media) -> Framing:
-        return self.framings[self.index_of(media)]
+    def choose_framing(self, media: Media) -> Framing:
+        return self.framings[self.choose_bucket(media)]

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from wfm_ds.data.npy import floats_of, read_npy
+from wfm_ds.data.npy import read_npy, to_float32
 from wfm_ds.data.trajectories import INTRINSICS, POSES, Floats, require_rigid
 
-KEYS = re.compile(r"[a-z]+-\d+(,[a-z]+-\d+)*", re.IGNORECASE)
+KEY_SEQUENCE = re.compile(r"[a-z]+-\d+(,[a-z]+-\d+)*", re.IGNORECASE)
 
 
-def read_camera(named: str, lens: Sequence[float] | None) -> dict[str, Floats]:
+def read_camera(camera: str, lens: Sequence[float] | None) -> dict[str, Floats]:
     """Return float32 `c2w` [F,4,4] and `intrinsics` [4] or [F,4]; intrinsics keep the pixel unit of their source.
 
     camera: a JSON file with `c2w` and optional `intrinsics`; an .npy file with c2w; or keys with frame counts such as
     `w-80,jw-40`, as in the diffusers SANA-WM pipeline. lens: fx, fy, cx, cy, required unless the file has intrinsics.
     Raises ValueError for invalid content and OSError if a file cannot be read.
     """
-    arrays = written(Path(named)) if Path(named).suffix else {POSES: led(named)}
+    arrays = read_camera_file(Path(camera)) if Path(camera).suffix else {POSES: poses_from_keys(camera)}
     if (lens is None) == (INTRINSICS not in arrays):
         raise ValueError(
             "the camera file already has intrinsics" if lens else "the camera has no intrinsics: pass them too"
@@ -38,7 +38,7 @@ def read_camera(named: str, lens: Sequence[float] | None) -> dict[str, Floats]:
     return arrays
 
 
-def written(file: Path) -> dict[str, Floats]:
+def read_camera_file(file: Path) -> dict[str, Floats]:
     """Read c2w, and intrinsics if present, from a .json or .npy file."""
     if file.suffix == ".npy":
         with file.open("rb") as stream:
@@ -46,17 +46,17 @@ def written(file: Path) -> dict[str, Floats]:
     try:
         content: Any = json.loads(file.read_bytes())
         names = [POSES, *([INTRINSICS] if INTRINSICS in content else [])]
-        return {name: floats_of(np.asarray(content[name])) for name in names}
+        return {name: to_float32(np.asarray(content[name])) for name in names}
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError("not a JSON object with c2w") from error
 
 
-def led(keys: str) -> Floats:
+def poses_from_keys(keys: str) -> Floats:
     """Return c2w [N+1,4,4] of a camera that keys move for N frames: w a s d move it, i j k l turn it.
 
     Raises ValueError if `keys` is not a key sequence.
     """
-    if KEYS.fullmatch(keys) is None:
+    if KEY_SEQUENCE.fullmatch(keys) is None:
         raise ValueError("neither a .json or .npy file nor keys with frame counts such as w-80,jw-40")
     from diffusers.pipelines.sana_wm.cam_utils import action_string_to_c2w
 

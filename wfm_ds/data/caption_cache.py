@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from wfm_ds.data.samples import printable
+from wfm_ds.data.samples import to_printable
 from wfm_ds.storage import atomic
-from wfm_ds.storage.regular import read_regular
+from wfm_ds.storage.regular_files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -34,69 +34,69 @@ class CaptionCache:
         self.folder, self.now_ns = os.path.abspath(folder), now_ns
         digest = hashlib.sha256(os.fsencode(self.folder)).hexdigest()
         self.file = cache_dir / "captions" / f"{digest}.json"
-        self._old = self._stored()
-        self._new: dict[str, list[Any]] = {}
+        self._previous = self._load()
+        self._current: dict[str, list[Any]] = {}
         self._num_read = 0
 
-    def state(self, path: str) -> list[int]:
+    def file_state(self, path: str) -> list[int]:
         """Return size, times and inode of a file; at least one changes with the file. Raises OSError."""
         status = os.stat(path)
         return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
-    def kept(self, path: str, state: Sequence[int]) -> tuple[bool, Any]:
+    def lookup(self, path: str, state: Sequence[int]) -> tuple[bool, Any]:
         """Return (True, caption) if the file's caption is cached for this state, else (False, None)."""
-        entry = self._old.get(path)
+        entry = self._previous.get(path)
         if entry is None or entry[0] != state:
             return False, None
-        self._new[path] = entry
+        self._current[path] = entry
         return True, entry[1]
 
-    def keep(self, path: str, state: Sequence[int], caption: Any) -> None:
+    def store(self, path: str, state: Sequence[int], caption: Any) -> None:
         """Add a caption (JSON) that was read after `state` was taken."""
         self._num_read += 1
         _, mtime_ns, ctime_ns, _ = state
         if max(mtime_ns, ctime_ns) < self.now_ns - RECENT_S * 1e9:
-            self._new[path] = [list(state), caption]
+            self._current[path] = [list(state), caption]
 
     def save(self) -> None:
         """Write the cache file if its content changed. A write error is logged and only costs time."""
-        if not self._num_read and self._new.keys() == self._old.keys():
+        if not self._num_read and self._current.keys() == self._previous.keys():
             return
-        names = {os.path.relpath(path, self.folder): entry for path, entry in self._new.items()}
-        content = {"format": FORMAT, "folder": printable(self.folder), "captions": names}
+        names = {os.path.relpath(path, self.folder): entry for path, entry in self._current.items()}
+        content = {"format": FORMAT, "folder": to_printable(self.folder), "captions": names}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             atomic.write_text(self.file, json.dumps(content, separators=(",", ":")))
         except OSError as error:
             log.info("caption cache of %s cannot be written, captions are read at each start: %s", self.folder, error)
 
-    def _stored(self) -> dict[str, list[Any]]:
+    def _load(self) -> dict[str, list[Any]]:
         """Return the captions of the last scan by path; empty without a valid cache file for this folder."""
         try:
             content = json.loads(self.file.read_bytes())
-            if content["format"] != FORMAT or content["folder"] != printable(self.folder):
+            if content["format"] != FORMAT or content["folder"] != to_printable(self.folder):
                 return {}
             return {os.path.join(self.folder, name): entry for name, entry in content["captions"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
 
-def read_caption(path: str, kept: CaptionCache | None, parse: Callable[[bytes], Any]) -> Any:
+def read_caption(path: str, cache: CaptionCache | None, parse: Callable[[bytes], Any]) -> Any:
     """Read and parse a caption file, from the cache if possible. `parse` returns JSON. None if it cannot be read."""
     try:
-        if kept is None:
+        if cache is None:
             return parse(read_regular(path))
-        state = kept.state(path)
-        is_cached, caption = kept.kept(path, state)
+        state = cache.file_state(path)
+        is_cached, caption = cache.lookup(path, state)
         if is_cached:
             return caption
         caption = parse(read_regular(path))
     except OSError:
         return None
-    kept.keep(path, state, caption)
+    cache.store(path, state, caption)
     return caption
 
 
-def user_cache() -> Path:
+def user_cache_dir() -> Path:
     """Return the cache folder shared by all runs of this user: $WFM_CACHE, or ~/.cache/wfm_ds."""
     return Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser()

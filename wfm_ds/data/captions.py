@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wfm_ds.data.caption_table import read_rows
+from wfm_ds.data.captioned_folder import walk_paths
 from wfm_ds.data.cosmos import MEDIA_FOLDERS
-from wfm_ds.data.paired import walk
 from wfm_ds.data.samples import MEDIA_SUFFIXES, is_encodable
-from wfm_ds.data.table import table_rows
 from wfm_ds.errors import DataError
-from wfm_ds.program import Parser, program
+from wfm_ds.program import CommandParser, run_command
 from wfm_ds.storage import atomic
 
 NUM_SHOWN = 10
@@ -33,20 +33,20 @@ def media_files(folder: Path) -> list[Path]:
     """Return all images and videos below the folder, sorted. Raises DataError if there are none."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder")
-    files = sorted(path for path in walk(folder) if path.suffix.lower() in MEDIA_SUFFIXES)
+    files = sorted(path for path in walk_paths(folder) if path.suffix.lower() in MEDIA_SUFFIXES)
     if not files:
         raise DataError(f"{folder} has no images or videos")
     return files
 
 
-def read_table(table: Path) -> dict[str, Caption]:
+def read_caption_table(table: Path) -> dict[str, Caption]:
     """Read captions by file from a UTF-8 CSV file with a header line or a UTF-8 JSONL file.
 
     Raises DataError, with the line, for a row without `file` or `prompt` and for a duplicate file.
     """
     captions: dict[str, Caption] = {}
-    for table_row in table_rows(table):
-        row, where = dict(table_row.values), f"{table}: {table_row.place}"
+    for table_row in read_rows(table):
+        row, where = dict(table_row.values), f"{table}: {table_row.location}"
         file, prompt = row.pop("file", None), row.get("prompt")
         if not isinstance(file, str) or not file or not isinstance(prompt, str) or not prompt.strip():
             raise DataError(f"{where} has no `file` or no `prompt`")
@@ -58,7 +58,7 @@ def read_table(table: Path) -> dict[str, Caption]:
     return captions
 
 
-def planned(folder: Path, captions: Mapping[str, Caption], layout: str = "json") -> dict[Path, Caption]:
+def plan_captions(folder: Path, captions: Mapping[str, Caption], layout: str = "json") -> dict[Path, Caption]:
     """Return the caption files to write.
 
     Raises DataError if the files of the table and the folder differ, or if the layout cannot hold a caption.
@@ -75,20 +75,21 @@ def planned(folder: Path, captions: Mapping[str, Caption], layout: str = "json")
         raise DataError(
             f"--layout {layout} stores only captions, but the table also has {', '.join(metadata_keys)}: use json"
         )
-    plan = {place_of(folder, media[name], layout): caption for name, caption in captions.items()}
+    plan = {caption_path(folder, media[name], layout): caption for name, caption in captions.items()}
     if len(plan) < len(media):
         raise DataError(f"{folder}: files with equal names and different suffixes would share one caption")
     return plan
 
 
-def place_of(folder: Path, medium: Path, layout: str) -> Path:
+def caption_path(folder: Path, media_file: Path, layout: str) -> Path:
     """Return the caption file of an image or video. Raises DataError if it is misplaced in a Cosmos folder."""
     if layout != "cosmos":
-        return medium.with_suffix(f".{layout}")
-    top, *inner = medium.relative_to(folder).parts
-    if not inner or medium.suffix.lower() not in MEDIA_FOLDERS.get(top, ()):
+        return media_file.with_suffix(f".{layout}")
+    top, *inner = media_file.relative_to(folder).parts
+    if not inner or media_file.suffix.lower() not in MEDIA_FOLDERS.get(top, ()):
         raise DataError(
-            f"{medium}: a Cosmos folder has videos in {folder / 'videos'} and images in {folder / 'images'}. Move the "
+            f"{media_file}: a Cosmos folder has videos in {folder / 'videos'} and images in {folder / 'images'}. "
+            "Move the "
             "file there"
         )
     return folder.joinpath("metas", *inner).with_suffix(".txt")
@@ -101,18 +102,18 @@ def write_captions(plan: Mapping[Path, Caption], *, overwrite: bool) -> int:
         raise DataError(f"{len(existing)} captions exist, e.g. {existing[0]}. Replace them with --overwrite")
     for path, caption in plan.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(path, content_of(path, caption))
+        atomic.write_text(path, caption_text(path, caption))
     return len(plan)
 
 
-def content_of(path: Path, caption: Caption) -> str:
+def caption_text(path: Path, caption: Caption) -> str:
     if path.suffix == ".json":
         return json.dumps(caption, ensure_ascii=False) + "\n"
     return " ".join(line.strip() for line in str(caption["prompt"]).splitlines() if line.strip()) + "\n"
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="wfm data captions",
         description="Write a caption for each image and video of a folder.",
         epilog='Example: %(prog)s my_images --prompt "a robot" --layout txt',
@@ -134,18 +135,18 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> None:
     if args.table is not None:
-        captions: Mapping[str, Caption] = read_table(args.table)
+        captions: Mapping[str, Caption] = read_caption_table(args.table)
     else:
         if not args.prompt.strip() or not is_encodable(args.prompt):
             raise DataError("--prompt is blank or cannot be encoded as UTF-8")
         names = [path.relative_to(args.folder).as_posix() for path in media_files(args.folder)]
         captions = {name: {"prompt": args.prompt.strip()} for name in names}
-    count = write_captions(planned(args.folder, captions, args.layout), overwrite=args.overwrite)
+    count = write_captions(plan_captions(args.folder, captions, args.layout), overwrite=args.overwrite)
     sys.stdout.write(f"{count} captions in {args.folder} ({LAYOUTS[args.layout]})\n")
 
 

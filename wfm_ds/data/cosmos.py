@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from wfm_ds.data.caption_cache import CaptionCache, read_caption
-from wfm_ds.data.paired import file_id, walk
+from wfm_ds.data.captioned_folder import file_id, walk_paths
 from wfm_ds.data.samples import IMAGE_SUFFIXES, VIDEO_SUFFIXES, LocalFile, Sample, SampleSet
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
@@ -37,20 +37,20 @@ class CosmosFolder(SampleSet):
         media = [files_by_id(folder / name, suffixes) for name, suffixes in MEDIA_FOLDERS.items()]
         embeddings = find_embeddings(folder, allow_pickle=allow_pickle)
         for sample_id in sorted(set(captions).union(*media)):
-            LIVENESS.advance()
+            LIVENESS.record_progress()
             paths = [path for files in media for path in files.get(sample_id, [])]
-            self._add(sample_id, captions.get(sample_id, []), paths, embeddings.get(sample_id), cache)
+            self._add_sample(sample_id, captions.get(sample_id, []), paths, embeddings.get(sample_id), cache)
         if cache is not None:
             cache.save()
         self.check(max_bad_fraction)
 
-    def _add(
+    def _add_sample(
         self,
         sample_id: str,
         captions: list[Path],
         media: list[Path],
         embedding: Path | None,
-        kept: CaptionCache | None,
+        cache: CaptionCache | None,
     ) -> None:
         if len(captions) > 1 or len(media) > 1:
             self.reject("ambiguous", str((media + captions)[0]))
@@ -58,7 +58,7 @@ class CosmosFolder(SampleSet):
             self.reject("no_media", str(captions[0]))
         elif not captions:
             self.reject("no_json", str(media[0]))
-        elif (text := read_caption(str(captions[0]), kept, text_of)) is None:
+        elif (text := read_caption(str(captions[0]), cache, decode_caption)) is None:
             self.reject("no_prompt", str(captions[0]))
         else:
             prompt = Prompt(id=sample_id, text=text)
@@ -81,13 +81,13 @@ def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]
     """Return files with one of these suffixes by path below the folder, without suffix. Empty if it does not exist."""
     files: dict[str, list[Path]] = {}
     if folder.is_dir():
-        for path in sorted(walk(folder)):
+        for path in sorted(walk_paths(folder)):
             if path.suffix.lower() in suffixes:
                 files.setdefault(file_id(path, folder), []).append(path)
     return files
 
 
-def text_of(data: bytes) -> str | None:
+def decode_caption(data: bytes) -> str | None:
     """Decode and strip the text of a caption file. None if it is empty or not UTF-8."""
     try:
         return data.decode("utf-8-sig").strip() or None

@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from wfm_ds.data.actions import Actions, actions_of
+from wfm_ds.data.actions import ActionData, load_action_data
+from wfm_ds.data.batch_reader import BatchReader
 from wfm_ds.data.buckets import Buckets, automatic_sizes
-from wfm_ds.data.caption_cache import user_cache
+from wfm_ds.data.caption_cache import user_cache_dir
+from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.cosmos import CosmosFolder
-from wfm_ds.data.folder import folder_set, hf_set
-from wfm_ds.data.inputs import InputReader, TellableModel
+from wfm_ds.data.folder import load_folder, load_hf_dataset
+from wfm_ds.data.hf_stream import HfStream
+from wfm_ds.data.inputs import ConditionedModel, InputReader
 from wfm_ds.data.media import load_media
+from wfm_ds.data.mixture import SampleSetMixture
 from wfm_ds.data.order import BatchSource
-from wfm_ds.data.paired import PairedFolder
-from wfm_ds.data.pairs import pair_set
-from wfm_ds.data.pixels import BadMedia, Framing, centre
+from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
+from wfm_ds.data.preference_pairs import load_pairs
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
-from wfm_ds.data.reading import Reader
 from wfm_ds.data.samples import NUM_SHOWN, REASONS, Media, Sample, SampleSet
-from wfm_ds.data.sets import SeveralSets
-from wfm_ds.data.stream import HfStream
 from wfm_ds.data.stream_source import StreamSource
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.distributed.liveness import LIVENESS
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Cached: TypeAlias = Callable[[Media, Framing], Any]  # the cached latents of an image or video, or None
+LatentLookup: TypeAlias = Callable[[Media, Framing], Any]  # the cached latents of an image or video, or None
 
 
 class SizedModel(Protocol):
@@ -67,8 +67,8 @@ class TrainingData:
     samples: list[Sample]  # for training
     bad: Mapping[str, Sequence[str]]  # rejected entries of the training data: names by reason (REASONS)
     held_out: list[Sample]  # for the validation loss (SFT) and conditioning frames of validation samples
-    shown: list[Prompt]  # prompts sampled in validation
-    actions: Actions | None = None  # None: the model is not conditioned on actions
+    validation_prompts: list[Prompt]  # prompts sampled in validation
+    actions: ActionData | None = None  # None: the model is not conditioned on actions
 
     @property
     def num_samples(self) -> int:
@@ -84,97 +84,104 @@ def load_data(recipe: Recipe) -> TrainingData:
     bad: Mapping[str, Sequence[str]] = {}
     if data.streaming:
         HfStream(data)  # validates the dataset before a model is loaded
-        held_out = [] if validation.path is None else held_out_folder(data, Path(validation.path))
+        held_out = [] if validation.path is None else load_held_out_folder(data, Path(validation.path))
     elif data.kind == "prompts":
         prompts = load_prompts(data.folder, data.name, data.split)
     elif recipe.is_rl:
-        scan = scanned(data, data.shards, pairs=False)
-        samples, bad = scan.drawn(scan.samples), scan.bad
+        scan = scan_paths(data, data.shard_patterns, pairs=False)
+        samples, bad = scan.epoch_samples(scan.samples), scan.bad
         prompts = [sample.prompt for sample in samples]
         if validation.path is not None:
-            held_out = scanned(data, [validation.path], pairs=False).samples
+            held_out = scan_paths(data, [validation.path], pairs=False).samples
     else:
-        scan = scanned(data, data.shards, pairs=recipe.algorithm.takes_pairs)
-        (samples, held_out), bad = divided(scan, recipe), scan.bad
-    data_prompts = distinct(held_out or samples) if samples or data.streaming else prompts
-    if data_prompts is not prompts and (recipe.algorithm.num_conditional_frames[1] > 0 or data.inputs):
+        scan = scan_paths(data, data.shard_patterns, pairs=recipe.algorithm.takes_pairs)
+        (samples, held_out), bad = split_samples(scan, recipe), scan.bad
+    data_prompts = unique_prompts(held_out or samples) if samples or data.streaming else prompts
+    if data_prompts is not prompts and (recipe.algorithm.conditioning_frame_range[1] > 0 or data.inputs):
         # Samples with equal captions still differ in their conditioning frames or inputs.
         data_prompts = list({sample.prompt.id: sample.prompt for sample in held_out or samples}.values())
     examples = load_prompt_file(validation.prompts) if validation.prompts else data_prompts
     examples = examples[: validation.num_prompts]
-    actions = actions_of(recipe, [*samples, *held_out])
-    return TrainingData(prompts=prompts, samples=samples, bad=bad, held_out=held_out, shown=examples, actions=actions)
+    actions = load_action_data(recipe, [*samples, *held_out])
+    return TrainingData(
+        prompts=prompts, samples=samples, bad=bad, held_out=held_out, validation_prompts=examples, actions=actions
+    )
 
 
-def held_out_folder(data: DataRecipe, folder: Path) -> list[Sample]:
+def load_held_out_folder(data: DataRecipe, folder: Path) -> list[Sample]:
     """Load the validation folder (any layout) of a streamed dataset. Raises DataError like `load_folder`."""
-    return logged(folder_set(data.model_copy(update={"options": {}}), folder)).samples
+    return log_scan_result(load_folder(data.model_copy(update={"options": {}}), folder)).samples
 
 
-def divided(found: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
+def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
     """Return the training samples of one epoch and the held-out samples."""
     data, validation = recipe.data, recipe.validation
     if validation.path is not None:
-        return found.drawn(found.samples), scanned(data, [validation.path], pairs=recipe.algorithm.takes_pairs).samples
-    samples, held_out = found.split(validation.holdout)
+        return dataset.epoch_samples(dataset.samples), scan_paths(
+            data, [validation.path], pairs=recipe.algorithm.takes_pairs
+        ).samples
+    samples, held_out = dataset.split_holdout(validation.holdout)
     if not samples:
         raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves no training samples: lower it")
-    return found.drawn(samples), held_out
+    return dataset.epoch_samples(samples), held_out
 
 
-def scanned(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
+def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
     """Scan the data at these paths and log the rejected entries. Only tar shards may have several paths.
 
     pairs: whether the algorithm trains on preference pairs. Raises DataError if the samples do not match.
     """
-    dataset = sample_set(data, paths)
+    dataset = build_sample_set(data, paths)
     check_pairs(dataset, pairs)
-    return logged(dataset)
+    return log_scan_result(dataset)
 
 
-def logged(found: SampleSet) -> SampleSet:
+def log_scan_result(dataset: SampleSet) -> SampleSet:
     """Log the notes and rejected entries of a scan."""
-    for note in found.notes:
-        log.warning("%s: %s", found.source, note)
-    for reason, names in found.bad.items():
-        log.warning("%s: %d skipped, %s, e.g. %s", found.source, len(names), REASONS[reason], names[0])
-    return found
+    for note in dataset.notes:
+        log.warning("%s: %s", dataset.source, note)
+    for reason, names in dataset.bad.items():
+        log.warning("%s: %d skipped, %s, e.g. %s", dataset.source, len(names), REASONS[reason], names[0])
+    return dataset
 
 
-def check_pairs(found: SampleSet, pairs: bool) -> None:
+def check_pairs(dataset: SampleSet, pairs: bool) -> None:
     """Raise DataError unless all samples are pairs, or all are single images or videos."""
-    mismatch = next((sample for sample in found.samples if (sample.rejected is not None) != pairs), None)
+    mismatch = next((sample for sample in dataset.samples if (sample.rejected is not None) != pairs), None)
     if mismatch is not None:
         wanted = "a pair: set `rejected`" if pairs else "a single image or video: omit `rejected`"
-        raise DataError(f"{found.source}: this algorithm needs {mismatch.id} to be {wanted}")
+        raise DataError(f"{dataset.source}: this algorithm needs {mismatch.id} to be {wanted}")
 
 
-def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    if data.is_own_kind:
-        return own_sample_set(data, paths)
+def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
+    if data.is_user_kind:
+        return build_user_sample_set(data, paths)
     if data.kind == "pairs":
-        return pair_set(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
+        return load_pairs(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
     if data.kind == "sets":
-        if list(paths) != data.shards:  # validation.path: one folder
-            return folder_set(data, Path(paths[0]))
-        return SeveralSets(
-            {name: (sample_set(part, part.shards), weight) for name, (part, weight) in data.parts().items()}
+        if list(paths) != data.shard_patterns:  # validation.path: one folder
+            return load_folder(data, Path(paths[0]))
+        return SampleSetMixture(
+            {
+                name: (build_sample_set(part, part.shard_patterns), weight)
+                for name, (part, weight) in data.set_recipes().items()
+            }
         )
     if data.kind == "hf":
-        return hf_set(data, paths[0])
+        return load_hf_dataset(data, paths[0])
     if data.kind == "webdataset":
         return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
-    (folder,), cache_dir = map(Path, paths), data.cache_dir or user_cache()
+    (folder,), cache_dir = map(Path, paths), data.cache_dir or user_cache_dir()
     if data.kind == "folder":
-        return folder_set(data, folder)
+        return load_folder(data, folder)
     if data.kind == "cosmos":
         return CosmosFolder(
             folder, allow_pickle=data.allow_pickle, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir
         )
-    return PairedFolder(folder, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir)
+    return CaptionedFolder(folder, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir)
 
 
-def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
+def build_user_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
     """Scan with the user's SampleSet subclass. Raises DataError if it is invalid or data.options do not fit it."""
     key = "data.kind"
     make: Callable[..., SampleSet] = import_class(data.kind, SampleSet, key=key, error=DataError)
@@ -198,7 +205,7 @@ def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
     return dataset
 
 
-def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
+def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:
     """Return the training sizes of the recipe. Raises RecipeError for a size the model does not support."""
     data, size = recipe.data, recipe.sampling
     sizes = [(size.height, size.width)]
@@ -211,7 +218,7 @@ def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
             model.latent_shape(height, width, size.num_frames)
         except ValueError as error:
             raise RecipeError(f"data.buckets: size [{height}, {width}] is not supported: {error}") from error
-    num_frames = frames_read(recipe, model)
+    num_frames = frames_per_clip(recipe, model)
     framing = Framing(
         height=size.height,
         width=size.width,
@@ -229,36 +236,36 @@ def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
 def trains_on_data(recipe: Recipe) -> bool:
     """Return whether an RL run trains on the data itself, not only on samples conditioned on it."""
     algorithm = recipe.rl.algorithm
-    return algorithm.num_data(algorithm.terms_per_sample(recipe.sampling)) > 0
+    return algorithm.num_data_terms(algorithm.terms_per_sample(recipe.sampling)) > 0
 
 
-def frames_read(recipe: Recipe, model: SizedModel) -> int:
+def frames_per_clip(recipe: Recipe, model: SizedModel) -> int:
     """Return the number of frames to read per clip.
 
     RL that trains on rollouts alone reads only the conditioning frames, so a single image can suffice. All others read
     sampling.num_frames.
     """
-    size, (_, most) = recipe.sampling, recipe.algorithm.num_conditional_frames
+    size, (_, most) = recipe.sampling, recipe.algorithm.conditioning_frame_range
     if not recipe.is_rl or most == 0 or trains_on_data(recipe):
         return size.num_frames
     num_latents = model.latent_shape(size.height, size.width, size.num_frames)[1]
     return 1 + (most - 1) * (size.num_frames - 1) // max(1, num_latents - 1)
 
 
-def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: int) -> list[int]:
+def assign_buckets(samples: Sequence[Sample], buckets: Buckets, world: World, workers: int) -> list[int]:
     """Return the bucket index of each sample. Collective: each rank reads the sizes of its shard."""
     if len(buckets.sizes) == 1:
         return [0] * len(samples)
 
     def find_bucket(sample: Sample) -> int:
-        LIVENESS.advance()
-        return buckets.index_of(sample.media)
+        LIVENESS.record_progress()
+        return buckets.choose_bucket(sample.media)
 
     def measure_shard() -> list[int]:
         with ThreadPoolExecutor(workers) as pool:
             return list(pool.map(find_bucket, samples[world.rank :: world.size]))
 
-    parts = world.gather(world.checked(measure_shard))
+    parts = world.gather(world.run_checked(measure_shard))
     indices = [parts[i % world.size][i // world.size] for i in range(len(samples))]
     counts = Counter(indices)
     shares = ", ".join(f"{h} x {w}: {counts[i]}" for i, (h, w) in enumerate(buckets.sizes) if counts[i])
@@ -266,20 +273,20 @@ def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: in
     return indices
 
 
-def inputs_of(recipe: Recipe, model: TellableModel, data: TrainingData) -> InputReader | None:
+def build_input_reader(recipe: Recipe, model: ConditionedModel, data: TrainingData) -> InputReader | None:
     """Return the reader of conditioning inputs, or None if the run has none."""
     actions = data.actions
     width, scaling = (None, None) if actions is None else (actions.width, actions.scaling)
-    return InputReader.of(recipe, model, width=width, scaling=scaling)
+    return InputReader.from_recipe(recipe, model, width=width, scaling=scaling)
 
 
-def readable(
+def find_usable_samples(
     samples: Sequence[Sample],
     recipe: Recipe,
     buckets: Buckets,
     count: int,
     *,
-    whole: int,
+    dataset_size: int,
     what: str = "samples",
     inputs: InputReader | None = None,
 ) -> list[Sample]:
@@ -292,12 +299,12 @@ def readable(
     for sample in samples:
         if len(usable) == count:
             break
-        LIVENESS.advance()
+        LIVENESS.record_progress()
         try:
-            framing = buckets.framing_of(sample.media)
+            framing = buckets.choose_framing(sample.media)
             for media in sample.all_media:
-                load_media(media, framing, centre)
-            prompt = sample.prompt if inputs is None else inputs.prompt(sample, framing, centre)
+                load_media(media, framing, draw_centre)
+            prompt = sample.prompt if inputs is None else inputs.load_prompt(sample, framing, draw_centre)
         except BadMedia as error:
             broken.append(error)
         else:
@@ -305,22 +312,22 @@ def readable(
     names, allowed = "; ".join(map(str, broken[:NUM_SHOWN])), recipe.data.max_bad_fraction
     if broken and not usable:
         raise DataError(f"all {len(broken)} {what} are invalid; repair at least one: {names}")
-    if len(broken) > allowed * whole:
+    if len(broken) > allowed * dataset_size:
         raise DataError(
             f"{len(broken)} of {len(usable) + len(broken)} tested {what} are invalid, data.max_bad_fraction "
-            f"{allowed:g} allows {int(allowed * whole)} of {whole}. First: {names}"
+            f"{allowed:g} allows {int(allowed * dataset_size)} of {dataset_size}. First: {names}"
         )
     for bad in broken:
         log.warning("skipped %s", bad)
     return usable
 
 
-def distinct(samples: Sequence[Sample]) -> list[Prompt]:
+def unique_prompts(samples: Sequence[Sample]) -> list[Prompt]:
     """Return one prompt per distinct caption, in order."""
     return list({sample.prompt.text: sample.prompt for sample in samples}.values())
 
 
-def batch_source(
+def build_batch_source(
     recipe: Recipe,
     world: World,
     data: TrainingData,
@@ -328,9 +335,9 @@ def batch_source(
     *,
     global_batch: int,
     unit: int,
-    cached: Cached | None,
+    cached_latents: LatentLookup | None,
     inputs: InputReader | None = None,
-) -> Reader:
+) -> BatchReader:
     """Return the source of training batches. The caller closes it. Collective.
 
     global_batch: samples per optimizer step over all ranks. unit: number of consecutive samples with one size.
@@ -352,12 +359,12 @@ def batch_source(
         seed=recipe.run.seed,
         shuffle=recipe.data.shuffle,
         framings=buckets.framings,
-        buckets=dealt(data.samples, buckets, world, recipe.data.workers),
+        buckets=assign_buckets(data.samples, buckets, world, recipe.data.workers),
         unit=unit,
         max_bad_fraction=recipe.data.max_bad_fraction,
         workers=recipe.data.workers,
         rejected={reason: len(data.bad.get(reason, [])) for reason in REASONS},
-        cached=cached,
+        cached_latents=cached_latents,
         inputs=inputs,
     )
 

@@ -17,26 +17,26 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from wfm_ds.data.written import require_new
-from wfm_ds.program import program
+from wfm_ds.data.demo_files import require_new_folder
+from wfm_ds.program import run_command
 
-Split = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+DigitSplit = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 """Grey images [N,8,8] and their digits [N]."""
 
 
-def sft_split() -> Split:
+def sft_split() -> DigitSplit:
     """Return the images with even indices, for training."""
     images, labels = all_digits()
     return images[::2], labels[::2]
 
 
-def reward_split() -> Split:
+def reward_split() -> DigitSplit:
     """Return the images with odd indices, for the reward's classifier."""
     images, labels = all_digits()
     return images[1::2], labels[1::2]
 
 
-def all_digits() -> Split:
+def all_digits() -> DigitSplit:
     """Return all 1797 images, with grey levels 0 to 16 rescaled to 0 to 255."""
     from sklearn.datasets import load_digits  # slow import, not needed for --help
 
@@ -44,15 +44,15 @@ def all_digits() -> Split:
     return np.rint(digits.images * 255 / 16).astype(np.uint8), digits.target.astype(np.int64)
 
 
-def caption(digit: int) -> dict[str, str | int]:
+def digit_caption(digit: int) -> dict[str, str | int]:
     return {"prompt": f"the digit {digit}", "label": digit}
 
 
-def pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str | int]:
+def preference_pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str | int]:
     """Return the line of pairs.jsonl for the image with this index."""
     other_digits = np.flatnonzero(np.roll(labels, -number) != labels[number])
     files = [f"images/{index % len(labels) + 1:04}.png" for index in (number, number + int(other_digits[0]))]
-    return {**caption(int(labels[number])), "chosen": files[0], "rejected": files[1]}
+    return {**digit_caption(int(labels[number])), "chosen": files[0], "rejected": files[1]}
 
 
 def write_digits(out: Path) -> int:
@@ -62,22 +62,22 @@ def write_digits(out: Path) -> int:
     to the next image of another digit. The files are bitwise reproducible with the same library versions. Raises
     DataError if the folder exists and is not empty.
     """
-    require_new(out)
+    require_new_folder(out)
     images, labels = sft_split()
     (out / "images").mkdir(parents=True)
     (out / "prompts").mkdir()
     for number, (image, label) in enumerate(zip(images, labels, strict=True), start=1):
         Image.fromarray(image).convert("RGB").save(out / "images" / f"{number:04}.png", optimize=False)
-        (out / "images" / f"{number:04}.json").write_text(json.dumps(caption(int(label))) + "\n")
-    lines = [json.dumps(pair(number, labels)) + "\n" for number in range(len(labels))]
+        (out / "images" / f"{number:04}.json").write_text(json.dumps(digit_caption(int(label))) + "\n")
+    lines = [json.dumps(preference_pair(number, labels)) + "\n" for number in range(len(labels))]
     (out / "pairs.jsonl").write_text("".join(lines))
-    lines = [json.dumps(caption(digit)) + "\n" for digit in range(10)]
+    lines = [json.dumps(digit_caption(digit)) + "\n" for digit in range(10)]
     (out / "prompts" / "train.jsonl").write_text("".join(lines))
     return len(images)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -20,13 +20,13 @@ from safetensors.numpy import save_file
 
 from wfm_ds.data.cosmos import EMBEDDING_FOLDERS, PICKLE_SUFFIXES, SAFE_SUFFIX, files_by_id
 from wfm_ds.errors import DataError
-from wfm_ds.program import program, say_error
+from wfm_ds.program import print_error, run_command
 from wfm_ds.storage import atomic
-from wfm_ds.storage.regular import read_regular
+from wfm_ds.storage.regular_files import read_regular
 
-KEY = "prompt_embeds"  # name of the tensor in the safetensors file
+EMBEDDING_KEY = "prompt_embeds"  # name of the tensor in the safetensors file
 # Names in numpy's pickles, before and since numpy 2, protocols 3 to 5.
-ADMITTED = frozenset(
+ALLOWED_NAMES = frozenset(
     {
         ("numpy", "ndarray"),
         ("numpy", "dtype"),
@@ -63,7 +63,7 @@ class ArrayUnpickler(Unpickler):
     """Unpickler that allows only the names of numpy's array reconstruction."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ADMITTED:
+        if (module, name) not in ALLOWED_NAMES:
             raise UnpicklingError(f"{module}.{name} is not allowed")
         return super().find_class(module, name)
 
@@ -87,7 +87,7 @@ def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
     return np.ascontiguousarray(embedding)
 
 
-def convert(folder: Path) -> tuple[int, list[str]]:
+def convert_pickles(folder: Path) -> tuple[int, list[str]]:
     """Write the missing safetensors files of a Cosmos folder's pickles. Return the number written and the errors."""
     num_written, errors = 0, list[str]()
     for name in EMBEDDING_FOLDERS:
@@ -105,11 +105,11 @@ def convert(folder: Path) -> tuple[int, list[str]]:
 
 def write_safetensors(path: Path, embedding: npt.NDArray[np.floating[Any]]) -> None:
     with atomic.new_file(path) as part:
-        save_file({KEY: embedding}, part)
+        save_file({EMBEDDING_KEY: embedding}, part)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), convert_folder, argv)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -123,13 +123,13 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(args: argparse.Namespace) -> int:
+def convert_folder(args: argparse.Namespace) -> int:
     folder = args.folder
     if not any((folder / name).is_dir() for name in EMBEDDING_FOLDERS):
         raise DataError(f"{folder} has no subfolder {' or '.join(EMBEDDING_FOLDERS)}")
-    num_written, errors = convert(folder)
+    num_written, errors = convert_pickles(folder)
     sys.stdout.write(f"{num_written} embeddings written below {folder}\n")
-    return max((say_error(message) for message in errors), default=0)
+    return max((print_error(message) for message in errors), default=0)
 
 
 if __name__ == "__main__":

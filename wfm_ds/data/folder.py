@@ -8,42 +8,42 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from wfm_ds.data.caption_cache import user_cache
+from wfm_ds.data.caption_cache import user_cache_dir
+from wfm_ds.data.caption_table import CaptionTable
+from wfm_ds.data.captioned_folder import CaptionedFolder, files_below
 from wfm_ds.data.cosmos import CosmosFolder
-from wfm_ds.data.hf import HfRows
-from wfm_ds.data.layout import PAGE, Layout, listed, recognise
-from wfm_ds.data.paired import PairedFolder, files_below
-from wfm_ds.data.samples import IMAGE_SUFFIXES, MEDIA_SUFFIXES, VIDEO_SUFFIXES, SampleSet, printable
-from wfm_ds.data.table import CaptionTable
+from wfm_ds.data.folder_layout import DOCS_HINT, FolderLayout, detect_layout, list_names
+from wfm_ds.data.hf_dataset import HfDataset
+from wfm_ds.data.samples import IMAGE_SUFFIXES, MEDIA_SUFFIXES, VIDEO_SUFFIXES, SampleSet, to_printable
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
 
 COMMAND = "wfm data captions"
 NUM_NAMED = 3
-NOT_READ = frozenset({".heic", ".heif", ".avif", ".gif", ".bmp", ".tiff", ".tif"})
+UNSUPPORTED_SUFFIXES = frozenset({".heic", ".heif", ".avif", ".gif", ".bmp", ".tiff", ".tif"})
 KOHYA = re.compile(r"(\d+)_.+")
 
 
-def folder_set(data: DataRecipe, folder: Path, layout: Layout | None = None) -> SampleSet:
+def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = None) -> SampleSet:
     """Scan a folder by the given or detected layout. Raises DataError like the SampleSet classes."""
-    detected = layout or recognise(folder)
-    limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache()
-    if detected.reading == "cosmos":
+    detected = layout or detect_layout(folder)
+    limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache_dir()
+    if detected.kind == "cosmos":
         return CosmosFolder(folder, allow_pickle=data.allow_pickle, max_bad_fraction=limit, cache_dir=cache_dir)
-    if detected.reading == "webdataset":
+    if detected.kind == "webdataset":
         return TarShards([str(folder / "*.tar")], cache_dir=data.cache_dir, max_bad_fraction=limit)
-    if detected.reading == "table":
+    if detected.kind == "table":
         return CaptionTable(detected.path, column=data.caption_column, max_bad_fraction=limit)
-    if detected.reading == "hf":
-        return hf_set(data, str(folder))
+    if detected.kind == "hf":
+        return load_hf_dataset(data, str(folder))
     default = None if data.prompt is None else data.prompt.strip()
     return MediaFolder(folder, max_bad_fraction=limit, cache_dir=cache_dir, default=default)
 
 
-def hf_set(data: DataRecipe, path: str) -> HfRows:
+def load_hf_dataset(data: DataRecipe, path: str) -> HfDataset:
     """Load a dataset with the `datasets` library. Raises DataError."""
-    return HfRows(
+    return HfDataset(
         path,
         data.split,
         max_bad_fraction=data.max_bad_fraction,
@@ -53,11 +53,11 @@ def hf_set(data: DataRecipe, path: str) -> HfRows:
     )
 
 
-class MediaFolder(PairedFolder):
+class MediaFolder(CaptionedFolder):
     """A captioned folder with a detected layout. Its errors for missing captions describe the folder's contents."""
 
-    def described_empty(self) -> str:
-        return empty_sentence(self.folder, self.source)
+    def empty_message(self) -> str:
+        return empty_folder_message(self.folder, self.source)
 
     def check(self, max_bad_fraction: float) -> None:
         try:
@@ -67,32 +67,33 @@ class MediaFolder(PairedFolder):
             if 2 * len(uncaptioned) <= sum(map(len, self.bad.values())):
                 raise  # missing captions are not the main problem
             captioned = [sample.media.name for sample in self.samples] + self.bad.get("no_prompt", [])
-            message = missing_captions(self.folder, self.source, uncaptioned, captioned, self.lone_texts)
-            raise DataError(f"{message} {PAGE}") from error
+            message = missing_captions_message(self.folder, self.source, uncaptioned, captioned, self.lone_texts)
+            raise DataError(f"{message} {DOCS_HINT}") from error
 
 
-def missing_captions(
-    folder: Path, source: str, bare: Sequence[str], captioned: Sequence[str], lone_texts: Sequence[str]
+def missing_captions_message(
+    folder: Path, source: str, uncaptioned: Sequence[str], captioned: Sequence[str], lone_texts: Sequence[str]
 ) -> str:
     """Return the message about media without captions. uncaptioned: these files. captioned: the other files."""
 
     def relative(path: str) -> str:
-        return printable(os.path.relpath(path, folder))
+        return to_printable(os.path.relpath(path, folder))
 
-    what = kind_of([*bare, *captioned])
+    what = media_kind([*uncaptioned, *captioned])
     if captioned:
-        examples = ", ".join(map(relative, bare[:NUM_NAMED]))
+        examples = ", ".join(map(relative, uncaptioned[:NUM_NAMED]))
         return (
-            f"{source}: {len(bare)} of {counted(len(bare) + len(captioned), what)} have no NAME.txt or NAME.json "
+            f"{source}: {len(uncaptioned)} of {format_count(len(uncaptioned) + len(captioned), what)} have no "
+            "NAME.txt or NAME.json "
             f"({examples}). Write them, remove the {what}, or set data.prompt for the rest"
         )
-    count = counted(len(bare), what)
+    count = format_count(len(uncaptioned), what)
     if lone_texts:
         return (
-            f"{source}: {count} and {len(lone_texts)} .txt files have no names in common ({relative(bare[0])}, "
+            f"{source}: {count} and {len(lone_texts)} .txt files have no names in common ({relative(uncaptioned[0])}, "
             f"{relative(lone_texts[0])}). Put each caption next to its image, with the same name"
         )
-    if "videos" in listed(folder) and all(relative(path).startswith("videos/") for path in bare):
+    if "videos" in list_names(folder) and all(relative(path).startswith("videos/") for path in uncaptioned):
         command = f'{COMMAND} {source} --layout cosmos --prompt "..."'
         return f"{source} has videos/ but no metas/. Create metas/NAME.txt: {command}"
     return (
@@ -101,27 +102,31 @@ def missing_captions(
     )
 
 
-def empty_sentence(folder: Path, source: str) -> str:
+def empty_folder_message(folder: Path, source: str) -> str:
     """Return the message for a folder without images, videos and JSON captions."""
     suffixes = Counter(os.path.splitext(path)[1].lower() for path in files_below(folder))
-    unsupported = [(count, suffix) for suffix, count in suffixes.items() if suffix in NOT_READ]
+    unsupported = [(count, suffix) for suffix, count in suffixes.items() if suffix in UNSUPPORTED_SUFFIXES]
     if unsupported:
         count, suffix = max(unsupported)
-        return f"{source}: {counted(count, f'{suffix} files')}, an unsupported format. Convert to .png or .jpg {PAGE}"
+        return (
+            f"{source}: {format_count(count, f'{suffix} files')}, an unsupported format. Convert to .png or .jpg "
+            f"{DOCS_HINT}"
+        )
     if suffixes[".tar"]:
         inner = next(path for path in sorted(files_below(folder)) if path.lower().endswith(".tar"))
         return (
-            f"{source} has no images or videos, but a tar file {printable(inner)}: set data.path to its folder {PAGE}"
+            f"{source} has no images or videos, but a tar file {to_printable(inner)}: set data.path to its folder "
+            f"{DOCS_HINT}"
         )
-    return f"{source} has no images or videos: put NAME.txt next to each NAME.png or NAME.mp4 {PAGE}"
+    return f"{source} has no images or videos: put NAME.txt next to each NAME.png or NAME.mp4 {DOCS_HINT}"
 
 
-def kind_of(paths: Sequence[str]) -> str:
+def media_kind(paths: Sequence[str]) -> str:
     suffixes = {os.path.splitext(path)[1].lower() for path in paths} & MEDIA_SUFFIXES
     if suffixes <= IMAGE_SUFFIXES:
         return "images"
     return "videos" if suffixes <= VIDEO_SUFFIXES else "media"
 
 
-def counted(count: int, what: str) -> str:
+def format_count(count: int, what: str) -> str:
     return f"{count} {what[:-1] if count == 1 and what.endswith('s') else what}"

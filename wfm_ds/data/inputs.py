@@ -19,17 +19,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from wfm_ds.data.media import clip_frames, load_media, media_size
-from wfm_ds.data.npy import floats_of, read_npy
+from wfm_ds.data.npy import read_npy, to_float32
 from wfm_ds.data.pixels import BadMedia, Draw, Framing, crop_box
-from wfm_ds.data.samples import IMAGE_SUFFIXES, LocalFile, Media, Sample, StoredFile
+from wfm_ds.data.samples import IMAGE_SUFFIXES, LocalFile, Media, RemoteFile, Sample
 from wfm_ds.data.trajectories import (
     ACTIONS,
     INTRINSICS,
     POSES,
+    ActionScaling,
     Floats,
-    Scaling,
-    composed,
-    cropped_intrinsics,
+    compose_actions,
+    crop_intrinsics,
     require_rigid,
 )
 from wfm_ds.recipe.data import ActionsRecipe
@@ -37,24 +37,24 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.types import FIRST_FRAME, Prompt
 
 READ_ERRORS = (OSError, ValueError, KeyError)
-CAMERA = "camera"
+CAMERA_KEY = "camera"
 
 
-class TakenInput(Protocol):
+class DeclaredInput(Protocol):
     """Declaration of a conditioning input by a model family (models/input_specs.py)."""
 
     @property
     def rank(self) -> int: ...
 
 
-class TellableModel(Protocol):
+class ConditionedModel(Protocol):
     """Conditioning inputs of a model (models/base.py)."""
 
     @property
-    def takes(self) -> Mapping[str, TakenInput]: ...
+    def input_specs(self) -> Mapping[str, DeclaredInput]: ...
 
     @property
-    def pins_frames(self) -> bool: ...
+    def uses_clean_frames(self) -> bool: ...
 
     def encode_inputs(self, inputs: Sequence[Mapping[str, Floats]], num_frames: int, size: tuple[int, int], /) -> Any:
         """Encode the inputs. Raises ValueError for invalid inputs."""
@@ -64,81 +64,81 @@ class TellableModel(Protocol):
 class InputReader:
     """Reads the conditioning inputs of samples, apart from text. Thread-safe."""
 
-    ranks: Mapping[str, int]  # number of axes of each of data.inputs
+    input_ndims: Mapping[str, int]  # number of axes of each of data.inputs
     num_frames: int  # sampling.num_frames
     actions: ActionsRecipe
     width: int | None  # numbers per action; None: no actions
-    scaling: Scaling | None
-    check: Callable[[Mapping[str, Floats]], object]  # raises ValueError for inputs the model rejects
-    first_frame: bool = False  # the model is also conditioned on the first frame
+    scaling: ActionScaling | None
+    validate: Callable[[Mapping[str, Floats]], object]  # raises ValueError for inputs the model rejects
+    needs_first_frame: bool = False  # the model is also conditioned on the first frame
 
     @classmethod
-    def of(
-        cls, recipe: Recipe, model: TellableModel, *, width: int | None, scaling: Scaling | None
+    def from_recipe(
+        cls, recipe: Recipe, model: ConditionedModel, *, width: int | None, scaling: ActionScaling | None
     ) -> InputReader | None:
         """Return the reader of a recipe's inputs, or None if the model has none. width, scaling: see ActionData."""
-        first_frame = recipe.algorithm.num_conditional_frames[1] > 0 and not model.pins_frames
+        first_frame = recipe.algorithm.conditioning_frame_range[1] > 0 and not model.uses_clean_frames
         if not (recipe.data.inputs or first_frame):
             return None
         size = recipe.sampling
         return cls(
-            ranks={name: model.takes[name].rank for name in recipe.data.inputs},
+            input_ndims={name: model.input_specs[name].rank for name in recipe.data.inputs},
             num_frames=size.num_frames,
             actions=recipe.data.actions,
             width=width,
             scaling=scaling,
-            check=lambda inputs: model.encode_inputs([inputs], size.num_frames, (size.height, size.width)),
-            first_frame=first_frame,
+            validate=lambda inputs: model.encode_inputs([inputs], size.num_frames, (size.height, size.width)),
+            needs_first_frame=first_frame,
         )
 
-    def prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
+    def load_prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
         """Return the sample's prompt with the inputs of the clip that `load_media` reads with this framing and draw.
 
         Raises BadMedia with the reason `bad_actions` or `bad_input`, or a reason of the image or video itself.
         """
-        inputs = self._named(sample, framing, draw) if self.ranks else {}
-        if self.first_frame:
-            inputs[FIRST_FRAME] = first_frame(sample.media, framing, draw)
-        metadata = without_inputs(sample.prompt.metadata, list(self.ranks))
+        inputs = self._read_inputs(sample, framing, draw) if self.input_ndims else {}
+        if self.needs_first_frame:
+            inputs[FIRST_FRAME] = load_first_frame(sample.media, framing, draw)
+        metadata = strip_inputs(sample.prompt.metadata, list(self.input_ndims))
         return replace(sample.prompt, inputs=inputs, metadata=metadata)
 
-    def _named(self, sample: Sample, framing: Framing, draw: Draw) -> dict[str, Floats]:
+    def _read_inputs(self, sample: Sample, framing: Framing, draw: Draw) -> dict[str, Floats]:
         """Read the inputs listed in data.inputs."""
         is_image = sample.media.suffix in IMAGE_SUFFIXES
         frames, total = (range(self.num_frames), None) if is_image else clip_frames(sample.media, framing, draw)
         inputs: dict[str, Floats] = {}
-        for name in self.ranks:
-            with refusing(name, sample.media):
-                raw = raw_input(sample, name)
-                inputs[name] = self._cut(name, raw, frames, self.num_frames if total is None else total)
+        for name in self.input_ndims:
+            with convert_input_errors(name, sample.media):
+                raw = read_raw_input(sample, name)
+                inputs[name] = self._select_frames(name, raw, frames, self.num_frames if total is None else total)
                 if name == INTRINSICS:
-                    inputs[name] = framed_intrinsics(inputs[name], sample.media, framing, draw)
-        with refusing(next(iter(inputs)), sample.media):
-            self.check(inputs)
+                    inputs[name] = transform_intrinsics(inputs[name], sample.media, framing, draw)
+        with convert_input_errors(next(iter(inputs)), sample.media):
+            self.validate(inputs)
         return inputs
 
-    def _cut(self, name: str, raw: Floats, frames: Sequence[int], total: int) -> Floats:
+    def _select_frames(self, name: str, raw: Floats, frames: Sequence[int], total: int) -> Floats:
         """Select the values of `frames` out of `total`. Raises ValueError for wrong shapes or non-finite values."""
         if not np.isfinite(raw).all():
             raise ValueError("contains NaN or infinite numbers")
         if name == ACTIONS:
-            require(raw, (total - 1, self.width))
-            selected = composed(raw, frames, self.actions.compose)
+            require_shape(raw, (total - 1, self.width))
+            selected = compose_actions(raw, frames, self.actions.compose)
             return selected if self.scaling is None else self.scaling(selected)
         if name == POSES:
-            require(raw, (total, 4, 4))
+            require_shape(raw, (total, 4, 4))
             require_rigid(raw)
             return raw[list(frames)]
         if name == INTRINSICS:
             raw = np.broadcast_to(raw, (total, 4)) if raw.shape == (4,) else raw
-            require(raw, (total, 4))
+            require_shape(raw, (total, 4))
             return raw[list(frames)]
-        if raw.ndim != self.ranks[name]:
-            raise ValueError(f"has {raw.ndim} axes, the model needs {self.ranks[name]}")
+        if raw.ndim != self.input_ndims[name]:
+            raise ValueError(f"has {raw.ndim} axes, the model needs {self.input_ndims[name]}")
         return raw
 
 
-def first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
+def load_first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
     """Decode the first frame of the clip that `load_media` reads with the same framing and draw.
 
     Returns float32 [H,W,3], 0 to 255. Raises BadMedia.
@@ -149,7 +149,7 @@ def first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
 
 
 @contextlib.contextmanager
-def refusing(name: str, media: Media) -> Iterator[None]:
+def convert_input_errors(name: str, media: Media) -> Iterator[None]:
     """Context manager: convert READ_ERRORS of an invalid input to BadMedia."""
     try:
         yield
@@ -157,33 +157,33 @@ def refusing(name: str, media: Media) -> Iterator[None]:
         raise BadMedia("bad_actions" if name == ACTIONS else "bad_input", media.name, f"{name}: {error}") from error
 
 
-def require(array: Floats, shape: tuple[int | None, ...]) -> None:
+def require_shape(array: Floats, shape: tuple[int | None, ...]) -> None:
     """Raise ValueError unless the array has this shape."""
     if array.shape != shape:
         raise ValueError(f"shape {list(array.shape)}, expected {list(shape)} for the number of frames in this file")
 
 
-def framed_intrinsics(intrinsics: Floats, media: Media, framing: Framing, draw: Draw) -> Floats:
+def transform_intrinsics(intrinsics: Floats, media: Media, framing: Framing, draw: Draw) -> Floats:
     """Convert intrinsics from pixels of the file to pixels of the cropped and resized frames."""
     height, width = media_size(media)
-    box = crop_box((height, width), framing, framing.place(draw))
-    return cropped_intrinsics(intrinsics, box, (framing.height, framing.width))
+    box = crop_box((height, width), framing, framing.crop_position(draw))
+    return crop_intrinsics(intrinsics, box, (framing.height, framing.width))
 
 
-def raw_input(sample: Sample, name: str) -> Floats:
+def read_raw_input(sample: Sample, name: str) -> Floats:
     """Read one input unchanged. Raises KeyError, OSError or ValueError."""
-    camera = sample.prompt.metadata.get(CAMERA)
+    camera = sample.prompt.metadata.get(CAMERA_KEY)
     mappings = [sample.prompt.metadata, *([camera] if isinstance(camera, dict) else [])]
     value = next((mapping[name] for mapping in mappings if name in mapping), None)
     if value is None:
         raise ValueError("missing in the caption file")
     if isinstance(value, str):
-        with beside(sample, value).open() as file:
+        with find_sibling_file(sample, value).open() as file:
             return read_npy(file)
-    return floats_of(np.asarray(value))
+    return to_float32(np.asarray(value))
 
 
-def beside(sample: Sample, name: str) -> Media:
+def find_sibling_file(sample: Sample, name: str) -> Media:
     """Return the .npy file of this name below the folder of the sample's image or video, or in the same tar.
 
     Raises ValueError for a path outside that folder and OSError if there is no file.
@@ -196,15 +196,17 @@ def beside(sample: Sample, name: str) -> Media:
     media = sample.media
     if isinstance(media, LocalFile):
         return LocalFile(os.path.join(os.path.dirname(media.file), name))
-    if isinstance(media, StoredFile):
-        return StoredFile(f"{media.address.rpartition('/')[0]}/{name}")
+    if isinstance(media, RemoteFile):
+        return RemoteFile(f"{media.address.rpartition('/')[0]}/{name}")
     raise FileNotFoundError(f"{name} not found next to {media.name}")
 
 
-def without_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def strip_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the metadata for the rewards, without the inputs and without a `camera` object that holds one of them."""
-    camera = metadata.get(CAMERA)
+    camera = metadata.get(CAMERA_KEY)
     camera_keys = (
-        [CAMERA] if isinstance(camera, dict) and any(name in camera and name not in metadata for name in names) else []
+        [CAMERA_KEY]
+        if isinstance(camera, dict) and any(name in camera and name not in metadata for name in names)
+        else []
     )
     return {key: value for key, value in metadata.items() if key not in (*names, *camera_keys)}

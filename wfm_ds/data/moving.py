@@ -12,24 +12,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from wfm_ds.data.written import require_new, write_video
-from wfm_ds.program import program
-from wfm_reward.moving_world import DIRECTIONS, SHAPES, Clip, clips, draw, pixels
+from wfm_ds.data.demo_files import require_new_folder, write_video
+from wfm_ds.program import run_command
+from wfm_reward.moving_demo import DIRECTIONS, SHAPES, MovingClip, draw_clip, list_clips, render_frames
 
 COPIES = 20
-WRONG = 7  # of the COPIES captions of a clip
+NUM_WRONG = 7  # of the COPIES captions of a clip
 FPS = 8
 
 
-def caption(clip: Clip) -> dict[str, str]:
+def caption_fields(clip: MovingClip) -> dict[str, str]:
     return {"prompt": clip.prompt, "shape": clip.shape, "direction": clip.direction}
 
 
-def captions(clip: Clip) -> list[dict[str, str]]:
+def noisy_captions(clip: MovingClip) -> list[dict[str, str]]:
     """Return the captions of all copies of a clip. The first NUM_WRONG cycle through the other directions."""
     other_directions = [direction for direction in DIRECTIONS if direction != clip.direction]
-    wrong = [Clip(clip.shape, other_directions[k % len(other_directions)], clip.place) for k in range(WRONG)]
-    return [caption(variant) for variant in [*wrong, *[clip] * (COPIES - WRONG)]]
+    wrong = [
+        MovingClip(clip.shape, other_directions[k % len(other_directions)], clip.variant) for k in range(NUM_WRONG)
+    ]
+    return [caption_fields(variant) for variant in [*wrong, *[clip] * (COPIES - NUM_WRONG)]]
 
 
 def write_moving(out: Path) -> int:
@@ -38,23 +40,23 @@ def write_moving(out: Path) -> int:
     videos/: 960 videos NNNN.mkv with .json captions. prompts/train.jsonl: the 12 prompts. Raises DataError if the
     folder exists and is not empty.
     """
-    require_new(out)
+    require_new_folder(out)
     (out / "videos").mkdir(parents=True)
     (out / "prompts").mkdir()
     number = 0
-    for clip in clips():
-        for text in captions(clip):
+    for clip in list_clips():
+        for text in noisy_captions(clip):
             number += 1
             path = out / "videos" / f"{number:04}.mkv"
-            write_video(path, pixels(draw(clip)), FPS)
+            write_video(path, render_frames(draw_clip(clip)), FPS)
             path.with_suffix(".json").write_text(json.dumps(text) + "\n")
-    prompts = [caption(Clip(shape, direction, 0)) for shape in SHAPES for direction in DIRECTIONS]
+    prompts = [caption_fields(MovingClip(shape, direction, 0)) for shape in SHAPES for direction in DIRECTIONS]
     (out / "prompts" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
     return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,19 +10,28 @@ import numpy as np
 from wfm_ds.data.trajectories import Floats, is_numeric
 
 # Errors that numpy raises for damaged files.
-DAMAGED = (ValueError, EOFError, SyntaxError, tokenize.TokenError, MemoryError, OverflowError, TypeError, LookupError)
+DAMAGED_ERRORS = (
+    ValueError,
+    EOFError,
+    SyntaxError,
+    tokenize.TokenError,
+    MemoryError,
+    OverflowError,
+    TypeError,
+    LookupError,
+)
 
 
 def read_npy(file: IO[bytes]) -> Floats:
     """Read an array of real numbers as float32. Raises ValueError for invalid content and OSError for read errors."""
     try:
         array = np.lib.format.read_array(file, allow_pickle=False)
-    except DAMAGED as error:
+    except DAMAGED_ERRORS as error:
         raise ValueError("damaged, or not an .npy file of numbers") from error
-    return floats_of(array)
+    return to_float32(array)
 
 
-def floats_of(array: Any) -> Floats:
+def to_float32(array: Any) -> Floats:
     """Convert an array of real numbers to float32. Raises ValueError for anything else."""
     if not is_numeric(array):
         raise ValueError("not an array of real numbers")

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from wfm_ds.data.batch_reader import BatchReader, SampleCandidate, candidate_offsets
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.pixels import Framing
-from wfm_ds.data.reading import Candidate, Reader, places
 from wfm_ds.data.samples import Media, Sample
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import derive_seed
@@ -38,12 +38,12 @@ def sample_index(position: int, num_samples: int, seed: int, shuffle: bool) -> i
 @functools.lru_cache(maxsize=4)  # two adjacent epochs for each of training and validation
 def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """Return the read-only permutation of range(num_samples) for an epoch."""
-    order = permuted(num_samples, derive_seed(seed, "data_order", epoch))
+    order = permutation(num_samples, derive_seed(seed, "data_order", epoch))
     order.flags.writeable = False
     return order
 
 
-def permuted(count: int, seed: int) -> npt.NDArray[np.int64]:
+def permutation(count: int, seed: int) -> npt.NDArray[np.int64]:
     """Return a permutation of range(count) that depends only on the seed.
 
     It sorts raw 64-bit draws, because numpy guarantees the raw stream of a bit generator across versions but not the
@@ -53,7 +53,7 @@ def permuted(count: int, seed: int) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BucketPosition:
     """Position of a sample in its bucket's order of an epoch."""
 
     bucket: int
@@ -75,41 +75,41 @@ class BucketOrder:
         self.buckets = np.asarray(buckets, dtype=np.int64)
         self.counts = [int(count) for count in np.bincount(self.buckets)]  # samples by bucket
         self.unit, self.seed, self.shuffle = unit, seed, shuffle
-        self._epoch = computed_once(self._dealt, maxsize=4)
-        self._units = computed_once(self._filled, maxsize=2)
+        self._cached_split = cache_epochs(self._split_epoch, maxsize=4)
+        self._cached_units = cache_epochs(self._epoch_units, maxsize=2)
 
-    def place(self, position: int) -> Place:
+    def locate(self, position: int) -> BucketPosition:
         """Return the bucket position of the sample at this position, from 0."""
         unit, offset = divmod(position, self.unit)
         epoch = unit * self.unit // len(self.buckets)  # earliest epoch in which the unit can be filled
-        while self._units_before(epoch + 1) <= unit:
+        while self._count_units(epoch + 1) <= unit:
             epoch += 1
-        buckets, numbers = self._units(epoch)
-        index = unit - self._units_before(epoch)
+        buckets, numbers = self._cached_units(epoch)
+        index = unit - self._count_units(epoch)
         bucket, number = int(buckets[index]), int(numbers[index])
-        return Place(bucket, *divmod(number * self.unit + offset, self.counts[bucket]))
+        return BucketPosition(bucket, *divmod(number * self.unit + offset, self.counts[bucket]))
 
-    def sample(self, place: Place) -> int:
+    def sample_index(self, position: BucketPosition) -> int:
         """Return the index of the sample at a bucket position."""
-        order, offsets = self._epoch(place.epoch)
-        return int(order[offsets[place.bucket][place.offset]])
+        order, offsets = self._cached_split(position.epoch)
+        return int(order[offsets[position.bucket][position.offset]])
 
-    def _units_before(self, epoch: int) -> int:
+    def _count_units(self, epoch: int) -> int:
         return sum(epoch * count // self.unit for count in self.counts)
 
-    def _dealt(self, epoch: int) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
+    def _split_epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
         """Return the order of an epoch and the ascending offsets in it of each bucket's samples."""
         num_samples = len(self.buckets)
         order = epoch_order(num_samples, self.seed, epoch) if self.shuffle else np.arange(num_samples)
         by_bucket = np.argsort(self.buckets[order], kind="stable")
         return order, np.split(by_bucket, np.cumsum(self.counts)[:-1])
 
-    def _filled(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    def _epoch_units(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Return bucket index and number within its bucket for each unit filled in this epoch.
 
         Units are ordered by their last sample.
         """
-        _, offsets = self._epoch(epoch)
+        _, offsets = self._cached_split(epoch)
         numbers = [np.arange(epoch * n // self.unit, (epoch + 1) * n // self.unit) for n in self.counts]
         ends = [
             offsets[bucket][(numbers[bucket] + 1) * self.unit - 1 - epoch * count]
@@ -120,7 +120,7 @@ class BucketOrder:
         return buckets[order], np.concatenate(numbers)[order]
 
 
-def computed_once(function: Callable[[int], T], maxsize: int) -> Callable[[int], T]:
+def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], T]:
     """Wrap `function` with a cache of the last epochs; concurrent threads compute each value only once."""
     cached, lock = functools.lru_cache(maxsize=maxsize)(function), threading.Lock()
 
@@ -131,7 +131,7 @@ def computed_once(function: Callable[[int], T], maxsize: int) -> Callable[[int],
     return lookup
 
 
-class BatchSource(Reader):
+class BatchSource(BatchReader):
     """Batches of a fully indexed dataset, in the order of BucketOrder.
 
     The sample at a position depends only on the position: a file that cannot be decoded is replaced by a substitute
@@ -150,7 +150,7 @@ class BatchSource(Reader):
         buckets: Sequence[int] | None = None,
         unit: int = 1,
         workers: int = 2,
-        cached: Callable[[Media, Framing], Any] | None = None,
+        cached_latents: Callable[[Media, Framing], Any] | None = None,
         rejected: Mapping[str, int] = MappingProxyType({}),
         inputs: InputReader | None = None,
     ) -> None:
@@ -169,7 +169,7 @@ class BatchSource(Reader):
             max_bad_fraction=max_bad_fraction,
             num_samples=len(samples),
             workers=workers,
-            cached=cached,
+            cached_latents=cached_latents,
             rejected=rejected,
             inputs=inputs,
         )
@@ -178,10 +178,10 @@ class BatchSource(Reader):
         self.order = BucketOrder(buckets, unit=unit, seed=seed, shuffle=shuffle)
         self.framings = framings
 
-    def _candidates(self, position: int) -> Iterator[Candidate]:
-        scheduled = self.order.place(position)
-        for offset in places(scheduled.offset, self.order.counts[scheduled.bucket]):
+    def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
+        scheduled = self.order.locate(position)
+        for offset in candidate_offsets(scheduled.offset, self.order.counts[scheduled.bucket]):
             candidate = dataclasses.replace(scheduled, offset=offset)
-            yield Candidate(
-                self.samples[self.order.sample(candidate)], self.framings[candidate.bucket], candidate.epoch
+            yield SampleCandidate(
+                self.samples[self.order.sample_index(candidate)], self.framings[candidate.bucket], candidate.epoch
             )

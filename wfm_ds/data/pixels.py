@@ -19,7 +19,14 @@ from wfm_ds.errors import DataError, UserError
 # Supported formats. By default Pillow tries all its formats, some of them through external programs.
 FORMATS = ("JPEG", "PNG", "WEBP")
 QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
-BAD_MEDIA = ("decode", "too_small", "too_short", "low_fps", "bad_actions", "bad_input")  # values of BadMedia.reason
+BAD_MEDIA_REASONS = (
+    "decode",
+    "too_small",
+    "too_short",
+    "low_fps",
+    "bad_actions",
+    "bad_input",
+)  # values of BadMedia.reason
 # Errors of Pillow's decoders and EXIF reader for damaged files: mostly OSError, others for some headers.
 DECODE_ERRORS: tuple[type[Exception], ...] = (
     OSError,
@@ -39,7 +46,7 @@ Draw = Callable[[str], float]
 """Random number in [0, 1) for a purpose (`clip`, `crop_x`, `crop_y`), fixed per sample and epoch."""
 
 
-def centre(purpose: str) -> float:
+def draw_centre(purpose: str) -> float:
     """Return 0.5: the Draw for centre crops and middle clips."""
     return 0.5
 
@@ -58,7 +65,7 @@ class Framing:
     allow_repeats: bool = False  # repeat frames of videos slower than fps
     span: int | None = None  # frames covered by the inputs, if only the first num_frames of them are decoded
 
-    def place(self, draw: Draw) -> tuple[float, float]:
+    def crop_position(self, draw: Draw) -> tuple[float, float]:
         """Return the (x, y) position of the crop: 0 is left or top, 1 is right or bottom."""
         return (draw("crop_x"), draw("crop_y")) if self.crop == "random" else (0.5, 0.5)
 
@@ -73,7 +80,7 @@ class BadMedia(DataError):
 
 
 @contextlib.contextmanager
-def decoding(media: Media, errors: tuple[type[Exception], ...] = DECODE_ERRORS) -> Iterator[None]:
+def convert_decode_errors(media: Media, errors: tuple[type[Exception], ...] = DECODE_ERRORS) -> Iterator[None]:
     """Context manager: convert errors of damaged files to BadMedia `decode`. UserErrors of the storage pass."""
     try:
         yield
@@ -90,15 +97,15 @@ def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
     and animations yield their first frame. Raises BadMedia: `decode` if the file is missing, truncated, not JPEG, PNG
     or WebP, or above Pillow's decompression bomb limit; `too_small` if it needs more than max_upscale.
     """
-    with decoding(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
+    with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         rgb = to_rgb(ImageOps.exif_transpose(image))
     check_size(media, framing, rgb.height, rgb.width)
-    return np.array(cover(rgb, framing, framing.place(draw)))
+    return np.array(crop_to_cover(rgb, framing, framing.crop_position(draw)))
 
 
 def image_size(media: Media) -> tuple[int, int]:
     """Return height and width of an image after upright rotation. Reads only the header. Raises BadMedia."""
-    with decoding(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
+    with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         # Use the base class: PNG's override decodes the whole image to find an orientation after the pixels.
         is_rotated = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in QUARTER_TURNS
         return (image.width, image.height) if is_rotated else (image.height, image.width)
@@ -116,19 +123,21 @@ def check_size(media: Media, framing: Framing, height: int, width: int) -> None:
         )
 
 
-def cover(rgb: Image.Image, framing: Framing, place: tuple[float, float]) -> Image.Image:
+def crop_to_cover(rgb: Image.Image, framing: Framing, position: tuple[float, float]) -> Image.Image:
     """Resize the image to cover height x width and crop it at this position."""
     if rgb.size == (framing.width, framing.height):
         return rgb
-    return ImageOps.fit(rgb, (framing.width, framing.height), method=Image.Resampling.BICUBIC, centering=place)
+    return ImageOps.fit(rgb, (framing.width, framing.height), method=Image.Resampling.BICUBIC, centering=position)
 
 
-def crop_box(size: tuple[int, int], framing: Framing, place: tuple[float, float]) -> tuple[float, float, float, float]:
+def crop_box(
+    size: tuple[int, int], framing: Framing, position: tuple[float, float]
+) -> tuple[float, float, float, float]:
     """Return the box (left, top, right, bottom) that `crop_to_cover` keeps, in pixels of an image (height, width)."""
     height, width = size
     crop_height = min(height, width * framing.height / framing.width)
     crop_width = min(width, height * framing.width / framing.height)
-    left, top = (width - crop_width) * place[0], (height - crop_height) * place[1]
+    left, top = (width - crop_width) * position[0], (height - crop_height) * position[1]
     return left, top, left + crop_width, top + crop_height
 
 

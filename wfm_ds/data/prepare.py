@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.program import program
+from wfm_ds.program import run_command
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.world import World
@@ -33,37 +33,37 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from wfm_ds.distributed.lifecycle import fail_as_rank, strip_launcher_args
+    from wfm_ds.distributed.lifecycle import fail_rank, strip_launcher_args
 
     arguments = strip_launcher_args(sys.argv[1:] if argv is None else argv)
-    return program(parser(), load_and_run, arguments, fail=fail_as_rank)
+    return run_command(parser(), load_and_run, arguments, fail=fail_rank)
 
 
 def load_and_run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.logs import quieten_libraries
+    from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
 
-    quieten_libraries()
+    quiet_libraries()
     choose_accelerator()
-    recipe = recipe_file.load(args.recipe, args.overrides)
+    recipe = recipe_file.load_recipe(args.recipe, args.overrides)
     if recipe.data.cache_dir is None:
         raise RecipeError(f"{args.recipe}: nothing to prepare, data.cache_dir is not set")
     if recipe.data.streaming:
         raise RecipeError(f"{args.recipe}: nothing to prepare, data.streaming does not know the samples in advance")
     lifecycle.watch_parent()
-    return run(recipe)
+    return run_prepare(recipe)
 
 
-def run(recipe: Recipe) -> int:
+def run_prepare(recipe: Recipe) -> int:
     import torch.distributed as dist
 
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.world import World
 
     world = World.join(TIMEOUT_S)
-    summary = prepare(recipe, world)
+    summary = fill_caches(recipe, world)
     if world.is_main:
         sys.stdout.write(summary + "\n")
         lifecycle.write_status("finished", 0)
@@ -71,32 +71,34 @@ def run(recipe: Recipe) -> int:
     return 0
 
 
-def prepare(recipe: Recipe, world: World) -> str:
+def fill_caches(recipe: Recipe, world: World) -> str:
     """Fill the caches, each rank its shard, and return a summary. Collective. Raises UserError on all ranks."""
+    from wfm_ds.data.broadcast import read_on_main
     from wfm_ds.data.datasets import load_data
-    from wfm_ds.data.shared import read_on_main
-    from wfm_ds.run.fit import keys_of
-    from wfm_ds.run.hub_model import agreed_commit, fetch
-    from wfm_ds.run.model import load_model
-    from wfm_ds.run.out_of_memory import explained
-    from wfm_ds.training.build import freeze_base
-    from wfm_ds.training.caches import Filler
+    from wfm_ds.run.memory_advice import suggest_part_keys
+    from wfm_ds.run.model_loading import load_model
+    from wfm_ds.run.model_revision import agree_on_commit, fetch_model
+    from wfm_ds.run.out_of_memory import explain_out_of_memory
+    from wfm_ds.training.caches import CacheFiller
+    from wfm_ds.training.diffusion_builder import mark_frozen_layers
 
     def run_on_all_ranks(work: Callable[[], T]) -> T:
         def explain_memory_errors() -> T:
-            with explained(world.device, lambda phase: keys_of("activations", "encode", recipe), lambda: None):
+            with explain_out_of_memory(
+                world.device, lambda phase: suggest_part_keys("activations", "encode", recipe), lambda: None
+            ):
                 return work()
 
-        result: T = world.checked(explain_memory_errors)
+        result: T = world.run_checked(explain_memory_errors)
         return result
 
-    recipe = agreed_commit(recipe, world, overwrite=False)
-    fetch(recipe, world)
+    recipe = agree_on_commit(recipe, world, overwrite=False)
+    fetch_model(recipe, world)
     data = read_on_main(world, lambda: load_data(recipe))
     model = run_on_all_ranks(lambda: load_model(recipe, world.device))
-    freeze_base(model, recipe)
-    filler = world.checked(lambda: Filler(recipe, model, data, world.rank, world.size))
-    counts = world.sums(run_on_all_ranks(lambda: filler.fill(show=world.is_main)))
+    mark_frozen_layers(model, recipe)
+    filler = world.run_checked(lambda: CacheFiller(recipe, model, data, world.rank, world.size))
+    counts = world.sum_over_ranks(run_on_all_ranks(lambda: filler.fill_caches(show_progress=world.is_main)))
     return (
         f"{recipe.data.cache_dir}: {counts['new']:.0f} entries written, {counts['kept']:.0f} already cached, "
         f"{counts['bad']:.0f} invalid images or videos"
@@ -104,6 +106,6 @@ def prepare(recipe: Recipe, world: World) -> str:
 
 
 if __name__ == "__main__":
-    from wfm_ds.distributed.lifecycle import entry
+    from wfm_ds.distributed.lifecycle import run_and_exit
 
-    entry(main)
+    run_and_exit(main)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.data.order import sample_index
-from wfm_ds.data.samples import is_encodable, printable
+from wfm_ds.data.samples import is_encodable, to_printable
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import derive_seed
-from wfm_ds.storage.regular import read_regular
+from wfm_ds.storage.regular_files import read_regular
 from wfm_ds.types import Prompt
 
 QUOTED = re.compile(r'"([^"]*)"')
@@ -28,7 +28,7 @@ ParseLine = Callable[[str, str], Prompt]
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class PromptFormat:
     """File format of a published prompt set: its file names in order of preference, and the line parser."""
 
     files: tuple[str, ...] = ("{split}.txt", "{split}.jsonl")
@@ -46,8 +46,8 @@ def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
     """
     if not folder.is_dir():
         raise DataError(f"data.path {folder} is not a folder: it must contain the prompt file of {name}")
-    published_format = FORMATS.get(name)
-    prompt_format = published_format or Format()
+    published_format = PROMPT_FORMATS.get(name)
+    prompt_format = published_format or PromptFormat()
     candidates = [folder / file.format(split=split) for file in prompt_format.files]
     files = [path for path in candidates if path.is_file()]
     if not files:
@@ -68,7 +68,7 @@ def load_prompt_file(path: Path) -> list[Prompt]:
         raise DataError(
             f"{path} is neither a .txt file (one prompt per line) nor a .jsonl file (objects with `prompt`)"
         )
-    return read_prompts(path, printable(path.stem), None)
+    return read_prompts(path, to_printable(path.stem), None)
 
 
 class PromptOrder:
@@ -84,19 +84,19 @@ class PromptOrder:
         self._seed = seed
         self._shuffle = shuffle
 
-    def prompts(self, step: int, count: int) -> list[Prompt]:
+    def step_prompts(self, step: int, count: int) -> list[Prompt]:
         """Return the `count` prompts of RL step `step` (from 1). Identical on every rank."""
-        return self._at((step - 1) * count, count, self._seed)
+        return self._select((step - 1) * count, count, self._seed)
 
-    def further(self, step: int, count: int, attempt: int) -> list[Prompt]:
+    def extra_prompts(self, step: int, count: int, attempt: int) -> list[Prompt]:
         """Return `count` additional prompts for a refill of the step, different for each `attempt` (from 1).
 
         With shuffle, each attempt has a separate order with every prompt once per epoch; without, the prompts after the
         step's are used. Depends only on the arguments.
         """
-        return self._at((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
+        return self._select((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
 
-    def _at(self, position: int, count: int, seed: int) -> list[Prompt]:
+    def _select(self, position: int, count: int, seed: int) -> list[Prompt]:
         positions = range(position, position + count)
         return [self._prompts[sample_index(p, len(self._prompts), seed, self._shuffle)] for p in positions]
 
@@ -106,7 +106,7 @@ def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Pr
     parse = parse or PARSERS[path.suffix]
     prompts: list[Prompt] = []
     errors: list[str] = []
-    for number, line in numbered_lines(path):
+    for number, line in read_lines(path):
         try:
             prompts.append(parse(f"{id_prefix}/{number}", line))
         except ValueError as error:
@@ -119,7 +119,7 @@ def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Pr
     return prompts
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, stripped line) for non-blank lines. Only line feeds separate lines."""
     try:
         raw = read_regular(path)
@@ -134,19 +134,19 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def plain_line(prompt_id: str, line: str) -> Prompt:
+def parse_plain_line(prompt_id: str, line: str) -> Prompt:
     return Prompt(id=prompt_id, text=line)
 
 
-def ocr_line(prompt_id: str, line: str) -> Prompt:
+def parse_ocr_line(prompt_id: str, line: str) -> Prompt:
     quoted = QUOTED.search(line)
     if quoted is None or not quoted[1].strip():
         raise ValueError("no text in double quotes to render")
     return Prompt(id=prompt_id, text=line, metadata={"ocr_target": quoted[1].strip()})
 
 
-def json_line(prompt_id: str, line: str) -> Prompt:
-    record = json_object(line)
+def parse_json_line(prompt_id: str, line: str) -> Prompt:
+    record = parse_prompt_object(line)
     negative = record.get("negative_prompt")
     if not isinstance(negative, str | None):
         raise ValueError("`negative_prompt` is not a string")
@@ -154,12 +154,12 @@ def json_line(prompt_id: str, line: str) -> Prompt:
     return Prompt(id=prompt_id, text=record["prompt"].strip(), negative_text=negative, metadata=metadata)
 
 
-def geneval_line(prompt_id: str, line: str) -> Prompt:
-    record = json_object(line)
+def parse_geneval_line(prompt_id: str, line: str) -> Prompt:
+    record = parse_prompt_object(line)
     return Prompt(id=prompt_id, text=record["prompt"].strip(), metadata=record)
 
 
-def json_object(line: str) -> dict[str, Any]:
+def parse_prompt_object(line: str) -> dict[str, Any]:
     """Parse a JSON object with a non-empty string `prompt`. Raises ValueError for anything else."""
     try:
         record = json.loads(line)
@@ -177,10 +177,10 @@ def json_object(line: str) -> dict[str, Any]:
     return record
 
 
-PARSERS: dict[str, ParseLine] = {".txt": plain_line, ".jsonl": json_line}
-FORMATS = {
-    "pickscore": Format(files=("{split}.txt",)),
-    "ocr": Format(files=("{split}.txt",), parse=ocr_line),
-    "geneval": Format(files=("{split}_metadata.jsonl", "{split}.jsonl"), parse=geneval_line),
-    "dance_grpo_t2v": Format(files=("{split}.txt", "video_prompts.txt")),
+PARSERS: dict[str, ParseLine] = {".txt": parse_plain_line, ".jsonl": parse_json_line}
+PROMPT_FORMATS = {
+    "pickscore": PromptFormat(files=("{split}.txt",)),
+    "ocr": PromptFormat(files=("{split}.txt",), parse=parse_ocr_line),
+    "geneval": PromptFormat(files=("{split}_metadata.jsonl", "{split}.jsonl"), parse=parse_geneval_line),
+    "dance_grpo_t2v": PromptFormat(files=("{split}.txt", "video_prompts.txt")),
 }

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from wfm_ds.data.written import require_new, write_video
-from wfm_ds.program import program
+from wfm_ds.data.demo_files import require_new_folder, write_video
+from wfm_ds.program import run_command
 from wfm_ds.seeds import derive_seed
 
 Floats = npt.NDArray[np.float64]
@@ -24,13 +24,13 @@ Floats = npt.NDArray[np.float64]
 NUM_CLIPS, NUM_FRAMES, SIDE = 24, 9, 32  # SIDE: height and width in pixels
 FPS = 8
 LENS = (24.0, 24.0, SIDE / 2, SIDE / 2)  # fx, fy, cx, cy in pixels
-HALF = np.array([2.0, 1.0, 2.0])  # half the size of the room in metres: x right, y down, z forward
+HALF_SIZE = np.array([2.0, 1.0, 2.0])  # half the size of the room in metres: x right, y down, z forward
 TILE = 0.5
 WALLS = np.array([[[220, 70, 60], [70, 170, 80]], [[230, 220, 200], [90, 80, 70]], [[60, 90, 210], [240, 180, 40]]])
-TURN, STEP = 5.0, 0.08  # maximum per frame: degrees, metres
+MAX_TURN, MAX_STEP = 5.0, 0.08  # maximum per frame: degrees, metres
 
 
-def path_of(turn: float, ahead: float, aside: float) -> Floats:
+def camera_path(turn: float, forward: float, sideways: float) -> Floats:
     """Return camera-to-world poses [9,4,4] in OpenCV axes.
 
     turn: degrees per frame; forward, sideways: metres per frame.
@@ -38,11 +38,11 @@ def path_of(turn: float, ahead: float, aside: float) -> Floats:
     poses = np.tile(np.eye(4), (NUM_FRAMES, 1, 1))
     for previous, pose, angle in zip(poses, poses[1:], np.radians(turn) * np.arange(1, NUM_FRAMES), strict=False):
         pose[:3, :3] = [[np.cos(angle), 0, np.sin(angle)], [0, 1, 0], [-np.sin(angle), 0, np.cos(angle)]]
-        pose[:3, 3] = previous[:3, 3] + pose[:3, :3] @ [aside, 0, ahead]
+        pose[:3, 3] = previous[:3, 3] + pose[:3, :3] @ [sideways, 0, forward]
     return poses
 
 
-def seen(poses: Floats) -> npt.NDArray[np.uint8]:
+def render_frames(poses: Floats) -> npt.NDArray[np.uint8]:
     """Render the room from camera poses [F,4,4] to frames [F,32,32,3]."""
     fx, fy, cx, cy = LENS
     y, x = np.mgrid[:SIDE, :SIDE] + 0.5
@@ -50,7 +50,9 @@ def seen(poses: Floats) -> npt.NDArray[np.uint8]:
     directions = np.einsum("fij,hwj->fhwi", poses[:, :3, :3], rays)
     directions = np.where(np.abs(directions) < 1e-9, 1e-9, directions)
     origins = poses[:, None, None, :3, 3]
-    distances = (np.copysign(HALF, directions) - origins) / directions  # to the one wall per axis that the ray can hit
+    distances = (
+        np.copysign(HALF_SIZE, directions) - origins
+    ) / directions  # to the one wall per axis that the ray can hit
     axis = distances.argmin(axis=-1)
     points = origins + distances.min(axis=-1)[..., None] * directions
     along = np.arange(3) != axis[..., None]  # tiles are counted along the two axes of the wall
@@ -64,9 +66,9 @@ def seen(poses: Floats) -> npt.NDArray[np.uint8]:
 def write_clip(folder: Path, number: int) -> tuple[Floats, npt.NDArray[np.uint8]]:
     """Write NNNN.mkv, .c2w.npy and .json. Return the camera poses and the frames."""
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "room", number)))
-    turn, forward, sideways = generator.uniform(-1, 1, 3) * [TURN, STEP, STEP]
-    poses, stem = path_of(turn, forward, sideways), f"{number:04}"
-    frames = seen(poses)
+    turn, forward, sideways = generator.uniform(-1, 1, 3) * [MAX_TURN, MAX_STEP, MAX_STEP]
+    poses, stem = camera_path(turn, forward, sideways), f"{number:04}"
+    frames = render_frames(poses)
     write_video(folder / f"{stem}.mkv", frames, FPS)
     np.save(folder / f"{stem}.c2w.npy", poses.astype(np.float32))
     prompt = f"a tiled room, the camera turns {'right' if turn > 0 else 'left'}"
@@ -82,7 +84,7 @@ def write_room(out: Path) -> int:
     prompt of the last clip for `wfm generate`. The files are bitwise reproducible with the same library versions.
     Raises DataError if the folder exists and is not empty.
     """
-    require_new(out)
+    require_new_folder(out)
     (out / "clips").mkdir(parents=True)
     for number in range(1, NUM_CLIPS + 1):
         poses, frames = write_clip(out / "clips", number)
@@ -93,7 +95,7 @@ def write_room(out: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -11,10 +11,10 @@ from typing import Any, BinaryIO, Protocol
 
 from wfm_ds.errors import DataError
 from wfm_ds.pipes.arrays import pack_arrays, unpack_arrays
-from wfm_ds.seeds import uniform
-from wfm_ds.storage.filesystem import is_remote, version
-from wfm_ds.storage.regular import open_regular
-from wfm_ds.storage.stream import open_stream
+from wfm_ds.seeds import draw_uniform
+from wfm_ds.storage.filesystem import file_version, is_remote
+from wfm_ds.storage.regular_files import open_regular
+from wfm_ds.storage.storage_stream import open_stream
 from wfm_ds.types import Prompt
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
@@ -61,7 +61,7 @@ class LocalFile:
 
     @property
     def name(self) -> str:
-        return printable(os.fspath(self.file))
+        return to_printable(os.fspath(self.file))
 
     @property
     def suffix(self) -> str:
@@ -75,14 +75,14 @@ class LocalFile:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredFile:
+class RemoteFile:
     """An image or video in a remote file, s3://..."""
 
     address: str
 
     @property
     def name(self) -> str:
-        return printable(self.address)
+        return to_printable(self.address)
 
     @property
     def suffix(self) -> str:
@@ -92,15 +92,15 @@ class StoredFile:
         return open_stream(self.address)
 
     def identity(self) -> tuple[str | int, ...]:
-        return version(self.address)
+        return file_version(self.address)
 
 
-def file_at(address: str) -> Media:
+def media_from_path(address: str) -> Media:
     """Return the file at a path or address."""
-    return StoredFile(address) if is_remote(address) else LocalFile(address)
+    return RemoteFile(address) if is_remote(address) else LocalFile(address)
 
 
-def printable(name: str) -> str:
+def to_printable(name: str) -> str:
     r"""Return a file name as text that can be encoded as UTF-8, for ids and messages. Invalid bytes become \udcNN."""
     return name.encode("utf-8", "backslashreplace").decode()
 
@@ -148,14 +148,14 @@ class SampleSet:
 
     def __init__(self, source: str) -> None:
         """source: name of the dataset in messages."""
-        self.source = printable(source)
+        self.source = to_printable(source)
         self.samples: list[Sample] = []
         self.bad: dict[str, list[str]] = {}
         self.notes: list[str] = []  # remarks for the log
 
     def reject(self, reason: str, name: str) -> None:
         """Record a rejected entry. reason: a key of REASONS."""
-        self.bad.setdefault(reason, []).append(printable(name))
+        self.bad.setdefault(reason, []).append(to_printable(name))
 
     def check(self, max_bad_fraction: float) -> None:
         """Raise DataError without a usable sample, or if more than max_bad_fraction of the entries are bad."""
@@ -168,11 +168,11 @@ class SampleSet:
                 f"(data.max_bad_fraction: {max_bad_fraction:g}). First: {'; '.join(entries[:NUM_SHOWN])}"
             )
 
-    def drawn(self, training: Sequence[Sample]) -> list[Sample]:
+    def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:
         """Return the samples of one epoch, possibly with repeats of the training samples."""
         return list(training)
 
-    def split(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
+    def split_holdout(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
         """Return (training, held-out) samples, both sorted by id. holdout: expected held-out share, in [0, 1).
 
         A hash of the id decides, so samples keep their side when others are added or removed. With two or more samples
@@ -180,7 +180,7 @@ class SampleSet:
         """
         if holdout == 0 or len(self.samples) < 2:
             return list(self.samples), []
-        draws = {sample.id: uniform(0, "holdout", sample.id) for sample in self.samples}
+        draws = {sample.id: draw_uniform(0, "holdout", sample.id) for sample in self.samples}
         sorted_draws = sorted(draws.values())
         limit = min(max(holdout, sorted_draws[0]), sorted_draws[-2])
         held_out = [sample for sample in self.samples if draws[sample.id] <= limit]

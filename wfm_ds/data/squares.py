@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from wfm_ds.data.written import require_new
-from wfm_ds.program import program
+from wfm_ds.data.demo_files import require_new_folder
+from wfm_ds.program import run_command
 
 COLOURS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
     {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (30, 60, 220), "yellow": (230, 210, 30)}
@@ -23,7 +23,7 @@ SIDE = 56  # of an image, in pixels
 NUM_IMAGES = 40
 
 
-def picture(number: int, colour: tuple[int, int, int]) -> Image.Image:
+def draw_square(number: int, colour: tuple[int, int, int]) -> Image.Image:
     """Draw a square of this colour on grey. Its position and size depend on the number."""
     pixels = np.full((SIDE, SIDE, 3), 128, np.uint8)
     size, offset = 20 + number * 7 % 16, number * 5 % 20
@@ -31,7 +31,7 @@ def picture(number: int, colour: tuple[int, int, int]) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def row(number: int, names: Sequence[str]) -> dict[str, Any]:
+def annotation_row(number: int, names: Sequence[str]) -> dict[str, Any]:
     """Return the LLaVA row of image `number` with one question; every fourth has a second one about the next image."""
     turns = [
         {"from": "human", "value": "<image>\nthe square is"},
@@ -53,19 +53,19 @@ def write_squares(out: Path) -> int:
 
     Raises DataError if the folder exists and is not empty.
     """
-    require_new(out)
+    require_new_folder(out)
     (out / "images").mkdir(parents=True)
     colours = list(COLOURS)
     names = [colours[number % len(colours)] for number in range(NUM_IMAGES)]
     for number, name in enumerate(names):
-        picture(number, COLOURS[name]).save(out / "images" / f"{number:03}.png")
-    rows = [row(number, names) for number in range(NUM_IMAGES)]
+        draw_square(number, COLOURS[name]).save(out / "images" / f"{number:03}.png")
+    rows = [annotation_row(number, names) for number in range(NUM_IMAGES)]
     (out / "annotations.json").write_text(json.dumps(rows, indent=1) + "\n")
     return NUM_IMAGES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), write_demo, argv)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(args: argparse.Namespace) -> None:
+def write_demo(args: argparse.Namespace) -> None:
     count = write_squares(args.out_dir)
     sys.stdout.write(
         f"{count} images in {args.out_dir / 'images'}, conversations in {args.out_dir / 'annotations.json'}\n"

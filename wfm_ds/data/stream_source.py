@@ -7,22 +7,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from wfm_ds.data.batch_reader import BatchReader, SampleCandidate, TrainingSample, candidate_offsets
+from wfm_ds.data.hf_stream import HfStream, StreamedRow
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.pixels import Framing
-from wfm_ds.data.reading import Candidate, Reader, TrainingSample, places
 from wfm_ds.data.samples import REASONS
-from wfm_ds.data.stream import HfStream, StreamedRow
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class StreamStep:
     """Rows of one optimizer step, and the stream state after them."""
 
     rows: Sequence[StreamedRow]
-    mark: dict[str, Any]
+    state: dict[str, Any]
 
 
-class StreamSource(Reader):
+class StreamSource(BatchReader):
     """Batches of a stream, in step order. Position p uses the usable row p of the endless stream.
 
     A file that cannot be decoded is replaced by another row of the same step, chosen from the step's rows alone. The
@@ -31,7 +31,7 @@ class StreamSource(Reader):
 
     def __init__(
         self,
-        opened: Callable[[], HfStream],
+        open_stream: Callable[[], HfStream],
         *,
         global_batch: int,
         seed: int,
@@ -44,52 +44,52 @@ class StreamSource(Reader):
         super().__init__(
             global_batch=global_batch, seed=seed, max_bad_fraction=max_bad_fraction, workers=workers, inputs=inputs
         )
-        self._opened, self._framing = opened, framing
+        self._open_stream, self._framing = open_stream, framing
         self._stream: HfStream | None = None
-        self._mark: dict[str, Any] | None = None  # state after the last batch; None: first row
+        self._stream_state: dict[str, Any] | None = None  # state after the last batch; None: first row
         self._rank = 0
-        self._pulls: dict[int, Future[Pulled]] = {}  # by step
-        self._puller = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one thread keeps the order
+        self._steps: dict[int, Future[StreamStep]] = {}  # by step
+        self._stream_pool = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one thread keeps the order
 
-    def batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
+    def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
         """Return the batch like BatchReader.read_batch. Steps must be consecutive."""
-        if self._pulls and step not in self._pulls:
-            raise ValueError(f"a stream is read step by step: the next step is {min(self._pulls)}, not {step}")
+        if self._steps and step not in self._steps:
+            raise ValueError(f"a stream is read step by step: the next step is {min(self._steps)}, not {step}")
         for wanted in (step, step + 1):
-            if wanted not in self._pulls:
-                self._pulls[wanted] = self._puller.submit(self._pull)
-        samples = super().batch(step, rank, world_size)
-        self._rank, self._mark = rank, self._pulls.pop(step).result().mark
+            if wanted not in self._steps:
+                self._steps[wanted] = self._stream_pool.submit(self._read_step)
+        samples = super().read_batch(step, rank, world_size)
+        self._rank, self._stream_state = rank, self._steps.pop(step).result().state
         return samples
 
     def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
         # Every replica reads all rows, so only the first one counts them.
-        counts = self._mark["rejected"] if self._mark is not None and self._rank == 0 else {}
+        counts = self._stream_state["rejected"] if self._stream_state is not None and self._rank == 0 else {}
         rejected = world_sums({f"data/bad/{reason}": counts.get(reason, 0) for reason in REASONS})
         return super().bad_counts(world_sums) | rejected
 
     def state(self) -> dict[str, Any]:
         """Return this rank's record of bad files and the stream state, as JSON."""
-        return {**super().state(), "stream": self._mark}
+        return {**super().state(), "stream": self._stream_state}
 
     def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
         super().restore_from_ranks(states, rank, world_size)
-        self._rank, self._mark = rank, states[0]["stream"]  # identical in all states
+        self._rank, self._stream_state = rank, states[0]["stream"]  # identical in all states
 
     def close(self) -> None:
         super().close()
-        self._puller.shutdown(wait=False, cancel_futures=True)
+        self._stream_pool.shutdown(wait=False, cancel_futures=True)
 
-    def _pull(self) -> Pulled:
+    def _read_step(self) -> StreamStep:
         if self._stream is None:
-            self._stream = self._opened()
-            if self._mark is not None:
-                self._stream.go_to(self._mark)
+            self._stream = self._open_stream()
+            if self._stream_state is not None:
+                self._stream.load_state_dict(self._stream_state)
         rows = self._stream.read(self.global_batch)
-        return Pulled(rows, self._stream.mark())
+        return StreamStep(rows, self._stream.state_dict())
 
-    def _candidates(self, position: int) -> Iterator[Candidate]:
+    def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
         step, offset = divmod(position, self.global_batch)
-        rows = self._pulls[step + 1].result().rows
-        for index in places(offset, len(rows)):
-            yield Candidate(rows[index].sample, self._framing, rows[index].epoch)
+        rows = self._steps[step + 1].result().rows
+        for index in candidate_offsets(offset, len(rows)):
+            yield SampleCandidate(rows[index].sample, self._framing, rows[index].epoch)

@@ -44,27 +44,27 @@ class TarIndex:
     intact: bool
 
 
-def tar_index(address: str, cache_dir: Path | None) -> TarIndex:
+def load_tar_index(address: str, cache_dir: Path | None) -> TarIndex:
     """Return the index of a local or S3 tar, from cache_dir if it is cached for this version of the file.
 
     Raises DataError if the file is missing or not an uncompressed tar, and StorageError for storage failures.
     """
     try:
-        version = storage.version(address)
+        version = storage.file_version(address)
     except FileNotFoundError as error:
         raise DataError(f"{address} not found: data.path must list tar files") from error
     digest = hashlib.sha256(json.dumps([FORMAT, *version]).encode()).hexdigest()
     cache_file = cache_dir / "tars" / digest[:2] / f"{digest}.json" if cache_dir else None
-    if cache_file is not None and (cached_index := read_stored(cache_file, version)) is not None:
+    if cache_file is not None and (cached_index := read_index_file(cache_file, version)) is not None:
         return cached_index
-    index = read_tar(address, version)
+    index = scan_tar(address, version)
     if cache_file is not None:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(cache_file, json.dumps(asdict(index)))
     return index
 
 
-def read_stored(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
+def read_index_file(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
     """Read a cached index file. None if there is none for this version."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -75,20 +75,23 @@ def read_stored(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
     return TarIndex(version, [IndexEntry(**member) for member in content["members"]], content["intact"])
 
 
-def read_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
+def scan_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
     """Read all headers and captions in one pass that skips the media."""
-    fs, path = storage.filesystem(address)
+    fs, path = storage.open_filesystem(address)
     members: list[IndexEntry] = []
     intact, size = True, int(version[1])
-    with storage.answering(address), fs.open(path, "rb", block_size=BLOCK_BYTES, cache_type="readahead") as file:
+    with (
+        storage.convert_storage_errors(address),
+        fs.open(path, "rb", block_size=BLOCK_BYTES, cache_type="readahead") as file,
+    ):
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 while (info := tar.next()) is not None:
-                    LIVENESS.advance()
+                    LIVENESS.record_progress()
                     if info.offset_data + info.size > size:
                         intact = False
                         break
-                    if info.isreg() and not info.issparse() and (member := member_of(tar, info)) is not None:
+                    if info.isreg() and not info.issparse() and (member := index_member(tar, info)) is not None:
                         members.append(member)
                 else:
                     # tarfile also stops at an unreadable header; only a block of zeros is the real end.
@@ -101,7 +104,7 @@ def read_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
     return TarIndex(version, members, intact)
 
 
-def member_of(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IndexEntry | None:
+def index_member(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IndexEntry | None:
     """Return the entry of a member. None for hidden files and names without a dot."""
     folder, name = os.path.split(info.name.removeprefix("./"))
     stem, _, field = name.partition(".")
@@ -111,14 +114,14 @@ def member_of(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IndexEntry | None:
     if field in CAPTION_FIELDS and info.size <= MAX_CAPTION_BYTES:
         file = tar.extractfile(info)
         assert file is not None  # regular files always have content
-        text = decoded(file.read())
+        text = decode_text(file.read())
     key = (
         os.path.join(folder, stem).encode("utf-8", "backslashreplace").decode()
     )  # ids must be UTF-8, tar names need not
     return IndexEntry(key, field, info.offset_data, info.size, text)
 
 
-def decoded(content: bytes) -> str | None:
+def decode_text(content: bytes) -> str | None:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:

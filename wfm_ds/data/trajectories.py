@@ -18,12 +18,12 @@ from wfm_ds.recipe.data import ActionsRecipe
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 ACTIONS, POSES, INTRINSICS, DOMAIN = "actions", "c2w", "intrinsics", "domain"
-RIGID = 1e-3  # tolerance of orthonormal rotations; allows four printed digits
+RIGID_TOLERANCE = 1e-3  # tolerance of orthonormal rotations; allows four printed digits
 POSE_WIDTH = 9  # numbers of a pose action: translation [3] and the first two columns of the rotation [6]
-KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists in the stats file, [D] each
+STATS_KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists in the stats file, [D] each
 
 
-def composed(actions: Floats, frames: Sequence[int], compose: str | None) -> Floats:
+def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None) -> Floats:
     """Return the actions [len(frames)-1,D] between consecutive selected frames.
 
     Row i of `actions` [N-1,D] moves frame i to i + 1. compose: how to combine the actions between two frames, `sum` or
@@ -58,11 +58,11 @@ def pose_product(poses: Floats) -> Floats:
     orientation, translation = np.eye(3), np.zeros(3)
     for pose in poses.astype(np.float64):
         translation = translation + orientation @ pose[:3]
-        orientation = orientation @ rotation(pose[3:6], pose[6:])
+        orientation = orientation @ rotation_matrix(pose[3:6], pose[6:])
     return np.concatenate([translation, orientation[:, 0], orientation[:, 1]]).astype(np.float32)
 
 
-def rotation(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def rotation_matrix(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return the rotation matrix [3,3] from its first two columns by Gram-Schmidt. Raises ValueError if parallel."""
     x = first / (np.linalg.norm(first) or 1)
     y = second - (x @ second) * x
@@ -79,35 +79,35 @@ def require_rigid(poses: Floats) -> None:
     """
     rotations = poses[:, :3, :3].astype(np.float64)
     products = np.einsum("fji,fjk->fik", rotations, rotations)
-    if np.abs(products - np.eye(3)).max() > RIGID or (np.linalg.det(rotations) < 0).any():
+    if np.abs(products - np.eye(3)).max() > RIGID_TOLERANCE or (np.linalg.det(rotations) < 0).any():
         raise ValueError("a pose's rotation is not orthonormal with determinant 1: remove scale and shear")
-    if np.abs(poses[:, 3] - np.array([0, 0, 0, 1], np.float32)).max() > RIGID:
+    if np.abs(poses[:, 3] - np.array([0, 0, 0, 1], np.float32)).max() > RIGID_TOLERANCE:
         raise ValueError("the last row of a pose is not 0 0 0 1")
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
+class ActionScaling:
     """Normalisation of data.actions.normalize: (actions - low) / scale - offset. low and scale are float64 [D]."""
 
     low: npt.NDArray[np.float64]
-    spread: npt.NDArray[np.float64]
+    scale: npt.NDArray[np.float64]
     offset: float
 
     def __call__(self, actions: Floats) -> Floats:
         """Scale actions [N,D]. Constant components (scale 0) become 0."""
-        constant = self.spread == 0
-        scaled = (actions - self.low) / np.where(constant, 1, self.spread) - self.offset
+        constant = self.scale == 0
+        scaled = (actions - self.low) / np.where(constant, 1, self.scale) - self.offset
         return np.where(constant, 0, scaled).astype(np.float32)
 
 
-def scaling_of(actions: ActionsRecipe) -> Scaling | None:
+def load_scaling(actions: ActionsRecipe) -> ActionScaling | None:
     """Load the scaling from data.actions.stats. None without normalisation.
 
     Raises DataError if the file does not contain the lists needed by data.actions.normalize.
     """
     if actions.normalize == "none" or actions.stats is None:
         return None
-    first, second = KEYS[actions.normalize]
+    first, second = STATS_KEYS[actions.normalize]
     try:
         stats = json.loads(Path(actions.stats).read_bytes())
         a, b = (np.asarray(stats[key], np.float64) for key in (first, second))
@@ -123,18 +123,22 @@ def scaling_of(actions: ActionsRecipe) -> Scaling | None:
     if not np.isfinite([a, b]).all():
         raise DataError(f"data.actions.stats: {first} or {second} in {actions.stats} has NaN or infinite numbers")
     if actions.normalize == "quantile" and (a > b).any():
-        raise DataError(f"data.actions.stats: {first} in {actions.stats} exceeds {second} at index {above(a, b)}")
+        raise DataError(
+            f"data.actions.stats: {first} in {actions.stats} exceeds {second} at index {first_larger_index(a, b)}"
+        )
     if actions.normalize == "meanstd" and (b < 0).any():
-        raise DataError(f"data.actions.stats: {second} in {actions.stats} is negative at index {above(0 * b, b)}")
-    return Scaling(a, (b - a) / 2, 1.0) if actions.normalize == "quantile" else Scaling(a, b, 0.0)
+        raise DataError(
+            f"data.actions.stats: {second} in {actions.stats} is negative at index {first_larger_index(0 * b, b)}"
+        )
+    return ActionScaling(a, (b - a) / 2, 1.0) if actions.normalize == "quantile" else ActionScaling(a, b, 0.0)
 
 
-def above(low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> int:
+def first_larger_index(low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> int:
     """Return the first index with low > high."""
     return int(np.argmax(low > high))
 
 
-def cropped_intrinsics(intrinsics: Floats, box: tuple[float, float, float, float], size: tuple[int, int]) -> Floats:
+def crop_intrinsics(intrinsics: Floats, box: tuple[float, float, float, float], size: tuple[int, int]) -> Floats:
     """Return intrinsics fx, fy, cx, cy [F,4] after cropping to `box` and resizing to `size`.
 
     box: left, top, right, bottom; size: height, width. Coordinate 0 is the left or upper edge of the first pixel.

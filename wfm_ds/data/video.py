@@ -15,11 +15,11 @@ from av.video.reformatter import Colorspace
 from av.video.stream import VideoStream
 from PIL import Image
 
-from wfm_ds.data.pixels import DECODE_ERRORS, BadMedia, Draw, Framing, check_size, cover, decoding
+from wfm_ds.data.pixels import DECODE_ERRORS, BadMedia, Draw, Framing, check_size, convert_decode_errors, crop_to_cover
 from wfm_ds.data.samples import Media
 
 # Without a whitelist FFmpeg would also read playlists and open the files and addresses in them.
-OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"}
+OPEN_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"}
 UNSPECIFIED = 2  # ITU-T H.273, matrix coefficients
 HD_HEIGHT = 720  # without a colour tag, videos of at least this height are BT.709, smaller ones BT.601
 
@@ -29,19 +29,19 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 
     Raises BadMedia: `decode`, `too_small`, and the reasons of choose_frames.
     """
-    with opened(media) as container:
+    with open_video(media) as container:
         stream = container.streams.video[0]
-        times, keys = timestamps(container, stream)
+        times, keys = read_timestamps(container, stream)
         seconds = np.array(times) * float(stream.time_base or 1)
         wanted = [times[i] for i in choose_frames(media, seconds, framing, draw)][: framing.num_frames]
         start = keys[max(0, bisect.bisect_right(keys, wanted[0]) - 1)] if keys else times[0]
-        position, frames = framing.place(draw), dict[int, npt.NDArray[np.uint8]]()
+        position, frames = framing.crop_position(draw), dict[int, npt.NDArray[np.uint8]]()
         for seek_time in (start, times[0]):  # retry from the start for files with wrong keyframe flags
             if missing := set(wanted) - frames.keys():
-                for time, frame in decode(container, stream, seek_time, missing):
-                    rgb = to_rgb(media, frame)
+                for time, frame in decode_frames(container, stream, seek_time, missing):
+                    rgb = frame_to_rgb(media, frame)
                     check_size(media, framing, rgb.height, rgb.width)
-                    frames[time] = np.array(cover(rgb, framing, position))
+                    frames[time] = np.array(crop_to_cover(rgb, framing, position))
         if missing := set(wanted) - frames.keys():
             raise BadMedia("decode", media.name, f"{len(missing)} of {len(set(wanted))} frames cannot be decoded")
     return np.stack([frames[time] for time in wanted])
@@ -52,16 +52,16 @@ def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], 
 
     The clip has framing.span frames if set, else those of load_clip. Raises BadMedia like choose_frames.
     """
-    with opened(media) as container:
+    with open_video(media) as container:
         stream = container.streams.video[0]
-        times, _ = timestamps(container, stream)
+        times, _ = read_timestamps(container, stream)
     seconds = np.array(times) * float(stream.time_base or 1)
     return list(choose_frames(media, seconds, framing, draw)), len(times)
 
 
 def video_size(media: Media) -> tuple[int, int]:
     """Return height and width of a video after upright rotation. Decodes the first frame. Raises BadMedia."""
-    with opened(media) as container:
+    with open_video(media) as container:
         frame = next(container.decode(container.streams.video[0]), None)
         if frame is None:
             raise BadMedia("decode", media.name, "no frame can be decoded")
@@ -70,18 +70,18 @@ def video_size(media: Media) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def opened(media: Media) -> Iterator[InputContainer]:
+def open_video(media: Media) -> Iterator[InputContainer]:
     """Context manager: open a video file for single-threaded decoding; the worker threads decode in parallel."""
     with (
-        decoding(media, (*DECODE_ERRORS, av.FFmpegError)),
+        convert_decode_errors(media, (*DECODE_ERRORS, av.FFmpegError)),
         media.open() as file,
-        av.open(file, "r", options=OPTIONS, metadata_errors="ignore") as container,
+        av.open(file, "r", options=OPEN_OPTIONS, metadata_errors="ignore") as container,
     ):
         container.streams.video[0].thread_count = 1
         yield container
 
 
-def timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
+def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
     """Return the times of all frames and of the keyframes, ascending, in the stream's time base.
 
     Reads the packets without decoding them.
@@ -109,8 +109,8 @@ def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Frami
     slack = length - span
     if total < 2 or slack < -length / (total - 1) / 2:
         raise BadMedia("too_short", media.name, f"{length:.2f} s, but clips have {span:.2f} s ({count} frames)")
-    first = nearest(seconds, seconds[0] + u * max(0.0, slack))
-    chosen = [nearest(seconds, seconds[first] + i / framing.fps) for i in range(count)]
+    first = nearest_frame(seconds, seconds[0] + u * max(0.0, slack))
+    chosen = [nearest_frame(seconds, seconds[first] + i / framing.fps) for i in range(count)]
     if len(set(chosen)) < count and not framing.allow_repeats:
         raise BadMedia(
             "low_fps",
@@ -120,18 +120,18 @@ def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Frami
     return chosen
 
 
-def nearest(seconds: npt.NDArray[np.float64], moment: float) -> int:
+def nearest_frame(seconds: npt.NDArray[np.float64], moment: float) -> int:
     """Return the index of the frame nearest to this time. Ties go to the earlier frame."""
     after = min(int(np.searchsorted(seconds, moment)), len(seconds) - 1)
     before = max(0, after - 1)
     return before if moment - seconds[before] <= seconds[after] - moment else after
 
 
-def decode(
-    container: InputContainer, stream: VideoStream, begin: int, wanted: Set[int]
+def decode_frames(
+    container: InputContainer, stream: VideoStream, start: int, wanted: Set[int]
 ) -> Iterator[tuple[int, VideoFrame]]:
     """Yield (time, frame) for the wanted times that are found when decoding from `start`."""
-    container.seek(begin, stream=stream)
+    container.seek(start, stream=stream)
     last = max(wanted)
     for frame in container.decode(stream):
         if frame.pts is None:
@@ -142,7 +142,7 @@ def decode(
             return
 
 
-def to_rgb(media: Media, frame: VideoFrame) -> Image.Image:
+def frame_to_rgb(media: Media, frame: VideoFrame) -> Image.Image:
     """Convert a frame to an upright RGB image. Raises BadMedia above Pillow's size limit."""
     if frame.width * frame.height > (Image.MAX_IMAGE_PIXELS or np.inf):
         raise BadMedia("decode", media.name, f"frames of {frame.height} x {frame.width} pixels exceed the size limit")

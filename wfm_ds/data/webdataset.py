@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, ClassVar
 
-from wfm_ds.data.samples import MEDIA_SUFFIXES, Sample, SampleSet, is_encodable, parse_caption, printable
-from wfm_ds.data.tar_index import IndexEntry, TarIndex, tar_index
+from wfm_ds.data.samples import MEDIA_SUFFIXES, Sample, SampleSet, is_encodable, parse_caption, to_printable
+from wfm_ds.data.tar_index import IndexEntry, TarIndex, load_tar_index
 from wfm_ds.errors import DataError
 from wfm_ds.storage import filesystem as storage
 from wfm_ds.types import Prompt
@@ -31,7 +31,7 @@ class TarMember:
 
     @property
     def name(self) -> str:
-        return printable(f"{self.shard}#{self.member.key}.{self.member.field}")
+        return to_printable(f"{self.shard}#{self.member.key}.{self.member.field}")
 
     @property
     def suffix(self) -> str:
@@ -62,10 +62,10 @@ class TarShards(SampleSet):
         usable sample, or more than max_bad_fraction of the entries are bad.
         """
         super().__init__(", ".join(patterns))
-        shards = list(dict.fromkeys(address for pattern in patterns for address in storage.expand(pattern)))
-        prefixes = shard_names(shards)
+        shards = list(dict.fromkeys(address for pattern in patterns for address in storage.expand_pattern(pattern)))
+        prefixes = unique_shard_names(shards)
         with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tar") as pool:
-            indices = list(pool.map(lambda address: tar_index(address, cache_dir), shards))
+            indices = list(pool.map(lambda address: load_tar_index(address, cache_dir), shards))
         for shard, prefix, index in zip(shards, prefixes, indices, strict=True):
             self._add_shard(shard, prefix, index)
         if not self.samples and not self.bad:
@@ -76,26 +76,26 @@ class TarShards(SampleSet):
     def _add_shard(self, shard: str, prefix: str, index: TarIndex) -> None:
         seen_keys: set[str] = set()
         for key, members in itertools.groupby(index.members, key=lambda member: member.key):
-            self._add(shard, prefix, index, key, list(members), again=key in seen_keys)
+            self._add_sample(shard, prefix, index, key, list(members), duplicate=key in seen_keys)
             seen_keys.add(key)
         if not index.intact:
             self.reject("shard", shard)
 
-    def _add(
-        self, shard: str, prefix: str, index: TarIndex, key: str, members: list[IndexEntry], *, again: bool
+    def _add_sample(
+        self, shard: str, prefix: str, index: TarIndex, key: str, members: list[IndexEntry], *, duplicate: bool
     ) -> None:
         media = [member for member in members if f".{member.field}" in MEDIA_SUFFIXES]
         captions = {member.field: member.text for member in members if member.field in ("json", "txt")}
         name, sample_id = f"{shard}#{key}", f"{prefix}/{key}"
         if not media and not captions:
             return
-        if again or len(media) > 1:
+        if duplicate or len(media) > 1:
             self.reject("ambiguous", name)
         elif not media:
             self.reject("no_media", name)
         elif not captions:
             self.reject("no_json", name)
-        elif (prompt := prompt_of(captions.get("json"), captions.get("txt"), sample_id)) is None:
+        elif (prompt := parse_prompt(captions.get("json"), captions.get("txt"), sample_id)) is None:
             self.reject("no_prompt", name)
         else:
             self.samples.append(
@@ -112,7 +112,7 @@ class TarShards(SampleSet):
             )
 
 
-def prompt_of(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:
+def parse_prompt(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:
     """Return the prompt from the json and txt captions of a sample, or None if neither is valid."""
     if json_text is not None and (prompt := parse_caption(json_text.encode(), sample_id)) is not None:
         return prompt
@@ -126,7 +126,7 @@ def prompt_of(json_text: str | None, plain_text: str | None, sample_id: str) -> 
     return Prompt(id=sample_id, text=plain_text.strip(), metadata=metadata if isinstance(metadata, dict) else {})
 
 
-def shard_names(shards: Sequence[str]) -> list[str]:
+def unique_shard_names(shards: Sequence[str]) -> list[str]:
     """Return FOLDER/NAME of each shard, without .tar. Independent of the other shards, so that ids are stable.
 
     Raises DataError if two shards have the same name.
@@ -134,7 +134,7 @@ def shard_names(shards: Sequence[str]) -> list[str]:
     shard_by_name: dict[str, str] = {}
     for shard in shards:
         path = PurePosixPath(shard)
-        name = printable(f"{path.parent.name}/{path.name.removesuffix('.tar')}")
+        name = to_printable(f"{path.parent.name}/{path.name.removesuffix('.tar')}")
         if name in shard_by_name:
             raise DataError(
                 f"{shard_by_name[name]} and {shard} would have the same sample ids {name}/...: rename a folder"

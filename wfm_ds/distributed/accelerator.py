@@ -19,7 +19,7 @@ DEVICE_NODES = (
 )
 
 
-def accelerator_present(devices: Path = Path("/dev")) -> bool:
+def is_accelerator_present(devices: Path = Path("/dev")) -> bool:
     """Return whether a device node of a GPU or another accelerator exists. Does not import torch."""
     return any(next(devices.glob(pattern), None) is not None for pattern in DEVICE_NODES)
 
@@ -37,7 +37,7 @@ def choose_accelerator() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
-def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def device_context(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context that makes this device the thread's current one, for libraries, kernels and streams.
 
     A new thread starts with GPU 0 as its current device.

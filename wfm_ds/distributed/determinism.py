@@ -8,35 +8,37 @@ from contextlib import contextmanager
 
 from wfm_ds.errors import RecipeError
 
-CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-FIXED = (":4096:8", ":16:8")  # values for which cuBLAS documents reproducible results
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # values for which cuBLAS documents reproducible results
 
 
 @contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
     """Make torch use only deterministic kernels inside the context, and restore the settings afterwards.
 
     Operations without a deterministic kernel raise an error. Enter it before the first use of a GPU. Raises RecipeError
     if CUBLAS_WORKSPACE_CONFIG has another value, or if CUDA is initialized and it is not set.
     """
-    if not wanted:
+    if not enabled:
         yield
         return
     import torch
 
-    configured, cudnn = os.environ.get(CUBLAS), torch.backends.cudnn
+    configured, cudnn = os.environ.get(CUBLAS_VARIABLE), torch.backends.cudnn
     if configured is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RecipeError(
-            f"engine.deterministic: CUDA was used before {CUBLAS} was set; set {CUBLAS}={FIXED[0]} in the environment"
+            f"engine.deterministic: CUDA was used before {CUBLAS_VARIABLE} was set; set "
+            f"{CUBLAS_VARIABLE}={DETERMINISTIC_WORKSPACES[0]} in the environment"
         )
-    if configured is not None and configured not in FIXED:
+    if configured is not None and configured not in DETERMINISTIC_WORKSPACES:
         raise RecipeError(
-            f"engine.deterministic: {CUBLAS}={configured} makes cuBLAS nondeterministic; unset it, or set it to "
-            f"{' or '.join(FIXED)}"
+            f"engine.deterministic: {CUBLAS_VARIABLE}={configured} makes cuBLAS nondeterministic; unset it, or "
+            "set it to "
+            f"{' or '.join(DETERMINISTIC_WORKSPACES)}"
         )
     torch_before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn_before = cudnn.benchmark, cudnn.deterministic
-    os.environ.setdefault(CUBLAS, FIXED[0])
+    os.environ.setdefault(CUBLAS_VARIABLE, DETERMINISTIC_WORKSPACES[0])
     torch.use_deterministic_algorithms(True)
     cudnn.benchmark, cudnn.deterministic = False, True  # the benchmark may select other kernels at each start
     try:
@@ -45,4 +47,4 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(torch_before[0], warn_only=torch_before[1])
         cudnn.benchmark, cudnn.deterministic = cudnn_before
         if configured is None:
-            del os.environ[CUBLAS]
+            del os.environ[CUBLAS_VARIABLE]

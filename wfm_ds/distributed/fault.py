@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 SETTLE_S = 2.0  # wait after the first failure: other ranks fail as a consequence and may report it first
-NUM_NAMED = 8  # ranks listed in one message
+MAX_NAMED_RANKS = 8  # ranks listed in one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,72 +28,72 @@ class RankRecord:
     """The last reported state of a rank."""
 
     rank: int
-    where: str  # host and process id, for messages
+    location: str  # host and process id, for messages
     heard_at_s: float
     advanced_at_s: float
-    num_begun: int = -1
+    num_started: int = -1
     num_advances: int = -1
-    doing: str = "start"
+    operation: str = "start"
     state: Literal["runs", "done", "gone", "failed"] = "runs"
     reason: str = ""
     is_secondary: bool = False  # it failed because communication with another rank failed
 
-    def name(self) -> str:
-        return f"rank {self.rank} ({self.where})"
+    def describe(self) -> str:
+        return f"rank {self.rank} ({self.location})"
 
 
 class RankStates:
     """The states of all ranks, from the first report to the fault that ends the run."""
 
-    def __init__(self, size: int, *, silent_s: float, stuck_s: float, awake_s: float) -> None:
+    def __init__(self, size: int, *, silent_s: float, stuck_s: float, max_gap_s: float) -> None:
         """silent_s: limit for the time without a report of a rank. stuck_s: limit for the time without progress.
 
         max_gap_s: a longer time between two calls of `find_fault` means that the job was suspended; it does not count.
         """
-        self.size, self.silent_s, self.stuck_s, self.awake_s = size, silent_s, stuck_s, awake_s
-        self.looked_at_s: float | None = None
+        self.size, self.silent_s, self.stuck_s, self.max_gap_s = size, silent_s, stuck_s, max_gap_s
+        self.last_check_s: float | None = None
         self.members: dict[int, RankRecord] = {}
-        self.ended_at_s: float | None = None  # time of the first gone or failed rank
+        self.first_end_s: float | None = None  # time of the first gone or failed rank
 
-    def joined(self, rank: int, where: str, now_s: float) -> None:
-        self.members[rank] = RankRecord(rank, where, heard_at_s=now_s, advanced_at_s=now_s)
+    def add_rank(self, rank: int, location: str, now_s: float) -> None:
+        self.members[rank] = RankRecord(rank, location, heard_at_s=now_s, advanced_at_s=now_s)
 
-    def beat(self, rank: int, num_begun: int, num_advances: int, doing: str, now_s: float) -> None:
+    def record_beat(self, rank: int, num_started: int, num_advances: int, operation: str, now_s: float) -> None:
         """Record a report. num_started is compared between ranks; num_advances only shows that the rank is working."""
         member = self.members[rank]
         member.heard_at_s = now_s
-        if (num_begun, num_advances) != (member.num_begun, member.num_advances):
-            member.num_begun, member.num_advances = num_begun, num_advances
-            member.doing, member.advanced_at_s = doing, now_s
+        if (num_started, num_advances) != (member.num_started, member.num_advances):
+            member.num_started, member.num_advances = num_started, num_advances
+            member.operation, member.advanced_at_s = operation, now_s
 
-    def done(self, rank: int) -> None:
+    def record_done(self, rank: int) -> None:
         """Record that the rank has finished and sends no more reports."""
         self.members[rank].state = "done"
 
-    def failed(self, rank: int, reason: str, is_secondary: bool, now_s: float) -> None:
+    def record_failure(self, rank: int, reason: str, is_secondary: bool, now_s: float) -> None:
         """Record that a rank failed by its own error, or (is_secondary) because communication with others failed."""
         member = self.members[rank]
         member.state, member.reason, member.is_secondary = "failed", reason, is_secondary
-        self._ended(now_s)
+        self._record_end(now_s)
 
-    def gone(self, rank: int, reason: str, now_s: float) -> None:
+    def record_disconnect(self, rank: int, reason: str, now_s: float) -> None:
         """Record that a rank's connection closed before it reported its end."""
         member = self.members[rank]
         if member.state == "runs":
             member.state, member.reason = "gone", reason
-            self._ended(now_s)
+            self._record_end(now_s)
 
-    def _ended(self, now_s: float) -> None:
-        self.ended_at_s = now_s if self.ended_at_s is None else self.ended_at_s
+    def _record_end(self, now_s: float) -> None:
+        self.first_end_s = now_s if self.first_end_s is None else self.first_end_s
 
-    def fault(self, now_s: float) -> Fault | None:
+    def find_fault(self, now_s: float) -> Fault | None:
         """Return the fault; None if there is none, and for SETTLE_S after the first failure."""
-        self._forgive_sleep(now_s)
-        for member in self._in_state("runs"):
+        self._exclude_sleep(now_s)
+        for member in self._ranks_in_state("runs"):
             if now_s - member.heard_at_s > self.silent_s:
-                self.gone(member.rank, f"no sign of life for {now_s - member.heard_at_s:.0f} s", now_s)
-        if self.ended_at_s is not None:
-            return self._blame_ended() if self._is_settled(now_s, self.ended_at_s) else None
+                self.record_disconnect(member.rank, f"no sign of life for {now_s - member.heard_at_s:.0f} s", now_s)
+        if self.first_end_s is not None:
+            return self._blame_ended() if self._is_settled(now_s, self.first_end_s) else None
         return self._blame_stuck(now_s)
 
     def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
@@ -101,14 +101,14 @@ class RankStates:
 
         If all failures are secondary, every other rank must have reported since, or count as gone.
         """
-        running, ended = self._in_state("runs"), [*self._in_state("gone"), *self._in_state("failed")]
+        running, ended = self._ranks_in_state("runs"), [*self._ranks_in_state("gone"), *self._ranks_in_state("failed")]
         is_known = not all(member.is_secondary for member in ended) or all(m.heard_at_s > ended_at_s for m in running)
         return is_known and now_s - ended_at_s >= SETTLE_S
 
-    def _forgive_sleep(self, now_s: float) -> None:
+    def _exclude_sleep(self, now_s: float) -> None:
         """Shift all times by the time this process was suspended: messages that arrived meanwhile count as new."""
-        slept_s = 0.0 if self.looked_at_s is None else now_s - self.looked_at_s - self.awake_s
-        self.looked_at_s = now_s
+        slept_s = 0.0 if self.last_check_s is None else now_s - self.last_check_s - self.max_gap_s
+        self.last_check_s = now_s
         if slept_s > 0:
             for member in self.members.values():
                 member.heard_at_s = min(now_s, member.heard_at_s + slept_s)
@@ -116,45 +116,48 @@ class RankStates:
 
     def _blame_ended(self) -> Fault:
         """Blame the ranks that are gone; else one that failed by its own error; else the ranks it waited for."""
-        gone = self._in_state("gone")
+        gone = self._ranks_in_state("gone")
         if gone:
             reasons = " and ".join(dict.fromkeys(member.reason for member in gone))
-            return Fault(ranks(gone), f"{names(gone)} gone: {reasons}; last seen at {gone[0].doing}")
-        failed = self._in_state("failed")
-        first = next((member for member in failed if not member.is_secondary), failed[0])
-        most = max(member.num_begun for member in failed)
-        behind = [member for member in self._in_state("runs") if member.num_begun < most]
-        if first.is_secondary and behind:  # they have not reached the operation in which the others failed
-            least = min(member.num_begun for member in behind)
-            last = [member for member in behind if member.num_begun == least]
             return Fault(
-                ranks(last),
-                f"{names(last)} missing: at {last[0].doing}, and {first.name()} failed waiting: {first.reason}",
+                rank_numbers(gone), f"{describe_ranks(gone)} gone: {reasons}; last seen at {gone[0].operation}"
+            )
+        failed = self._ranks_in_state("failed")
+        first = next((member for member in failed if not member.is_secondary), failed[0])
+        most = max(member.num_started for member in failed)
+        behind = [member for member in self._ranks_in_state("runs") if member.num_started < most]
+        if first.is_secondary and behind:  # they have not reached the operation in which the others failed
+            least = min(member.num_started for member in behind)
+            last = [member for member in behind if member.num_started == least]
+            return Fault(
+                rank_numbers(last),
+                f"{describe_ranks(last)} missing: at {last[0].operation}, and {first.describe()} failed waiting: "
+                f"{first.reason}",
                 stuck=True,
             )
-        return Fault((first.rank,), f"{first.name()} failed: {first.reason}")
+        return Fault((first.rank,), f"{first.describe()} failed: {first.reason}")
 
     def _blame_stuck(self, now_s: float) -> Fault | None:
-        running = self._in_state("runs")
+        running = self._ranks_in_state("runs")
         if len(running) < self.size or any(now_s - member.advanced_at_s <= self.stuck_s for member in running):
             return None
-        least = min(member.num_begun for member in running)
-        last = [member for member in running if member.num_begun == least]
+        least = min(member.num_started for member in running)
+        last = [member for member in running if member.num_started == least]
         still_s = now_s - max(member.advanced_at_s for member in last)
         others = "all ranks are at this operation" if len(last) == self.size else "the other ranks wait for it"
-        text = f"{names(last)} stuck: no progress for {still_s:.0f} s at {last[0].doing}; {others}"
-        return Fault(ranks(last), text, stuck=True)
+        text = f"{describe_ranks(last)} stuck: no progress for {still_s:.0f} s at {last[0].operation}; {others}"
+        return Fault(rank_numbers(last), text, stuck=True)
 
-    def _in_state(self, state: str) -> list[RankRecord]:
+    def _ranks_in_state(self, state: str) -> list[RankRecord]:
         return [self.members[rank] for rank in sorted(self.members) if self.members[rank].state == state]
 
 
-def ranks(members: Sequence[RankRecord]) -> tuple[int, ...]:
+def rank_numbers(members: Sequence[RankRecord]) -> tuple[int, ...]:
     return tuple(member.rank for member in members)
 
 
-def names(members: Sequence[RankRecord]) -> str:
+def describe_ranks(members: Sequence[RankRecord]) -> str:
     """Return `rank 1 (...) is`, or `rank 1 (...), rank 2 (...) are`."""
-    first_names = ", ".join(member.name() for member in members[:NUM_NAMED])
-    more = f" and {len(members) - NUM_NAMED} more" if len(members) > NUM_NAMED else ""
+    first_names = ", ".join(member.describe() for member in members[:MAX_NAMED_RANKS])
+    more = f" and {len(members) - MAX_NAMED_RANKS} more" if len(members) > MAX_NAMED_RANKS else ""
     return f"{first_names}{more} {'is' if len(members) == 1 else 'are'}"

@@ -18,84 +18,92 @@ from dataclasses import dataclass
 
 from wfm_ds.errors import RecipeError
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-NOTE = "WFM_LAUNCH_GPUS"  # rollout/service.py removes launcher variables from workers
-ALL = "all"
-CUDA = re.compile(r"cuda(?::(\d+))?")
-COUNT = "import torch; print(torch.cuda.device_count())"
-COUNT_S = 300.0
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+LAUNCH_GPUS = "WFM_LAUNCH_GPUS"  # rollout/service.py removes launcher variables from workers
+ALL_GPUS = "all"
+CUDA_DEVICE = re.compile(r"cuda(?::(\d+))?")
+COUNT_SCRIPT = "import torch; print(torch.cuda.device_count())"
+COUNT_TIMEOUT_S = 300.0
 
 
-def noted(environ: Mapping[str, str]) -> str:
+def launch_gpus_value(environ: Mapping[str, str]) -> str:
     """Return the value of WFM_LAUNCH_GPUS for a run started with this environment."""
-    return environ.get(VISIBLE, ALL)
+    return environ.get(VISIBLE_DEVICES, ALL_GPUS)
 
 
-def names(visible: str) -> list[str]:
+def split_visible_devices(visible: str) -> list[str]:
     """Split CUDA_VISIBLE_DEVICES into its entries: numbers, UUIDs or names of MIG slices."""
     return [name.strip() for name in visible.split(",")] if visible else []
 
 
 @dataclass(frozen=True, slots=True)
-class Gpus:
+class MachineGpus:
     """The GPUs of a run on this machine as entries of CUDA_VISIBLE_DEVICES; the k-th is cuda:k in recipes."""
 
     all: tuple[str, ...]
-    of_ranks: frozenset[str]  # used by the training ranks of this machine
+    training_gpus: frozenset[str]  # used by the training ranks of this machine
 
-    def name(self, device: str) -> str | None:
+    def visible_name(self, device: str) -> str | None:
         """Return the CUDA_VISIBLE_DEVICES entry of a device, None if it is not a GPU.
 
         Raises RecipeError if the GPU does not exist.
         """
-        match = CUDA.fullmatch(device)
+        match = CUDA_DEVICE.fullmatch(device)
         if match is None:
             return None
         number = int(match[1] or 0)
         if number >= len(self.all):
-            raise RecipeError(f"rollout.devices: {device} does not exist: {self._range()}{_over_ssh()}")
+            raise RecipeError(f"rollout.devices: {device} does not exist: {self._describe_range()}{_ssh_advice()}")
         return self.all[number]
 
-    def _range(self) -> str:
+    def _describe_range(self) -> str:
         if not self.all:
             return "this machine has no GPU for this run"
         last = len(self.all) - 1
         return f"this machine has {len(self.all)} for this run, cuda:0{f' to cuda:{last}' if last else ''}"
 
 
-def machine_gpus(num_ranks: int) -> Gpus:
+def find_machine_gpus(num_ranks: int) -> MachineGpus:
     """Return the GPUs of this run on this machine, which has `num_ranks` training ranks."""
     from wfm_ds.distributed.accelerator import uses_cuda
 
-    visible = _listed(os.environ.get(VISIBLE, ALL))
-    all_gpus = _listed(os.environ[NOTE]) if NOTE in os.environ else visible
-    return Gpus(all_gpus, frozenset(visible[:num_ranks] if uses_cuda() else ()))
+    visible = _list_gpus(os.environ.get(VISIBLE_DEVICES, ALL_GPUS))
+    all_gpus = _list_gpus(os.environ[LAUNCH_GPUS]) if LAUNCH_GPUS in os.environ else visible
+    return MachineGpus(all_gpus, frozenset(visible[:num_ranks] if uses_cuda() else ()))
 
 
-def for_process(environ: Mapping[str, str], gpu: str) -> dict[str, str]:
+def gpu_environment(environ: Mapping[str, str], gpu: str) -> dict[str, str]:
     """Return the environment of a process that sees only this GPU, as cuda:0."""
-    return {**environ, VISIBLE: gpu}
+    return {**environ, VISIBLE_DEVICES: gpu}
 
 
 @functools.cache
-def _listed(visible: str) -> tuple[str, ...]:
+def _list_gpus(visible: str) -> tuple[str, ...]:
     """Return the GPUs that a process sees with this value of CUDA_VISIBLE_DEVICES.
 
     Counts in a subprocess, because CUDA reads the variable only once per process. CUDA ignores all entries from the
     first unknown one on.
     """
-    environ = {name: value for name, value in os.environ.items() if name != VISIBLE}
-    if visible != ALL:
-        environ[VISIBLE] = visible
+    environ = {name: value for name, value in os.environ.items() if name != VISIBLE_DEVICES}
+    if visible != ALL_GPUS:
+        environ[VISIBLE_DEVICES] = visible
     result = subprocess.run(
-        [sys.executable, "-c", COUNT], env=environ, capture_output=True, text=True, timeout=COUNT_S, check=True
+        [sys.executable, "-c", COUNT_SCRIPT],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=COUNT_TIMEOUT_S,
+        check=True,
     )
     count = int(result.stdout.split()[-1])
-    return tuple(names(visible)[:count]) if visible != ALL else tuple(map(str, range(count)))
+    return tuple(split_visible_devices(visible)[:count]) if visible != ALL_GPUS else tuple(map(str, range(count)))
 
 
-def _over_ssh() -> str:
+def _ssh_advice() -> str:
     """Return advice for ranks started by DeepSpeed over ssh, "" for others."""
-    if NOTE in os.environ or "CROSS_RANK" not in os.environ:
+    if LAUNCH_GPUS in os.environ or "CROSS_RANK" not in os.environ:
         return ""
-    return f"; if DeepSpeed started this node over ssh, add {NOTE}={ALL} to ~/.deepspeed_env to use its other GPUs"
+    return (
+        f"; if DeepSpeed started this node over ssh, add {LAUNCH_GPUS}={ALL_GPUS} to ~/.deepspeed_env to use its "
+        "other GPUs"
+    )

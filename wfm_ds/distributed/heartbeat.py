@@ -33,23 +33,23 @@ from wfm_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 5.0
-SILENT_S = 45.0  # tolerates a swapping machine, but ends a dead run within a minute
-CONNECT_S = 60.0
-LOOK_S = 0.5  # between checks of the states on rank 0
-FLUSH_S = 10.0  # for the fault to reach all ranks before rank 0 exits
-EXIT_S = 20.0  # for the main thread to exit after it receives the fault
-MAX_LINE = 1 << 16
+BEAT_INTERVAL_S = 5.0
+SILENCE_TIMEOUT_S = 45.0  # tolerates a swapping machine, but ends a dead run within a minute
+CONNECT_TIMEOUT_S = 60.0
+CHECK_INTERVAL_S = 0.5  # between checks of the states on rank 0
+FLUSH_TIMEOUT_S = 10.0  # for the fault to reach all ranks before rank 0 exits
+EXIT_TIMEOUT_S = 20.0  # for the main thread to exit after it receives the fault
+MAX_LINE_BYTES = 1 << 16
 
 
-class Line:
+class JsonConnection:
     """JSON objects over a connected socket, one per line. Sending is thread-safe."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.sock.settimeout(None)
         self._lock = threading.Lock()
-        self._rest = b""
+        self._unread = b""
 
     def send(self, **message: Any) -> bool:
         """Send a message. Returns False if the connection is broken or its send buffer is full."""
@@ -64,12 +64,12 @@ class Line:
         Call it when the socket is readable.
         """
         try:
-            chunk = self.sock.recv(MAX_LINE)
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            chunk = self.sock.recv(MAX_LINE_BYTES)
+            *lines, self._unread = (self._unread + chunk).split(b"\n")
             messages = [json.loads(line) for line in lines]
         except (OSError, ValueError):
             return None
-        is_invalid = len(self._rest) > MAX_LINE or not all(isinstance(message, dict) for message in messages)
+        is_invalid = len(self._unread) > MAX_LINE_BYTES or not all(isinstance(message, dict) for message in messages)
         return None if is_invalid or not chunk else messages
 
     def close(self) -> None:
@@ -79,119 +79,119 @@ class Line:
 class RankRegistry:
     """The thread on rank 0 that receives heartbeats, finds the fault, and sends it to all ranks."""
 
-    def __init__(self, states: RankStates, host: str, *, everywhere: bool = False) -> None:
+    def __init__(self, states: RankStates, host: str, *, all_addresses: bool = False) -> None:
         """Start the thread. all_addresses: listen on all addresses instead of `host`."""
         self.token = secrets.token_hex(16)
         self._states = states
-        self._lines: dict[int, Line] = {}  # by rank
-        self._unknown: list[Line] = []  # connected, but no token received yet
+        self._connections: dict[int, JsonConnection] = {}  # by rank
+        self._unauthenticated: list[JsonConnection] = []  # connected, but no token received yet
         self._stopping = threading.Event()
-        self._server = listen_everywhere() if everywhere else listen(host)
+        self._server = listen_on_all_addresses() if all_addresses else listen_on_host(host)
         self.port: int = self._server.getsockname()[1]
-        self._thread = threading.Thread(target=self._serve, name="rank-states", daemon=True)
+        self._thread = threading.Thread(target=self._serve_ranks, name="rank-states", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop after a successful run and notify the ranks that are still connected."""
         self._stopping.set()
-        self._thread.join(timeout=FLUSH_S)
+        self._thread.join(timeout=FLUSH_TIMEOUT_S)
 
-    def join(self) -> None:
+    def wait_for_end(self) -> None:
         """Wait until the fault has been sent."""
-        self._thread.join(timeout=FLUSH_S)
+        self._thread.join(timeout=FLUSH_TIMEOUT_S)
 
-    def _serve(self) -> None:
+    def _serve_ranks(self) -> None:
         last_sent_s = time.monotonic()
         with self._server:
             while not self._stopping.is_set():
-                self._hear(LOOK_S)
+                self._receive_messages(CHECK_INTERVAL_S)
                 now_s = time.monotonic()
-                if (fault := self._states.fault(now_s)) is not None:
-                    self._tell(fault=[list(fault.ranks), fault.text, fault.stuck])
+                if (fault := self._states.find_fault(now_s)) is not None:
+                    self._send_to_all(fault=[list(fault.ranks), fault.text, fault.stuck])
                     if not fault.stuck:  # they are gone
-                        for rank in set(fault.ranks) & self._lines.keys():
-                            self._lines.pop(rank).close()
+                        for rank in set(fault.ranks) & self._connections.keys():
+                            self._connections.pop(rank).close()
                     break
-                if now_s - last_sent_s >= BEAT_S:
-                    self._tell(alive=True)
+                if now_s - last_sent_s >= BEAT_INTERVAL_S:
+                    self._send_to_all(alive=True)
                     last_sent_s = now_s
             else:
-                self._tell(bye=True)
+                self._send_to_all(bye=True)
             # Closing a socket with unread data resets the connection; the peer may lose the last line.
-            until_s = time.monotonic() + FLUSH_S
-            while self._lines and time.monotonic() < until_s:
-                self._hear(LOOK_S)
-        for line in (*self._lines.values(), *self._unknown):
+            until_s = time.monotonic() + FLUSH_TIMEOUT_S
+            while self._connections and time.monotonic() < until_s:
+                self._receive_messages(CHECK_INTERVAL_S)
+        for line in (*self._connections.values(), *self._unauthenticated):
             line.close()
 
-    def _tell(self, **message: Any) -> None:
-        for _, line in sorted(self._lines.items(), reverse=True):  # rank 0 last: it exits upon receipt
+    def _send_to_all(self, **message: Any) -> None:
+        for _, line in sorted(self._connections.items(), reverse=True):  # rank 0 last: it exits upon receipt
             line.send(**message)
 
-    def _hear(self, timeout_s: float) -> None:
-        readable = readable_of([self._server, *self._sockets()], timeout_s)
+    def _receive_messages(self, timeout_s: float) -> None:
+        readable = wait_readable([self._server, *self._rank_sockets()], timeout_s)
         if self._server in readable:
             with contextlib.suppress(OSError):  # the peer may have disconnected
-                self._unknown.append(Line(self._server.accept()[0]))
-        for rank, line in list(self._lines.items()):
+                self._unauthenticated.append(JsonConnection(self._server.accept()[0]))
+        for rank, line in list(self._connections.items()):
             if line.sock in readable:
-                self._attend(rank, line)
+                self._read_rank(rank, line)
         # Last: admitting a rank reads from its socket, and a second read could block forever.
-        for line in [line for line in self._unknown if line.sock in readable]:
-            self._welcome(line)
+        for line in [line for line in self._unauthenticated if line.sock in readable]:
+            self._admit_rank(line)
 
-    def _sockets(self) -> Iterator[socket.socket]:
-        yield from (line.sock for line in (*self._unknown, *self._lines.values()))
+    def _rank_sockets(self) -> Iterator[socket.socket]:
+        yield from (line.sock for line in (*self._unauthenticated, *self._connections.values()))
 
-    def _welcome(self, line: Line) -> None:
+    def _admit_rank(self, line: JsonConnection) -> None:
         """Admit a rank if its first line has the token; otherwise close the connection."""
-        self._unknown.remove(line)
+        self._unauthenticated.remove(line)
         first = line.receive()
-        rank = known_rank(first, self.token, self._states.size)
+        rank = verify_rank(first, self.token, self._states.size)
         if rank is None or first is None:
             line.close()
             return
-        self._lines[rank] = line
-        self._states.joined(rank, str(first[0].get("where")), time.monotonic())
-        self._take(rank, first[1:])
+        self._connections[rank] = line
+        self._states.add_rank(rank, str(first[0].get("where")), time.monotonic())
+        self._handle_messages(rank, first[1:])
 
-    def _attend(self, rank: int, line: Line) -> None:
+    def _read_rank(self, rank: int, line: JsonConnection) -> None:
         messages = line.receive()
         if messages is None:
-            self._states.gone(rank, "its connection closed", time.monotonic())
-            self._lines.pop(rank).close()
+            self._states.record_disconnect(rank, "its connection closed", time.monotonic())
+            self._connections.pop(rank).close()
         else:
-            self._take(rank, messages)
+            self._handle_messages(rank, messages)
 
-    def _take(self, rank: int, messages: list[dict[str, Any]]) -> None:
+    def _handle_messages(self, rank: int, messages: list[dict[str, Any]]) -> None:
         now_s = time.monotonic()
         for message in messages:
             if "beat" in message:
                 num_begun, num_advances = int(message["beat"]), int(message["signs"])
-                self._states.beat(rank, num_begun, num_advances, str(message.get("doing")), now_s)
+                self._states.record_beat(rank, num_begun, num_advances, str(message.get("doing")), now_s)
             elif "failed" in message:
-                self._states.failed(rank, str(message["failed"]), bool(message.get("secondary")), now_s)
+                self._states.record_failure(rank, str(message["failed"]), bool(message.get("secondary")), now_s)
             elif "bye" in message:
-                self._states.done(rank)
+                self._states.record_done(rank)
 
 
-def listen(host: str) -> socket.socket:
+def listen_on_host(host: str) -> socket.socket:
     """Listen on a free port of this address; of all addresses if it is not local (address translation)."""
     try:
         return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
         log.warning("heartbeat: cannot listen on %s (%s); listening on all addresses of this machine", host, error)
-        return listen_everywhere()
+        return listen_on_all_addresses()
 
 
-def listen_everywhere() -> socket.socket:
+def listen_on_all_addresses() -> socket.socket:
     """Listen on a free port of all addresses. Only ranks have the token, so other peers are rejected."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
 
 
-def readable_of(sockets: list[socket.socket], timeout_s: float) -> set[socket.socket]:
+def wait_readable(sockets: list[socket.socket], timeout_s: float) -> set[socket.socket]:
     """Wait up to timeout_s and return the readable sockets. Uses poll() because select() is limited to 1024 files."""
     poll = select.poll()
     by_number = {sock.fileno(): sock for sock in sockets}
@@ -200,7 +200,7 @@ def readable_of(sockets: list[socket.socket], timeout_s: float) -> set[socket.so
     return {by_number[number] for number, _ in poll.poll(1000 * timeout_s)}
 
 
-def known_rank(messages: list[dict[str, Any]] | None, token: str, size: int) -> int | None:
+def verify_rank(messages: list[dict[str, Any]] | None, token: str, size: int) -> int | None:
     """Return the rank in a first line if its token is valid, else None."""
     if not messages or not hmac.compare_digest(str(messages[0].get("token")), token):
         return None
@@ -221,7 +221,7 @@ class Heartbeat:
         registry: RankRegistry | None = None,
         liveness: Liveness = LIVENESS,
         exit_process: Callable[[int], object] = os._exit,
-        silent_s: float = SILENT_S,
+        silent_s: float = SILENCE_TIMEOUT_S,
     ) -> None:
         """Connect to rank 0. Raises UserError if it is unreachable.
 
@@ -230,89 +230,89 @@ class Heartbeat:
         """
         self.rank, self.registry, self._liveness, self._silent_s = rank, registry, liveness, silent_s
         self._on_end, self._exit = on_end, exit_process
-        self._stopping, self._decided, self._main_waits = threading.Event(), threading.Event(), threading.Event()
+        self._stopping, self._run_ended, self._main_waits = threading.Event(), threading.Event(), threading.Event()
         self._fault: Fault | None = None
         try:
-            self._line = Line(socket.create_connection(address, timeout=CONNECT_S))
+            self._connection = JsonConnection(socket.create_connection(address, timeout=CONNECT_TIMEOUT_S))
         except OSError as error:
             raise UserError(
                 f"rank {rank} on {socket.gethostname()} cannot reach rank 0 at {address[0]}:{address[1]} ({error}); "
                 "allow connections between the machines on all ports"
             ) from error
-        self._line.send(token=token, rank=rank, where=f"process {os.getpid()} on {socket.gethostname()}")
+        self._connection.send(token=token, rank=rank, where=f"process {os.getpid()} on {socket.gethostname()}")
         self._address = address
         self._wake, self._waker = socket.socketpair()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop the heartbeat of a rank that finished without error. The other ranks continue."""
         self._stopping.set()
-        self._line.send(bye=True)
+        self._connection.send(bye=True)
         self._waker.send(b".")
-        self._thread.join(timeout=EXIT_S)
-        self._line.close()
+        self._thread.join(timeout=EXIT_TIMEOUT_S)
+        self._connection.close()
         if self.registry is not None:
             self.registry.stop()
 
-    def failed(self, reason: str, *, is_secondary: bool) -> Fault | None:
+    def report_failure(self, reason: str, *, is_secondary: bool) -> Fault | None:
         """Report an error of the main thread and return the fault that ends the run; None if none arrives in time.
 
         is_secondary: communication with other ranks failed, so another rank is probably the cause.
         """
         self._main_waits.set()
-        self._beat()  # the latest progress
-        self._line.send(failed=reason, secondary=is_secondary)
-        has_ended = self._decided.wait(self._silent_s + EXIT_S)
+        self._send_beat()  # the latest progress
+        self._connection.send(failed=reason, secondary=is_secondary)
+        has_ended = self._run_ended.wait(self._silent_s + EXIT_TIMEOUT_S)
         if self.registry is not None:
-            self.registry.join()
+            self.registry.wait_for_end()
         return self._fault if has_ended else None
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         heard_at_s = last_s = time.monotonic()
         while not self._stopping.is_set():
-            self._beat()
-            readable = readable_of([self._line.sock, self._wake], BEAT_S)
+            self._send_beat()
+            readable = wait_readable([self._connection.sock, self._wake], BEAT_INTERVAL_S)
             if self._stopping.is_set():
                 return
             now_s = time.monotonic()
-            heard_at_s += max(0.0, now_s - last_s - 2 * BEAT_S)  # exclude the time the job was suspended
+            heard_at_s += max(0.0, now_s - last_s - 2 * BEAT_INTERVAL_S)  # exclude the time the job was suspended
             last_s = now_s
-            messages = self._line.receive() if self._line.sock in readable else []
+            messages = self._connection.receive() if self._connection.sock in readable else []
             if messages:
                 heard_at_s = now_s
             if messages is None:
-                self._end(self._without_rank_0("its connection closed"))
+                self._end_run(self._rank_0_fault("its connection closed"))
                 return
             if any("bye" in message for message in messages):  # rank 0 has finished
-                self._decided.set()
-                self._line.close()
+                self._run_ended.set()
+                self._connection.close()
                 return
             for message in messages:
                 if "fault" in message:
                     blamed, text, stuck = message["fault"]
-                    self._end(Fault(tuple(blamed), str(text), bool(stuck)))
+                    self._end_run(Fault(tuple(blamed), str(text), bool(stuck)))
                     return
             if now_s - heard_at_s > self._silent_s:
-                self._end(self._without_rank_0(f"no sign of life for {now_s - heard_at_s:.0f} s"))
+                self._end_run(self._rank_0_fault(f"no sign of life for {now_s - heard_at_s:.0f} s"))
                 return
 
-    def _beat(self) -> None:
+    def _send_beat(self) -> None:
         """Send the progress of this rank. `receive` detects a broken connection."""
         liveness = self._liveness
-        self._line.send(beat=liveness.num_begun, signs=liveness.num_advances, doing=liveness.doing)
+        self._connection.send(beat=liveness.num_started, signs=liveness.num_advances, doing=liveness.operation)
 
-    def _without_rank_0(self, reason: str) -> Fault:
+    def _rank_0_fault(self, reason: str) -> Fault:
         return Fault((0,), f"rank 0 ({self._address[0]}) is gone: {reason}")
 
-    def _end(self, fault: Fault) -> None:
+    def _end_run(self, fault: Fault) -> None:
         """Let a waiting main thread exit, else end the process. A timer exits if the main thread or on_end hangs."""
-        last_resort = threading.Timer(EXIT_S + FLUSH_S, self._exit, (1,))
+        last_resort = threading.Timer(EXIT_TIMEOUT_S + FLUSH_TIMEOUT_S, self._exit, (1,))
         last_resort.daemon = True
         last_resort.start()
         self._fault = fault
-        self._decided.set()
-        self._line.close()
+        self._run_ended.set()
+        self._connection.close()
         if fault.stuck and self.rank in fault.ranks:
             faulthandler.dump_traceback(2, all_threads=True)  # show where this rank hangs
         if not self._main_waits.is_set():
@@ -321,14 +321,14 @@ class Heartbeat:
             except Exception:  # noqa: BLE001, the process must exit whatever fails (e.g. a full disk)
                 traceback.print_exc()
             if self.registry is not None:
-                self.registry.join()
+                self.registry.wait_for_end()
             self._exit(1)
-        elif not self._stopping.wait(EXIT_S):
+        elif not self._stopping.wait(EXIT_TIMEOUT_S):
             self._exit(1)
         last_resort.cancel()
 
 
-def start(
+def start_heartbeat(
     world: Any, *, stuck_s: float, on_end: Callable[[str], None], exit_process: Callable[[int], object] = os._exit
 ) -> Heartbeat | None:
     """Start this rank's heartbeat; returns None for a single rank. Collective.
@@ -341,9 +341,9 @@ def start(
     if world.size == 1:
         return None
     host = os.environ["MASTER_ADDR"]
-    states = RankStates(world.size, silent_s=SILENT_S, stuck_s=stuck_s, awake_s=2 * BEAT_S)
+    states = RankStates(world.size, silent_s=SILENCE_TIMEOUT_S, stuck_s=stuck_s, max_gap_s=2 * BEAT_INTERVAL_S)
     everywhere = world.size > ranks_per_node(world.size)
-    registry = RankRegistry(states, host, everywhere=everywhere) if world.is_main else None
+    registry = RankRegistry(states, host, all_addresses=everywhere) if world.is_main else None
     port, token = world.broadcast([registry.port, registry.token] if registry is not None else None)
     heartbeats: list[Heartbeat] = []
 
@@ -353,7 +353,7 @@ def start(
         )
 
     try:
-        world.checked(connect)
+        world.run_checked(connect)
     except UserError:  # all ranks raise it; stop, so that no heartbeat reports another cause
         if heartbeats:
             heartbeats[0].stop()
@@ -363,7 +363,7 @@ def start(
     return heartbeats[0]
 
 
-def is_broken_exchange(error: BaseException | None) -> bool:
+def is_communication_error(error: BaseException | None) -> bool:
     """Return whether an error is a failed communication with other ranks: another rank is probably the cause."""
     import torch.distributed as dist
 

@@ -12,23 +12,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from wfm_ds.distributed.runner_line import VERSION, scan
+from wfm_ds.distributed.runner_arguments import VERSION_OPTION, parse_runner_options
 
-PTH = Path(__file__).parent / "wfm_ds_deepspeed.pth"
-SCRIPT = "deepspeed"
+PTH_FILE = Path(__file__).parent / "wfm_ds_deepspeed.pth"
+SCRIPT_NAME = "deepspeed"
 
 
 def take_over() -> None:
     """Exec `python -m wfm_ds.launch` if this process is the deepspeed script with a command for wfm_ds."""
-    if Path(sys.argv[0]).name == SCRIPT and is_ours(sys.argv[1:]):
+    if Path(sys.argv[0]).name == SCRIPT_NAME and is_wfm_command(sys.argv[1:]):
         os.execv(sys.executable, [sys.executable, "-m", "wfm_ds.launch", *sys.argv[1:]])
 
 
-def is_ours(argv: Sequence[str]) -> bool:
+def is_wfm_command(argv: Sequence[str]) -> bool:
     """Return whether the arguments use `-m`, which DeepSpeed lacks, or start a module of wfm_ds."""
-    if list(argv[:1]) == [VERSION]:
+    if list(argv[:1]) == [VERSION_OPTION]:
         return True
-    options, name_at = scan(argv)
+    options, name_at = parse_runner_options(argv)
     if "--module" not in options or name_at is None:
         return False
     return argv[options["--module"][0]] == "-m" or argv[name_at].startswith("wfm_ds.")

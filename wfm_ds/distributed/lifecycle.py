@@ -21,11 +21,11 @@ from typing import Literal, NoReturn
 
 import psutil
 
-from wfm_ds.program import USER_ERROR
+from wfm_ds.program import USER_ERROR_CODE
 
-ORPHANED = 77  # exit code of a rank after its launcher has died
-PARENT_CHECK_S = 5.0
-END_WAIT_S = 15.0  # the launcher polls its ranks every second and ends them one by one
+ORPHAN_EXIT_CODE = 77  # exit code of a rank after its launcher has died
+PARENT_CHECK_INTERVAL_S = 5.0
+EXIT_WAIT_S = 15.0  # the launcher polls its ranks every second and ends them one by one
 
 
 class StopFlag:
@@ -36,7 +36,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
-        self._save = False
+        self._save_requested = False
 
     @property
     def is_set(self) -> bool:
@@ -52,17 +52,17 @@ class StopFlag:
         if self._signal is None:
             self._signal = signal.Signals(number)
 
-    def ask_for_save(self, number: int, frame: FrameType | None) -> None:
+    def request_save(self, number: int, frame: FrameType | None) -> None:
         """Signal handler."""
-        self._save = True
+        self._save_requested = True
 
-    def take_save(self) -> bool:
+    def take_save_request(self) -> bool:
         """Return whether a checkpoint was requested since the last call."""
-        requested, self._save = self._save, False
+        requested, self._save_requested = self._save_requested, False
         return requested
 
 
-_STOP = StopFlag()  # one per process, like the signal handlers
+_STOP_FLAG = StopFlag()  # one per process, like the signal handlers
 
 
 def install_signal_handlers() -> StopFlag:
@@ -71,9 +71,9 @@ def install_signal_handlers() -> StopFlag:
     Call it in the main thread before heavy imports: until then, signals kill the process.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _STOP.raise_flag)
-    signal.signal(signal.SIGUSR1, _STOP.ask_for_save)
-    return _STOP
+        signal.signal(number, _STOP_FLAG.raise_flag)
+    signal.signal(signal.SIGUSR1, _STOP_FLAG.request_save)
+    return _STOP_FLAG
 
 
 class ParentWatch:
@@ -85,24 +85,24 @@ class ParentWatch:
 
     def __init__(self, interval_s: float) -> None:
         self._parent_pid = os.getppid()
-        self._launcher = _launcher_process()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(interval_s,), name="parent-watch", daemon=True)
+        self._launcher = _find_launcher()
+        self._stop_event = threading.Event()
+        self._thread = threading.Thread(target=self._watch_parent, args=(interval_s,), name="parent-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread and wait for it."""
-        self._stopped.set()
-        self._thread.join(timeout=END_WAIT_S)
+        self._stop_event.set()
+        self._thread.join(timeout=EXIT_WAIT_S)
 
-    def _watch(self, interval_s: float) -> None:
-        while not self._stopped.wait(interval_s):
+    def _watch_parent(self, interval_s: float) -> None:
+        while not self._stop_event.wait(interval_s):
             if os.getppid() != self._parent_pid or not _is_alive(self._launcher):
                 os.write(2, f"process {os.getpid()} exits: its launcher has died\n".encode())
-                os._exit(ORPHANED)
+                os._exit(ORPHAN_EXIT_CODE)
 
 
-def watch_parent(interval_s: float = PARENT_CHECK_S) -> ParentWatch | None:
+def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | None:
     """Start a ParentWatch if a launcher started this process, else return None: a run may outlive its shell.
 
     Call it before `World.join`, which sets the environment variables of a rank.
@@ -112,7 +112,7 @@ def watch_parent(interval_s: float = PARENT_CHECK_S) -> ParentWatch | None:
     return ParentWatch(interval_s)
 
 
-def _launcher_process() -> psutil.Process | None:
+def _find_launcher() -> psutil.Process | None:
     """Return the process WFM_LAUNCH_PID; None if it is unset (DeepSpeed's own launcher, or another node)."""
     if "WFM_LAUNCH_PID" not in os.environ:
         return None
@@ -120,7 +120,7 @@ def _launcher_process() -> psutil.Process | None:
         return psutil.Process(int(os.environ["WFM_LAUNCH_PID"]))
     except psutil.NoSuchProcess:
         os.write(2, f"process {os.getpid()} exits: its launcher has died\n".encode())
-        os._exit(ORPHANED)
+        os._exit(ORPHAN_EXIT_CODE)
 
 
 def _is_alive(process: psutil.Process | None) -> bool:
@@ -151,23 +151,23 @@ def write_status(status: Literal["finished", "preempted"], step: int) -> None:
     part.replace(target)
 
 
-def user_error_exit(message: str, rank: int, *, speaks: bool | None = None) -> NoReturn:
+def exit_with_user_error(message: str, rank: int, *, prints: bool | None = None) -> NoReturn:
     """End a run because of a user error: print `error: MESSAGE` on one rank and exit with code 2.
 
     Every rank calls it in its main thread. Rank 0 (or the rank with `prints`, for an error seen by one rank only)
     prints the message and exits; the launcher then ends the other ranks, which wait silently. Raises SystemExit.
     """
-    if speaks if speaks is not None else rank == 0:
+    if prints if prints is not None else rank == 0:
         sys.stderr.write(f"error: {message}\n")
         sys.stderr.flush()
     else:
-        _wait_for_signal(END_WAIT_S)
-    raise SystemExit(USER_ERROR)
+        _wait_for_signal(EXIT_WAIT_S)
+    raise SystemExit(USER_ERROR_CODE)
 
 
-def fail_as_rank(message: str) -> NoReturn:
+def fail_rank(message: str) -> NoReturn:
     """End this rank because of an error that all ranks see, e.g. in the recipe, before the process group exists."""
-    user_error_exit(message, int(os.environ.get("RANK", "0")))
+    exit_with_user_error(message, int(os.environ.get("RANK", "0")))
 
 
 def _wait_for_signal(timeout_s: float) -> None:
@@ -203,7 +203,7 @@ def strip_launcher_args(argv: Sequence[str]) -> list[str]:
     return arguments
 
 
-def entry(program: Callable[[], int]) -> NoReturn:
+def run_and_exit(program: Callable[[], int]) -> NoReturn:
     """Run the program and exit with its exit code by os._exit.
 
     During a normal interpreter shutdown, running gloo or NCCL threads may abort the process with another exit code.

@@ -12,20 +12,20 @@ class Liveness:
     """Operation counts: written by the main thread (`record_progress` by any thread), read by the heartbeat thread."""
 
     def __init__(self) -> None:
-        self.num_begun = 0
+        self.num_started = 0
         self.num_advances = 0
-        self.doing = "start"
+        self.operation = "start"
 
-    def begin(self, what: str) -> None:
+    def start_operation(self, operation: str) -> None:
         """Count an operation before it starts. All ranks must call it for the same operations in the same order."""
-        self.num_begun += 1
-        self.doing = what
+        self.num_started += 1
+        self.operation = operation
 
-    def advance(self, what: str | None = None) -> None:
+    def record_progress(self, operation: str | None = None) -> None:
         """Record progress of long work. Any rank, any number of times, from any thread."""
         self.num_advances += 1  # not atomic; it only has to change
-        if what is not None:
-            self.doing = what
+        if operation is not None:
+            self.operation = operation
 
 
 LIVENESS = Liveness()  # one per process

@@ -13,7 +13,7 @@ from typing import TextIO
 
 from wfm_ds.errors import UserError
 
-NOISY = (
+NOISY_LIBRARIES = (
     "DeepSpeed",
     "deepspeed",
     "transformers",
@@ -33,11 +33,11 @@ NOISY = (
 """Libraries with irrelevant INFO lines; only their warnings are logged."""
 
 
-class _Owned(logging.Handler):
+class _OwnHandler(logging.Handler):
     """Marks handlers that `close_logging` removes."""
 
 
-class _FileHandler(logging.FileHandler, _Owned):
+class _FileHandler(logging.FileHandler, _OwnHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Drop the line on an OSError such as a full disk. Essential files report such errors themselves."""
         if not isinstance(sys.exc_info()[1], OSError):
@@ -48,7 +48,7 @@ class _FileHandler(logging.FileHandler, _Owned):
             super().close()
 
 
-class _ConsoleHandler(logging.StreamHandler[TextIO], _Owned):
+class _ConsoleHandler(logging.StreamHandler[TextIO], _OwnHandler):
     """Looks up sys.stderr for each line: rich replaces it while a progress bar is shown, to print above the bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -64,7 +64,7 @@ class _Formatter(logging.Formatter):
         self.converter = time.gmtime  # UTC: the machines of a run may be in different time zones
 
 
-def _for_console(record: logging.LogRecord) -> bool:
+def _is_for_console(record: logging.LogRecord) -> bool:
     is_ours = record.name.split(".", 1)[0] in ("wfm_ds", "wfm_reward")
     return is_ours or record.levelno >= logging.WARNING
 
@@ -81,30 +81,30 @@ def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
     close_logging()
     root.setLevel(logging.INFO)
     if output_dir is not None:
-        root.addHandler(_file_handler(output_dir / "logs" / f"rank_{rank}.log", rank))
+        root.addHandler(_open_file_handler(output_dir / "logs" / f"rank_{rank}.log", rank))
     if rank == 0:
         handler = _ConsoleHandler()
         handler.setLevel(logging.INFO if console else logging.ERROR)
-        handler.addFilter(_for_console)
+        handler.addFilter(_is_for_console)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
         root.addHandler(handler)
     elif not root.handlers:
         root.addHandler(logging.NullHandler())  # else logging prints the warnings of every rank
     logging.captureWarnings(True)
-    for name in NOISY:
+    for name in NOISY_LIBRARIES:
         if not (name.startswith("torch") and "TORCH_LOGS" in os.environ):  # the user enabled torch's logs
-            _quiet(logging.getLogger(name))
+            _quiet_library(logging.getLogger(name))
 
 
 def close_logging() -> None:
     """Flush and remove the handlers of `setup_logging`."""
     root = logging.getLogger()
-    for handler in [h for h in root.handlers if isinstance(h, _Owned)]:
+    for handler in [h for h in root.handlers if isinstance(h, _OwnHandler)]:
         root.removeHandler(handler)
         handler.close()
 
 
-def _file_handler(path: Path, rank: int) -> logging.Handler:
+def _open_file_handler(path: Path, rank: int) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _FileHandler(path, encoding="utf-8")
@@ -116,14 +116,14 @@ def _file_handler(path: Path, rank: int) -> logging.Handler:
     return handler
 
 
-def _quiet(library: logging.Logger) -> None:
+def _quiet_library(library: logging.Logger) -> None:
     # The libraries' own handlers print on every rank; ours print only on rank 0.
     library.handlers.clear()
     library.propagate = True
     library.setLevel(logging.WARNING)
 
 
-def quieten_libraries() -> None:
+def quiet_libraries() -> None:
     """Hide start-up messages of libraries. Environment variables set by the user are kept."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-PATIENCE_S = 10.0  # between collectives with which waiting ranks poll for completion
+WAIT_INTERVAL_S = 10.0  # between collectives with which waiting ranks poll for completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class World:
     replica: Replica | None = None  # None: each rank is a replica
 
     @classmethod
-    def alone(cls) -> World:
+    def single_process(cls) -> World:
         """Return a World of size 1 on the CPU, for work without a process group."""
         import torch
 
@@ -70,7 +70,7 @@ class World:
 
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
-            os.environ["MASTER_PORT"] = str(free_port())
+            os.environ["MASTER_PORT"] = str(find_free_port())
         timeout = datetime.timedelta(seconds=timeout_s)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if uses_cuda():
@@ -87,21 +87,21 @@ class World:
         host_group = None if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
         return cls(dist.get_rank(), dist.get_world_size(), local_rank, device, host_group, timeout_s)
 
-    def in_replicas(self, sp_size: int) -> World:
+    def with_replicas(self, sp_size: int) -> World:
         """Return this World with ranks [i * sp_size, (i + 1) * sp_size) as replica i. Collective.
 
         Raises UserError if sp_size does not divide `size`.
         """
         import torch.distributed as dist
 
-        from wfm_ds.ulysses.groups import sequence_group
+        from wfm_ds.ulysses.groups import create_sequence_group
 
         if sp_size == 1:
             return replace(self, replica=None)
         timeout, host_group = datetime.timedelta(seconds=self.timeout_s), None
-        group = sequence_group(sp_size, timeout)
+        group = create_sequence_group(sp_size, timeout)
         if self.device.type != "cpu":
-            host_group = sequence_group(sp_size, timeout, backend="gloo")
+            host_group = create_sequence_group(sp_size, timeout, backend="gloo")
         leaders = dist.new_group(list(range(0, self.size, sp_size)), backend="gloo", timeout=timeout)
         return replace(self, replica=Replica(sp_size, group, host_group or group, leaders))
 
@@ -133,55 +133,55 @@ class World:
         """Return whether this rank does the work needed only once per replica: reading data, decoding, rewards."""
         return self.sp_rank == 0
 
-    def _reduce(self, values: Mapping[str, float], op: Any) -> dict[str, float]:
+    def _all_reduce(self, values: Mapping[str, float], op: Any) -> dict[str, float]:
         import torch
         import torch.distributed as dist
 
         if self.size == 1 or not values:  # all ranks pass the same names, so all return here or none
             return {name: float(value) for name, value in values.items()}
-        LIVENESS.begin(f"a reduction of {', '.join(values)}"[:80])
+        LIVENESS.start_operation(f"a reduction of {', '.join(values)}"[:80])
         numbers = torch.tensor([float(v) for v in values.values()], dtype=torch.float64)
         dist.all_reduce(numbers, op=op, group=self.host_group)
         return dict(zip(values, numbers.tolist(), strict=True))
 
-    def sums(self, values: Mapping[str, float]) -> dict[str, float]:
+    def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return sums over ranks, in float64. All ranks must pass the same names in the same order. Collective."""
         import torch.distributed as dist
 
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return self._all_reduce(values, dist.ReduceOp.SUM)
 
-    def replica_sums(self, values: Mapping[str, float]) -> dict[str, float]:
+    def sum_over_replicas(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the sums of the leaders' values, identical on every rank. Collective.
 
         All ranks must pass the same names in the same order.
         """
-        return self.sums(values if self.is_leader else dict.fromkeys(values, 0.0))
+        return self.sum_over_ranks(values if self.is_leader else dict.fromkeys(values, 0.0))
 
-    def maxima(self, values: Mapping[str, float]) -> dict[str, float]:
+    def max_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return maxima over ranks. All ranks must pass the same names in the same order. Collective."""
         import torch.distributed as dist
 
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self._all_reduce(values, dist.ReduceOp.MAX)
 
-    def any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is True on any rank. Identical on every rank. Collective."""
-        return self.maxima({"flag": float(flag)})["flag"] > 0
+        return self.max_over_ranks({"flag": float(flag)})["flag"] > 0
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank; values of other ranks are ignored. Collective."""
         if self.size == 1:
-            return _as_received(value)
-        LIVENESS.begin("a broadcast of rank 0's value")
-        return _json_from(0, self.host_group, value if self.is_main else None, mine=self.is_main)
+            return _json_roundtrip(value)
+        LIVENESS.start_operation("a broadcast of rank 0's value")
+        return _broadcast_json(0, self.host_group, value if self.is_main else None, is_source=self.is_main)
 
-    def share(self, value: Any) -> Any:
+    def broadcast_in_replica(self, value: Any) -> Any:
         """Return the leader's JSON value on all ranks of its replica. Collective in the replica."""
         if self.replica is None:
             return value
-        LIVENESS.advance("a broadcast in a replica")  # the number of calls differs between replicas
-        return _json_from(self.rank - self.sp_rank, self.replica.host_group, value, mine=self.is_leader)
+        LIVENESS.record_progress("a broadcast in a replica")  # the number of calls differs between replicas
+        return _broadcast_json(self.rank - self.sp_rank, self.replica.host_group, value, is_source=self.is_leader)
 
-    def share_tensor(self, tensor: Tensor | None) -> Tensor:
+    def broadcast_tensor_in_replica(self, tensor: Tensor | None) -> Tensor:
         """Return the leader's tensor on the device of each rank of its replica. Other ranks pass None.
 
         Collective in the replica.
@@ -193,14 +193,14 @@ class World:
             assert tensor is not None
             return tensor
         header = None if tensor is None else (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        shape, dtype = self.share(header)
+        shape, dtype = self.broadcast_in_replica(header)
         if tensor is None:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
         tensor = tensor.to(self.device).contiguous()
         dist.broadcast(tensor, src=self.rank - self.sp_rank, group=self.replica.group)
         return tensor
 
-    def moved(self, tensor: Tensor, source: int, target: int) -> Tensor:
+    def transfer_tensor(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """Send the tensor of replica `source` to replica `target` through the CPU, and return it.
 
         Only the ranks of these two replicas call it, in the same order. The target passes any tensor of the same shape
@@ -209,7 +209,7 @@ class World:
         import torch
         import torch.distributed as dist
 
-        LIVENESS.advance("a tensor transfer between replicas")
+        LIVENESS.record_progress("a tensor transfer between replicas")
         if self.dp_rank == source:
             dist.send(
                 tensor.detach().cpu().contiguous(), dst=target * self.sp_size + self.sp_rank, group=self.host_group
@@ -219,7 +219,7 @@ class World:
         dist.recv(received, src=source * self.sp_size + self.sp_rank, group=self.host_group)
         return received.to(tensor.device)
 
-    def joined_rows(self, rows: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
+    def gather_replica_rows(self, rows: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Concatenate the uint8 rows of a replica's ranks on its leader; returns an empty array on the other ranks.
 
         counts: number of rows of each rank, none larger than the leader's. All rows have the same shape. Collective in
@@ -230,7 +230,7 @@ class World:
 
         if self.replica is None:
             return rows
-        LIVENESS.advance("a gather of rows in a replica")
+        LIVENESS.record_progress("a gather of rows in a replica")
         group, first = self.replica.host_group, self.rank - self.sp_rank
         if not self.is_leader:
             if len(rows):
@@ -251,8 +251,8 @@ class World:
         import torch.distributed as dist
 
         if self.size == 1:
-            return [_as_received(value)]
-        LIVENESS.begin("a gather of values")
+            return [_json_roundtrip(value)]
+        LIVENESS.start_operation("a gather of values")
         blob = json.dumps(value).encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(blob)], dtype=torch.int64), group=self.host_group)
@@ -263,11 +263,11 @@ class World:
         dist.all_gather(all_blobs, local_blob, group=self.host_group)
         return [json.loads(b[: int(n)].numpy().tobytes()) for b, n in zip(all_blobs, lengths, strict=True)]
 
-    def replica_gather(self, value: Any) -> list[Any]:
+    def gather_from_leaders(self, value: Any) -> list[Any]:
         """Return the JSON values of the replica leaders, by replica, on every rank. Collective."""
         return self.gather(value if self.is_leader else None)[:: self.sp_size]
 
-    def replica_gather_arrays(self, array: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+    def gather_leader_arrays(self, array: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
         """Return the leaders' uint8 arrays, by replica, on rank 0 and [] on the others.
 
         Only replica leaders call it, with arrays of the same shape.
@@ -283,27 +283,27 @@ class World:
         dist.gather(local_array, arrays or None, dst=0, group=group)
         return [a.numpy() for a in arrays]
 
-    def patiently(self, work: Callable[[], Any], *, here: bool | None = None) -> Any:
+    def run_without_timeout(self, work: Callable[[], Any], *, runs_here: bool | None = None) -> Any:
         """Run `work` on rank 0, or on the ranks with runs_here, while the others wait without a time limit. Collective.
 
         Returns the result, or None on the waiting ranks. A UserError is raised on all ranks.
         """
-        is_runner = self.is_main if here is None else here
+        is_runner = self.is_main if runs_here is None else runs_here
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(work) if is_runner else None
-            while self.any(future is not None and not futures.wait([future], PATIENCE_S).done):
+            while self.any_rank(future is not None and not futures.wait([future], WAIT_INTERVAL_S).done):
                 pass
-            return self.checked(future.result if future is not None else lambda: None)
+            return self.run_checked(future.result if future is not None else lambda: None)
 
     def barrier(self) -> None:
         import torch.distributed as dist
 
         if self.size == 1:
             return
-        LIVENESS.begin("a barrier")
+        LIVENESS.start_operation("a barrier")
         dist.barrier(group=self.host_group)
 
-    def checked(self, work: Callable[[], Any], on: Literal["all", "leaders", "main"] = "all") -> Any:
+    def run_checked(self, work: Callable[[], Any], on: Literal["all", "leaders", "main"] = "all") -> Any:
         """Run `work` on these ranks (`main`: rank 0). A UserError on any rank is raised on all ranks. Collective.
 
         Returns the local result, None on ranks that did not run it.
@@ -314,7 +314,7 @@ class World:
                 result = work()
             except UserError as local_error:
                 error = local_error
-        if self.any(error is not None):
+        if self.any_rank(error is not None):
             messages = self.gather(None if error is None else str(error))
             common_error = UserError(next(m for m in messages if m is not None))
             common_error.agreed = True
@@ -322,21 +322,21 @@ class World:
         return result
 
 
-def _as_received(value: Any) -> Any:
+def _json_roundtrip(value: Any) -> Any:
     """Return the value after a JSON round trip, as on other ranks: tuples become lists, keys become strings."""
     return json.loads(json.dumps(value))
 
 
-def _json_from(source: int, group: ProcessGroup | None, value: Any, *, mine: bool) -> Any:
+def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_source: bool) -> Any:
     """Return the JSON value of rank `source` on every rank of the group. Collective. is_source: on that rank."""
     import torch
     import torch.distributed as dist
 
-    blob = json.dumps(value).encode() if mine else b""
+    blob = json.dumps(value).encode() if is_source else b""
     length = torch.tensor([len(blob)], dtype=torch.int64)
     dist.broadcast(length, src=source, group=group)
     payload = torch.zeros(int(length), dtype=torch.uint8)
-    if mine:
+    if is_source:
         payload.copy_(torch.frombuffer(bytearray(blob), dtype=torch.uint8))
     dist.broadcast(payload, src=source, group=group)
     return json.loads(payload.numpy().tobytes())
@@ -347,7 +347,7 @@ def ranks_per_node(world_size: int) -> int:
     return int(os.environ.get("LOCAL_SIZE", world_size))
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a TCP port that is currently free on the loopback interface."""
     import socket
 

@@ -12,16 +12,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from wfm_ds.doctor.finding import Finding
+from wfm_ds.doctor.finding import DoctorFinding
 from wfm_ds.errors import UserError
-from wfm_ds.program import USER_ERROR, Parser, program
+from wfm_ds.program import USER_ERROR_CODE, CommandParser, run_command
 
 MASTER_PORT = 29500  # default of the launcher for several machines
 COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="python -m wfm_ds.doctor", description="Check the machine and the requirements of a recipe before a run."
     )
     p.add_argument("recipe", nargs="?", type=Path, help="YAML recipe (default: check the machine only)")
@@ -41,27 +41,27 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.logs import quieten_libraries
+    from wfm_ds.distributed.logs import quiet_libraries
 
     if args.fix:
-        from wfm_ds.doctor.script import fix
+        from wfm_ds.doctor.deepspeed_script import run_fix
 
-        return fix()
-    quieten_libraries()
+        return run_fix()
+    quiet_libraries()
     choose_accelerator()
-    results = list(findings(args))
-    sys.stdout.write(as_json(results)) if args.json else print_table(results)
-    return USER_ERROR if any(finding.level == "error" for finding in results) else 0
+    results = list(collect_findings(args))
+    sys.stdout.write(format_json(results)) if args.json else print_table(results)
+    return USER_ERROR_CODE if any(finding.level == "error" for finding in results) else 0
 
 
-def findings(args: argparse.Namespace) -> Iterator[Finding]:
+def collect_findings(args: argparse.Namespace) -> Iterator[DoctorFinding]:
+    from wfm_ds.doctor.deepspeed_script import script_finding, scripts_folder
     from wfm_ds.doctor.machine import host_findings, machine_findings, port_finding
-    from wfm_ds.doctor.script import script_finding, scripts_folder
 
     yield from machine_findings()
     yield script_finding(scripts_folder())
@@ -70,25 +70,25 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
         try:
             yield from host_findings(args.hostfile)
         except UserError as error:
-            yield Finding("hostfile", "error", str(error))
+            yield DoctorFinding("hostfile", "error", str(error))
     if args.recipe is not None:
-        yield from of_recipe(args)
+        yield from collect_recipe_findings(args)
 
 
-def of_recipe(args: argparse.Namespace) -> Iterator[Finding]:
+def collect_recipe_findings(args: argparse.Namespace) -> Iterator[DoctorFinding]:
     from wfm_ds.doctor.recipe import recipe_findings
     from wfm_ds.recipe import file as recipe_file
 
     try:
-        recipe = recipe_file.load(args.recipe, args.overrides)
+        recipe = recipe_file.load_recipe(args.recipe, args.overrides)
     except UserError as error:
-        yield Finding("recipe", "error", str(error))
+        yield DoctorFinding("recipe", "error", str(error))
         return
-    yield Finding("recipe", "ok", f"{args.recipe}: {recipe.algorithm.name}")
-    yield from recipe_findings(recipe, args.ranks or visible_gpus() or recipe.engine.sequence_parallel)
+    yield DoctorFinding("recipe", "ok", f"{args.recipe}: {recipe.algorithm.name}")
+    yield from recipe_findings(recipe, args.ranks or count_visible_gpus() or recipe.engine.sequence_parallel)
 
 
-def visible_gpus() -> int:
+def count_visible_gpus() -> int:
     import torch
 
     from wfm_ds.distributed.accelerator import uses_cuda
@@ -96,18 +96,18 @@ def visible_gpus() -> int:
     return torch.cuda.device_count() if uses_cuda() else 0
 
 
-def as_json(found: Sequence[Finding]) -> str:
-    errors = sum(finding.level == "error" for finding in found)
-    return json.dumps({"errors": errors, "findings": [dataclasses.asdict(f) for f in found]}, indent=2) + "\n"
+def format_json(findings: Sequence[DoctorFinding]) -> str:
+    errors = sum(finding.level == "error" for finding in findings)
+    return json.dumps({"errors": errors, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2) + "\n"
 
 
-def print_table(found: Sequence[Finding]) -> None:
+def print_table(findings: Sequence[DoctorFinding]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("", "check", "result", "what to do", show_lines=False)
-    for finding in found:
+    for finding in findings:
         level = f"[{COLORS[finding.level]}]{finding.level}[/]"
         table.add_row(level, escape(finding.name), escape(finding.text), escape(finding.advice))
     Console(file=sys.stdout).print(table)

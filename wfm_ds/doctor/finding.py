@@ -8,22 +8,22 @@ from typing import Literal
 
 from wfm_ds.errors import UserError
 
-Level = Literal["ok", "warning", "error"]
+FindingLevel = Literal["ok", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """Result of one check. `error`: a run cannot work; `warning`: it may fail or be slow."""
 
     name: str
-    level: Level
+    level: FindingLevel
     text: str
     advice: str = ""
 
 
-def attempt(name: str, action: Callable[[], str], advice: str = "") -> Finding:
+def run_check(name: str, action: Callable[[], str], advice: str = "") -> DoctorFinding:
     """Run a check and return its text as an `ok` finding, or its UserError as an `error` finding."""
     try:
-        return Finding(name, "ok", action())
+        return DoctorFinding(name, "ok", action())
     except UserError as error:
-        return Finding(name, "error", str(error), advice)
+        return DoctorFinding(name, "error", str(error), advice)

@@ -16,24 +16,24 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from wfm_ds.distributed.accelerator import accelerator_present, uses_cuda
-from wfm_ds.doctor.finding import Finding, Level
+from wfm_ds.distributed.accelerator import is_accelerator_present, uses_cuda
+from wfm_ds.doctor.finding import DoctorFinding, FindingLevel
 from wfm_ds.errors import RecipeError
 from wfm_ds.monitoring.stopwatch import GIB
 
-PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "triton")
-OPTIONAL = ("triton",)
+CHECKED_PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "triton")
+OPTIONAL_PACKAGES = ("triton",)
 TESTED_DEEPSPEED = "0.19.8"
-CONSTRAINTS = Path(__file__).parent.parent.parent / "constraints.txt"  # the tested versions
+CONSTRAINTS_FILE = Path(__file__).parent.parent.parent / "constraints.txt"  # the tested versions
 MIN_SHM_BYTES = GIB  # NCCL uses about 10 MiB for each pair of ranks on a machine
 MIN_OPEN_FILES = 4096  # for sockets, data shards and checkpoint files of a rank
 SSH_TIMEOUT_S = 10
 MAX_CLOCK_DIFFERENCE_S = 2.0  # a larger one makes logs and checkpoint times of several hosts hard to compare
 
 
-def machine_findings() -> Iterator[Finding]:
+def machine_findings() -> Iterator[DoctorFinding]:
     yield python_finding()
-    yield from (version_finding(package) for package in PACKAGES)
+    yield from (version_finding(package) for package in CHECKED_PACKAGES)
     yield gpu_finding()
     yield shm_finding()
     yield open_files_finding()
@@ -42,35 +42,37 @@ def machine_findings() -> Iterator[Finding]:
 # ---- versions
 
 
-def python_finding() -> Finding:
-    return Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
+def python_finding() -> DoctorFinding:
+    return DoctorFinding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
 
 
-def version_finding(package: str) -> Finding:
+def version_finding(package: str) -> DoctorFinding:
     """Check the installed version of a package, and the package's own requirements."""
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        if package in OPTIONAL:
-            return Finding(package, "warning", "not installed: using eager torch", f"pip install {package}")
-        return Finding(package, "error", "not installed", 'pip install -e ".[dev]" in the repository')
+        if package in OPTIONAL_PACKAGES:
+            return DoctorFinding(package, "warning", "not installed: using eager torch", f"pip install {package}")
+        return DoctorFinding(package, "error", "not installed", 'pip install -e ".[dev]" in the repository')
     conflicts = [
         f"{dependent} requires {requirement}, {f'found {installed}' if installed else 'which is not installed'}"
         for dependent in ("wfm_ds", package)
-        for requirement, installed in unmet(dependent)
+        for requirement, installed in unmet_requirements(dependent)
         if dependent == package or requirement.name == package
     ]
     if conflicts:
-        return Finding(package, "error", f"{version}: {'; '.join(conflicts)}", "pip install -e . -c constraints.txt")
-    tested = tested_versions(CONSTRAINTS).get(package)
+        return DoctorFinding(
+            package, "error", f"{version}: {'; '.join(conflicts)}", "pip install -e . -c constraints.txt"
+        )
+    tested = read_constraints(CONSTRAINTS_FILE).get(package)
     if package == "deepspeed" and version.partition("+")[0] != TESTED_DEEPSPEED:
         text = f"{version}: the engine depends on DeepSpeed internals and was only tested with {TESTED_DEEPSPEED}"
-        return Finding(package, "warning", text, f"pip install deepspeed=={TESTED_DEEPSPEED}")
+        return DoctorFinding(package, "warning", text, f"pip install deepspeed=={TESTED_DEEPSPEED}")
     is_other = tested is not None and tested != version.partition("+")[0]
-    return Finding(package, "ok", f"{version}{f' (tested with {tested})' if is_other else ''}")
+    return DoctorFinding(package, "ok", f"{version}{f' (tested with {tested})' if is_other else ''}")
 
 
-def unmet(package: str) -> Iterator[tuple[Requirement, str | None]]:
+def unmet_requirements(package: str) -> Iterator[tuple[Requirement, str | None]]:
     """Yield the unmet requirements of a package with the installed version, or None. Extras are ignored."""
     try:
         texts = importlib.metadata.requires(package) or []
@@ -92,7 +94,7 @@ def unmet(package: str) -> Iterator[tuple[Requirement, str | None]]:
             yield requirement, installed
 
 
-def tested_versions(path: Path) -> dict[str, str]:
+def read_constraints(path: Path) -> dict[str, str]:
     """Return {package: version} from a constraints file; empty if it does not exist (installed from a wheel)."""
     if not path.is_file():
         return {}
@@ -103,7 +105,7 @@ def tested_versions(path: Path) -> dict[str, str]:
 # ---- the machine
 
 
-def gpu_finding() -> Finding:
+def gpu_finding() -> DoctorFinding:
     import torch
 
     if uses_cuda():
@@ -112,13 +114,13 @@ def gpu_finding() -> Finding:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         models = ", ".join(sorted(set(names)))
         text = f"{len(names)} x {models}, at least {free:.1f} GiB free each; CUDA {torch.version.cuda}, NCCL {nccl}"
-        return Finding("gpu", "ok", text)
-    if not accelerator_present():
-        return Finding("gpu", "warning", "none: runs use the CPU and gloo, for small models only")
+        return DoctorFinding("gpu", "ok", text)
+    if not is_accelerator_present():
+        return DoctorFinding("gpu", "warning", "none: runs use the CPU and gloo, for small models only")
     if torch.cuda.is_available():
-        return Finding("gpu", "warning", f"not used because of DS_ACCELERATOR={os.environ['DS_ACCELERATOR']}")
+        return DoctorFinding("gpu", "warning", f"not used because of DS_ACCELERATOR={os.environ['DS_ACCELERATOR']}")
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    return Finding(
+    return DoctorFinding(
         "gpu",
         "error",
         f"torch {torch.__version__} ({build}) cannot use the accelerator of this machine",
@@ -126,46 +128,52 @@ def gpu_finding() -> Finding:
     )
 
 
-def shm_finding(folder: Path = Path("/dev/shm")) -> Finding:
+def shm_finding(folder: Path = Path("/dev/shm")) -> DoctorFinding:
     if not folder.is_dir():
-        return Finding("shared memory", "warning", f"{folder} does not exist", "mount a tmpfs there: NCCL needs it")
+        return DoctorFinding(
+            "shared memory", "warning", f"{folder} does not exist", "mount a tmpfs there: NCCL needs it"
+        )
     free = shutil.disk_usage(folder).free
     text = f"{free / GIB:.2f} GiB free in {folder}"
     if free < MIN_SHM_BYTES:
-        return Finding("shared memory", "warning", text, "NCCL may fail: docker run --shm-size=16g, or --ipc=host")
-    return Finding("shared memory", "ok", text)
+        return DoctorFinding(
+            "shared memory", "warning", text, "NCCL may fail: docker run --shm-size=16g, or --ipc=host"
+        )
+    return DoctorFinding("shared memory", "ok", text)
 
 
-def open_files_finding() -> Finding:
+def open_files_finding() -> DoctorFinding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
-        return Finding("open files", "warning", f"a process may open {soft} files", f"ulimit -n {hard}")
-    return Finding("open files", "ok", f"a process may open {soft} files")
+        return DoctorFinding("open files", "warning", f"a process may open {soft} files", f"ulimit -n {hard}")
+    return DoctorFinding("open files", "ok", f"a process may open {soft} files")
 
 
-def port_finding(port: int, *, is_needed: bool) -> Finding:
+def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
     """Check whether the port is free. is_needed: for several machines; launches on one machine choose a free port."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", port))
         except OSError as error:
-            level: Level = "error" if is_needed else "warning"
-            return Finding("master port", level, f"{port}: {error.strerror}", "choose another port: --master_port PORT")
-    return Finding("master port", "ok", f"{port} is free on this machine")
+            level: FindingLevel = "error" if is_needed else "warning"
+            return DoctorFinding(
+                "master port", level, f"{port}: {error.strerror}", "choose another port: --master_port PORT"
+            )
+    return DoctorFinding("master port", "ok", f"{port} is free on this machine")
 
 
 # ---- the hosts of a hostfile
 
 
-def host_findings(hostfile: Path) -> list[Finding]:
+def host_findings(hostfile: Path) -> list[DoctorFinding]:
     """Check ssh without a password and the clock of each host. Raises RecipeError if the hostfile is invalid."""
-    hosts = hosts_of(hostfile)
+    hosts = read_hosts(hostfile)
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
         return list(pool.map(host_finding, hosts))
 
 
-def hosts_of(hostfile: Path) -> list[str]:
+def read_hosts(hostfile: Path) -> list[str]:
     """Return the host names in a DeepSpeed hostfile, with lines `NAME slots=N`. Raises RecipeError."""
     try:
         text = hostfile.read_text(encoding="utf-8")
@@ -181,7 +189,7 @@ def hosts_of(hostfile: Path) -> list[str]:
     return hosts
 
 
-def host_finding(host: str) -> Finding:
+def host_finding(host: str) -> DoctorFinding:
     name = f"host {host}"
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}", host, "date", "+%s.%N"]
     before = time.time()
@@ -190,24 +198,26 @@ def host_finding(host: str) -> Finding:
             command, capture_output=True, text=True, timeout=2 * SSH_TIMEOUT_S, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
-        return Finding(name, "error", "ssh is not installed on this machine", "install it: the launcher needs it too")
+        return DoctorFinding(
+            name, "error", "ssh is not installed on this machine", "install it: the launcher needs it too"
+        )
     except subprocess.TimeoutExpired:
-        return Finding(name, "error", f"no answer in {2 * SSH_TIMEOUT_S} s", f"try: ssh {host} true")
+        return DoctorFinding(name, "error", f"no answer in {2 * SSH_TIMEOUT_S} s", f"try: ssh {host} true")
     after = time.time()
     if process.returncode:
         reason = (process.stderr.strip() or f"ssh exited with {process.returncode}").splitlines()[-1]
-        return Finding(name, "error", reason, f"ssh {host} true must work without a password: ssh-copy-id {host}")
+        return DoctorFinding(name, "error", reason, f"ssh {host} true must work without a password: ssh-copy-id {host}")
     try:
         clock = float(process.stdout.split()[-1])
     except (IndexError, ValueError):
-        return Finding(name, "warning", "reachable, but `date` does not work", f"try: ssh {host} date +%s.%N")
+        return DoctorFinding(name, "warning", "reachable, but `date` does not work", f"try: ssh {host} date +%s.%N")
     return clock_finding(name, clock, before, after)
 
 
-def clock_finding(name: str, clock: float, before: float, after: float) -> Finding:
+def clock_finding(name: str, clock: float, before: float, after: float) -> DoctorFinding:
     """Check a host's clock. clock: its time, read between the local times `before` and `after`, all in seconds."""
     difference = max(before - clock, clock - after, 0.0)  # not explained by the response time
     text = f"answered in {after - before:.1f} s, clock differs by at least {difference:.1f} s"
     if difference > MAX_CLOCK_DIFFERENCE_S:
-        return Finding(name, "warning", text, "synchronize the clocks with chrony or ntpd")
-    return Finding(name, "ok", text)
+        return DoctorFinding(name, "warning", text, "synchronize the clocks with chrony or ntpd")
+    return DoctorFinding(name, "ok", text)

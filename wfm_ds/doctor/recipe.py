@@ -8,24 +8,24 @@ from collections.abc import Iterator
 import psutil
 import torch
 
-from wfm_ds.algorithms import engine_policies
+from wfm_ds.algorithms import engine_policy_copies
 from wfm_ds.data.datasets import load_data
 from wfm_ds.distributed.accelerator import uses_cuda
-from wfm_ds.doctor.finding import Finding, attempt
+from wfm_ds.doctor.finding import DoctorFinding, run_check
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import UserError
-from wfm_ds.models.empty import load_empty
+from wfm_ds.models.meta_loading import load_on_meta_device
 from wfm_ds.monitoring.stopwatch import GIB
-from wfm_ds.recipe.deepspeed import deepspeed_config
-from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.deepspeed import build_deepspeed_config
+from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.estimate import Estimate, estimate
-from wfm_ds.run.fit import ROOMY, advice, fits
-from wfm_ds.run.folder import find_start
-from wfm_ds.run.model import family_of
-from wfm_ds.run.stored import require_storage
+from wfm_ds.run.memory_advice import SAFE_FRACTION, fits_memory, suggest_keys
+from wfm_ds.run.memory_estimate import MemoryEstimate, estimate_memory
+from wfm_ds.run.model_loading import find_family
+from wfm_ds.run.output_folder import find_run_start
+from wfm_ds.run.storage_copies import require_writable_storage
 from wfm_ds.storage.filesystem import ACCESS_KEY, ENDPOINT, REGION, SECRET_KEY
-from wfm_ds.training import language_build, preflight
+from wfm_ds.training import language_builder, preflight
 
 SERVICE_TIMEOUT_S = 15.0  # for a reward service that is already running; one started here has the recipe's timeout
 STORAGE_ADVICE = (
@@ -34,90 +34,91 @@ STORAGE_ADVICE = (
 )
 
 
-def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
+def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
     """Yield the findings in the order in which to fix them. Starts the reward service if the recipe does.
 
     Writes nothing except a temporary object at checkpoint.storage.
     """
-    yield from (Finding("recipe", "warning", doubt) for doubt in recipe.algorithm.doubts())
-    yield attempt("batch", lambda: batch(recipe, world_size))
+    yield from (DoctorFinding("recipe", "warning", doubt) for doubt in recipe.algorithm.list_warnings())
+    yield run_check("batch", lambda: batch_summary(recipe, world_size))
     if recipe.algorithm.trains_language:
-        yield attempt("model and data", lambda: language_build.summary(recipe))
-        yield from places(recipe, world_size)
+        yield run_check("model and data", lambda: language_builder.language_summary(recipe))
+        yield from storage_findings(recipe, world_size)
         return
-    yield attempt("model", lambda: f"{family_of(recipe).__name__}")
-    data = attempt("data", lambda: data_text(recipe))
+    yield run_check("model", lambda: f"{find_family(recipe).__name__}")
+    data = run_check("data", lambda: data_summary(recipe))
     yield data
     if data.level == "ok":
         yield from (
-            Finding("prompts", "warning", doubt) for doubt in preflight.choice_doubts(recipe, load_data(recipe))
+            DoctorFinding("prompts", "warning", doubt)
+            for doubt in preflight.prompt_choice_warnings(recipe, load_data(recipe))
         )
-    if recipe.scoring is not None and data.level == "ok":
-        yield attempt("rewards", lambda: reward_text(recipe))
-    yield from places(recipe, world_size)
+    if recipe.all_reward_settings is not None and data.level == "ok":
+        yield run_check("rewards", lambda: reward_summary(recipe))
+    yield from storage_findings(recipe, world_size)
     try:
-        sizes = estimated(recipe, world_size)
+        sizes = estimate_from_config(recipe, world_size)
     except UserError as error:
-        yield Finding("memory", "warning", f"cannot be estimated: {error}")
+        yield DoctorFinding("memory", "warning", f"cannot be estimated: {error}")
     else:
         yield memory_finding(recipe, sizes)
-        yield space_finding(recipe, sizes)
+        yield disk_finding(recipe, sizes)
 
 
-def places(recipe: Recipe, world_size: int) -> Iterator[Finding]:
+def storage_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
     """Yield findings about the output folder and checkpoint.storage."""
-    yield attempt("output", lambda: preflight.beginning(find_start(recipe, world_size)))
+    yield run_check("output", lambda: preflight.start_summary(find_run_start(recipe, world_size)))
     if recipe.checkpoint.storage is not None:
-        yield attempt("storage", lambda: storage_text(recipe), STORAGE_ADVICE)
+        yield run_check("storage", lambda: storage_summary(recipe), STORAGE_ADVICE)
 
 
-def batch(recipe: Recipe, world_size: int) -> str:
-    derived = derive(recipe, world_size)
-    policies = engine_policies(recipe)
-    deepspeed_config(
+def batch_summary(recipe: Recipe, world_size: int) -> str:
+    derived = derive_run_sizes(recipe, world_size)
+    policies = engine_policy_copies(recipe)
+    build_deepspeed_config(
         recipe,
         accumulation=derived.accumulation,
         policies=policies,
         world_size=world_size,
         ranks_per_node=world_size,
     )
-    return f"{derived.samples_per_step} samples a step, {derived.samples_per_rank} on each of {derived.replicas}"
+    return f"{derived.samples_per_step} samples a step, {derived.samples_per_rank} on each of {derived.replicas_text}"
 
 
-def data_text(recipe: Recipe) -> str:
+def data_summary(recipe: Recipe) -> str:
     data = load_data(recipe)
     num_samples = "a stream of" if recipe.data.streaming else len(data.samples)
     return f"{len(data.prompts)} prompts, {num_samples} samples, {len(data.held_out)} held out"
 
 
-def reward_text(recipe: Recipe) -> str:
+def reward_summary(recipe: Recipe) -> str:
     reward = recipe.reward
     if reward is not None and reward.endpoint is not None:
         reward = reward.model_copy(update={"start_timeout_s": min(SERVICE_TIMEOUT_S, reward.start_timeout_s)})
         recipe = recipe.model_copy(update={"reward": reward})
     data = load_data(recipe)
-    preflight.check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.shown]}.values()))
+    preflight.check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.validation_prompts]}.values()))
     preflight.check_spawned_rewards(recipe)
-    functions = recipe.scoring.functions if recipe.scoring is not None else []
+    functions = recipe.all_reward_settings.functions if recipe.all_reward_settings is not None else []
     return f"{', '.join(function.name for function in functions)}: ready"
 
 
-def storage_text(recipe: Recipe) -> str:
+def storage_summary(recipe: Recipe) -> str:
     assert recipe.checkpoint.storage is not None
-    require_storage(recipe)
+    require_writable_storage(recipe)
     return f"{recipe.checkpoint.storage} is writable and readable"
 
 
 # ---- memory and disk space
 
 
-def estimated(recipe: Recipe, world_size: int) -> Estimate:
+def estimate_from_config(recipe: Recipe, world_size: int) -> MemoryEstimate:
     """Estimate memory and disk space from the pipeline's configuration, without loading weights. Raises UserError."""
     settings = recipe.model
-    model = load_empty(
+    model = load_on_meta_device(
         settings.path,
         dtype=DTYPES[settings.dtype],
-        own_family=settings.family,
+        user_family=settings.family,
         revision=settings.revision,
         max_sequence_length=settings.max_sequence_length,
         fps=recipe.sampling.fps,
@@ -127,16 +128,16 @@ def estimated(recipe: Recipe, world_size: int) -> Estimate:
     device = "cuda" if uses_cuda() else "cpu"
     is_uncached = recipe.data.cache_text == "off" and recipe.data.cache_dir is None
     keeps_encoders = is_uncached or recipe.data.streaming
-    return estimate(recipe, model, world_size, device=device, keeps_encoders=keeps_encoders)
+    return estimate_memory(recipe, model, world_size, device=device, keeps_encoders=keeps_encoders)
 
 
-def memory_finding(recipe: Recipe, sizes: Estimate) -> Finding:
+def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
     """Compare the estimated peak of a rank with free GPU memory; on CPUs, of all ranks with free host memory."""
     if uses_cuda():
-        free, needed = torch.cuda.mem_get_info()[0], sizes.peak
+        free, needed = torch.cuda.mem_get_info()[0], sizes.peak_bytes
         device = "on a GPU"
     else:
-        free, needed = psutil.virtual_memory().available, sizes.peak * sizes.world_size
+        free, needed = psutil.virtual_memory().available, sizes.peak_bytes * sizes.world_size
         device = f"on this machine for {sizes.world_size} ranks"
     phase = sizes.phases[sizes.peak_phase]
     parts = ", ".join(f"{phase[part] / GIB:.2f} {part}" for part in sorted(phase, key=lambda name: -phase[name])[:4])
@@ -144,14 +145,16 @@ def memory_finding(recipe: Recipe, sizes: Estimate) -> Finding:
         f"estimated peak {needed / GIB:.2f} GiB, free {free / GIB:.2f} GiB {device}; a rank in the phase "
         f"{sizes.peak_phase}: {parts}"
     )
-    if not fits(needed, free):
-        return Finding("memory", "error", text, f"change {', '.join(advice(recipe, sizes))}")
-    if needed > ROOMY * free:
-        return Finding("memory", "warning", text, f"little margin: consider {', '.join(advice(recipe, sizes)[:2])}")
-    return Finding("memory", "ok", text)
+    if not fits_memory(needed, free):
+        return DoctorFinding("memory", "error", text, f"change {', '.join(suggest_keys(recipe, sizes))}")
+    if needed > SAFE_FRACTION * free:
+        return DoctorFinding(
+            "memory", "warning", text, f"little margin: consider {', '.join(suggest_keys(recipe, sizes)[:2])}"
+        )
+    return DoctorFinding("memory", "ok", text)
 
 
-def space_finding(recipe: Recipe, sizes: Estimate) -> Finding:
+def disk_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
     """Compare the free disk space with checkpoint.keep + 1 checkpoints (one is being written) and all exports."""
     folder = recipe.run.output_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -164,7 +167,7 @@ def space_finding(recipe: Recipe, sizes: Estimate) -> Finding:
         f"at {existing}"
     )
     if needed > free:
-        return Finding(
+        return DoctorFinding(
             "disk space", "error", text, "lower checkpoint.keep, raise checkpoint.export_every, or move run.output_dir"
         )
-    return Finding("disk space", "ok", text)
+    return DoctorFinding("disk space", "ok", text)

@@ -11,21 +11,21 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from wfm_ds.engine.fp8 import Fp8Linear, Fp8TwiceLinear, require_fp8
-from wfm_ds.engine.frozen import FrozenLinear
-from wfm_ds.engine.low_bit import Int8Linear, Nf4Linear
+from wfm_ds.engine.fp8_linear import Fp8Linear, Fp8TwiceLinear, require_fp8
+from wfm_ds.engine.frozen_linear import FrozenLinear
+from wfm_ds.engine.low_bit_linear import Int8Linear, Nf4Linear
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import BasePrecision
 
 logger = logging.getLogger(__name__)
 
-LAYERS: dict[BasePrecision, type[FrozenLinear]] = {
+LAYER_CLASSES: dict[BasePrecision, type[FrozenLinear]] = {
     "fp8": Fp8Linear,
     "fp8_twice": Fp8TwiceLinear,
     "int8": Int8Linear,
     "nf4": Nf4Linear,
 }
-SIDES = 16  # torch._scaled_mm requires matrix sides that are multiples of it
+SIDE_MULTIPLE = 16  # torch._scaled_mm requires matrix sides that are multiples of it
 
 
 def quantise_base(
@@ -49,15 +49,15 @@ def quantise_base(
     """
     if precision is None:
         return 0
-    in_float8 = issubclass(LAYERS[precision], Fp8Linear)
+    in_float8 = issubclass(LAYER_CLASSES[precision], Fp8Linear)
     if in_float8:
         require_fp8(f"base_precision: {precision}", dtype, device)
     layers = eligible_layers(denoiser, block_classes)
-    require_some(layers, f"base_precision: {precision}", denoiser)
+    require_layers(layers, f"base_precision: {precision}", denoiser)
     count = 0
     for path, layer in layers:
         parent, _, name = path.rpartition(".")
-        setattr(denoiser.get_submodule(parent), name, LAYERS[precision](layer, dtype, device))
+        setattr(denoiser.get_submodule(parent), name, LAYER_CLASSES[precision](layer, dtype, device))
         count += layer.in_features * layer.out_features
     if device.type != "meta":
         how = ", emulated: on a CPU this is for tests" if in_float8 and device.type == "cpu" else ""
@@ -65,12 +65,12 @@ def quantise_base(
     return count
 
 
-def require_some(layers: Sequence[object], key: str, denoiser: nn.Module) -> None:
+def require_layers(layers: Sequence[object], key: str, denoiser: nn.Module) -> None:
     """Raise RecipeError, naming the recipe key, if there are no layers."""
     if not layers:
         raise RecipeError(
             f"{key}: the blocks of {type(denoiser).__name__} have no linear layer with sides that are "
-            f"multiples of {SIDES}: remove the key"
+            f"multiples of {SIDE_MULTIPLE}: remove the key"
         )
 
 
@@ -89,7 +89,11 @@ def eligible_layers(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]
         for path, layer in block.named_modules(prefix=block_path):
             inside = path.removeprefix(block_path).split(".")
             modulates = any("norm" in part or part in in_float32 for part in inside)
-            fits = type(layer) is nn.Linear and not layer.in_features % SIDES and not layer.out_features % SIDES
+            fits = (
+                type(layer) is nn.Linear
+                and not layer.in_features % SIDE_MULTIPLE
+                and not layer.out_features % SIDE_MULTIPLE
+            )
             if fits and not modulates:
                 eligible.append((path, layer))
     return eligible

@@ -21,23 +21,23 @@ from torch import Tensor, nn
 
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World, ranks_per_node
-from wfm_ds.engine.accumulation import accumulate_in_float32
-from wfm_ds.engine.dropout import AdapterDropout
-from wfm_ds.engine.lockstep import Guard
-from wfm_ds.engine.merging import merged
+from wfm_ds.engine.adapter_dropout import AdapterDropout
+from wfm_ds.engine.adapter_merge import use_merged_weights
+from wfm_ds.engine.cuda_graphs import GraphReplayer
+from wfm_ds.engine.flop_counter import FlopCount, FlopCounter
+from wfm_ds.engine.gradient_accumulation import accumulate_in_float32
+from wfm_ds.engine.gradient_watch import GradientWatch, PartLookup, single_part
 from wfm_ds.engine.optimizer import build_optimizer
-from wfm_ds.engine.policy import Adapters, Flats, ShardedCopy, Shards, publish_to_adapter
-from wfm_ds.engine.preparation import DTYPES, Share, prepare
-from wfm_ds.engine.reached import PartOf, Reached, one_part
-from wfm_ds.engine.replay import Replays
+from wfm_ds.engine.policies import Adapters, Flats, ShardedCopy, Shards, write_adapter
+from wfm_ds.engine.preparation import DTYPES, TokenSharding, prepare_denoiser
+from wfm_ds.engine.rank_guard import RankGuard
 from wfm_ds.engine.schedules import ema_decay, learning_rate
-from wfm_ds.engine.work import Work, WorkCounter
-from wfm_ds.recipe.deepspeed import deepspeed_config, policy_copies
+from wfm_ds.recipe.deepspeed import build_deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.ulysses.install import install
+from wfm_ds.ulysses.install import install_ulysses
 
-MERGED = "merged"  # the active policy, of any name, while its adapter is merged into the weights
-OPTIMIZER = "optimizer."  # prefix of the names of the optimizer's states
+MERGED_POLICY = "merged"  # the active policy, of any name, while its adapter is merged into the weights
+OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's states
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class StepResult:
     """The outcome of an optimizer step. The same on every rank."""
 
     # False if a gradient was not finite on some rank, or if there were no terms; no weight changed on any rank
-    applied: bool
+    is_applied: bool
     grad_norm: float  # global, before clipping, unscaled; NaN if not applied
-    clipped: bool
+    is_clipped: bool
     lr: float  # learning rate of this step, also if it was not applied
 
 
@@ -79,9 +79,9 @@ class DenoiserEngine:
         world: World,
         policies: frozenset[str],
         total_updates: int,
-        work: WorkCounter | None,
+        flop_counter: FlopCounter | None,
         adapters: Adapters | None,
-        reached: Reached,
+        gradient_watch: GradientWatch,
     ) -> None:
         """Use `build` instead. ds: result of deepspeed.initialize for `module`. adapters: None in full training."""
         self.ds = ds
@@ -89,28 +89,28 @@ class DenoiserEngine:
         self.recipe = recipe
         self.world = world
         self.policies = policies
-        self.lora = adapters is not None
+        self.uses_lora = adapters is not None
         self.accumulation = int(ds.gradient_accumulation_steps())
         self.total_updates = total_updates
-        self._work = work
+        self._flop_counter = flop_counter
         self.forward_module = cast(nn.Module, EngineForward(self))
-        self.active = "train"
+        self.active_policy = "train"
         self.num_updates = 0
         self.num_skipped = 0
         self.shards = Shards(ds)
-        self.copies = {name: ShardedCopy(self.shards) for name in sorted(policy_copies(policies, lora=self.lora))}
+        self.copies = {name: ShardedCopy(self.shards) for name in sorted(policy_copies(policies, lora=self.uses_lora))}
         self._adapters = adapters
-        self._reached = reached
-        self._unpublished: set[str] = set()  # copies that changed after their adapters were last written
+        self._gradient_watch = gradient_watch
+        self._stale_adapters: set[str] = set()  # copies that changed after their adapters were last written
         uses_graphs = recipe.rollout is not None and recipe.rollout.cuda_graph
-        self._replays = Replays(ds, module.parameters) if uses_graphs else None
-        self._replaying = False
+        self._graphs = GraphReplayer(ds, module.parameters) if uses_graphs else None
+        self._is_replaying = False
         uses_dropout = recipe.lora is not None and recipe.lora.dropout > 0
         self._dropout = AdapterDropout(module, recipe.run.seed, world.rank) if uses_dropout else None
-        self._guard = Guard(world) if recipe.engine.guard else None
+        self._guard = RankGuard(world) if recipe.engine.guard else None
         self._num_backwards = 0  # since the last step
-        self._due_backwards = self.accumulation
-        self._ema_seen = 0  # the last update that was included in the average
+        self._expected_backwards = self.accumulation
+        self._last_ema_update = 0  # the last update that was included in the average
 
     @classmethod
     def build(
@@ -125,10 +125,10 @@ class DenoiserEngine:
         total_updates: int,
         block_classes: Sequence[type[nn.Module]] = (),
         frozen: AbstractSet[str] = frozenset(),
-        start: Mapping[str, Tensor] | None = None,
-        counts_work: bool = True,
-        share: Share = install,
-        part_of: PartOf = one_part,
+        initial_adapter: Mapping[str, Tensor] | None = None,
+        count_flops: bool = True,
+        shard_tokens: TokenSharding = install_ulysses,
+        find_part: PartLookup = single_part,
     ) -> DenoiserEngine:
         """Prepare the denoiser for training (preparation.py) and create the DeepSpeed engine and the policy copies.
         Collective.
@@ -154,7 +154,7 @@ class DenoiserEngine:
         unknown = policies - {"old", "ref", "ema"}
         if unknown:
             raise ValueError(f"policies must be old, ref or ema, not {', '.join(sorted(unknown))}")
-        config = deepspeed_config(
+        config = build_deepspeed_config(
             recipe,
             accumulation=accumulation,
             policies=policies,
@@ -164,9 +164,9 @@ class DenoiserEngine:
         dtype = DTYPES[recipe.model.dtype]
         targets = (recipe.lora and recipe.lora.target_modules) or list(lora_targets)
         # Before the weights are partitioned.
-        work = WorkCounter.of(denoiser, recipe, targets, frozen) if world.is_main and counts_work else None
+        work = FlopCounter.from_denoiser(denoiser, recipe, targets, frozen) if world.is_main and count_flops else None
         names = sorted(policy_copies(policies, lora=True))
-        adapters = prepare(
+        adapters = prepare_denoiser(
             denoiser,
             recipe,
             world,
@@ -175,10 +175,10 @@ class DenoiserEngine:
             names=names,
             block_classes=block_classes,
             frozen=frozen,
-            start=start,
-            share=share,
+            initial_adapter=initial_adapter,
+            shard_tokens=shard_tokens,
         )
-        reached = Reached(denoiser, frozen=frozen, part_of=part_of)
+        reached = GradientWatch(denoiser, frozen=frozen, find_part=find_part)
         optimizer = build_optimizer(denoiser, recipe.optimizer, world.device)
         ds = deepspeed.initialize(model=denoiser, optimizer=optimizer, config=config, dist_init_required=False)[0]
         if ds.zero_optimization_stage() == 1 and dtype != torch.float32:
@@ -192,47 +192,49 @@ class DenoiserEngine:
 
         All ranks must run the same forward passes in the same order.
         """
-        LIVENESS.begin("a forward pass of the denoiser")
-        if self._work is not None:
-            is_base = self.lora and self.active in ("ref", MERGED)
-            self._work.note(args, kwargs, differentiated=torch.is_grad_enabled(), adapters=not is_base)
-        if self._replaying and self._replays is not None:
-            return self._replays(self.active, args, kwargs)
-        if self._dropout is not None and self.active == "train":
-            with self._dropout.drawn(self.num_updates + self.num_skipped, self.world.device):
+        LIVENESS.start_operation("a forward pass of the denoiser")
+        if self._flop_counter is not None:
+            is_base = self.uses_lora and self.active_policy in ("ref", MERGED_POLICY)
+            self._flop_counter.record_forward(
+                args, kwargs, with_gradient=torch.is_grad_enabled(), with_adapters=not is_base
+            )
+        if self._is_replaying and self._graphs is not None:
+            return self._graphs(self.active_policy, args, kwargs)
+        if self._dropout is not None and self.active_policy == "train":
+            with self._dropout.seed_masks(self.num_updates + self.num_skipped, self.world.device):
                 return self.ds(*args, **kwargs)
         return self.ds(*args, **kwargs)
 
     @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
+    def replay_graphs(self) -> Iterator[None]:
         """Run the forward passes inside, without gradient, from CUDA graphs if enabled (cuda_graphs.py)."""
-        self._replaying = True
-        if self._replays is not None:
-            self._replays.begin()
+        self._is_replaying = True
+        if self._graphs is not None:
+            self._graphs.drop_stale_recordings()
         try:
             yield
         finally:
-            self._replaying = False
+            self._is_replaying = False
 
-    def take_work(self) -> Work | None:
+    def pop_flop_count(self) -> FlopCount | None:
         """Return the FLOPs of this rank's forward passes since the last call on rank 0, None on other ranks."""
-        return None if self._work is None else self._work.take()
+        return None if self._flop_counter is None else self._flop_counter.pop_count()
 
-    def forget_work(self) -> None:
+    def discard_flop_count(self) -> None:
         """Discard the FLOPs counted so far, because they do not belong to a step."""
-        if self._work is not None:
-            self._work.clear()
+        if self._flop_counter is not None:
+            self._flop_counter.discard()
 
-    def guard_check(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
+    def check_ranks_agree(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
         """Raise on all ranks if the ranks are about to run different forward passes (rank_guard.py).
 
         Does nothing without engine.guard.
         """
         if self._guard is not None:
-            self._guard.check(*what, inputs=inputs)
+            self._guard.compare_ranks(*what, inputs=inputs)
 
     @contextlib.contextmanager
-    def policy(self, name: str, *, merge: bool = False) -> Iterator[None]:
+    def use_policy(self, name: str, *, merge: bool = False) -> Iterator[None]:
         """Use this policy for the forward passes inside, without gradient except for `train`. Collective. Cannot be
         nested.
 
@@ -240,39 +242,39 @@ class DenoiserEngine:
         policy.
         merge: merge the policy's adapter into the weights (adapter_merge.py), without gradient; not for LoRA at ZeRO-3.
         """
-        self._require_train(f"use_policy({name!r})")
+        self._require_trained_policy(f"use_policy({name!r})")
         if name == "train" and not merge:
             yield
             return
         if name != "train":
-            self._require_known(name)
-        if name in self._unpublished:
-            publish_to_adapter(self.module, self.copies[name], name)
-            self._unpublished.remove(name)
-        self.active = MERGED if merge else name
+            self._require_policy(name)
+        if name in self._stale_adapters:
+            write_adapter(self.module, self.copies[name], name)
+            self._stale_adapters.remove(name)
+        self.active_policy = MERGED_POLICY if merge else name
         try:
-            with torch.no_grad(), self._shown(name, merge):
+            with torch.no_grad(), self._switch_weights(name, merge):
                 yield
         finally:
-            self.active = "train"
+            self.active_policy = "train"
 
     @contextlib.contextmanager
-    def _shown(self, name: str, merge: bool) -> Iterator[None]:
+    def _switch_weights(self, name: str, merge: bool) -> Iterator[None]:
         if self._adapters is None:
-            with self.copies[name].applied():
+            with self.copies[name].use_weights():
                 yield
             return
         adapter = {"train": "default", "ref": None}.get(name, name)
-        self._adapters.use(None if merge else adapter)
+        self._adapters.activate(None if merge else adapter)
         try:
-            with merged(self._adapters.layers, adapter) if merge and adapter else contextlib.nullcontext():
+            with use_merged_weights(self._adapters.layers, adapter) if merge and adapter else contextlib.nullcontext():
                 yield
         finally:
-            self._adapters.use("default")
+            self._adapters.activate("default")
 
     # Optimization
 
-    def expect(self, num_backwards: int) -> None:
+    def expect_backwards(self, num_backwards: int) -> None:
         """Set the number of backward passes of the next optimizer step, in place of `accumulation`. Collective.
 
         Call it before the first of them.
@@ -281,7 +283,7 @@ class DenoiserEngine:
             raise RuntimeError(
                 f"cannot expect {num_backwards} backward passes: {self._num_backwards} of the step are done"
             )
-        self._due_backwards = num_backwards
+        self._expected_backwards = num_backwards
 
     def backward(self, loss_sum: Tensor, num_terms: int) -> None:
         """Back-propagate a micro-step. All micro-steps of a step together give the gradient of (1/N) sum l. Collective.
@@ -291,18 +293,18 @@ class DenoiserEngine:
         1:
         call `skip_step` for a step without terms.
         """
-        self._require_train("backward")
+        self._require_trained_policy("backward")
         if loss_sum.ndim != 0:
             raise ValueError(f"loss_sum must be a scalar, got shape {tuple(loss_sum.shape)}")
         if num_terms < 1:
             raise ValueError(f"a step with {num_terms} terms has no gradient: call skip_step()")
-        if self._num_backwards == self._due_backwards:
+        if self._num_backwards == self._expected_backwards:
             raise RuntimeError(
-                f"call step() first: all {self._due_backwards} backward passes of the optimizer step are done"
+                f"call step() first: all {self._expected_backwards} backward passes of the optimizer step are done"
             )
         self._num_backwards += 1
-        LIVENESS.begin("a backward pass of the denoiser")
-        last = self._num_backwards == self._due_backwards
+        LIVENESS.start_operation("a backward pass of the denoiser")
+        last = self._num_backwards == self._expected_backwards
         self.ds.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks and divides by its own number of micro-steps, whatever the actual number. The
         # ranks of a replica hold parts of one gradient, which are summed, so the factor is the number of ranks, not of
@@ -318,33 +320,33 @@ class DenoiserEngine:
         If a gradient is not finite on any rank, no weight changes on any rank. Raises ModelError if some of the trained
         parameters received no gradient.
         """
-        self._require_train("step")
-        if self._num_backwards != self._due_backwards:
-            raise RuntimeError(f"step() after {self._num_backwards} of {self._due_backwards} backward passes")
-        self._num_backwards, self._due_backwards = 0, self.accumulation
-        self._reached.check(self.world)
-        LIVENESS.begin("an optimizer step")
+        self._require_trained_policy("step")
+        if self._num_backwards != self._expected_backwards:
+            raise RuntimeError(f"step() after {self._num_backwards} of {self._expected_backwards} backward passes")
+        self._num_backwards, self._expected_backwards = 0, self.accumulation
+        self._gradient_watch.check_gradients(self.world)
+        LIVENESS.start_operation("an optimizer step")
         lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
         for group in self.ds.optimizer.param_groups:
             group["lr"] = lr
         self.ds.step()
-        self.shards.forget_gradients()
+        self.shards.zero_gradients()
         if not self.ds.was_step_applied():
             self.num_skipped += 1
-            return StepResult(applied=False, grad_norm=math.nan, clipped=False, lr=lr)
+            return StepResult(is_applied=False, grad_norm=math.nan, is_clipped=False, lr=lr)
         self.num_updates += 1
         grad_norm, bound = float(self.ds.get_global_grad_norm()), self.recipe.engine.max_grad_norm
-        return StepResult(applied=True, grad_norm=grad_norm, clipped=0 < bound < grad_norm, lr=lr)
+        return StepResult(is_applied=True, grad_norm=grad_norm, is_clipped=0 < bound < grad_norm, lr=lr)
 
-    def skip(self) -> StepResult:
+    def skip_step(self) -> StepResult:
         """Skip an optimizer step without loss terms: no weight changes. All ranks call it instead of `backward` and
         `step`."""
-        self._require_train("skip_step")
+        self._require_trained_policy("skip_step")
         if self._num_backwards:
             raise RuntimeError(f"skip_step() after {self._num_backwards} backward passes of a step")
         self.num_skipped += 1
         lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
-        return StepResult(applied=False, grad_norm=math.nan, clipped=False, lr=lr)
+        return StepResult(is_applied=False, grad_norm=math.nan, is_clipped=False, lr=lr)
 
     # Policies
 
@@ -353,35 +355,35 @@ class DenoiserEngine:
 
         Decay 0 copies theta.
         """
-        self._require_train("update_policy")
+        self._require_trained_policy("update_policy")
         if name == "ref":
             raise ValueError("ref is frozen: only old and ema follow the trained weights")
-        self._require_known(name)
+        self._require_policy(name)
         self.copies[name].lerp_(decay)
-        if self.lora:
-            self._unpublished.add(name)  # its adapter is written at the next forward pass that needs it
+        if self.uses_lora:
+            self._stale_adapters.add(name)  # its adapter is written at the next forward pass that needs it
 
     def update_ema(self) -> None:
         """Update `ema` by the recipe's schedule, if the last step was applied. Collective, after each step."""
         options, update = self.recipe.ema, self.num_updates
-        if options is None or update == self._ema_seen:
+        if options is None or update == self._last_ema_update:
             return
-        self._ema_seen = update
+        self._last_ema_update = update
         if update % options.every == 0:
             self.update_policy("ema", ema_decay(options.decay, update))
 
-    def distance(self, policy: str) -> float:
+    def policy_distance(self, policy: str) -> float:
         """Return norm(theta - policy) / norm(policy) over the trained tensors. Collective."""
-        masters, flats = self.shards.masters(), self._flats(policy)
+        masters, flats = self.shards.master_weights(), self._policy_flats(policy)
         sums = torch.zeros(2, dtype=torch.float64, device=masters[0].device)
-        for parameter in self.shards.pieces:
-            theta, other = self.shards.own(parameter, masters), self.shards.own(parameter, flats)
+        for parameter in self.shards.slices:
+            theta, other = self.shards.local_elements(parameter, masters), self.shards.local_elements(parameter, flats)
             sums += torch.stack([(theta - other).double().square().sum(), other.double().square().sum()])
         difference, norm = sums.tolist()
-        total = self.world.sums({"difference": difference, "norm": norm})
+        total = self.world.sum_over_ranks({"difference": difference, "norm": norm})
         return math.sqrt(total["difference"] / total["norm"])
 
-    def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
+    def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
         """Yield names and full tensors of a policy: on rank 0's CPU, None on other ranks. Collective: all ranks must
         exhaust it.
 
@@ -390,22 +392,22 @@ class DenoiserEngine:
         their diffusers names. LoRA: the adapter of the policy, named without the adapter's name
         (`transformer_blocks.0.attn.to_k.lora_A.weight`).
         """
-        flats = self._flats(policy)
+        flats = self._policy_flats(policy)
         for name, parameter in self.module.named_parameters():
-            if parameter in self.shards.pieces:
-                LIVENESS.advance()
-                yield name.replace(".default.", "."), self.shards.gather(parameter, flats, self.world.device)
-        if not self.lora:
+            if parameter in self.shards.slices:
+                LIVENESS.record_progress()
+                yield name.replace(".default.", "."), self.shards.gather_parameter(parameter, flats, self.world.device)
+        if not self.uses_lora:
             for name, buffer in persistent_buffers(self.module):
                 yield name, buffer.detach().cpu().clone() if self.world.is_main else None
 
     # Checkpoints
 
-    def counters(self) -> dict[str, int]:
+    def step_counters(self) -> dict[str, int]:
         """Return the engine's counters. Identical on every rank."""
-        return {"updates": self.num_updates, "skipped": self.num_skipped, "ema_seen": self._ema_seen}
+        return {"updates": self.num_updates, "skipped": self.num_skipped, "ema_seen": self._last_ema_update}
 
-    def states(self) -> dict[str, list[Tensor]]:
+    def shard_states(self) -> dict[str, list[Tensor]]:
         """Return this rank's shard of everything that training changes, by name.
 
         Names: `train`, the policies that follow it, and the optimizer's states as `optimizer.NAME`. Each has one tensor
@@ -414,28 +416,33 @@ class DenoiserEngine:
         group
         (AdamW's step). The tensors are views and change with the next step.
         """
-        states = {"train": self.shards.masters(), **{n: list(copy.flats) for n, copy in self._moving_copies().items()}}
+        states = {
+            "train": self.shards.master_weights(),
+            **{n: list(copy.flats) for n, copy in self._moving_copies().items()},
+        }
         group_states = self.shards.optimizer_states()
         for name in group_states[0]:
-            states[OPTIMIZER + name] = [state[name].detach() for state in group_states]
+            states[OPTIMIZER_PREFIX + name] = [state[name].detach() for state in group_states]
         return states
 
     @torch.no_grad()
-    def restore(self, counters: Mapping[str, int], states: Mapping[str, Flats]) -> None:
+    def restore_state(self, counters: Mapping[str, int], states: Mapping[str, Flats]) -> None:
         """Restore the values of `step_counters` and `shard_states`, and update the weights to match. Collective."""
-        self._require_train("restore_state")
+        self._require_trained_policy("restore_state")
         self.num_updates, self.num_skipped = counters["updates"], counters["skipped"]
-        self._ema_seen = counters["ema_seen"]
-        masters = self.shards.masters()
+        self._last_ema_update = counters["ema_seen"]
+        masters = self.shards.master_weights()
         torch._foreach_copy_(masters, list(states["train"]))
-        self.shards.install(masters)
+        self.shards.install_weights(masters)
         for name, copy in self._moving_copies().items():
             torch._foreach_copy_(copy.flats, list(states[name]))
-        optimizer_states = {n.removeprefix(OPTIMIZER): flats for n, flats in states.items() if n.startswith(OPTIMIZER)}
+        optimizer_states = {
+            n.removeprefix(OPTIMIZER_PREFIX): flats for n, flats in states.items() if n.startswith(OPTIMIZER_PREFIX)
+        }
         if optimizer_states:
-            self.shards.take_up(optimizer_states)
-        if self.lora:
-            self._unpublished |= self.copies.keys()
+            self.shards.load_optimizer_states(optimizer_states)
+        if self.uses_lora:
+            self._stale_adapters |= self.copies.keys()
 
     def _moving_copies(self) -> dict[str, ShardedCopy]:
         """Return the copies of all policies except `ref`, which never changes."""
@@ -443,24 +450,26 @@ class DenoiserEngine:
 
     def lora_config(self) -> peft.LoraConfig | None:
         """Return the configuration of the adapter; None in full training."""
-        return cast(Any, self.module).peft_config["default"] if self.lora else None
+        return cast(Any, self.module).peft_config["default"] if self.uses_lora else None
 
-    def _flats(self, policy: str) -> Sequence[Tensor]:
+    def _policy_flats(self, policy: str) -> Sequence[Tensor]:
         """Return this rank's fp32 values of a policy."""
         if policy == "train":
-            return self.shards.masters()
-        if self.lora and policy == "ref":
+            return self.shards.master_weights()
+        if self.uses_lora and policy == "ref":
             raise ValueError("ref has no tensors in a LoRA run: it is the base model without adapter")
-        self._require_known(policy)
+        self._require_policy(policy)
         return self.copies[policy].flats
 
-    def _require_known(self, name: str) -> None:
+    def _require_policy(self, name: str) -> None:
         if name not in self.policies:
             raise ValueError(f"unknown policy {name}; this engine has train {' '.join(sorted(self.policies))}")
 
-    def _require_train(self, what: str) -> None:
-        if self.active != "train":
-            raise RuntimeError(f"{what} inside use_policy({self.active!r}): the weights of another policy are in use")
+    def _require_trained_policy(self, what: str) -> None:
+        if self.active_policy != "train":
+            raise RuntimeError(
+                f"{what} inside use_policy({self.active_policy!r}): the weights of another policy are in use"
+            )
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ class Flops:
     forward_without_adapters: int  # equals `forward` if there are no adapters
 
 
-def convolution_backward(
+def convolution_backward_flops(
     grad_out_shape: list[int],
     x_shape: list[int],
     w_shape: list[int],
@@ -48,12 +48,14 @@ def convolution_backward(
     return conv_flop_count(x_shape, w_shape, grad_out_shape, transposed) * sum(output_mask[:2])
 
 
-def counting() -> FlopCounterMode:
+def make_flop_counter() -> FlopCounterMode:
     """Return a context manager that counts FLOPs, with a corrected formula for convolutions."""
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: convolution_backward})
+    return FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten.convolution_backward: convolution_backward_flops}
+    )
 
 
-def flops_of(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointing: bool) -> Flops:
+def measure_flops(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointing: bool) -> Flops:
     """Count the FLOPs of `predict`, a forward pass of `denoiser` on the meta device.
 
     Counts with the denoiser's active adapters and its requires_grad flags. checkpointing: recompute block activations
@@ -62,7 +64,7 @@ def flops_of(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointin
     """
 
     def count_passes() -> tuple[int, int]:
-        with counting() as counter:
+        with make_flop_counter() as counter:
             prediction = predict()
             forward = counter.get_total_flops()
             torch.autograd.backward(prediction.sum())
@@ -75,29 +77,29 @@ def flops_of(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointin
         module.enable_gradient_checkpointing()
         recompute = count_passes()[1] - backward
         module.disable_gradient_checkpointing()
-    return Flops(forward, backward, recompute, without_adapters(denoiser, predict) or forward)
+    return Flops(forward, backward, recompute, count_without_adapters(denoiser, predict) or forward)
 
 
-def without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -> int | None:
+def count_without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -> int | None:
     """Return the FLOPs of `predict` with the denoiser's adapters disabled; None if it has none."""
-    adapters = adapted_layers(denoiser)
+    adapters = find_adapter_layers(denoiser)
     if not adapters:
         return None
     for part in adapters:
         part.enable_adapters(False)
-    with counting() as counter, torch.no_grad():
+    with make_flop_counter() as counter, torch.no_grad():
         predict()
     for part in adapters:
         part.enable_adapters(True)
     return int(counter.get_total_flops())
 
 
-def adapted_layers(denoiser: nn.Module) -> list[Any]:
+def find_adapter_layers(denoiser: nn.Module) -> list[Any]:
     """Return the layers that have adapters, in module order."""
     return [part for part in denoiser.modules() if isinstance(part, BaseTunerLayer)]
 
 
-def on_meta(module: nn.Module) -> nn.Module:
+def copy_to_meta(module: nn.Module) -> nn.Module:
     """Return a copy with parameters and buffers on the meta device: shapes without values."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():

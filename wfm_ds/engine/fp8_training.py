@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from wfm_ds.engine.base_precision import eligible_layers, require_some
-from wfm_ds.engine.fp8 import require_fp8
-from wfm_ds.engine.packages import require_package
-from wfm_ds.engine.te_linear import te_linear
+from wfm_ds.engine.base_precision import eligible_layers, require_layers
+from wfm_ds.engine.fp8_linear import require_fp8
+from wfm_ds.engine.optional_packages import require_package
+from wfm_ds.engine.transformer_engine_linear import te_layer_factory
 from wfm_ds.recipe.sections import Fp8Training
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ def train_in_float8(
     key = f"model.fp8_training: {library}"
     require_package(library, key)
     require_fp8(key, dtype, device)
-    convert = torchao_linear(device) if library == "torchao" else te_linear(key, device)
+    convert = torchao_layer_factory(device) if library == "torchao" else te_layer_factory(key, device)
     layers = eligible_layers(denoiser, block_classes)
-    require_some(layers, key, denoiser)
+    require_layers(layers, key, denoiser)
     for path, layer in layers:
         parent, _, name = path.rpartition(".")
         setattr(denoiser.get_submodule(parent), name, convert(layer))
@@ -54,7 +54,7 @@ def train_in_float8(
     return len(layers)
 
 
-def torchao_linear(device: torch.device) -> Callable[[nn.Linear], nn.Module]:
+def torchao_layer_factory(device: torch.device) -> Callable[[nn.Linear], nn.Module]:
     """Return a function that converts a torch linear layer to a torchao layer with the same parameters."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear

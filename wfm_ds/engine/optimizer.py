@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wfm_ds.engine.packages import require_package
+from wfm_ds.engine.optional_packages import require_package
 from wfm_ds.recipe.sections import OptimizerRecipe
 
 MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # named state1 and state2 in bitsandbytes
-SCALE = ".scale"  # suffix of a moment's name
-BLOCK = 256  # state elements per scale in bitsandbytes
+SCALE_SUFFIX = ".scale"  # suffix of a moment's name
+STATE_BLOCK = 256  # state elements per scale in bitsandbytes
 
 
 def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch.device) -> torch.optim.Optimizer:
@@ -37,7 +37,7 @@ def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch
         "weight_decay": options.weight_decay,
     }
     if options.name == "adamw":
-        return torch.optim.AdamW(trained, **settings, fused=fused(device))
+        return torch.optim.AdamW(trained, **settings, fused=should_use_fused(device))
     require_package("bitsandbytes", "optimizer.name: adamw8bit")
     import bitsandbytes
 
@@ -45,7 +45,7 @@ def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch
     return optimizer
 
 
-def fused(device: torch.device) -> bool | None:
+def should_use_fused(device: torch.device) -> bool | None:
     """Return the argument `fused` of torch's AdamW for a denoiser on this device.
 
     None on a CPU, where fused arithmetic rounds differently and would change the results of earlier runs.
@@ -53,7 +53,7 @@ def fused(device: torch.device) -> bool | None:
     return True if device.type == "cuda" else None
 
 
-def shown_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
+def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
     """Return the optimizer's states of one master tensor by AdamW's names; empty before the first step.
 
     AdamW's states are returned themselves; other states are copies on the CPU.
@@ -67,49 +67,49 @@ def shown_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Te
         # 0: not quantised; the library leaves small tensors in float32
         scale = torch.zeros_like(values, dtype=torch.float32)
         if values.dtype == torch.uint8:
-            values, scale = decoded(values, state[f"absmax{number}"].cpu(), state[f"qmap{number}"].cpu())
-        states |= {name: values, name + SCALE: scale}
+            values, scale = decode_blocks(values, state[f"absmax{number}"].cpu(), state[f"qmap{number}"].cpu())
+        states |= {name: values, name + SCALE_SUFFIX: scale}
     return states
 
 
-def take_up_states(optimizer: torch.optim.Optimizer, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
+def write_states(optimizer: torch.optim.Optimizer, flat: Tensor, states: Mapping[str, Tensor]) -> None:
     """Set the states of one master tensor to the result of `read_states` for the same elements."""
     state = optimizer.state[flat]
     if "fused" in optimizer.defaults:
         on_device = optimizer.defaults["fused"]  # then the step counter is on the device of the master weights
-        state |= {name: value.to(flat.device) if value.ndim or on_device else value for name, value in saved.items()}
+        state |= {name: value.to(flat.device) if value.ndim or on_device else value for name, value in states.items()}
         return
     group = optimizer.param_groups[0]
     # ZeRO-3 gives the optimizer one master tensor at a time, and only during a step
     group_params, group["params"] = group["params"], [flat]
     optimizer.init_state(group, flat, 0, 0)  # type: ignore[attr-defined]
     group["params"] = group_params
-    state["step"] = int(saved["step"])
+    state["step"] = int(states["step"])
     for name, number in MOMENTS.items():
-        values = saved[name]
+        values = states[name]
         if f"absmax{number}" in state:
-            values, absmax = encoded(values, saved[name + SCALE], state[f"qmap{number}"].cpu())
+            values, absmax = encode_blocks(values, states[name + SCALE_SUFFIX], state[f"qmap{number}"].cpu())
             state[f"absmax{number}"].copy_(absmax)
         state[f"state{number}"].copy_(values)
 
 
-def decoded(codes: Tensor, absmax: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
+def decode_blocks(codes: Tensor, absmax: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values of the codes [n] and the scale of each element, float32 [n].
 
     absmax: one scale per block. code_book: ascending numbers from -1 to 1.
     """
-    scale = absmax.repeat_interleave(BLOCK)[: len(codes)]
+    scale = absmax.repeat_interleave(STATE_BLOCK)[: len(codes)]
     return code_book[codes.int()] * scale, scale
 
 
-def encoded(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
+def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes [n] and one scale per block for values and scales as returned by `decode_blocks`.
 
     A block with elements from several former blocks is rescaled by its largest value. Elements with scale 0 were not
     quantised.
     """
-    missing = -len(values) % BLOCK
-    rows, scales = (functional.pad(x, (0, missing)).view(-1, BLOCK) for x in (values, scale))
+    missing = -len(values) % STATE_BLOCK
+    rows, scales = (functional.pad(x, (0, missing)).view(-1, STATE_BLOCK) for x in (values, scale))
     highest = scales.amax(1)
     lowest = torch.where(scales > 0, scales, torch.inf).amin(1)
     absmax = torch.where(highest == lowest, highest, rows.abs().amax(1))

@@ -12,40 +12,40 @@ import numpy.typing as npt
 from PIL import Image
 
 from wfm_ds.errors import ModelError
-from wfm_ds.evaluation.paired import Array
+from wfm_ds.evaluation.paired_statistics import Array
 
 if TYPE_CHECKING:
     import torch
 
-DINO = "facebook/dinov2-base"
+DINO_MODEL = "facebook/dinov2-base"
 SIDE = 32  # height and width of downscaled images
 NUM_FRAMES = 3  # of a video: first, middle, last
 
 Frames = npt.NDArray[np.uint8]
 
 
-class Eye(Protocol):
+class SampleEmbedder(Protocol):
     """Embedding of images and videos as vectors with a meaningful Euclidean distance."""
 
     name: str
 
-    def vector(self, frames: Frames) -> Array:
+    def embed(self, frames: Frames) -> Array:
         """Embed an image or video [T,H,W,3] to a vector [D]."""
         ...
 
 
-class SmallPictures:
+class PixelEmbedder:
     """Pixels of the downscaled image. The distance is the root mean square difference, 0 to 1."""
 
     name = f"RGB at {SIDE} x {SIDE}"
 
-    def vector(self, frames: Frames) -> Array:
-        small = [Image.fromarray(frame).resize((SIDE, SIDE), Image.Resampling.BOX) for frame in shown(frames)]
+    def embed(self, frames: Frames) -> Array:
+        small = [Image.fromarray(frame).resize((SIDE, SIDE), Image.Resampling.BOX) for frame in select_frames(frames)]
         pixels: Array = np.stack([np.asarray(image, np.float64) / 255 for image in small]).ravel()
         return pixels / float(np.sqrt(len(pixels)))
 
 
-class Dino:
+class DinoEmbedder:
     """Normalised class token of DINOv2 (arXiv 2304.07193)."""
 
     def __init__(self, address: str, device: torch.device) -> None:
@@ -59,13 +59,15 @@ class Dino:
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"--diversity {address} cannot be loaded ({' '.join(str(error).split())[:200]}): use a folder with an "
-                f"image model of transformers, or run: hf download {DINO}"
+                f"image model of transformers, or run: hf download {DINO_MODEL}"
             ) from error
 
-    def vector(self, frames: Frames) -> Array:
+    def embed(self, frames: Frames) -> Array:
         import torch
 
-        inputs = self._processor(images=[Image.fromarray(frame) for frame in shown(frames)], return_tensors="pt")
+        inputs = self._processor(
+            images=[Image.fromarray(frame) for frame in select_frames(frames)], return_tensors="pt"
+        )
         with torch.inference_mode():
             tokens = self._model(**inputs.to(self._device)).last_hidden_state[:, 0]  # [T, D]
         vectors = torch.nn.functional.normalize(tokens.double(), dim=-1) / len(tokens) ** 0.5
@@ -73,7 +75,7 @@ class Dino:
         return embedding
 
 
-def open_eye(choice: str, device: torch.device) -> Eye:
+def load_embedder(choice: str, device: torch.device) -> SampleEmbedder:
     """Load the embedder of `--diversity`: `rgb`, `auto` (DINOv2 if cached, else rgb), or a model address.
 
     Raises ModelError.
@@ -81,17 +83,17 @@ def open_eye(choice: str, device: torch.device) -> Eye:
     if choice == "auto":
         from huggingface_hub import try_to_load_from_cache
 
-        choice = DINO if isinstance(try_to_load_from_cache(DINO, "model.safetensors"), str) else "rgb"
-    return SmallPictures() if choice == "rgb" else Dino(choice, device)
+        choice = DINO_MODEL if isinstance(try_to_load_from_cache(DINO_MODEL, "model.safetensors"), str) else "rgb"
+    return PixelEmbedder() if choice == "rgb" else DinoEmbedder(choice, device)
 
 
-def shown(frames: Frames) -> list[Frames]:
+def select_frames(frames: Frames) -> list[Frames]:
     """Return the frames to embed: first, middle and last."""
     indices = sorted({round(k * (len(frames) - 1) / (NUM_FRAMES - 1)) for k in range(NUM_FRAMES)})
     return [frames[index] for index in indices]
 
 
-def diversity(vectors: Sequence[Array | None], num_seeds: int) -> Array:
+def prompt_diversity(vectors: Sequence[Array | None], num_seeds: int) -> Array:
     """Return the mean pairwise distance of the samples of each prompt [P]. NaN with fewer than two vectors.
 
     vectors: one per sample, prompt by prompt, None for a failed sample.

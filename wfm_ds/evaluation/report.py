@@ -11,145 +11,175 @@ from typing import Any
 
 import numpy as np
 
-from wfm_ds.evaluation.paired import Difference, Estimate, ratio_bounds
-from wfm_ds.evaluation.results import Comparison, Evaluation, Measured
+from wfm_ds.evaluation.paired_statistics import Difference, MeanEstimate, ratio_bounds
+from wfm_ds.evaluation.results import EvaluationResults, ModelComparison, ModelResults
 from wfm_ds.storage.atomic import finite_or_none
 
 MARKS = {"trained": "T", "judge": "", "related": "R"}
 
 
-def head(found: Evaluation) -> str:
+def format_headline(results: EvaluationResults) -> str:
     """Summarise the protocol in one line."""
-    seeds = f"{len(found.seeds)} seed{'' if len(found.seeds) == 1 else 's'}"
-    return f"{len(found.prompts)} prompts x {seeds}, paired by seed, 95 % intervals over prompts"
+    seeds = f"{len(results.seeds)} seed{'' if len(results.seeds) == 1 else 's'}"
+    return f"{len(results.prompts)} prompts x {seeds}, paired by seed, 95 % intervals over prompts"
 
 
-def text(found: Evaluation) -> str:
+def format_text(results: EvaluationResults) -> str:
     """Return a table per model with its comparison to the base, or the base model's scores if it is alone."""
-    blocks = [head(found)]
-    if not found.others:
-        blocks.append(columns([["", found.base.name], *([name, plain(found.means[name])] for name in found.rewards)]))
-    for model_comparison in found.others:
+    blocks = [format_headline(results)]
+    if not results.comparisons:
+        blocks.append(
+            align_columns(
+                [["", results.base.name], *([name, format_interval(results.means[name])] for name in results.rewards)]
+            )
+        )
+    for model_comparison in results.comparisons:
         rows = [
-            ["", "", found.base.name, model_comparison.measured.name, "difference", "better in", ""],
-            *rows_of(found, model_comparison),
+            ["", "", results.base.name, model_comparison.results.name, "difference", "better in", ""],
+            *table_rows(results, model_comparison),
         ]
         blocks.append(
-            columns(rows) + f"\nverdict: {model_comparison.verdict.name.upper()}: {model_comparison.verdict.sentence}"
+            align_columns(rows)
+            + f"\nverdict: {model_comparison.verdict.name.upper()}: {model_comparison.verdict.message}"
         )
-    return "\n\n".join([*blocks, *("\n".join(lines) for lines in (list(notes(found)),) if lines)]) + "\n"
+    return "\n\n".join([*blocks, *("\n".join(lines) for lines in (list(list_notes(results)),) if lines)]) + "\n"
 
 
-def rows_of(found: Evaluation, other: Comparison) -> Iterator[list[str]]:
+def table_rows(results: EvaluationResults, comparison: ModelComparison) -> Iterator[list[str]]:
     """Yield the table rows of a model: reward, mark, base, model, difference, better in, remark."""
-    for name in found.rewards:
-        difference = other.differences[name]
-        better = "" if difference is None else f"{difference.better} of {difference.estimate.samples}"
-        remark = "decreased" if name in other.verdict.fell else ""
-        mark = MARKS[other.trained.kind_of(name)]
-        yield [name, mark, value(found.means[name]), value(other.means[name]), signed(difference), better, remark]
-    if found.base.diversity is not None and other.measured.diversity is not None:
-        means = [number(mean_or_nan(one.diversity)) for one in (found.base, other.measured)]
-        yield ["diversity", "", *means, times(other.diversity), "", lost(other.diversity)]
+    for name in results.rewards:
+        difference = comparison.differences[name]
+        better = "" if difference is None else f"{difference.num_better} of {difference.estimate.num_samples}"
+        remark = "decreased" if name in comparison.verdict.decreases else ""
+        mark = MARKS[comparison.trained_rewards.reward_role(name)]
+        yield [
+            name,
+            mark,
+            format_value(results.means[name]),
+            format_value(comparison.means[name]),
+            format_difference(difference),
+            better,
+            remark,
+        ]
+    if results.base.diversity is not None and comparison.results.diversity is not None:
+        means = [format_number(mean_or_nan(one.diversity)) for one in (results.base, comparison.results)]
+        yield ["diversity", "", *means, format_ratio(comparison.diversity), "", diversity_remark(comparison.diversity)]
 
 
-def notes(found: Evaluation) -> Iterator[str]:
+def list_notes(results: EvaluationResults) -> Iterator[str]:
     """Yield the notes below the tables."""
-    kinds = {other.trained.kind_of(name) for other in found.others for name in found.rewards}
+    kinds = {other.trained_rewards.reward_role(name) for other in results.comparisons for name in results.rewards}
     if "trained" in kinds:
         yield "T: trained on; the others are held out"
     if "related" in kinds:
         yield "R: uses the same network as a trained reward, so an increase is no confirmation"
-    if found.base.diversity is not None:
-        yield f"diversity: mean distance between seeds of a prompt, by {found.eye}"
-    for model in found.models:
-        if missing := missing_of(model, found.rewards):
+    if results.base.diversity is not None:
+        yield f"diversity: mean distance between seeds of a prompt, by {results.embedder_name}"
+    for model in results.models:
+        if missing := describe_missing(model, results.rewards):
             yield f"{model.name}: samples without a score: {missing}; their pairs are excluded"
-    for name, scores in found.published.items():
+    for name, scores in results.benchmark_scores.items():
         for one in scores:
             tasks = "".join(f", {task} {share:.3f}" for task, share in one.parts.items())
             yield f"{one.benchmark} of {name}: {one.value:.3f}{tasks}"
     for benchmark, differs in {
-        one.benchmark: one.differs for score_list in found.published.values() for one in score_list
+        one.benchmark: one.deviations for score_list in results.benchmark_scores.values() for one in score_list
     }.items():
         if differs:
             yield f"{benchmark}: not comparable with published numbers: {'; '.join(differs)}"
 
 
-def missing_of(model: Measured, rewards: Sequence[str]) -> str:
+def describe_missing(model: ModelResults, rewards: Sequence[str]) -> str:
     counts = {name: sum(sample[name].value is None for sample in model.samples) for name in rewards}
     reasons = {name: next((s[name].failure for s in model.samples if s[name].failure), "") for name in rewards}
     return ", ".join(f"{count} by {name} ({reasons[name]})" for name, count in counts.items() if count)
 
 
-def as_json(found: Evaluation) -> str:
+def format_json(results: EvaluationResults) -> str:
     """Return the evaluation as JSON, without single samples (see the CSV)."""
     content = {
-        "settings": dict(found.settings),
-        "prompts": [{"id": prompt.id, "prompt": prompt.text} for prompt in found.prompts],
-        "seeds": list(found.seeds),
-        "rewards": list(found.rewards),
-        "diversity_by": found.eye,
-        "base": model_facts(found.base, found.means),
-        "models": [other_facts(other) for other in found.others],
+        "settings": dict(results.settings),
+        "prompts": [{"id": prompt.id, "prompt": prompt.text} for prompt in results.prompts],
+        "seeds": list(results.seeds),
+        "rewards": list(results.rewards),
+        "diversity_by": results.embedder_name,
+        "base": model_dict(results.base, results.means),
+        "models": [comparison_dict(other) for other in results.comparisons],
         "published": {
             name: [
-                {"benchmark": one.benchmark, "value": one.value, "parts": dict(one.parts), "differs": list(one.differs)}
+                {
+                    "benchmark": one.benchmark,
+                    "value": one.value,
+                    "parts": dict(one.parts),
+                    "differs": list(one.deviations),
+                }
                 for one in scores
             ]
-            for name, scores in found.published.items()
+            for name, scores in results.benchmark_scores.items()
         },
     }
     return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def model_facts(model: Measured, means: Mapping[str, Estimate | None]) -> dict[str, Any]:
+def model_dict(model: ModelResults, means: Mapping[str, MeanEstimate | None]) -> dict[str, Any]:
     diversity = None if model.diversity is None else finite_or_none(mean_or_nan(model.diversity))
     return {
         "name": model.name,
         "path": model.path,
-        "means": {name: estimate_facts(mean) for name, mean in means.items()},
+        "means": {name: estimate_dict(mean) for name, mean in means.items()},
         "diversity": diversity,
     }
 
 
-def other_facts(other: Comparison) -> dict[str, Any]:
-    bounds = None if other.diversity is None else ratio_bounds(other.diversity)
+def comparison_dict(comparison: ModelComparison) -> dict[str, Any]:
+    bounds = None if comparison.diversity is None else ratio_bounds(comparison.diversity)
     low, high = bounds or (None, None)
-    diversity_ratio = None if other.diversity is None else {"value": other.diversity.value, "low": low, "high": high}
+    diversity_ratio = (
+        None if comparison.diversity is None else {"value": comparison.diversity.value, "low": low, "high": high}
+    )
     return {
-        **model_facts(other.measured, other.means),
-        "trained_on": list(other.trained.names),
-        "related": sorted(other.trained.related),
-        "differences": {name: difference_facts(gap) for name, gap in other.differences.items()},
+        **model_dict(comparison.results, comparison.means),
+        "trained_on": list(comparison.trained_rewards.names),
+        "related": sorted(comparison.trained_rewards.related),
+        "differences": {name: difference_dict(gap) for name, gap in comparison.differences.items()},
         "diversity_ratio": diversity_ratio,
-        "verdict": {"name": other.verdict.name, "sentence": other.verdict.sentence, "fell": dict(other.verdict.fell)},
+        "verdict": {
+            "name": comparison.verdict.name,
+            "sentence": comparison.verdict.message,
+            "fell": dict(comparison.verdict.decreases),
+        },
     }
 
 
-def difference_facts(gap: Difference | None) -> dict[str, Any] | None:
+def difference_dict(gap: Difference | None) -> dict[str, Any] | None:
     if gap is None:
         return None
-    z, p = finite_or_none(gap.z), finite_or_none(gap.p_fell)
-    return {**(estimate_facts(gap.estimate) or {}), "better": gap.better, "missing": gap.missing, "sd": z, "p_fell": p}
+    z, p = finite_or_none(gap.z), finite_or_none(gap.p_decrease)
+    return {
+        **(estimate_dict(gap.estimate) or {}),
+        "better": gap.num_better,
+        "missing": gap.num_missing,
+        "sd": z,
+        "p_fell": p,
+    }
 
 
-def estimate_facts(estimate: Estimate | None) -> dict[str, Any] | None:
+def estimate_dict(estimate: MeanEstimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
     fields = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-    return {**fields, "prompts": estimate.prompts, "samples": estimate.samples}
+    return {**fields, "prompts": estimate.num_prompts, "samples": estimate.num_samples}
 
 
-def as_csv(found: Evaluation) -> str:
+def format_csv(results: EvaluationResults) -> str:
     """Return one line per sample: model, prompt_id, prompt, seed, file, one column per reward (or empty)."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["model", "prompt_id", "prompt", "seed", "file", *found.rewards])
-    for model in found.models:
+    writer.writerow(["model", "prompt_id", "prompt", "seed", "file", *results.rewards])
+    for model in results.models:
         for index, (file, scores) in enumerate(zip(model.files, model.samples, strict=True)):
-            prompt, seed = found.prompts[index // len(found.seeds)], found.seeds[index % len(found.seeds)]
-            values = [scores[name].value for name in found.rewards]
+            prompt, seed = results.prompts[index // len(results.seeds)], results.seeds[index % len(results.seeds)]
+            values = [scores[name].value for name in results.rewards]
             cells = ["" if score is None else repr(score) for score in values]
             writer.writerow([model.name, prompt.id, prompt.text, seed, file, *cells])
     return buffer.getvalue()
@@ -158,49 +188,49 @@ def as_csv(found: Evaluation) -> str:
 # ---- cells
 
 
-def value(estimate: Estimate | None) -> str:
-    return "-" if estimate is None else number(estimate.value)
+def format_value(estimate: MeanEstimate | None) -> str:
+    return "-" if estimate is None else format_number(estimate.value)
 
 
-def plain(estimate: Estimate | None) -> str:
+def format_interval(estimate: MeanEstimate | None) -> str:
     """Format a mean with its interval."""
     if estimate is None:
         return "-"
-    return f"{number(estimate.value)}{bounds_text(estimate.low, estimate.high)}"
+    return f"{format_number(estimate.value)}{format_bounds(estimate.low, estimate.high)}"
 
 
-def signed(gap: Difference | None) -> str:
+def format_difference(gap: Difference | None) -> str:
     """Format a difference with its interval."""
     if gap is None:
         return "-"
     estimate = gap.estimate
-    return f"{number(estimate.value, '+')}{bounds_text(estimate.low, estimate.high, '+')}"
+    return f"{format_number(estimate.value, '+')}{format_bounds(estimate.low, estimate.high, '+')}"
 
 
-def times(estimate: Estimate | None) -> str:
+def format_ratio(estimate: MeanEstimate | None) -> str:
     if estimate is None:
         return "-"
-    return f"x{number(estimate.value)}{bounds_text(*(ratio_bounds(estimate) or (None, None)))}"
+    return f"x{format_number(estimate.value)}{format_bounds(*(ratio_bounds(estimate) or (None, None)))}"
 
 
-def lost(estimate: Estimate | None) -> str:
+def diversity_remark(estimate: MeanEstimate | None) -> str:
     bounds = None if estimate is None else ratio_bounds(estimate)
     return "decreased" if bounds is not None and bounds[1] < 1 else ""
 
 
-def bounds_text(low: float | None, high: float | None, sign: str = "") -> str:
-    return "" if low is None or high is None else f" [{number(low, sign)}, {number(high, sign)}]"
+def format_bounds(low: float | None, high: float | None, sign: str = "") -> str:
+    return "" if low is None or high is None else f" [{format_number(low, sign)}, {format_number(high, sign)}]"
 
 
-def number(one: float, sign: str = "") -> str:
-    return "-" if math.isnan(one) else f"{one:{sign}.3g}" if abs(one) < 100 else f"{one:{sign}.1f}"
+def format_number(value: float, sign: str = "") -> str:
+    return "-" if math.isnan(value) else f"{value:{sign}.3g}" if abs(value) < 100 else f"{value:{sign}.1f}"
 
 
 def mean_or_nan(values: Any) -> float:
     return float(np.nanmean(values)) if not np.isnan(values).all() else math.nan
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Join rows of cells to aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -11,15 +11,15 @@ from typing import Any, Literal, TypeAlias
 
 from wfm_ds.data.samples import is_encodable
 from wfm_ds.errors import DataError
-from wfm_ds.storage.filesystem import answering, filesystem, is_remote
+from wfm_ds.storage.filesystem import convert_storage_errors, is_remote, open_filesystem
 
 Role = Literal["system", "user", "assistant"]
-Kind = Literal["image", "video"]
+MediaKind = Literal["image", "video"]
 ROLES: Mapping[str, Role] = {
     **{"human": "user", "gpt": "assistant"},
     **{"system": "system", "user": "user", "assistant": "assistant"},
 }
-KINDS: tuple[Kind, ...] = ("image", "video")
+MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video")
 TAG = re.compile(r"<(image|video)>")
 SUFFIXES = (".json", ".jsonl")
 REASONS = {
@@ -42,14 +42,14 @@ class BadConversation(DataError):
 
 
 @dataclass(frozen=True, slots=True)
-class Medium:
+class MediaReference:
     """An image or video in a conversation."""
 
-    kind: Kind
+    kind: MediaKind
     address: str
 
 
-Part: TypeAlias = str | Medium
+Part: TypeAlias = str | MediaReference
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class Conversation:
     turns: tuple[Turn, ...]
 
     @property
-    def media(self) -> list[Medium]:
-        return [part for turn in self.turns for part in turn.parts if isinstance(part, Medium)]
+    def media(self) -> list[MediaReference]:
+        return [part for turn in self.turns for part in turn.parts if isinstance(part, MediaReference)]
 
 
 def annotation_files(paths: Sequence[str]) -> list[str]:
@@ -80,36 +80,36 @@ def annotation_files(paths: Sequence[str]) -> list[str]:
     files: list[str] = []
     for path in paths:
         is_folder = path.endswith("/") if is_remote(path) else Path(path).is_dir()
-        matches = _files_in(path) if is_folder else [path]
+        matches = _list_files(path) if is_folder else [path]
         if not matches:
             raise DataError(f"{path}: no {' or '.join(SUFFIXES)} file in this folder")
         files += matches
     return files
 
 
-def _files_in(folder: str) -> list[str]:
+def _list_files(folder: str) -> list[str]:
     if not is_remote(folder):
         return sorted(str(path) for path in Path(folder).iterdir() if path.suffix in SUFFIXES)
-    fs, path = filesystem(folder)
-    with answering(folder):
+    fs, path = open_filesystem(folder)
+    with convert_storage_errors(folder):
         names = fs.ls(path.rstrip("/"), detail=False)
     return sorted(f"s3://{name}" for name in names if name.endswith(SUFFIXES))
 
 
-def content_of(file: str) -> bytes:
+def read_content(file: str) -> bytes:
     """Read an annotation file. Raises DataError."""
     try:
         if not is_remote(file):
             return Path(file).read_bytes()
-        fs, path = filesystem(file)
-        with answering(file):
+        fs, path = open_filesystem(file)
+        with convert_storage_errors(file):
             content: bytes = fs.cat_file(path)
         return content
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error}); data.path must list .json or .jsonl files") from error
 
 
-def rows_in(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
+def parse_rows(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
     """Yield (name, row) for all rows of an annotation file; row is None for a JSONL line that is not JSON.
 
     Raises DataError if the file is not UTF-8, or a .json file is not a list.
@@ -130,9 +130,9 @@ def rows_in(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
         yield f"{file}[{number}]", row
 
 
-def rows_of(file: str | Path) -> Iterator[tuple[str, Any]]:
+def read_rows(file: str | Path) -> Iterator[tuple[str, Any]]:
     """Read an annotation file and yield its rows like `parse_rows`. Raises DataError."""
-    return rows_in(str(file), content_of(str(file)))
+    return parse_rows(str(file), read_content(str(file)))
 
 
 def _json_or_none(text: str) -> Any:
@@ -142,7 +142,9 @@ def _json_or_none(text: str) -> Any:
         return None
 
 
-def parsed(row: Any, name: str, *, root: str | None = None, system_prompt: str | None = None) -> Conversation:
+def parse_conversation(
+    row: Any, name: str, *, root: str | None = None, system_prompt: str | None = None
+) -> Conversation:
     """Parse a row to a conversation. root: folder of relative media paths. system_prompt: used for rows without one.
 
     Raises BadConversation.
@@ -152,46 +154,46 @@ def parsed(row: Any, name: str, *, root: str | None = None, system_prompt: str |
     entries = row.get("conversations", row.get("messages"))
     if not isinstance(entries, list):
         raise BadConversation("row", name, "no conversations or messages")
-    media = _Supply(row, name, root)
-    turns = [_turn(entry, media, name) for entry in entries]
-    turns = media.with_untagged(turns)
+    media = _MediaSupply(row, name, root)
+    turns = [_parse_turn(entry, media, name) for entry in entries]
+    turns = media.resolve_media(turns)
     if system_prompt is not None and turns and turns[0].role != "system":
         turns = [Turn("system", (system_prompt,)), *turns]
     _check_order(turns, name)
     return Conversation(f"{name}#{row['id']}" if "id" in row else name, tuple(turns))
 
 
-class _Supply:
+class _MediaSupply:
     """Assigns the media listed in a row to its tags, in order."""
 
     def __init__(self, row: Mapping[str, Any], name: str, root: str | None) -> None:
         self._name, self._root = name, root
-        self._listed = {kind: self._list(row, kind) for kind in KINDS}
-        self._tags: list[tuple[Kind, int]] = []  # kind of each tag and its number within the kind
-        self._num_tags = dict.fromkeys(KINDS, 0)
+        self._listed = {kind: self._list_paths(row, kind) for kind in MEDIA_KINDS}
+        self._tags: list[tuple[MediaKind, int]] = []  # kind of each tag and its number within the kind
+        self._num_tags = dict.fromkeys(MEDIA_KINDS, 0)
 
-    def _list(self, row: Mapping[str, Any], kind: Kind) -> list[str]:
+    def _list_paths(self, row: Mapping[str, Any], kind: MediaKind) -> list[str]:
         value = row.get(kind) or row.get(f"{kind}s") or []
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
             raise BadConversation("row", self._name, f"{kind} must be a path or a list of paths")
         return values
 
-    def located(self, kind: Kind, path: str) -> Medium:
+    def locate(self, kind: MediaKind, path: str) -> MediaReference:
         """Return the media item at a path relative to the root."""
         full_path = path if self._root is None or "://" in path else f"{self._root.rstrip('/')}/{path}"
-        return Medium(kind, path if path.startswith("/") else full_path)
+        return MediaReference(kind, path if path.startswith("/") else full_path)
 
-    def tagged(self, kind: Kind) -> Medium:
+    def add_tag(self, kind: MediaKind) -> MediaReference:
         """Return a placeholder for a tag. `resolve_media` fills it when all tags are known."""
         self._num_tags[kind] += 1
-        return Medium(kind, "")
+        return MediaReference(kind, "")
 
-    def with_untagged(self, turns: Sequence[Turn]) -> list[Turn]:
+    def resolve_media(self, turns: Sequence[Turn]) -> list[Turn]:
         """Fill the placeholders. Media without a tag are inserted before the first question, as in LLaVA."""
-        remaining: dict[Kind, list[str]] = {}
+        remaining: dict[MediaKind, list[str]] = {}
         untagged: list[Part] = []
-        for kind in KINDS:
+        for kind in MEDIA_KINDS:
             spare = len(self._listed[kind]) - self._num_tags[kind]
             if spare < 0:
                 raise BadConversation(
@@ -200,12 +202,14 @@ class _Supply:
                     f"{self._num_tags[kind]} <{kind}> tags, {len(self._listed[kind])} {kind}s",
                 )
             for path in self._listed[kind][:spare]:
-                untagged += [self.located(kind, path), "\n"]
+                untagged += [self.locate(kind, path), "\n"]
             remaining[kind] = self._listed[kind][spare:]
         paths_by_kind, result = {kind: iter(paths) for kind, paths in remaining.items()}, []
         for turn in turns:
             parts = [
-                self.located(p.kind, next(paths_by_kind[p.kind])) if isinstance(p, Medium) and not p.address else p
+                self.locate(p.kind, next(paths_by_kind[p.kind]))
+                if isinstance(p, MediaReference) and not p.address
+                else p
                 for p in turn.parts
             ]
             if untagged and turn.role == "user":
@@ -214,7 +218,7 @@ class _Supply:
         return result
 
 
-def _turn(entry: Any, media: _Supply, name: str) -> Turn:
+def _parse_turn(entry: Any, media: _MediaSupply, name: str) -> Turn:
     if not isinstance(entry, dict):
         raise BadConversation("turn", name, "a turn is not a JSON object")
     role = ROLES.get(str(entry.get("from", entry.get("role"))).lower())
@@ -222,26 +226,26 @@ def _turn(entry: Any, media: _Supply, name: str) -> Turn:
     if role is None or not isinstance(content, str | list):
         raise BadConversation("turn", name, f"a turn of {entry.get('from', entry.get('role'))!r} without text")
     if isinstance(content, list):
-        return Turn(role, tuple(_part(part, media, name) for part in content))
+        return Turn(role, tuple(_parse_part(part, media, name) for part in content))
     if role == "assistant":  # <image> is plain text in answers
         return Turn(role, (content,))
     pieces: list[Part] = []
     for i, piece in enumerate(TAG.split(content)):  # text, kind, text, kind, text
         if i % 2:
-            pieces.append(media.tagged("image" if piece == "image" else "video"))
+            pieces.append(media.add_tag("image" if piece == "image" else "video"))
         elif piece:
             pieces.append(piece)
     return Turn(role, tuple(pieces))
 
 
-def _part(part: Any, media: _Supply, name: str) -> Part:
+def _parse_part(part: Any, media: _MediaSupply, name: str) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    for media_kind in KINDS:
+    for media_kind in MEDIA_KINDS:
         if kind == media_kind:
             path = part.get(media_kind, part.get("path"))
-            return media.located(media_kind, path) if isinstance(path, str) and path else media.tagged(media_kind)
+            return media.locate(media_kind, path) if isinstance(path, str) and path else media.add_tag(media_kind)
     raise BadConversation("turn", name, f"content type {kind!r} is not text, image or video")
 
 

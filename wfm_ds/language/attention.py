@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-NAME = "wfm_ds_rows"  # in transformers' registry; it builds no mask for unknown names
+ATTENTION_NAME = "wfm_ds_rows"  # in transformers' registry; it builds no mask for unknown names
 
 
 def has_windows(network: Any) -> bool:
@@ -23,7 +23,7 @@ def has_windows(network: Any) -> bool:
     return "sliding_attention" in (getattr(config, "layer_types", None) or [])
 
 
-def install(network: nn.Module) -> bool:
+def install_segment_attention(network: nn.Module) -> bool:
     """Replace SDPA in the decoder by attention per conversation, in place. Return whether it was replaced.
 
     Forward calls then need `segments`, the number of tokens of each conversation. Decoders with other attention or
@@ -33,17 +33,17 @@ def install(network: nn.Module) -> bool:
     decoder = unwrapped.model.language_model
     if decoder.config._attn_implementation != "sdpa" or has_windows(network):
         return False
-    register()
-    decoder.config._attn_implementation = NAME
+    register_attention()
+    decoder.config._attn_implementation = ATTENTION_NAME
     return True
 
 
-def register() -> None:
+def register_attention() -> None:
     """Register this attention with transformers."""
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(ATTENTION_NAME, segment_attention_forward)
 
 
-def attend(
+def segment_attention_forward(
     module: nn.Module,
     query_BHLD: Tensor,
     key_BKLD: Tensor,
@@ -56,11 +56,11 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention with the transformers interface: [B,H,L,D] inputs, [B,L,H,D] output."""
-    output = within(query_BHLD, key_BKLD, value_BKLD, segments, scaling=scaling, dropout=dropout)
+    output = segment_attention(query_BHLD, key_BKLD, value_BKLD, segments, scaling=scaling, dropout=dropout)
     return output.transpose(1, 2).contiguous(), None
 
 
-def within(
+def segment_attention(
     query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, segments: Sequence[int], *, scaling: float, dropout: float
 ) -> Tensor:
     """Causal attention [B,H,L,D] within each segment. H query heads share K key and value heads."""

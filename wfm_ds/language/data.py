@@ -18,22 +18,22 @@ from wfm_ds.language.annotations import (
     BadConversation,
     Conversation,
     annotation_files,
-    content_of,
-    parsed,
-    rows_in,
+    parse_conversation,
+    parse_rows,
+    read_content,
 )
-from wfm_ds.language.lengths import UNKNOWN, Size, SizeCache
-from wfm_ds.language.rows import SampleReader
+from wfm_ds.language.packed_sequences import ConversationReader
+from wfm_ds.language.size_cache import UNKNOWN_SIZE, ConversationSize, SizeCache
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.seeds import uniform
+from wfm_ds.seeds import draw_uniform
 
 log = logging.getLogger(__name__)
 
-NUM_NAMED = 3  # bad rows shown in a message
+NUM_SHOWN = 3  # bad rows shown in a message
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class Annotations:
     """Content of annotation files: the valid conversations and the errors of the other rows."""
 
     conversations: list[Conversation]
@@ -42,11 +42,11 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Measured:
+class SizedConversations:
     """Conversations that fit into a packed sequence, with their sizes."""
 
     conversations: list[Conversation]
-    sizes: list[Size]
+    sizes: list[ConversationSize]
 
     @functools.cached_property
     def lengths(self) -> list[int]:
@@ -54,7 +54,7 @@ class Measured:
         return [size.tokens for size in self.sizes]
 
     @property
-    def kinds(self) -> frozenset[str]:
+    def media_kinds(self) -> frozenset[str]:
         """Kinds of media in the conversations."""
         return frozenset(item.kind for conversation in self.conversations for item in conversation.media)
 
@@ -63,41 +63,41 @@ class Measured:
 class LanguageData:
     """Training and held-out conversations of a run, and the number of bad rows."""
 
-    training: Measured
-    held_out: Measured
+    training: SizedConversations
+    held_out: SizedConversations
     bad: Mapping[str, int]  # by reason
 
     @property
-    def kinds(self) -> frozenset[str]:
-        return self.training.kinds | self.held_out.kinds
+    def media_kinds(self) -> frozenset[str]:
+        return self.training.media_kinds | self.held_out.media_kinds
 
 
-def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Read:
+def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Annotations:
     """Parse all rows of the annotation files. Raises DataError if a file cannot be read or there are no rows."""
     root, system_prompt = recipe.data.media_path, recipe.data.system_prompt
     conversations, bad, digest = list[Conversation](), list[BadConversation](), hashlib.blake2b(digest_size=16)
     for file in annotation_files(paths):
-        content = content_of(file)
+        content = read_content(file)
         digest.update(f"{file}\0{len(content)}\0".encode())
         digest.update(content)
-        for name, row in rows_in(file, content):
-            LIVENESS.advance()
+        for name, row in parse_rows(file, content):
+            LIVENESS.record_progress()
             try:
-                conversations.append(parsed(row, name, root=root, system_prompt=system_prompt))
+                conversations.append(parse_conversation(row, name, root=root, system_prompt=system_prompt))
             except BadConversation as error:
                 bad.append(error)
     if not conversations and not bad:
         raise DataError(f"{', '.join(paths)}: no rows")
-    return Read(conversations, bad, digest.hexdigest())
+    return Annotations(conversations, bad, digest.hexdigest())
 
 
-def measured(
-    read: Read,
-    reader: SampleReader,
+def measure_conversations(
+    annotations: Annotations,
+    reader: ConversationReader,
     world: World,
     workers: int,
-    allowed: float,
-    where: str,
+    max_bad_fraction: float,
+    source: str,
     cache: SizeCache | None = None,
 ) -> LanguageData:
     """Measure all conversations that are not in `cache`, sharded over the ranks. Collective.
@@ -105,15 +105,15 @@ def measured(
     Returns them all as training conversations. Raises DataError on all ranks if more than max_bad_fraction of the rows
     are bad.
     """
-    count = len(read.conversations)
-    cached_sizes = [UNKNOWN] * count if cache is None else cache.read(count)
+    count = len(annotations.conversations)
+    cached_sizes = [UNKNOWN_SIZE] * count if cache is None else cache.read(count)
 
     def measure_one(index: int) -> Sequence[Any]:
-        LIVENESS.advance()
-        if cached_sizes[index] != UNKNOWN:
+        LIVENESS.record_progress()
+        if cached_sizes[index] != UNKNOWN_SIZE:
             return cached_sizes[index]
         try:
-            return reader.size(read.conversations[index])
+            return reader.measure(annotations.conversations[index])
         except BadConversation as error:
             return error.reason, str(error)
 
@@ -121,74 +121,78 @@ def measured(
         with ThreadPoolExecutor(workers) as pool:
             return list(pool.map(measure_one, range(world.rank, count, world.size)))
 
-    parts = world.gather(world.checked(measure_shard))
+    parts = world.gather(world.run_checked(measure_shard))
     results = [parts[i % world.size][i // world.size] for i in range(count)]
-    good = [i for i, result in enumerate(results) if len(result) == len(UNKNOWN)]
-    bad = [(error.reason, str(error)) for error in read.bad]
-    bad += [(result[0], result[1]) for result in results if len(result) != len(UNKNOWN)]
+    good = [i for i, result in enumerate(results) if len(result) == len(UNKNOWN_SIZE)]
+    bad = [(error.reason, str(error)) for error in annotations.bad]
+    bad += [(result[0], result[1]) for result in results if len(result) != len(UNKNOWN_SIZE)]
     if cache is not None and world.is_main:
-        sizes = [Size(*result) if len(result) == len(UNKNOWN) else UNKNOWN for result in results]
+        sizes = [ConversationSize(*result) if len(result) == len(UNKNOWN_SIZE) else UNKNOWN_SIZE for result in results]
         if sizes != cached_sizes:
             cache.write(sizes)
-    _judge(bad, len(good), allowed, where)
+    _check_bad_rows(bad, len(good), max_bad_fraction, source)
     counts = {reason: sum(row_reason == reason for row_reason, _ in bad) for reason in REASONS}
-    conversations = [read.conversations[i] for i in good]
-    return LanguageData(Measured(conversations, [Size(*results[i]) for i in good]), Measured([], []), counts)
+    conversations = [annotations.conversations[i] for i in good]
+    return LanguageData(
+        SizedConversations(conversations, [ConversationSize(*results[i]) for i in good]),
+        SizedConversations([], []),
+        counts,
+    )
 
 
-def _judge(bad: Sequence[tuple[str, str]], num_good: int, allowed: float, where: str) -> None:
+def _check_bad_rows(bad: Sequence[tuple[str, str]], num_good: int, max_bad_fraction: float, source: str) -> None:
     total = len(bad) + num_good
     for reason, meaning in REASONS.items():
         names = [detail for row_reason, detail in bad if row_reason == reason]
         if names:
-            log.warning("%s: skipped %d of %d rows, %s, e.g. %s", where, len(names), total, meaning, names[0])
-    if len(bad) > allowed * total or not num_good:
+            log.warning("%s: skipped %d of %d rows, %s, e.g. %s", source, len(names), total, meaning, names[0])
+    if len(bad) > max_bad_fraction * total or not num_good:
         raise DataError(
-            f"{where}: {len(bad)} of {total} rows are invalid (data.max_bad_fraction: {allowed:g}). First: "
-            f"{'; '.join(detail for _, detail in bad[:NUM_NAMED])}"
+            f"{source}: {len(bad)} of {total} rows are invalid (data.max_bad_fraction: {max_bad_fraction:g}). First: "
+            f"{'; '.join(detail for _, detail in bad[:NUM_SHOWN])}"
         )
 
 
-def load_conversations(recipe: Recipe, reader: SampleReader, world: World) -> LanguageData:
+def load_conversations(recipe: Recipe, reader: ConversationReader, world: World) -> LanguageData:
     """Load the recipe's data; held-out conversations from validation.path, else split off by id. Collective."""
     data, validation = recipe.data, recipe.validation
 
     def load_paths(paths: Sequence[str]) -> LanguageData:
-        rows = world.checked(lambda: read_annotations(recipe, paths))
+        rows = world.run_checked(lambda: read_annotations(recipe, paths))
         cache = None
         if data.cache_dir is not None:
-            cache = SizeCache(data.cache_dir, reader.key(recipe, rows.digest))
-        return measured(rows, reader, world, data.workers, data.max_bad_fraction, ", ".join(paths), cache)
+            cache = SizeCache(data.cache_dir, reader.cache_key(recipe, rows.digest))
+        return measure_conversations(rows, reader, world, data.workers, data.max_bad_fraction, ", ".join(paths), cache)
 
-    dataset = load_paths(data.shards)
+    dataset = load_paths(data.shard_patterns)
     if validation.path is not None:
         held_out = load_paths([validation.path]).training
-        return LanguageData(dataset.training, first(held_out, validation.num_images), dataset.bad)
-    training, held_out = divided(dataset.training, validation.holdout)
+        return LanguageData(dataset.training, first_by_id(held_out, validation.num_images), dataset.bad)
+    training, held_out = split_holdout(dataset.training, validation.holdout)
     if not training.conversations:
         raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves no training data: lower it")
-    return LanguageData(training, first(held_out, validation.num_images), dataset.bad)
+    return LanguageData(training, first_by_id(held_out, validation.num_images), dataset.bad)
 
 
-def divided(whole: Measured, share: float) -> tuple[Measured, Measured]:
+def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConversations, SizedConversations]:
     """Return (training, held-out) conversations, split by a hash of the id, identical in every run.
 
     With two or more conversations and share > 0, neither is empty.
     """
-    draws = [uniform(0, "holdout", conversation.id) for conversation in whole.conversations]
+    draws = [draw_uniform(0, "holdout", conversation.id) for conversation in dataset.conversations]
     if share == 0 or len(draws) < 2:
-        return whole, Measured([], [])
+        return dataset, SizedConversations([], [])
     sorted_draws = sorted(draws)
     limit = min(max(share, sorted_draws[0]), sorted_draws[-2])
-    parts: tuple[Measured, Measured] = (Measured([], []), Measured([], []))
-    for conversation, size, draw in zip(whole.conversations, whole.sizes, draws, strict=True):
+    parts: tuple[SizedConversations, SizedConversations] = (SizedConversations([], []), SizedConversations([], []))
+    for conversation, size, draw in zip(dataset.conversations, dataset.sizes, draws, strict=True):
         part = parts[draw <= limit]
         part.conversations.append(conversation)
         part.sizes.append(size)
     return parts
 
 
-def first(whole: Measured, count: int) -> Measured:
+def first_by_id(dataset: SizedConversations, count: int) -> SizedConversations:
     """Return the first `count` conversations in order of their ids."""
-    order = sorted(range(len(whole.conversations)), key=lambda i: whole.conversations[i].id)[:count]
-    return Measured([whole.conversations[i] for i in order], [whole.sizes[i] for i in order])
+    order = sorted(range(len(dataset.conversations)), key=lambda i: dataset.conversations[i].id)[:count]
+    return SizedConversations([dataset.conversations[i] for i in order], [dataset.sizes[i] for i in order])

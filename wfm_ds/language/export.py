@@ -23,11 +23,11 @@ from wfm_ds.checkpoint.export import (
     SHARD_BYTES,
     TensorSource,
     adapter_settings,
-    new_export,
-    planned_shards,
+    new_export_folder,
+    plan_shards,
 )
-from wfm_ds.checkpoint.pipeline_folder import share_files
-from wfm_ds.checkpoint.tensor_file import Spec, TensorFile
+from wfm_ds.checkpoint.pipeline_folder import link_files
+from wfm_ds.checkpoint.tensor_file import StoredTensorSpec, TensorFile
 from wfm_ds.errors import ModelError
 from wfm_ds.models.loading import read_json
 from wfm_ds.storage import atomic
@@ -39,7 +39,7 @@ CONFIG = "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 # Prefixes of transformers 5 and of older files. Both can be loaded; exports use the names of the base model.
-RENAMED = (("model.language_model.", "model."), ("model.visual.", "visual."))
+PREFIX_ALIASES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,18 @@ class LanguageTarget:
     """Folder of the base model, and the specs of its tensors in training."""
 
     base: Path
-    specs: Mapping[str, Spec]  # by transformers' names, tied weights only once
+    specs: Mapping[str, StoredTensorSpec]  # by transformers' names, tied weights only once
 
     @classmethod
-    def of(cls, network: nn.Module, base: Path) -> LanguageTarget:
+    def from_network(cls, network: nn.Module, base: Path) -> LanguageTarget:
         """Create the target from a network that is not sharded yet."""
         names = {name for name, _ in network.named_parameters()}
         state = network.state_dict()
         parameters = set(dict(network.named_parameters(remove_duplicate=False)))
         tensors = {name: t for name, t in state.items() if name in names or name not in parameters}
-        return cls(base.absolute(), {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+        return cls(
+            base.absolute(), {name: StoredTensorSpec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"base": str(self.base), "library": "transformers"}
@@ -69,42 +71,42 @@ class BaseWeights:
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, torch.Size] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            with _readable(file) as tensors:
+            with _open_safetensors(file) as tensors:
                 self._file_of |= dict.fromkeys(tensors.keys(), file)
                 self._shapes |= {
                     name: torch.Size(tensors.get_slice(name).get_shape()) for name in sorted(tensors.keys())
                 }
 
-    def own_name(self, name: str) -> str:
+    def file_key(self, name: str) -> str:
         """Return the name in the files for a transformers name; the same name if the files do not have it."""
-        aliases = [old + name.removeprefix(new) for new, old in RENAMED if name.startswith(new)]
+        aliases = [old + name.removeprefix(new) for new, old in PREFIX_ALIASES if name.startswith(new)]
         return next((candidate for candidate in (name, *aliases) if candidate in self._file_of), name)
 
-    def stored(self, own: str, shape: torch.Size) -> torch.Size:
+    def file_shape(self, key: str, shape: torch.Size) -> torch.Size:
         """Return the shape in the files for a tensor of this shape.
 
         Transformers transposes the expert weights of some mixtures on loading; exports keep the original layout for
         other programs.
         """
-        original = self._shapes.get(own, shape)
-        return original if len(shape) == 3 and original == turned(shape) else shape
+        original = self._shapes.get(key, shape)
+        return original if len(shape) == 3 and original == swap_last_dims(shape) else shape
 
-    def tensor(self, name: str) -> Tensor:
+    def load_tensor(self, key: str) -> Tensor:
         """Load a tensor by its name in the files. Raises ModelError."""
-        if name not in self._file_of:
-            raise ModelError(f"{name} is missing in the base model; download the model again")
-        with _readable(self._file_of[name]) as tensors:
-            weight: Tensor = tensors.get_tensor(name)
+        if key not in self._file_of:
+            raise ModelError(f"{key} is missing in the base model; download the model again")
+        with _open_safetensors(self._file_of[key]) as tensors:
+            weight: Tensor = tensors.get_tensor(key)
         return weight
 
 
-def turned(shape: torch.Size) -> torch.Size:
+def swap_last_dims(shape: torch.Size) -> torch.Size:
     """Swap the last two of three dimensions."""
     return torch.Size((shape[0], shape[2], shape[1]))
 
 
 @contextlib.contextmanager
-def _readable(file: Path) -> Iterator[Any]:
+def _open_safetensors(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, "pt") as tensors:
             yield tensors
@@ -121,24 +123,24 @@ def export_language(
     weights in `dtype` with the base model's tensor names, and links or copies of its other files. `out` is complete or
     absent. Raises UserError on rank 0 if `out` cannot be written.
     """
-    result = out / LORA_FOLDER if source.lora else out
-    stream = source.named_full_tensors(policy)
+    result = out / LORA_FOLDER if source.uses_lora else out
+    stream = source.iter_full_tensors(policy)
     if is_main:
         try:
-            with new_export(out, target.base) as making:
-                if source.lora:
-                    _write_lora(_here(stream), adapter_settings(source.lora_config(), target.base), making)
+            with new_export_folder(out, target.base) as making:
+                if source.uses_lora:
+                    _write_lora(_check_finite(stream), adapter_settings(source.lora_config(), target.base), making)
                 else:
-                    _write_model(target, _here(stream), making, dtype)
+                    _write_model(target, _check_finite(stream), making, dtype)
         finally:
-            _exhaust(stream)
+            _drain(stream)
         log.info("exported the %s weights to %s", policy, result)
     else:
-        _exhaust(stream)
+        _drain(stream)
     return result
 
 
-def loading_lines(base: Path, exported: Path, lora: bool) -> str:
+def loading_code(base: Path, exported: Path, lora: bool) -> str:
     """Return the Python code that loads the result of `export_language`."""
     model = json.dumps(str(base if lora else exported))
     lines = [
@@ -154,13 +156,13 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     return "\n".join(lines)
 
 
-def _exhaust(stream: Iterator[tuple[str, Tensor | None]]) -> None:
+def _drain(stream: Iterator[tuple[str, Tensor | None]]) -> None:
     """Iterate to the end, to take part in the remaining gathers."""
     for _ in stream:
         pass
 
 
-def _here(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+def _check_finite(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
     """Yield rank 0's tensors. Raises ModelError for NaN or infinity."""
     for name, tensor in stream:
         assert tensor is not None, f"rank 0 got nothing for {name}"
@@ -175,7 +177,7 @@ def _write_lora(tensors: Iterator[tuple[str, Tensor]], settings: Mapping[str, An
     folder.mkdir()
     adapter = {f"base_model.model.{n}": t.detach().to(torch.float32, copy=True).contiguous() for n, t in tensors}
     save_file(adapter, folder / ADAPTER, metadata={"format": "pt"})
-    atomic.sync(folder / ADAPTER)
+    atomic.sync_to_disk(folder / ADAPTER)
     atomic.write_text(folder / ADAPTER_CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
@@ -184,14 +186,14 @@ def _write_model(
 ) -> None:
     base = BaseWeights(target.base)
     files = [f for f in target.base.iterdir() if f.is_file() and not f.name.endswith(WEIGHTS) and f.name != CONFIG]
-    share_files(target.base, making, sorted(files))
+    link_files(target.base, making, sorted(files))
     _write_config(target.base, making, dtype)
-    spec_by_key = {base.own_name(name): spec for name, spec in target.specs.items()}
+    spec_by_key = {base.file_key(name): spec for name, spec in target.specs.items()}
     specs = {
-        key: Spec(dtype if spec.dtype.is_floating_point else spec.dtype, base.stored(key, spec.shape))
+        key: StoredTensorSpec(dtype if spec.dtype.is_floating_point else spec.dtype, base.file_shape(key, spec.shape))
         for key, spec in spec_by_key.items()
     }
-    shards = planned_shards(specs, SHARD_BYTES, STEM)
+    shards = plan_shards(specs, SHARD_BYTES, STEM)
     if len(shards) > 1:
         total = sum(spec.nbytes for spec in specs.values())
         weight_map = {name: file for file, shard in shards.items() for name in shard}
@@ -204,7 +206,7 @@ def _write_model(
             file = stack.enter_context(TensorFile(making / file_name, shard, {"format": "pt"}))
             file_by_key |= dict.fromkeys(shard, file)
         for name, tensor in tensors:
-            key = base.own_name(name)
+            key = base.file_key(name)
             if key not in remaining or spec_by_key[key].shape != tensor.shape:
                 raise ModelError(f"{name}: unexpected or duplicate tensor for {target.base}, export aborted")
             spec = remaining.pop(key)
@@ -212,7 +214,7 @@ def _write_model(
                 key, (tensor if spec.shape == tensor.shape else tensor.mT.contiguous()).to(spec.dtype)
             )
         for key, spec in remaining.items():  # tensors that are not part of training
-            file_by_key[key].write(key, base.tensor(key).to(spec.dtype))
+            file_by_key[key].write(key, base.load_tensor(key).to(spec.dtype))
 
 
 def _write_config(base: Path, making: Path, dtype: torch.dtype) -> None:

@@ -14,18 +14,18 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from wfm_ds.engine.work import Work
-from wfm_ds.language.rows import RowBatch
+from wfm_ds.engine.flop_counter import FlopCount
+from wfm_ds.language.packed_sequences import PackedSequence
 
 VISION, DECODER, HEAD = "model.visual.", "model.language_model.", "lm_head."
-FIRST = ("q_proj", "k_proj", "v_proj")  # first linear layers of a block
+INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # first linear layers of a block
 # Last linear layers of a block. The backward pass does not need their output, so checkpointing does not recompute them.
-LAST = ("down_proj.weight", "linear_fc2.weight", "down_proj.lora_B.default.weight")
-Place: TypeAlias = tuple[int, int, int]  # part of the model, block in it, stage within the block
+OUTPUT_WEIGHTS = ("down_proj.weight", "linear_fc2.weight", "down_proj.lora_B.default.weight")
+LayerPosition: TypeAlias = tuple[int, int, int]  # part of the model, block in it, stage within the block
 
 
 @dataclass(frozen=True, slots=True)
-class RowSize:
+class SequenceSize:
     """Sizes of a packed sequence that determine its FLOPs."""
 
     segments: Sequence[int]  # number of tokens of each conversation
@@ -33,15 +33,15 @@ class RowSize:
     grids: Sequence[tuple[int, int, int]] = ()  # patches of each image or video: time, height, width
 
     @classmethod
-    def of(cls, row: RowBatch) -> RowSize:
+    def from_sequence(cls, sequence: PackedSequence) -> SequenceSize:
         """Return the sizes of a packed sequence on the host."""
         grids = [
             tuple(grid)
-            for name, grid_tensor in row.media.items()
+            for name, grid_tensor in sequence.media.items()
             if name.endswith("grid_thw")
             for grid in grid_tensor.tolist()
         ]
-        return cls(row.segments, len(row.kept), grids)
+        return cls(sequence.segments, len(sequence.label_positions), grids)
 
     @property
     def num_tokens(self) -> int:
@@ -58,83 +58,83 @@ class Layer:
 
     kind: str  # items it is applied to: patch, merged, token or labelled
     weights: int  # number of weights per item
-    trains: bool
-    passes_on: bool  # an earlier parameter is trained, so its input has a gradient
-    repeated: bool  # recomputed by gradient checkpointing
+    is_trained: bool
+    has_input_gradient: bool  # an earlier parameter is trained, so its input has a gradient
+    is_recomputed: bool  # recomputed by gradient checkpointing
 
 
-class RowWork:
+class SequenceWork:
     """FLOPs of packed sequences, from an unsharded model with its adapters and requires_grad flags."""
 
     def __init__(self, network: Any, *, checkpointing: bool) -> None:
-        self._layers = list(layers_of(network))
+        self._layers = list(find_layers(network))
         config = network.config
         text, vision = config.get_text_config(), config.vision_config
         self._merge = int(vision.spatial_merge_size)
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self._text_width = text.num_attention_heads * head_dim
         self._vision_width = int(vision.hidden_size)
-        self._first = first_trained(network)
+        self._first = first_trainable_position(network)
         self._num_layers, self._num_blocks = int(text.num_hidden_layers), int(vision.depth)
         self._full = set(getattr(vision, "fullatt_block_indexes", range(self._num_blocks)))
         side = getattr(vision, "window_size", 0) // int(vision.patch_size)
         self._window = side // self._merge * self._merge
         self._checkpointing = checkpointing
-        self._noted = Work()
+        self._recorded = FlopCount()
 
-    def note(self, row: RowBatch) -> None:
+    def record(self, sequence: PackedSequence) -> None:
         """Add the work of a training sequence."""
-        self._noted += self.of(RowSize.of(row))
+        self._recorded += self.estimate(SequenceSize.from_sequence(sequence))
 
-    def take(self) -> Work:
+    def pop_work(self) -> FlopCount:
         """Return the work of all sequences since the last call, and reset it."""
-        work, self._noted = self._noted, Work()
+        work, self._recorded = self._recorded, FlopCount()
         return work
 
-    def of(self, row: RowSize) -> Work:
+    def estimate(self, size: SequenceSize) -> FlopCount:
         """Return the work of forward and backward pass, and the recomputation of checkpointing."""
-        patches = row.num_patches
+        patches = size.num_patches
         items = {
             "patch": patches,
             "merged": patches // self._merge**2,
-            "token": row.num_tokens,
-            "labelled": row.num_labelled,
+            "token": size.num_tokens,
+            "labelled": size.num_labelled,
         }
         required = recomputed = 0
         for layer in self._layers:
             forward = 2 * layer.weights * items[layer.kind]
-            required += forward * (1 + layer.trains + layer.passes_on)
-            recomputed += forward * (layer.repeated and self._checkpointing)
-        for attention, has_gradient in self._attentions(row):
+            required += forward * (1 + layer.is_trained + layer.has_input_gradient)
+            recomputed += forward * (layer.is_recomputed and self._checkpointing)
+        for attention, has_gradient in self._attention_flops(size):
             required += attention * (3 if has_gradient else 1)
             recomputed += attention * (self._checkpointing and has_gradient)
-        return Work(required, recomputed)
+        return FlopCount(required, recomputed)
 
-    def _attentions(self, row: RowSize) -> Iterator[tuple[int, bool]]:
+    def _attention_flops(self, size: SequenceSize) -> Iterator[tuple[int, bool]]:
         """Yield the forward FLOPs of each attention, and whether it has a backward pass."""
-        squares = sum(length**2 for length in row.segments)
+        squares = sum(length**2 for length in size.segments)
         for number in range(self._num_layers):
-            yield 4 * self._text_width * squares, self._trains_before((3, number, 1))
+            yield 4 * self._text_width * squares, self._has_gradient((3, number, 1))
         for number in range(self._num_blocks):
-            pairs = sum(t * self._pairs(h, w, whole=number in self._full) for t, h, w in row.grids)
-            yield 4 * self._vision_width * pairs, self._trains_before((0, number, 1))
+            pairs = sum(t * self._count_pairs(h, w, is_global=number in self._full) for t, h, w in size.grids)
+            yield 4 * self._vision_width * pairs, self._has_gradient((0, number, 1))
 
-    def _pairs(self, height: int, width: int, *, whole: bool) -> int:
+    def _count_pairs(self, height: int, width: int, *, is_global: bool) -> int:
         """Return the number of patch pairs of a frame that attend to each other, globally or per window."""
-        if whole or not self._window:
+        if is_global or not self._window:
             return (height * width) ** 2
-        return _squares(height, self._window) * _squares(width, self._window)
+        return _sum_squares(height, self._window) * _sum_squares(width, self._window)
 
-    def _trains_before(self, at: Place) -> bool:
+    def _has_gradient(self, at: LayerPosition) -> bool:
         return self._first < at
 
 
-def _squares(length: int, part: int) -> int:
+def _sum_squares(length: int, part: int) -> int:
     """Split `length` into parts of size `part` and a rest. Return the sum of their squares."""
     return length // part * part**2 + (length % part) ** 2
 
 
-def place(name: str) -> Place:
+def layer_position(name: str) -> LayerPosition:
     """Return the position of a module or parameter in the forward pass. Smaller positions run earlier."""
     parts = name.split(".")
     number = next((int(word) for word in parts if word.isdigit()), 0)
@@ -146,21 +146,21 @@ def place(name: str) -> Place:
             return (0, -1, 0)
         return (0, number, 0 if any(word in ("norm1", "qkv", "q", "k", "v") for word in parts) else 1)
     if ".layers." in name:
-        early = any(word in FIRST or word == "input_layernorm" for word in parts)
+        early = any(word in INPUT_PROJECTIONS or word == "input_layernorm" for word in parts)
         return (3, number, 0 if early else 1)
     return (2, 0, 0) if "embed_tokens" in name else (4, 0, 0)
 
 
-def first_trained(network: nn.Module) -> Place:
+def first_trainable_position(network: nn.Module) -> LayerPosition:
     """Return the earliest trainable position, where the backward pass ends."""
-    return min(place(name) for name, parameter in network.named_parameters() if parameter.requires_grad)
+    return min(layer_position(name) for name, parameter in network.named_parameters() if parameter.requires_grad)
 
 
-def layers_of(network: nn.Module) -> Iterator[Layer]:
+def find_layers(network: nn.Module) -> Iterator[Layer]:
     """Yield the linear layers of a model, including adapters. Experts count by the share that is active per token."""
     config: Any = network.config
     text = config.get_text_config()
-    first = first_trained(network)
+    first = first_trainable_position(network)
     for name, parameter in network.named_parameters(remove_duplicate=False):
         is_embedding = "embed" in name and "patch_embed" not in name  # table lookup without multiplications
         if parameter.ndim < 2 or is_embedding:
@@ -168,19 +168,20 @@ def layers_of(network: nn.Module) -> Iterator[Layer]:
         share = 1.0
         if ".experts." in name and parameter.ndim == 3:
             share = text.num_experts_per_tok / text.num_experts
-        position = place(name)
+        position = layer_position(name)
         is_lora_b = ".lora_B." in name  # its lora_A runs before it
         in_block = ".blocks." in name or ".layers." in name
         yield Layer(
-            kind=_kind(name),
+            kind=_layer_kind(name),
             weights=round(parameter.numel() * share),
-            trains=parameter.requires_grad,
-            passes_on="patch_embed" not in name and ((is_lora_b and parameter.requires_grad) or first < position),
-            repeated=in_block and not name.endswith(LAST) and first < (*position[:2], 2),
+            is_trained=parameter.requires_grad,
+            has_input_gradient="patch_embed" not in name
+            and ((is_lora_b and parameter.requires_grad) or first < position),
+            is_recomputed=in_block and not name.endswith(OUTPUT_WEIGHTS) and first < (*position[:2], 2),
         )
 
 
-def _kind(name: str) -> str:
+def _layer_kind(name: str) -> str:
     if name.startswith(VISION):
         return "merged" if "merger" in name else "patch"
     return "labelled" if name.startswith(HEAD) else "token"

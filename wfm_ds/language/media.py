@@ -14,21 +14,21 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from wfm_ds.data.pixels import FORMATS, BadMedia, decoding, image_size
+from wfm_ds.data.pixels import FORMATS, BadMedia, convert_decode_errors, image_size
 from wfm_ds.data.pixels import to_rgb as image_to_rgb
-from wfm_ds.data.samples import Media, file_at
-from wfm_ds.data.video import decode, opened, timestamps, to_rgb, video_size
-from wfm_ds.language.annotations import Kind, Medium
+from wfm_ds.data.samples import Media, media_from_path
+from wfm_ds.data.video import decode_frames, frame_to_rgb, open_video, read_timestamps, video_size
+from wfm_ds.language.annotations import MediaKind, MediaReference
 from wfm_ds.recipe.data import DataRecipe
 
 MIN_FRAMES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
+class MediaSize:
     """Properties of an image or video that determine its tokens."""
 
-    kind: Kind
+    kind: MediaKind
     num_tokens: int  # per image, or per time step of a video
     seconds: tuple[float, ...] = ()  # videos: the middle of each time step
     seconds_per_time: float = 0.0  # videos: duration of a time step
@@ -39,7 +39,7 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True)
-class Pixels:
+class MediaPatches:
     """Patches of an image or video."""
 
     patches: npt.NDArray[np.float32]  # [patches, channels * frames * height * width of a patch]
@@ -47,7 +47,7 @@ class Pixels:
 
 
 @dataclass(frozen=True, slots=True)
-class Frames:
+class FrameSelection:
     """Selected frames of a video: ascending indices and times in seconds."""
 
     indices: list[int]
@@ -65,67 +65,73 @@ class MediaReader:
         total = data.video.total_pixels
         self._total = int(0.9 * data.max_tokens * (self.patch * self.merge) ** 2) if total == "auto" else total
 
-    def sized(self, medium: Medium) -> Sized:
+    def measure(self, item: MediaReference) -> MediaSize:
         """Return the size of an image or video without decoding its pixels."""
-        file = file_at(medium.address)
-        if medium.kind == "image":
-            return Sized("image", self._tokens(file, *image_size(file), self._pixels.max))
-        frames = self._frames(file)
-        tokens = self._tokens(file, *video_size(file), self._frame_pixels(len(frames.indices)))
+        file = media_from_path(item.address)
+        if item.kind == "image":
+            return MediaSize("image", self._count_tokens(file, *image_size(file), self._pixels.max))
+        frames = self._select_frames(file)
+        tokens = self._count_tokens(file, *video_size(file), self._frame_pixels(len(frames.indices)))
         pairs = np.array(frames.seconds).reshape(-1, self.times)
         midpoints = tuple(float(pair[[0, -1]].mean()) for pair in pairs)
         span = frames.seconds[-1] - frames.seconds[0]
         frame_interval = span / (len(frames.seconds) - 1) if span else 1 / self._video.fps
-        return Sized("video", tokens, midpoints, self.times * frame_interval)
+        return MediaSize("video", tokens, midpoints, self.times * frame_interval)
 
-    def read(self, medium: Medium) -> Pixels:
+    def read(self, item: MediaReference) -> MediaPatches:
         """Decode the patches of an image or video."""
-        file = file_at(medium.address)
-        if medium.kind == "image":
-            with decoding(file), file.open() as opened_file, Image.open(opened_file, formats=FORMATS) as image:
-                return self._patches(file, [image_to_rgb(ImageOps.exif_transpose(image))], self._pixels.max)
-        selection = self._frames(file)
-        return self._patches(file, self._decoded(file, selection), self._frame_pixels(len(selection.indices)))
+        file = media_from_path(item.address)
+        if item.kind == "image":
+            with (
+                convert_decode_errors(file),
+                file.open() as opened_file,
+                Image.open(opened_file, formats=FORMATS) as image,
+            ):
+                return self._make_patches(file, [image_to_rgb(ImageOps.exif_transpose(image))], self._pixels.max)
+        selection = self._select_frames(file)
+        return self._make_patches(
+            file, self._decode_frames(file, selection), self._frame_pixels(len(selection.indices))
+        )
 
-    def blank(self, kind: Kind) -> Pixels:
+    def blank(self, kind: MediaKind) -> MediaPatches:
         """Return blank patches of the smallest size, one token."""
         size = 3 * self.times * self.patch**2
-        return Pixels(np.zeros((self.merge**2, size), np.float32), (1, self.merge, self.merge))
+        return MediaPatches(np.zeros((self.merge**2, size), np.float32), (1, self.merge, self.merge))
 
-    def _size(self, most: int) -> dict[str, int]:
+    def _size_limits(self, most: int) -> dict[str, int]:
         return {"shortest_edge": min(self._pixels.min, most), "longest_edge": most}
 
     def _frame_pixels(self, num_frames: int) -> int:
         return max((self.patch * self.merge) ** 2, min(self._pixels.max, self._total // num_frames))
 
-    def _tokens(self, file: Media, height: int, width: int, most: int) -> int:
-        size = self._size(most)
+    def _count_tokens(self, file: Media, height: int, width: int, most: int) -> int:
+        size = self._size_limits(most)
         limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
         try:
             return int(self.processor.get_number_of_image_patches(height, width, limits)) // self.merge**2
         except ValueError as error:  # extreme aspect ratio
             raise BadMedia("decode", file.name, str(error)) from error
 
-    def _patches(self, file: Media, pictures: Sequence[Image.Image], most: int) -> Pixels:
+    def _make_patches(self, file: Media, images: Sequence[Image.Image], most: int) -> MediaPatches:
         try:
-            features = self.processor(images=list(pictures), size=self._size(most), return_tensors="np")
+            features = self.processor(images=list(images), size=self._size_limits(most), return_tensors="np")
         except ValueError as error:
             raise BadMedia("decode", file.name, str(error)) from error
         patches, (_, height, width) = features["pixel_values"], map(int, features["image_grid_thw"][0])
-        if len(pictures) == 1:
-            return Pixels(np.asarray(patches, np.float32), (1, height, width))
-        num_times = len(pictures) // self.times
+        if len(images) == 1:
+            return MediaPatches(np.asarray(patches, np.float32), (1, height, width))
+        num_times = len(images) // self.times
         # The processor repeats an image along the temporal patch axis; keep only the first copy of each frame.
-        first = patches.reshape(len(pictures), height * width, -1, self.times, self.patch**2)[:, :, :, 0]
+        first = patches.reshape(len(images), height * width, -1, self.times, self.patch**2)[:, :, :, 0]
         pairs = first.reshape(num_times, self.times, height * width, -1, self.patch**2).transpose(0, 2, 3, 1, 4)
-        return Pixels(
+        return MediaPatches(
             np.ascontiguousarray(pairs, np.float32).reshape(num_times * height * width, -1), (num_times, height, width)
         )
 
-    def _frames(self, file: Media) -> Frames:
-        with opened(file) as container:
+    def _select_frames(self, file: Media) -> FrameSelection:
+        with open_video(file) as container:
             stream = container.streams.video[0]
-            times, _ = timestamps(container, stream)
+            times, _ = read_timestamps(container, stream)
             if not times:
                 raise BadMedia("decode", file.name, "no frame can be decoded")
             seconds = (np.array(times) - times[0]) * float(stream.time_base or 1)
@@ -133,14 +139,17 @@ class MediaReader:
         wanted = min(max(int(length * self._video.fps), MIN_FRAMES), self._video.max_frames, len(times))
         count = max(self.times, wanted - wanted % self.times)
         indices = np.linspace(0, len(times) - 1, count).round().astype(int)
-        return Frames(indices.tolist(), seconds[indices].tolist())
+        return FrameSelection(indices.tolist(), seconds[indices].tolist())
 
-    def _decoded(self, file: Media, chosen: Frames) -> list[Image.Image]:
-        with opened(file) as container:
+    def _decode_frames(self, file: Media, selection: FrameSelection) -> list[Image.Image]:
+        with open_video(file) as container:
             stream = container.streams.video[0]
-            times, _ = timestamps(container, stream)
-            wanted = [times[i] for i in chosen.indices]
-            frames = {time: to_rgb(file, frame) for time, frame in decode(container, stream, times[0], set(wanted))}
+            times, _ = read_timestamps(container, stream)
+            wanted = [times[i] for i in selection.indices]
+            frames = {
+                time: frame_to_rgb(file, frame)
+                for time, frame in decode_frames(container, stream, times[0], set(wanted))
+            }
         if missing := set(wanted) - frames.keys():
             raise BadMedia("decode", file.name, f"{len(missing)} of {len(wanted)} frames cannot be decoded")
         return [frames[time] for time in wanted]

@@ -17,21 +17,21 @@ from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from wfm_ds.errors import ModelError
-from wfm_ds.language.annotations import Kind
-from wfm_ds.language.rows import RowBatch, Sample
-from wfm_ds.language.sequence import own_labels
-from wfm_ds.models.base import without_progress_bars
-from wfm_ds.models.language_location import resolve
-from wfm_ds.ulysses.exchange import gather
+from wfm_ds.language.annotations import MediaKind
+from wfm_ds.language.packed_sequences import ConversationSample, PackedSequence
+from wfm_ds.language.sequence_parallel import local_labels
+from wfm_ds.models.base import hide_progress_bars
+from wfm_ds.models.language_folders import download_language_model
+from wfm_ds.ulysses.exchange import gather_shards
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 VISION = "model.visual."
 MERGERS = re.compile(r"model\.visual\.(merger|deepstack_merger_list)\.")
 LOSS_CHUNK = 1024  # number of tokens with float32 logits in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class TokenPrediction:
     """Loss and accuracy of each labelled token."""
 
     losses: Tensor  # [N] float32, cross-entropy
@@ -48,14 +48,14 @@ class LanguageModel:
     image_processor: Any
     dtype: torch.dtype
     group: ProcessGroup | None = None  # ranks that share each sequence (sequence_parallel.py)
-    by_segments: bool = False  # forward passes need the segment lengths (attention.py)
+    uses_segments: bool = False  # forward passes need the segment lengths (attention.py)
     forward_module: Any = field(init=False)  # the network, or the engine that wraps it
 
     def __post_init__(self) -> None:
         self.forward_module = self.network
 
     @functools.cached_property
-    def pad_ids(self) -> dict[Kind, int]:
+    def pad_ids(self) -> dict[MediaKind, int]:
         config = self.config
         return {"image": int(config.image_token_id), "video": int(config.video_token_id)}
 
@@ -64,7 +64,7 @@ class LanguageModel:
         return self.network.config
 
     @property
-    def timed_frames(self) -> bool:
+    def has_frame_times(self) -> bool:
         """Whether timestamps are written between the frames of a video."""
         return str(self.config.model_type).startswith("qwen3")
 
@@ -77,18 +77,18 @@ class LanguageModel:
         return [
             name
             for name, layer in self.network.named_modules()
-            if isinstance(layer, nn.Linear) and not name.startswith(VISION) and name.rpartition(".")[2] in TARGETS
+            if isinstance(layer, nn.Linear) and not name.startswith(VISION) and name.rpartition(".")[2] in LORA_TARGETS
         ]
 
-    def frozen(self, groups: Sequence[str]) -> frozenset[str]:
+    def group_parameter_names(self, groups: Sequence[str]) -> frozenset[str]:
         """Return the names of the parameters in these groups: vision, merger, language."""
-        return frozenset(name for name, _ in self.network.named_parameters() if part_of(name) in groups)
+        return frozenset(name for name, _ in self.network.named_parameters() if parameter_group(name) in groups)
 
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
-    def positions(self, sample: Sample) -> Tensor:
+    def rotary_positions(self, sample: ConversationSample) -> Tensor:
         """Return the rotary positions [3, L] of one conversation. Computed on the host."""
         if not sample.pixels:
             return torch.arange(len(sample.tokens)).expand(3, -1)
@@ -98,51 +98,54 @@ class LanguageModel:
         accepted = inspect.signature(get_positions).parameters
         positions, _ = get_positions(
             torch.tensor([sample.tokens.ids]),
-            mm_token_type_ids=sample.types(self.pad_ids),
-            image_grid_thw=sample.grids("image"),
-            video_grid_thw=sample.grids("video"),
+            mm_token_type_ids=sample.token_types(self.pad_ids),
+            image_grid_thw=sample.media_grids("image"),
+            video_grid_thw=sample.media_grids("video"),
             **{name: value for name, value in optional.items() if name in accepted},
         )
         result: Tensor = positions[:, 0]
         return result
 
-    def predict(self, row: RowBatch) -> Prediction:
+    def predict(self, sequence: PackedSequence) -> TokenPrediction:
         """Return the losses of the labelled tokens. Computes logits only for them.
 
         Collective: all ranks run the same number of forward passes. Ranks that share a sequence pass the same one, and
         each receives all its losses.
         """
         if self.group is None:
-            return self._predict(row, row.kept, row.targets)
-        local_positions, targets, lengths = own_labels(row.kept, row.targets, row.input_ids.shape[1], self.group)
-        prediction = self._predict(row, local_positions, targets)
+            return self._forward(sequence, sequence.label_positions, sequence.targets)
+        local_positions, targets, lengths = local_labels(
+            sequence.label_positions, sequence.targets, sequence.input_ids.shape[1], self.group
+        )
+        prediction = self._forward(sequence, local_positions, targets)
         if not any(lengths):
             return prediction
-        return Prediction(
-            gather(prediction.losses, 0, lengths, self.group), gather(prediction.hits, 0, lengths, self.group)
+        return TokenPrediction(
+            gather_shards(prediction.losses, 0, lengths, self.group),
+            gather_shards(prediction.hits, 0, lengths, self.group),
         )
 
-    def _predict(self, row: RowBatch, kept: Tensor, targets: Tensor) -> Prediction:
-        segments = {"segments": row.segments} if self.by_segments else {}
+    def _forward(self, sequence: PackedSequence, label_positions: Tensor, targets: Tensor) -> TokenPrediction:
+        segments = {"segments": sequence.segments} if self.uses_segments else {}
         output = self.forward_module(
-            input_ids=row.input_ids,
-            position_ids=row.position_ids,
+            input_ids=sequence.input_ids,
+            position_ids=sequence.position_ids,
             use_cache=False,  # with a cache the conversations would attend to each other (packed_sequences.py)
-            logits_to_keep=kept,
+            logits_to_keep=label_positions,
             **segments,
-            **row.media,
+            **sequence.media,
         )
-        return scored(output.logits[0], targets)
+        return score_logits(output.logits[0], targets)
 
 
-def part_of(name: str) -> str:
+def parameter_group(name: str) -> str:
     """Return the group of a parameter: vision, merger or language."""
     if MERGERS.match(name):
         return "merger"
     return "vision" if name.startswith(VISION) else "language"
 
 
-def scored(logits: Tensor, targets: Tensor) -> Prediction:
+def score_logits(logits: Tensor, targets: Tensor) -> TokenPrediction:
     """Compute cross-entropy and accuracy of logits [N, V] against target tokens [N], in float32.
 
     Works in chunks; the backward pass recomputes the float32 logits of each chunk instead of storing them.
@@ -150,18 +153,18 @@ def scored(logits: Tensor, targets: Tensor) -> Prediction:
     losses: list[Tensor] = []
     for chunk, chunk_targets in zip(torch.split(logits, LOSS_CHUNK), torch.split(targets, LOSS_CHUNK), strict=True):
         if torch.is_grad_enabled() and logits.dtype != torch.float32:
-            losses.append(torch.utils.checkpoint.checkpoint(_losses, chunk, chunk_targets, use_reentrant=False))
+            losses.append(torch.utils.checkpoint.checkpoint(_cross_entropy, chunk, chunk_targets, use_reentrant=False))
         else:
-            losses.append(_losses(chunk, chunk_targets))
+            losses.append(_cross_entropy(chunk, chunk_targets))
     hits = (logits.detach().argmax(dim=-1) == targets).float()
-    return Prediction(torch.cat(losses) if losses else logits.float().sum(dim=-1), hits)
+    return TokenPrediction(torch.cat(losses) if losses else logits.float().sum(dim=-1), hits)
 
 
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
-def check_folder(folder: Path) -> Any:
+def check_config(folder: Path) -> Any:
     """Return the config of the model in a folder. Raises ModelError if the model is not supported."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -172,19 +175,19 @@ def check_folder(folder: Path) -> Any:
     return config
 
 
-def load(path: str, dtype: torch.dtype, revision: str | None = None) -> LanguageModel:
+def load_language_model(path: str, dtype: torch.dtype, revision: str | None = None) -> LanguageModel:
     """Load a model with its weights in their stored dtype; the engine casts and moves them later.
 
     Raises ModelError if it cannot be loaded.
     """
-    folder = resolve(path, revision)
-    check_folder(folder)
+    folder = download_language_model(path, revision)
+    check_config(folder)
     try:
-        with without_progress_bars():
+        with hide_progress_bars():
             network, loading_info = AutoModelForImageTextToText.from_pretrained(
                 folder,
                 dtype="auto",
-                attn_implementation=attention(dtype),
+                attn_implementation=attention_kernel(dtype),
                 local_files_only=True,
                 output_loading_info=True,
             )
@@ -210,7 +213,7 @@ def checkpoint_blocks(network: Any) -> None:
     network.disable_input_require_grads()
 
 
-def attention(dtype: torch.dtype) -> str:
+def attention_kernel(dtype: torch.dtype) -> str:
     """Return the attention implementation: FlashAttention 2 if installed and bf16, else SDPA."""
     from transformers.utils import is_flash_attn_2_available
 

@@ -6,13 +6,13 @@ import bisect
 import functools
 from collections.abc import Sequence
 
-from wfm_ds.data.order import epoch_order, permuted
+from wfm_ds.data.order import epoch_order, permutation
 from wfm_ds.seeds import derive_seed
 
 WINDOW = 1024  # packing window in an epoch's order; keeps distant conversations apart
 
 
-def packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def pack_items(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack items into bins of this capacity by best-fit decreasing. Return the item indices of each bin.
 
     Each length must be at most the capacity.
@@ -29,29 +29,29 @@ def packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-class RowOrder:
+class PackingOrder:
     """Endless order of packed sequences, reshuffled every epoch."""
 
     def __init__(self, lengths: Sequence[int], capacity: int, *, seed: int, shuffle: bool, pack: bool) -> None:
         """lengths: number of tokens of each conversation, at most `capacity`."""
         self.lengths, self.capacity, self.seed, self.shuffle, self.pack = lengths, capacity, seed, shuffle, pack
-        self._rows = functools.lru_cache(maxsize=2)(self._of_epoch)
+        self._cached_epoch = functools.lru_cache(maxsize=2)(self._pack_epoch)
         self._ends: list[int] = []  # number of sequences up to the end of each epoch
 
-    def row(self, position: int) -> list[int]:
+    def conversations(self, position: int) -> list[int]:
         """Return the conversation indices of the sequence at this position, from 0."""
-        epoch, offset = self.place(position)
-        return self._rows(epoch)[offset]
+        epoch, offset = self.locate(position)
+        return self._cached_epoch(epoch)[offset]
 
-    def place(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         """Return the epoch of a sequence and its offset in it."""
         while not self._ends or self._ends[-1] <= position:
             previous = self._ends[-1] if self._ends else 0
-            self._ends.append(previous + len(self._rows(len(self._ends))))
+            self._ends.append(previous + len(self._cached_epoch(len(self._ends))))
         epoch = bisect.bisect_right(self._ends, position)
         return epoch, position - (self._ends[epoch - 1] if epoch else 0)
 
-    def _of_epoch(self, epoch: int) -> list[list[int]]:
+    def _pack_epoch(self, epoch: int) -> list[list[int]]:
         count = len(self.lengths)
         order = epoch_order(count, self.seed, epoch).tolist() if self.shuffle else list(range(count))
         if not self.pack:
@@ -59,9 +59,9 @@ class RowOrder:
         sequences: list[list[int]] = []
         for start in range(0, count, WINDOW):
             window = order[start : start + WINDOW]
-            bins = packed([self.lengths[item] for item in window], self.capacity)
+            bins = pack_items([self.lengths[item] for item in window], self.capacity)
             # Packing sorts by length; restore a training order.
-            random_order = permuted(len(bins), derive_seed(self.seed, "row_order", epoch, start)).tolist()
+            random_order = permutation(len(bins), derive_seed(self.seed, "row_order", epoch, start)).tolist()
             order_in_window = (
                 random_order if self.shuffle else sorted(range(len(bins)), key=lambda bin_index: min(bins[bin_index]))
             )

@@ -12,36 +12,36 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wfm_ds.errors import UserError
-from wfm_ds.program import Parser, program
+from wfm_ds.program import CommandParser, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> None:
-    from wfm_ds.migrate.translation import check, key_table, migrate, read, render
+    from wfm_ds.migrate.translation import check_recipe, migrate_config, read_toml, render_key_table, render_recipe
 
     if args.keys:
-        sys.stdout.write(key_table())
+        sys.stdout.write(render_key_table())
         return
     if args.config is None:
         raise UserError("expected a configuration file, or --keys to print the table of keys")
-    migration = migrate(read(args.config), steps=args.steps)
-    text = render(migration, args.config.name)
+    migration = migrate_config(read_toml(args.config), steps=args.steps)
+    text = render_recipe(migration, args.config.name)
     sys.stdout.write(text)
-    check(migration, text)
+    check_recipe(migration, text)
 
 
-def parser() -> Parser:
-    p = Parser(prog="python -m wfm_ds.migrate", description=__doc__.split("\n")[0])
+def parser() -> CommandParser:
+    p = CommandParser(prog="python -m wfm_ds.migrate", description=__doc__.split("\n")[0])
     p.add_argument("config", nargs="?", type=Path, help="a TOML configuration of Cosmos-RL (docs/migrating.md)")
-    p.add_argument("--steps", type=positive, metavar="N", help="length of the run (run.steps), instead of epochs")
+    p.add_argument("--steps", type=positive_int, metavar="N", help="length of the run (run.steps), instead of epochs")
     p.add_argument("--keys", action="store_true", help="print the table of keys in docs/migrating.md")
     return p
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     number = int(text)
     if number < 1:
         raise ValueError(text)

@@ -21,36 +21,38 @@ class CosmosConfig:
     """A configuration with flat dotted keys, defaults for missing keys, and notes added during conversion."""
 
     mode: str
-    given: dict[str, Any]
+    settings: dict[str, Any]
     defaults: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     steps: int | None = None  # run length, from --steps
 
     def __getitem__(self, key: str) -> Any:
-        return self.given[key] if key in self.given else self.defaults[key]
+        return self.settings[key] if key in self.settings else self.defaults[key]
 
     def has_table(self, prefix: str) -> bool:
-        return any(key.startswith(f"{prefix}.") for key in self.given)
+        return any(key.startswith(f"{prefix}.") for key in self.settings)
 
-    def note(self, text: str) -> None:
+    def add_note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
 
     @property
     def model(self) -> str:
         """Model name in the configuration, in lower case."""
-        return str(self.given.get("policy.model_name_or_path", self.given.get("checkpoint.load_path", ""))).lower()
+        return str(
+            self.settings.get("policy.model_name_or_path", self.settings.get("checkpoint.load_path", ""))
+        ).lower()
 
 
-Convert = Callable[[Any, CosmosConfig], Any]
+ValueConverter = Callable[[Any, CosmosConfig], Any]
 
 
-def one_of(words: Mapping[Any, str]) -> Callable[[Any, CosmosConfig], str]:
+def choice_converter(choices: Mapping[Any, str]) -> Callable[[Any, CosmosConfig], str]:
     """Return a converter that maps allowed values to names."""
 
     def convert(value: Any, _: CosmosConfig) -> str:
-        if value not in words:
-            raise NoCounterpart(f"{value!r} is not one of {', '.join(map(str, words))}")
-        return words[value]
+        if value not in choices:
+            raise NoCounterpart(f"{value!r} is not one of {', '.join(map(str, choices))}")
+        return choices[value]
 
     return convert

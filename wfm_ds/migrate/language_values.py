@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import DataError
-from wfm_ds.language.annotations import rows_of
+from wfm_ds.language.annotations import read_rows
 from wfm_ds.migrate.config import CosmosConfig, NoCounterpart
 
 ANNOTATIONS = "custom.dataset.annotation_path"
 
 
-def annotation_file(value: str, source: CosmosConfig) -> str:
+def annotation_path(value: str, source: CosmosConfig) -> str:
     if not value:
         raise NoCounterpart("empty value")
-    source.note(
+    source.add_note(
         "data.pack false: a batch has as many conversations as in Cosmos-RL, packed without padding; true "
         "fills sequences of data.max_tokens, and engine.micro_batch_size counts sequences"
     )
@@ -34,34 +34,34 @@ def system_turn(value: str, _: CosmosConfig) -> str:
     return value
 
 
-def pixels(_: Any, source: CosmosConfig) -> dict[str, int]:
+def pixel_limits(_: Any, source: CosmosConfig) -> dict[str, int]:
     """Return the section data.pixels."""
-    limits = {name: source.given.get(f"custom.vision.{name}_pixels") for name in ("min", "max")}
+    limits = {name: source.settings.get(f"custom.vision.{name}_pixels") for name in ("min", "max")}
     return {name: int(value) for name, value in limits.items() if value is not None}
 
 
-def video(_: Any, source: CosmosConfig) -> dict[str, float]:
+def video_settings(_: Any, source: CosmosConfig) -> dict[str, float]:
     """Return the section data.video."""
-    max_frames = source.given.get("custom.vision.max_frames")
+    max_frames = source.settings.get("custom.vision.max_frames")
     return {"fps": float(source["custom.vision.fps"])} | ({} if max_frames is None else {"max_frames": int(max_frames)})
 
 
-def holdout(value: float, _: CosmosConfig) -> float:
+def holdout_fraction(value: float, _: CosmosConfig) -> float:
     if value >= 1:
         raise NoCounterpart("a number of samples; validation.holdout is a fraction")
     return value
 
 
-def readers(value: int, _: CosmosConfig) -> int:
+def num_readers(value: int, _: CosmosConfig) -> int:
     return max(value, 1)  # 0 in Cosmos-RL: read in the training process
 
 
-def count(source: CosmosConfig) -> int | None:
+def count_conversations(source: CosmosConfig) -> int | None:
     """Return the number of annotated conversations, None if the file is not on this machine."""
-    file = Path(str(source.given.get(ANNOTATIONS, "")))
+    file = Path(str(source.settings.get(ANNOTATIONS, "")))
     if not file.is_file():
         return None
     try:
-        return sum(1 for _ in rows_of(file)) or None
+        return sum(1 for _ in read_rows(file)) or None
     except DataError:
         return None

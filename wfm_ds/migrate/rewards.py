@@ -11,71 +11,71 @@ from wfm_ds.migrate.config import CosmosConfig, NoCounterpart
 
 WFM_REWARD = "model.rl.reward_config"
 USE_REMOTE = "train.train_policy.use_remote_reward"
-SERVICE = (
+SERVICE_NOTE = (
     "rewards named remote/NAME use Cosmos-RL's service, set by REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and "
     "REMOTE_REWARD_TOKEN; without the prefix, wfm_ds computes the reward (docs/rewards.md)"
 )
 
 
-def remote(name: str, output: str, source: CosmosConfig) -> dict[str, Any]:
+def remote_reward(name: str, output: str, source: CosmosConfig) -> dict[str, Any]:
     """Return the entry of a service's reward. `output`: the output, or sum of outputs, used as score."""
-    source.note(SERVICE)
+    source.add_note(SERVICE_NOTE)
     return {"name": f"remote/{name}", "options": {"output": output}}
 
 
-def named_rewards(value: list[dict[str, Any]] | None, source: CosmosConfig) -> list[dict[str, Any]]:
+def convert_named_rewards(value: list[dict[str, Any]] | None, source: CosmosConfig) -> list[dict[str, Any]]:
     """Convert the list of rewards with a score_key each; None if the configuration has no list."""
     if not source[USE_REMOTE]:
         if value is None:
             raise NoCounterpart("the rewards are computed by functions in the user's script")
-        source.note(
+        source.add_note(
             f"{USE_REMOTE} is false: Cosmos-RL ignores its remote_reward; wfm_ds computes these rewards locally"
         )
     elif value is None:
         value = [{"name": "dance_grpo", "score_key": "overall_reward"}]
-    return known_rewards([_entry(function, source) for function in value], source)
+    return add_unknown_reward_notes([_reward_entry(function, source) for function in value], source)
 
 
-def _entry(function: dict[str, Any], source: CosmosConfig) -> dict[str, Any]:
+def _reward_entry(function: dict[str, Any], source: CosmosConfig) -> dict[str, Any]:
     name = function["name"]
     output = function.get("score_key", name)
-    entry = remote(name, output, source) if source[USE_REMOTE] else {"name": name}
+    entry = remote_reward(name, output, source) if source[USE_REMOTE] else {"name": name}
     if not source[USE_REMOTE] and output != name:
         entry["options"] = {"output": output}
     clip = [function.get("clip_min", -5.0), function.get("clip_max", 5.0)]
     return entry | {"weight": function.get("weight", 1.0), "clip": clip}
 
 
-def weighted_rewards(value: dict[str, float], source: CosmosConfig) -> list[dict[str, Any]]:
+def convert_weighted_rewards(value: dict[str, float], source: CosmosConfig) -> list[dict[str, Any]]:
     """Convert the older form {name: weight}. The service's output has the name of the reward."""
     functions = [
-        (remote(name, name, source) if source[USE_REMOTE] else {"name": name}) | {"weight": weight}
+        (remote_reward(name, name, source) if source[USE_REMOTE] else {"name": name}) | {"weight": weight}
         for name, weight in value.items()
     ]
-    return known_rewards(functions, source)
+    return add_unknown_reward_notes(functions, source)
 
 
-def wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
+def convert_wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
     """Convert the rewards of the wfm mode. Each has separate advantages, so each entry has its own clip."""
     functions: list[dict[str, Any]] = []
     service = f"{WFM_REWARD}.remote_reward"
     if source[f"{service}.enabled"]:
-        entry = remote(source[f"{service}.reward_fn"], source[f"{service}.score_key"], source)
+        entry = remote_reward(source[f"{service}.reward_fn"], source[f"{service}.score_key"], source)
         functions.append(entry | {"clip": [source[f"{service}.reward_clip_{end}"] for end in ("min", "max")]})
     others = {"aesthetic": "aesthetic", "image_reward": "image_reward", "fake_reward": "mock"}
     functions += [{"name": ours} for theirs, ours in others.items() if source[f"{WFM_REWARD}.{theirs}.enabled"]]
     if not functions:
         raise NoCounterpart("no reward is enabled")
-    return known_rewards(functions, source)
+    return add_unknown_reward_notes(functions, source)
 
 
-def known_rewards(functions: list[dict[str, Any]], source: CosmosConfig) -> list[dict[str, Any]]:
+def add_unknown_reward_notes(functions: list[dict[str, Any]], source: CosmosConfig) -> list[dict[str, Any]]:
     """Add a note for each local reward that wfm_ds lacks. Returns the unchanged list."""
     from wfm_reward import registry
 
     local = {function["name"] for function in functions if not function["name"].startswith("remote/")}
-    for name in sorted(local - set(registry.names())):
-        source.note(
+    for name in sorted(local - set(registry.list_reward_names())):
+        source.add_note(
             f"reward {name} is not part of wfm_ds: implement it, or use remote/{name} to request it from Cosmos-RL's "
             "service (docs/rewards.md)"
         )
@@ -83,5 +83,5 @@ def known_rewards(functions: list[dict[str, Any]], source: CosmosConfig) -> list
 
 
 def reward_clip(_: Any, source: CosmosConfig) -> list[float]:
-    source.note("reward.clip clamps rewards, as in Cosmos-RL; remove it if a reward has a larger range")
+    source.add_note("reward.clip clamps rewards, as in Cosmos-RL; remove it if a reward has a larger range")
     return [source[f"train.train_policy.remote_reward.reward_clip_{end}"] for end in ("min", "max")]

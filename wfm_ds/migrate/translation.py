@@ -15,14 +15,22 @@ from typing import Any
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.migrate.config import DDRL, NFT, SFT, VLM_SFT, WFM_SFT, CosmosConfig, NoCounterpart
-from wfm_ds.migrate.dropped import reason_for
-from wfm_ds.migrate.keys import ABSENT, FIXED, MISSPELT, MOVED, ROWS, WHOLE, Row
+from wfm_ds.migrate.keys import (
+    ABSENT,
+    KEY_MAPPINGS,
+    MODE_SETTINGS,
+    MOVED_TABLES,
+    RENAMED_KEYS,
+    WHOLE_TABLES,
+    KeyMapping,
+)
 from wfm_ds.migrate.language_values import ANNOTATIONS
+from wfm_ds.migrate.unsupported_keys import find_reason
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.yaml_text import to_yaml
 
-NEEDED = {
+REQUIRED = {
     "run.steps": "number of optimizer steps (SFT) or RL steps; set by --steps",
     "run.output_dir": "the output folder",
     "model.path": "the folder of a diffusers pipeline",
@@ -30,11 +38,11 @@ NEEDED = {
     "sampling.height": "pixels",
     "sampling.width": "pixels",
 }
-NEEDED_FOR_LANGUAGE = {
+REQUIRED_FOR_LANGUAGE = {
     "model.path": "the folder of a vision-language model",
     "data.path": "the annotations, a .json or .jsonl file, a folder, or a list of these",
 }
-NEEDED_FOR_RL = {"reward.functions": "the rewards, e.g. [{name: ocr}]"}
+REQUIRED_FOR_RL = {"reward.functions": "the rewards, e.g. [{name: ocr}]"}
 
 
 @dataclass(slots=True)
@@ -44,19 +52,19 @@ class Migration:
     mode: str
     values: dict[str, Any]
     missing: dict[str, str] = field(default_factory=dict)  # recipe key -> description
-    mended: list[str] = field(default_factory=list)
+    renamed: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    gone: dict[str, str] = field(default_factory=dict)  # Cosmos-RL key -> reason
+    unsupported: dict[str, str] = field(default_factory=dict)  # Cosmos-RL key -> reason
     unknown: list[str] = field(default_factory=list)
 
 
-def key_table() -> str:
+def render_key_table() -> str:
     """Return the table of keys as Markdown."""
-    lines = [f"| `{row.theirs}` | {' '.join(f'`{key}`' for key in row.targets)} |" for row in ROWS]
+    lines = [f"| `{row.cosmos_key}` | {' '.join(f'`{key}`' for key in row.targets)} |" for row in KEY_MAPPINGS]
     return "\n".join(["| Cosmos-RL | recipe |", "|---|---|", *dict.fromkeys(lines)]) + "\n"
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file. Raises RecipeError if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -66,69 +74,71 @@ def read(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}: not valid TOML: {error}") from error
 
 
-def migrate(config: Mapping[str, Any], *, steps: int | None = None) -> Migration:
+def migrate_config(config: Mapping[str, Any], *, steps: int | None = None) -> Migration:
     """Convert a configuration. `steps` overrides the run length.
 
     Raises RecipeError if it trains another kind of model, or a vision-language model without annotations.
     """
-    settings, renamed = mend(flatten(config))
-    mode = mode_of(settings)
-    rows = [row for row in ROWS if mode in row.modes]
-    defaults = {row.theirs: row.default for row in rows if row.default is not ABSENT}
+    settings, renamed = rename_old_keys(flatten_tables(config))
+    mode = detect_mode(settings)
+    rows = [row for row in KEY_MAPPINGS if mode in row.modes]
+    defaults = {row.cosmos_key: row.default for row in rows if row.default is not ABSENT}
     source = CosmosConfig(mode, settings, defaults, steps=steps)
-    migration = Migration(mode, dict(FIXED[mode]), mended=renamed, notes=source.notes)
+    migration = Migration(mode, dict(MODE_SETTINGS[mode]), renamed=renamed, notes=source.notes)
     if steps is not None:
-        source.note(f"run.steps {steps} is from --steps and overrides the configuration")
+        source.add_note(f"run.steps {steps} is from --steps and overrides the configuration")
     for row in rows:
-        if row.theirs not in settings and meant(row, source):
-            apply(row, row.default, source, migration)
+        if row.cosmos_key not in settings and should_apply_default(row, source):
+            apply_mapping(row, row.default, source, migration)
     # Explicit values override defaults of other keys with the same recipe key.
-    explicit = [row for row in rows if row.theirs in settings]
-    used = [row.theirs for row in explicit if apply(row, settings[row.theirs], source, migration)]
-    migration.gone = {key: reason for key, reason in migration.gone.items() if key not in used}
-    for key in settings.keys() - {row.theirs for row in rows}:
-        others = sorted({other for row in ROWS if row.theirs == key for other in row.modes})
-        reason = reason_for(key, mode) or (f"used by {' and '.join(others)}, not by {mode}" if others else None)
+    explicit = [row for row in rows if row.cosmos_key in settings]
+    used = [row.cosmos_key for row in explicit if apply_mapping(row, settings[row.cosmos_key], source, migration)]
+    migration.unsupported = {key: reason for key, reason in migration.unsupported.items() if key not in used}
+    for key in settings.keys() - {row.cosmos_key for row in rows}:
+        others = sorted({other for row in KEY_MAPPINGS if row.cosmos_key == key for other in row.modes})
+        reason = find_reason(key, mode) or (f"used by {' and '.join(others)}, not by {mode}" if others else None)
         if reason is None:
             migration.unknown.append(key)
         else:
-            migration.gone[key] = reason
+            migration.unsupported[key] = reason
     order = {key: index for index, row in enumerate(rows) for key in row.targets}
     migration.values = dict(sorted(migration.values.items(), key=lambda item: order.get(item[0], -1)))
-    migration.missing = {key: what for key, what in needed(mode).items() if key not in migration.values}
+    migration.missing = {key: what for key, what in list_required_keys(mode).items() if key not in migration.values}
     return migration
 
 
-def needed(mode: str) -> dict[str, str]:
+def list_required_keys(mode: str) -> dict[str, str]:
     """Return the required recipe keys of the mode, with descriptions."""
     if mode == VLM_SFT:
-        without_sampling = {key: what for key, what in NEEDED.items() if not key.startswith("sampling.")}
-        return without_sampling | NEEDED_FOR_LANGUAGE
-    return NEEDED | (NEEDED_FOR_RL if mode in (NFT, DDRL) else {})
+        without_sampling = {key: what for key, what in REQUIRED.items() if not key.startswith("sampling.")}
+        return without_sampling | REQUIRED_FOR_LANGUAGE
+    return REQUIRED | (REQUIRED_FOR_RL if mode in (NFT, DDRL) else {})
 
 
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_tables(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested tables to dotted keys. Lists and the WHOLE_TABLES remain single values."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"
-        flat |= flatten(value, f"{key}.") if isinstance(value, dict) and key not in WHOLE else {key: value}
+        flat |= (
+            flatten_tables(value, f"{key}.") if isinstance(value, dict) and key not in WHOLE_TABLES else {key: value}
+        )
     return flat
 
 
-def mend(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def rename_old_keys(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the settings under current key names, and a message for each replaced name."""
     current: dict[str, Any] = {}
     messages: list[str] = []
     for name, value in settings.items():
         key = name
-        for old, new in MOVED.items():
+        for old, new in MOVED_TABLES.items():
             if key.startswith(f"{old}."):
                 key = f"{new}{key.removeprefix(old)}"
         if key != name:
             messages.append(f"{name} is called {key} in current versions")
-        if key in MISSPELT:
-            current_key, consequence = MISSPELT[key]
+        if key in RENAMED_KEYS:
+            current_key, consequence = RENAMED_KEYS[key]
             messages.append(f"{key} is read as {current_key}: {consequence}")
             key = current_key
         if key in current:
@@ -137,7 +147,7 @@ def mend(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return current, messages
 
 
-def mode_of(settings: Mapping[str, Any]) -> str:
+def detect_mode(settings: Mapping[str, Any]) -> str:
     """Return the algorithm and trainer of the configuration. Raises RecipeError if it is not supported."""
     tables = {key.partition(".")[0] for key in settings}
     if tables & {"model", "trainer", "dataloader_train"}:
@@ -146,7 +156,7 @@ def mode_of(settings: Mapping[str, Any]) -> str:
     policy = "train.train_policy"
     kind = settings.get(f"{policy}.type", "grpo" if f"{policy}.kl_beta" in settings else "sft")
     trainer = settings.get(f"{policy}.trainer_type", "sft" if kind == "sft" else "grpo")
-    if not is_diffusers and kind == "sft" and reads_images(settings):
+    if not is_diffusers and kind == "sft" and is_vision_model(settings):
         return VLM_SFT
     if not is_diffusers:
         raise RecipeError(
@@ -162,55 +172,57 @@ def mode_of(settings: Mapping[str, Any]) -> str:
     )
 
 
-def reads_images(settings: Mapping[str, Any]) -> bool:
+def is_vision_model(settings: Mapping[str, Any]) -> bool:
     """Return whether the language model is multimodal, judged by LLaVA annotations or the model name."""
     name = str(settings.get("policy.model_name_or_path", "")).lower()
     return ANNOTATIONS in settings or any(word in name for word in ("-vl", "cosmos-reason"))
 
 
-def meant(row: Row, source: CosmosConfig) -> bool:
+def should_apply_default(row: KeyMapping, source: CosmosConfig) -> bool:
     """Return whether the default of a missing key is relevant for this run."""
-    is_lora_key = row.theirs.startswith("policy.lora.")
+    is_lora_key = row.cosmos_key.startswith("policy.lora.")
     return row.default is not ABSENT and (not is_lora_key or source.has_table("policy.lora"))
 
 
-def apply(row: Row, value: Any, source: CosmosConfig, migration: Migration) -> bool:
+def apply_mapping(row: KeyMapping, value: Any, source: CosmosConfig, migration: Migration) -> bool:
     """Convert the value and add it to the recipe. Returns False and records the reason on NoCounterpart."""
     try:
         converted = row.convert(value, source)
     except NoCounterpart as reason:
-        if row.theirs in source.given:
-            migration.gone[row.theirs] = str(reason)
+        if row.cosmos_key in source.settings:
+            migration.unsupported[row.cosmos_key] = str(reason)
         return False
     except (TypeError, ValueError, LookupError) as error:
-        raise RecipeError(f"{row.theirs}: cannot convert {value!r}: {error}") from error
-    migration.values |= zip(row.targets, converted if isinstance(row.ours, tuple) else [converted], strict=True)
+        raise RecipeError(f"{row.cosmos_key}: cannot convert {value!r}: {error}") from error
+    migration.values |= zip(row.targets, converted if isinstance(row.recipe_key, tuple) else [converted], strict=True)
     return True
 
 
 # ---- YAML output
 
 
-def render(migration: Migration, name: str) -> str:
+def render_recipe(migration: Migration, name: str) -> str:
     """Return the recipe: comments about every key without a mapping, then the sections with placeholders."""
     head = [
         f"{migration.mode}, converted from the Cosmos-RL configuration {name}",
-        *titled("To be filled in", [f"{key}: {what}" for key, what in migration.missing.items()]),
-        *titled("Unknown keys, omitted: check their spelling", sorted(migration.unknown)),
-        *titled("Renamed keys", migration.mended),
-        *titled("Notes", migration.notes),
-        *titled("Without a counterpart", [f"{key}: {reason}" for key, reason in sorted(migration.gone.items())]),
+        *comment_section("To be filled in", [f"{key}: {what}" for key, what in migration.missing.items()]),
+        *comment_section("Unknown keys, omitted: check their spelling", sorted(migration.unknown)),
+        *comment_section("Renamed keys", migration.renamed),
+        *comment_section("Notes", migration.notes),
+        *comment_section(
+            "Without a counterpart", [f"{key}: {reason}" for key, reason in sorted(migration.unsupported.items())]
+        ),
     ]
     whole_words = textwrap.TextWrapper(118, subsequent_indent=" " * 6, break_on_hyphens=False, break_long_words=False)
     wrapped = [part for line in head for part in whole_words.wrap(line)]
-    return "".join(f"# {line}\n" for line in wrapped) + body(migration)
+    return "".join(f"# {line}\n" for line in wrapped) + render_sections(migration)
 
 
-def titled(title: str, lines: Sequence[str]) -> list[str]:
+def comment_section(title: str, lines: Sequence[str]) -> list[str]:
     return [f"{title}:", *(f"  {line}" for line in lines)] if lines else []
 
 
-def body(migration: Migration) -> str:
+def render_sections(migration: Migration) -> str:
     """Return the sections in schema order, with a comment for each key to be filled in."""
     text = ""
     for section in Recipe.model_fields:
@@ -225,7 +237,7 @@ def body(migration: Migration) -> str:
     return text
 
 
-def check(migration: Migration, text: str) -> None:
+def check_recipe(migration: Migration, text: str) -> None:
     """Raise RecipeError if the text is not a valid, complete recipe."""
     if migration.missing:
         raise RecipeError(f"the recipe is incomplete; fill in {', '.join(migration.missing)}")
@@ -233,7 +245,7 @@ def check(migration: Migration, text: str) -> None:
         path = Path(folder) / "recipe.yaml"
         path.write_text(text, encoding="utf-8")
         try:
-            recipe_file.load(path)
+            recipe_file.load_recipe(path)
         except RecipeError as error:
             problems = str(error).replace(str(path), "line")
             raise RecipeError(f"the recipe is not valid; fix:\n{problems}") from error

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from wfm_ds.migrate.config import DDRL, CosmosConfig, NoCounterpart
-from wfm_ds.migrate.values import sharding
+from wfm_ds.migrate.diffusers_values import zero_config_name
 
 VIDEO_DATA = "dataloader_train.video_dataloader"
 # Landscape sizes (height, width) by name.
@@ -22,103 +22,105 @@ SIZES = {
 }
 
 
-def output_of_job(_: Any, source: CosmosConfig) -> str:
+def job_output_folder(_: Any, source: CosmosConfig) -> str:
     return "/".join(["outputs", *(str(source[f"job.{part}"]) for part in ("project", "group", "name"))])
 
 
-def steps(value: int, source: CosmosConfig) -> int:
+def run_steps(value: int, source: CosmosConfig) -> int:
     return value if source.steps is None else source.steps
 
 
 def random_weights(value: str, source: CosmosConfig) -> str:
     if value:
         raise NoCounterpart("weights are loaded from the folder")
-    source.note("checkpoint.load_path is not set: the denoiser starts with random weights, as in Cosmos-RL")
+    source.add_note("checkpoint.load_path is not set: the denoiser starts with random weights, as in Cosmos-RL")
     return "random"
 
 
 # ---- ranks and partitioning
 
 
-def copies_of_the_model(source: CosmosConfig) -> int:
+def num_model_copies(source: CosmosConfig) -> int:
     """Return the number of model copies. Each generates `batch_size` samples at once and has different data."""
     data_parallel = max(
-        source.given.get("model_parallel.data_parallel_size", -1), 1
+        source.settings.get("model_parallel.data_parallel_size", -1), 1
     )  # -1: derived from the other sizes
     return int(data_parallel * source["model.fsdp_shard_size"] * source["model.dp_replicate_size"])
 
 
-def groups_of_instances(_: Any, source: CosmosConfig) -> int:
+def groups_per_step(_: Any, source: CosmosConfig) -> int:
     """Return the groups per optimizer step. Several model copies form a group; gradients of rounds accumulate."""
-    copies = copies_of_the_model(source)
+    copies = num_model_copies(source)
     if copies % source["model.rl.num_rollout"]:
         raise NoCounterpart(f"{copies} model copies are not a multiple of model.rl.num_rollout")
-    batch = max(source.given.get(f"{VIDEO_DATA}.{key}", 1) for key in ("batch_size", "dataloader.batch_size"))
+    batch = max(source.settings.get(f"{VIDEO_DATA}.{key}", 1) for key in ("batch_size", "dataloader.batch_size"))
     return int(copies // source["model.rl.num_rollout"] * batch * source["trainer.grad_accum_iter"])
 
 
-def zero_of_shards(_: Any, source: CosmosConfig) -> str:
-    ranks = source["model_parallel.context_parallel_size"] * copies_of_the_model(source)
-    source.note(
+def shard_zero_config(_: Any, source: CosmosConfig) -> str:
+    ranks = source["model_parallel.context_parallel_size"] * num_model_copies(source)
+    source.add_note(
         f"the configuration is for {ranks} GPUs; wfm_ds computes the same step on any number that the groups allow"
     )
-    return sharding(source["model.fsdp_shard_size"], source["model.dp_replicate_size"], source)
+    return zero_config_name(source["model.fsdp_shard_size"], source["model.dp_replicate_size"], source)
 
 
 def context_parallel(value: int, source: CosmosConfig) -> int:
     if value > 1 and source.mode == DDRL:
-        source.note(
+        source.add_note(
             f"algorithm.std_unbiased: Cosmos-RL counts each reward {value} times in a group's std, once per rank of "
             "model_parallel.context_parallel_size; wfm_ds counts it one time"
         )
     return value
 
 
-def checkpointing(value: str, source: CosmosConfig) -> bool:
+def gradient_checkpointing(value: str, source: CosmosConfig) -> bool:
     if value == "mm_only":
-        source.note("model.gradient_checkpointing: wfm_ds recomputes whole blocks, Cosmos-RL everything except matmuls")
+        source.add_note(
+            "model.gradient_checkpointing: wfm_ds recomputes whole blocks, Cosmos-RL everything except matmuls"
+        )
     return value != "none"
 
 
 # ---- averages, sizes, batches
 
 
-def power_average(_: Any, source: CosmosConfig) -> tuple[float, int]:
+def power_ema(_: Any, source: CosmosConfig) -> tuple[float, int]:
     """Return (ema.decay, ema.every) for a power-law average (arXiv 2312.02696)."""
     if not source["model.ema.enabled"]:
         raise NoCounterpart("omit the section `ema`")
     width = float(source["model.ema.rate"]) ** -2
     exponent = float(np.roots([1, 7, 16 - width, 12 - width]).real.max()) + 1
-    last = steps(source["trainer.max_iter"], source) - 1 + source["model.ema.iteration_shift"]
+    last = run_steps(source["trainer.max_iter"], source) - 1 + source["model.ema.iteration_shift"]
     decay = round((1 - 1 / (last + 1)) ** exponent, 6) if last > 0 else 0.0
-    source.note(
+    source.add_note(
         f"ema: model.ema.enabled is true by default in Cosmos-RL. Its decay at step t is (1 - 1/(t + 1)) ** "
         f"{exponent:.2f}; here it rises as (1 + j)/(10 + j) to ema.decay, the value of Cosmos-RL at the last step"
     )
     return decay, 1
 
 
-def wide(value: list[int], source: CosmosConfig) -> tuple[int, int]:
+def landscape_size(value: list[int], source: CosmosConfig) -> tuple[int, int]:
     """Return (height, width) of a size with the width first, as in the published configurations."""
     if value[0] > value[1]:
-        source.note(
+        source.add_note(
             f"sampling.height and width: video_size {value} is read as width {value[0]}, height {value[1]}; Cosmos-RL "
             "uses the first number as height and distorts the videos"
         )
     return value[1], value[0]
 
 
-def named_size(value: str, _: CosmosConfig) -> tuple[int, int]:
+def resolution_size(value: str, _: CosmosConfig) -> tuple[int, int]:
     if str(value) not in SIZES:
         raise NoCounterpart(f"{value!r} is not one of {', '.join(SIZES)}")
     return SIZES[str(value)]
 
 
-def first(value: list[int], _: CosmosConfig) -> int:
+def first_value(value: list[int], _: CosmosConfig) -> int:
     return value[0]
 
 
-def callbacks(value: list[dict[str, Any]], _: CosmosConfig) -> tuple[Any, Any]:
+def callback_settings(value: list[dict[str, Any]], _: CosmosConfig) -> tuple[Any, Any]:
     """Return (grad_clip, steps between samples)."""
     arguments = {str(entry.get("name")): entry.get("args", {}) for entry in value}
     names = [name for name in ("every_n_sample_ema", "every_n_sample_reg") if name in arguments]
@@ -134,11 +136,11 @@ def validate_every(_: Any, source: CosmosConfig) -> int:
 
 
 def edm_guidance(value: float, source: CosmosConfig) -> float:
-    source.note(f"sampling.guidance_scale is w = 1 + g: {value:g} in Cosmos-RL is {1 + value:g} here")
+    source.add_note(f"sampling.guidance_scale is w = 1 + g: {value:g} in Cosmos-RL is {1 + value:g} here")
     return 1 + value
 
 
-def of_data_term(value: bool, source: CosmosConfig) -> bool:
+def require_data_loss(value: bool, source: CosmosConfig) -> bool:
     if not source["model.rl.data_beta"]:
         raise NoCounterpart("only for the diffusion loss, which is off with model.rl.data_beta 0")
     return value
@@ -149,7 +151,7 @@ def caption_dropout(value: list[dict[str, Any]], _: CosmosConfig) -> float:
     return float(rates[0]) if rates else 0.0
 
 
-def bounded(value: float, _: CosmosConfig) -> float:
+def finite_bound(value: float, _: CosmosConfig) -> float:
     if float(value) == float("inf"):
         raise NoCounterpart("no bound, which is the default")
     return float(value)

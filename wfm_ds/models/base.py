@@ -25,21 +25,21 @@ from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
-from wfm_ds.models.conditional_frames import KEYS
-from wfm_ds.models.fingerprint import fingerprint
-from wfm_ds.pinned import on_device
-from wfm_ds.recipe.stated import FPS
-from wfm_ds.sampling.schedule import shifted
+from wfm_ds.models.conditioning_frames import CONDITIONING_FRAME_KEYS
+from wfm_ds.models.fingerprint import fingerprint_folders
+from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
+from wfm_ds.sampling.schedule import apply_shift
 
 if TYPE_CHECKING:
     from wfm_ds.models.guardrail import Guardrail
-    from wfm_ds.models.inputs import Input
-    from wfm_ds.models.lora_names import LoraName
+    from wfm_ds.models.input_specs import InputSpec
+    from wfm_ds.models.lora_layer_names import LoraLayerName
     from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.types import Conditioning
 
 
-MAX_MULTIPLE = 1024  # largest multiple of height and width to try, in pixels
+MAX_SIZE_MULTIPLE = 1024  # largest multiple of height and width to try, in pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +59,20 @@ class DiffusionModel(ABC):
     pipeline_classes: ClassVar[tuple[str, ...]]  # values of _class_name in model_index.json
     conditioning_keys: ClassVar[frozenset[str]]  # keys that encode_text returns and denoise expects
     default_lora_targets: tuple[str, ...]  # suffixes of linear layers; {} is a block number
-    lora_names: ClassVar[tuple[LoraName, ...]] = ()  # layer names in other tools
+    lora_layer_names: ClassVar[tuple[LoraLayerName, ...]] = ()  # layer names in other tools
     comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # that: original names
-    required_parts: ClassVar[tuple[str, ...]]  # components that must not be null in model_index.json
+    required_components: ClassVar[tuple[str, ...]]  # components that must not be null in model_index.json
     block_classes: ClassVar[tuple[type[nn.Module], ...]]  # for gradient checkpointing, ZeRO-3 leaves, torch.compile
-    video: ClassVar[bool] = False  # pixels [B,3,F,H,W], latents [B,C,T,h,w], also for one frame
+    is_video: ClassVar[bool] = False  # pixels [B,3,F,H,W], latents [B,C,T,h,w], also for one frame
     prompt_templates: ClassVar[tuple[str, ...]] = ()  # choices for the recipe if the pipeline wraps prompts
-    default_side: ClassVar[int | None] = None  # in pixels; if the config has no sample_size
+    default_image_size: ClassVar[int | None] = None  # in pixels; if the config has no sample_size
     has_guardrail: ClassVar[bool] = False  # whether the pipeline has a safety checker
-    takes: ClassVar[Mapping[str, Input]] = {}  # the inputs that data.inputs may name: actions, c2w, ...
+    input_specs: ClassVar[Mapping[str, InputSpec]] = {}  # the inputs that data.inputs may name: actions, c2w, ...
     # Defaults of the family. An instance may override them, depending on the loaded pipeline.
-    denoiser_parts: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two
-    conditional_frames: tuple[int, ...] = (0,)  # allowed numbers of conditioning latent frames
-    optional_keys: frozenset[str] = frozenset()  # keys that encode_inputs may add
-    pins_frames: bool = True
+    denoiser_components: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two
+    conditioning_frame_counts: tuple[int, ...] = (0,)  # allowed numbers of conditioning latent frames
+    optional_conditioning_keys: frozenset[str] = frozenset()  # keys that encode_inputs may add
+    uses_clean_frames: bool = True
     """Whether conditioning frames replace the first latent frames. False: the first frame is an input (FIRST_FRAME)
     and all latent frames are noise."""
 
@@ -86,7 +86,7 @@ class DiffusionModel(ABC):
         max_sequence_length: int | None = None,
         prompt_template: str | None = None,
         leave_denoiser: bool = False,
-        fps: float = FPS,
+        fps: float = DEFAULT_FPS,
         inputs: Collection[str] = (),
         embedded_guidance: float | None = None,
     ) -> None:
@@ -106,30 +106,30 @@ class DiffusionModel(ABC):
         self.path = path
         self.dtype = dtype  # compute dtype of the denoiser
         self.leave_denoiser = leave_denoiser
-        self.bare_denoiser = self.take_denoiser(pipeline)
-        self.denoiser = self.bare_denoiser  # the engine replaces it with its wrapper
+        self.unwrapped_denoiser = self.extract_denoiser(pipeline)
+        self.denoiser = self.unwrapped_denoiser  # the engine replaces it with its wrapper
         self.config = pipeline.transformer.config  # still available when the denoiser is wrapped
-        self.max_sequence_length = max_sequence_length or stock_argument(pipeline, "max_sequence_length")
+        self.max_sequence_length = max_sequence_length or pipeline_call_default(pipeline, "max_sequence_length")
         self.prompt_template = prompt_template
         self.fps = fps
-        self.inputs = frozenset(inputs)
+        self.input_names = frozenset(inputs)
         self.embedded_guidance = embedded_guidance  # None: the network has no such input
-        for part in self.frozen_parts():
+        for part in self.auxiliary_modules():
             part.requires_grad_(False).eval()
-        self.to(device)
+        self.move_to_device(device)
 
     @classmethod
-    def extra_parts(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
+    def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
         """Return pipeline components that are not stored in its folder. Raises ModelError if one is unavailable."""
         return {}
 
     @classmethod
-    def late_parts(cls, folder: Path) -> dict[str, Any]:
+    def component_overrides(cls, folder: Path) -> dict[str, Any]:
         """Return components that replace those named in model_index.json, for types that diffusers would reject."""
         return {}
 
     @classmethod
-    def takes_guidance(cls, folder: Path) -> bool:
+    def has_embedded_guidance(cls, folder: Path) -> bool:
         """Return whether the network in this pipeline folder takes a guidance scale as an input."""
         return False
 
@@ -138,7 +138,7 @@ class DiffusionModel(ABC):
         """Raise ModelError if a pipeline of a supported class cannot be loaded. Called before loading."""
 
     @classmethod
-    def placeholders(cls) -> dict[str, Any]:
+    def placeholder_components(cls) -> dict[str, Any]:
         """Return stand-ins for unloaded components that the pipeline's constructor accesses, for loading on the meta
         device."""
         return {}
@@ -146,33 +146,33 @@ class DiffusionModel(ABC):
     @classmethod
     def needs_first_frame(cls, folder: Path) -> bool:
         """Return whether the pipeline in this folder always needs a first frame."""
-        return min(cls.conditional_frames) > 0
+        return min(cls.conditioning_frame_counts) > 0
 
     @classmethod
-    def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+    def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
         """Return the default guidance scale w, from model_index.json and the call's default arguments."""
         return float(call.get("guidance_scale", 1.0))
 
-    def take_denoiser(self, pipeline: Any) -> nn.Module:
+    def extract_denoiser(self, pipeline: Any) -> nn.Module:
         """Return the module that the engine trains. It contains all of `denoiser_components`."""
         denoiser: nn.Module = pipeline.transformer
         return denoiser
 
-    def frozen_parts(self) -> list[nn.Module]:
+    def auxiliary_modules(self) -> list[nn.Module]:
         """Return all modules of the pipeline except the denoiser: VAE, text encoders and others."""
         parts = self.pipeline.components.items()
-        return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.denoiser_parts]
+        return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.denoiser_components]
 
-    def to(self, device: torch.device | str) -> None:
+    def move_to_device(self, device: torch.device | str) -> None:
         """Move the pipeline to a device, except a denoiser that an engine places."""
         self.device = torch.device(device)
-        parts = self.frozen_parts()
-        if self.denoiser is self.bare_denoiser and not self.leave_denoiser:
+        parts = self.auxiliary_modules()
+        if self.denoiser is self.unwrapped_denoiser and not self.leave_denoiser:
             parts.append(self.denoiser)
         for part in parts:
             part.to(self.device)
 
-    def freeze_all_but(self, targets: Sequence[str]) -> None:  # noqa: B027, optional hook
+    def prepare_for_lora(self, targets: Sequence[str]) -> None:  # noqa: B027, optional hook
         """Prepare for adapters on the layers with these suffixes. All other layers of the denoiser stay frozen.
 
         A family may then move computations of frozen layers into encode_text, which runs once per prompt.
@@ -185,22 +185,26 @@ class DiffusionModel(ABC):
         """Raise ModelError if the pipeline's guardrail rejects a prompt. Called before generating from it."""
 
     @property
-    def frozen(self) -> tuple[str, ...]:
+    def unused_parameter_patterns(self) -> tuple[str, ...]:
         """Name patterns of denoiser parameters that never receive a gradient.
 
         Full training does not change them, exports copy them from the base model, and adapters on them have no effect.
         """
         return ()
 
-    def part_of(self, name: str) -> str:
+    def parameter_component(self, name: str) -> str:
         """Return the expert that a denoiser parameter belongs to; "" if there is one network."""
-        return name.partition(".")[0] if len(self.denoiser_parts) > 1 else ""
+        return name.partition(".")[0] if len(self.denoiser_components) > 1 else ""
 
-    def frozen_names(self) -> frozenset[str]:
+    def find_unused_parameters(self) -> frozenset[str]:
         """Return the denoiser parameters that match `unused_parameter_patterns`."""
-        return frozenset(name for name, _ in self.bare_denoiser.named_parameters() if matches(name, self.frozen))
+        return frozenset(
+            name
+            for name, _ in self.unwrapped_denoiser.named_parameters()
+            if matches_any_pattern(name, self.unused_parameter_patterns)
+        )
 
-    def caption(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
+    def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
         """Return the text to encode for pixels of this size. Some pipelines append the size to the prompt.
 
         negative: the text is a negative prompt.
@@ -214,7 +218,7 @@ class DiffusionModel(ABC):
         Does not include negative prompts; guidance encodes them separately.
         """
 
-    def encode_negative(self, texts: Sequence[str]) -> Conditioning:
+    def encode_negative_text(self, texts: Sequence[str]) -> Conditioning:
         """Encode negative prompts and dropped captions (`NegativeText`), in the format of encode_text.
 
         Override it if the pipeline adds an instruction to prompts but not to negative prompts.
@@ -239,83 +243,83 @@ class DiffusionModel(ABC):
         return {}
 
     @property
-    def may_pin(self) -> bool:
+    def supports_clean_frames(self) -> bool:
         """Return whether the first latent frames of a sample may be clean."""
-        return self.pins_frames and max(self.conditional_frames) > 0
+        return self.uses_clean_frames and max(self.conditioning_frame_counts) > 0
 
-    def pinned(self, num_frames: tuple[int, int]) -> tuple[int, int]:
+    def clean_frame_range(self, num_frames: tuple[int, int]) -> tuple[int, int]:
         """Return the minimum and maximum number of clean latent frames.
 
         num_frames: the recipe's algorithm.min_num_conditional_frames and max_num_conditional_frames.
         """
-        return num_frames if self.pins_frames else (0, 0)
+        return num_frames if self.uses_clean_frames else (0, 0)
 
     @property
     def text_dtype(self) -> torch.dtype:
         """The dtype of text conditioning except masks: the text encoders' dtype, or float32 without encoders."""
-        encoders = self.text_parts().values()
+        encoders = self.text_encoders().values()
         return next((parameter.dtype for encoder in encoders for parameter in encoder.parameters()), torch.float32)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of one text's conditioning, without the batch axis. Most families override it."""
         return {name: tuple(tensor.shape[1:]) for name, tensor in self.encode_text([""]).items()}
 
-    def from_embedding(self, embedding: Tensor) -> Conditioning | None:
+    def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
         """Convert a precomputed text embedding [n, D] to conditioning [1, ...].
 
         Returns None if its shape does not match this model's text encoder, or if the family has several encoders.
         """
         return None
 
-    def text_identity(self) -> dict[str, Any]:
+    def text_cache_key(self) -> dict[str, Any]:
         """Return everything except the text that determines the text conditioning, as JSON values."""
-        dtypes = {str(next(encoder.parameters()).dtype) for encoder in self.text_parts().values()}
+        dtypes = {str(next(encoder.parameters()).dtype) for encoder in self.text_encoders().values()}
         return {
             "family": self.family,
-            "parts": fingerprint(self.path, self.text_folders()),
+            "parts": fingerprint_folders(self.path, self.text_folders()),
             "dtype": sorted(dtypes),
-            **self.text_call(),
+            **self.text_call_kwargs(),
         }
 
-    def latent_identity(self) -> dict[str, Any]:
+    def latent_cache_key(self) -> dict[str, Any]:
         """Return everything except the pixels that determines the result of encode_pixels, as JSON values."""
         dtype = str(next(self.pipeline.vae.parameters()).dtype)
-        return {"family": self.family, "parts": fingerprint(self.path, ["vae"]), "dtype": dtype}
+        return {"family": self.family, "parts": fingerprint_folders(self.path, ["vae"]), "dtype": dtype}
 
-    def parts_named(self, prefix: str) -> dict[str, Any]:
+    def components_with_prefix(self, prefix: str) -> dict[str, Any]:
         """Return the pipeline components with this name prefix, without absent ones."""
         parts = self.pipeline.components.items()
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
-    def text_parts(self) -> dict[str, nn.Module]:
+    def text_encoders(self) -> dict[str, nn.Module]:
         """Return the text encoders by name. Empty after drop_text_encoders."""
-        return self.parts_named("text_encoder")
+        return self.components_with_prefix("text_encoder")
 
     def text_folders(self) -> list[str]:
         """Return the pipeline subfolders that determine text embeddings: encoders and tokenizers."""
-        return [*self.text_parts(), *self.parts_named("tokenizer")]
+        return [*self.text_encoders(), *self.components_with_prefix("tokenizer")]
 
     def drop_text_encoders(self) -> None:
         """Free the memory of the text encoders. No text can be encoded afterwards."""
-        for name in self.text_parts():
+        for name in self.text_encoders():
             setattr(self.pipeline, name, None)
 
     def move_text_encoders(self, device: torch.device | str) -> None:
         """Move only the text encoders: to the host while they are idle, and back."""
-        for encoder in self.text_parts().values():
+        for encoder in self.text_encoders().values():
             encoder.to(device)
 
-    def null_text(self, negative_text: str | None = None) -> str:
+    def resolve_negative_prompt(self, negative_text: str | None = None) -> str:
         """Return the negative prompt for guidance: the given one, or the pipeline's default for None."""
         return "" if negative_text is None else negative_text
 
     @staticmethod
-    def repeat(conditioning: Conditioning, k: int) -> Conditioning:
+    def repeat_conditioning(conditioning: Conditioning, k: int) -> Conditioning:
         """Repeat each row k times in succession. Equals encoding each prompt k times."""
         return {name: tensor.repeat_interleave(k, dim=0) for name, tensor in conditioning.items()}
 
     @staticmethod
-    def stack(rows: Sequence[Conditioning]) -> Conditioning:
+    def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
         """Concatenate conditioning along the batch axis.
 
         Raises ValueError for different shapes. Families with texts of variable length override it and pad.
@@ -333,54 +337,54 @@ class DiffusionModel(ABC):
         Images [B,3,H,W] become [B,C,h,w]. Video families take [B,3,F,H,W] and return [B,C,T,h,w].
         Raises ValueError for other shapes or dtypes.
         """
-        layout, ndim = ("[B,3,F,H,W]", 5) if self.video else ("[B,3,H,W]", 4)
+        layout, ndim = ("[B,3,F,H,W]", 5) if self.is_video else ("[B,3,H,W]", 4)
         if pixels.ndim != ndim or pixels.shape[1] != 3 or pixels.dtype != torch.float32:
             raise ValueError(f"pixels must be float32 {layout}, got {pixels.dtype} {list(pixels.shape)}")
         height, width = pixels.shape[-2:]
-        self.latent_shape(height, width, pixels.shape[2] if self.video else 1)
+        self.latent_shape(height, width, pixels.shape[2] if self.is_video else 1)
         shifted = 2 * pixels.to(self.device) - 1
-        return torch.cat([self.to_latents(part) for part in torch.split(shifted, self.encode_batch(pixels))])
+        return torch.cat([self.to_latents(part) for part in torch.split(shifted, self.encode_batch_size(pixels))])
 
-    def encode_batch(self, pixels: Tensor) -> int:
+    def encode_batch_size(self, pixels: Tensor) -> int:
         """Return how many of these samples to encode together.
 
         Videos are encoded one at a time, so that cached latents do not depend on the batch. On the CPU all images are
         encoded together, because no device memory limits them.
         """
-        if self.video:
+        if self.is_video:
             return 1
         height, width = pixels.shape[-2:]
-        return len(pixels) if self.device.type == "cpu" else vae.media_at_once(self.pipeline.vae, height * width)
+        return len(pixels) if self.device.type == "cpu" else vae.max_batch_size(self.pipeline.vae, height * width)
 
-    def encode_media(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
+    def encode_uint8(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
         """Encode images [H,W,3] or videos [F,H,W,3] of one shape to latents. Images count as videos of one frame."""
         videos = [torch.from_numpy(m if m.ndim == 4 else m[None]) for m in media]
-        frames = on_device(torch.stack(videos), self.device)
+        frames = copy_to_device(torch.stack(videos), self.device)
         pixels = frames.permute(0, 4, 1, 2, 3).float() / 255
-        return self.encode_pixels(pixels if self.video else pixels.squeeze(2))
+        return self.encode_pixels(pixels if self.is_video else pixels.squeeze(2))
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode_latents(self, latents: Tensor) -> Tensor:
         """Decode normalized latents to float32 pixels in [0, 1], in the layouts of encode_pixels."""
         return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
 
     def to_latents(self, pixels: Tensor) -> Tensor:
         """Encode float32 pixels in [-1, 1] to normalized float32 latents, on the device."""
-        return vae.encode(self.pipeline.vae, pixels)
+        return vae.encode_normalized(self.pipeline.vae, pixels)
 
     def to_pixels(self, latents: Tensor) -> Tensor:
         """Decode normalized float32 latents to float32 pixels, roughly in [-1, 1], on the device."""
-        return vae.decode(self.pipeline.vae, latents)
+        return vae.decode_normalized(self.pipeline.vae, latents)
 
     @staticmethod
-    def levels(pixels: Tensor) -> Tensor:
+    def quantize_pixels(pixels: Tensor) -> Tensor:
         """Round pixels in [0, 1] to uint8."""
         return (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
 
     @staticmethod
     def to_uint8(pixels: Tensor) -> npt.NDArray[np.uint8]:
         """Convert pixels [B,3,H,W] (videos [B,3,F,H,W]) to uint8 [B,H,W,3] (videos [B,F,H,W,3]) on the host."""
-        return np.ascontiguousarray(DiffusionModel.levels(pixels).cpu().movedim(1, -1).numpy())
+        return np.ascontiguousarray(DiffusionModel.quantize_pixels(pixels).cpu().movedim(1, -1).numpy())
 
     @abstractmethod
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -397,7 +401,7 @@ class DiffusionModel(ABC):
         """The sigma range [low, high) of each expert, in order. The first range includes 1."""
         return ((0.0, 1.0),)
 
-    def expert_of(self, sigma: float) -> int:
+    def select_expert(self, sigma: float) -> int:
         """Return the index of the expert for this sigma (a host value)."""
         return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low)
 
@@ -410,7 +414,9 @@ class DiffusionModel(ABC):
             raise ValueError(f"sigma must be float32 [{count}], got {sigma.dtype} {list(sigma.shape)}")
         if sigma.device.type == "cpu" and not bool(((sigma > 0) & (sigma <= 1)).all()):
             raise ValueError(f"sigma must be above 0 and at most 1, got {sigma.tolist()}")
-        optional = self.optional_keys | (KEYS if self.may_pin else frozenset[str]())
+        optional = self.optional_conditioning_keys | (
+            CONDITIONING_FRAME_KEYS if self.supports_clean_frames else frozenset[str]()
+        )
         if conditioning.keys() - optional != self.conditioning_keys:
             raise ValueError(f"conditioning must hold {sorted(self.conditioning_keys)}, got {sorted(conditioning)}")
         for name, tensor in conditioning.items():
@@ -438,7 +444,7 @@ class DiffusionModel(ABC):
                 return False
             return True
 
-        return next(size for size in range(1, MAX_MULTIPLE + 1) if exists(size))
+        return next(size for size in range(1, MAX_SIZE_MULTIPLE + 1) if exists(size))
 
     @abstractmethod
     def num_tokens(self, shape: Sequence[int]) -> int:
@@ -473,11 +479,11 @@ class DiffusionModel(ABC):
         num_steps, shape = sampling.steps, self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         if sampling.grid == "stock":
             return self.sigmas(num_steps, shape)
-        shift = self._shift(num_steps, shape)
+        shift = self._scheduler_shift(num_steps, shape)
         if shift is None:
             raise ModelError(f"{self.path}: the scheduler has no fixed shift: set sampling.grid: stock")
         q = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps
-        return shifted(q, shift)
+        return apply_shift(q, shift)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         """Return the arguments that the pipeline passes to scheduler.set_timesteps in addition to the number of steps.
@@ -487,7 +493,7 @@ class DiffusionModel(ABC):
         return {}
 
     @property
-    def stock_solver(self) -> str:
+    def default_solver(self) -> str:
         """The solver of the same order as the pipeline's scheduler: `dpm2` for second order, otherwise `ode`."""
         return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
 
@@ -498,12 +504,12 @@ class DiffusionModel(ABC):
         scheduler has no such shift.
         """
         shape = self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
-        shift = self._shift(sampling.eval_steps, shape)
+        shift = self._scheduler_shift(sampling.eval_steps, shape)
         if shift is None:
             raise ModelError(f"{self.path}: the scheduler has no fixed shift; set algorithm.flow_shift")
         return shift
 
-    def _shift(self, num_steps: int, shape: Sequence[int]) -> float | None:
+    def _scheduler_shift(self, num_steps: int, shape: Sequence[int]) -> float | None:
         config = self.pipeline.scheduler.config
         if config.get("use_karras_sigmas"):
             return None
@@ -514,38 +520,38 @@ class DiffusionModel(ABC):
         shift = config.get("shift", config.get("flow_shift"))
         return None if shift is None else float(shift)
 
-    def text_call(self) -> dict[str, Any]:
+    def text_call_kwargs(self) -> dict[str, Any]:
         """Return the pipeline call arguments that determine how prompts are encoded."""
         return {"max_sequence_length": self.max_sequence_length}
 
-    def trained_call(self) -> dict[str, Any]:
+    def export_call_kwargs(self) -> dict[str, Any]:
         """Return the pipeline call arguments that training used: text arguments and embedded guidance.
 
         Exports write them to call.json.
         """
         guidance = {} if self.embedded_guidance is None else {"guidance_scale": self.embedded_guidance}
-        return {**self.text_call(), **guidance}
+        return {**self.text_call_kwargs(), **guidance}
 
-    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Return pipeline call arguments that reproduce our sampling, without prompts, steps and noise.
 
         num_frames only matters for video families.
         """
-        return {"guidance_scale": w, "height": height, "width": width, **self.text_call()}
+        return {"guidance_scale": w, "height": height, "width": width, **self.text_call_kwargs()}
 
 
-def stock_argument(pipeline: Any, name: str) -> Any:
+def pipeline_call_default(pipeline: Any, name: str) -> Any:
     """Return the default of an argument of the pipeline's __call__. Its helper methods may have other defaults."""
     return inspect.signature(type(pipeline).__call__).parameters[name].default
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
+def matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a name matches any of these shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def temporary_seed(seed: int) -> Iterator[None]:
     """Seed the global CPU generator inside the context and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
@@ -553,7 +559,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def without_progress_bars() -> Iterator[None]:
+def hide_progress_bars() -> Iterator[None]:
     """Disable the progress bars of diffusers and transformers in the context. Many ranks would flood the log."""
     libraries = [lib for lib in (diffusers.utils.logging, transformers.utils.logging) if lib.is_progress_bar_enabled()]
     for library in libraries:

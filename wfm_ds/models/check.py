@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import ModelError
-from wfm_ds.program import Parser, program
+from wfm_ds.program import CommandParser, run_command
 from wfm_ds.user_class import import_object
 
 if TYPE_CHECKING:
     from wfm_ds.contract.case import Case
 
-NOT_KEPT = 1
+CHECKS_FAILED = 1
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="wfm_ds.models.check",
         description="Compare your model family with the diffusers pipeline, on a tiny random model.",
         epilog="Example: %(prog)s my_lumina:Lumina2 --tiny outputs/tiny_lumina",
@@ -36,7 +36,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,30 +45,30 @@ def run(args: argparse.Namespace) -> int:
     Raises ModelError if the family cannot be loaded.
     """
     from wfm_ds.contract.case import Case
-    from wfm_ds.contract.checks import examine
-    from wfm_ds.contract.subject import Subject
-    from wfm_ds.distributed.logs import quieten_libraries
+    from wfm_ds.contract.checks import run_checks
+    from wfm_ds.contract.family_under_test import FamilyUnderTest
+    from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.models import registry
 
-    quieten_libraries()
-    case = Case() if args.case is None else named_case(args.case)
-    subject = Subject(registry.resolve(args.tiny, args.family), case, args.family)
+    quiet_libraries()
+    case = Case() if args.case is None else import_case(args.case)
+    subject = FamilyUnderTest(registry.resolve_pipeline(args.tiny, args.family), case, args.family)
     _ = subject.model  # report a loading error once, not in every check
     findings = []
-    for finding in examine(subject):
+    for finding in run_checks(subject):
         findings.append(finding)
-        verdict = "-" if not finding.applies else "passed" if finding.sentence is None else "FAILED"
-        why = "" if finding.sentence is None else f": {finding.sentence}"
-        sys.stdout.write(f"{verdict:8}{finding.check}{why}\n")
+        verdict = "-" if not finding.applies else "passed" if finding.message is None else "FAILED"
+        why = "" if finding.message is None else f": {finding.message}"
+        sys.stdout.write(f"{verdict:8}{finding.name}{why}\n")
         sys.stdout.flush()  # a check takes about a second
     applied = [finding for finding in findings if finding.applies]
-    failed = sum(finding.sentence is not None for finding in applied)
+    failed = sum(finding.message is not None for finding in applied)
     others = f", {skipped} do not apply" if (skipped := len(findings) - len(applied)) else ""
     sys.stdout.write(f"{subject.model.family}: {len(applied) - failed} of {len(applied)} checks passed{others}\n")
-    return NOT_KEPT if failed else 0
+    return CHECKS_FAILED if failed else 0
 
 
-def named_case(path: str) -> Case:
+def import_case(path: str) -> Case:
     """Import the Case at `package.module:NAME`. Raises ModelError if it does not exist."""
     from wfm_ds.contract.case import Case
 

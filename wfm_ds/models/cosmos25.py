@@ -16,25 +16,25 @@ from torch.nn import functional
 
 from wfm_ds.models import guardrail
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.conditional_frames import frames_in
-from wfm_ds.models.fingerprint import fingerprint
+from wfm_ds.models.conditioning_frames import get_clean_frames
+from wfm_ds.models.fingerprint import fingerprint_folders
 from wfm_ds.models.guardrail import Guardrail
-from wfm_ds.models.lora_names import renamed
+from wfm_ds.models.lora_layer_names import map_layers
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
-CONDITIONAL_SIGMA = 1e-4  # sigma of conditioning frames: conditional_frame_timestep of the pipeline
+CONDITIONING_FRAME_SIGMA = 1e-4  # sigma of conditioning frames: conditional_frame_timestep of the pipeline
 
 LORA_NAMES = tuple(
     name
     for layer, original in (("attn1", "self_attn"), ("attn2", "cross_attn"))
-    for name in renamed(
+    for name in map_layers(
         f"transformer_blocks.{{}}.{layer}",
         f"blocks.{{}}.{original}",
         {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out.0": "output_proj"},
     )
-) + renamed("transformer_blocks.{}", "blocks.{}", {"ff.net.0.proj": "mlp.layer1", "ff.net.2": "mlp.layer2"})
+) + map_layers("transformer_blocks.{}", "blocks.{}", {"ff.net.0.proj": "mlp.layer1", "ff.net.2": "mlp.layer2"})
 
 
 class Cosmos25(DiffusionModel):
@@ -42,34 +42,34 @@ class Cosmos25(DiffusionModel):
 
     family = "cosmos25"
     pipeline_classes = ("Cosmos2_5_PredictBasePipeline",)
-    required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds"})
     default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
-    lora_names = LORA_NAMES
+    lora_layer_names = LORA_NAMES
     block_classes = (CosmosTransformerBlock,)
-    video = True
-    conditional_frames = (0, 1, 2)
+    is_video = True
+    conditioning_frame_counts = (0, 1, 2)
     has_guardrail = True
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
-        provide_resize()
+        provide_torchvision_resize()
         self.text_projection: nn.Module | None = None  # moved from the denoiser into encode_text by prepare_for_lora
         super().__init__(pipeline, path, **options)
 
     @classmethod
-    def extra_parts(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
-        return {"safety_checker": guardrail.checker(setting, folder)}
+    def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
+        return {"safety_checker": guardrail.load_safety_checker(setting, folder)}
 
-    def frozen_parts(self) -> list[nn.Module]:
+    def auxiliary_modules(self) -> list[nn.Module]:
         projection = [] if self.text_projection is None else [self.text_projection]
-        return [*super().frozen_parts(), *projection]
+        return [*super().auxiliary_modules(), *projection]
 
-    def freeze_all_but(self, targets: Sequence[str]) -> None:
+    def prepare_for_lora(self, targets: Sequence[str]) -> None:
         """Move the denoiser's text projection into encode_text if it stays frozen.
 
         Embeddings concatenate all layers of the text encoder (100 MB per prompt). Projected ones are 100 times smaller.
         """
-        denoiser: Any = self.bare_denoiser
+        denoiser: Any = self.unwrapped_denoiser
         if not self.config.use_crossattn_projection or self.text_projection is not None:
             return
         layers = [f"crossattn_proj.{name}" for name, _ in denoiser.crossattn_proj.named_modules() if name]
@@ -79,7 +79,7 @@ class Cosmos25(DiffusionModel):
         denoiser.crossattn_proj = nn.Identity()
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
-        guardrail.refuse_unsafe(self.pipeline.safety_checker, prompts)
+        guardrail.require_safe_prompts(self.pipeline.safety_checker, prompts)
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
@@ -110,7 +110,7 @@ class Cosmos25(DiffusionModel):
         return {"prompt_embeds": (self.max_sequence_length, width)}
 
     @torch.no_grad()
-    def from_embedding(self, embedding: Tensor) -> Conditioning | None:
+    def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
         """Accept embeddings [max_sequence_length, D] with all layers of the text encoder, including padding rows."""
         width = self.config.crossattn_proj_in_channels if self.config.use_crossattn_projection else None
         if embedding.shape != (self.max_sequence_length, width or self.config.text_embed_dim):
@@ -118,18 +118,18 @@ class Cosmos25(DiffusionModel):
         embeds = embedding[None].to(self.device, self.dtype)
         return {"prompt_embeds": embeds if self.text_projection is None else self.text_projection(embeds)}
 
-    def text_identity(self) -> dict[str, Any]:
-        identity = super().text_identity()
+    def text_cache_key(self) -> dict[str, Any]:
+        identity = super().text_cache_key()
         if self.text_projection is not None:
-            identity["projection"] = [str(self.dtype), fingerprint(self.path, ["transformer"])]
+            identity["projection"] = [str(self.dtype), fingerprint_folders(self.path, ["transformer"])]
         return identity
 
-    def null_text(self, negative_text: str | None = None) -> str:
+    def resolve_negative_prompt(self, negative_text: str | None = None) -> str:
         return DEFAULT_NEGATIVE_PROMPT if negative_text is None else negative_text
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode_latents(self, latents: Tensor) -> Tensor:
         """Decode, then apply the guardrail's post-processing, as the diffusers pipeline does."""
-        return guardrail.guarded(self.pipeline.safety_checker, super().decode(latents))
+        return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)
@@ -138,19 +138,19 @@ class Cosmos25(DiffusionModel):
                 f"cosmos25 takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
         count, _, num_frames, h, w = latents.shape
-        frames = frames_in(conditioning)
+        frames = get_clean_frames(conditioning)
         mask = latents.new_zeros(count, 1, num_frames, 1, 1) if frames is None else frames.mask
-        visible = latents if frames is None else frames.enter(latents)
+        visible = latents if frames is None else frames.insert_clean_latents(latents)
         # Masks must have the compute dtype: a float32 mask would promote the latents that it is concatenated with.
         velocity: Tensor = self.denoiser(
             hidden_states=visible.to(self.dtype),
             condition_mask=mask.expand(-1, -1, -1, h, w).to(self.dtype),
-            timestep=mask * CONDITIONAL_SIGMA + (1 - mask) * sigma.view(-1, 1, 1, 1, 1),  # stays float32
+            timestep=mask * CONDITIONING_FRAME_SIGMA + (1 - mask) * sigma.view(-1, 1, 1, 1, 1),  # stays float32
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
             padding_mask=latents.new_zeros(1, 1, h, w, dtype=self.dtype),
             return_dict=False,
         )[0].float()
-        return velocity if frames is None else frames.leave(velocity, latents, sigma)
+        return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return (C, (F - 1) / 4 + 1, H / 8, W / 8). The config's max_size limits the size."""
@@ -174,18 +174,18 @@ class Cosmos25(DiffusionModel):
         frames, rows, columns = self.config.patch_size
         return int((num_frames // frames) * (h // rows) * (w // columns))
 
-    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Convert w to the pipeline's guidance_scale g = w - 1: it computes v_cond + g * (v_cond - v_uncond).
 
         Raises ValueError for 1 < w <= 2, because the pipeline disables guidance for g <= 1.
         """
         if 1 < w <= 2:
             raise ValueError(f"the diffusers pipeline disables guidance for w = {w}: choose 1 or more than 2")
-        call = super().pipeline_call(w, height, width, num_frames)
+        call = super().pipeline_call_kwargs(w, height, width, num_frames)
         return {**call, "guidance_scale": w - 1, "num_frames": num_frames}
 
 
-def provide_resize() -> None:
+def provide_torchvision_resize() -> None:
     """Provide torchvision's resize to the transformer, which needs it for its padding mask, without torchvision."""
     if hasattr(transformer_cosmos, "transforms"):
         return

@@ -21,20 +21,20 @@ from torch import Tensor, nn
 from wfm_ds.errors import ModelError
 from wfm_ds.models import guardrail
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.conditional_frames import frames_in
-from wfm_ds.models.cosmos3_towers import OF_TEXT, GenerationLayer, TextTower, split
+from wfm_ds.models.conditioning_frames import get_clean_frames
+from wfm_ds.models.cosmos3_towers import TEXT_TOWER_LAYERS, GenerationLayer, TextTower, split_towers
 from wfm_ds.models.guardrail import Guardrail
-from wfm_ds.models.inputs import Input
-from wfm_ds.ulysses.cosmos3 import grid_of
+from wfm_ds.models.input_specs import InputSpec
+from wfm_ds.ulysses.cosmos3 import token_grid
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 TEXT_KEYS = ("text_keys", "text_values", "text_mask")
-EXPECTED_TOKENS = 512  # text length for estimates; the pipeline does not truncate text
-UNUSED = ("audio_*", "action_proj_out.*")  # heads for audio and action prediction, which is not supported
-OF_ACTIONS = ("action_*",)
-SYSTEM = {True: _SYSTEM_PROMPT_IMAGE, False: _SYSTEM_PROMPT_VIDEO}  # by whether the sample is an image
+ASSUMED_TEXT_TOKENS = 512  # text length for estimates; the pipeline does not truncate text
+UNUSED_HEADS = ("audio_*", "action_proj_out.*")  # heads for audio and action prediction, which is not supported
+ACTION_LAYERS = ("action_*",)
+SYSTEM_PROMPTS = {True: _SYSTEM_PROMPT_IMAGE, False: _SYSTEM_PROMPT_VIDEO}  # by whether the sample is an image
 
 
 class Cosmos3(DiffusionModel):
@@ -42,49 +42,49 @@ class Cosmos3(DiffusionModel):
 
     family = "cosmos3"
     pipeline_classes = ("Cosmos3OmniPipeline",)
-    required_parts = ("transformer", "vae", "scheduler", "text_tokenizer")
+    required_components = ("transformer", "vae", "scheduler", "text_tokenizer")
     conditioning_keys = frozenset(TEXT_KEYS)
-    optional_keys = frozenset({"actions", "domain"})
-    takes: ClassVar[Mapping[str, Input]] = MappingProxyType(
-        {"actions": Input(rank=2), "domain": Input(rank=0, beside="actions")}
+    optional_conditioning_keys = frozenset({"actions", "domain"})
+    input_specs: ClassVar[Mapping[str, InputSpec]] = MappingProxyType(
+        {"actions": InputSpec(rank=2), "domain": InputSpec(rank=0, requires_input="actions")}
     )
     default_lora_targets = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     block_classes = (GenerationLayer,)
-    video = True
-    conditional_frames = (0, 1, 2)
+    is_video = True
+    conditioning_frame_counts = (0, 1, 2)
     has_guardrail = True
 
     def __init__(self, pipeline: Any, path: Path, *, max_sequence_length: int | None = None, **options: Any) -> None:
         """Split the network into its towers. Raises ModelError for a max_sequence_length, which the pipeline lacks."""
         if max_sequence_length is not None:
             raise ModelError(f"{path}: Cosmos3 does not truncate prompts; remove model.max_sequence_length")
-        super().__init__(pipeline, path, max_sequence_length=EXPECTED_TOKENS, **options)
-        tower: Any = self.bare_denoiser
+        super().__init__(pipeline, path, max_sequence_length=ASSUMED_TEXT_TOKENS, **options)
+        tower: Any = self.unwrapped_denoiser
         tower.fps, tower.temporal_compression = self.fps, self.pipeline.vae_scale_factor_temporal
 
     @classmethod
-    def extra_parts(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
-        return {"safety_checker": guardrail.checker(setting, folder), "enable_safety_checker": True}
+    def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
+        return {"safety_checker": guardrail.load_safety_checker(setting, folder), "enable_safety_checker": True}
 
     @classmethod
-    def placeholders(cls) -> dict[str, Any]:
-        return {"text_tokenizer": NoTokenizer()}
+    def placeholder_components(cls) -> dict[str, Any]:
+        return {"text_tokenizer": PlaceholderTokenizer()}
 
-    def take_denoiser(self, pipeline: Any) -> nn.Module:
-        text, tower = split(pipeline.transformer)
+    def extract_denoiser(self, pipeline: Any) -> nn.Module:
+        text, tower = split_towers(pipeline.transformer)
         self.text_tower: TextTower | None = text.to(self.dtype)
         pipeline.transformer = tower
         pipeline.sound_tokenizer = None  # sound is not supported
         return tower
 
-    def frozen_parts(self) -> list[nn.Module]:
-        return [*super().frozen_parts(), *self.text_parts().values()]
+    def auxiliary_modules(self) -> list[nn.Module]:
+        return [*super().auxiliary_modules(), *self.text_encoders().values()]
 
     @property
-    def frozen(self) -> tuple[str, ...]:
-        return (*OF_TEXT, *UNUSED, *(() if "actions" in self.inputs else OF_ACTIONS))
+    def unused_parameter_patterns(self) -> tuple[str, ...]:
+        return (*TEXT_TOWER_LAYERS, *UNUSED_HEADS, *(() if "actions" in self.input_names else ACTION_LAYERS))
 
-    def text_parts(self) -> dict[str, nn.Module]:
+    def text_encoders(self) -> dict[str, nn.Module]:
         return {} if self.text_tower is None else {"text_tower": self.text_tower}
 
     def text_folders(self) -> list[str]:
@@ -98,9 +98,9 @@ class Cosmos3(DiffusionModel):
         return self.dtype
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
-        guardrail.refuse_unsafe(self.pipeline.safety_checker, prompts)
+        guardrail.require_safe_prompts(self.pipeline.safety_checker, prompts)
 
-    def caption(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
+    def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
         """Add the pipeline's system prompt (on its own line) and sentences with size and duration.
 
         Negative prompts get the inverse sentences. With actions, the prompt becomes a JSON object with size and
@@ -108,15 +108,15 @@ class Cosmos3(DiffusionModel):
         is kept; it may name another viewpoint.
         """
         is_image = num_frames == 1
-        if "actions" not in self.inputs:
-            text = self.with_sentences(text, height, width, num_frames, negative)
+        if "actions" not in self.input_names:
+            text = self.append_size_sentences(text, height, width, num_frames, negative)
         elif not negative and not text.lstrip().startswith("{"):
             text = self.pipeline._build_action_json_prompt(
                 text, view_point="ego_view", num_frames=num_frames, fps=self.fps, height=height, width=width
             )
-        return f"{SYSTEM[is_image]}\n{text}" if self.pipeline.config.default_use_system_prompt else text
+        return f"{SYSTEM_PROMPTS[is_image]}\n{text}" if self.pipeline.config.default_use_system_prompt else text
 
-    def with_sentences(self, text: str, height: int, width: int, num_frames: int, negative: bool) -> str:
+    def append_size_sentences(self, text: str, height: int, width: int, num_frames: int, negative: bool) -> str:
         """Append the pipeline's sentences about duration and size."""
         pipeline, is_image = self.pipeline, num_frames == 1
         prefix = "inverse_" if negative else ""
@@ -141,16 +141,16 @@ class Cosmos3(DiffusionModel):
         assert self.text_tower is not None, "the text tower was dropped"
         rows = []
         for prompt in prompts:
-            ids = torch.tensor(self.token_ids(prompt), device=self.device)
+            ids = torch.tensor(self.tokenize_prompt(prompt), device=self.device)
             keys, values = self.text_tower(ids)
             rows.append(dict(zip(TEXT_KEYS, (keys[None], values[None], torch.ones_like(ids)[None]), strict=True)))
-        return self.stack(rows)
+        return self.stack_conditioning(rows)
 
-    def token_ids(self, caption: str) -> list[int]:
+    def tokenize_prompt(self, caption: str) -> list[int]:
         """Tokenize a prompt as a chat, up to and including the start-of-generation token."""
         head, newline, rest = caption.partition("\n")
         turns = [{"role": "user", "content": caption}]
-        if newline and head in SYSTEM.values():
+        if newline and head in SYSTEM_PROMPTS.values():
             turns = [{"role": "system", "content": head}, {"role": "user", "content": rest}]
         encoded = self.pipeline.text_tokenizer.apply_chat_template(
             turns, tokenize=True, add_generation_prompt=True, add_vision_id=False, return_dict=True
@@ -159,7 +159,7 @@ class Cosmos3(DiffusionModel):
         return [*encoded.input_ids, special_tokens["eos_token_id"], special_tokens["start_of_generation"]]
 
     @staticmethod
-    def stack(rows: Sequence[Conditioning]) -> Conditioning:
+    def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
         """Concatenate rows, padding texts to the longest with zeros that text_mask hides."""
         longest = max(row["text_mask"].shape[1] for row in rows)
 
@@ -202,9 +202,9 @@ class Cosmos3(DiffusionModel):
         domain = torch.tensor([int(number) for number in numbers])
         return {"actions": actions.to(self.device), "domain": domain.to(self.device)}
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode_latents(self, latents: Tensor) -> Tensor:
         """Decode, then apply the guardrail's post-processing, as the diffusers pipeline does."""
-        return guardrail.guarded(self.pipeline.safety_checker, super().decode(latents))
+        return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)
@@ -212,16 +212,16 @@ class Cosmos3(DiffusionModel):
             raise ValueError(
                 f"cosmos3 takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
-        frames = frames_in(conditioning)
+        frames = get_clean_frames(conditioning)
         free = latents.new_ones(len(latents), latents.shape[2]) if frames is None else 1 - frames.mask.flatten(1)
         velocity: Tensor = self.denoiser(
-            latents=(latents if frames is None else frames.enter(latents)).to(self.dtype),
+            latents=(latents if frames is None else frames.insert_clean_latents(latents)).to(self.dtype),
             time=sigma * self.pipeline.scheduler.config.num_train_timesteps,
             free=free,
             **{name: conditioning[name] for name in TEXT_KEYS},
-            **{name: conditioning[name] for name in sorted(self.optional_keys & conditioning.keys())},
+            **{name: conditioning[name] for name in sorted(self.optional_conditioning_keys & conditioning.keys())},
         )[0].float()
-        return velocity if frames is None else frames.leave(velocity, latents, sigma)
+        return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return (C, (F - 1) / 4 + 1, H / f, W / f). Partial patches are allowed: only the VAE sets the multiple."""
@@ -235,7 +235,7 @@ class Cosmos3(DiffusionModel):
         return (self.config.latent_channel, num_latent_frames + 1, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        return math.prod(grid_of(self.config, shape[1:]))
+        return math.prod(token_grid(self.config, shape[1:]))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         """Return the pipeline's own sigmas if it has use_native_flow_schedule."""
@@ -244,15 +244,15 @@ class Cosmos3(DiffusionModel):
         first = 1 - 1 / self.pipeline.scheduler.config.num_train_timesteps
         return {"sigmas": np.linspace(first, 0.0, num_steps + 1)[:-1]}
 
-    def text_call(self) -> dict[str, Any]:
+    def text_call_kwargs(self) -> dict[str, Any]:
         return {}
 
-    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        call = super().pipeline_call(w, height, width, num_frames)
+    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+        call = super().pipeline_call_kwargs(w, height, width, num_frames)
         return {**call, "num_frames": num_frames, "fps": self.fps}
 
 
-class NoTokenizer:
+class PlaceholderTokenizer:
     """Stand-in with the tokenizer attributes that the pipeline's constructor reads. Cannot encode."""
 
     eos_token_id = 0

@@ -21,11 +21,11 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_cosmos3 import DomainAwareLinear
 from torch import Tensor, nn
 
-from wfm_ds.ulysses.cosmos3 import AttentionToText, grid_of, rotated
+from wfm_ds.ulysses.cosmos3 import Cosmos3Attention, rotate_halves, token_grid
 
-Rotation = tuple[Tensor, Tensor]
+RotaryTables = tuple[Tensor, Tensor]
 """Cosines and sines [B,n,D]."""
-OF_TEXT = (
+TEXT_TOWER_LAYERS = (
     *("embed_tokens.*", "norm.*", "lm_head.*", "layers.*.mlp.*"),
     *("layers.*.input_layernorm.*", "layers.*.post_attention_layernorm.*"),
     *("layers.*.self_attn.to_[qkv].*", "layers.*.self_attn.to_out.*"),
@@ -34,7 +34,7 @@ OF_TEXT = (
 """Name patterns of parameters that only the text tower uses."""
 
 
-def split(transformer: Any) -> tuple[TextTower, GenerationTower]:
+def split_towers(transformer: Any) -> tuple[TextTower, GenerationTower]:
     """Split a diffusers transformer into its towers. They take over its weights; do not use it afterwards."""
     text = TextTower(transformer)
     with torch.device("meta"):
@@ -57,7 +57,7 @@ class TextTower(nn.Module):
         """Return keys and values [L,G,K,D] of one text with ids [L] int64, after the rotary embedding."""
         states = self.embed_tokens(ids)[None]
         positions = torch.arange(len(ids), dtype=torch.float32, device=ids.device).expand(3, 1, -1)
-        rotation = tables(self.config, positions, states.dtype)
+        rotation = compute_rotary_tables(self.config, positions, states.dtype)
         keys, values = [], []
         for layer in self.layers:
             states, key, value = layer(states, rotation)
@@ -74,7 +74,7 @@ class TextLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
         self.mlp, self.self_attn = layer.mlp, TextAttention(layer.self_attn)
 
-    def forward(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, states: Tensor, rotation: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
         attended, key, value = self.self_attn(self.input_layernorm(states), rotation)
         states = states + attended
         return states + self.mlp(self.post_attention_layernorm(states)), key, value
@@ -90,7 +90,7 @@ class TextAttention(nn.Module):
         self.to_out, self.norm_q, self.norm_k = attention.to_out, attention.norm_q, attention.norm_k
         self.k_norm_und_for_gen: Any = attention.k_norm_und_for_gen
 
-    def forward(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, states: Tensor, rotation: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
         """Return the attention output [B,L,W] and the keys and values [B,L,K,D] for the video."""
         query, key, value = (
             part(states).unflatten(-1, (-1, self.head_dim)) for part in (self.to_q, self.to_k, self.to_v)
@@ -98,9 +98,9 @@ class TextAttention(nn.Module):
         query, key = self.norm_q(query), self.norm_k(key)
         video_key = key if self.k_norm_und_for_gen is None else self.k_norm_und_for_gen(key)
         attended = dispatch_attention_fn(
-            rotated(query, rotation), rotated(key, rotation), value, is_causal=True, enable_gqa=True
+            rotate_halves(query, rotation), rotate_halves(key, rotation), value, is_causal=True, enable_gqa=True
         )
-        return self.to_out(attended.flatten(-2)), rotated(video_key, rotation), value
+        return self.to_out(attended.flatten(-2)), rotate_halves(video_key, rotation), value
 
 
 class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
@@ -143,8 +143,8 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         actions: [B,F-1,A], clean; row i leads from frame i to frame i + 1. domain: [B] int64, selects their weights.
         """
         shape, dtype = latents.shape, latents.dtype
-        num_frames, rows, columns = grid_of(self.config, shape[2:])
-        tokens = self.proj_in(self.patchified(latents))
+        num_frames, rows, columns = token_grid(self.config, shape[2:])
+        tokens = self.proj_in(self.patchify(latents))
         embedded = self.time_embedder(self.time_proj(time * self.config.timestep_scale).to(self.time_dtype)).to(dtype)
         noisy = free.to(dtype).repeat_interleave(rows * columns, 1)
         tokens = tokens + noisy[..., None] * embedded[:, None]
@@ -152,10 +152,10 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         with tokens.device:
             positions = [self.video_positions(num_frames, rows, columns)]
         if actions is not None:
-            tokens = torch.cat([tokens, self.embedded_actions(actions.to(dtype), domain)], 1)
+            tokens = torch.cat([tokens, self.embed_actions(actions.to(dtype), domain)], 1)
             with tokens.device:
                 positions.append(self.action_positions(actions.shape[1]))
-        rotation = self.rotation(torch.cat(positions, 1), after_text, dtype)
+        rotation = self.rotary_tables(torch.cat(positions, 1), after_text, dtype)
         tokens = self.sequence(tokens)
         # A single text has no padding. A mask would rule out fast kernels.
         mask = None if len(latents) == 1 else text_mask.bool()
@@ -166,7 +166,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
             else:
                 tokens = layer(tokens, *text, rotation)
         predicted = self.proj_out(self.norm_moe_gen(tokens))  # includes unused action predictions
-        return (self.unpatchified(predicted[:, : num_frames * rows * columns], shape),)
+        return (self.unpatchify(predicted[:, : num_frames * rows * columns], shape),)
 
     @property
     def time_dtype(self) -> torch.dtype:
@@ -174,52 +174,52 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         dtype: torch.dtype = next(self.time_embedder.parameters()).dtype
         return dtype
 
-    def patchified(self, latents: Tensor) -> Tensor:
+    def patchify(self, latents: Tensor) -> Tensor:
         """Return patches [B,N,p p C] of latents, padding partial patches at the edges with zeros."""
-        patch, (_, rows, columns) = self.config.latent_patch_size, grid_of(self.config, latents.shape[2:])
+        patch, (_, rows, columns) = self.config.latent_patch_size, token_grid(self.config, latents.shape[2:])
         height, width = latents.shape[-2:]
         whole = nn.functional.pad(latents, (0, columns * patch - width, 0, rows * patch - height))
         patches = whole.view(*latents.shape[:3], rows, patch, columns, patch)
         return patches.permute(0, 2, 3, 5, 4, 6, 1).flatten(4).flatten(1, 3)
 
-    def unpatchified(self, tokens: Tensor, shape: torch.Size) -> Tensor:
+    def unpatchify(self, tokens: Tensor, shape: torch.Size) -> Tensor:
         """Invert patchify, for latents of this shape."""
         patch = self.config.latent_patch_size
-        patches = tokens.view(len(tokens), *grid_of(self.config, shape[2:]), patch, patch, -1)  # channels last
+        patches = tokens.view(len(tokens), *token_grid(self.config, shape[2:]), patch, patch, -1)  # channels last
         whole = patches.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
         latents: Tensor = whole[..., : shape[-2], : shape[-1]]
         return latents
 
-    def embedded_actions(self, actions: Tensor, domain: Tensor | None) -> Tensor:
+    def embed_actions(self, actions: Tensor, domain: Tensor | None) -> Tensor:
         """Embed clean actions to [B,F-1,W], without a time embedding."""
         tokens: Tensor = self.action_proj_in(actions, domain) + self.action_modality_embed
         return tokens
 
     def video_positions(self, num_frames: int, rows: int, columns: int) -> Tensor:
         """Return positions [3,N] float32 of video tokens along time, height and width. The first frame is at time 0."""
-        frames = self.moments(torch.arange(num_frames), self.fps / self.temporal_compression)
+        frames = self.temporal_positions(torch.arange(num_frames), self.fps / self.temporal_compression)
         axes = torch.meshgrid(frames, torch.arange(rows).float(), torch.arange(columns).float(), indexing="ij")
         return torch.stack([axis.flatten() for axis in axes])
 
     def action_positions(self, count: int) -> Tensor:
         """Return positions [3,count] float32 of action tokens. Action i has the time of frame i + 1."""
-        time = self.moments(torch.arange(1, count + 1), self.fps)
+        time = self.temporal_positions(torch.arange(1, count + 1), self.fps)
         return torch.stack([time, torch.zeros(count), torch.zeros(count)])
 
-    def moments(self, index: Tensor, rate: float) -> Tensor:
+    def temporal_positions(self, index: Tensor, rate: float) -> Tensor:
         """Return the time positions of items of a stream with `rate` items per second."""
         if not self.config.enable_fps_modulation or len(index) == 1:
             return index.float()
         positions: Tensor = index.float() / rate * (self.config.base_fps / self.temporal_compression)
         return positions
 
-    def rotation(self, positions: Tensor, after_text: Tensor, dtype: torch.dtype) -> Rotation:
+    def rotary_tables(self, positions: Tensor, after_text: Tensor, dtype: torch.dtype) -> RotaryTables:
         """Return rotary tables [B,N,D] for positions [3,N], offset by each sample's text length."""
         shifted = positions[:, None].repeat(1, len(after_text), 1)  # [3,B,N]
         shifted[0] += after_text[:, None]
         if not self.config.unified_3d_mrope_reset_spatial_ids:
             shifted[1:] += after_text[:, None]
-        return tables(self.config, shifted, dtype)
+        return compute_rotary_tables(self.config, shifted, dtype)
 
 
 class GenerationLayer(nn.Module):
@@ -233,7 +233,7 @@ class GenerationLayer(nn.Module):
         self.post_attention_layernorm_moe_gen = layer.post_attention_layernorm_moe_gen
 
     def forward(
-        self, tokens: Tensor, text_keys: Tensor, text_values: Tensor, text_mask: Tensor | None, rotation: Rotation
+        self, tokens: Tensor, text_keys: Tensor, text_values: Tensor, text_mask: Tensor | None, rotation: RotaryTables
     ) -> Tensor:
         """Return tokens [B,N,W]. text_keys, text_values: [B,L,K,D]. text_mask: [B,L] bool or None."""
         attended = self.self_attn(self.input_layernorm_moe_gen(tokens), text_keys, text_values, text_mask, rotation)
@@ -245,8 +245,8 @@ class GenerationLayer(nn.Module):
 class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc]
     """The projections of a diffusers attention layer for video tokens."""
 
-    _default_processor_cls = AttentionToText
-    _available_processors = [AttentionToText]  # noqa: RUF012, as in the base class
+    _default_processor_cls = Cosmos3Attention
+    _available_processors = [Cosmos3Attention]  # noqa: RUF012, as in the base class
     _supports_qkv_fusion = False
 
     def __init__(self, attention: Any) -> None:
@@ -260,7 +260,7 @@ class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc
         self.to_add_out: nn.Module = attention.to_add_out
         self.norm_added_q: nn.Module = attention.norm_added_q
         self.norm_added_k: nn.Module = attention.norm_added_k
-        self.processor: Any = AttentionToText()
+        self.processor: Any = Cosmos3Attention()
 
     def forward(self, *arguments: Any) -> Tensor:
         output: Tensor = self.processor(self, *arguments)
@@ -280,7 +280,7 @@ class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
         return output
 
 
-def tables(config: Any, positions: Tensor, dtype: torch.dtype) -> Rotation:
+def compute_rotary_tables(config: Any, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
     """Return cosines and sines [B,n,D] for positions [3,B,n] float32, as diffusers' rotary embedding does.
 
     Frequencies are computed in float32 here. diffusers stores them in a buffer, which a cast to bfloat16 would round so

@@ -18,41 +18,41 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
+class PendingPixels:
     """Decoded pixels and finiteness flags of samples. Valid on the host after the `done_event`."""
 
-    levels: Sequence[Tensor]  # uint8 [n,3,H,W] or [n,3,F,H,W], on the host
+    pixels: Sequence[Tensor]  # uint8 [n,3,H,W] or [n,3,F,H,W], on the host
     finite: Tensor  # bool [B], on the host
-    done: torch.cuda.Event | None  # None: already done
+    done_event: torch.cuda.Event | None  # None: already done
 
     @property
-    def is_behind(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether decoding may still run on another stream, so that the caller should do other work before `wait`."""
-        return self.done is not None
+        return self.done_event is not None
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """Return uint8 [n,H,W,3] (videos [n,F,H,W,3], no samples [0]) and B flags whether samples were finite."""
-        if self.done is not None:
-            self.done.synchronize()
-        pixels = [np.ascontiguousarray(part.movedim(1, -1).numpy()) for part in self.levels]
+        if self.done_event is not None:
+            self.done_event.synchronize()
+        pixels = [np.ascontiguousarray(part.movedim(1, -1).numpy()) for part in self.pixels]
         return np.concatenate(pixels) if pixels else np.empty(0, np.uint8), self.finite.tolist()
 
 
 @functools.cache
-def side_stream(device: torch.device) -> Any:
+def get_decode_stream(device: torch.device) -> Any:
     """Return the decoding stream of a GPU, the same on every call; None for a CPU."""
     cuda: Any = torch.cuda  # torch.cuda streams and events are untyped
     return cuda.Stream(device) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager
-def beside(device: torch.device, latents: Tensor) -> Iterator[Any]:
+def run_on_decode_stream(device: torch.device, latents: Tensor) -> Iterator[Any]:
     """Run the body on the decoding stream: after all work queued so far, in parallel with later work.
 
     latents: the tensor from the caller's stream that the body reads. Yields the event that marks the end of the body;
     None on a CPU.
     """
-    stream = side_stream(device)
+    stream = get_decode_stream(device)
     if stream is None:
         yield None
         return

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models.variants import WEIGHTS, weight_files
+from wfm_ds.models.weight_variants import WEIGHTS_SUFFIX, list_weight_files
 
 END_BYTES = 1 << 20
-OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx"})  # never loaded
+UNUSED_WEIGHT_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx"})  # never loaded
 
 
-def fingerprint(folder: Path, parts: Iterable[str]) -> str:
+def fingerprint_folders(folder: Path, parts: Iterable[str]) -> str:
     """Return a hex digest of these subfolders.
 
     Configs and tokenizer files are hashed completely; weight files that would be loaded by size, header, first and last
@@ -21,19 +21,21 @@ def fingerprint(folder: Path, parts: Iterable[str]) -> str:
     """
     digest = hashlib.sha256()
     for part in sorted(parts):
-        weights = set(weight_files(folder / part))
-        for path in sorted(p for p in (folder / part).rglob("*") if p.is_file() and p.suffix not in OTHER_WEIGHTS):
-            if path.suffix == WEIGHTS and path.parent == folder / part and path not in weights:
+        weights = set(list_weight_files(folder / part))
+        for path in sorted(
+            p for p in (folder / part).rglob("*") if p.is_file() and p.suffix not in UNUSED_WEIGHT_SUFFIXES
+        ):
+            if path.suffix == WEIGHTS_SUFFIX and path.parent == folder / part and path not in weights:
                 continue
             digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
             try:
-                digest.update(ends(path) if path.suffix == WEIGHTS else path.read_bytes())
+                digest.update(read_file_ends(path) if path.suffix == WEIGHTS_SUFFIX else path.read_bytes())
             except OSError as error:
                 raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 
-def ends(path: Path) -> bytes:
+def read_file_ends(path: Path) -> bytes:
     """Return size, header, first and last MiB of a safetensors file."""
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -16,23 +16,25 @@ from transformers import AutoTokenizer
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
-from wfm_ds.models.base import DiffusionModel, stock_argument
-from wfm_ds.models.loading import LOADING_ERRORS, read_json, stored_call
-from wfm_ds.models.lora_names import fused, renamed
-from wfm_ds.models.sizes import require_image, require_multiples
+from wfm_ds.models.base import DiffusionModel, pipeline_call_default
+from wfm_ds.models.loading import LOADING_ERRORS, read_call_json, read_json
+from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
+from wfm_ds.models.size_checks import require_image, require_multiples
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.types import Conditioning
 
-PATCH = 2  # VAE latents along each side of a patch
+PATCH_SIZE = 2  # VAE latents along each side of a patch
 
-DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
+DOUBLE_BLOCK, SINGLE_BLOCK = "transformer_blocks.{}", "single_transformer_blocks.{}"
 LORA_NAMES = (
-    *fused(f"{DOUBLE}.attn", ("to_q", "to_k", "to_v"), "double_blocks.{}.img_attn.qkv"),
-    *fused(f"{DOUBLE}.attn", ("add_q_proj", "add_k_proj", "add_v_proj"), "double_blocks.{}.txt_attn.qkv"),
-    *renamed(
-        DOUBLE,
+    *map_fused_layers(f"{DOUBLE_BLOCK}.attn", ("to_q", "to_k", "to_v"), "double_blocks.{}.img_attn.qkv"),
+    *map_fused_layers(
+        f"{DOUBLE_BLOCK}.attn", ("add_q_proj", "add_k_proj", "add_v_proj"), "double_blocks.{}.txt_attn.qkv"
+    ),
+    *map_layers(
+        DOUBLE_BLOCK,
         "double_blocks.{}",
         {
             "attn.to_out.0": "img_attn.proj",
@@ -43,11 +45,11 @@ LORA_NAMES = (
             "ff_context.linear_out": "txt_mlp.2",
         },
     ),
-    *renamed(SINGLE, "single_blocks.{}", {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}),
+    *map_layers(SINGLE_BLOCK, "single_blocks.{}", {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}),
 )
 
 
-GUIDANCE = "guidance_scale"  # argument of the pipeline call: network input for dev, w for klein
+GUIDANCE_SCALE_KEY = "guidance_scale"  # argument of the pipeline call: network input for dev, w for klein
 
 
 class Flux2(DiffusionModel):
@@ -58,37 +60,39 @@ class Flux2(DiffusionModel):
 
     family = "flux2"
     pipeline_classes = ("Flux2KleinPipeline", "Flux2Pipeline")
-    required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds"})
     default_lora_targets = (
         *("to_q", "to_k", "to_v", "to_out.0"),
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         # `to_out` is a layer in single blocks, but a list with the layer `to_out.0` in double blocks.
-        *("to_qkv_mlp_proj", f"{SINGLE}.attn.to_out"),
+        *("to_qkv_mlp_proj", f"{SINGLE_BLOCK}.attn.to_out"),
     )
-    lora_names = LORA_NAMES
-    default_side = 1024
+    lora_layer_names = LORA_NAMES
+    default_image_size = 1024
     block_classes = (Flux2TransformerBlock, Flux2SingleTransformerBlock)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Also read the embedded guidance. Raises ModelError if call.json has an invalid guidance scale."""
         super().__init__(*arguments, **options)
         if self.config.guidance_embeds and self.embedded_guidance is None:
-            self.embedded_guidance = self.stored_guidance()
+            self.embedded_guidance = self.read_embedded_guidance()
 
-    def stored_guidance(self) -> float:
+    def read_embedded_guidance(self) -> float:
         """Return the embedded guidance from call.json, or the default of the pipeline call."""
-        scale = stored_call(self.path).get(GUIDANCE, stock_argument(self.pipeline, GUIDANCE))
+        scale = read_call_json(self.path).get(
+            GUIDANCE_SCALE_KEY, pipeline_call_default(self.pipeline, GUIDANCE_SCALE_KEY)
+        )
         if type(scale) not in (int, float) or not 0 < scale < math.inf:
-            raise ModelError(f"{self.path / 'call.json'}: {GUIDANCE} must be a number above 0, got {scale!r}")
+            raise ModelError(f"{self.path / 'call.json'}: {GUIDANCE_SCALE_KEY} must be a number above 0, got {scale!r}")
         return float(scale)
 
     @classmethod
-    def takes_guidance(cls, folder: Path) -> bool:
+    def has_embedded_guidance(cls, folder: Path) -> bool:
         return bool(read_json(folder / "transformer" / "config.json").get("guidance_embeds", True))
 
     @classmethod
-    def late_parts(cls, folder: Path) -> dict[str, Any]:
+    def component_overrides(cls, folder: Path) -> dict[str, Any]:
         """Load only the tokenizer of dev. Its folder holds an image processor too, which needs torchvision."""
         _, name = read_json(folder / "model_index.json")["tokenizer"]
         if not str(name).endswith("Processor"):
@@ -102,13 +106,13 @@ class Flux2(DiffusionModel):
             ) from error
 
     @classmethod
-    def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+    def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
         """Return the default of klein; 1 for distilled networks and for dev, which has embedded guidance."""
         unguided = index.get("is_distilled") or index["_class_name"] == "Flux2Pipeline"
-        return 1.0 if unguided else super().stock_guidance(index, call)
+        return 1.0 if unguided else super().default_guidance_scale(index, call)
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:
-        if not sampling.is_guided():
+        if not sampling.uses_guidance():
             return
         if self.embedded_guidance is not None:
             raise ModelError(
@@ -137,22 +141,22 @@ class Flux2(DiffusionModel):
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"prompt_embeds": (self.max_sequence_length, self.config.joint_attention_dim)}
 
-    def from_embedding(self, embedding: Tensor) -> Conditioning | None:
+    def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
         if embedding.shape != self.text_shapes()["prompt_embeds"]:
             return None
         return {"prompt_embeds": embedding[None].to(self.device, self.text_dtype)}
 
     def to_latents(self, pixels: Tensor) -> Tensor:
-        mean, std = self._statistics()
-        z = vae.mode(self.pipeline.vae, pixels)
-        patches = torch.pixel_unshuffle(z, PATCH)  # [B, 4 C, h, w], channels in diffusers' order (C, row, column)
+        mean, std = self._patch_statistics()
+        z = vae.encode_mode(self.pipeline.vae, pixels)
+        patches = torch.pixel_unshuffle(z, PATCH_SIZE)  # [B, 4 C, h, w], channels in diffusers' order (C, row, column)
         return (patches - mean) / std
 
     def to_pixels(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics()
-        return vae.decode_raw(self.pipeline.vae, torch.pixel_shuffle(latents * std + mean, PATCH))
+        mean, std = self._patch_statistics()
+        return vae.decode_raw(self.pipeline.vae, torch.pixel_shuffle(latents * std + mean, PATCH_SIZE))
 
-    def _statistics(self) -> tuple[Tensor, Tensor]:
+    def _patch_statistics(self) -> tuple[Tensor, Tensor]:
         """Return mean and std of the patch channels from the VAE's batch norm, float32 [1, 4 C, 1, 1]."""
         network = self.pipeline.vae
         mean, variance = (v.float().view(1, -1, 1, 1) for v in (network.bn.running_mean, network.bn.running_var))
@@ -166,7 +170,7 @@ class Flux2(DiffusionModel):
             )
         count, _, h, w = latents.shape
         embeds = conditioning["prompt_embeds"]
-        text_ids, image_ids = positions(embeds.shape[1], h, w, latents.device)
+        text_ids, image_ids = token_positions(embeds.shape[1], h, w, latents.device)
         velocity: Tensor = self.denoiser(
             hidden_states=latents.flatten(2).transpose(1, 2).to(self.dtype),  # [B, h w, C]
             timestep=sigma,
@@ -185,7 +189,7 @@ class Flux2(DiffusionModel):
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return (4 C, H / 2 f, W / 2 f), where 4 C is the channels of a patch."""
         require_image(self.family, num_frames)
-        multiple = PATCH * self.pipeline.vae_scale_factor
+        multiple = PATCH_SIZE * self.pipeline.vae_scale_factor
         require_multiples(height, width, multiple)
         return (self.config.in_channels, height // multiple, width // multiple)
 
@@ -197,15 +201,15 @@ class Flux2(DiffusionModel):
         mu = compute_empirical_mu(self.num_tokens(shape), num_steps)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
-    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Raises ModelError if w is not 1 for dev, which only supports embedded guidance."""
-        call = super().pipeline_call(w, height, width, num_frames)
+        call = super().pipeline_call_kwargs(w, height, width, num_frames)
         if self.embedded_guidance is not None and w != 1:
             raise ModelError(f"{self.path}: this network has embedded guidance; w must be 1, got {w:g}")
-        return call | self.trained_call()
+        return call | self.export_call_kwargs()
 
 
-def positions(num_text: int, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def token_positions(num_text: int, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return int64 positions [n, 4] (image, row, column, token) of text and image tokens, created on the device."""
     text = torch.zeros(num_text, 4, dtype=torch.int64, device=device)
     text[:, 3] = torch.arange(num_text, device=device)

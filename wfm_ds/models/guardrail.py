@@ -33,7 +33,7 @@ class NoGuardrail:
         return frames
 
 
-def checker(guardrail: Guardrail, folder: Path) -> Any:
+def load_safety_checker(guardrail: Guardrail, folder: Path) -> Any:
     """Return the pipeline's `safety_checker` argument. None lets the pipeline build its own checker.
 
     Raises ModelError if the guardrail is on and its package is missing, so that it is never dropped silently.
@@ -51,7 +51,7 @@ def checker(guardrail: Guardrail, folder: Path) -> Any:
     return None
 
 
-def refuse_unsafe(safety_checker: Any, prompts: Sequence[str]) -> None:
+def require_safe_prompts(safety_checker: Any, prompts: Sequence[str]) -> None:
     """Raise ModelError if the checker finds unsafe prompts. The message names the first ones."""
     unsafe = [prompt for prompt in dict.fromkeys(prompts) if not safety_checker.check_text_safety(prompt)]
     if unsafe:
@@ -59,7 +59,7 @@ def refuse_unsafe(safety_checker: Any, prompts: Sequence[str]) -> None:
         raise ModelError(f"the guardrail rejects {len(unsafe)} prompts, e.g. {examples}: remove them")
 
 
-def guarded(safety_checker: Any, pixels: Tensor) -> Tensor:
+def apply_guardrail(safety_checker: Any, pixels: Tensor) -> Tensor:
     """Apply the safety checker to videos [B,3,F,H,W] in [0, 1], float32: faces are blurred, rejected videos are black.
 
     Without a guardrail the pixels are returned unchanged and not rounded to 8 bits.

@@ -37,19 +37,19 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import ModelError
-from wfm_ds.models.variants import variant_in
+from wfm_ds.models.weight_variants import parse_variant
 
 log = logging.getLogger(__name__)
 
 INDEX = "model_index.json"
-ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-COMMIT = re.compile(r"[0-9a-f]{40}")
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 INDEX_NAME = re.compile(r".+\.safetensors\.index(?:\.(?P<variant>\w+))?\.json")
-PAGES = ("models", "datasets", "spaces")  # page names of the Hub, so not owners: these paths are local folders
+HUB_PAGES = ("models", "datasets", "spaces")  # page names of the Hub, so not owners: these paths are local folders
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 WEIGHTS = ".safetensors"
-TELL_S = 30.0
-RELEASED = {  # supported repositories in diffusers' format, with the branch if it is not main
+PROGRESS_INTERVAL_S = 30.0
+RELEASED_REPOS = {  # supported repositories in diffusers' format, with the branch if it is not main
     "stabilityai/stable-diffusion-3.5-medium": None,
     "stabilityai/stable-diffusion-3.5-large": None,
     "stabilityai/stable-diffusion-3-medium-diffusers": None,
@@ -78,10 +78,10 @@ RELEASED = {  # supported repositories in diffusers' format, with the branch if 
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": None,
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": None,
 }
-COSMOS_ORIGINAL = "_ema_bf16.pt"  # file name suffix of the original Cosmos checkpoints
+COSMOS_CHECKPOINT_SUFFIX = "_ema_bf16.pt"  # file name suffix of the original Cosmos checkpoints
 
 
-def convert_cosmos(file: str, name: str) -> str:
+def cosmos_conversion_command(file: str, name: str) -> str:
     """Return the command that converts an original Cosmos-Predict2.5 checkpoint. `name` contains the model size."""
     size = "14B" if "14B" in name else "2B"
     return (
@@ -90,86 +90,88 @@ def convert_cosmos(file: str, name: str) -> str:
     )
 
 
-def is_id(path: str) -> bool:
+def is_repo_id(path: str) -> bool:
     """Return whether a path is a Hub repository `owner/name` rather than a local folder."""
-    return ID.fullmatch(path) is not None and path.partition("/")[0] not in PAGES and not os.path.isdir(path)
+    return REPO_ID.fullmatch(path) is not None and path.partition("/")[0] not in HUB_PAGES and not os.path.isdir(path)
 
 
 def is_commit(revision: str | None) -> bool:
-    return revision is not None and COMMIT.fullmatch(revision) is not None
+    return revision is not None and COMMIT_HASH.fullmatch(revision) is not None
 
 
-def index_folder(repo: str, revision: str | None) -> Path:
+def download_index(repo: str, revision: str | None) -> Path:
     """Download model_index.json of a revision and return its snapshot folder, named after the commit.
 
     Raises ModelError if it is not on the Hub, or not in the cache without a network.
     """
-    with explained(repo, revision), bars_on_terminals():
+    with translate_hub_errors(repo, revision), hide_bars_without_terminal():
         try:
             return Path(hf_hub_download(repo, INDEX, revision=revision)).parent
         except RemoteEntryNotFoundError:
-            raise ModelError(other_format(repo, revision, HfApi().list_repo_files(repo, revision=revision))) from None
+            raise ModelError(
+                missing_index_message(repo, revision, HfApi().list_repo_files(repo, revision=revision))
+            ) from None
 
 
-def complete(repo: str, folder: Path, index: Mapping[str, Any], *, weights: bool = True) -> Path:
+def download_components(repo: str, folder: Path, index: Mapping[str, Any], *, weights: bool = True) -> Path:
     """Download the missing files of a pipeline's components and return the snapshot folder.
 
     weights: False skips weight files. Raises ModelError like `download_index` and if the disk is too small.
     """
-    commit, parts = folder.name, parts_of(index)
-    if is_complete(repo, folder, parts, weights=weights):
+    commit, parts = folder.name, component_names(index)
+    if is_snapshot_complete(repo, folder, parts, weights=weights):
         return folder
-    with explained(repo, commit), bars_on_terminals():
+    with translate_hub_errors(repo, commit), hide_bars_without_terminal():
         patterns = ["*.json", *(f"{part}/{files}" for part in parts for files in PART_FILES)]
         matches = snapshot_download(repo, revision=commit, allow_patterns=patterns, dry_run=True)
-        names = set(wanted([file.filename for file in matches], parts, weights=weights))
+        names = set(select_files([file.filename for file in matches], parts, weights=weights))
         files = [file for file in matches if file.filename in names]
-        require_space(repo, [file for file in files if file.will_download])
-        with telling(repo, files):
+        require_disk_space(repo, [file for file in files if file.will_download])
+        with log_download_progress(repo, files):
             snapshot_download(repo, revision=commit, allow_patterns=sorted(names))
     return folder
 
 
-def parts_of(index: Mapping[str, Any]) -> list[str]:
+def component_names(index: Mapping[str, Any]) -> list[str]:
     """Return the names of the components in model_index.json that have a folder, without absent ones."""
     return [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is not None]
 
 
-def wanted(files: Sequence[str], parts: Sequence[str], *, weights: bool = True) -> list[str]:
+def select_files(files: Sequence[str], parts: Sequence[str], *, weights: bool = True) -> list[str]:
     """Return the files of a repository that are needed to load the pipeline.
 
     Variant weights (model.fp16.safetensors) are skipped if a component has plain ones (model.safetensors).
     weights: False skips all weight files.
     """
-    plain = {folder(name) for name in files if name.endswith(WEIGHTS) and variant_in(base(name)) is None}
+    plain = {parent_folder(name) for name in files if name.endswith(WEIGHTS) and parse_variant(file_name(name)) is None}
 
     def is_needed(name: str) -> bool:
         if "/" not in name:
             return name.endswith(".json")
-        if folder(name) not in parts or not name.endswith(tuple(suffix[1:] for suffix in PART_FILES)):
+        if parent_folder(name) not in parts or not name.endswith(tuple(suffix[1:] for suffix in PART_FILES)):
             return False
         if not weights and name.endswith(WEIGHTS):
             return False
-        return variant_of(base(name)) is None or folder(name) not in plain
+        return file_variant(file_name(name)) is None or parent_folder(name) not in plain
 
     return [name for name in files if is_needed(name)]
 
 
-def variant_of(name: str) -> str | None:
+def file_variant(name: str) -> str | None:
     """Return the variant of a weight file or shard index; None for plain weights."""
     index = INDEX_NAME.fullmatch(name)
-    return variant_in(name) if index is None else index["variant"]
+    return parse_variant(name) if index is None else index["variant"]
 
 
-def folder(name: str) -> str:
+def parent_folder(name: str) -> str:
     return name.rpartition("/")[0]
 
 
-def base(name: str) -> str:
+def file_name(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def is_complete(repo: str, folder: Path, parts: Sequence[str], *, weights: bool) -> bool:
+def is_snapshot_complete(repo: str, folder: Path, parts: Sequence[str], *, weights: bool) -> bool:
     """Return whether all files of the components exist.
 
     Uses the file list that the last download cached. Without one, every folder must have files and all its shards.
@@ -177,11 +179,11 @@ def is_complete(repo: str, folder: Path, parts: Sequence[str], *, weights: bool)
     try:
         files = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
     except CachedRepoTreeNotFoundError:
-        return all(holds_part(folder / part, weights=weights) for part in parts)
-    return all((folder / name).is_file() for name in wanted(files, parts, weights=weights))
+        return all(has_component_files(folder / part, weights=weights) for part in parts)
+    return all((folder / name).is_file() for name in select_files(files, parts, weights=weights))
 
 
-def holds_part(folder: Path, *, weights: bool) -> bool:
+def has_component_files(folder: Path, *, weights: bool) -> bool:
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
     totals = {match[1] for name in names if (match := re.search(r"-of-(\d+)\b", name)) is not None}
     has_shards = all(sum(f"-of-{total}" in name for name in names) >= int(total) for total in totals)
@@ -189,9 +191,9 @@ def holds_part(folder: Path, *, weights: bool) -> bool:
     return bool(names) and (not weights or (has_shards and has_weights))
 
 
-def require_space(repo: str, files: Sequence[DryRunFileInfo]) -> None:
+def require_disk_space(repo: str, files: Sequence[DryRunFileInfo]) -> None:
     """Raise ModelError if the disk of the Hub cache is too small for these files."""
-    needed, cache = total(files), Path(constants.HF_HUB_CACHE)
+    needed, cache = total_bytes(files), Path(constants.HF_HUB_CACHE)
     existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
@@ -201,12 +203,12 @@ def require_space(repo: str, files: Sequence[DryRunFileInfo]) -> None:
         )
 
 
-def total(files: Sequence[DryRunFileInfo]) -> int:
+def total_bytes(files: Sequence[DryRunFileInfo]) -> int:
     return sum(file.file_size or 0 for file in files)
 
 
 @contextmanager
-def bars_on_terminals() -> Iterator[None]:
+def hide_bars_without_terminal() -> Iterator[None]:
     """Hide huggingface_hub's progress bars unless stderr is a terminal; each update would become a log line."""
     hides = not sys.stderr.isatty() and not are_progress_bars_disabled()
     if hides:
@@ -219,7 +221,7 @@ def bars_on_terminals() -> Iterator[None]:
 
 
 @contextmanager
-def telling(repo: str, files: Sequence[DryRunFileInfo]) -> Iterator[None]:
+def log_download_progress(repo: str, files: Sequence[DryRunFileInfo]) -> Iterator[None]:
     """Log the size of a download and then, every PROGRESS_INTERVAL_S seconds, that it is still running.
 
     Also signals to the run's watchdog that this process is alive.
@@ -227,13 +229,13 @@ def telling(repo: str, files: Sequence[DryRunFileInfo]) -> Iterator[None]:
     todo = [file for file in files if file.will_download]
     log.info(
         "model %s: %.1f GB, downloading %d of %d files (%.1f GB in the cache)",
-        *(repo, total(files) / 1e9, len(todo), len(files), (total(files) - total(todo)) / 1e9),
+        *(repo, total_bytes(files) / 1e9, len(todo), len(files), (total_bytes(files) - total_bytes(todo)) / 1e9),
     )
     finished = threading.Event()
 
     def log_periodically() -> None:
-        while not finished.wait(TELL_S):
-            LIVENESS.advance()
+        while not finished.wait(PROGRESS_INTERVAL_S):
+            LIVENESS.record_progress()
             log.info("model %s: still downloading", repo)
 
     thread = threading.Thread(target=log_periodically, daemon=True)
@@ -246,7 +248,7 @@ def telling(repo: str, files: Sequence[DryRunFileInfo]) -> Iterator[None]:
 
 
 @contextmanager
-def explained(repo: str, revision: str | None) -> Iterator[None]:
+def translate_hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     """Convert exceptions of huggingface_hub to ModelError with a message that says what to do."""
     at = f" --revision {revision}" if revision is not None else ""
     try:
@@ -259,69 +261,71 @@ def explained(repo: str, revision: str | None) -> Iterator[None]:
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"{repo} is neither a local folder nor a Hub repository that you can access: check the spelling, or run hf "
-            f"auth login{suggestion(repo)}"
+            f"auth login{suggest_released_repo(repo)}"
         ) from error
     except RevisionNotFoundError as error:
         raise ModelError(f"{repo} has no branch, tag or commit {revision}: change model.revision") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, DryRunError) as error:
         if isinstance(error.__cause__, HfHubHTTPError):  # the Hub did respond
-            raise ModelError(refused(repo, error.__cause__)) from error
+            raise ModelError(download_failure(repo, error.__cause__)) from error
         raise ModelError(
             f"{repo} is not in the Hub cache (and not a local folder), and the Hub cannot be reached; on a machine "
-            f'with a network: hf download {repo}{at} --exclude "*.bin"{suggestion(repo)}'
+            f'with a network: hf download {repo}{at} --exclude "*.bin"{suggest_released_repo(repo)}'
         ) from error
     except HFValidationError as error:
-        raise ModelError(f"{repo} is neither a local folder nor owner/name on the Hub: {one_line(error)}") from error
+        raise ModelError(
+            f"{repo} is neither a local folder nor owner/name on the Hub: {shorten_error(error)}"
+        ) from error
     except (HfHubHTTPError, EntryNotFoundError) as error:
-        raise ModelError(refused(repo, error)) from error
+        raise ModelError(download_failure(repo, error)) from error
     except OSError as error:  # disk error
         raise ModelError(f"{repo} cannot be written to {constants.HF_HUB_CACHE} ({error}): set HF_HOME") from error
 
 
-def refused(repo: str, error: Exception) -> str:
-    return f"{repo} cannot be downloaded from the Hub ({one_line(error)}): try again later"
+def download_failure(repo: str, error: Exception) -> str:
+    return f"{repo} cannot be downloaded from the Hub ({shorten_error(error)}): try again later"
 
 
-def one_line(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def other_format(repo: str, revision: str | None, files: Sequence[str]) -> str:
+def missing_index_message(repo: str, revision: str | None, files: Sequence[str]) -> str:
     """Return the error message for a repository without model_index.json."""
-    branch = RELEASED.get(repo)
+    branch = RELEASED_REPOS.get(repo)
     if branch is not None and revision != branch:
         return f"the diffusers pipeline of {repo} is in another branch: set model.revision: {branch}"
-    if any(name.endswith(COSMOS_ORIGINAL) for name in files):
-        return f"{repo} contains original Cosmos checkpoints; convert one: {convert_cosmos('FILE', repo)}"
-    closest = nearest(repo)
+    if any(name.endswith(COSMOS_CHECKPOINT_SUFFIX) for name in files):
+        return f"{repo} contains original Cosmos checkpoints; convert one: {cosmos_conversion_command('FILE', repo)}"
+    closest = closest_released_repo(repo)
     if closest is not None and closest.lower().startswith(repo.lower()):
         return f"{repo} is not in diffusers' format; {closest} is"
-    return f"{repo} has no {INDEX}: choose a repository in diffusers' format{suggestion(repo)}"
+    return f"{repo} has no {INDEX}: choose a repository in diffusers' format{suggest_released_repo(repo)}"
 
 
-def nearest(path: str) -> str | None:
+def closest_released_repo(path: str) -> str | None:
     """Return the released repository with the most similar name to a path; None if none is similar."""
-    by_name = {base(repo).lower(): repo for repo in RELEASED}
-    near = difflib.get_close_matches(base(path).lower(), by_name, n=1, cutoff=0.7)
+    by_name = {file_name(repo).lower(): repo for repo in RELEASED_REPOS}
+    near = difflib.get_close_matches(file_name(path).lower(), by_name, n=1, cutoff=0.7)
     return by_name[near[0]] if near else None
 
 
-def suggestion(path: str) -> str:
+def suggest_released_repo(path: str) -> str:
     """Return a suggestion for an error message about a missing path: the released pipeline it may refer to."""
-    repo = nearest(path)
+    repo = closest_released_repo(path)
     if repo is None or repo == path:
         return ""
-    at = f" model.revision={RELEASED[repo]}" if RELEASED[repo] is not None else ""
+    at = f" model.revision={RELEASED_REPOS[repo]}" if RELEASED_REPOS[repo] is not None else ""
     return f"; for the released model: model.path={repo}{at}"
 
 
-def name_of(folder: Path) -> str:
+def display_name(folder: Path) -> str:
     """Return the name of a pipeline folder for messages: its path, or repository and commit."""
-    source = origin(folder)
+    source = snapshot_origin(folder)
     return str(folder) if source is None else f"{source[0]} @ {source[1][:7]}"
 
 
-def origin(folder: Path) -> tuple[str, str] | None:
+def snapshot_origin(folder: Path) -> tuple[str, str] | None:
     """Return `owner/name` and commit of a snapshot folder in the Hub cache; None for any other folder."""
     cache, name, commit = folder.parent.parent.parent, folder.parent.parent.name, folder.name
     if folder.parent.name != "snapshots" or not name.startswith("models--") or not is_commit(commit):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from wfm_ds.data.pixels import Framing
     from wfm_ds.data.samples import Media
 
-NAME = "latents"  # name of the tensor in an entry
+TENSOR_NAME = "latents"  # name of the tensor in an entry
 
 
 class LatentCache:
@@ -22,21 +22,21 @@ class LatentCache:
 
     def __init__(self, model: DiffusionModel, store: TensorStore) -> None:
         self._store = store
-        self._identity = model.latent_identity()
+        self._identity = model.latent_cache_key()
 
-    def holds(self, medium: Media, framing: Framing) -> bool:
-        return self._key(medium, framing) in self._store
+    def has_latents(self, medium: Media, framing: Framing) -> bool:
+        return self._cache_key(medium, framing) in self._store
 
     def read(self, medium: Media, framing: Framing) -> Tensor | None:
         """Return latents [C,...] float32 on the host; None if not cached."""
-        entry = self._store.read(self._key(medium, framing))
-        return None if entry is None else entry[NAME]
+        entry = self._store.read(self._cache_key(medium, framing))
+        return None if entry is None else entry[TENSOR_NAME]
 
     def write(self, medium: Media, framing: Framing, latents: Tensor) -> None:
         """Store the latents [C,...] of one image or video. Raises OSError."""
-        self._store.write(self._key(medium, framing), {NAME: latents})
+        self._store.write(self._cache_key(medium, framing), {TENSOR_NAME: latents})
 
-    def _key(self, medium: Media, framing: Framing) -> dict[str, Any]:
+    def _cache_key(self, medium: Media, framing: Framing) -> dict[str, Any]:
         settings = asdict(framing)
         if framing.span is None:  # keep the keys of caches written before `span` existed
             del settings["span"]

@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 
 from wfm_ds.distributed.accelerator import uses_cuda
 from wfm_ds.errors import ModelError, UserError
-from wfm_ds.models.base import without_progress_bars
-from wfm_ds.models.variants import variant_to_load, weight_files
+from wfm_ds.models.base import hide_progress_bars
+from wfm_ds.models.weight_variants import list_weight_files, select_variant
 
 LIBRARIES = ("diffusers", "transformers")
 # Errors that the libraries raise for missing or damaged files or files that do not match their configs.
@@ -33,17 +33,17 @@ LOADING_ERRORS = (
     *(OSError, ValueError, TypeError, RuntimeError, AttributeError, ImportError, LookupError, SafetensorError),
     *(ArithmeticError, AssertionError, StrictDataclassError),  # for invalid config values
 )
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
-ABSENT = [None, None]  # an absent component in model_index.json
+SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
+ABSENT_COMPONENT = [None, None]  # an absent component in model_index.json
 
 
 def load_pipeline(
     folder: Path,
     required: Sequence[str],
-    dtype_of: Callable[[str], torch.dtype],
+    component_dtype: Callable[[str], torch.dtype],
     extra: Mapping[str, Any],
     mapped: Sequence[str] = (),
-    late: Mapping[str, Any] = MappingProxyType({}),
+    overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """Load the diffusers pipeline in `folder` to the CPU, offline, from safetensors only.
 
@@ -55,26 +55,26 @@ def load_pipeline(
     match their configs.
     """
     index = read_json(folder / "model_index.json")
-    absent = [name for name, entry in index.items() if entry == ABSENT]
+    absent = [name for name, entry in index.items() if entry == ABSENT_COMPONENT]
     if absent_names := [name for name in required if name in absent or name not in index]:
         raise ModelError(
             f"{folder} has no {', '.join(absent_names)}, but {index['_class_name']} needs it; use a complete pipeline"
         )
     try:
-        with without_progress_bars():
+        with hide_progress_bars():
             networks = {
-                name: load_network(folder / name, network_class, dtype_of(name), mapped=name in mapped)
+                name: load_network(folder / name, network_class, component_dtype(name), mapped=name in mapped)
                 for name, entry in index.items()
-                if (network_class := network_class_of(entry)) is not None
+                if (network_class := resolve_network_class(entry)) is not None
             }
             # diffusers rejects an absent component (SD3 without T5) unless it is passed as None.
-            parts = networks | dict.fromkeys(absent) | dict(extra) | dict.fromkeys(late)
+            parts = networks | dict.fromkeys(absent) | dict(extra) | dict.fromkeys(overrides)
             # DiffusionPipeline itself would reload the optional components of the class (such as Wan's denoiser) in
             # float32 and discard ours.
             pipeline_class = getattr(diffusers, str(index["_class_name"]), DiffusionPipeline)
-            with without_type_warnings():
+            with silence_type_warnings():
                 pipeline = pipeline_class.from_pretrained(folder, local_files_only=True, **parts)
-                pipeline.register_modules(**late)
+                pipeline.register_modules(**overrides)
     except ModelError:
         raise
     except LOADING_ERRORS as error:
@@ -85,7 +85,7 @@ def load_pipeline(
 
 
 @contextmanager
-def without_type_warnings() -> Iterator[None]:
+def silence_type_warnings() -> Iterator[None]:
     """Hide diffusers' warnings about component classes that differ from the pipeline's signature."""
     logger = logging.getLogger(DiffusionPipeline.__module__)
 
@@ -99,7 +99,7 @@ def without_type_warnings() -> Iterator[None]:
         logger.removeFilter(is_other_warning)
 
 
-def network_class_of(entry: Any) -> type[torch.nn.Module] | None:
+def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
     """Return the class in an entry of model_index.json if it is a diffusers or transformers network, else None."""
     if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in LIBRARIES:
         return None  # a tokenizer, a flag, or an entry that diffusers handles
@@ -117,9 +117,9 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped
         raise ModelError(f"{folder} is missing; copy or download the pipeline again")
     network, report = network_class.from_pretrained(
         folder,
-        dtype=(stored_dtype(folder) or dtype) if mapped else dtype,
+        dtype=(weights_dtype(folder) or dtype) if mapped else dtype,
         use_safetensors=True,
-        variant=variant_to_load(folder),
+        variant=select_variant(folder),
         local_files_only=True,
         output_loading_info=True,
     )
@@ -130,20 +130,20 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped
         )
     loaded: torch.nn.Module = network.eval()
     if mapped:
-        cast_stored_buffers(loaded, dtype)
+        cast_persistent_buffers(loaded, dtype)
     return loaded
 
 
-def stored_dtype(folder: Path) -> torch.dtype | None:
+def weights_dtype(folder: Path) -> torch.dtype | None:
     """Return the common dtype of a folder's safetensors files; None if mixed."""
     names: set[str] = set()
-    for file in weight_files(folder):
+    for file in list_weight_files(folder):
         with safe_open(file, "pt") as opened:
             names |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118, not a mapping
-    return STORED_DTYPES.get(names.pop()) if len(names) == 1 else None
+    return SAFETENSORS_DTYPES.get(names.pop()) if len(names) == 1 else None
 
 
-def cast_stored_buffers(network: torch.nn.Module, dtype: torch.dtype) -> None:
+def cast_persistent_buffers(network: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast persistent buffers as diffusers does: to `dtype`, or to float32 if the network's class requires it."""
     float32_names = set(getattr(network, "_keep_in_fp32_modules", None) or ())
     for prefix, part in network.named_modules():
@@ -160,15 +160,15 @@ def require_tokenizer_files(folder: Path, pipeline: Any) -> None:
             raise ModelError(f"{folder / name} has none of {', '.join(files)}; copy or download the pipeline again")
 
 
-def stored_call(folder: Path) -> dict[str, Any]:
+def read_call_json(folder: Path) -> dict[str, Any]:
     """Return the pipeline call arguments in a folder's call.json; empty without this file."""
     file = folder / "call.json"
     return read_json(file) if file.is_file() else {}
 
 
-def stored_sequence_length(folder: Path) -> int | None:
+def read_max_sequence_length(folder: Path) -> int | None:
     """Return max_sequence_length from a folder's call.json; None if not set. Raises ModelError if it is invalid."""
-    length = stored_call(folder).get("max_sequence_length")
+    length = read_call_json(folder).get("max_sequence_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ModelError(f"{folder / 'call.json'}: max_sequence_length must be a positive integer, got {length!r}")
     return length
@@ -185,7 +185,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def chosen_device(name: str | None) -> torch.device:
+def select_device(name: str | None) -> torch.device:
     """Return the named device; by default a GPU if there is one. Raises UserError if it cannot be used."""
     if name is None:
         return torch.device("cuda" if uses_cuda() else "cpu")

@@ -17,27 +17,27 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.loading import read_json
-from wfm_ds.models.lora_names import renamed
-from wfm_ds.models.ragged import stack_padded
-from wfm_ds.models.sizes import require_image, require_multiples
+from wfm_ds.models.lora_layer_names import map_layers
+from wfm_ds.models.size_checks import require_image, require_multiples
+from wfm_ds.models.text_padding import pad_and_stack
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
-PATCH = 2  # latents along each side of a token
+PATCH_SIZE = 2  # latents along each side of a token
 EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"
-NEGATIVE = "negative_prompt"
-NULL_TEXT = " "  # as in the model's examples; without a negative prompt the pipeline has no guidance
+NEGATIVE_PROMPT_KEY = "negative_prompt"
+DEFAULT_NEGATIVE_PROMPT = " "  # as in the model's examples; without a negative prompt the pipeline has no guidance
 
-TARGETS = (
+LORA_TARGETS = (
     *("to_q", "to_k", "to_v", "to_out.0"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
 )
 FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 BLOCK = "transformer_blocks.{}"
-OWN_NAMES = {name: name for name in (*(f"attn.{target}" for target in TARGETS), *FEED_FORWARD)}
+LAYER_NAMES = {name: name for name in (*(f"attn.{target}" for target in LORA_TARGETS), *FEED_FORWARD)}
 
-OF_LAST_TEXT = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")  # layers of the last block
+UNUSED_TEXT_LAYERS = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")  # layers of the last block
 
 
 class QwenImage(DiffusionModel):
@@ -45,20 +45,20 @@ class QwenImage(DiffusionModel):
 
     family = "qwen_image"
     pipeline_classes = ("QwenImagePipeline",)
-    required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({EMBEDS, MASK})
-    default_lora_targets = TARGETS
-    lora_names = renamed(BLOCK, BLOCK, OWN_NAMES)  # the original code is diffusers'
+    default_lora_targets = LORA_TARGETS
+    lora_layer_names = map_layers(BLOCK, BLOCK, LAYER_NAMES)  # the original code is diffusers'
     comfyui_prefix = "transformer"
-    default_side = 1024
+    default_image_size = 1024
     block_classes = (QwenImageTransformerBlock,)
-    stack = staticmethod(stack_padded)
+    stack_conditioning = staticmethod(pad_and_stack)
 
     @property
-    def frozen(self) -> tuple[str, ...]:
+    def unused_parameter_patterns(self) -> tuple[str, ...]:
         """Layers that compute text queries and outputs in the last block, which discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
-        return tuple(f"{last}.{layer}.*" for layer in OF_LAST_TEXT)
+        return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
@@ -69,7 +69,7 @@ class QwenImage(DiffusionModel):
                 raise ModelError(f"{folder}: a Qwen-Image transformer with {key} is not supported; use Qwen/Qwen-Image")
 
     @classmethod
-    def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+    def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
         return float(call["true_cfg_scale"])
 
     @torch.no_grad()
@@ -92,14 +92,14 @@ class QwenImage(DiffusionModel):
         length = self.max_sequence_length
         return {EMBEDS: (length, self.config.joint_attention_dim), MASK: (length,)}
 
-    def null_text(self, negative_text: str | None = None) -> str:
-        return NULL_TEXT if negative_text is None else negative_text
+    def resolve_negative_prompt(self, negative_text: str | None = None) -> str:
+        return DEFAULT_NEGATIVE_PROMPT if negative_text is None else negative_text
 
     def to_latents(self, pixels: Tensor) -> Tensor:
-        return vae.encode(self.pipeline.vae, pixels[:, :, None])[:, :, 0]
+        return vae.encode_normalized(self.pipeline.vae, pixels[:, :, None])[:, :, 0]
 
     def to_pixels(self, latents: Tensor) -> Tensor:
-        return vae.decode(self.pipeline.vae, latents[:, :, None])[:, :, 0]
+        return vae.decode_normalized(self.pipeline.vae, latents[:, :, None])[:, :, 0]
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)
@@ -109,31 +109,31 @@ class QwenImage(DiffusionModel):
             )
         h, w = latents.shape[2:]
         velocity: Tensor = self.denoiser(
-            hidden_states=packed(latents).to(self.dtype),
+            hidden_states=pack_latents(latents).to(self.dtype),
             timestep=sigma,
             encoder_hidden_states=conditioning[EMBEDS].to(self.dtype),
             encoder_hidden_states_mask=conditioning[MASK],
-            img_shapes=(1, h // PATCH, w // PATCH),  # same size for all samples
+            img_shapes=(1, h // PATCH_SIZE, w // PATCH_SIZE),  # same size for all samples
             return_dict=False,
         )[0]
-        return unpacked(velocity, h, w).float()
+        return unpack_latents(velocity, h, w).float()
 
     def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
         """Return uncond + w * (cond - uncond), with each token rescaled to its norm in cond, as diffusers does."""
-        guided = packed(super().combine_guidance(cond, uncond, scale))
-        norms = packed(cond).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
-        return unpacked(guided * norms, *cond.shape[2:])
+        guided = pack_latents(super().combine_guidance(cond, uncond, scale))
+        norms = pack_latents(cond).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+        return unpack_latents(guided * norms, *cond.shape[2:])
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return (C, H/f, W/f)."""
         require_image(self.family, num_frames)
         factor = self.pipeline.vae_scale_factor
-        multiple = PATCH * factor
+        multiple = PATCH_SIZE * factor
         require_multiples(height, width, multiple)
-        return (self.config.in_channels // PATCH**2, height // factor, width // factor)
+        return (self.config.in_channels // PATCH_SIZE**2, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        return int(shape[1] // PATCH * (shape[2] // PATCH))
+        return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
         """Return the pipeline's sigmas; 1 and 0 for one step, for which the scheduler would divide by zero."""
@@ -146,21 +146,21 @@ class QwenImage(DiffusionModel):
         mu = calculate_shift(self.num_tokens(shape), *limits)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
-    def text_call(self) -> dict[str, Any]:
+    def text_call_kwargs(self) -> dict[str, Any]:
         """Add the negative prompt. The pipeline has no default, and without one it skips guidance."""
-        return {**super().text_call(), NEGATIVE: self.null_text()}
+        return {**super().text_call_kwargs(), NEGATIVE_PROMPT_KEY: self.resolve_negative_prompt()}
 
-    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Pass w as `true_cfg_scale`. `guidance_scale` is embedded guidance, which these networks lack."""
-        return {"true_cfg_scale": w, "height": height, "width": width, **self.text_call()}
+        return {"true_cfg_scale": w, "height": height, "width": width, **self.text_call_kwargs()}
 
 
-def packed(latents: Tensor) -> Tensor:
+def pack_latents(latents: Tensor) -> Tensor:
     """Convert latents [B, C, h, w] to tokens [B, h/2 w/2, 4 C], patches of 2 x 2."""
-    return functional.pixel_unshuffle(latents, PATCH).flatten(2).transpose(1, 2)
+    return functional.pixel_unshuffle(latents, PATCH_SIZE).flatten(2).transpose(1, 2)
 
 
-def unpacked(tokens: Tensor, h: int, w: int) -> Tensor:
+def unpack_latents(tokens: Tensor, h: int, w: int) -> Tensor:
     """Convert tokens back to latents [B, C, h, w]."""
-    patches = tokens.transpose(1, 2).reshape(len(tokens), -1, h // PATCH, w // PATCH)
-    return functional.pixel_shuffle(patches, PATCH)
+    patches = tokens.transpose(1, 2).reshape(len(tokens), -1, h // PATCH_SIZE, w // PATCH_SIZE)
+    return functional.pixel_shuffle(patches, PATCH_SIZE)

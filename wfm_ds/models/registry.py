@@ -23,19 +23,19 @@ import wfm_ds
 from wfm_ds import models
 from wfm_ds.errors import ModelError
 from wfm_ds.models import hub, tiny
-from wfm_ds.models.base import DiffusionModel, seeded
+from wfm_ds.models.base import DiffusionModel, temporary_seed
 from wfm_ds.models.guardrail import Guardrail
-from wfm_ds.models.loading import load_pipeline, read_json, stored_sequence_length
-from wfm_ds.recipe.stated import FPS
+from wfm_ds.models.loading import load_pipeline, read_json, read_max_sequence_length
+from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
 from wfm_ds.seeds import derive_seed
 from wfm_ds.user_class import import_class
 
-TINY = "tiny:"
-MAKE_TIMEOUT_S = 300.0
+TINY_PREFIX = "tiny:"
+BUILD_TIMEOUT_S = 300.0
 # Class attributes that a family must define: those without a default in models/base.py.
 STATED = tuple(name for name in DiffusionModel.__annotations__ if not hasattr(DiffusionModel, name))
 # Requested pipelines that the family interface cannot express yet.
-NOT_NOW = {
+UNSUPPORTED_PIPELINES = {
     **dict.fromkeys(
         ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
         "their network denoises sound as a second stream of latents, and their guidance takes four forward passes; use "
@@ -50,7 +50,7 @@ NOT_NOW = {
 
 
 @cache
-def families() -> dict[str, type[DiffusionModel]]:
+def model_families() -> dict[str, type[DiffusionModel]]:
     """Return all families by name: the concrete subclasses of DiffusionModel in the modules of this folder."""
     by_name: dict[str, type[DiffusionModel]] = {}
     for info in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
@@ -63,27 +63,27 @@ def families() -> dict[str, type[DiffusionModel]]:
     return by_name
 
 
-def family_of(folder: Path, own: str | None = None) -> type[DiffusionModel]:
+def find_family(folder: Path, user_family: str | None = None) -> type[DiffusionModel]:
     """Return the family for the pipeline class in a folder's model_index.json. Raises ModelError if there is none.
 
     user_family: the recipe's model.family, a user's class to use for this folder.
     """
     name = str(read_json(folder / "model_index.json").get("_class_name"))
-    if own is not None:
-        return own_family(own, folder, name)
-    for family in families().values():
+    if user_family is not None:
+        return import_user_family(user_family, folder, name)
+    for family in model_families().values():
         if name in family.pipeline_classes:
             return family
-    if name in NOT_NOW:
-        raise ModelError(f"{folder}: pipelines of class {name} are not supported: {NOT_NOW[name]}")
-    known = sorted(name for family in families().values() for name in family.pipeline_classes)
+    if name in UNSUPPORTED_PIPELINES:
+        raise ModelError(f"{folder}: pipelines of class {name} are not supported: {UNSUPPORTED_PIPELINES[name]}")
+    known = sorted(name for family in model_families().values() for name in family.pipeline_classes)
     raise ModelError(
         f"{folder}: pipelines of class {name} are not supported; supported: {', '.join(known)}, or your own "
         "family (model.family)"
     )
 
 
-def own_family(path: str, folder: Path, pipeline_class: Any) -> type[DiffusionModel]:
+def import_user_family(path: str, folder: Path, pipeline_class: Any) -> type[DiffusionModel]:
     family: type[DiffusionModel] = import_class(path, DiffusionModel, key="model.family", error=ModelError)
     if missing := [name for name in STATED if not hasattr(family, name)]:
         raise ModelError(f"model.family {path}: the class does not set {', '.join(missing)}")
@@ -95,7 +95,9 @@ def own_family(path: str, folder: Path, pipeline_class: Any) -> type[DiffusionMo
     return family
 
 
-def resolve(path: str | Path, own: str | None = None, revision: str | None = None, *, weights: bool = True) -> Path:
+def resolve_pipeline(
+    path: str | Path, user_family: str | None = None, revision: str | None = None, *, weights: bool = True
+) -> Path:
     """Return the folder of a supported pipeline.
 
     path: a local folder, `tiny:FAMILY` for a tiny pipeline (created in the cache), or `owner/name` on the Hub (missing
@@ -104,100 +106,101 @@ def resolve(path: str | Path, own: str | None = None, revision: str | None = Non
     Only reads model_index.json of local folders. Raises ModelError if the folder is missing, unreadable or not a
     supported pipeline, or if the download fails.
     """
-    folder = locate(path, own, revision)
-    if hub.is_id(str(path)):
-        return hub.complete(str(path), folder, read_json(folder / hub.INDEX), weights=weights)
+    folder = locate_pipeline(path, user_family, revision)
+    if hub.is_repo_id(str(path)):
+        return hub.download_components(str(path), folder, read_json(folder / hub.INDEX), weights=weights)
     return folder
 
 
-def locate(path: str | Path, own: str | None = None, revision: str | None = None) -> Path:
+def locate_pipeline(path: str | Path, user_family: str | None = None, revision: str | None = None) -> Path:
     """Return the folder like `resolve_pipeline`, but of a Hub repository download only model_index.json.
 
     Raises ModelError if the pipeline is not supported.
     """
-    if hub.is_id(str(path)):
-        folder = hub.index_folder(str(path), revision)
-        family_of(folder, own)
+    if hub.is_repo_id(str(path)):
+        folder = hub.download_index(str(path), revision)
+        find_family(folder, user_family)
         return folder
     if revision is not None:
         raise ModelError(f"model.revision {revision} needs a repository of the Hub, but {path} is not one: remove it")
-    if str(path).startswith(TINY):
-        return cached_tiny(str(path).removeprefix(TINY))
+    if str(path).startswith(TINY_PREFIX):
+        return get_tiny_folder(str(path).removeprefix(TINY_PREFIX))
     folder = Path(path).expanduser()
     if not os.path.isdir(folder):  # os.path returns False without permission; Path would raise
-        if folder.name.endswith(hub.COSMOS_ORIGINAL):
+        if folder.name.endswith(hub.COSMOS_CHECKPOINT_SUFFIX):
             raise ModelError(
-                f"{folder} is an original Cosmos checkpoint; convert it: {hub.convert_cosmos(str(folder), str(folder))}"
+                f"{folder} is an original Cosmos checkpoint; convert it: "
+                f"{hub.cosmos_conversion_command(str(folder), str(folder))}"
             )
         problem = "is a file" if os.path.isfile(folder) else "does not exist"
         raise ModelError(
             f"{folder} {problem}; model.path must be a local diffusers pipeline folder, owner/name on the Hub, or "
-            f"tiny:FAMILY{hub.suggestion(str(folder))}"
+            f"tiny:FAMILY{hub.suggest_released_repo(str(folder))}"
         )
     if not os.path.isfile(folder / "model_index.json"):
         raise ModelError(f"{folder} has no model_index.json; model.path must be the top folder of a diffusers pipeline")
-    family_of(folder, own)
+    find_family(folder, user_family)
     return folder
 
 
-def cached_tiny(family: str) -> Path:
+def get_tiny_folder(family: str) -> Path:
     """Return the tiny pipeline's folder in $WFM_CACHE (default ~/.cache/wfm_ds).
 
     Creates it if needed. Several processes may do so at the same time.
     """
-    root = Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser() / "tiny" / tiny_key()
+    root = Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser() / "tiny" / tiny_cache_key()
     folder = root / family
     if family in (*tiny.FAMILIES, *tiny.LANGUAGE_FAMILIES) and folder.is_dir():
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as making:
-            make_tiny(family, Path(making) / "pipeline")
-            publish(Path(making) / "pipeline", folder)
+            build_tiny_folder(family, Path(making) / "pipeline")
+            publish_folder(Path(making) / "pipeline", folder)
     except OSError as error:
         raise ModelError(f"{folder} cannot be written ({error}); set WFM_CACHE to a writable folder") from error
     return folder
 
 
-def make_tiny(family: str, folder: Path) -> None:
+def build_tiny_folder(family: str, folder: Path) -> None:
     """Run write_tiny_model, on ranks in a subprocess, because transformers only saves models on rank 0."""
     if not torch.distributed.is_initialized():
-        tiny.write_tiny(family, folder)
+        tiny.write_tiny_model(family, folder)
         return
     command = [sys.executable, "-m", tiny.__name__, family, str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=MAKE_TIMEOUT_S, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     if result.returncode:
         raise ModelError(result.stderr.strip().rpartition("\n")[2])
 
 
-def tiny_key() -> str:
+def tiny_cache_key() -> str:
     """Return a cache key from our version, the library versions, and the code that writes tiny models."""
-    code = hashlib.blake2b(b"".join(path.read_bytes() for path in tiny.sources()), digest_size=4).hexdigest()
+    code = hashlib.blake2b(b"".join(path.read_bytes() for path in tiny.source_files()), digest_size=4).hexdigest()
     return f"{wfm_ds.__version__}-diffusers-{diffusers.__version__}-transformers-{transformers.__version__}-{code}"
 
 
-def publish(made: Path, folder: Path) -> None:
+def publish_folder(source: Path, folder: Path) -> None:
     """Rename `source` to `folder`. Does nothing if another process already created the identical folder."""
     try:
-        made.rename(folder)
+        source.rename(folder)
     except OSError:
         if not folder.is_dir():
             raise
 
 
-def load(
+def load_model(
     path: str | Path,
     *,
     dtype: torch.dtype,
     device: torch.device | str,
     vae_dtype: torch.dtype = torch.float32,
-    own_family: str | None = None,
+    user_family: str | None = None,
     revision: str | None = None,
     max_sequence_length: int | None = None,
     prompt_template: str | None = None,
     guardrail: Guardrail = "stock",
     mapped: bool = False,
-    fps: float = FPS,
+    fps: float = DEFAULT_FPS,
     inputs: Collection[str] = (),
     embedded_guidance: float | None = None,
 ) -> DiffusionModel:
@@ -217,8 +220,8 @@ def load(
     Raises ModelError like `resolve_pipeline`, if files are missing, damaged or do not match their configs, and if the
     family does not support the guardrail, prompt template or embedded guidance setting.
     """
-    folder, device = resolve(path, own_family, revision), torch.device(device)
-    family = family_of(folder, own_family)
+    folder, device = resolve_pipeline(path, user_family, revision), torch.device(device)
+    family = find_family(folder, user_family)
     if guardrail == "off" and not family.has_guardrail:
         raise ModelError(f"{folder}: {family.family} has no guardrail; remove model.guardrail")
     if prompt_template is not None and prompt_template not in family.prompt_templates:
@@ -227,24 +230,24 @@ def load(
         )
     check_embedded_guidance(family, folder, embedded_guidance)
     family.check_folder(folder)
-    length = max_sequence_length or stored_sequence_length(folder)
+    length = max_sequence_length or read_max_sequence_length(folder)
     low_precision_text = device.type == "cuda" and dtype == torch.bfloat16
 
     def component_dtype(part: str) -> torch.dtype:
-        if part in family.denoiser_parts:
+        if part in family.denoiser_components:
             return dtype
         if part == "vae":
             return vae_dtype
         return torch.bfloat16 if low_precision_text else torch.float32
 
-    extra = family.extra_parts(folder, guardrail)
+    extra = family.extra_components(folder, guardrail)
     pipeline = load_pipeline(
         folder,
-        family.required_parts,
+        family.required_components,
         component_dtype,
         extra,
-        mapped=family.denoiser_parts if mapped else (),
-        late=family.late_parts(folder),
+        mapped=family.denoiser_components if mapped else (),
+        overrides=family.component_overrides(folder),
     )
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -260,7 +263,7 @@ def load(
         inspect.signature(family).bind(pipeline, folder, **options)
     except TypeError as error:
         raise ModelError(
-            f"model.family {own_family}: its constructor does not accept the arguments of a family ({error}): accept "
+            f"model.family {user_family}: its constructor does not accept the arguments of a family ({error}): accept "
             "**options and pass them to super().__init__"
         ) from error
     return family(pipeline, folder, **options)
@@ -268,16 +271,16 @@ def load(
 
 def check_embedded_guidance(family: type[DiffusionModel], folder: Path, scale: float | None) -> None:
     """Raise ModelError for an embedded guidance scale that the network in this folder does not support."""
-    if scale is not None and not family.takes_guidance(folder):
+    if scale is not None and not family.has_embedded_guidance(folder):
         raise ModelError(
             f"{folder}: this {family.family} network does not support embedded guidance; remove "
             "model.embedded_guidance and set sampling.guidance_scale"
         )
 
 
-def randomize(model: DiffusionModel, seed: int) -> None:
+def randomize_denoiser(model: DiffusionModel, seed: int) -> None:
     """Initialize the unwrapped denoiser with random weights from the run's seed, in place and in its dtype."""
-    with seeded(derive_seed(seed, "denoiser_init")):
-        for part in model.denoiser_parts:
+    with temporary_seed(derive_seed(seed, "denoiser_init")):
+        for part in model.denoiser_components:
             network: Any = getattr(model.pipeline, part)
             network.load_state_dict(type(network).from_config(network.config).state_dict())

@@ -11,38 +11,38 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wfm_ds.engine.forward import Forward
+from wfm_ds.engine.denoiser_forward import ForwardFunction
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import vae
 from wfm_ds.models.base import DiffusionModel, NegativeText
-from wfm_ds.models.captions import Text, captioned
-from wfm_ds.models.conditional_frames import with_conditional_frames
-from wfm_ds.models.decoding import Decoding, beside
+from wfm_ds.models.conditioning_frames import add_clean_frames
+from wfm_ds.models.decoding import PendingPixels, run_on_decode_stream
+from wfm_ds.models.prompt_formatting import Text, format_prompts
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.sampling.denoise import Plan, Trajectory
-from wfm_ds.sampling.noise import seeded_normal
+from wfm_ds.sampling.denoise import SamplingPlan, Trajectory
+from wfm_ds.sampling.noise import draw_cpu_normal
 from wfm_ds.sampling.plan import deterministic_plan
 from wfm_ds.types import Prompt
 
 if TYPE_CHECKING:
-    from wfm_ds.types import ConditionalFrames, Conditioning
+    from wfm_ds.types import Conditioning, ConditioningFrames
 
 UNCONDITIONAL = "uncond"  # purpose of the negative half of guidance in training; rollouts count it as their own
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class GuidanceConditioning:
     """The conditioning of B samples and the negative conditioning for guidance."""
 
-    conditioning: Conditioning
-    contrast: Conditioning | None  # None: no guidance
+    positive: Conditioning
+    negative: Conditioning | None  # None: no guidance
 
-    def both(self, model: DiffusionModel) -> Conditioning:
+    def join_halves(self, model: DiffusionModel) -> Conditioning:
         """Concatenate the positive and the negative rows. Raises RecipeError if their shapes differ."""
-        assert self.contrast is not None
+        assert self.negative is not None
         try:
-            return model.stack([self.conditioning, self.contrast])
+            return model.stack_conditioning([self.positive, self.negative])
         except ValueError as error:
             raise RecipeError(
                 f"sampling.guidance_batch: joint needs texts of the same shape, but {error}: set it to separate"
@@ -54,10 +54,10 @@ class Sampler:
     """Samples from a model with the sizes and guidance of a recipe's `sampling` section, with its current weights."""
 
     model: DiffusionModel
-    texts: TextCache
+    text_cache: TextCache
     settings: SamplingRecipe
-    forward: Forward
-    joint_rows: Mapping[str, int] = field(default_factory=dict)
+    forward: ForwardFunction
+    max_joint_rows: Mapping[str, int] = field(default_factory=dict)
     """Maximum rows of a forward pass with both halves of guidance, by purpose of `generate`. Purposes without an entry
     run each half in its own forward pass."""
 
@@ -67,24 +67,24 @@ class Sampler:
         size = self.settings
         return self.model.latent_shape(size.height, size.width, size.num_frames)
 
-    def evaluation_plan(self) -> Plan:
+    def evaluation_plan(self) -> SamplingPlan:
         """Return a deterministic plan, for any rollout settings. Raises ModelError for unsupported sigmas."""
         return deterministic_plan(self.eval_solver, self.model.sigmas(self.settings.eval_steps, self.latent_shape))
 
     @property
     def eval_solver(self) -> str:
         """The solver of validation and `wfm_ds.generate`: from the recipe, by default of the pipeline's order."""
-        return self.settings.eval_solver or self.model.stock_solver
+        return self.settings.eval_solver or self.model.default_solver
 
     def generate(
         self,
         purpose: str,
         prompts: Sequence[Prompt],
         noise_seeds: Sequence[int],
-        plan: Plan,
+        plan: SamplingPlan,
         *,
         seeds: Sequence[int] | None = None,
-        conditional_frames: ConditionalFrames | None = None,
+        conditional_frames: ConditioningFrames | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> Trajectory:
         """Denoise B samples according to a plan.
@@ -92,54 +92,54 @@ class Sampler:
         noise_seeds: seeds of the initial noise. seeds: seeds of the plan's further noise; default: noise_seeds.
         shape: shape of one sample's latents; default: latent_shape.
         """
-        conditions = self.conditions(prompts, conditional_frames, shape)
-        joint = 2 * len(prompts) <= self.joint_rows.get(purpose, 0)
+        conditions = self.encode_conditioning(prompts, conditional_frames, shape)
+        joint = 2 * len(prompts) <= self.max_joint_rows.get(purpose, 0)
 
         def predict(latents: Tensor, sigma: float) -> Tensor:
             sigma_B = torch.full((len(latents),), sigma, dtype=torch.float32, device=latents.device)
-            expert = self.model.expert_of(sigma)
-            if joint and self.settings.is_guided(expert):
-                return self.joint_velocity(purpose, latents, sigma_B, conditions, expert)
-            return self.velocity(purpose, latents, sigma_B, conditions, expert, contrast_purpose=purpose)
+            expert = self.model.select_expert(sigma)
+            if joint and self.settings.uses_guidance(expert):
+                return self.predict_joint_velocity(purpose, latents, sigma_B, conditions, expert)
+            return self.predict_velocity(purpose, latents, sigma_B, conditions, expert, negative_purpose=purpose)
 
-        noise = seeded_normal(noise_seeds, shape or self.latent_shape, self.model.device)
-        return plan.run(predict, noise, noise_seeds if seeds is None else seeds, conditional_frames)
+        noise = draw_cpu_normal(noise_seeds, shape or self.latent_shape, self.model.device)
+        return plan.denoise(predict, noise, noise_seeds if seeds is None else seeds, conditional_frames)
 
-    def velocity(
+    def predict_velocity(
         self,
         purpose: str,
         latents: Tensor,
         sigma: Tensor,
-        conditions: Conditions,
+        conditions: GuidanceConditioning,
         expert: int,
         *,
-        contrast_purpose: str = UNCONDITIONAL,
+        negative_purpose: str = UNCONDITIONAL,
     ) -> Tensor:
         """Predict the velocity [B, ...] float32 with one expert, with guidance if the expert has it.
 
         Only the conditional half gets a gradient. negative_purpose: purpose that the negative half is counted under.
         """
-        conditional = self.forward(purpose, latents, sigma, conditions.conditioning, expert)
-        if conditions.contrast is None or not self.settings.is_guided(expert):
+        conditional = self.forward(purpose, latents, sigma, conditions.positive, expert)
+        if conditions.negative is None or not self.settings.uses_guidance(expert):
             return conditional
         with torch.no_grad():
-            unconditional = self.forward(contrast_purpose, latents, sigma, conditions.contrast, expert)
-        return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(expert))
+            unconditional = self.forward(negative_purpose, latents, sigma, conditions.negative, expert)
+        return self.model.combine_guidance(conditional, unconditional, self.settings.expert_guidance_scale(expert))
 
-    def joint_velocity(
-        self, purpose: str, latents: Tensor, sigma: Tensor, conditions: Conditions, expert: int
+    def predict_joint_velocity(
+        self, purpose: str, latents: Tensor, sigma: Tensor, conditions: GuidanceConditioning, expert: int
     ) -> Tensor:
         """Predict like `predict_velocity` with a guided expert, in one forward pass of 2 B rows (up to rounding)."""
-        both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.both(self.model)
+        both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.join_halves(self.model)
         conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
-        return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(expert))
+        return self.model.combine_guidance(conditional, unconditional, self.settings.expert_guidance_scale(expert))
 
-    def conditions(
+    def encode_conditioning(
         self,
         prompts: Sequence[Prompt],
-        conditional_frames: ConditionalFrames | None = None,
+        conditional_frames: ConditioningFrames | None = None,
         shape: Sequence[int] | None = None,
-    ) -> Conditions:
+    ) -> GuidanceConditioning:
         """Encode prompts, their inputs and conditioning frames, and negative prompts if an expert is guided.
 
         The negative prompt is the prompt's own, by default the recipe's, then the family's. Both halves contain the
@@ -147,23 +147,23 @@ class Sampler:
         """
         positive = self.encode_texts([prompt.text for prompt in prompts], shape)
         negative = None
-        if self.settings.is_guided():
-            negative = self.encode_texts(negatives(self.model, self.settings, prompts), shape)
-        shared = self.besides_text([prompt.inputs for prompt in prompts], conditional_frames, shape)
-        return Conditions(positive | shared, None if negative is None else negative | shared)
+        if self.settings.uses_guidance():
+            negative = self.encode_texts(negative_texts(self.model, self.settings, prompts), shape)
+        shared = self.encode_inputs([prompt.inputs for prompt in prompts], conditional_frames, shape)
+        return GuidanceConditioning(positive | shared, None if negative is None else negative | shared)
 
     def encode_texts(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> Conditioning:
         """Format and encode texts, for latents of this shape; default: latent_shape."""
-        return self.texts.encode(self.captioned(texts, shape))
+        return self.text_cache.encode(self.format_prompts(texts, shape))
 
-    def captioned(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> list[Text]:
+    def format_prompts(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> list[Text]:
         """Format texts as the family requires, for latents of this shape; default: latent_shape."""
-        return captioned(self.model, texts, self.pixel_size(shape), self.settings.num_frames)
+        return format_prompts(self.model, texts, self.pixel_size(shape), self.settings.num_frames)
 
-    def besides_text(
+    def encode_inputs(
         self,
         inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]],
-        conditional_frames: ConditionalFrames | None,
+        conditional_frames: ConditioningFrames | None,
         shape: Sequence[int] | None = None,
     ) -> Conditioning:
         """Encode the inputs of data.inputs and the conditioning frames, for training and sampling.
@@ -174,7 +174,7 @@ class Sampler:
         if any(inputs):
             conditioning |= self.model.encode_inputs(inputs, self.settings.num_frames, self.pixel_size(shape))
         if (frames := conditional_frames) is not None:
-            conditioning = with_conditional_frames(conditioning, frames.latents, frames.counts)
+            conditioning = add_clean_frames(conditioning, frames.latents, frames.counts)
         return conditioning
 
     def pixel_size(self, shape: Sequence[int] | None) -> tuple[int, int]:
@@ -183,40 +183,43 @@ class Sampler:
         height, width = (h, w) if shape is None else shape[-2:]
         return height * size.height // h, width * size.width // w
 
-    def media(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
+    def decode_to_uint8(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """Decode latents to uint8 [B,H,W,3] (video families [B,T,H,W,3]) and return whether each sample is finite.
 
         Non-finite latents are decoded as zeros. Do not score these samples.
         """
-        return self.decoding(latents).wait()
+        return self.start_decoding(latents).wait()
 
     @torch.no_grad()
-    def decoding(self, latents: Tensor, rows: slice = slice(None)) -> Decoding:
+    def start_decoding(self, latents: Tensor, rows: slice = slice(None)) -> PendingPixels:
         """Start decoding these rows, on a GPU in parallel with later work. Finiteness is checked for all rows."""
-        with beside(self.model.device, latents) as done:
+        with run_on_decode_stream(self.model.device, latents) as done:
             finite_B = latents.flatten(1).isfinite().all(1)
             selected = torch.where(finite_B.view(-1, *[1] * (latents.ndim - 1)), latents, 0.0)[rows]
-            parts = torch.split(selected, self.decode_batch(latents.shape[1:])) if len(selected) else ()
+            parts = torch.split(selected, self.decode_batch_size(latents.shape[1:])) if len(selected) else ()
             # A non-blocking copy goes to pinned memory; on a CPU nothing is copied.
-            levels = [self.model.levels(self.model.decode(part)).to("cpu", non_blocking=True) for part in parts]
+            levels = [
+                self.model.quantize_pixels(self.model.decode_latents(part)).to("cpu", non_blocking=True)
+                for part in parts
+            ]
             finite = finite_B.to("cpu", non_blocking=True)
-        return Decoding(levels, finite, done)
+        return PendingPixels(levels, finite, done)
 
-    def decode_batch(self, shape: Sequence[int]) -> int:
+    def decode_batch_size(self, shape: Sequence[int]) -> int:
         """Return how many samples with latents of this shape to decode together.
 
         Decoding a whole batch would need more memory than the denoiser, but single small samples underuse the device.
         On a CPU images are decoded one at a time.
         """
         model, size, (*_, h, w) = self.model, self.settings, self.latent_shape
-        if model.device.type == "cpu" and not model.video:
+        if model.device.type == "cpu" and not model.is_video:
             return 1
         frame = shape[-2] * shape[-1] * (size.height // h) * (size.width // w)
-        num_frames = vae.frames_at_once(model.pipeline.vae, size.num_frames) if model.video else 1
-        return vae.media_at_once(model.pipeline.vae, frame * num_frames)
+        num_frames = vae.frames_per_decode(model.pipeline.vae, size.num_frames) if model.is_video else 1
+        return vae.max_batch_size(model.pipeline.vae, frame * num_frames)
 
 
-def negatives(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:
+def negative_texts(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:
     """Return the negative prompts for guidance: the prompt's own, by default the recipe's, then the family's."""
     texts = [p.negative_text if p.negative_text is not None else settings.negative_prompt for p in prompts]
-    return [NegativeText(model.null_text(text)) for text in texts]
+    return [NegativeText(model.resolve_negative_prompt(text)) for text in texts]

@@ -11,22 +11,22 @@ from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
 from torch import Tensor
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models.base import DiffusionModel, stock_argument
-from wfm_ds.models.loading import stored_call
-from wfm_ds.models.lora_names import fused, renamed
-from wfm_ds.models.sizes import require_image, require_multiples
+from wfm_ds.models.base import DiffusionModel, pipeline_call_default
+from wfm_ds.models.loading import read_call_json
+from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
+from wfm_ds.models.size_checks import require_image, require_multiples
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 INSTRUCTION = "complex_human_instruction"  # argument of the pipeline call: lines before each prompt
-STOCK_MULTIPLE = 32  # the diffusers pipelines reject other sizes, even if VAE and patches allow them
+PIPELINE_SIZE_MULTIPLE = 32  # the diffusers pipelines reject other sizes, even if VAE and patches allow them
 
 BLOCK = "transformer_blocks.{}"
 LORA_NAMES = (
-    *fused(f"{BLOCK}.attn1", ("to_q", "to_k", "to_v"), "blocks.{}.attn.qkv"),
-    *fused(f"{BLOCK}.attn2", ("to_k", "to_v"), "blocks.{}.cross_attn.kv_linear"),
-    *renamed(
+    *map_fused_layers(f"{BLOCK}.attn1", ("to_q", "to_k", "to_v"), "blocks.{}.attn.qkv"),
+    *map_fused_layers(f"{BLOCK}.attn2", ("to_k", "to_v"), "blocks.{}.cross_attn.kv_linear"),
+    *map_layers(
         BLOCK,
         "blocks.{}",
         {"attn1.to_out.0": "attn.proj", "attn2.to_q": "cross_attn.q_linear", "attn2.to_out.0": "cross_attn.proj"},
@@ -42,23 +42,23 @@ class Sana(DiffusionModel):
 
     family = "sana"
     pipeline_classes: ClassVar[tuple[str, ...]] = ("SanaPipeline",)
-    required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds", "prompt_attention_mask"})
     default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")  # of self- and cross-attention
-    lora_names = LORA_NAMES
+    lora_layer_names = LORA_NAMES
     block_classes = (SanaTransformerBlock,)
     prompt_templates = ("stock", "none")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Also read the instruction. Raises ModelError if call.json has an invalid one."""
         super().__init__(*arguments, **options)
-        self.instruction = self.chosen_instruction()
+        self.instruction = self.resolve_instruction()
 
-    def chosen_instruction(self) -> list[str] | None:
-        default: list[str] = stock_argument(self.pipeline, INSTRUCTION)
+    def resolve_instruction(self) -> list[str] | None:
+        default: list[str] = pipeline_call_default(self.pipeline, INSTRUCTION)
         if self.prompt_template is not None:
             return default if self.prompt_template == "stock" else None
-        lines = stored_call(self.path).get(INSTRUCTION, default)
+        lines = read_call_json(self.path).get(INSTRUCTION, default)
         if lines is not None and not (isinstance(lines, list) and all(isinstance(line, str) for line in lines)):
             raise ModelError(f"{self.path / 'call.json'}: {INSTRUCTION} must be null or a list of lines, got {lines!r}")
         return lines
@@ -70,13 +70,13 @@ class Sana(DiffusionModel):
         Keeps the first and the last positions of instruction and prompt, as diffusers does. Raises ValueError for an
         empty list.
         """
-        return self.encode_after(self.instruction, prompts)
+        return self.encode_with_instruction(self.instruction, prompts)
 
     @torch.no_grad()
-    def encode_negative(self, texts: Sequence[str]) -> Conditioning:
-        return self.encode_after(None, texts)
+    def encode_negative_text(self, texts: Sequence[str]) -> Conditioning:
+        return self.encode_with_instruction(None, texts)
 
-    def encode_after(self, instruction: list[str] | None, texts: Sequence[str]) -> Conditioning:
+    def encode_with_instruction(self, instruction: list[str] | None, texts: Sequence[str]) -> Conditioning:
         if isinstance(texts, str) or not texts:
             raise ValueError(f"prompts must be a list of at least one text, got {texts!r}")
         embeds, mask, _, _ = self.pipeline.encode_prompt(
@@ -99,9 +99,9 @@ class Sana(DiffusionModel):
                 f"sana takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
         time = sigma * self.pipeline.scheduler.config.num_train_timesteps * self.config.timestep_scale
-        return self.predict(latents, time, conditioning)
+        return self.predict_velocity(latents, time, conditioning)
 
-    def predict(self, latents: Tensor, time: Tensor, conditioning: Conditioning) -> Tensor:
+    def predict_velocity(self, latents: Tensor, time: Tensor, conditioning: Conditioning) -> Tensor:
         """Call the network and return its velocity, float32. `time` is float32 up to the sinusoidal embedding."""
         output: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
@@ -117,7 +117,7 @@ class Sana(DiffusionModel):
         """Return (C, H/f, W/f)."""
         require_image(self.family, num_frames)
         factor = self.pipeline.vae_scale_factor
-        multiple = math.lcm(STOCK_MULTIPLE, factor * self.config.patch_size)
+        multiple = math.lcm(PIPELINE_SIZE_MULTIPLE, factor * self.config.patch_size)
         require_multiples(height, width, multiple)
         return (self.config.in_channels, height // factor, width // factor)
 
@@ -125,9 +125,9 @@ class Sana(DiffusionModel):
         _, h, w = shape
         return int((h // self.config.patch_size) * (w // self.config.patch_size))
 
-    def text_call(self) -> dict[str, Any]:
-        return {**super().text_call(), INSTRUCTION: self.instruction}
+    def text_call_kwargs(self) -> dict[str, Any]:
+        return {**super().text_call_kwargs(), INSTRUCTION: self.instruction}
 
-    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Disable resolution binning, which would change the size to one of a table and resize the output."""
-        return {**super().pipeline_call(w, height, width, num_frames), "use_resolution_binning": False}
+        return {**super().pipeline_call_kwargs(w, height, width, num_frames), "use_resolution_binning": False}

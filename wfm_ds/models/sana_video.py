@@ -12,9 +12,9 @@ from diffusers.models.transformers.transformer_sana_video import SanaVideoTransf
 from torch import Tensor
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models.conditional_frames import FramesInLatents, frames_in
+from wfm_ds.models.conditioning_frames import CleanFrames, get_clean_frames
 from wfm_ds.models.loading import read_json
-from wfm_ds.models.sana import STOCK_MULTIPLE, Sana
+from wfm_ds.models.sana import PIPELINE_SIZE_MULTIPLE, Sana
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -26,8 +26,8 @@ class SanaVideo(Sana):
     family = "sana_video"
     pipeline_classes = ("SanaVideoPipeline", "SanaImageToVideoPipeline")
     block_classes = (SanaVideoTransformerBlock,)
-    video = True
-    conditional_frames = (0, 1)
+    is_video = True
+    conditioning_frame_counts = (0, 1)
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
@@ -44,14 +44,14 @@ class SanaVideo(Sana):
                 f"sana_video takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
         time = sigma * self.pipeline.scheduler.config.num_train_timesteps
-        clean_frames = frames_in(conditioning)
+        clean_frames = get_clean_frames(conditioning)
         if clean_frames is None:
-            return self.predict(latents, time, conditioning)
-        token_times = self.token_times(time, latents, clean_frames)
-        velocity = self.predict(clean_frames.enter(latents), token_times, conditioning)
-        return clean_frames.leave(velocity, latents, sigma)
+            return self.predict_velocity(latents, time, conditioning)
+        token_times = self.token_timesteps(time, latents, clean_frames)
+        velocity = self.predict_velocity(clean_frames.insert_clean_latents(latents), token_times, conditioning)
+        return clean_frames.insert_known_velocity(velocity, latents, sigma)
 
-    def token_times(self, time: Tensor, latents: Tensor, clean_frames: FramesInLatents) -> Tensor:
+    def token_timesteps(self, time: Tensor, latents: Tensor, clean_frames: CleanFrames) -> Tensor:
         """Return times [B, 1, T, h, w] in patches: `time` [B] on noisy frames, 0 on conditioning frames."""
         count, _, *size = latents.shape
         frames, height, width = (n // patch for n, patch in zip(size, self.config.patch_size, strict=True))
@@ -63,7 +63,7 @@ class SanaVideo(Sana):
         in_space, in_time = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         patch_time, patch, _ = self.config.patch_size
         positions = self.config.rope_max_seq_len  # along each axis
-        multiple = math.lcm(STOCK_MULTIPLE, in_space * patch)
+        multiple = math.lcm(PIPELINE_SIZE_MULTIPLE, in_space * patch)
         largest = in_space * patch * positions // multiple * multiple
         for name, size in (("height", height), ("width", width)):
             if size % multiple or not 0 < size <= largest:
@@ -77,5 +77,5 @@ class SanaVideo(Sana):
     def num_tokens(self, shape: Sequence[int]) -> int:
         return math.prod(n // patch for n, patch in zip(shape[1:], self.config.patch_size, strict=True))
 
-    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        return {**super().pipeline_call(w, height, width, num_frames), "frames": num_frames}
+    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+        return {**super().pipeline_call_kwargs(w, height, width, num_frames), "frames": num_frames}

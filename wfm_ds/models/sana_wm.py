@@ -23,22 +23,22 @@ from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.conditional_frames import frames_in
-from wfm_ds.models.inputs import Input
-from wfm_ds.models.loading import stored_call
-from wfm_ds.models.sizes import require_multiples
-from wfm_ds.pinned import on_device
+from wfm_ds.models.conditioning_frames import get_clean_frames
+from wfm_ds.models.input_specs import InputSpec
+from wfm_ds.models.loading import read_call_json
+from wfm_ds.models.size_checks import require_multiples
+from wfm_ds.pinned_memory import copy_to_device
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 INSTRUCTION = "chi_prompt"  # argument of the pipeline call: lines before each prompt; null: the default
-POSES, INTRINSICS = "c2w", "intrinsics"
-RAYMAP, RAYS, ANGLES, PLUCKER = CAMERA = ("raymap", "rays", "ray_angles", "chunk_plucker")
-WITHOUT_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # unused by softmax blocks, present in checkpoints
+POSES_KEY, INTRINSICS_KEY = "c2w", "intrinsics"
+RAYMAP, RAYS, ANGLES, PLUCKER = CAMERA_KEYS = ("raymap", "rays", "ray_angles", "chunk_plucker")
+UNUSED_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # unused by softmax blocks, present in checkpoints
 
 
-class CameraNetwork(SanaWMTransformer3DModel, PeftAdapterMixin):  # type: ignore[misc]
+class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # type: ignore[misc]
     """The diffusers network with LoRA support and precomputed camera geometry.
 
     diffusers computes the geometry in the network's dtype, which is inaccurate in bfloat16.
@@ -70,42 +70,42 @@ class SanaWM(DiffusionModel):
 
     family = "sana_wm"
     pipeline_classes = ("SanaWMPipeline",)
-    required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds", "prompt_attention_mask"})
-    optional_keys = frozenset(CAMERA)
-    takes: ClassVar[Mapping[str, Input]] = MappingProxyType(
-        {POSES: Input(rank=3, required=True), INTRINSICS: Input(rank=2, required=True)}
+    optional_conditioning_keys = frozenset(CAMERA_KEYS)
+    input_specs: ClassVar[Mapping[str, InputSpec]] = MappingProxyType(
+        {POSES_KEY: InputSpec(rank=3, required=True), INTRINSICS_KEY: InputSpec(rank=2, required=True)}
     )
     default_lora_targets = (
         *("attn.qkv", "attn.proj", "cross_attn.q_linear", "cross_attn.kv_linear", "cross_attn.proj"),
         *("attn.q_proj_cam", "attn.k_proj_cam", "attn.v_proj_cam", "attn.out_proj_cam"),
     )
     block_classes = (SanaVideoMSCamCtrlBlock,)
-    video = True
-    conditional_frames = (1,)
+    is_video = True
+    conditioning_frame_counts = (1,)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Check the folder as the base class does. ModelError too if call.json holds an instruction that is none."""
         super().__init__(*arguments, **options)
-        self.instruction = self.chosen_instruction()
+        self.instruction = self.resolve_instruction()
 
-    def chosen_instruction(self) -> list[str] | None:
-        lines = stored_call(self.path).get(INSTRUCTION)
+    def resolve_instruction(self) -> list[str] | None:
+        lines = read_call_json(self.path).get(INSTRUCTION)
         if lines is not None and not (isinstance(lines, list) and all(isinstance(line, str) for line in lines)):
             raise ModelError(f"{self.path / 'call.json'}: {INSTRUCTION} must be null or a list of lines, got {lines!r}")
         return lines
 
-    def take_denoiser(self, pipeline: Any) -> nn.Module:
+    def extract_denoiser(self, pipeline: Any) -> nn.Module:
         network: nn.Module = pipeline.transformer
-        network.__class__ = CameraNetwork
+        network.__class__ = SanaWMCameraTransformer
         return network
 
     @property
-    def frozen(self) -> tuple[str, ...]:
+    def unused_parameter_patterns(self) -> tuple[str, ...]:
         """Gates of softmax blocks, and the ray embedding if Pluecker coordinates replace it."""
         config, every = self.config, self.config.softmax_every_n
         softmax = range(every - 1, config.num_layers, every) if every > 0 else ()
-        gates = [f"blocks.{i}.attn.{name}" for i in softmax for name in WITHOUT_GATES]
+        gates = [f"blocks.{i}.attn.{name}" for i in softmax for name in UNUSED_GATES]
         return (*gates, *(("raymap_embedder.*",) if config.use_chunk_plucker_post_attn else ()))
 
     @torch.no_grad()
@@ -117,17 +117,19 @@ class SanaWM(DiffusionModel):
         """
         head = "\n".join(self.instruction or DEFAULT_CHI_PROMPT)
         if not head:
-            return self.embedded(prompts, self.max_sequence_length)
+            return self.encode_tokens(prompts, self.max_sequence_length)
         # Same count as in the diffusers pipeline, which includes <bos>.
-        whole = self.embedded(prompts, len(self.pipeline.tokenizer.encode(head)) + self.max_sequence_length - 2, head)
+        whole = self.encode_tokens(
+            prompts, len(self.pipeline.tokenizer.encode(head)) + self.max_sequence_length - 2, head
+        )
         positions = [0, *range(1 - self.max_sequence_length, 0)]
         return {name: tensor[:, positions] for name, tensor in whole.items()}
 
     @torch.no_grad()
-    def encode_negative(self, texts: Sequence[str]) -> Conditioning:
-        return self.embedded(texts, self.max_sequence_length)
+    def encode_negative_text(self, texts: Sequence[str]) -> Conditioning:
+        return self.encode_tokens(texts, self.max_sequence_length)
 
-    def embedded(self, texts: Sequence[str], length: int, head: str = "") -> Conditioning:
+    def encode_tokens(self, texts: Sequence[str], length: int, head: str = "") -> Conditioning:
         """Return the last hidden states of texts, truncated or right-padded to `length` tokens."""
         if isinstance(texts, str) or not texts:
             raise ValueError(f"prompts must be a list of at least one text, got {texts!r}")
@@ -158,8 +160,8 @@ class SanaWM(DiffusionModel):
         Raises ValueError for samples without camera, for other shapes than c2w [F,4,4] and intrinsics [4] or [F,4], and
         for non-positive focal lengths.
         """
-        rows = [self.camera(row, num_frames, size) for row in inputs]
-        return {name: on_device(torch.cat([row[name] for row in rows]), self.device) for name in CAMERA}
+        rows = [self.encode_camera(row, num_frames, size) for row in inputs]
+        return {name: copy_to_device(torch.cat([row[name] for row in rows]), self.device) for name in CAMERA_KEYS}
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         _, *size = shape
@@ -170,19 +172,19 @@ class SanaWM(DiffusionModel):
             PLUCKER: (6 * self.pipeline.vae_temporal_compression_ratio, *size),
         }
 
-    def camera(
+    def encode_camera(
         self, sample: Mapping[str, npt.NDArray[np.float32]], num_frames: int, size: tuple[int, int]
     ) -> dict[str, Tensor]:
-        if missing := [name for name in self.takes if name not in sample]:
+        if missing := [name for name in self.input_specs if name not in sample]:
             raise ValueError(f"a sample has no {' and no '.join(missing)}")
-        poses, intrinsics = (np.asarray(sample[name], np.float32) for name in (POSES, INTRINSICS))
+        poses, intrinsics = (np.asarray(sample[name], np.float32) for name in (POSES_KEY, INTRINSICS_KEY))
         if poses.shape != (num_frames, 4, 4):
             raise ValueError(f"c2w must be [{num_frames}, 4, 4], got {list(poses.shape)}")
         if intrinsics.shape not in ((4,), (num_frames, 4)):
             raise ValueError(f"intrinsics must be [4] or [{num_frames}, 4], got {list(intrinsics.shape)}")
         if not (intrinsics[..., :2] > 0).all():
             raise ValueError("intrinsics: focal lengths must be positive")
-        (_, frames, height, width), space = self.latent_shape(*size, num_frames), self.space
+        (_, frames, height, width), space = self.latent_shape(*size, num_frames), self.spatial_compression
         stride = (self.pipeline.vae_temporal_compression_ratio, space, space)
         intrinsics = np.broadcast_to(intrinsics, (num_frames, 4)).copy()
         geometry = prepare_camera(poses, intrinsics, target_size=size, vae_stride=stride)
@@ -208,20 +210,20 @@ class SanaWM(DiffusionModel):
             raise ValueError(
                 f"sana_wm takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
-        frames = frames_in(conditioning)
+        frames = get_clean_frames(conditioning)
         free = latents.new_ones(len(latents), 1, latents.shape[2]) if frames is None else 1 - frames.mask[..., 0, 0]
         velocity: Tensor = self.denoiser(
-            hidden_states=(latents if frames is None else frames.enter(latents)).to(self.dtype),
+            hidden_states=(latents if frames is None else frames.insert_clean_latents(latents)).to(self.dtype),
             timestep=sigma.view(-1, 1, 1) * self.pipeline.scheduler.config.num_train_timesteps * free,
             encoder_hidden_states=conditioning["prompt_embeds"][:, None].to(self.dtype),
             mask=conditioning["prompt_attention_mask"],
             return_dict=False,
-            **{name: conditioning[name] for name in CAMERA if name in conditioning},
+            **{name: conditioning[name] for name in CAMERA_KEYS if name in conditioning},
         )[0].float()
-        return velocity if frames is None else frames.leave(velocity, latents, sigma)
+        return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     @property
-    def space(self) -> int:
+    def spatial_compression(self) -> int:
         """Pixels per latent along height and width."""
         return int(self.pipeline.vae_spatial_compression_ratio)
 
@@ -231,15 +233,20 @@ class SanaWM(DiffusionModel):
         num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
         if rest or num_frames < 1 or (num_latent_frames + 1) % patch[0]:
             raise ValueError(f"num_frames must be {frames_factor} * k + 1, at least 1, got {num_frames}")
-        multiple = self.space * math.lcm(*patch[1:])
+        multiple = self.spatial_compression * math.lcm(*patch[1:])
         require_multiples(height, width, multiple)
-        return (self.config.in_channels, num_latent_frames + 1, height // self.space, width // self.space)
+        return (
+            self.config.in_channels,
+            num_latent_frames + 1,
+            height // self.spatial_compression,
+            width // self.spatial_compression,
+        )
 
     def num_tokens(self, shape: Sequence[int]) -> int:
         return math.prod(n // patch for n, patch in zip(shape[1:], self.config.patch_size, strict=True))
 
-    def text_call(self) -> dict[str, Any]:
-        return {**super().text_call(), INSTRUCTION: self.instruction}
+    def text_call_kwargs(self) -> dict[str, Any]:
+        return {**super().text_call_kwargs(), INSTRUCTION: self.instruction}
 
-    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        return {**super().pipeline_call(w, height, width, num_frames), "num_frames": num_frames}
+    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+        return {**super().pipeline_call_kwargs(w, height, width, num_frames), "num_frames": num_frames}

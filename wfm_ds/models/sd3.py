@@ -11,8 +11,8 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import c
 from torch import Tensor
 
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.lora_names import fused, renamed
-from wfm_ds.models.sizes import require_image
+from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
+from wfm_ds.models.size_checks import require_image
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 BLOCK, JOINT = "transformer_blocks.{}", "joint_blocks.{}"
 QKV = ("to_q", "to_k", "to_v")
 LORA_NAMES = (
-    *fused(f"{BLOCK}.attn", QKV, f"{JOINT}.x_block.attn.qkv"),
-    *fused(f"{BLOCK}.attn", ("add_q_proj", "add_k_proj", "add_v_proj"), f"{JOINT}.context_block.attn.qkv"),
-    *fused(f"{BLOCK}.attn2", QKV, f"{JOINT}.x_block.attn2.qkv"),
-    *renamed(
+    *map_fused_layers(f"{BLOCK}.attn", QKV, f"{JOINT}.x_block.attn.qkv"),
+    *map_fused_layers(f"{BLOCK}.attn", ("add_q_proj", "add_k_proj", "add_v_proj"), f"{JOINT}.context_block.attn.qkv"),
+    *map_fused_layers(f"{BLOCK}.attn2", QKV, f"{JOINT}.x_block.attn2.qkv"),
+    *map_layers(
         BLOCK,
         f"{JOINT}.x_block",
         {
@@ -33,14 +33,17 @@ LORA_NAMES = (
             "ff.net.2": "mlp.fc2",
         },
     ),
-    *renamed(
+    *map_layers(
         BLOCK,
         f"{JOINT}.context_block",
         {"attn.to_add_out": "attn.proj", "ff_context.net.0.proj": "mlp.fc1", "ff_context.net.2": "mlp.fc2"},
     ),
 )
 
-OF_LAST_TEXT = ("attn.add_q_proj", "attn.norm_added_q")  # layers of the last block, which has no other text layers
+UNUSED_TEXT_LAYERS = (
+    "attn.add_q_proj",
+    "attn.norm_added_q",
+)  # layers of the last block, which has no other text layers
 
 
 class StableDiffusion3(DiffusionModel):
@@ -48,7 +51,7 @@ class StableDiffusion3(DiffusionModel):
 
     family = "sd3"
     pipeline_classes = ("StableDiffusion3Pipeline",)
-    required_parts = (
+    required_components = (
         *("transformer", "vae", "scheduler"),
         *("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),  # the third pair (T5) is optional
     )
@@ -57,15 +60,15 @@ class StableDiffusion3(DiffusionModel):
         *("to_q", "to_k", "to_v", "to_out.0"),
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
     )
-    lora_names = LORA_NAMES
+    lora_layer_names = LORA_NAMES
     comfyui_prefix = "transformer"
     block_classes = (JointTransformerBlock,)
 
     @property
-    def frozen(self) -> tuple[str, ...]:
+    def unused_parameter_patterns(self) -> tuple[str, ...]:
         """Layers that compute text queries in the last block, which discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
-        return tuple(f"{last}.{layer}.*" for layer in OF_LAST_TEXT)
+        return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:

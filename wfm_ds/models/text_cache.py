@@ -12,20 +12,20 @@ from torch import Tensor
 
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models.base import DiffusionModel, NegativeText
-from wfm_ds.models.captions import Text
-from wfm_ds.models.text_store import opened
-from wfm_ds.pinned import on_device
+from wfm_ds.models.prompt_formatting import Text
+from wfm_ds.models.text_store import open_store_folder
+from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.storage.tensor_store import TensorStore
 
 log = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 2 << 30
 MAX_DEVICE_BYTES = 512 << 20  # the texts of an RL step: 190 for SD3, 120 for Wan
-Row: TypeAlias = dict[str, Tensor]
+EmbeddingRow: TypeAlias = dict[str, Tensor]
 """Tensors [1, ...] of one text."""
 
 
-class Precomputed(Protocol):
+class PrecomputedEmbedding(Protocol):
     """A text embedding from the training data."""
 
     def identity(self) -> Sequence[str | int]:
@@ -35,20 +35,20 @@ class Precomputed(Protocol):
         """Load the embedding [n, D], from any text encoder. Raises DataError."""
 
 
-class Rows:
+class EmbeddingLru:
     """An LRU cache of rows up to `max_bytes`. Always keeps at least the last row."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
-        self._rows: OrderedDict[Text, Row] = OrderedDict()
+        self._rows: OrderedDict[Text, EmbeddingRow] = OrderedDict()
 
-    def get(self, text: Text) -> Row | None:
+    def get(self, text: Text) -> EmbeddingRow | None:
         """Return the row of a text and mark it as most recently used; None if not cached."""
         if text in self._rows:
             self._rows.move_to_end(text)
         return self._rows.get(text)
 
-    def keep(self, rows: Mapping[Text, Row]) -> None:
+    def put(self, rows: Mapping[Text, EmbeddingRow]) -> None:
         """Add rows and evict the least recently used ones beyond the limit."""
         for text, row in rows.items():
             self._bytes += num_bytes(row)
@@ -74,53 +74,55 @@ class TextCache:
         *,
         max_device_bytes: int = MAX_DEVICE_BYTES,
         store: TensorStore | None = None,
-        precomputed: Mapping[str, Precomputed] | None = None,
+        precomputed: Mapping[str, PrecomputedEmbedding] | None = None,
     ) -> None:
         """precomputed: embeddings by text, used instead of encoding if they match the model's text encoder."""
         self._model = model
         self._store, self._max_bytes = store, max_bytes
         self._precomputed = precomputed or {}
-        self._identity: dict[str, Any] = {} if store is None else model.text_identity()
+        self._identity: dict[str, Any] = {} if store is None else model.text_cache_key()
         self._warned = False
-        self._on_host, self._on_device = Rows(max_bytes), Rows(max_device_bytes)
+        self._on_host, self._on_device = EmbeddingLru(max_bytes), EmbeddingLru(max_device_bytes)
 
     def encode(self, texts: Sequence[Text]) -> dict[str, Tensor]:
         """Return the conditioning of these texts in order, batch first, on the model's device."""
-        rows = self._rows(dict.fromkeys(texts))
-        return self._model.stack([rows[text] for text in texts])
+        rows = self._device_rows(dict.fromkeys(texts))
+        return self._model.stack_conditioning([rows[text] for text in texts])
 
     def prepare(self, texts: Iterable[Text]) -> None:
         """Encode texts that are not cached yet, until they fill half of the host cache.
 
         Text encoders synchronize with the device. Doing so in advance keeps `encode` free of it.
         """
-        if not self._model.text_parts():
+        if not self._model.text_encoders():
             return
         free_bytes = self._max_bytes / 2  # the other half is for texts that are already cached
         for text in dict.fromkeys(texts):
-            if text in self._on_host or text in self._on_device or self.stored(text):
+            if text in self._on_host or text in self._on_device or self.is_stored(text):
                 continue
             free_bytes -= num_bytes(self._host_rows([text])[text])
             if free_bytes <= 0:
                 return
 
-    def _rows(self, texts: Iterable[Text]) -> dict[Text, Row]:
+    def _device_rows(self, texts: Iterable[Text]) -> dict[Text, EmbeddingRow]:
         """Return the rows of distinct texts on the model's device."""
         device = self._model.device
         if device.type == "cpu":
             return self._host_rows(texts)
         cached = {text: self._on_device.get(text) for text in texts}
         rows = self._host_rows([text for text, row in cached.items() if row is None])
-        new = {text: {name: on_device(tensor, device) for name, tensor in row.items()} for text, row in rows.items()}
-        self._on_device.keep(new)
+        new = {
+            text: {name: copy_to_device(tensor, device) for name, tensor in row.items()} for text, row in rows.items()
+        }
+        self._on_device.put(new)
         return {text: row or new[text] for text, row in cached.items()}
 
-    def _host_rows(self, texts: Iterable[Text]) -> dict[Text, Row]:
+    def _host_rows(self, texts: Iterable[Text]) -> dict[Text, EmbeddingRow]:
         cached = {text: self._on_host.get(text) for text in texts}
         # Encode one by one: in a batch the last bits of a row depend on the batch size and thus on the cache;
         # a resumed run would differ from an uninterrupted one.
-        new = {text: self._fetch(text) for text, row in cached.items() if row is None}
-        self._on_host.keep(new)
+        new = {text: self._load_or_encode(text) for text, row in cached.items() if row is None}
+        self._on_host.put(new)
         return {text: row or new[text] for text, row in cached.items()}
 
     @property
@@ -128,25 +130,25 @@ class TextCache:
         """The folder of the store; None if embeddings are only cached in memory."""
         return None if self._store is None else self._store.folder
 
-    def opened(self, *, required: bool) -> bool:
+    def open_folder(self, *, required: bool) -> bool:
         """Create the folder and record its use (text_store.open_store_folder)."""
         assert self._store is not None
-        return opened(self._store, required=required)
+        return open_store_folder(self._store, required=required)
 
-    def stored(self, text: Text) -> bool:
+    def is_stored(self, text: Text) -> bool:
         """Return whether the store contains the text."""
-        return self._store is not None and self._key(text) in self._store
+        return self._store is not None and self._cache_key(text) in self._store
 
-    def _fetch(self, text: Text) -> Row:
+    def _load_or_encode(self, text: Text) -> EmbeddingRow:
         if self._store is None:
-            return self._compute(text)
-        row = self._store.read(self._key(text))
+            return self._encode_row(text)
+        row = self._store.read(self._cache_key(text))
         if row is None:
-            row = self._compute(text)
-            self._store.write(self._key(text), row)
+            row = self._encode_row(text)
+            self._store.write(self._cache_key(text), row)
         return row
 
-    def _key(self, text: Text) -> dict[str, Any]:
+    def _cache_key(self, text: Text) -> dict[str, Any]:
         if isinstance(text, NegativeText):
             return {**self._identity, "negative": True, "text": text.text}
         key = {**self._identity, "negative": False, "text": text}
@@ -154,17 +156,17 @@ class TextCache:
             key["embedding"] = list(self._precomputed[text].identity())
         return key
 
-    def _compute(self, text: Text) -> Row:
-        if not self._model.text_parts():
+    def _encode_row(self, text: Text) -> EmbeddingRow:
+        if not self._model.text_encoders():
             raise ModelError(f"the embedding of {text!r} was removed from the disk cache: restart the run")
         self._model.move_text_encoders(self._model.device)  # rollout workers keep them on the host until needed
         if isinstance(text, NegativeText):
-            row = self._model.encode_negative([text.text])
+            row = self._model.encode_negative_text([text.text])
         else:
-            row = self._from_embedding(text) or self._model.encode_text([text])
+            row = self._convert_precomputed(text) or self._model.encode_text([text])
         return {name: tensor.cpu() for name, tensor in row.items()}
 
-    def _from_embedding(self, text: str) -> Row | None:
+    def _convert_precomputed(self, text: str) -> EmbeddingRow | None:
         if text not in self._precomputed:
             return None
         try:
@@ -172,7 +174,7 @@ class TextCache:
         except DataError as error:
             log.warning("%s; encoding the caption instead", error)
             return None
-        row = self._model.from_embedding(embedding)
+        row = self._model.conditioning_from_embedding(embedding)
         if row is None and not self._warned:
             self._warned = True
             log.warning(
@@ -182,5 +184,5 @@ class TextCache:
         return row
 
 
-def num_bytes(row: Row) -> int:
+def num_bytes(row: EmbeddingRow) -> int:
     return sum(t.nbytes for t in row.values())

@@ -12,42 +12,42 @@ import shutil
 
 import torch
 
-from wfm_ds.data.caption_cache import user_cache
+from wfm_ds.data.caption_cache import user_cache_dir
 from wfm_ds.errors import DataError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.storage.tensor_store import TensorStore, canonical
+from wfm_ds.storage.tensor_store import TensorStore, canonical_json
 
 log = logging.getLogger(__name__)
 
-TEXT = "text"  # folder name in the user's cache and in data.cache_dir
-OPENED = "opened"  # file in the folder; its mtime is when a run last opened the folder
+TEXT_FOLDER = "text"  # folder name in the user's cache and in data.cache_dir
+LAST_USE_FILE = "opened"  # file in the folder; its mtime is when a run last opened the folder
 UNUSED_S = 90 * 24 * 3600.0
 
 
-def text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | None:
+def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | None:
     """Create the store of this model's embeddings; None if the recipe disables it."""
     if recipe.data.cache_dir is not None:
-        return TensorStore(recipe.data.cache_dir / TEXT)
+        return TensorStore(recipe.data.cache_dir / TEXT_FOLDER)
     if recipe.data.cache_text == "off" or recipe.data.streaming:  # the number of texts in a stream is unknown
         return None
-    return TensorStore(user_cache() / TEXT / software_key(model))
+    return TensorStore(user_cache_dir() / TEXT_FOLDER / software_key(model))
 
 
 def software_key(model: DiffusionModel) -> str:
     """Return a hash of everything except the text that determines an embedding."""
-    settings = {**model.text_identity(), "device": model.device.type, "torch": torch.__version__}
-    return hashlib.sha256(canonical(settings).encode()).hexdigest()[:24]
+    settings = {**model.text_cache_key(), "device": model.device.type, "torch": torch.__version__}
+    return hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:24]
 
 
-def opened(store: TensorStore, *, required: bool) -> bool:
+def open_store_folder(store: TensorStore, *, required: bool) -> bool:
     """Create the folder and record that a run uses it. If it cannot be written, warn and return False.
 
     required: raise DataError instead.
     """
     try:
         store.folder.mkdir(parents=True, exist_ok=True)
-        (store.folder / OPENED).touch()
+        (store.folder / LAST_USE_FILE).touch()
     except OSError as error:
         reason = f"{store.folder} cannot be written ({error.strerror})"
         if required:
@@ -57,9 +57,9 @@ def opened(store: TensorStore, *, required: bool) -> bool:
     return True
 
 
-def remove_unused(now_s: float) -> None:
+def remove_unused_folders(now_s: float) -> None:
     """Remove folders in the user's cache that no run has opened for UNUSED_S."""
-    for last_use in (user_cache() / TEXT).glob(f"*/{OPENED}"):
+    for last_use in (user_cache_dir() / TEXT_FOLDER).glob(f"*/{LAST_USE_FILE}"):
         try:
             if now_s - last_use.stat().st_mtime > UNUSED_S:
                 log.info("%s: unused for %d days, removed", last_use.parent, UNUSED_S // 86400)

@@ -11,29 +11,29 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from wfm_ds.pinned import on_device
+from wfm_ds.pinned_memory import copy_to_device
 
-PIXELS_AT_ONCE = 2**20
+MAX_PIXELS_PER_BATCH = 2**20
 """Maximum pixels that a float32 VAE processes together (one 1024 x 1024 image), unless a single sample has more. The
 limit is fixed, so that results do not depend on the free memory."""
 POSTERIOR_ATTRIBUTES = ("latent_dist", "latents", "latent")  # KL and Wan, AutoencoderTiny, AutoencoderDC
 
 
-def encode(vae: Any, pixels: Tensor) -> Tensor:
+def encode_normalized(vae: Any, pixels: Tensor) -> Tensor:
     """Encode pixels in [-1, 1] to latents (z - shift) * scale."""
-    shift, scale = affine(vae)
-    return (mode(vae, pixels) - shift) * scale
+    shift, scale = latent_shift_and_scale(vae)
+    return (encode_mode(vae, pixels) - shift) * scale
 
 
-def decode(vae: Any, latents: Tensor) -> Tensor:
+def decode_normalized(vae: Any, latents: Tensor) -> Tensor:
     """Decode normalized latents to pixels, roughly in [-1, 1]."""
-    shift, scale = affine(vae)
+    shift, scale = latent_shift_and_scale(vae)
     return decode_raw(vae, latents / scale + shift)
 
 
-def mode(vae: Any, pixels: Tensor) -> Tensor:
+def encode_mode(vae: Any, pixels: Tensor) -> Tensor:
     """Return the unnormalized mode z of the posterior. It is deterministic, so latents can be cached."""
-    output = vae.encode(pixels.to(dtype_of(vae)))
+    output = vae.encode(pixels.to(vae_dtype(vae)))
     posterior = next(getattr(output, name) for name in POSTERIOR_ATTRIBUTES if hasattr(output, name))
     z: Tensor = posterior if isinstance(posterior, Tensor) else posterior.mode()
     return z.float()
@@ -41,23 +41,23 @@ def mode(vae: Any, pixels: Tensor) -> Tensor:
 
 def decode_raw(vae: Any, z: Tensor) -> Tensor:
     """Decode unnormalized latents to pixels, roughly in [-1, 1]."""
-    pixels: Tensor = vae.decode(z.to(dtype_of(vae)), return_dict=False)[0]
+    pixels: Tensor = vae.decode(z.to(vae_dtype(vae)), return_dict=False)[0]
     return pixels.float()
 
 
-def dtype_of(vae: Any) -> torch.dtype:
+def vae_dtype(vae: Any) -> torch.dtype:
     """Return the dtype of the VAE's weights, in which it computes."""
     dtype: torch.dtype = next(vae.parameters()).dtype
     return dtype
 
 
-def media_at_once(vae: Any, pixels: int) -> int:
+def max_batch_size(vae: Any, pixels: int) -> int:
     """Return how many samples with this many pixels each to encode or decode together, at least 1."""
-    budget = PIXELS_AT_ONCE * torch.float32.itemsize // dtype_of(vae).itemsize
+    budget = MAX_PIXELS_PER_BATCH * torch.float32.itemsize // vae_dtype(vae).itemsize
     return max(1, budget // pixels)
 
 
-def frames_at_once(vae: Any, num_frames: int) -> int:
+def frames_per_decode(vae: Any, num_frames: int) -> int:
     """Return how many frames of a video the VAE decodes together.
 
     The Wan VAE decodes one latent frame after the other; others decode all frames together.
@@ -67,7 +67,7 @@ def frames_at_once(vae: Any, num_frames: int) -> int:
     return num_frames
 
 
-def affine(vae: Any) -> tuple[Tensor | float, Tensor | float]:
+def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
     """Return (shift, scale) of the latents.
 
     VAEs of video families have a mean and std per channel, in their config or (LTX-2) as buffers: [1,C,1,1,1]. Others
@@ -77,6 +77,6 @@ def affine(vae: Any) -> tuple[Tensor | float, Tensor | float]:
     mean, std = settings.get("latents_mean"), settings.get("latents_std")
     if mean is None or std is None:
         return float(vae.config.get("shift_factor") or 0.0), float(vae.config.scaling_factor)
-    statistics = (on_device(torch.as_tensor(v, dtype=torch.float32), vae.device) for v in (mean, std))
+    statistics = (copy_to_device(torch.as_tensor(v, dtype=torch.float32), vae.device) for v in (mean, std))
     mean, std = (v.view(1, -1, 1, 1, 1) for v in statistics)
     return mean, 1 / std

@@ -19,28 +19,28 @@ from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.conditional_frames import frames_in
+from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.experts import Experts
 from wfm_ds.models.loading import read_json
-from wfm_ds.models.lora_names import renamed
-from wfm_ds.models.wan_images import CHANNELS, EMBEDS, ImageConditions
+from wfm_ds.models.lora_layer_names import map_layers
+from wfm_ds.models.wan_image_conditioning import CHANNELS_KEY, EMBEDS_KEY, ImageConditioner
 from wfm_ds.types import FIRST_FRAME
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
-EXPERTS = ("transformer", "transformer_2")  # high noise first
+EXPERT_NAMES = ("transformer", "transformer_2")  # high noise first
 
 LORA_NAMES = tuple(
     name
     for layer, original in (("attn1", "self_attn"), ("attn2", "cross_attn"))
-    for name in renamed(
+    for name in map_layers(
         f"blocks.{{}}.{layer}", f"blocks.{{}}.{original}", {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
     )
-) + renamed("blocks.{}", "blocks.{}", {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"})
-OF_IMAGES = ("add_k_proj", "add_v_proj")  # layers of the attention to CLIP embeddings
-LORA_NAMES += renamed("blocks.{}.attn2", "blocks.{}.cross_attn", {"add_k_proj": "k_img", "add_v_proj": "v_img"})
-TEXT_TOKENS = 512  # diffusers splits image and text tokens by this fixed number
+) + map_layers("blocks.{}", "blocks.{}", {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"})
+IMAGE_ATTENTION_LAYERS = ("add_k_proj", "add_v_proj")  # layers of the attention to CLIP embeddings
+LORA_NAMES += map_layers("blocks.{}.attn2", "blocks.{}.cross_attn", {"add_k_proj": "k_img", "add_v_proj": "v_img"})
+IMAGE_TO_VIDEO_TEXT_TOKENS = 512  # diffusers splits image and text tokens by this fixed number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class WanVariant:
     networks: Mapping[str, Any]  # experts by component name, high noise first
     boundary_ratio: float | None  # sigma between the two experts of 2.2 A14B; None: one network
     expand_timesteps: bool  # TI2V: the network takes one time per token
-    image_conditioner: ImageConditions | None  # for image-to-video networks
+    image_conditioner: ImageConditioner | None  # for image-to-video networks
 
 
 def read_variant(pipeline: Any, path: Path) -> WanVariant:
@@ -59,7 +59,7 @@ def read_variant(pipeline: Any, path: Path) -> WanVariant:
     Raises ModelError if one of transformer_2 and boundary_ratio is missing, and for unsupported network inputs.
     """
     boundary_ratio: float | None = pipeline.config.get("boundary_ratio")
-    networks = {name: network for name in EXPERTS if (network := getattr(pipeline, name, None)) is not None}
+    networks = {name: network for name in EXPERT_NAMES if (network := getattr(pipeline, name, None)) is not None}
     if (len(networks) == 2) != (boundary_ratio is not None):
         raise ModelError(
             f"{path}: model_index.json must have both transformer_2 and boundary_ratio, or neither; use a complete "
@@ -73,7 +73,7 @@ def read_variant(pipeline: Any, path: Path) -> WanVariant:
     )
 
 
-def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) -> ImageConditions | None:
+def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) -> ImageConditioner | None:
     """Create the encoder of first frames for networks with these configs; None if they only take latents.
 
     Raises ModelError for networks with other inputs.
@@ -98,7 +98,7 @@ def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) 
             f"{path}: the network takes an image, but the pipeline lacks the components for it; use a complete "
             "WanImageToVideoPipeline"
         )
-    return ImageConditions(pipeline, embeds=embeds)
+    return ImageConditioner(pipeline, embeds=embeds)
 
 
 class Wan(DiffusionModel):
@@ -111,13 +111,13 @@ class Wan(DiffusionModel):
 
     family = "wan"
     pipeline_classes = ("WanPipeline", "WanImageToVideoPipeline")
-    required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds"})
     default_lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
-    lora_names = LORA_NAMES
+    lora_layer_names = LORA_NAMES
     block_classes = (WanTransformerBlock,)
-    denoiser_parts: tuple[str, ...] = EXPERTS
-    video = True
+    denoiser_components: tuple[str, ...] = EXPERT_NAMES
+    is_video = True
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
         """Read the variant, then construct. Raises ModelError for an unsupported variant or max_sequence_length."""
@@ -125,19 +125,19 @@ class Wan(DiffusionModel):
         self.boundary_ratio = variant.boundary_ratio
         self.has_token_timesteps = variant.expand_timesteps
         self.image_conditioner = variant.image_conditioner
-        self.denoiser_parts = tuple(variant.networks)
+        self.denoiser_components = tuple(variant.networks)
         if self.image_conditioner is not None:
-            self.conditional_frames, self.pins_frames = (1,), False
-            self.optional_keys = frozenset(self.image_conditioner.keys)
+            self.conditioning_frame_counts, self.uses_clean_frames = (1,), False
+            self.optional_conditioning_keys = frozenset(self.image_conditioner.keys)
             if self.image_conditioner.embeds:
-                self.default_lora_targets = (*self.default_lora_targets, *OF_IMAGES)
+                self.default_lora_targets = (*self.default_lora_targets, *IMAGE_ATTENTION_LAYERS)
         elif self.has_token_timesteps:
-            self.conditional_frames = (0, 1)
+            self.conditioning_frame_counts = (0, 1)
         super().__init__(pipeline, path, **options)
         has_image_tokens = self.image_conditioner is not None and self.image_conditioner.embeds
-        if has_image_tokens and self.max_sequence_length != TEXT_TOKENS:
+        if has_image_tokens and self.max_sequence_length != IMAGE_TO_VIDEO_TEXT_TOKENS:
             raise ModelError(
-                f"{path}: this image-to-video network requires {TEXT_TOKENS} text tokens; remove "
+                f"{path}: this image-to-video network requires {IMAGE_TO_VIDEO_TEXT_TOKENS} text tokens; remove "
                 f"model.max_sequence_length, which is {self.max_sequence_length}"
             )
 
@@ -148,8 +148,8 @@ class Wan(DiffusionModel):
         if len(absent) == 1:
             raise ModelError(f"{folder} has no {absent[0]}, which encodes the first frame; use a complete pipeline")
 
-    def take_denoiser(self, pipeline: Any) -> nn.Module:
-        networks: dict[str, nn.Module] = {name: getattr(pipeline, name) for name in self.denoiser_parts}
+    def extract_denoiser(self, pipeline: Any) -> nn.Module:
+        networks: dict[str, nn.Module] = {name: getattr(pipeline, name) for name in self.denoiser_components}
         return networks["transformer"] if self.boundary_ratio is None else Experts(networks)
 
     @classmethod
@@ -190,10 +190,12 @@ class Wan(DiffusionModel):
             raise ValueError(f"{len(inputs) - len(frames)} of {len(inputs)} samples have no first frame")
         if wrong := [list(frame.shape) for frame in frames if frame.shape != (*size, 3)]:
             raise ValueError(f"a first frame must be {[*size, 3]}, got {wrong[0]}")
-        return self.image_conditioner.of([frame.astype(np.uint8) for frame in frames], num_frames, self.device)
+        return self.image_conditioner.encode_frames(
+            [frame.astype(np.uint8) for frame in frames], num_frames, self.device
+        )
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        return {} if self.image_conditioner is None else self.image_conditioner.shapes(shape)
+        return {} if self.image_conditioner is None else self.image_conditioner.conditioning_shapes(shape)
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         """Predict the velocity. With two experts, all of sigma must belong to one of them.
@@ -203,24 +205,28 @@ class Wan(DiffusionModel):
         self.check_denoise(latents, sigma, conditioning)
         if latents.ndim != 5:
             raise ValueError(f"wan takes latents [B,C,T,h,w], got {list(latents.shape)}")
-        if missing := sorted(self.optional_keys - conditioning.keys()):
+        if missing := sorted(self.optional_conditioning_keys - conditioning.keys()):
             raise ValueError(f"this image-to-video network needs a first frame: conditioning must hold {missing} too")
-        expert = self.checked_expert(sigma, expert)
-        frames = frames_in(conditioning)
-        visible = latents if frames is None else frames.enter(latents)
+        expert = self.resolve_expert(sigma, expert)
+        frames = get_clean_frames(conditioning)
+        visible = latents if frames is None else frames.insert_clean_latents(latents)
         if self.image_conditioner is not None:
-            visible = torch.cat([visible, conditioning[CHANNELS]], dim=1)
+            visible = torch.cat([visible, conditioning[CHANNELS_KEY]], dim=1)
         velocity: Tensor = self.denoiser(
             hidden_states=visible.to(self.dtype),
-            timestep=self.network_time(sigma, latents.shape, None if frames is None else frames.mask),
+            timestep=self.network_timesteps(sigma, latents.shape, None if frames is None else frames.mask),
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
             return_dict=False,
             **({} if self.boundary_ratio is None else {"expert": expert}),
-            **({"encoder_hidden_states_image": conditioning[EMBEDS].to(self.dtype)} if EMBEDS in conditioning else {}),
+            **(
+                {"encoder_hidden_states_image": conditioning[EMBEDS_KEY].to(self.dtype)}
+                if EMBEDS_KEY in conditioning
+                else {}
+            ),
         )[0].float()
-        return velocity if frames is None else frames.leave(velocity, latents, sigma)
+        return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
-    def checked_expert(self, sigma: Tensor, expert: int | None) -> int:
+    def resolve_expert(self, sigma: Tensor, expert: int | None) -> int:
         """Return the expert for sigma.
 
         Raises ValueError if sigma belongs to several experts or not to `expert`. Checked on the CPU only, because the
@@ -231,12 +237,12 @@ class Wan(DiffusionModel):
             raise ValueError(f"{self.path} has experts 0 to {count - 1}, got {expert}")
         if count == 1 or (expert is not None and sigma.device.type != "cpu"):
             return expert or 0
-        experts = {self.expert_of(level) for level in sigma.tolist()}
+        experts = {self.select_expert(level) for level in sigma.tolist()}
         if experts != {expert} and (expert is not None or len(experts) > 1):
             raise ValueError(f"all of sigma must belong to one expert: {sigma.tolist()} belong to {sorted(experts)}")
         return experts.pop()
 
-    def network_time(self, sigma: Tensor, shape: Sequence[int], conditional_mask: Tensor | None) -> Tensor:
+    def network_timesteps(self, sigma: Tensor, shape: Sequence[int], conditional_mask: Tensor | None) -> Tensor:
         """Return times [B] float32, or [B, tokens] for TI2V, which are 0 on conditioning frames."""
         time_B: Tensor = sigma * self.pipeline.scheduler.config.num_train_timesteps
         if not self.has_token_timesteps:
@@ -270,5 +276,5 @@ class Wan(DiffusionModel):
         patch_t, patch_h, patch_w = self.config.patch_size
         return int((frames // patch_t) * (h // patch_h) * (w // patch_w))
 
-    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        return {**super().pipeline_call(w, height, width, num_frames), "num_frames": num_frames}
+    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+        return {**super().pipeline_call_kwargs(w, height, width, num_frames), "num_frames": num_frames}

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.loading import read_json
-from wfm_ds.models.lora_names import fused, renamed
-from wfm_ds.models.ragged import stack_padded
-from wfm_ds.models.sizes import require_image, require_multiples
-from wfm_ds.models.z_image_network import PATCH, BatchedZImage
+from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
+from wfm_ds.models.size_checks import require_image, require_multiples
+from wfm_ds.models.text_padding import pad_and_stack
+from wfm_ds.models.z_image_network import PATCH_SIZE, BatchedZImage
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -29,8 +29,8 @@ LORA_NAMES = tuple(
     name
     for block in ("layers.{}", "noise_refiner.{}", "context_refiner.{}")
     for name in (
-        *fused(f"{block}.attention", ("to_q", "to_k", "to_v"), f"{block}.attention.qkv"),
-        *renamed(block, block, {"attention.to_out.0": "attention.out", **FEED_FORWARD}),
+        *map_fused_layers(f"{block}.attention", ("to_q", "to_k", "to_v"), f"{block}.attention.qkv"),
+        *map_layers(block, block, {"attention.to_out.0": "attention.out", **FEED_FORWARD}),
     )
 )
 
@@ -40,13 +40,13 @@ class ZImage(DiffusionModel):
 
     family = "z_image"
     pipeline_classes = ("ZImagePipeline",)
-    required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({EMBEDS, MASK})
     default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
-    lora_names = LORA_NAMES
-    default_side = 1024
+    lora_layer_names = LORA_NAMES
+    default_image_size = 1024
     block_classes = (ZImageTransformerBlock,)
-    stack = staticmethod(stack_padded)
+    stack_conditioning = staticmethod(pad_and_stack)
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
@@ -54,15 +54,15 @@ class ZImage(DiffusionModel):
         config = read_json(folder / "transformer" / "config.json")
         if config.get("siglip_feat_dim") is not None:
             raise ModelError(f"{folder}: a Z-Image transformer with image inputs is not supported; use Z-Image")
-        patches = (config.get("all_patch_size", [PATCH]), config.get("all_f_patch_size", [1]))
-        if patches != ([PATCH], [1]):
+        patches = (config.get("all_patch_size", [PATCH_SIZE]), config.get("all_f_patch_size", [1]))
+        if patches != ([PATCH_SIZE], [1]):
             raise ModelError(f"{folder}: Z-Image transformers with patches {patches} are not supported; use Z-Image")
 
     @classmethod
-    def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+    def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
         return float(call["guidance_scale"]) + 1
 
-    def take_denoiser(self, pipeline: Any) -> nn.Module:
+    def extract_denoiser(self, pipeline: Any) -> nn.Module:
         denoiser: nn.Module = pipeline.transformer
         denoiser.__class__ = BatchedZImage  # same layers and weights, different forward
         return denoiser
@@ -82,7 +82,9 @@ class ZImage(DiffusionModel):
             max_sequence_length=self.max_sequence_length,
         )
         masks = [torch.ones(1, len(row), dtype=torch.int64, device=row.device) for row in embeds]
-        return self.stack([{EMBEDS: row[None], MASK: mask} for row, mask in zip(embeds, masks, strict=True)])
+        return self.stack_conditioning(
+            [{EMBEDS: row[None], MASK: mask} for row, mask in zip(embeds, masks, strict=True)]
+        )
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes for a text of maximal length."""
@@ -106,12 +108,12 @@ class ZImage(DiffusionModel):
         """Return (C, H/f, W/f)."""
         require_image(self.family, num_frames)
         factor = self.pipeline.vae_scale_factor
-        multiple = PATCH * factor
+        multiple = PATCH_SIZE * factor
         require_multiples(height, width, multiple)
         return (self.config.in_channels, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        return int(shape[1] // PATCH * (shape[2] // PATCH))
+        return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         """Return the pipeline's sigmas and a shift that grows with the size, for schedulers without a fixed shift."""
@@ -121,6 +123,6 @@ class ZImage(DiffusionModel):
         mu = calculate_shift(self.num_tokens(shape), *limits)
         return {"sigmas": get_default_z_image_sigmas(num_steps), "mu": mu}
 
-    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Convert w to guidance_scale = w - 1: the pipeline computes cond + guidance_scale * (cond - uncond)."""
-        return super().pipeline_call(w - 1, height, width, num_frames)
+        return super().pipeline_call_kwargs(w - 1, height, width, num_frames)

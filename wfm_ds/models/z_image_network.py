@@ -13,8 +13,8 @@ from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 from torch import Tensor, nn
 from torch.nn import functional
 
-PATCH = 2  # latents along each side of a token
-LAYERS = f"{PATCH}-1"  # name of the layers for this patch size and one frame
+PATCH_SIZE = 2  # latents along each side of a token
+PATCH_LAYERS = f"{PATCH_SIZE}-1"  # name of the layers for this patch size and one frame
 
 
 class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
@@ -42,31 +42,33 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         padded_length = -(-text_length // SEQ_MULTI_OF) * SEQ_MULTI_OF
         image, image_rope = self._image_tokens(hidden_states, padded_length)
         for layer in self.noise_refiner:
-            image = self._run(layer, image, None, image_rope, time)
+            image = self._run_layer(layer, image, None, image_rope, time)
         text, text_rope = self._text_tokens(encoder_hidden_states, text_length)
         attended = None  # a single text only has learned padding; a mask would rule out fast kernels
         if len(text) > 1:
             attended = torch.arange(text.shape[1], device=text.device) < padded_length[:, None]
         for layer in self.context_refiner:
-            text = self._run(layer, text, attended, text_rope)
+            text = self._run_layer(layer, text, attended, text_rope)
         tokens, rope = torch.cat([image, text], 1), torch.cat([image_rope, text_rope], 1)
         if attended is not None:
             attended = torch.cat([attended.new_ones(image.shape[:2]), attended], 1)
         for layer in self.layers:
-            tokens = self._run(layer, tokens, attended, rope, time)
-        patches = self.all_final_layer[LAYERS](tokens[:, : h // PATCH * (w // PATCH)], c=time)
-        return (of_patches(patches, h, w),)
+            tokens = self._run_layer(layer, tokens, attended, rope, time)
+        patches = self.all_final_layer[PATCH_LAYERS](tokens[:, : h // PATCH_SIZE * (w // PATCH_SIZE)], c=time)
+        return (unpatchify(patches, h, w),)
 
     def _image_tokens(self, latents: Tensor, padded_length: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens [B,N,D] of patches and padding, and their rotary embeddings [B,N,R]."""
         count, _, h, w = latents.shape
-        tokens = self.all_x_embedder[LAYERS](to_patches(latents))
+        tokens = self.all_x_embedder[PATCH_LAYERS](patchify(latents))
         missing = -tokens.shape[1] % SEQ_MULTI_OF
-        positions = grid(h // PATCH, w // PATCH, latents.device).expand(count, -1, -1).clone()  # [B,N,3]
+        positions = (
+            position_grid(h // PATCH_SIZE, w // PATCH_SIZE, latents.device).expand(count, -1, -1).clone()
+        )  # [B,N,3]
         positions[..., 0] = padded_length[:, None] + 1
         positions = functional.pad(positions, (0, 0, 0, missing))  # padding tokens have position 0
         padding = self.x_pad_token.expand(count, missing, -1)
-        return torch.cat([tokens, padding], 1), self._rotations(positions)
+        return torch.cat([tokens, padding], 1), self._rotary_embeddings(positions)
 
     def _text_tokens(self, embeds: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens and rotary embeddings of texts [B,n,D]. Padding continues the text positions."""
@@ -75,13 +77,13 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         is_text = (index < length[:, None])[..., None]
         tokens = torch.where(is_text, self.cap_embedder(embeds), self.cap_pad_token)
         positions = functional.pad(index[:, None] + 1, (0, 2))  # [n,3]
-        return tokens, self._rotations(positions.expand(len(embeds), -1, -1))
+        return tokens, self._rotary_embeddings(positions.expand(len(embeds), -1, -1))
 
-    def _rotations(self, positions: Tensor) -> Tensor:
+    def _rotary_embeddings(self, positions: Tensor) -> Tensor:
         rotations: Tensor = self.rope_embedder(positions.flatten(0, 1))
         return rotations.view(*positions.shape[:2], -1)
 
-    def _run(self, layer: nn.Module, *arguments: Any) -> Tensor:
+    def _run_layer(self, layer: nn.Module, *arguments: Any) -> Tensor:
         if torch.is_grad_enabled() and self.gradient_checkpointing:
             checkpointed: Tensor = self._gradient_checkpointing_func(layer, *arguments)
             return checkpointed
@@ -89,20 +91,20 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         return output
 
 
-def to_patches(latents: Tensor) -> Tensor:
+def patchify(latents: Tensor) -> Tensor:
     """Convert latents [B,C,h,w] to patches [B, h/2 w/2, 4 C] in the order (row, column, channel)."""
     count, channels, h, w = latents.shape
-    patches = latents.reshape(count, channels, h // PATCH, PATCH, w // PATCH, PATCH)
+    patches = latents.reshape(count, channels, h // PATCH_SIZE, PATCH_SIZE, w // PATCH_SIZE, PATCH_SIZE)
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
-def of_patches(patches: Tensor, h: int, w: int) -> Tensor:
+def unpatchify(patches: Tensor, h: int, w: int) -> Tensor:
     """Convert patches back to latents [B,C,h,w]."""
-    rows = patches.reshape(len(patches), h // PATCH, w // PATCH, PATCH, PATCH, -1)
+    rows = patches.reshape(len(patches), h // PATCH_SIZE, w // PATCH_SIZE, PATCH_SIZE, PATCH_SIZE, -1)
     return rows.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, h, w)
 
 
-def grid(rows: int, columns: int, device: torch.device) -> Tensor:
+def position_grid(rows: int, columns: int, device: torch.device) -> Tensor:
     """Return int64 positions [rows columns, 3] (0, row, column), created on the device."""
     positions = torch.zeros(rows, columns, 3, dtype=torch.int64, device=device)
     positions[..., 1] = torch.arange(rows, device=device)[:, None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from urllib.parse import quote
 
-SMALL = 128  # pixels; smaller samples are enlarged without smoothing
+SMALL_SIDE = 128  # pixels; smaller samples are enlarged without smoothing
 
 STYLE = """
 :root { color-scheme: light dark; font: 16px/1.45 system-ui, sans-serif; }
@@ -32,7 +32,7 @@ small { opacity: .7; font-size: .95em; }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class GalleryEntry:
     """One file on the page and its generation parameters."""
 
     file: str  # relative to the page; .mp4 is shown as a video, other files as images
@@ -43,7 +43,7 @@ class Entry:
     failure: str = ""  # why it differs from the model's intended output
 
 
-def page(title: str, facts: Mapping[str, str], entries: Sequence[Entry]) -> str:
+def gallery_page(title: str, facts: Mapping[str, str], entries: Sequence[GalleryEntry]) -> str:
     """Return the whole HTML document.
 
     Consecutive entries with the same prompt are grouped under it as a heading. If no prompt repeats, prompts are
@@ -52,14 +52,14 @@ def page(title: str, facts: Mapping[str, str], entries: Sequence[Entry]) -> str:
     """
     groups = [list(group) for _, group in itertools.groupby(entries, key=lambda entry: entry.prompt)]
     if all(len(group) == 1 for group in groups):
-        body = grid(entries, with_prompt=True)
+        body = grid_html(entries, with_prompt=True)
     else:
-        parts = [f"<h2>{escape(g[0].prompt)}</h2>\n{grid(g, with_prompt=False)}" for g in groups]
+        parts = [f"<h2>{escape(g[0].prompt)}</h2>\n{grid_html(g, with_prompt=False)}" for g in groups]
         body = "\n".join(parts)
-    return document(title, facts, body)
+    return html_document(title, facts, body)
 
 
-def document(title: str, facts: Mapping[str, str], body: str, *, style: str = "") -> str:
+def html_document(title: str, facts: Mapping[str, str], body: str, *, style: str = "") -> str:
     """Return an HTML page with a heading, a list of facts and a body.
 
     body: HTML. style: CSS added to STYLE.
@@ -85,17 +85,17 @@ def document(title: str, facts: Mapping[str, str], body: str, *, style: str = ""
 """
 
 
-def grid(entries: Sequence[Entry], *, with_prompt: bool) -> str:
+def grid_html(entries: Sequence[GalleryEntry], *, with_prompt: bool) -> str:
     """Return a grid of these entries as HTML."""
-    figures = "\n".join(figure(entry, with_prompt=with_prompt) for entry in entries)
+    figures = "\n".join(figure_html(entry, with_prompt=with_prompt) for entry in entries)
     return f'<div class="grid">\n{figures}\n</div>'
 
 
-def figure(entry: Entry, *, with_prompt: bool) -> str:
+def figure_html(entry: GalleryEntry, *, with_prompt: bool) -> str:
     """Return a file with its caption as HTML."""
     link, text = escape(quote(entry.file)), escape(entry.prompt)
     size = f'width="{entry.width}" height="{entry.height}"'
-    small = ' class="small"' if max(entry.width, entry.height) < SMALL else ""
+    small = ' class="small"' if max(entry.width, entry.height) < SMALL_SIDE else ""
     if entry.file.endswith(".mp4"):
         element = (
             f'<video{small} src="{link}" {size} aria-label="{text}" controls loop muted playsinline preload="metadata">'

@@ -34,11 +34,11 @@ class Meter:
         squares = {f"{name}^2": stat for name, stat in means.items() if name.endswith("_std")}
         if means:
             names = (*means, *squares)
-            sums = weighted_sums([*means.values(), *squares.values()], len(squares), weight_B)
+            sums = sum_weighted([*means.values(), *squares.values()], len(squares), weight_B)
             self._sums[names] = sums if names not in self._sums else self._sums[names].add_(sums)
         if len(means) < len(stats):
             names = tuple(name for name in stats if name not in means)
-            value_NB, weight_NB = stacked([stats[name] for name in names], weight_B)
+            value_NB, weight_NB = stack_stats([stats[name] for name in names], weight_B)
             biggest = torch.where(weight_NB > 0, value_NB, -torch.inf).amax(dim=1)
             self._maxima[names] = torch.maximum(self._maxima.get(names, biggest), biggest)
 
@@ -55,11 +55,13 @@ class Meter:
                 totals_by_name |= {name: totals_by_name.get(name, 0.0) + next(numbers) for name in names}
         for names in self._maxima:
             maxima |= {name: max(maxima.get(name, -math.inf), next(numbers)) for name in names}
-        totals = world.replica_sums({f"s:{n}": v for n, v in sums.items()} | {f"w:{n}": v for n, v in weights.items()})
+        totals = world.sum_over_replicas(
+            {f"s:{n}": v for n, v in sums.items()} | {f"w:{n}": v for n, v in weights.items()}
+        )
         values = {n: totals[f"s:{n}"] / totals[f"w:{n}"] for n in sums if totals[f"w:{n}"] > 0}
         for name in [n for n in values if n.endswith("_std")]:
             values[name] = math.sqrt(max(0.0, values.pop(f"{name}^2") - values[name] ** 2))
-        values |= {n: v for n, v in world.maxima(maxima).items() if v > -torch.inf}
+        values |= {n: v for n, v in world.max_over_ranks(maxima).items() if v > -torch.inf}
         self.__init__()  # type: ignore[misc]
         return values
 
@@ -68,7 +70,7 @@ def is_maximum(name: str) -> bool:
     return "max" in name.rpartition("/")[2].split("_")
 
 
-def stacked(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> tuple[Tensor, Tensor]:
+def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values and weights of these statistics, [N, B] each, in one operation for all of them."""
     value_NB = torch.stack([stat[0] if isinstance(stat, tuple) else stat for stat in stats])
     if not any(isinstance(stat, tuple) for stat in stats):
@@ -78,12 +80,12 @@ def stacked(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -
     return value_NB, weight_B * mask_NB
 
 
-def weighted_sums(stats: Sequence[Tensor | tuple[Tensor, Tensor]], num_squared: int, weight_B: Tensor) -> Tensor:
+def sum_weighted(stats: Sequence[Tensor | tuple[Tensor, Tensor]], num_squared: int, weight_B: Tensor) -> Tensor:
     """Return the sums of weighted values and of weights, [2, N] float64.
 
     The last `num_squared` values are squared first.
     """
-    value_NB, weight_NB = stacked(stats, weight_B)
+    value_NB, weight_NB = stack_stats(stats, weight_B)
     value_NB = value_NB.double()
     if num_squared:
         value_NB[-num_squared:].square_()

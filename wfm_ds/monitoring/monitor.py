@@ -15,8 +15,8 @@ from typing import Self
 
 from wfm_ds.errors import UserError
 from wfm_ds.monitoring.progress import ConsoleProgress, LineProgress, Pace, open_console
-from wfm_ds.monitoring.samples import ShownSample, by_prompt
-from wfm_ds.monitoring.tracking import Subscriber
+from wfm_ds.monitoring.samples import GeneratedSample, group_by_prompt
+from wfm_ds.monitoring.tracking import TrackerThread
 from wfm_ds.storage import atomic
 from wfm_ds.storage.atomic import finite_or_none
 
@@ -35,7 +35,7 @@ class Monitor:
         console: bool,
         total_steps: int,
         unit: str = "images",
-        trackers: Sequence[Subscriber] = (),
+        trackers: Sequence[TrackerThread] = (),
     ) -> None:
         """Continue `output_dir/metrics.jsonl` and send everything to these trackers, which must be started.
 
@@ -50,14 +50,14 @@ class Monitor:
         output_dir.mkdir(parents=True, exist_ok=True)
         self._metrics = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._trackers = list(trackers)
-        self._end: tuple[str, Mapping[str, float]] = ("failed", {})
+        self._outcome: tuple[str, Mapping[str, float]] = ("failed", {})
         self._pace = Pace(total_steps, unit)
         screen = open_console() if console else None
         self._progress = LineProgress(total_steps) if screen is None else ConsoleProgress(screen, total_steps)
         self._warned: set[str] = set()
-        self._last: list[str] = []
+        self._final_messages: list[str] = []
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line `{"step", "time", tags...}` to metrics.jsonl, flushed at once, and one point per tag to each
         tracker.
 
@@ -72,30 +72,30 @@ class Monitor:
             raise ValueError(f"invalid metric names {sorted(clash)}: each line has keys of these names")
         finite = {tag: finite_or_none(value) for tag, value in values.items()}
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        with self._writing():
+        with self._translate_write_errors():
             self._metrics.write(json.dumps({"step": step, "time": now, **finite}, allow_nan=False) + "\n")
             self._metrics.flush()
         points = {tag: value for tag, value in finite.items() if value is not None}
         for tracker in self._trackers:
-            tracker.scalars(step, points)
+            tracker.log_scalars(step, points)
         for tag in (tag for tag, value in finite.items() if value is None):
             self._warn_not_finite(step, tag, values[tag])
 
-    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
+    def log_samples(self, step: int, tag: str, samples: Sequence[GeneratedSample]) -> None:
         """Show samples in each tracker, grouped by prompt."""
         if not self._open or not samples:
             return
-        siblings = by_prompt(samples)
+        siblings = group_by_prompt(samples)
         for tracker in self._trackers:
-            tracker.samples(step, tag, siblings)
+            tracker.log_samples(step, tag, siblings)
 
-    def ended(self, status: str, metrics: Mapping[str, float]) -> None:
+    def set_outcome(self, status: str, metrics: Mapping[str, float]) -> None:
         """Set the outcome of the run for the trackers. A monitor that is closed without an outcome reports a failed
         run."""
         if self._open:
-            self._end = status, {tag: value for tag, value in metrics.items() if finite_or_none(value) is not None}
+            self._outcome = status, {tag: value for tag, value in metrics.items() if finite_or_none(value) is not None}
 
-    def progress(self, step: int, *, samples: int, note: str = "") -> None:
+    def update_progress(self, step: int, *, samples: int, note: str = "") -> None:
         """Report that `step` is done, with `samples` more than at the last call.
 
         The first call, at the start, sets the start time.
@@ -104,9 +104,9 @@ class Monitor:
             return
         now_s = time.monotonic()
         self._pace.update(now_s, step, samples)
-        self._progress.show(now_s, step, self._pace.text(step, note))
+        self._progress.update(now_s, step, self._pace.format_text(step, note))
 
-    def sync(self) -> int:
+    def sync_metrics(self) -> int:
         """Write all metrics to disk. Returns the size of metrics.jsonl in bytes, 0 on other ranks. Raises OSError."""
         if not self._open:
             return 0
@@ -114,15 +114,15 @@ class Monitor:
         os.fsync(self._metrics.fileno())
         return os.fstat(self._metrics.fileno()).st_size
 
-    def message(self, text: str) -> None:
+    def log_message(self, text: str) -> None:
         """Log a line for the user, above the progress line if there is one."""
         if self._open:
             log.info("%s", text)
 
-    def last_message(self, text: str) -> None:
+    def log_at_close(self, text: str) -> None:
         """Log lines for the user to copy when the monitor is closed. A live progress line would wrap them."""
         if self._open:
-            self._last.append(text)
+            self._final_messages.append(text)
 
     def close(self) -> None:
         """Show the last progress and the final messages, and close all files. A second call does nothing."""
@@ -130,10 +130,10 @@ class Monitor:
             return
         self._open = False
         self._progress.close()
-        for text in self._last:
+        for text in self._final_messages:
             log.info("%s", text)
         for tracker in self._trackers:
-            tracker.close(*self._end)
+            tracker.close(*self._outcome)
         with suppress(OSError):  # the failure was reported when the line was written
             self._metrics.close()
 
@@ -146,7 +146,7 @@ class Monitor:
         self.close()
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _translate_write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -161,7 +161,7 @@ class Monitor:
             log.warning("step %d: %s is %s; it is written as null, and this warning is not repeated", step, tag, value)
 
 
-def cut_metrics(path: Path, num_bytes: int) -> None:
+def truncate_metrics(path: Path, num_bytes: int) -> None:
     """Truncate metrics.jsonl to `num_bytes`, and remove a partial line at its end. Raises OSError if that fails.
 
     A shorter file (the machine crashed before it was written to disk) keeps its complete lines.

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wfm_ds.errors import UserError
-from wfm_ds.program import Parser, program
+from wfm_ds.program import CommandParser, run_command
 
 
-def parser() -> Parser:
-    p = Parser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="python -m wfm_ds.monitoring.page",
         description=(
             "Write index.html and page/data.js of a run: curves, samples, recipe. A run also writes its own page."
@@ -24,17 +24,19 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> None:
     """Write the pages. Raises UserError, before anything is written, if a folder is not a run's output folder."""
     from wfm_ds.monitoring.run_page import write_page
-    from wfm_ds.run.layout import METRICS
+    from wfm_ds.run.layout import METRICS_FILE
 
     for folder in args.folders:
-        if not (folder / METRICS).is_file():
-            raise UserError(f"{folder} has no {METRICS}, so it is not a run's folder; use the run.output_dir of a run")
+        if not (folder / METRICS_FILE).is_file():
+            raise UserError(
+                f"{folder} has no {METRICS_FILE}, so it is not a run's folder; use the run.output_dir of a run"
+            )
     for folder in args.folders:
         try:
             index = write_page(folder)
@@ -49,9 +51,9 @@ def record_page(folder: Path) -> None:
     from wfm_ds.run import layout
     from wfm_ds.storage import atomic
 
-    if (folder / layout.RECORD).exists():
-        names = {*layout.recorded(folder), layout.PAGE, layout.PAGE_FOLDER}
-        atomic.write_text(folder / layout.RECORD, layout.record_of(names))
+    if (folder / layout.RECORD_FILE).exists():
+        names = {*layout.read_folder_record(folder), layout.PAGE, layout.PAGE_FOLDER}
+        atomic.write_text(folder / layout.RECORD_FILE, layout.format_record(names))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ LINE_INTERVAL_S = 10.0  # between log lines if there is no terminal for a live l
 WINDOW = 20  # number of last steps over which the speed is measured
 
 
-class _Point(NamedTuple):
+class _ProgressPoint(NamedTuple):
     now_s: float
     step: int
     samples: int  # since the start
@@ -27,12 +27,12 @@ class Pace:
     def __init__(self, total_steps: int, unit: str) -> None:
         self.total_steps = total_steps
         self.unit = unit
-        self._points: deque[_Point] = deque(maxlen=WINDOW + 1)
+        self._points: deque[_ProgressPoint] = deque(maxlen=WINDOW + 1)
 
     def update(self, now_s: float, step: int, samples: int) -> None:
         """Record that `step` was done at `now_s`, with `samples` more than at the last update."""
         before = self._points[-1].samples if self._points else 0
-        self._points.append(_Point(now_s, step, before + samples))
+        self._points.append(_ProgressPoint(now_s, step, before + samples))
 
     def speed(self) -> tuple[float, float] | None:
         """Return steps and samples per second; None if there are not yet two points in time."""
@@ -44,16 +44,16 @@ class Pace:
             return None
         return (last.step - first.step) / seconds, (last.samples - first.samples) / seconds
 
-    def text(self, step: int, note: str = "") -> str:
+    def format_text(self, step: int, note: str = "") -> str:
         """Return `step 12/300, 1:04:10 left, 8.1 images/s, NOTE`, without unknown values."""
         parts = [f"step {step}/{self.total_steps}"]
         speed = self.speed()
         if speed is not None:
-            parts += [f"{clock((self.total_steps - step) / speed[0])} left", f"{speed[1]:.3g} {self.unit}/s"]
+            parts += [f"{format_duration((self.total_steps - step) / speed[0])} left", f"{speed[1]:.3g} {self.unit}/s"]
         return ", ".join([*parts, *([note] if note else [])])
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as H:MM:SS, or M:SS below an hour."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
@@ -66,19 +66,19 @@ class LineProgress:
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
         self._shown_s: float | None = None
-        self._held: str | None = None
+        self._pending_text: str | None = None
 
-    def show(self, now_s: float, step: int, text: str) -> None:
+    def update(self, now_s: float, step: int, text: str) -> None:
         should_log = self._shown_s is None or now_s - self._shown_s >= LINE_INTERVAL_S or step >= self._total_steps
         if should_log:
             log.info("%s", text)
             self._shown_s = now_s
-        self._held = None if should_log else text
+        self._pending_text = None if should_log else text
 
     def close(self) -> None:
-        if self._held is not None:
-            log.info("%s", self._held)
-            self._held = None
+        if self._pending_text is not None:
+            log.info("%s", self._pending_text)
+            self._pending_text = None
 
 
 class ConsoleProgress:
@@ -90,7 +90,7 @@ class ConsoleProgress:
         self._task = self._bar.add_task("", total=total_steps)
         self._bar.start()
 
-    def show(self, now_s: float, step: int, text: str) -> None:
+    def update(self, now_s: float, step: int, text: str) -> None:
         self._bar.update(self._task, completed=step, description=text)
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.monitoring.samples import TABLE
-from wfm_ds.recipe.tree import flat
+from wfm_ds.monitoring.samples import SAMPLES_FILE
+from wfm_ds.recipe.tree import flatten_keys
 from wfm_ds.storage.atomic import finite_or_none
 
 MAX_POINTS, MAX_CURVES = 1000, 40  # points per curve; curves on the page
@@ -36,11 +36,11 @@ PANELS = (
 )
 """Charts of the page: title, and a pattern of the tags in the chart."""
 LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:.]+Z) rank \d+ ([A-Z]+) [\w.]+: (.*)$")
-ALARM = "ALARM:"  # prefix of log messages shown at the top of the page
-LOAD = "load it with:"  # log message before the lines that load the weights
+ALARM_PREFIX = "ALARM:"  # prefix of log messages shown at the top of the page
+LOAD_LINE = "load it with:"  # log message before the lines that load the weights
 
 
-class Curve:
+class BoundedCurve:
     """A curve with a bounded number of points, for runs of any length.
 
     Stores the lowest and the highest point of each stretch of consecutive points. If there are too many stretches,
@@ -55,15 +55,15 @@ class Curve:
     def add(self, step: float, value: float) -> None:
         point = (step, value)
         if self._stretches and self._stretches[-1][0] < self._length:
-            self._stretches[-1] = joined(self._stretches[-1], (1, point, point))
+            self._stretches[-1] = merge_stretches(self._stretches[-1], (1, point, point))
             return
         self._stretches.append((1, point, point))
         if len(self._stretches) > self._max_stretches:
             pairs = zip(self._stretches[::2], [*self._stretches[1::2], None], strict=False)
-            self._stretches = [one if other is None else joined(one, other) for one, other in pairs]
+            self._stretches = [one if other is None else merge_stretches(one, other) for one, other in pairs]
             self._length *= 2
 
-    def points(self) -> list[float]:
+    def flat_points(self) -> list[float]:
         """Return [step, value, step, value, ...] with five significant digits per value."""
         points: list[float] = []
         for _, lowest, highest in self._stretches:
@@ -72,16 +72,16 @@ class Curve:
         return points
 
 
-def joined(
+def merge_stretches(
     one: tuple[int, tuple[float, float], tuple[float, float]],
     other: tuple[int, tuple[float, float], tuple[float, float]],
 ) -> tuple[int, tuple[float, float], tuple[float, float]]:
     """Merge two neighbouring stretches."""
-    lowest, highest = min(one[1], other[1], key=_value), max(one[2], other[2], key=_value)
+    lowest, highest = min(one[1], other[1], key=_point_value), max(one[2], other[2], key=_point_value)
     return one[0] + other[0], lowest, highest
 
 
-def _value(point: tuple[float, float]) -> float:
+def _point_value(point: tuple[float, float]) -> float:
     return point[1]
 
 
@@ -90,24 +90,24 @@ class RunReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._metrics, self._log = Growing(folder / "metrics.jsonl"), Growing(folder / "logs" / "rank_0.log")
+        self._metrics, self._log = GrowingFile(folder / "metrics.jsonl"), GrowingFile(folder / "logs" / "rank_0.log")
         self._recipe: tuple[float, dict[str, Any]] | None = None
-        self._forget_metrics()
-        self._forget_log()
+        self._reset_metrics()
+        self._reset_log()
 
-    def read(self) -> dict[str, Any]:
+    def read_page(self) -> dict[str, Any]:
         """Return the content of data.js. Raises OSError if an existing file cannot be read."""
-        lines, is_new = self._metrics.read()
+        lines, is_new = self._metrics.read_new_lines()
         if is_new:
-            self._forget_metrics()
+            self._reset_metrics()
         for line in lines:
-            self._take_metrics(line)
-        lines, is_new = self._log.read()
+            self._add_metrics_line(line)
+        lines, is_new = self._log.read_new_lines()
         if is_new:
-            self._forget_log()
+            self._reset_log()
         for line in lines:
-            self._take_log(line)
-        result = read_object(self.folder / "result.json")
+            self._add_log_line(line)
+        result = read_json_object(self.folder / "result.json")
         step = result.get("step", self._step)
         return {
             "name": self.folder.resolve().name[:MAX_CHARACTERS],
@@ -115,73 +115,73 @@ class RunReader:
             "message": str(result.get("message", ""))[: 4 * MAX_CHARACTERS],
             "step": step,
             "updated": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "panels": self._panels(),
-            "clock": self._clock.points(),
-            "samples": list(self._samples(self._step)),
+            "panels": self._build_panels(),
+            "clock": self._clock.flat_points(),
+            "samples": list(self._read_samples(self._step)),
             "alarm": self._alarm if self._is_alarmed else "",
             "warnings": self._warnings,
             "load": "\n".join(self._load)[:MAX_RECIPE],
-            "machine": read_object(self.folder / "page" / "machine.json"),
-            "recipe": self._recipe_facts(),
+            "machine": read_json_object(self.folder / "page" / "machine.json"),
+            "recipe": self._load_recipe(),
         }
 
     # ---- metrics.jsonl
 
-    def _forget_metrics(self) -> None:
-        self._curves: dict[str, Curve] = {}
-        self._panel_of: dict[str, str | None] = {}
-        self._clock = Curve()
+    def _reset_metrics(self) -> None:
+        self._curves: dict[str, BoundedCurve] = {}
+        self._tag_panels: dict[str, str | None] = {}
+        self._clock = BoundedCurve()
         self._is_alarmed = False  # as of the last evaluation
-        self._began: float | None = None  # time of the first line in seconds since the epoch
+        self._start_time: float | None = None  # time of the first line in seconds since the epoch
         # the run's last step; for RL, which may have several optimizer steps per step, from `rollout/step`
         self._step = 0
 
-    def _take_metrics(self, line: str) -> None:
+    def _add_metrics_line(self, line: str) -> None:
         try:
             values = json.loads(line)
             step, timestamp = int(values["step"]), datetime.datetime.fromisoformat(values["time"]).timestamp()
         except (ValueError, KeyError, TypeError):
             return  # a partial line, written when the disk was full
-        self._began = timestamp if self._began is None else self._began
-        self._clock.add(step, timestamp - self._began)
-        number = values.get("rollout/step", None if "rollout/step" in self._panel_of else step)
-        self._panel_of |= {"rollout/step": None} if "rollout/step" in values else {}
+        self._start_time = timestamp if self._start_time is None else self._start_time
+        self._clock.add(step, timestamp - self._start_time)
+        number = values.get("rollout/step", None if "rollout/step" in self._tag_panels else step)
+        self._tag_panels |= {"rollout/step": None} if "rollout/step" in values else {}
         self._is_alarmed = bool(values.get("val/alarm", self._is_alarmed))
         self._step = self._step if number is None else int(number)
         for tag, value in values.items():
-            if tag not in self._panel_of:
-                self._panel_of[tag] = panel_of(tag)
-            if self._panel_of[tag] is not None and isinstance(value, int | float):
-                self._curves.setdefault(tag, Curve()).add(step, value)
+            if tag not in self._tag_panels:
+                self._tag_panels[tag] = find_panel(tag)
+            if self._tag_panels[tag] is not None and isinstance(value, int | float):
+                self._curves.setdefault(tag, BoundedCurve()).add(step, value)
 
-    def _panels(self) -> list[dict[str, Any]]:
+    def _build_panels(self) -> list[dict[str, Any]]:
         """Return the charts that have curves. Beyond MAX_CURVES, the last charts lose curves."""
         num_left, panels = MAX_CURVES, []
         for title, _ in PANELS:
-            tags = [tag for tag in sorted(self._curves) if self._panel_of[tag] == title][:num_left]
+            tags = [tag for tag in sorted(self._curves) if self._tag_panels[tag] == title][:num_left]
             num_left -= len(tags)
             if tags:
-                curves = [{"tag": tag[:MAX_CHARACTERS], "points": self._curves[tag].points()} for tag in tags]
+                curves = [{"tag": tag[:MAX_CHARACTERS], "points": self._curves[tag].flat_points()} for tag in tags]
                 panels.append({"title": title, "curves": curves})
         return panels
 
     # ---- logs/rank_0.log
 
-    def _forget_log(self) -> None:
+    def _reset_log(self) -> None:
         self._warnings: list[dict[str, str]] = []
         self._alarm = ""  # the last one
         self._load: list[str] = []
         self._is_loading = False
 
-    def _take_log(self, line: str) -> None:
+    def _add_log_line(self, line: str) -> None:
         match = LOG_LINE.match(line)
         if match is None:
             self._load += [line] if self._is_loading else []
             return
         time, level, text = match.groups()
-        self._is_loading = text == LOAD
+        self._is_loading = text == LOAD_LINE
         self._load = [] if self._is_loading else self._load
-        if text.startswith(ALARM):
+        if text.startswith(ALARM_PREFIX):
             self._alarm = text[:MAX_CHARACTERS]
         if level in ("WARNING", "ERROR", "CRITICAL"):
             self._warnings.append({"time": time, "level": level, "text": text[:MAX_CHARACTERS]})
@@ -189,7 +189,7 @@ class RunReader:
 
     # ---- samples/ and recipe.yaml
 
-    def _samples(self, last_step: int) -> Iterator[dict[str, Any]]:
+    def _read_samples(self, last_step: int) -> Iterator[dict[str, Any]]:
         """Yield the samples of the steps to show.
 
         Steps beyond `last_step` are left out: they are from before a resume and have not been reached again.
@@ -197,61 +197,61 @@ class RunReader:
         root = self.folder / "samples"
         names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
         steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name))
-        for step in evenly([step for step in steps if step <= last_step], MAX_STEPS):
-            table = root / f"step_{step}" / TABLE
+        for step in pick_evenly([step for step in steps if step <= last_step], MAX_STEPS):
+            table = root / f"step_{step}" / SAMPLES_FILE
             rows = table.read_text(encoding="utf-8").split("\n") if table.exists() else []
-            items = [item for row in rows[:MAX_SAMPLES] if (item := sample_of(row, step)) is not None]
+            items = [item for row in rows[:MAX_SAMPLES] if (item := parse_sample(row, step)) is not None]
             if items:
                 yield {"step": step, "items": items}
 
-    def _recipe_facts(self) -> dict[str, Any]:
+    def _load_recipe(self) -> dict[str, Any]:
         """Return the recipe as text, its differences from the defaults, and values for the head of the page."""
         path = self.folder / "recipe.yaml"
         if not path.exists():
             return {}
         changed_at = path.stat().st_mtime
         if self._recipe is None or self._recipe[0] != changed_at:
-            self._recipe = changed_at, recipe_facts(path)
+            self._recipe = changed_at, read_recipe(path)
         return self._recipe[1]
 
 
-class Growing:
+class GrowingFile:
     """A text file that grows by lines."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
+        self._path, self._read_bytes = path, 0
 
-    def read(self) -> tuple[Iterator[str], bool]:
+    def read_new_lines(self) -> tuple[Iterator[str], bool]:
         """Return the complete lines since the last call, and whether the file was rewritten. Raises OSError."""
         size = self._path.stat().st_size if self._path.exists() else 0
-        is_new = size < self._read
-        self._read = 0 if is_new else self._read
-        return self._lines(), is_new
+        is_new = size < self._read_bytes
+        self._read_bytes = 0 if is_new else self._read_bytes
+        return self._iter_lines(), is_new
 
-    def _lines(self) -> Iterator[str]:
+    def _iter_lines(self) -> Iterator[str]:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
-            file.seek(self._read)
+            file.seek(self._read_bytes)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
-                self._read += len(line)
+                self._read_bytes += len(line)
                 yield line.decode("utf-8", "replace").rstrip("\n")
 
 
-def panel_of(tag: str) -> str | None:
+def find_panel(tag: str) -> str | None:
     return next((title for title, pattern in PANELS if re.fullmatch(pattern, tag)), None)
 
 
-def evenly(steps: Sequence[int], count: int) -> list[int]:
+def pick_evenly(steps: Sequence[int], count: int) -> list[int]:
     """Return at most `count` of the steps: the first, the last, and evenly spaced ones between."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(k * (len(steps) - 1) / (count - 1))] for k in range(count)]
 
 
-def sample_of(line: str, step: int) -> dict[str, Any] | None:
+def parse_sample(line: str, step: int) -> dict[str, Any] | None:
     """Parse a line of samples.jsonl for the page; None if it does not name a file in its own folder."""
     try:
         row = json.loads(line)
@@ -269,7 +269,7 @@ def sample_of(line: str, step: int) -> dict[str, Any] | None:
     }
 
 
-def recipe_facts(path: Path) -> dict[str, Any]:
+def read_recipe(path: Path) -> dict[str, Any]:
     """Return the recipe's text, its steps and algorithm, and its non-default values by dotted key.
 
     Only the text is returned for a recipe of another version that cannot be parsed.
@@ -281,7 +281,7 @@ def recipe_facts(path: Path) -> dict[str, Any]:
         recipe = recipe_file.load_stored_recipe(path)
     except RecipeError:
         return {"text": text}
-    changed = flat(recipe.model_dump(mode="json", exclude_defaults=True))
+    changed = flatten_keys(recipe.model_dump(mode="json", exclude_defaults=True))
     return {
         "text": text,
         "changed": {key: json.dumps(value)[:MAX_CHARACTERS] for key, value in changed.items()},
@@ -291,7 +291,7 @@ def recipe_facts(path: Path) -> dict[str, Any]:
     }
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -22,12 +22,16 @@ from wfm_ds.storage import atomic
 
 log = logging.getLogger(__name__)
 
-INDEX, FOLDER = "index.html", "page"
-DATA, MACHINE = f"{FOLDER}/data.js", f"{FOLDER}/machine.json"
+INDEX_FILE, PAGE_FOLDER = "index.html", "page"
+DATA_FILE, MACHINE_FILE = f"{PAGE_FOLDER}/data.js", f"{PAGE_FOLDER}/machine.json"
 TEMPLATE = Path(__file__).with_name("run_page.html")
-MARK = "<!-- the page of a run of wfm_ds -->"  # identifies our index.html; files without it belong to someone else
-EVERY_S = 10.0
-SHARE = 0.005  # maximum fraction of the time spent on the page, because the page of a long run takes longer to write
+PAGE_MARKER = (
+    "<!-- the page of a run of wfm_ds -->"  # identifies our index.html; files without it belong to someone else
+)
+UPDATE_INTERVAL_S = 10.0
+MAX_TIME_SHARE = (
+    0.005  # maximum fraction of the time spent on the page, because the page of a long run takes longer to write
+)
 MAX_BYTES = 2 << 20
 PACKAGES = ("wfm_ds", "torch", "diffusers", "transformers", "peft", "deepspeed")
 
@@ -37,25 +41,25 @@ def write_page(folder: Path, reader: RunReader | None = None) -> Path:
 
     Raises OSError; FileExistsError if index.html is not the page of a run.
     """
-    index = folder / INDEX
-    if index.exists() and not is_ours(index):
+    index = folder / INDEX_FILE
+    if index.exists() and not is_run_page(index):
         raise FileExistsError(f"{index} exists and is not the page of a run")
-    content = (reader or RunReader(folder)).read()
-    (folder / FOLDER).mkdir(exist_ok=True)
-    atomic.write_text(folder / DATA, encoded(content))
+    content = (reader or RunReader(folder)).read_page()
+    (folder / PAGE_FOLDER).mkdir(exist_ok=True)
+    atomic.write_text(folder / DATA_FILE, encode_script(content))
     text = TEMPLATE.read_text(encoding="utf-8")
     if not index.exists() or index.read_text(encoding="utf-8") != text:
         atomic.write_text(index, text)
     return index
 
 
-def is_ours(index: Path) -> bool:
+def is_run_page(index: Path) -> bool:
     """Return whether this file is a run's page. Raises OSError."""
     with index.open("rb") as file:
-        return MARK.encode() in file.read(256)
+        return PAGE_MARKER.encode() in file.read(256)
 
 
-def encoded(content: Mapping[str, Any]) -> str:
+def encode_script(content: Mapping[str, Any]) -> str:
     """Return the script of data.js, at most MAX_BYTES long.
 
     If it is too long, curves are left out, then samples. Characters of HTML tags are escaped, because prompts may
@@ -71,7 +75,7 @@ def encoded(content: Mapping[str, Any]) -> str:
     return f"wfmRun({text});\n"
 
 
-def machine_facts(devices: str) -> dict[str, str]:
+def machine_info(devices: str) -> dict[str, str]:
     """Return a description of the machine: devices, system, package versions."""
     facts = {"devices": devices, "system": platform.platform(), "python": platform.python_version()}
     for name in PACKAGES:
@@ -80,51 +84,54 @@ def machine_facts(devices: str) -> dict[str, str]:
     return facts
 
 
-def write_or_warn(folder: Path, reader: RunReader | None = None, *, warned: bool = False) -> bool:
+def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned: bool = False) -> bool:
     """Write the page. If that fails, return False with a warning, unless one was logged before: a run must not fail for
     it."""
     try:
         write_page(folder, reader)
     except Exception as error:  # noqa: BLE001  (an error in the page must not end the run)
-        if not warned:
+        if not has_warned:
             log.warning(
-                "the page %s cannot be written (%s: %s); the run continues", folder / INDEX, type(error).__name__, error
+                "the page %s cannot be written (%s: %s); the run continues",
+                folder / INDEX_FILE,
+                type(error).__name__,
+                error,
             )
         return False
     return True
 
 
 @contextlib.contextmanager
-def live_page(folder: Path, *, devices: str) -> Iterator[None]:
+def update_page_live(folder: Path, *, devices: str) -> Iterator[None]:
     """Update the page of this run in a thread inside the context, and a last time at its end. On rank 0 only."""
     stop = threading.Event()
-    thread = threading.Thread(target=_keep, args=(folder, devices, stop), name="page", daemon=True)
+    thread = threading.Thread(target=_update_until_stopped, args=(folder, devices, stop), name="page", daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
-        thread.join(3 * EVERY_S)  # if the disk hangs, the page is abandoned, not the run
+        thread.join(3 * UPDATE_INTERVAL_S)  # if the disk hangs, the page is abandoned, not the run
 
 
-def _keep(folder: Path, devices: str, stop: threading.Event) -> None:
+def _update_until_stopped(folder: Path, devices: str, stop_event: threading.Event) -> None:
     reader, wait_s, is_over, has_warned, last_state = RunReader(folder), 0.0, False, False, None
     try:
-        (folder / FOLDER).mkdir(exist_ok=True)
-        atomic.write_text(folder / MACHINE, json.dumps(machine_facts(devices)) + "\n")
+        (folder / PAGE_FOLDER).mkdir(exist_ok=True)
+        atomic.write_text(folder / MACHINE_FILE, json.dumps(machine_info(devices)) + "\n")
     except OSError as error:
-        log.warning("%s cannot be written (%s); the run continues", folder / MACHINE, error)
+        log.warning("%s cannot be written (%s); the run continues", folder / MACHINE_FILE, error)
         has_warned = True
     while not is_over:
-        is_over = stop.wait(wait_s)
+        is_over = stop_event.wait(wait_s)
         start = time.thread_time()
-        if is_over or (state := state_of(folder)) != last_state:
-            has_warned = not write_or_warn(folder, reader, warned=has_warned) or has_warned
+        if is_over or (state := folder_state(folder)) != last_state:
+            has_warned = not try_write_page(folder, reader, has_warned=has_warned) or has_warned
             last_state = None if is_over else state
-        wait_s = max(EVERY_S, (time.thread_time() - start) / SHARE)
+        wait_s = max(UPDATE_INTERVAL_S, (time.thread_time() - start) / MAX_TIME_SHARE)
 
 
-def state_of(folder: Path) -> tuple[int, ...]:
+def folder_state(folder: Path) -> tuple[int, ...]:
     """Return file sizes and times, which change when there is something new to show."""
     paths = (folder / "metrics.jsonl", folder / "logs" / "rank_0.log", folder / "samples")
     stats = [path.stat() for path in paths if path.exists()]

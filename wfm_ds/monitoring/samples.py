@@ -11,74 +11,74 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.monitoring import pictures, videos
-from wfm_ds.monitoring.pictures import Picture
-from wfm_ds.monitoring.videos import Video
+from wfm_ds.monitoring import images, videos
+from wfm_ds.monitoring.images import ImageArray
+from wfm_ds.monitoring.videos import VideoArray
 from wfm_ds.storage import atomic
 from wfm_ds.storage.atomic import finite_or_none
 
-TABLE = "samples.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 MIN_CELL = 64  # pixels; smaller samples are enlarged in the grid to be visible
 # Limits for animations, which use about half a byte per pixel and frame: a page with many of them must stay usable.
 MAX_ANIMATED_CELL, MAX_ANIMATED_FRAMES = 160, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownSample:
+class GeneratedSample:
     """One generated image or video, with its prompt and rewards."""
 
     prompt: str
     prompt_id: str
     seed: int  # of the initial noise
-    media: npt.NDArray[np.uint8]  # image [H,W,3] or video [T,H,W,3]
+    pixels: npt.NDArray[np.uint8]  # image [H,W,3] or video [T,H,W,3]
     fps: float | None = None  # of a video
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # by name; None if the reward failed
 
     @property
-    def frames(self) -> Video:
+    def frames(self) -> VideoArray:
         """[T,H,W,3], T = 1 for an image."""
-        return self.media if self.media.ndim == 4 else self.media[None]
+        return self.pixels if self.pixels.ndim == 4 else self.pixels[None]
 
     @property
-    def moves(self) -> bool:
+    def is_video(self) -> bool:
         """True if there is more than one frame. A video with a single frame is saved and shown as an image."""
         return len(self.frames) > 1
 
 
-def write_samples(folder: Path, samples: Sequence[ShownSample]) -> None:
+def write_samples(folder: Path, samples: Sequence[GeneratedSample]) -> None:
     """Write `0000.png` or `0000.mp4`, ... and `samples.jsonl` to a folder, complete or absent.
 
     An existing folder is replaced. Raises ValueError if a sample is not uint8 [H,W,3] or [T,H,W,3], OSError if writing
     fails.
     """
     with atomic.new_folder(folder) as temporary:
-        write_table(temporary, [write_media(temporary, number, sample) for number, sample in enumerate(samples)])
+        write_table(temporary, [write_sample_file(temporary, number, sample) for number, sample in enumerate(samples)])
 
 
-def write_media(folder: Path, number: int, sample: ShownSample) -> dict[str, Any]:
+def write_sample_file(folder: Path, number: int, sample: GeneratedSample) -> dict[str, Any]:
     """Write the sample's file and return its line for samples.jsonl.
 
     The line has file, prompt, prompt_id, seed, fps of a video, and rewards.
     """
-    name = f"{number:04d}.{'mp4' if sample.moves else 'png'}"
+    name = f"{number:04d}.{'mp4' if sample.is_video else 'png'}"
     line: dict[str, Any] = {"file": name, "prompt": sample.prompt, "prompt_id": sample.prompt_id, "seed": sample.seed}
-    if sample.moves:
+    if sample.is_video:
         if sample.fps is None:
             raise ValueError(f"{name}: a video needs its frames per second")
         videos.save_mp4(folder / name, sample.frames, sample.fps)
         line["fps"] = sample.fps
     else:
-        pictures.save_png(folder / name, sample.frames[0])
+        images.save_png(folder / name, sample.frames[0])
     rewards = {key: None if value is None else finite_or_none(value) for key, value in sample.rewards.items()}
     return {**line, "rewards": rewards}
 
 
 def write_table(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-    atomic.write_text(folder / TABLE, text)
+    atomic.write_text(folder / SAMPLES_FILE, text)
 
 
-def by_prompt(samples: Sequence[ShownSample]) -> list[ShownSample]:
+def group_by_prompt(samples: Sequence[GeneratedSample]) -> list[GeneratedSample]:
     """Return the samples grouped by prompt. Prompts are in the order of their first sample."""
     first_index: dict[str, int] = {}
     for index, sample in enumerate(samples):
@@ -86,15 +86,15 @@ def by_prompt(samples: Sequence[ShownSample]) -> list[ShownSample]:
     return sorted(samples, key=lambda sample: first_index[sample.prompt_id])
 
 
-def sample_grid(samples: Sequence[ShownSample]) -> Picture:
+def sample_grid(samples: Sequence[GeneratedSample]) -> ImageArray:
     """Draw the first frames in a grid with their rewards below: [H,W,3] uint8.
 
     One row per prompt if all prompts have the same number of samples, otherwise a square.
     """
-    return _grid(samples, [sample.frames[0] for sample in samples])
+    return _draw_grid(samples, [sample.frames[0] for sample in samples])
 
 
-def sample_animation(samples: Sequence[ShownSample]) -> tuple[Video, float]:
+def sample_animation(samples: Sequence[GeneratedSample]) -> tuple[VideoArray, float]:
     """Return the grid as an animation [T,H,W,3] uint8, and its frames per second.
 
     Cells are reduced in size, and for long videos only every k-th frame is used. A sample with fewer frames than others
@@ -105,24 +105,24 @@ def sample_animation(samples: Sequence[ShownSample]) -> tuple[Video, float]:
         raise ValueError("no sample has frames per second")
     longest = max(len(sample.frames) for sample in samples)
     stride = -(-longest // MAX_ANIMATED_FRAMES)
-    frames = [[smaller(s.frames[min(t, len(s.frames) - 1)]) for s in samples] for t in range(0, longest, stride)]
-    return np.stack([_grid(samples, cells) for cells in frames]), fps / stride
+    frames = [[reduce_cell(s.frames[min(t, len(s.frames) - 1)]) for s in samples] for t in range(0, longest, stride)]
+    return np.stack([_draw_grid(samples, cells) for cells in frames]), fps / stride
 
 
-def smaller(image: Picture) -> Picture:
-    return pictures.reduced(image, MAX_ANIMATED_CELL)
+def reduce_cell(image: ImageArray) -> ImageArray:
+    return images.reduce_image(image, MAX_ANIMATED_CELL)
 
 
-def _grid(samples: Sequence[ShownSample], cells: Sequence[Picture]) -> Picture:
+def _draw_grid(samples: Sequence[GeneratedSample], cells: Sequence[ImageArray]) -> ImageArray:
     per_prompt = _samples_per_prompt(samples)
     columns = per_prompt if per_prompt > 1 else max(1, round(len(samples) ** 0.5))
     scale = max(1, -(-MIN_CELL // min(min(image.shape[:2]) for image in cells)))
     titles = [samples[row].prompt for row in range(0, len(samples), columns)] if per_prompt > 1 else None
-    labels = [" ".join(_number(value) for value in sample.rewards.values()) for sample in samples]
-    return pictures.grid(cells, columns, scale=scale, labels=labels if any(labels) else None, row_titles=titles)
+    labels = [" ".join(_format_reward(value) for value in sample.rewards.values()) for sample in samples]
+    return images.image_grid(cells, columns, scale=scale, labels=labels if any(labels) else None, row_titles=titles)
 
 
-def _samples_per_prompt(samples: Sequence[ShownSample]) -> int:
+def _samples_per_prompt(samples: Sequence[GeneratedSample]) -> int:
     """Return the number of consecutive samples per prompt if it is the same for all prompts, otherwise 1."""
     runs: list[int] = []
     last = None
@@ -135,19 +135,19 @@ def _samples_per_prompt(samples: Sequence[ShownSample]) -> int:
     return runs[0] if len(set(runs)) == 1 else 1
 
 
-def _number(value: float | None) -> str:
+def _format_reward(value: float | None) -> str:
     return "failed" if value is None else f"{value:.3g}"
 
 
-def sample_table(samples: Sequence[ShownSample]) -> str:
+def sample_table(samples: Sequence[GeneratedSample]) -> str:
     """Return a Markdown table with one row per sample, in the order of the grid."""
     names = list(dict.fromkeys(name for sample in samples for name in sample.rewards))
     lines = [["", "prompt", "seed", *names], ["---"] * (3 + len(names))]
     for number, sample in enumerate(samples):
-        rewards = [_number(sample.rewards[name]) if name in sample.rewards else "" for name in names]
-        lines.append([str(number), _cell(sample.prompt), str(sample.seed), *rewards])
+        rewards = [_format_reward(sample.rewards[name]) if name in sample.rewards else "" for name in names]
+        lines.append([str(number), _escape_cell(sample.prompt), str(sample.seed), *rewards])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")

@@ -18,38 +18,38 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 GIB = 2**30
-MEMORY = "perf/peak_memory_gib"
+MEMORY_TAG = "perf/peak_memory_gib"
 
-Mark = TypeVar("Mark")
+TimePoint = TypeVar("TimePoint")
 
 
-class Clock(Protocol[Mark]):
+class Clock(Protocol[TimePoint]):
     """A source of time points, and the seconds between two of them."""
 
-    def mark(self) -> Mark: ...
+    def record_time(self) -> TimePoint: ...
 
-    def wait(self, mark: Mark) -> None:
+    def wait_until_reached(self, mark: TimePoint) -> None:
         """Wait until the device has passed this time point and all earlier ones."""
 
-    def seconds(self, began: Mark, ended: Mark) -> float: ...
+    def measure_seconds(self, start: TimePoint, end: TimePoint) -> float: ...
 
-    def free(self, marks: Sequence[Mark]) -> None:
+    def release(self, marks: Sequence[TimePoint]) -> None:
         """Release time points that are no longer needed."""
 
 
 class HostClock:
     """The time of this process, for a device that works synchronously: the CPU."""
 
-    def mark(self) -> float:
+    def record_time(self) -> float:
         return time.monotonic()
 
-    def wait(self, mark: float) -> None:
+    def wait_until_reached(self, mark: float) -> None:
         pass
 
-    def seconds(self, began: float, ended: float) -> float:
-        return ended - began
+    def measure_seconds(self, start: float, end: float) -> float:
+        return end - start
 
-    def free(self, marks: Sequence[float]) -> None:
+    def release(self, marks: Sequence[float]) -> None:
         pass
 
 
@@ -59,29 +59,29 @@ class EventClock:
     def __init__(self) -> None:
         self._unused: list[torch.cuda.Event] = []
 
-    def mark(self) -> torch.cuda.Event:
+    def record_time(self) -> torch.cuda.Event:
         event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def wait(self, mark: torch.cuda.Event) -> None:
+    def wait_until_reached(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()
 
-    def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        return float(began.elapsed_time(ended)) / 1000
+    def measure_seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(start.elapsed_time(end)) / 1000
 
-    def free(self, marks: Sequence[torch.cuda.Event]) -> None:
+    def release(self, marks: Sequence[torch.cuda.Event]) -> None:
         self._unused.extend(marks)
 
 
 class ProcessMemory:
     """Peak resident memory of this process since its start: on a CPU there is no peak per phase."""
 
-    def note(self, phases: Sequence[str]) -> None:
+    def record_peak(self, phases: Sequence[str]) -> None:
         pass
 
-    def take(self) -> dict[str, float]:
-        return {MEMORY: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+    def pop_metrics(self) -> dict[str, float]:
+        return {MEMORY_TAG: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
 
 
 class GpuMemory:
@@ -89,59 +89,59 @@ class GpuMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._of_phases: dict[str, int] = defaultdict(int)
+        self._phase_peaks: dict[str, int] = defaultdict(int)
         self._reserved = 0
 
-    def note(self, phases: Sequence[str]) -> None:
+    def record_peak(self, phases: Sequence[str]) -> None:
         """Assign the peak since the last call to these phases, which were all active."""
         allocated = torch.cuda.max_memory_allocated(self._device)
         for phase in phases:
-            self._of_phases[phase] = max(self._of_phases[phase], allocated)
+            self._phase_peaks[phase] = max(self._phase_peaks[phase], allocated)
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call."""
-        self.note(())
-        peaks = {f"{MEMORY}/{phase}": peak / GIB for phase, peak in sorted(self._of_phases.items())}
-        peaks[MEMORY] = self._reserved / GIB
-        self._of_phases.clear()
+        self.record_peak(())
+        peaks = {f"{MEMORY_TAG}/{phase}": peak / GIB for phase, peak in sorted(self._phase_peaks.items())}
+        peaks[MEMORY_TAG] = self._reserved / GIB
+        self._phase_peaks.clear()
         self._reserved = 0
         return peaks
 
 
-class PhaseTimes(Generic[Mark]):
+class PhaseTimes(Generic[TimePoint]):
     """Time spans of a step, measured by one clock. A phase may have several spans, and may be nested in another."""
 
-    def __init__(self, clock: Clock[Mark]) -> None:
-        self._clock, self._began = clock, clock.mark()
-        self._spans: list[tuple[str, Mark, Mark]] = []
+    def __init__(self, clock: Clock[TimePoint]) -> None:
+        self._clock, self._step_start = clock, clock.record_time()
+        self._spans: list[tuple[str, TimePoint, TimePoint]] = []
 
-    def mark(self) -> Mark:
-        return self._clock.mark()
+    def record_time(self) -> TimePoint:
+        return self._clock.record_time()
 
-    def add(self, phase: str, began: Mark) -> None:
+    def add_span(self, phase: str, start: TimePoint) -> None:
         """Record a span that ends now."""
-        self._spans.append((phase, began, self._clock.mark()))
+        self._spans.append((phase, start, self._clock.record_time()))
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the seconds of each phase and of the step, and start the next step."""
-        now = self._clock.mark()
-        self._clock.wait(now)
+        now = self._clock.record_time()
+        self._clock.wait_until_reached(now)
         seconds: dict[str, float] = defaultdict(float)
         for phase, start, end in self._spans:
-            seconds[phase] += self._clock.seconds(start, end)
-        step_seconds = self._clock.seconds(self._began, now)
-        self._forget(now)
+            seconds[phase] += self._clock.measure_seconds(start, end)
+        step_seconds = self._clock.measure_seconds(self._step_start, now)
+        self._reset(now)
         return {f"time/{phase}": s for phase, s in sorted(seconds.items())} | {"time/step": step_seconds}
 
     def restart(self) -> None:
-        self._forget(self._clock.mark())
+        self._reset(self._clock.record_time())
 
-    def _forget(self, now: Mark) -> None:
-        self._clock.free([mark for _, start, end in self._spans for mark in (start, end)])
-        self._clock.free([self._began])
-        self._spans, self._began = [], now
+    def _reset(self, now: TimePoint) -> None:
+        self._clock.release([mark for _, start, end in self._spans for mark in (start, end)])
+        self._clock.release([self._step_start])
+        self._spans, self._step_start = [], now
 
 
 class Stopwatch:
@@ -153,34 +153,34 @@ class Stopwatch:
         on_gpu = device.type == "cuda"
         self._times: PhaseTimes[Any] = PhaseTimes(EventClock()) if on_gpu else PhaseTimes(HostClock())
         self._memory: GpuMemory | ProcessMemory = GpuMemory(device) if on_gpu else ProcessMemory()
-        self._under_way: list[str] = []
-        self.interrupted: str | None = None
+        self._open_phases: list[str] = []
+        self.interrupted_phase: str | None = None
         """The innermost phase in which the last error occurred."""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        if not self._under_way:
-            self.interrupted = None
-        self._memory.note(self._under_way)
-        self._under_way.append(phase)
-        start = self._times.mark()
+        if not self._open_phases:
+            self.interrupted_phase = None
+        self._memory.record_peak(self._open_phases)
+        self._open_phases.append(phase)
+        start = self._times.record_time()
         try:
             yield
         except BaseException:  # no further calls to the device: their errors could hide this one
-            self.interrupted = self.interrupted or phase
+            self.interrupted_phase = self.interrupted_phase or phase
             raise
         else:
-            self._times.add(phase, start)
-            self._memory.note(self._under_way)
+            self._times.add_span(phase, start)
+            self._memory.record_peak(self._open_phases)
         finally:
-            self._under_way.pop()
+            self._open_phases.pop()
 
-    def lap(self) -> dict[str, float]:
+    def end_step(self) -> dict[str, float]:
         """Return this rank's metrics of the step, `time/...` and `perf/peak_memory_gib...`. Every rank has the same
         phases."""
-        return {**self._times.take(), **self._memory.take()}
+        return {**self._times.pop_metrics(), **self._memory.pop_metrics()}
 
     def restart(self) -> None:
         """Discard the measurements since the last step, which do not belong to one."""
         self._times.restart()
-        self._memory.take()
+        self._memory.pop_metrics()

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from wfm_ds.errors import UserError
-from wfm_ds.monitoring.samples import ShownSample
+from wfm_ds.monitoring.samples import GeneratedSample
 
 log = logging.getLogger(__name__)
 
-FOLDER = "trackers"  # in the run's folder: local files of trackers
+TRACKERS_FOLDER = "trackers"  # in the run's folder: local files of trackers
 START_S, FINISH_S = 90.0, 30.0
-MAX_SHOWN = 4  # evaluations with samples queued for a slow tracker; their images are in memory
+MAX_QUEUED_SAMPLES = 4  # evaluations with samples queued for a slow tracker; their images are in memory
 
 
 class TrackerError(UserError):
@@ -29,7 +29,7 @@ class TrackerError(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
+class RunInfo:
     """The information about a run that trackers receive."""
 
     output_dir: Path
@@ -42,15 +42,15 @@ class RunFacts:
     @property
     def folder(self) -> Path:
         """The folder for a tracker's files, created at first use."""
-        folder = self.output_dir / FOLDER
+        folder = self.output_dir / TRACKERS_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def remembered(self, name: str, new: Callable[[], str]) -> str:
+    def load_or_create(self, name: str, create: Callable[[], str]) -> str:
         """Return a value that is stored for a resumed run. For a new run it is created by `create`."""
         path = self.folder / name
         if self.resumed_at is None or not path.is_file():
-            path.write_text(new(), encoding="utf-8")
+            path.write_text(create(), encoding="utf-8")
         return path.read_text(encoding="utf-8")
 
 
@@ -59,15 +59,15 @@ class Tracker(Protocol):
 
     name: str
 
-    def start(self, run: RunFacts) -> None:
+    def start(self, run: RunInfo) -> None:
         """Start the tracker. Raises TrackerError, or an error of the library, if it cannot be used."""
         ...
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Log finite numbers of an optimizer step. May be called several times per step."""
         ...
 
-    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
+    def log_samples(self, step: int, tag: str, samples: Sequence[GeneratedSample]) -> None:
         """Log generated samples, grouped by prompt."""
         ...
 
@@ -76,33 +76,33 @@ class Tracker(Protocol):
         ...
 
 
-class Subscriber:
+class TrackerThread:
     """A tracker and its thread."""
 
-    def __init__(self, tracker: Tracker, run: RunFacts) -> None:
+    def __init__(self, tracker: Tracker, run: RunInfo) -> None:
         """Start the tracker. Raises TrackerError if it fails or takes longer than START_S."""
         self._tracker, self._run = tracker, run
         self._events: deque[tuple[str, Callable[[], None]]] = deque()
         self._changed = threading.Condition()
-        self._started, self._refusal = threading.Event(), ""
+        self._started, self._start_error = threading.Event(), ""
         self._closed = self._dropped = self._warned = False
-        self._thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
+        self._thread = threading.Thread(target=self._process_events, name=tracker.name, daemon=True)
         self._thread.start()
         if not self._started.wait(START_S):
             raise TrackerError(f"logging.trackers: {tracker.name} did not start within {START_S:.0f} s: remove it")
-        if self._refusal:
+        if self._start_error:
             raise TrackerError(
-                f"logging.trackers: {tracker.name} cannot be started ({self._refusal}): fix or remove it"
+                f"logging.trackers: {tracker.name} cannot be started ({self._start_error}): fix or remove it"
             )
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._put("scalars", lambda: self._tracker.scalars(step, values))
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._enqueue_event("scalars", lambda: self._tracker.log_scalars(step, values))
 
-    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
+    def log_samples(self, step: int, tag: str, samples: Sequence[GeneratedSample]) -> None:
         with self._changed:
-            is_behind = sum(kind == "samples" for kind, _ in self._events) >= MAX_SHOWN
+            is_behind = sum(kind == "samples" for kind, _ in self._events) >= MAX_QUEUED_SAMPLES
         if not is_behind:
-            self._put("samples", lambda: self._tracker.samples(step, tag, samples))
+            self._enqueue_event("samples", lambda: self._tracker.log_samples(step, tag, samples))
         elif not self._warned:
             self._warned = True
             log.warning(
@@ -111,7 +111,7 @@ class Subscriber:
 
     def close(self, status: str, summary: Mapping[str, float]) -> None:
         """Send the outcome of the run and wait for the tracker, at most FINISH_S."""
-        self._put("finish", lambda: self._tracker.finish(status, summary))
+        self._enqueue_event("finish", lambda: self._tracker.finish(status, summary))
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -123,17 +123,17 @@ class Subscriber:
     def name(self) -> str:
         return self._tracker.name
 
-    def _put(self, kind: str, event: Callable[[], None]) -> None:
+    def _enqueue_event(self, kind: str, event: Callable[[], None]) -> None:
         with self._changed:
             if not self._dropped:
                 self._events.append((kind, event))
                 self._changed.notify()
 
-    def _work(self) -> None:
+    def _process_events(self) -> None:
         try:
             self._tracker.start(self._run)
         except Exception as error:  # noqa: BLE001  (an error of the library; the constructor reports it)
-            self._refusal = " ".join(str(error).split())[:300] or type(error).__name__
+            self._start_error = " ".join(str(error).split())[:300] or type(error).__name__
             return
         finally:
             self._started.set()

@@ -13,24 +13,24 @@ import numpy.typing as npt
 from av.video.reformatter import Colorspace
 from PIL import Image
 
-Video: TypeAlias = npt.NDArray[np.uint8]
+VideoArray: TypeAlias = npt.NDArray[np.uint8]
 """[T,H,W,3] uint8, RGB."""
 
 # x264 quality without visible loss. No B-frames: with them, equal frames resulted in different bytes in about one of a
 # hundred small files (the assembler code reads uninitialised memory).
-OPTIONS = {"crf": "18", "bf": "0"}
-THREADS = 4  # constant, because the bytes would depend on the number of cores
+X264_OPTIONS = {"crf": "18", "bf": "0"}
+ENCODER_THREADS = 4  # constant, because the bytes would depend on the number of cores
 BT709 = 1  # ITU-T H.273 code for primaries, transfer and matrix of HD video; without it, players guess by the size
 MIN_GIF_DELAY_MS = 20  # browsers show shorter delays as 100 ms
 
 
-def check_video(video: Video) -> None:
+def check_video(video: VideoArray) -> None:
     """Raise ValueError unless the array is uint8 [T,H,W,3] with T, H, W > 0."""
     if video.dtype != np.uint8 or video.ndim != 4 or video.shape[-1] != 3 or video.size == 0:
         raise ValueError(f"a video must be uint8 [T,H,W,3], got {video.dtype} {list(video.shape)}")
 
 
-def save_mp4(path: Path, video: Video, fps: float) -> None:
+def save_mp4(path: Path, video: VideoArray, fps: float) -> None:
     """Write H.264 in yuv420p with BT.709 colours, which every browser and player supports. Equal frames result in equal
     bytes.
 
@@ -45,10 +45,10 @@ def save_mp4(path: Path, video: Video, fps: float) -> None:
     odd = ((0, height % 2), (0, width % 2), (0, 0))
     with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
         rate = Fraction(fps).limit_denominator(1001)
-        stream = container.add_stream("libx264", rate=rate, options=OPTIONS)
+        stream = container.add_stream("libx264", rate=rate, options=X264_OPTIONS)
         stream.width, stream.height, stream.pix_fmt = width + width % 2, height + height % 2, "yuv420p"
         codec = stream.codec_context
-        codec.thread_count = THREADS
+        codec.thread_count = ENCODER_THREADS
         codec.colorspace = codec.color_primaries = codec.color_trc = BT709
         for image in video:
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.pad(image, odd, mode="edge")), format="rgb24")
@@ -56,7 +56,7 @@ def save_mp4(path: Path, video: Video, fps: float) -> None:
         container.mux(stream.encode(None))
 
 
-def gif_bytes(video: Video, fps: float) -> bytes:
+def encode_gif(video: VideoArray, fps: float) -> bytes:
     """Return an endlessly looping animated GIF with at most 50 frames per second. Raises ValueError like save_mp4."""
     check_video(video)
     if not fps > 0:

@@ -28,10 +28,10 @@ def unpack_arrays(packed: Any) -> dict[str, npt.NDArray[np.float32]]:
     """Decode the output of `pack_arrays`. Raises ValueError for anything else."""
     if not isinstance(packed, dict):
         raise ValueError("arrays must be a map")
-    return {str(name): _unpacked(name, value) for name, value in packed.items()}
+    return {str(name): _unpack_array(name, value) for name, value in packed.items()}
 
 
-def _unpacked(name: Any, value: Any) -> npt.NDArray[np.float32]:
+def _unpack_array(name: Any, value: Any) -> npt.NDArray[np.float32]:
     shape, text = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
     if not isinstance(shape, list | tuple) or len(shape) > MAX_RANK or not isinstance(text, str):
         raise ValueError(f"{name}: expected [shape, base64 text]")

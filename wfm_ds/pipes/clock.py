@@ -5,15 +5,15 @@ from __future__ import annotations
 MAX_STEP_S = 2.0  # the owner ticks several times a second; a longer step means that it was suspended
 
 
-class OwnClock:
+class ActiveClock:
     """A clock that advances by at most MAX_STEP_S per tick."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = now_s
-        self._looked_at_s = now_s
+        self._last_tick_s = now_s
 
-    def look(self, now_s: float) -> float:
+    def tick(self, now_s: float) -> float:
         """Advance and return the time. One thread calls it several times per MAX_STEP_S; all may read `now_s`."""
-        self.now_s += min(now_s - self._looked_at_s, MAX_STEP_S)
-        self._looked_at_s = now_s
+        self.now_s += min(now_s - self._last_tick_s, MAX_STEP_S)
+        self._last_tick_s = now_s
         return self.now_s

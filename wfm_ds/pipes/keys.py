@@ -24,13 +24,13 @@ import zmq
 import zmq.auth
 
 from wfm_ds.errors import UserError
-from wfm_ds.pipes.throttle import Throttle
-from wfm_ds.program import program
+from wfm_ds.pipes.throttle import LogThrottle
+from wfm_ds.program import run_command
 
 log = logging.getLogger(__name__)
 
-HUB = "hub"
-SECRET, PUBLIC = ".key_secret", ".key"
+BROKER_NAME = "hub"
+SECRET_SUFFIX, PUBLIC_SUFFIX = ".key_secret", ".key"
 
 
 class KeyFileError(UserError):
@@ -43,81 +43,83 @@ class ClientKeys:
 
     public: bytes
     secret: bytes = field(repr=False)
-    hub: bytes = b""
+    broker: bytes = b""
     name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class HubKeys:
+class BrokerKeys:
     """The broker's key pair, and a check for allowed public keys."""
 
     public: bytes
     secret: bytes = field(repr=False)
-    allowed: Callable[[bytes], bool]
+    is_allowed: Callable[[bytes], bool]
 
     @property
-    def insider(self) -> ClientKeys:
+    def local_client_keys(self) -> ClientKeys:
         """Keys for processes on the broker's side, which may always connect."""
-        return ClientKeys(self.public, self.secret, self.public, HUB)
+        return ClientKeys(self.public, self.secret, self.public, BROKER_NAME)
 
 
-def hub_keys(folder: Path) -> HubKeys:
+def load_broker_keys(folder: Path) -> BrokerKeys:
     """Load the broker's keys. Files in public/ are read at each connection and may be added or removed at any time.
 
     Raises KeyFileError, also if a file in public/ is not a key. Files that become unreadable later are logged and
     ignored.
     """
-    public, secret = _pair(folder / f"{HUB}{SECRET}")
-    for path in _listed(folder):
-        _public(path)
+    public, secret = _load_pair(folder / f"{BROKER_NAME}{SECRET_SUFFIX}")
+    for path in _list_public_files(folder):
+        _load_public_key(path)
 
-    log_throttle = Throttle(log.warning)  # anyone may trigger a handshake, and each one reads the folder
+    log_throttle = LogThrottle(log.warning)  # anyone may trigger a handshake, and each one reads the folder
 
     def is_allowed(key: bytes) -> bool:
         """Return whether the key may connect. Never raises: all handshakes depend on the calling thread."""
-        return key == public or key in _readable(folder, log_throttle)
+        return key == public or key in _read_public_keys(folder, log_throttle)
 
-    return HubKeys(public, secret, is_allowed)
-
-
-def _listed(folder: Path) -> list[Path]:
-    return [path for path in (folder / "public").glob(f"*{PUBLIC}") if path.stem != HUB]
+    return BrokerKeys(public, secret, is_allowed)
 
 
-def _readable(folder: Path, log_throttle: Throttle) -> set[bytes]:
+def _list_public_files(folder: Path) -> list[Path]:
+    return [path for path in (folder / "public").glob(f"*{PUBLIC_SUFFIX}") if path.stem != BROKER_NAME]
+
+
+def _read_public_keys(folder: Path, log_throttle: LogThrottle) -> set[bytes]:
     """Return the readable public keys. Files may be incomplete or removed at any moment; these are logged."""
     keys = set()
     try:
-        for path in _listed(folder):
+        for path in _list_public_files(folder):
             try:
-                keys.add(_public(path))
+                keys.add(_load_public_key(path))
             except KeyFileError as error:
-                log_throttle.tell(path.name, f"ignored: {error}", time.monotonic())
+                log_throttle.log(path.name, f"ignored: {error}", time.monotonic())
     except OSError as error:
-        log_throttle.tell("list", f"{folder / 'public'} cannot be listed: {error}", time.monotonic())
+        log_throttle.log("list", f"{folder / 'public'} cannot be listed: {error}", time.monotonic())
     return keys
 
 
-def client_keys(folder: Path) -> ClientKeys:
+def load_client_keys(folder: Path) -> ClientKeys:
     """Load the keys of a client or worker; from the broker's folder, the broker's own keys. Raises KeyFileError."""
-    secrets = [path for path in folder.glob(f"*{SECRET}") if path.name != f"{HUB}{SECRET}"]
-    if not secrets and (folder / f"{HUB}{SECRET}").exists():
-        return hub_keys(folder).insider
+    secrets = [path for path in folder.glob(f"*{SECRET_SUFFIX}") if path.name != f"{BROKER_NAME}{SECRET_SUFFIX}"]
+    if not secrets and (folder / f"{BROKER_NAME}{SECRET_SUFFIX}").exists():
+        return load_broker_keys(folder).local_client_keys
     if len(secrets) != 1:
         names = ", ".join(sorted(path.name for path in secrets)) or "none"
         raise KeyFileError(
-            f"{folder}: expected exactly one client key NAME{SECRET}, found {names}. Create one: "
+            f"{folder}: expected exactly one client key NAME{SECRET_SUFFIX}, found {names}. Create one: "
             f"python -m wfm_ds.pipes.keys new {folder} NAME"
         )
-    public, secret = _pair(secrets[0])
-    return ClientKeys(public, secret, _public(folder / "public" / f"{HUB}{PUBLIC}"), secrets[0].stem)
+    public, secret = _load_pair(secrets[0])
+    return ClientKeys(
+        public, secret, _load_public_key(folder / "public" / f"{BROKER_NAME}{PUBLIC_SUFFIX}"), secrets[0].stem
+    )
 
 
-def new(folder: Path, name: str) -> tuple[Path, Path]:
+def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
     """Create a key pair and return (secret file, public file). Raises KeyFileError if the name is taken."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise KeyFileError(f"{name!r} is not a valid key name: use letters, digits, - and _")
-    secret_file, public_file = folder / f"{name}{SECRET}", folder / "public" / f"{name}{PUBLIC}"
+    secret_file, public_file = folder / f"{name}{SECRET_SUFFIX}", folder / "public" / f"{name}{PUBLIC_SUFFIX}"
     public, secret = zmq.curve_keypair()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -125,10 +127,10 @@ def new(folder: Path, name: str) -> tuple[Path, Path]:
         for file in (secret_file, public_file):  # check both before writing either
             if file.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(file))
-        _write(
+        _write_new_file(
             secret_file, f'curve\n    public-key = "{public.decode()}"\n    secret-key = "{secret.decode()}"\n', 0o600
         )
-        _write(public_file, f'curve\n    public-key = "{public.decode()}"\n', 0o644)
+        _write_new_file(public_file, f'curve\n    public-key = "{public.decode()}"\n', 0o644)
     except FileExistsError as error:
         raise KeyFileError(f"{error.filename} already exists: choose another name or remove it") from error
     except OSError as error:
@@ -136,14 +138,14 @@ def new(folder: Path, name: str) -> tuple[Path, Path]:
     return secret_file, public_file
 
 
-def _write(path: Path, text: str, mode: int) -> None:
+def _write_new_file(path: Path, text: str, mode: int) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         os.fchmod(file.fileno(), mode)  # independent of the umask
         file.write(text)
 
 
-def _pair(path: Path) -> tuple[bytes, bytes]:
-    public, secret = _load(path)
+def _load_pair(path: Path) -> tuple[bytes, bytes]:
+    public, secret = _load_certificate(path)
     if secret is None:
         raise KeyFileError(f"{path} has no secret key")
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -152,11 +154,11 @@ def _pair(path: Path) -> tuple[bytes, bytes]:
     return public, secret
 
 
-def _public(path: Path) -> bytes:
-    return _load(path)[0]
+def _load_public_key(path: Path) -> bytes:
+    return _load_certificate(path)[0]
 
 
-def _load(path: Path) -> tuple[bytes, bytes | None]:
+def _load_certificate(path: Path) -> tuple[bytes, bytes | None]:
     try:
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError, IndexError) as error:  # IndexError: pyzmq, for a line without =
@@ -167,19 +169,19 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), create_keys, argv)
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="wfm_ds.pipes.keys", description="Create keys of brokers, clients and workers.")
     p.add_argument("command", choices=["new"], help="create a key pair")
     p.add_argument("folder", type=Path, metavar="DIR", help="created if it does not exist")
-    p.add_argument("name", metavar="NAME", help=f"{HUB} for the broker; any other name for a client or worker")
+    p.add_argument("name", metavar="NAME", help=f"{BROKER_NAME} for the broker; any other name for a client or worker")
     return p
 
 
-def run(args: argparse.Namespace) -> None:
-    secret, public = new(args.folder, args.name)
+def create_keys(args: argparse.Namespace) -> None:
+    secret, public = create_key_pair(args.folder, args.name)
     sys.stdout.write(f"secret: {secret} (keep it on this machine)\npublic: {public} (copy it to the peers)\n")
 
 

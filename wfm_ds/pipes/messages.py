@@ -52,34 +52,34 @@ class FreeMap:
 
 @dataclass(frozen=True, slots=True)
 class ListOf:
-    item: Check
+    item: FieldType
     max_items: int = MAX_ITEMS
 
 
 @dataclass(frozen=True, slots=True)
-class Tuple:
-    items: tuple[Check, ...]
+class FixedList:
+    items: tuple[FieldType, ...]
 
 
 @dataclass(frozen=True)
-class Record:
-    items: Mapping[str, Check]
+class FieldMap:
+    items: Mapping[str, FieldType]
 
 
-Check: TypeAlias = Text | Integer | Number | Flag | FreeMap | ListOf | Tuple | Record
+FieldType: TypeAlias = Text | Integer | Number | Flag | FreeMap | ListOf | FixedList | FieldMap
 
 _ID = Text()
 _IDS = ListOf(_ID)
 _REASON = Text(REASON_CHARS)
 
-_TASK = Record({
+_TASK = FieldMap({
     "id": _ID,  # equal ids mean equal work, so submissions can be repeated
     "kind": _ID,  # selects the workers, e.g. score:ocr
     "start": Integer(0, MAX_ROWS),  # rows [start, stop) of the submission
     "stop": Integer(1, MAX_ROWS),
     "deadline_s": Number(),  # remaining seconds, independent of the peers' clocks
 })  # fmt: skip
-_COMPLETION = Record({
+_COMPLETION = FieldMap({
     "seq": Integer(1),  # counts the submitter's completions; `since` requests those after a seq
     "id": _ID,
     "ok": Flag(),
@@ -90,7 +90,7 @@ _COMPLETION = Record({
     "reason": Text(),  # of a failure; empty if ok
 })  # fmt: skip
 
-SCHEMAS: dict[str, dict[str, Check]] = {
+SCHEMAS: dict[str, dict[str, FieldType]] = {
     # worker -> broker
     "hello": {
         "worker": Text(64),  # the logical id; unlike the route, it survives reconnections
@@ -100,7 +100,7 @@ SCHEMAS: dict[str, dict[str, Check]] = {
         "credit": Integer(1, 1024),  # rows it can hold at once
         "held": _IDS,  # the task ids it has; leases on other tasks were lost in transit
     },
-    "beat": {"progress": ListOf(Tuple((_ID, Integer(1), Integer(), Integer())))},  # [id, attempt, done, total]
+    "beat": {"progress": ListOf(FixedList((_ID, Integer(1), Integer(), Integer())))},  # [id, attempt, done, total]
     "result": {"id": _ID, "attempt": Integer(1), "seconds": Number(), "meta": FreeMap()},
     "failed": {
         "id": _ID,
@@ -134,7 +134,7 @@ SCHEMAS: dict[str, dict[str, Check]] = {
         "session": Text(64),  # a new value means that the broker has none of this client's tasks
         "kinds": FreeMap(),  # task kinds offered -> information from the configuration
     },
-    "accepted": {"ids": _IDS, "known": _IDS, "refused": ListOf(Tuple((_ID, Text())))},
+    "accepted": {"ids": _IDS, "known": _IDS, "refused": ListOf(FixedList((_ID, Text())))},
     "finished": {
         "after": Integer(),  # the seq before these items; lets clients detect lost messages
         "items": ListOf(_COMPLETION),
@@ -148,16 +148,16 @@ SCHEMAS: dict[str, dict[str, Check]] = {
     "cancel": {"ids": _IDS, "why": _REASON},
 }
 
-WORKER_TO_HUB = frozenset({"hello", "beat", "result", "failed", "leave"})
-HUB_TO_WORKER = frozenset({"welcome", "task", "ack", "stalled", "cancel", "bye", "who", "reject"})
-CLIENT_TO_HUB = frozenset({"attach", "submit", "since", "fetch", "read", "release", "cancel"})
-HUB_TO_CLIENT = frozenset({"attached", "accepted", "finished", "payload", "missing", "released", "who", "reject"})
+WORKER_TO_BROKER = frozenset({"hello", "beat", "result", "failed", "leave"})
+BROKER_TO_WORKER = frozenset({"welcome", "task", "ack", "stalled", "cancel", "bye", "who", "reject"})
+CLIENT_TO_BROKER = frozenset({"attach", "submit", "since", "fetch", "read", "release", "cancel"})
+BROKER_TO_CLIENT = frozenset({"attached", "accepted", "finished", "payload", "missing", "released", "who", "reject"})
 TYPES_WITH_TENSORS = frozenset({"submit", "task", "result", "payload"})
 
 
-def problem_in(value: Any, check: Check) -> str:
+def find_problem(value: Any, field_type: FieldType) -> str:
     """Return the error in a value, "" if it is valid."""
-    match check:
+    match field_type:
         case Text(max_chars):
             good = type(value) is str and len(value) <= max_chars
             return "" if good else f"is not a string of at most {max_chars} characters"
@@ -174,12 +174,12 @@ def problem_in(value: Any, check: Check) -> str:
         case ListOf(item, max_items):
             if type(value) not in (list, tuple) or len(value) > max_items:
                 return f"is not a list of at most {max_items}"
-            return next((f"[{i}] {p}" for i, v in enumerate(value) if (p := problem_in(v, item))), "")
-        case Tuple(items):
+            return next((f"[{i}] {p}" for i, v in enumerate(value) if (p := find_problem(v, item))), "")
+        case FixedList(items):
             if type(value) not in (list, tuple) or len(value) != len(items):
                 return f"is not a list of {len(items)}"
-            return next((f"[{i}] {p}" for i, v in enumerate(value) if (p := problem_in(v, items[i]))), "")
-        case Record(items):
+            return next((f"[{i}] {p}" for i, v in enumerate(value) if (p := find_problem(v, items[i]))), "")
+        case FieldMap(items):
             if type(value) is not dict or value.keys() != items.keys():
                 return f"is not a map of {', '.join(items)}"
-            return next((f".{k} {p}" for k, c in items.items() if (p := problem_in(value[k], c))), "")
+            return next((f".{k} {p}" for k, c in items.items() if (p := find_problem(value[k], c))), "")

@@ -24,17 +24,17 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from wfm_ds.errors import UserError
-from wfm_ds.pipes.folders import IPC_PATH_BYTES, hold
-from wfm_ds.pipes.keys import ClientKeys, HubKeys
-from wfm_ds.pipes.wire import FRAME_BYTES, Buffer
+from wfm_ds.pipes.keys import BrokerKeys, ClientKeys
+from wfm_ds.pipes.socket_folders import MAX_IPC_PATH_BYTES, hold_folder
+from wfm_ds.pipes.wire import MAX_FRAME_BYTES, Buffer
 
 LINGER_MS = 2000
 HIGH_WATER_MARK = 64  # messages; a safety net, since credit limits the queue
 ZAP_DOMAIN = b"wfm"
-REOPEN_S = 1.0  # before reconnecting to a broker that rejected this peer
-EVERY_INTERFACE = ("*", "0.0.0.0", "::")
+REOPEN_DELAY_S = 1.0  # before reconnecting to a broker that rejected this peer
+WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
 
-HANDSHAKE_FAILED = (
+HANDSHAKE_FAILED_EVENTS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
@@ -45,15 +45,15 @@ class PipeError(UserError):
     """An endpoint cannot be bound, is not allowed, or does not reply."""
 
 
-class NotAllowed(PipeError):
+class EndpointNotAllowed(PipeError):
     """The endpoint is invalid or insecure; retrying does not help."""
 
 
-class Unreachable(Exception):
+class PeerUnreachable(Exception):
     """The peer is not connected; nothing was sent."""
 
 
-class Full(Exception):
+class SendQueueFull(Exception):
     """The send queue is full because the peer does not read; nothing was sent."""
 
 
@@ -75,7 +75,7 @@ class Mailbox(Generic[T]):
         with self._lock, contextlib.suppress(BlockingIOError, OSError):
             self._writer.send(b"!")  # a full pipe also wakes the reader; a closed one has no reader
 
-    def take(self) -> list[T]:
+    def take_all(self) -> list[T]:
         """Remove and return all items in order. Called by the polling thread."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
@@ -98,34 +98,36 @@ def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
     """
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
-        if not path.startswith("/") or len(os.fsencode(path)) > IPC_PATH_BYTES:
-            raise NotAllowed(f"{endpoint}: an ipc path must be absolute and at most {IPC_PATH_BYTES} bytes long")
+        if not path.startswith("/") or len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+            raise EndpointNotAllowed(
+                f"{endpoint}: an ipc path must be absolute and at most {MAX_IPC_PATH_BYTES} bytes long"
+            )
         return endpoint
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(\d{1,5}|\*)", endpoint)
     if not match:
-        raise NotAllowed(f"{endpoint!r} is not an endpoint; use ipc:///PATH or tcp://127.0.0.1:PORT")
+        raise EndpointNotAllowed(f"{endpoint!r} is not an endpoint; use ipc:///PATH or tcp://127.0.0.1:PORT")
     host = match[1].strip("[]")
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = False
-    if loopback or (keys and host not in EVERY_INTERFACE):
+    if loopback or (keys and host not in WILDCARD_HOSTS):
         return endpoint
     if keys:
-        raise NotAllowed(f"{endpoint}: use one address of this machine, not a wildcard")
-    raise NotAllowed(f"{endpoint}: only ipc:// and loopback tcp are allowed without keys (no encryption)")
+        raise EndpointNotAllowed(f"{endpoint}: use one address of this machine, not a wildcard")
+    raise EndpointNotAllowed(f"{endpoint}: only ipc:// and loopback tcp are allowed without keys (no encryption)")
 
 
 class Router:
     """The broker's socket: many peers, addressed by zmq routing ids."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: HubKeys | None = None) -> None:
+    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: BrokerKeys | None = None) -> None:
         """Bind the endpoint. `keys` require `start_authenticator` in the same context. Raises PipeError if the endpoint
         is not allowed or in use."""
         check_endpoint(endpoint, keys=keys is not None)
         path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
-        self._folder = None if path is None else hold(path.parent)  # its creator may exit before this process
-        self._lock_file = None if path is None else _locked(path)
+        self._folder = None if path is None else hold_folder(path.parent)  # its creator may exit before this process
+        self._lock_file = None if path is None else _lock_socket(path)
         self.socket = context.socket(zmq.ROUTER)
         _set_options(self.socket, endpoint)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)  # else undeliverable messages are silently dropped
@@ -137,23 +139,23 @@ class Router:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            self.release()
+            self.remove_files()
             raise PipeError(f"cannot listen at {endpoint}: {error.strerror}") from error
         self.endpoint: str = self.socket.get_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
         """Return the next message and its route, None if none has arrived."""
-        frames = _receive(self.socket)
+        frames = _receive_frames(self.socket)
         return None if frames is None else (frames[0].bytes, frames[1:])
 
     def send(self, route: bytes, header: bytes, payload: Sequence[zmq.Frame] = ()) -> None:
         """Send a message. Raises PeerUnreachable or SendQueueFull; nothing was sent in either case."""
-        _send(self.socket, [route, header, *payload])
+        _send_frames(self.socket, [route, header, *payload])
 
     def close(self) -> None:
         self.socket.close(linger=LINGER_MS)
 
-    def release(self) -> None:
+    def remove_files(self) -> None:
         """Remove the files of an ipc socket. Call it after context.term(), until which zmq may use them."""
         if self._lock_file is not None:
             path = Path(self._lock_file.name)
@@ -165,7 +167,7 @@ class Router:
             self._folder = None
 
 
-def key_of(frame: zmq.Frame) -> str:
+def sender_key(frame: zmq.Frame) -> str:
     """Return the public key of the sender of a received frame, "" if the socket has no keys."""
     try:
         return str(frame.get("User-Id"))
@@ -179,7 +181,7 @@ class Dealer:
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: ClientKeys | None = None) -> None:
         check_endpoint(endpoint, keys=keys is not None)
         self._keys = keys
-        self._trouble = ""
+        self._problem = ""
         self._opened_at_s = time.monotonic()
         self.socket = context.socket(zmq.DEALER)
         _set_options(self.socket, endpoint)
@@ -189,40 +191,40 @@ class Dealer:
         if keys is not None:
             self.socket.set(zmq.CURVE_PUBLICKEY, keys.public)
             self.socket.set(zmq.CURVE_SECRETKEY, keys.secret)
-            self.socket.set(zmq.CURVE_SERVERKEY, keys.hub)
-        self._monitor = self.socket.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self.socket.set(zmq.CURVE_SERVERKEY, keys.broker)
+        self._monitor = self.socket.get_monitor_socket(HANDSHAKE_FAILED_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.socket.connect(endpoint)
         self.endpoint = endpoint
 
     def receive(self) -> list[zmq.Frame] | None:
-        return _receive(self.socket)
+        return _receive_frames(self.socket)
 
     def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
         """Send a message without copying its payload. Raises SendQueueFull if no broker reads it."""
-        _send(self.socket, [header, *payload])
+        _send_frames(self.socket, [header, *payload])
 
-    def trouble(self) -> str:
+    def connection_problem(self) -> str:
         """Return why the broker rejected the last connection attempt, "" if it did not."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._trouble = ""
+                self._problem = ""
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 name = self._keys.name if self._keys is not None else ""
-                self._trouble = f"the broker does not accept key {name}: copy public/{name}.key to its key folder"
+                self._problem = f"the broker does not accept key {name}: copy public/{name}.key to its key folder"
             elif self._keys is not None:
-                self._trouble = "handshake failed: public/hub.key is not the broker's key, or it has none"
+                self._problem = "handshake failed: public/hub.key is not the broker's key, or it has none"
             else:
-                self._trouble = "handshake failed: the broker requires keys, or this is another service"
-        return self._trouble
+                self._problem = "handshake failed: the broker requires keys, or this is another service"
+        return self._problem
 
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Return whether enough time has passed for the first handshake."""
-        return time.monotonic() - self._opened_at_s > REOPEN_S
+        return time.monotonic() - self._opened_at_s > REOPEN_DELAY_S
 
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Return whether the socket must be reopened: zmq does not reconnect to a broker that rejected it."""
-        return bool(self.trouble()) and self.settled()
+        return bool(self.connection_problem()) and self.is_settled()
 
     def close(self) -> None:
         if not self.socket.closed:
@@ -231,12 +233,12 @@ class Dealer:
         self.socket.close(linger=LINGER_MS)
 
 
-def authenticator(context: zmq.Context[Any], keys: HubKeys) -> ThreadAuthenticator:
+def start_authenticator(context: zmq.Context[Any], keys: BrokerKeys) -> ThreadAuthenticator:
     """Start a thread that admits peers with allowed keys. Stop it before terminating the context."""
 
     class KeyCheck:
         def callback(self, domain: str, key: bytes) -> bool:
-            return keys.allowed(key)
+            return keys.is_allowed(key)
 
     thread = ThreadAuthenticator(context)
     thread.start()
@@ -249,7 +251,7 @@ def _set_options(sock: zmq.Socket[Any], endpoint: str) -> None:
     sock.set(zmq.LINGER, LINGER_MS)
     sock.set(zmq.SNDHWM, HIGH_WATER_MARK)
     sock.set(zmq.RCVHWM, HIGH_WATER_MARK)
-    sock.set(zmq.MAXMSGSIZE, FRAME_BYTES + 64 * 1024)  # per frame
+    sock.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + 64 * 1024)  # per frame
     sock.set(zmq.HANDSHAKE_IVL, 5000)  # silent connections release their descriptor soon
     sock.set(zmq.HEARTBEAT_IVL, 2000)
     sock.set(zmq.HEARTBEAT_TIMEOUT, 10000)
@@ -257,7 +259,7 @@ def _set_options(sock: zmq.Socket[Any], endpoint: str) -> None:
     sock.set(zmq.BACKLOG, 512)
 
 
-def _receive(sock: zmq.Socket[Any]) -> list[zmq.Frame] | None:
+def _receive_frames(sock: zmq.Socket[Any]) -> list[zmq.Frame] | None:
     try:
         frames: list[zmq.Frame] = sock.recv_multipart(zmq.NOBLOCK, copy=False)
     except zmq.Again:
@@ -265,18 +267,18 @@ def _receive(sock: zmq.Socket[Any]) -> list[zmq.Frame] | None:
     return frames
 
 
-def _send(sock: zmq.Socket[Any], frames: Sequence[Any]) -> None:
+def _send_frames(sock: zmq.Socket[Any], frames: Sequence[Any]) -> None:
     try:
         sock.send_multipart(frames, zmq.NOBLOCK, copy=False)
     except zmq.Again as error:
-        raise Full from error
+        raise SendQueueFull from error
     except zmq.ZMQError as error:
         if error.errno == zmq.EHOSTUNREACH:
-            raise Unreachable from error
+            raise PeerUnreachable from error
         raise
 
 
-def _locked(path: Path) -> Any:
+def _lock_socket(path: Path) -> Any:
     """Lock the file PATH.lock of an ipc socket. Without it, a second bind would silently take over the path."""
     try:
         lock_file = path.with_name(path.name + ".lock").open("w")

@@ -13,27 +13,27 @@ from typing import Any
 import numpy as np
 
 from wfm_ds.pipes import wire
-from wfm_ds.pipes.wire import FRAME_BYTES, Buffer, TensorSpec
+from wfm_ds.pipes.wire import MAX_FRAME_BYTES, Buffer, TensorSpec
 
 
-class NotHeld(LookupError):
+class NotInSpool(LookupError):
     """No data under this name; the message gives the reason."""
 
 
-def run_of(owner: str) -> str:
+def owner_run(owner: str) -> str:
     """Return RUN of an owner RUN/CLIENT."""
     return owner.split("/", 1)[0]
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
+class _SpooledResult:
     owner: str
     specs: tuple[TensorSpec, ...]
     frames: tuple[Any, ...]  # zmq.Frame
 
     @property
     def run(self) -> str:
-        return run_of(self.owner)
+        return owner_run(self.owner)
 
 
 class Spool:
@@ -41,57 +41,57 @@ class Spool:
 
     def __init__(self) -> None:
         self.held_bytes = 0
-        self._results: dict[str, _Result] = {}
-        self._ids_of: dict[str, set[str]] = {}  # owner -> task ids
+        self._results: dict[str, _SpooledResult] = {}
+        self._ids_by_owner: dict[str, set[str]] = {}  # owner -> task ids
         self._files: dict[str, Path] = {}
 
     def put(self, task_id: str, owner: str, specs: tuple[TensorSpec, ...], frames: Iterable[Any]) -> None:
-        self._drop(task_id)
-        self._results[task_id] = _Result(owner, specs, tuple(frames))
-        self._ids_of.setdefault(owner, set()).add(task_id)
+        self._drop_result(task_id)
+        self._results[task_id] = _SpooledResult(owner, specs, tuple(frames))
+        self._ids_by_owner.setdefault(owner, set()).add(task_id)
         self.held_bytes += sum(spec.nbytes for spec in specs)
 
-    def result(self, task_id: str, run: str) -> tuple[tuple[TensorSpec, ...], tuple[Any, ...]]:
+    def read_result(self, task_id: str, run: str) -> tuple[tuple[TensorSpec, ...], tuple[Any, ...]]:
         """Return the tensors of a result to a client of its run. Raises NotInSpool."""
         result = self._results.get(task_id)
         if result is None or result.run != run:
-            raise NotHeld(f"the broker does not have result {task_id}")
+            raise NotInSpool(f"the broker does not have result {task_id}")
         return result.specs, result.frames
 
-    def drop(self, ids: Iterable[str], run: str) -> None:
+    def drop_results(self, ids: Iterable[str], run: str) -> None:
         """Drop results on behalf of a client of their run. Unknown ids and ids of other runs are ignored."""
         for task_id in ids:
             result = self._results.get(task_id)
             if result is not None and result.run == run:
-                self._drop(task_id)
+                self._drop_result(task_id)
 
-    def drop_of(self, owner: str) -> None:
-        for task_id in list(self._ids_of.get(owner, ())):
-            self._drop(task_id)
+    def drop_owner(self, owner: str) -> None:
+        for task_id in list(self._ids_by_owner.get(owner, ())):
+            self._drop_result(task_id)
 
-    def announce(self, files: Mapping[str, Path]) -> None:
+    def announce_files(self, files: Mapping[str, Path]) -> None:
         """Replace the announced files, by name."""
         self._files = dict(files)
 
-    def piece(self, name: str, offset: int) -> tuple[list[TensorSpec], list[Buffer]]:
+    def read_piece(self, name: str, offset: int) -> tuple[list[TensorSpec], list[Buffer]]:
         """Return up to one frame of a file, starting at `offset`, as a uint8 tensor. Raises NotInSpool."""
         path = self._files.get(name)
         if path is None:
-            raise NotHeld(f"the broker has no file {name}")
+            raise NotInSpool(f"the broker has no file {name}")
         try:
             with path.open("rb") as file:
                 file.seek(offset)
-                piece = np.frombuffer(file.read(FRAME_BYTES), dtype=np.uint8)
+                piece = np.frombuffer(file.read(MAX_FRAME_BYTES), dtype=np.uint8)
         except OSError as error:
-            raise NotHeld(f"{name} cannot be read: {error.strerror}") from error
+            raise NotInSpool(f"{name} cannot be read: {error.strerror}") from error
         specs, frames = wire.pack_tensors([("bytes", piece)])
         return specs, frames[0]
 
-    def _drop(self, task_id: str) -> None:
+    def _drop_result(self, task_id: str) -> None:
         result = self._results.pop(task_id, None)
         if result is not None:
             self.held_bytes -= sum(spec.nbytes for spec in result.specs)
-            ids = self._ids_of[result.owner]
+            ids = self._ids_by_owner[result.owner]
             ids.remove(task_id)
             if not ids:
-                del self._ids_of[result.owner]
+                del self._ids_by_owner[result.owner]

@@ -10,7 +10,7 @@ from typing import Any
 from wfm_ds.pipes.wire import TensorSpec
 
 
-class State(Enum):
+class TaskState(Enum):
     WAITING = auto()
     LEASED = auto()
     DONE = auto()
@@ -53,7 +53,7 @@ class TaskPayload:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class LeaseGrant:
     worker: str
     task: Task
     attempt: int
@@ -71,5 +71,5 @@ class Completion:
     reason: str
 
 
-class Refused(ValueError):
+class TaskRejected(ValueError):
     """The ledger rejected a task; the message gives the reason. After "full" it may be submitted again."""

@@ -18,17 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from wfm_ds.pipes.messages import SCHEMAS, TYPES_WITH_TENSORS, problem_in
+from wfm_ds.pipes.messages import SCHEMAS, TYPES_WITH_TENSORS, find_problem
 
-RESERVED = frozenset({"v", "t", "mid", "tensors"})  # header keys that messages cannot use
-PROTOCOL = 1
-HEADER_BYTES = 64 * 1024
-FRAME_BYTES = 4 * 2**20  # larger buffers cause page faults at each use; smaller ones need more messages
-CACHED_BYTES = 256 * 1024  # copied, then hashed while still in the CPU cache
-CHECK_BITS = 2**32 - 1
-TABLE = "tensor table"
+RESERVED_KEYS = frozenset({"v", "t", "mid", "tensors"})  # header keys that messages cannot use
+PROTOCOL_VERSION = 1
+MAX_HEADER_BYTES = 64 * 1024
+MAX_FRAME_BYTES = 4 * 2**20  # larger buffers cause page faults at each use; smaller ones need more messages
+COPY_BLOCK_BYTES = 256 * 1024  # copied, then hashed while still in the CPU cache
+CHECKSUM_MASK = 2**32 - 1
+TABLE_REASON = "tensor table"
 MAX_FRAMES = 320
-PAYLOAD_BYTES = 2**30
+MAX_PAYLOAD_BYTES = 2**30
 MAX_TENSORS = 64
 MAX_DIMENSIONS = 8
 MAX_DEPTH = 16  # the msgpack decoder allows hundreds of levels
@@ -55,11 +55,11 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    check: int  # `compute_checksum` of the bytes; verified by the reader, not by the broker
+    checksum: int  # `compute_checksum` of the bytes; verified by the reader, not by the broker
 
     @property
     def num_frames(self) -> int:
-        return -(-self.nbytes // FRAME_BYTES)
+        return -(-self.nbytes // MAX_FRAME_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +67,24 @@ class Message:
     """A decoded message with a valid header and frame sizes. `payload` holds the received buffers."""
 
     type: str
-    mid: int
+    message_id: int
     fields: Mapping[str, Any]
     specs: tuple[TensorSpec, ...] = ()
     payload: tuple[Buffer, ...] = ()
 
-    def tensors(self) -> list[Array]:
+    def read_tensors(self) -> list[Array]:
         """Return aligned, writable copies of the tensors in table order. Raises WireError if a checksum is wrong."""
         arrays, start = [], 0
         for spec in self.specs:
             stop = start + spec.num_frames
-            arrays.append(_joined(spec, self.payload[start:stop]))
+            arrays.append(_join_frames(spec, self.payload[start:stop]))
             start = stop
         return arrays
 
 
-def checksum(data: Buffer) -> int:
+def compute_checksum(data: Buffer) -> int:
     """Return the lower 32 bits of XXH3-64: as reliable as crc32 and ten times faster."""
-    return xxhash.xxh3_64_intdigest(data) & CHECK_BITS
+    return xxhash.xxh3_64_intdigest(data) & CHECKSUM_MASK
 
 
 def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec], list[list[Buffer]]]:
@@ -99,17 +99,19 @@ def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec],
         if dtype not in DTYPES:
             raise WireError(f"{name}: unsupported dtype {dtype}; use {', '.join(DTYPES)}")
         flat = np.ascontiguousarray(array, dtype=DTYPES[dtype]).reshape(-1).view(np.uint8).data
-        specs.append(TensorSpec(name, dtype, tuple(array.shape), flat.nbytes, checksum(flat)))
-        frames.append([flat[at : at + FRAME_BYTES] for at in range(0, flat.nbytes, FRAME_BYTES)])
+        specs.append(TensorSpec(name, dtype, tuple(array.shape), flat.nbytes, compute_checksum(flat)))
+        frames.append([flat[at : at + MAX_FRAME_BYTES] for at in range(0, flat.nbytes, MAX_FRAME_BYTES)])
     return specs, frames
 
 
-def encode(message_type: str, mid: int, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()) -> bytes:
+def encode_header(
+    message_type: str, message_id: int, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()
+) -> bytes:
     """Return the header frame. Raises WireError for messages that `decode_message` would reject."""
-    assert not fields.keys() & RESERVED, f"{message_type} uses a reserved header key"
-    header: dict[str, Any] = {"v": PROTOCOL, "t": message_type, "mid": mid, **fields}
+    assert not fields.keys() & RESERVED_KEYS, f"{message_type} uses a reserved header key"
+    header: dict[str, Any] = {"v": PROTOCOL_VERSION, "t": message_type, "mid": message_id, **fields}
     if specs:
-        header["tensors"] = [[s.name, s.dtype, list(s.shape), s.nbytes, s.check] for s in specs]
+        header["tensors"] = [[s.name, s.dtype, list(s.shape), s.nbytes, s.checksum] for s in specs]
     _check_values(header)
     _check_fields(message_type, fields)
     _check_table(message_type, specs)
@@ -117,31 +119,31 @@ def encode(message_type: str, mid: int, fields: Mapping[str, Any], specs: Sequen
         packed: bytes = msgpack.packb(header)
     except ValueError as error:  # e.g. an unpaired surrogate in a prompt
         raise WireError(f"{message_type}: {error}") from error
-    if len(packed) + 4 > HEADER_BYTES:
-        raise WireError(f"{message_type}: header of {len(packed)} bytes, limit {HEADER_BYTES - 4}")
-    return struct.pack("<I", checksum(packed)) + packed
+    if len(packed) + 4 > MAX_HEADER_BYTES:
+        raise WireError(f"{message_type}: header of {len(packed)} bytes, limit {MAX_HEADER_BYTES - 4}")
+    return struct.pack("<I", compute_checksum(packed)) + packed
 
 
-def decode(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
+def decode_message(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
     """Decode a multipart message of one of the `expected` types. Raises WireError and no other exception."""
     if not 1 <= len(frames) <= 1 + MAX_FRAMES:
         raise WireError(f"{len(frames)} frames, expected 1 to {1 + MAX_FRAMES}", "number of frames")
-    header = _unpacked(frames[0])
-    if header.pop("v", None) != PROTOCOL:
-        raise WireError(f"not a message of protocol {PROTOCOL}")
+    header = _unpack_header(frames[0])
+    if header.pop("v", None) != PROTOCOL_VERSION:
+        raise WireError(f"not a message of protocol {PROTOCOL_VERSION}")
     message_type, mid = header.pop("t", None), header.pop("mid", None)
     if not isinstance(message_type, str) or message_type not in expected:
         raise WireError(f"message type {str(message_type)[:40]!r} is not expected here", "unexpected message type")
     if type(mid) is not int or mid < 0:
         raise WireError(f"{message_type}: mid is not an integer >= 0")
-    specs = tuple(_spec(entry) for entry in _table(header.pop("tensors", [])))
+    specs = tuple(_parse_spec(entry) for entry in _parse_tensor_table(header.pop("tensors", [])))
     _check_fields(message_type, header)
     _check_table(message_type, specs)
     _check_payload(message_type, specs, frames[1:])
     return Message(message_type, mid, header, specs, tuple(frames[1:]))
 
 
-def packed_size(value: Any) -> int:
+def msgpack_size(value: Any) -> int:
     """Return the bytes of a value in a header. Raises WireError if a header cannot contain it."""
     _check_values(value)
     try:
@@ -150,11 +152,11 @@ def packed_size(value: Any) -> int:
         raise WireError(f"not a plain value: {error}") from error
 
 
-def _unpacked(frame: Buffer) -> dict[str, Any]:
-    blob = bytes(frame[: HEADER_BYTES + 1])
-    if not 4 < len(blob) <= HEADER_BYTES:
-        raise WireError(f"header of {len(frame)} bytes, expected 5 to {HEADER_BYTES}", "header size")
-    if struct.unpack_from("<I", blob)[0] != checksum(blob[4:]):
+def _unpack_header(frame: Buffer) -> dict[str, Any]:
+    blob = bytes(frame[: MAX_HEADER_BYTES + 1])
+    if not 4 < len(blob) <= MAX_HEADER_BYTES:
+        raise WireError(f"header of {len(frame)} bytes, expected 5 to {MAX_HEADER_BYTES}", "header size")
+    if struct.unpack_from("<I", blob)[0] != compute_checksum(blob[4:]):
         raise WireError("wrong header checksum")
     try:
         header = msgpack.unpackb(blob[4:], strict_map_key=True, max_ext_len=0, max_bin_len=0)
@@ -198,18 +200,18 @@ def _check_fields(message_type: str, fields: Mapping[str, Any]) -> None:
         wrong = sorted(fields.keys() ^ schema.keys())
         raise WireError(f"{message_type}: missing or unknown keys: {', '.join(wrong)[:200]}", f"keys of {message_type}")
     for key, check in schema.items():
-        problem = problem_in(fields[key], check)
+        problem = find_problem(fields[key], check)
         if problem:
             raise WireError(f"{message_type}.{key} {problem}", f"{message_type}.{key}")
 
 
-def _table(value: Any) -> list[Any]:
+def _parse_tensor_table(value: Any) -> list[Any]:
     if not isinstance(value, list) or len(value) > MAX_TENSORS:
         raise WireError(f"tensors is not a list of at most {MAX_TENSORS}")
     return value
 
 
-def _spec(entry: Any) -> TensorSpec:
+def _parse_spec(entry: Any) -> TensorSpec:
     if not isinstance(entry, list) or len(entry) != 5:
         raise WireError("tensor table entry is not [name, dtype, shape, nbytes, checksum]")
     name, dtype, shape, nbytes, check = entry
@@ -227,18 +229,23 @@ def _check_table(message_type: str, specs: Sequence[TensorSpec]) -> None:
         raise WireError(f"{message_type}: {len(specs)} tensors, limit {MAX_TENSORS}")
     for spec in specs:
         if spec.dtype not in DTYPES:
-            raise WireError(f"{message_type}: unsupported dtype {spec.dtype[:40]!r}", TABLE)
+            raise WireError(f"{message_type}: unsupported dtype {spec.dtype[:40]!r}", TABLE_REASON)
         if len(spec.shape) > MAX_DIMENSIONS or not all(0 <= n < 2**31 for n in spec.shape):
-            raise WireError(f"{message_type}: invalid tensor shape {str(spec.shape)[:100]}", TABLE)
-        if math.prod(spec.shape) * DTYPES[spec.dtype].itemsize != spec.nbytes or not 0 <= spec.check <= CHECK_BITS:
-            raise WireError(f"{message_type}: {spec.nbytes} bytes do not match {spec.dtype} {list(spec.shape)}", TABLE)
-    if sum(s.nbytes for s in specs) > PAYLOAD_BYTES or sum(s.num_frames for s in specs) > MAX_FRAMES:
-        raise WireError(f"{message_type}: more than {PAYLOAD_BYTES} bytes or {MAX_FRAMES} frames of tensors")
+            raise WireError(f"{message_type}: invalid tensor shape {str(spec.shape)[:100]}", TABLE_REASON)
+        if (
+            math.prod(spec.shape) * DTYPES[spec.dtype].itemsize != spec.nbytes
+            or not 0 <= spec.checksum <= CHECKSUM_MASK
+        ):
+            raise WireError(
+                f"{message_type}: {spec.nbytes} bytes do not match {spec.dtype} {list(spec.shape)}", TABLE_REASON
+            )
+    if sum(s.nbytes for s in specs) > MAX_PAYLOAD_BYTES or sum(s.num_frames for s in specs) > MAX_FRAMES:
+        raise WireError(f"{message_type}: more than {MAX_PAYLOAD_BYTES} bytes or {MAX_FRAMES} frames of tensors")
 
 
 def _check_payload(message_type: str, specs: Sequence[TensorSpec], payload: Sequence[Buffer]) -> None:
     expected = [
-        min(FRAME_BYTES, spec.nbytes - at) for spec in specs for at in range(0, spec.nbytes, FRAME_BYTES)
+        min(MAX_FRAME_BYTES, spec.nbytes - at) for spec in specs for at in range(0, spec.nbytes, MAX_FRAME_BYTES)
     ]  # at most MAX_FRAMES entries, as checked by _check_table
     sizes = [len(frame) for frame in payload]
     if sizes != expected:
@@ -248,16 +255,16 @@ def _check_payload(message_type: str, specs: Sequence[TensorSpec], payload: Sequ
         )
 
 
-def _joined(spec: TensorSpec, frames: Sequence[Buffer]) -> Array:
+def _join_frames(spec: TensorSpec, frames: Sequence[Buffer]) -> Array:
     flat, digest, at = np.empty(spec.nbytes, dtype=np.uint8), xxhash.xxh3_64(), 0
     for frame in frames:
         source = np.frombuffer(frame, dtype=np.uint8)
-        for start in range(0, len(source), CACHED_BYTES):
-            piece = source[start : start + CACHED_BYTES]
+        for start in range(0, len(source), COPY_BLOCK_BYTES):
+            piece = source[start : start + COPY_BLOCK_BYTES]
             copied = flat[at : at + len(piece)]
             copied[:] = piece
             digest.update(copied.data)
             at += len(piece)
-    if digest.intdigest() & CHECK_BITS != spec.check:
+    if digest.intdigest() & CHECKSUM_MASK != spec.checksum:
         raise WireError(f"tensor {spec.name}: wrong checksum")
     return flat.view(DTYPES[spec.dtype]).reshape(spec.shape)

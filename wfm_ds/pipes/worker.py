@@ -24,20 +24,20 @@ import zmq
 
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.keys import ClientKeys
-from wfm_ds.pipes.messages import DETAIL_CHARS, HUB_TO_WORKER, META_BYTES, REASON_CHARS
-from wfm_ds.pipes.sockets import Dealer, Full, Mailbox
-from wfm_ds.pipes.throttle import Throttle
+from wfm_ds.pipes.messages import BROKER_TO_WORKER, DETAIL_CHARS, META_BYTES, REASON_CHARS
+from wfm_ds.pipes.sockets import Dealer, Mailbox, SendQueueFull
+from wfm_ds.pipes.throttle import LogThrottle
 from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
 
 POLL_MS = 100
-HELLO_S = 0.1  # between `hello` messages until `welcome`
-RESEND_S = 5.0  # before resending an unacknowledged result
-ARM_S = 2.0  # between resets of the watchdog, which fires if the GIL is blocked
-EXIT_HUNG = 3  # exit code of a worker with a hanging task
+HELLO_INTERVAL_S = 0.1  # between `hello` messages until `welcome`
+RESEND_INTERVAL_S = 5.0  # before resending an unacknowledged result
+WATCHDOG_INTERVAL_S = 2.0  # between resets of the watchdog, which fires if the GIL is blocked
+HUNG_EXIT_CODE = 3  # exit code of a worker with a hanging task
 
-Progress: TypeAlias = Callable[[int, int], None]
+ReportProgress: TypeAlias = Callable[[int, int], None]
 """Called as report(done, total) from inside a task or batch, with increasing `done`."""
 
 
@@ -50,7 +50,7 @@ class TaskFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskInHand:
+class LeasedTask:
     id: str
     attempt: int
     kind: str
@@ -58,34 +58,36 @@ class TaskInHand:
     message: Message
 
     @property
-    def note(self) -> Mapping[str, Any]:
+    def announcement(self) -> Mapping[str, Any]:
         """Return the values announced by the broker's owner when the task was leased."""
         announcement: Mapping[str, Any] = self.message.fields["note"]
         return announcement
 
-    def tensors(self) -> list[Array]:
+    def read_tensors(self) -> list[Array]:
         """Return aligned copies of the tensors, one per row or none. Raises TaskFailed if a checksum is wrong."""
         try:
-            return self.message.tensors()
+            return self.message.read_tensors()
         except WireError as error:
             raise TaskFailed(str(error), fatal=False) from error
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TaskResult:
     """A result with tensors, which the broker keeps until the submitter releases them."""
 
     meta: Mapping[str, Any]
     tensors: Sequence[tuple[str, Array]]
 
 
-Handle: TypeAlias = Callable[[TaskInHand, Progress], "Mapping[str, Any] | Answer"]
-HandleBatch: TypeAlias = Callable[[Sequence[TaskInHand], Progress], "Sequence[Mapping[str, Any] | Answer | TaskFailed]"]
+TaskHandler: TypeAlias = Callable[[LeasedTask, ReportProgress], "Mapping[str, Any] | TaskResult"]
+BatchHandler: TypeAlias = Callable[
+    [Sequence[LeasedTask], ReportProgress], "Sequence[Mapping[str, Any] | TaskResult | TaskFailed]"
+]
 """Returns one result per task, in order."""
 
 
 @dataclass(slots=True)
-class _Report:
+class _PendingReport:
     """A result or failure not yet acknowledged by the broker."""
 
     type: str
@@ -124,41 +126,41 @@ class LeaseWorker:
         self._endpoint, self._keys = endpoint, keys
         self._parent_fd = parent_fd
         self._watchdog_s, self._ends_process = watchdog_s, ends_process
-        self._tasks: queue.SimpleQueue[TaskInHand | None] = queue.SimpleQueue()
-        self._news: Mailbox[_Report | None] = Mailbox()  # None: new progress
-        self._reports: dict[str, _Report] = {}
-        self._queued: dict[str, int] = {}  # task id -> attempt, for tasks received and not reported
-        self._next: TaskInHand | None = None  # received, but did not fit in the last batch
-        self._running: frozenset[str] = frozenset()
-        self._marks: list[tuple[TaskInHand, int, int]] = []  # (task, done, total) of running tasks
-        self._mids = itertools.count(1)
-        self._drops = Throttle(log.warning)
-        self._hub = ""
-        self._trouble = ""  # last logged reason for a rejection
-        self._hello_s = HELLO_S
-        self._beat_s = 2.0
+        self._tasks: queue.SimpleQueue[LeasedTask | None] = queue.SimpleQueue()
+        self._mailbox: Mailbox[_PendingReport | None] = Mailbox()  # None: new progress
+        self._reports: dict[str, _PendingReport] = {}
+        self._attempts: dict[str, int] = {}  # task id -> attempt, for tasks received and not reported
+        self._deferred_task: LeasedTask | None = None  # received, but did not fit in the last batch
+        self._running_ids: frozenset[str] = frozenset()
+        self._progress_rows: list[tuple[LeasedTask, int, int]] = []  # (task, done, total) of running tasks
+        self._message_ids = itertools.count(1)
+        self._log_throttle = LogThrottle(log.warning)
+        self._broker_id = ""
+        self._problem = ""  # last logged reason for a rejection
+        self._hello_interval_s = HELLO_INTERVAL_S
+        self._beat_interval_s = 2.0
         self._stopping = threading.Event()
         self._main_done = threading.Event()
-        self._broken = False  # an exception such as SystemExit left the loop
-        self.left = threading.Event()  # set after the worker has left the broker and closed its socket
+        self._is_broken = False  # an exception such as SystemExit left the loop
+        self.disconnected = threading.Event()  # set after the worker has left the broker and closed its socket
 
-    def run(self, handle: Handle) -> None:
+    def run(self, handle: TaskHandler) -> None:
         """Run tasks one by one until stopped. An exception in `handle` fails only that task."""
         self.run_batches(lambda tasks, progress: [handle(task, progress) for task in tasks], max_rows=1, max_wait_s=0.0)
 
-    def run_batches(self, handle: HandleBatch, *, max_rows: int, max_wait_s: float) -> None:
+    def run_batches(self, handle: BatchHandler, *, max_rows: int, max_wait_s: float) -> None:
         """Run tasks in batches until stopped.
 
         A batch contains the tasks that arrive within `max_wait_s` of the first and have at most `max_rows` rows in
         total; a single larger task is allowed. An exception in `handle` fails all tasks of the batch.
         """
-        thread = threading.Thread(target=self._talk, name="pipes", daemon=True)
+        thread = threading.Thread(target=self._run_thread, name="pipes", daemon=True)
         thread.start()
         try:
-            while batch := self._gathered(max_rows, max_wait_s):
-                self._do(batch, handle)
+            while batch := self._next_batch(max_rows, max_wait_s):
+                self._run_batch(batch, handle)
         except BaseException:  # e.g. sys.exit: do not send `leave`, which would requeue the task without an attempt
-            self._broken = True
+            self._is_broken = True
             raise
         finally:
             self._main_done.set()
@@ -167,26 +169,26 @@ class LeaseWorker:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._news.put(None)
+        self._mailbox.put(None)
 
-    def _gathered(self, max_rows: int, max_wait_s: float) -> list[TaskInHand]:
+    def _next_batch(self, max_rows: int, max_wait_s: float) -> list[LeasedTask]:
         """Return the next batch of tasks, [] when stopped."""
-        batch: list[TaskInHand] = []
+        batch: list[LeasedTask] = []
         rows, wait_until_s = 0, float("inf")
         while rows < max_rows:
             try:
-                task = self._next or self._tasks.get(timeout=_remaining(wait_until_s))
+                task = self._deferred_task or self._tasks.get(timeout=_remaining_s(wait_until_s))
             except queue.Empty:
                 break
-            self._next = None
+            self._deferred_task = None
             if task is None:
                 if batch:
                     self._tasks.put(None)  # for the next call
                 return batch
-            if self._queued.get(task.id) != task.attempt:
+            if self._attempts.get(task.id) != task.attempt:
                 continue  # cancelled or leased again in the meantime
             if batch and rows + len(task.rows) > max_rows:
-                self._next = task
+                self._deferred_task = task
                 break
             if not batch:
                 wait_until_s = time.monotonic() + max_wait_s
@@ -194,113 +196,117 @@ class LeaseWorker:
             rows += max(1, len(task.rows))
         return batch
 
-    def _do(self, batch: Sequence[TaskInHand], handle: HandleBatch) -> None:
-        self._running = frozenset(task.id for task in batch)
+    def _run_batch(self, batch: Sequence[LeasedTask], handle: BatchHandler) -> None:
+        self._running_ids = frozenset(task.id for task in batch)
         started = time.monotonic()
         try:
-            results = handle(batch, lambda done, total: self._progress(batch, done, total))
+            results = handle(batch, lambda done, total: self._record_progress(batch, done, total))
             seconds = (time.monotonic() - started) / max(1, sum(len(task.rows) for task in batch))
             pairs = list(zip(batch, results, strict=True))
-            reports = [_report(t.id, self._attempt(t), result, seconds * len(t.rows)) for t, result in pairs]
+            reports = [
+                _make_report(t.id, self._current_attempt(t), result, seconds * len(t.rows)) for t, result in pairs
+            ]
         except Exception as error:  # noqa: BLE001  (top level of the worker's loop: reported as a failure)
-            reports = [_report(task.id, self._attempt(task), error, 0.0) for task in batch]
-        self._running, self._marks = frozenset(), []
+            reports = [_make_report(task.id, self._current_attempt(task), error, 0.0) for task in batch]
+        self._running_ids, self._progress_rows = frozenset(), []
         for report in reports:
-            self._news.put(report)
+            self._mailbox.put(report)
 
-    def _progress(self, batch: Sequence[TaskInHand], done: int, total: int) -> None:
-        self._marks = [(task, done, total) for task in batch]
-        self._news.put(None)
+    def _record_progress(self, batch: Sequence[LeasedTask], done: int, total: int) -> None:
+        self._progress_rows = [(task, done, total) for task in batch]
+        self._mailbox.put(None)
 
-    def _attempt(self, task: TaskInHand) -> int:
+    def _current_attempt(self, task: LeasedTask) -> int:
         """Return the latest lease number of the task, which may have been leased to this worker again."""
-        return self._queued.get(task.id, task.attempt)
+        return self._attempts.get(task.id, task.attempt)
 
     # Methods of the background thread
 
-    def _talk(self) -> None:
+    def _run_thread(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
         dealer = Dealer(context, self._endpoint, self._keys)
         try:
             hello_at_s = beat_at_s = armed_at_s = float("-inf")
             while not self._stopping.is_set():
-                if self._parent_is_gone(self._readable(dealer)):
+                if self._is_parent_gone(self._poll_sockets(dealer)):
                     break
                 now_s = time.monotonic()
-                self._drops.look(now_s)
-                if dealer.stale():
-                    dealer = self._reopened(context, dealer)
-                if now_s - armed_at_s > ARM_S:
+                self._log_throttle.flush_due(now_s)
+                if dealer.is_stale():
+                    dealer = self._reopen_dealer(context, dealer)
+                if now_s - armed_at_s > WATCHDOG_INTERVAL_S:
                     armed_at_s = now_s
                     faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
-                has_progress = self._take_news()
+                has_progress = self._take_reports()
                 while (frames := dealer.receive()) is not None:
-                    self._from_hub(frames, now_s)
-                if not self._hub and now_s - hello_at_s > self._hello_s:
+                    self._handle_message(frames, now_s)
+                if not self._broker_id and now_s - hello_at_s > self._hello_interval_s:
                     hello_at_s = now_s
-                    held = sorted(self._queued.keys() | self._reports.keys())
+                    held = sorted(self._attempts.keys() | self._reports.keys())
                     self._send(dealer, "hello", {**self._hello, "held": held})
-                if self._hub and (has_progress or now_s - beat_at_s > self._beat_s):
+                if self._broker_id and (has_progress or now_s - beat_at_s > self._beat_interval_s):
                     beat_at_s = now_s
-                    progress = [(task.id, self._attempt(task), done, total) for task, done, total in self._marks]
+                    progress = [
+                        (task.id, self._current_attempt(task), done, total) for task, done, total in self._progress_rows
+                    ]
                     self._send(dealer, "beat", {"progress": progress})
                 self._send_reports(dealer, now_s)
         finally:
             faulthandler.cancel_dump_traceback_later()
-            if self._hub and not self._broken:
+            if self._broker_id and not self._is_broken:
                 self._send(dealer, "leave", {"why": "its worker left"})
             dealer.close()
             context.term()
-            self.left.set()
+            self.disconnected.set()
             self._tasks.put(None)
             if self._ends_process and not self._main_done.wait(1.0):
                 os._exit(0)  # still running a task that is no longer needed
 
-    def _readable(self, dealer: Dealer) -> Mapping[Any, int]:
+    def _poll_sockets(self, dealer: Dealer) -> Mapping[Any, int]:
         poller = zmq.Poller()
-        for source in (dealer.socket, self._news.fileno(), self._parent_fd):
+        for source in (dealer.socket, self._mailbox.fileno(), self._parent_fd):
             if source is not None:
                 poller.register(source, zmq.POLLIN)
         return dict(poller.poll(POLL_MS))
 
-    def _reopened(self, context: zmq.Context[Any], dealer: Dealer) -> Dealer:
-        if (why := dealer.trouble()) != self._trouble:
+    def _reopen_dealer(self, context: zmq.Context[Any], dealer: Dealer) -> Dealer:
+        if (why := dealer.connection_problem()) != self._problem:
             log.warning("%s: %s", self._endpoint, why)
-        self._hub, self._trouble = "", why
+        self._broker_id, self._problem = "", why
         dealer.close()
         return Dealer(context, self._endpoint, self._keys)
 
-    def _parent_is_gone(self, readable: Mapping[Any, int]) -> bool:
+    def _is_parent_gone(self, readable: Mapping[Any, int]) -> bool:
         return self._parent_fd is not None and self._parent_fd in readable and not os.read(self._parent_fd, 4096)
 
-    def _take_news(self) -> bool:
+    def _take_reports(self) -> bool:
         """Move reports from the mailbox to self._reports. Returns True if there is new progress."""
         has_progress = False
-        for report in self._news.take():
+        for report in self._mailbox.take_all():
             if report is None:
-                has_progress = bool(self._marks)
+                has_progress = bool(self._progress_rows)
             else:
-                self._queued.pop(report.fields["id"], None)
+                self._attempts.pop(report.fields["id"], None)
                 self._reports[report.fields["id"]] = report
         return has_progress
 
-    def _from_hub(self, frames: list[zmq.Frame], now_s: float) -> None:
+    def _handle_message(self, frames: list[zmq.Frame], now_s: float) -> None:
         try:
-            message = wire.decode([frame.buffer for frame in frames], HUB_TO_WORKER)
+            message = wire.decode_message([frame.buffer for frame in frames], BROKER_TO_WORKER)
         except WireError as error:
-            self._drops.tell(error.reason, f"dropped a message from the broker: {error}", now_s)
+            self._log_throttle.log(error.reason, f"dropped a message from the broker: {error}", now_s)
             return
         fields = message.fields
         if message.type == "welcome":
-            if fields["hub"] != self._hub:
-                self._hub, self._beat_s = fields["hub"], fields["beat_s"]
-                self._trouble, self._hello_s = "", HELLO_S
+            if fields["hub"] != self._broker_id:
+                self._broker_id, self._beat_interval_s = fields["hub"], fields["beat_s"]
+                self._problem, self._hello_interval_s = "", HELLO_INTERVAL_S
                 for report in self._reports.values():
                     report.sent_at_s = float("-inf")
         elif message.type == "who":
-            self._hub = ""
+            self._broker_id = ""
         elif message.type == "task":
-            self._take(TaskInHand(fields["id"], fields["attempt"], fields["kind"], fields["rows"], message))
+            self._accept_task(LeasedTask(fields["id"], fields["attempt"], fields["kind"], fields["rows"], message))
         elif message.type == "ack":
             for task_id in fields["ids"]:
                 self._reports.pop(task_id, None)
@@ -308,46 +314,46 @@ class LeaseWorker:
             log.info("stopped by the broker: %s", fields["why"])
             self._stopping.set()
         elif message.type == "cancel":
-            for task_id in self._queued.keys() & set(fields["ids"]) - self._running:
-                self._give_up(task_id, self._queued[task_id], f"cancelled: {fields['why']}")
+            for task_id in self._attempts.keys() & set(fields["ids"]) - self._running_ids:
+                self._fail_unstarted(task_id, self._attempts[task_id], f"cancelled: {fields['why']}")
         elif message.type == "stalled":
-            self._stalled(fields["id"], fields["attempt"])
+            self._on_stalled(fields["id"], fields["attempt"])
         else:
-            self._hello_s = RESEND_S  # possibly a rejected hello: slow down
-            if fields["why"] != self._trouble:
+            self._hello_interval_s = RESEND_INTERVAL_S  # possibly a rejected hello: slow down
+            if fields["why"] != self._problem:
                 log.warning("the broker rejected a message: %s", fields["why"])
-            self._trouble = fields["why"]
+            self._problem = fields["why"]
 
-    def _take(self, task: TaskInHand) -> None:
+    def _accept_task(self, task: LeasedTask) -> None:
         """Queue a task. If this worker already has it, the broker had lost the worker and leased the task again."""
-        report, attempt = self._reports.get(task.id), self._queued.get(task.id)
+        report, attempt = self._reports.get(task.id), self._attempts.get(task.id)
         if report is not None and report.type == "failed" and report.fields["attempt"] < task.attempt:
             del self._reports[task.id]  # the broker has received the failure: this is another attempt
         elif report is not None:
             return  # the report will be sent
-        self._queued[task.id] = task.attempt  # the broker ignores reports of earlier leases
-        if attempt != task.attempt and task.id not in self._running:
+        self._attempts[task.id] = task.attempt  # the broker ignores reports of earlier leases
+        if attempt != task.attempt and task.id not in self._running_ids:
             self._tasks.put(task)
 
-    def _stalled(self, task_id: str, attempt: int) -> None:
-        if task_id in self._reports or self._queued.get(task_id, attempt) != attempt:
+    def _on_stalled(self, task_id: str, attempt: int) -> None:
+        if task_id in self._reports or self._attempts.get(task_id, attempt) != attempt:
             return  # already finished, or leased again
-        if task_id in self._running:
-            hanging = ", ".join(sorted(self._running))
+        if task_id in self._running_ids:
+            hanging = ", ".join(sorted(self._running_ids))
             log.error("%s hangs: this worker exits and its supervisor restarts it. Stack traces:", hanging)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-            os._exit(EXIT_HUNG)  # a hanging thread cannot be stopped otherwise
-        self._give_up(task_id, attempt, "not started" if task_id in self._queued else "not received")
+            os._exit(HUNG_EXIT_CODE)  # a hanging thread cannot be stopped otherwise
+        self._fail_unstarted(task_id, attempt, "not started" if task_id in self._attempts else "not received")
 
-    def _give_up(self, task_id: str, attempt: int, why: str) -> None:
+    def _fail_unstarted(self, task_id: str, attempt: int, why: str) -> None:
         """Report a task that was not started as failed."""
-        self._queued.pop(task_id, None)
-        failure = {"reason": _text(why, REASON_CHARS), "detail": "", "fatal": False}
-        self._news.put(_Report("failed", {"id": task_id, "attempt": attempt, **failure}))
+        self._attempts.pop(task_id, None)
+        failure = {"reason": _truncate_text(why, REASON_CHARS), "detail": "", "fatal": False}
+        self._mailbox.put(_PendingReport("failed", {"id": task_id, "attempt": attempt, **failure}))
 
     def _send_reports(self, dealer: Dealer, now_s: float) -> None:
-        for report in self._reports.values() if self._hub else ():
-            if now_s - report.sent_at_s > RESEND_S and self._send(
+        for report in self._reports.values() if self._broker_id else ():
+            if now_s - report.sent_at_s > RESEND_INTERVAL_S and self._send(
                 dealer, report.type, report.fields, report.specs, report.frames
             ):
                 report.sent_at_s = now_s
@@ -361,43 +367,45 @@ class LeaseWorker:
         frames: Sequence[Buffer] = (),
     ) -> bool:
         try:
-            dealer.send(wire.encode(message_type, next(self._mids), fields, specs), frames)
-        except Full:
+            dealer.send(wire.encode_header(message_type, next(self._message_ids), fields, specs), frames)
+        except SendQueueFull:
             return False
         return True
 
 
-def _report(task_id: str, attempt: int, result: Mapping[str, Any] | Answer | Exception, seconds: float) -> _Report:
+def _make_report(
+    task_id: str, attempt: int, result: Mapping[str, Any] | TaskResult | Exception, seconds: float
+) -> _PendingReport:
     """Return the report of a task. Never raises: a result that cannot be sent becomes a failure."""
     lease = {"id": task_id, "attempt": attempt}
     if not isinstance(result, Exception):
         try:
-            meta, tensors = (result.meta, result.tensors) if isinstance(result, Answer) else (result, ())
-            size = wire.packed_size(meta)
+            meta, tensors = (result.meta, result.tensors) if isinstance(result, TaskResult) else (result, ())
+            size = wire.msgpack_size(meta)
             if size > META_BYTES:
                 raise TaskFailed(f"result too large: {size} bytes, limit {META_BYTES}", fatal=True)
             specs, frames = wire.pack_tensors(tensors)
             fields = {**lease, "seconds": seconds, "meta": meta}
-            wire.encode("result", 0, fields, specs)  # raises if it cannot be sent
-            return _Report("result", fields, specs, list(itertools.chain(*frames)))
+            wire.encode_header("result", 0, fields, specs)  # raises if it cannot be sent
+            return _PendingReport("result", fields, specs, list(itertools.chain(*frames)))
         except (WireError, TaskFailed) as error:
             result = error
-    return _Report("failed", {**lease, **_failure(result)})
+    return _PendingReport("failed", {**lease, **_failure_fields(result)})
 
 
-def _remaining(until_s: float) -> float | None:
+def _remaining_s(until_s: float) -> float | None:
     """Return the seconds until then, None if it is infinite."""
     return None if until_s == float("inf") else max(0.0, until_s - time.monotonic())
 
 
-def _failure(error: Exception) -> dict[str, Any]:
+def _failure_fields(error: Exception) -> dict[str, Any]:
     if isinstance(error, TaskFailed):
-        return {"reason": _text(str(error), REASON_CHARS), "detail": "", "fatal": error.fatal}
+        return {"reason": _truncate_text(str(error), REASON_CHARS), "detail": "", "fatal": error.fatal}
     detail = "".join(traceback.format_exception(error))[-DETAIL_CHARS:]
-    reason = _text(f"{type(error).__name__}: {error}", REASON_CHARS)
-    return {"reason": reason, "detail": _text(detail, DETAIL_CHARS), "fatal": False}
+    reason = _truncate_text(f"{type(error).__name__}: {error}", REASON_CHARS)
+    return {"reason": reason, "detail": _truncate_text(detail, DETAIL_CHARS), "fatal": False}
 
 
-def _text(text: str, max_chars: int) -> str:
+def _truncate_text(text: str, max_chars: int) -> str:
     """Return the text truncated and without unpaired surrogates, as messages require."""
     return text[:max_chars].encode(errors="replace").decode()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from wfm_ds.data.brightness import NUM_HELD_OUT, PROMPTS, START, write_brightness
 from wfm_ds.quickstart.moving import load_video
-from wfm_ds.quickstart.world import World, evaluations, table
-from wfm_reward.brightness_world import HEIGHT, NUM_FRAMES, WIDTH
+from wfm_ds.quickstart.world import Demo, comparison_table, load_evaluations
+from wfm_reward.brightness_demo import HEIGHT, NUM_FRAMES, WIDTH
 
 REWARD = "val/reward/brightness"
 JUDGE = "val/judge/seen_action/mean"
@@ -23,16 +23,16 @@ NUM_SHOWN = 12
 SCALE = 3
 
 
-class Brightness(World):
+class ActionsDemo(Demo):
     """A grey wall that brightens and darkens."""
 
     name = "world"
-    what = "a grey wall that follows actions"
-    media = "clips"
-    asked = "clips"
+    description = "a grey wall that follows actions"
+    sft_data = "clips"
+    rl_data = "clips"
     output = Path("outputs/quickstart-world")
 
-    def write(self, out: Path) -> int:
+    def write_data(self, out: Path) -> int:
         return write_brightness(out)
 
     def sft_overrides(self, folder: Path) -> list[str]:
@@ -41,8 +41,8 @@ class Brightness(World):
     def rl_overrides(self, folder: Path) -> list[str]:
         return [f"validation.path={folder / 'data' / 'held_out'}"]
 
-    def show(self, folder: Path, run: Path) -> list[str]:
-        results = evaluations(run, f"{REWARD}/mean")
+    def write_comparison(self, folder: Path, run: Path) -> list[str]:
+        results = load_evaluations(run, f"{REWARD}/mean")
         for (samples, _), name in ((results[0], "before"), (results[-1], "after")):
             write_pairs(folder / f"{name}.png", samples, folder / "data" / "held_out")
         before, after = results[0][1], results[-1][1]
@@ -51,9 +51,9 @@ class Brightness(World):
             f"Images: {folder / 'before.png'} and {folder / 'after.png'}. In each pair of rows the upper one is the "
             "real clip, the lower one the generated video with the same first frame and actions."
         )
-        return [*table("on held-out clips", rows), "", image_paths]
+        return [*comparison_table("on held-out clips", rows), "", image_paths]
 
-    def more(self, folder: Path) -> str:
+    def generate_arguments(self, folder: Path) -> str:
         data = folder / "data"
         actions = data / "held_out" / f"{NUM_HELD_OUT:04}.actions.npy"
         return (
@@ -65,9 +65,9 @@ class Brightness(World):
 
 def write_pairs(path: Path, samples: Path, clips: Path) -> None:
     """Write the frames of the first generated videos, each below the real clip with the same actions."""
-    from wfm_ds.monitoring.pictures import grid, save_png
+    from wfm_ds.monitoring.images import image_grid, save_png
 
     entries = [json.loads(line) for line in (samples / "samples.jsonl").read_text().splitlines()][:NUM_SHOWN]
     paths = [path for e in entries for path in (clips / f"{e['prompt_id']}.mkv", samples / e["file"])]
     frames = [frame for video in paths for frame in load_video(video)]
-    save_png(path, grid(frames, NUM_FRAMES, scale=SCALE))
+    save_png(path, image_grid(frames, NUM_FRAMES, scale=SCALE))

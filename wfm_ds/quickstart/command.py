@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import UserError
-from wfm_ds.program import Parser, program
-from wfm_ds.quickstart.world import World, sft_pipeline
-from wfm_ds.recipe import shipped
+from wfm_ds.program import CommandParser, run_command
+from wfm_ds.quickstart.world import Demo, find_sft_pipeline
+from wfm_ds.recipe import shipped_recipes
 
-MARKER = "QUICKSTART"
+MARKER_FILE = "QUICKSTART"
 DEMOS = ("digits", "shapes", "actions")
 OLD_NAMES = {"digits": "digits", "moving": "shapes", "world": "actions"}  # values of --world, the old name of --demo
 
 
 def main(argv: list[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run, argv)
 
 
-def parser() -> Parser:
-    p = Parser(prog="python -m wfm_ds.quickstart", description=" ".join(__doc__.split("\n\n")[0].split()))
+def parser() -> CommandParser:
+    p = CommandParser(prog="python -m wfm_ds.quickstart", description=" ".join(__doc__.split("\n\n")[0].split()))
     p.add_argument(
         "--demo",
         choices=DEMOS,
@@ -60,82 +60,89 @@ def parse_old_name(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    start_s, demo = time.monotonic(), world_of(args.demo)
+    start_s, demo = time.monotonic(), load_demo(args.demo)
     output: Path = args.output or demo.output
-    shipped.require(f"{demo.name}/{args.rl}")
-    prepare(demo, output)
-    sft_result = train_start(demo, output, output / "sft", args.seed)
+    shipped_recipes.require_recipe(f"{demo.name}/{args.rl}")
+    prepare_folder(demo, output)
+    sft_result = run_sft(demo, output, output / "sft", args.seed)
     folder = output / args.rl
-    improve(demo, output, folder, sft_result, args.seed, f"reward.shuffle={str(args.control).lower()}")
-    show(demo, output, folder, seconds=time.monotonic() - start_s)
+    run_rl(demo, output, folder, sft_result, args.seed, f"reward.shuffle={str(args.control).lower()}")
+    write_report(demo, output, folder, seconds=time.monotonic() - start_s)
 
 
-def world_of(name: str) -> World:
+def load_demo(name: str) -> Demo:
     """Return the demo with this name (see DEMOS). Imports the packages that its data needs."""
     if name == "digits":
-        from wfm_ds.quickstart.digits import Digits
+        from wfm_ds.quickstart.digits import DigitsDemo
 
-        return Digits()
+        return DigitsDemo()
     if name == "actions":
-        from wfm_ds.quickstart.brightness import Brightness
+        from wfm_ds.quickstart.brightness import ActionsDemo
 
-        return Brightness()
-    from wfm_ds.quickstart.moving import MovingShapes
+        return ActionsDemo()
+    from wfm_ds.quickstart.moving import ShapesDemo
 
-    return MovingShapes()
+    return ShapesDemo()
 
 
-def prepare(world: World, folder: Path) -> None:
+def prepare_folder(demo: Demo, folder: Path) -> None:
     """Write the demo's data and untrained pipeline. Raises UserError if the folder has other content."""
-    from wfm_ds.models.tiny import write_tiny
+    from wfm_ds.models.tiny import write_tiny_model
 
-    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER_FILE).exists():
         raise UserError(f"{folder} was not written by a quickstart: choose an empty folder with --output")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / MARKER).write_text(
+    (folder / MARKER_FILE).write_text(
         "Written by python -m wfm_ds.quickstart, which replaces this folder when it runs again.\n"
     )
-    say(f"preparing the data ({world.what}) and an untrained model")
-    world.write(folder / "data")
-    write_tiny(world.name, folder / "model")
+    print_text(f"preparing the data ({demo.description}) and an untrained model")
+    demo.write_data(folder / "data")
+    write_tiny_model(demo.name, folder / "model")
 
 
-def train_start(world: World, folder: Path, out: Path, seed: int, *overrides: str) -> Mapping[str, Any]:
+def run_sft(demo: Demo, folder: Path, out: Path, seed: int, *overrides: str) -> Mapping[str, Any]:
     """Train the demo's model by SFT from random weights, after `prepare_folder`. Return result.json of the run."""
-    return train(
-        f"{world.name}/sft",
+    return run_training(
+        f"{demo.name}/sft",
         f"run.output_dir={out}",
         f"run.seed={seed}",
         f"model.path={folder / 'model'}",
-        f"data.path={folder / 'data' / world.media}",
-        *world.sft_overrides(folder),
+        f"data.path={folder / 'data' / demo.sft_data}",
+        *demo.sft_overrides(folder),
         *overrides,
     )
 
 
-def improve(
-    world: World, folder: Path, out: Path, start: Mapping[str, Any], seed: int, *overrides: str
+def run_rl(
+    demo: Demo, folder: Path, out: Path, sft_result: Mapping[str, Any], seed: int, *overrides: str
 ) -> Mapping[str, Any]:
     """Train the SFT model by RL with the demo's recipe `out.name`. Return result.json of the run.
 
     sft_result: result.json of the SFT run.
     """
-    return train(
-        f"{world.name}/{out.name}",
+    return run_training(
+        f"{demo.name}/{out.name}",
         f"run.output_dir={out}",
         f"run.seed={seed}",
-        f"model.path={start['artifacts']['pipeline']}",
-        f"data.path={folder / 'data' / world.asked}",
-        *world.rl_overrides(folder),
+        f"model.path={sft_result['artifacts']['pipeline']}",
+        f"data.path={folder / 'data' / demo.rl_data}",
+        *demo.rl_overrides(folder),
         *overrides,
     )
 
 
-def train(recipe: str, *overrides: str) -> Mapping[str, Any]:
+def run_training(recipe: str, *overrides: str) -> Mapping[str, Any]:
     """Run the training command on a recipe and return result.json. Exits with the command's exit code if it fails."""
-    command = ["deepspeed", "--num_gpus", str(num_ranks()), "-m", "wfm_ds.train", str(shipped.require(recipe))]
-    say(" ".join([*command, *overrides]))
+    command = [
+        "deepspeed",
+        "--num_gpus",
+        str(num_ranks()),
+        "-m",
+        "wfm_ds.train",
+        str(shipped_recipes.require_recipe(recipe)),
+    ]
+    print_text(" ".join([*command, *overrides]))
     code = subprocess.run(
         [sys.executable, "-m", "wfm_ds.launch", *command[1:], *overrides], stdin=subprocess.DEVNULL
     ).returncode
@@ -155,14 +162,14 @@ def num_ranks() -> int:
     return min(2, torch.cuda.device_count()) if uses_cuda() else 2
 
 
-def show(world: World, folder: Path, run: Path, *, seconds: float) -> None:
+def write_report(demo: Demo, folder: Path, run: Path, *, seconds: float) -> None:
     """Write the images and report.md, and print the report. run: output folder of the RL run."""
     from wfm_ds.checkpoint.export import loading_lines
 
-    base, artifacts = sft_pipeline(run), json.loads((run / "result.json").read_text())["artifacts"]
+    base, artifacts = find_sft_pipeline(run), json.loads((run / "result.json").read_text())["artifacts"]
     is_lora, export = "lora" in artifacts, Path(artifacts.get("lora") or artifacts["pipeline"])
     model_options = f"--model {base} --lora {export}" if is_lora else f"--pipeline {export}"
-    comparison = world.show(folder, run)
+    comparison = demo.write_comparison(folder, run)
     report = "\n".join(
         [
             *comparison,
@@ -176,13 +183,13 @@ def show(world: World, folder: Path, run: Path, *, seconds: float) -> None:
             "Generate more samples, with a page to view them:",
             "",
             f"    python -m wfm_ds.generate {model_options} \\",
-            f"        {world.more(folder)}",
+            f"        {demo.generate_arguments(folder)}",
         ]
     )
     (folder / "report.md").write_text(report + "\n")
-    say(report)
+    print_text(report)
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     sys.stdout.write(f"\n{text}\n")
     sys.stdout.flush()

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.data.digits import write_digits
-from wfm_ds.quickstart.world import World, evaluations, table
+from wfm_ds.quickstart.world import Demo, comparison_table, load_evaluations
 
 GRID_ROWS, GRID_COLUMNS = 8, 10
 REWARD = "val/reward/digits/mean"
@@ -20,34 +20,34 @@ METRICS = {
 }
 
 
-class Digits(World):
+class DigitsDemo(Demo):
     """Handwritten digits from scikit-learn."""
 
     name = "digits"
-    what = "handwritten digits"
-    media = "images"
+    description = "handwritten digits"
+    sft_data = "images"
     output = Path("outputs/quickstart")
 
-    def write(self, out: Path) -> int:
+    def write_data(self, out: Path) -> int:
         return write_digits(out)
 
-    def show(self, folder: Path, run: Path) -> list[str]:
-        from wfm_ds.monitoring.pictures import grid, save_png
+    def write_comparison(self, folder: Path, run: Path) -> list[str]:
+        from wfm_ds.monitoring.images import image_grid, save_png
 
-        results = evaluations(run, REWARD)
+        results = load_evaluations(run, REWARD)
         stds = []
         for (samples_folder, _), name in ((results[0], "before"), (results[-1], "after")):
             samples = load_samples(samples_folder)
             images = [image for image, _ in samples[: GRID_ROWS * GRID_COLUMNS]]
-            save_png(folder / f"{name}.png", grid(images, GRID_COLUMNS, scale=6))
-            stds.append(spread_within_prompts(samples))
+            save_png(folder / f"{name}.png", image_grid(images, GRID_COLUMNS, scale=6))
+            stds.append(std_within_prompts(samples))
         before, after = results[0][1], results[-1][1]
         rows = [(label, before[tag], after[tag]) for label, tag in METRICS.items() if tag in before]
         rows.append(("diversity: std between images of one prompt", stds[0], stds[1]))
         image_paths = f"Images: {folder / 'before.png'} and {folder / 'after.png'}."
-        return [*table("on held-out noise seeds, 200 images", rows), "", image_paths]
+        return [*comparison_table("on held-out noise seeds, 200 images", rows), "", image_paths]
 
-    def more(self, folder: Path) -> str:
+    def generate_arguments(self, folder: Path) -> str:
         return (
             f"--prompts {folder / 'data' / 'prompts' / 'train.jsonl'} --height 8 --width 8 --steps 12 "
             f"--seeds 1 2 3 4 5 6 7 8 --batch 80 --out {folder / 'more'}"
@@ -62,7 +62,7 @@ def load_samples(folder: Path) -> list[tuple[npt.NDArray[np.uint8], str]]:
     return [(np.asarray(Image.open(folder / e["file"]).convert("RGB")), e["prompt"]) for e in entries]
 
 
-def spread_within_prompts(samples: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> float:
+def std_within_prompts(samples: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> float:
     """Return the std between the images of a prompt (pixels in [0, 1]), averaged over pixels and prompts."""
     by_prompt: dict[str, list[npt.NDArray[np.uint8]]] = {}
     for image, prompt in samples:

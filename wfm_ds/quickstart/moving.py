@@ -14,8 +14,8 @@ import av
 import numpy as np
 
 from wfm_ds.data.moving import write_moving
-from wfm_ds.quickstart.world import World, evaluations, table
-from wfm_reward.moving_world import NUM_PLACES, Frames, cells_of, nearest
+from wfm_ds.quickstart.world import Demo, comparison_table, load_evaluations
+from wfm_reward.moving_demo import NUM_VARIANTS, Frames, find_nearest_clip, measure_cells
 
 REWARD = "val/reward/moving"
 JUDGE = "val/judge/nearest_clip"
@@ -29,41 +29,41 @@ METRICS: Mapping[str, str] = {
     "held-out reward: PSNR to the nearest real clip, dB": f"{JUDGE}/mean",
     "held-out reward: fraction of videos that match a real clip": f"{JUDGE}/real/mean",
 }
-STARTS = f"correct starts hit, of {NUM_PLACES}"
+STARTS = f"correct starts hit, of {NUM_VARIANTS}"
 NUM_SHOWN = 6  # videos of each prompt in the animation
 FPS = 4  # of the animation: slow, because there are only five frames
 
 
-class MovingShapes(World):
+class ShapesDemo(Demo):
     """Bright shapes that move across a dark background."""
 
     name = "moving"
-    what = "moving shapes"
-    media = "videos"
+    description = "moving shapes"
+    sft_data = "videos"
     output = Path("outputs/quickstart-video")
 
-    def write(self, out: Path) -> int:
+    def write_data(self, out: Path) -> int:
         return write_moving(out)
 
     def sft_overrides(self, folder: Path) -> list[str]:
         prompts = folder / "data" / "prompts" / "train.jsonl"
         return [f"validation.prompts={prompts}", f"data.cache_dir={folder / 'cache'}"]
 
-    def show(self, folder: Path, run: Path) -> list[str]:
-        results = evaluations(run, f"{REWARD}/mean")
+    def write_comparison(self, folder: Path, run: Path) -> list[str]:
+        results = load_evaluations(run, f"{REWARD}/mean")
         starts = []
         for (samples_folder, _), name in ((results[0], "before"), (results[-1], "after")):
             videos = load_videos(samples_folder)
             write_strips(folder / f"{name}.png", videos)
             write_animation(folder / f"{name}.gif", videos)
-            starts.append(starts_hit(videos))
+            starts.append(count_correct_starts(videos))
         before, after = results[0][1], results[-1][1]
         rows = [(label, before[tag], after[tag]) for label, tag in METRICS.items()]
         rows.append((f"{STARTS}, mean over prompts", starts[0], starts[1]))
         image_paths = f"Images: {folder / 'before.png'} and {folder / 'after.png'}. Animations: the same names as .gif."
-        return [*table("on held-out noise seeds, 120 videos", rows, digits=2), "", image_paths]
+        return [*comparison_table("on held-out noise seeds, 120 videos", rows, digits=2), "", image_paths]
 
-    def more(self, folder: Path) -> str:
+    def generate_arguments(self, folder: Path) -> str:
         return (
             f"--prompts {folder / 'data' / 'prompts' / 'train.jsonl'} --height 32 --width 32 --frames 5 --fps 8 "
             f"--steps 12 --seeds 1 2 3 4 --batch 48 --out {folder / 'more'}"
@@ -71,17 +71,17 @@ class MovingShapes(World):
 
 
 @dataclass(frozen=True, slots=True)
-class Video:
+class PromptedVideo:
     """A generated video with its prompt."""
 
     prompt: str
     frames: Frames  # [5,32,32,3]
 
 
-def load_videos(folder: Path) -> list[Video]:
+def load_videos(folder: Path) -> list[PromptedVideo]:
     """Return the videos with their prompts, in the order of samples.jsonl."""
     entries = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    return [Video(entry["prompt"], load_video(folder / entry["file"])) for entry in entries]
+    return [PromptedVideo(entry["prompt"], load_video(folder / entry["file"])) for entry in entries]
 
 
 def load_video(path: Path) -> Frames:
@@ -89,41 +89,41 @@ def load_video(path: Path) -> Frames:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
-def by_prompt(videos: Sequence[Video]) -> dict[str, list[Frames]]:
+def group_by_prompt(videos: Sequence[PromptedVideo]) -> dict[str, list[Frames]]:
     groups: dict[str, list[Frames]] = {}
     for video in videos:
         groups.setdefault(video.prompt, []).append(video.frames)
     return groups
 
 
-def starts_hit(videos: Sequence[Video]) -> float:
+def count_correct_starts(videos: Sequence[PromptedVideo]) -> float:
     """Return the number of different start positions among a prompt's correct videos, averaged over prompts.
 
     A video is correct if its nearest real clip has the same prompt. A model that always generates the same correct
     video scores 1; a model without correct videos scores 0.
     """
     counts = []
-    for prompt, frame_lists in by_prompt(videos).items():
-        clips = [nearest(cells_of(frames))[0] for frames in frame_lists]
-        counts.append(len({clip.place for clip in clips if clip.prompt == prompt}))
+    for prompt, frame_lists in group_by_prompt(videos).items():
+        clips = [find_nearest_clip(measure_cells(frames))[0] for frames in frame_lists]
+        counts.append(len({clip.variant for clip in clips if clip.prompt == prompt}))
     return float(np.mean(counts))
 
 
-def write_strips(path: Path, videos: Sequence[Video]) -> None:
+def write_strips(path: Path, videos: Sequence[PromptedVideo]) -> None:
     """Write the frames of two videos per prompt, one row per prompt."""
-    from wfm_ds.monitoring.pictures import grid, save_png
+    from wfm_ds.monitoring.images import image_grid, save_png
 
-    shown = {prompt: frame_lists[:2] for prompt, frame_lists in by_prompt(videos).items()}
+    shown = {prompt: frame_lists[:2] for prompt, frame_lists in group_by_prompt(videos).items()}
     images = [frame for frame_lists in shown.values() for frames in frame_lists for frame in frames]
-    save_png(path, grid(images, len(images) // len(shown), row_titles=[*shown]))
+    save_png(path, image_grid(images, len(images) // len(shown), row_titles=[*shown]))
 
 
-def write_animation(path: Path, videos: Sequence[Video]) -> None:
+def write_animation(path: Path, videos: Sequence[PromptedVideo]) -> None:
     """Write an animation of NUM_SHOWN videos per prompt, one column per prompt."""
-    from wfm_ds.monitoring.pictures import grid
-    from wfm_ds.monitoring.videos import gif_bytes
+    from wfm_ds.monitoring.images import image_grid
+    from wfm_ds.monitoring.videos import encode_gif
 
-    columns = [frame_lists[:NUM_SHOWN] for frame_lists in by_prompt(videos).values()]
+    columns = [frame_lists[:NUM_SHOWN] for frame_lists in group_by_prompt(videos).values()]
     cells = [frames for row in zip(*columns, strict=True) for frames in row]
-    images = [grid([frames[time] for frames in cells], len(columns)) for time in range(len(cells[0]))]
-    path.write_bytes(gif_bytes(np.stack([*images, images[-1]]), FPS))  # the last frame is shown twice
+    images = [image_grid([frames[time] for frames in cells], len(columns)) for time in range(len(cells[0]))]
+    path.write_bytes(encode_gif(np.stack([*images, images[-1]]), FPS))  # the last frame is shown twice

@@ -8,25 +8,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-Metrics = Mapping[str, float]
+EvaluationMetrics = Mapping[str, float]
 
 
-class World(ABC):
+class Demo(ABC):
     """A demo: synthetic data, an untrained tiny model, and the SFT and RL recipes in recipes/NAME/."""
 
     name: ClassVar[str]
     """Name of its tiny pipeline and of its folder in recipes/."""
-    what: ClassVar[str]
+    description: ClassVar[str]
     """Description of its data, for messages."""
-    media: ClassVar[str]
+    sft_data: ClassVar[str]
     """Subfolder of the data used by SFT."""
-    asked: ClassVar[str] = "prompts"
+    rl_data: ClassVar[str] = "prompts"
     """Subfolder of the data used by RL: prompts, or clips with the first frames of the samples."""
     output: ClassVar[Path]
     """Default output folder."""
 
     @abstractmethod
-    def write(self, out: Path) -> int:
+    def write_data(self, out: Path) -> int:
         """Write the data into a new or empty folder. Return the number of images or videos."""
 
     def sft_overrides(self, folder: Path) -> list[str]:
@@ -38,25 +38,25 @@ class World(ABC):
         return []
 
     @abstractmethod
-    def show(self, folder: Path, run: Path) -> list[str]:
+    def write_comparison(self, folder: Path, run: Path) -> list[str]:
         """Write images of the first and the last evaluation of the RL run to the folder.
 
         Returns the lines of the report that compare them.
         """
 
     @abstractmethod
-    def more(self, folder: Path) -> str:
+    def generate_arguments(self, folder: Path) -> str:
         """Return the arguments of wfm_ds.generate for more samples, without the model."""
 
 
-def sft_pipeline(run: Path) -> str:
+def find_sft_pipeline(run: Path) -> str:
     """Return the pipeline folder that an RL run started from, from its recipe.yaml."""
     from wfm_ds.recipe.file import load_stored_recipe  # local import: slow, and --help does not need it
 
     return load_stored_recipe(run / "recipe.yaml").model.path
 
 
-def evaluations(run: Path, tag: str) -> list[tuple[Path, Metrics]]:
+def load_evaluations(run: Path, tag: str) -> list[tuple[Path, EvaluationMetrics]]:
     """Return (samples folder, metrics) of each evaluation of a run, in order. tag: a metric of every evaluation."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = sorted(int(folder.name.removeprefix("step_")) for folder in (run / "samples").iterdir())
@@ -64,7 +64,7 @@ def evaluations(run: Path, tag: str) -> list[tuple[Path, Metrics]]:
     return [(run / "samples" / f"step_{step}", metrics) for step, metrics in zip(steps, metric_records, strict=True)]
 
 
-def table(title: str, rows: Sequence[tuple[str, float, float]], digits: int = 3) -> list[str]:
+def comparison_table(title: str, rows: Sequence[tuple[str, float, float]], digits: int = 3) -> list[str]:
     """Return a markdown table of values before and after RL."""
     head = [f"| {title} | before RL | after RL |", "|---|---|---|"]
     return [*head, *(f"| {label} | {before:.{digits}f} | {after:.{digits}f} |" for label, before, after in rows)]

@@ -43,7 +43,7 @@ class PixelsRecipe(Section):
     """Larger images and video frames are reduced to this number of pixels."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> PixelsRecipe:
+    def _check_bounds(self) -> PixelsRecipe:
         if self.min > self.max:
             raise ValueError(f"min {self.min} is above max {self.max}: raise max")
         return self
@@ -78,7 +78,7 @@ class ActionsRecipe(Section):
     frame of the previous one. Unset: such clips are invalid."""
 
     @model_validator(mode="after")
-    def _stats_are_used(self) -> ActionsRecipe:
+    def _check_stats(self) -> ActionsRecipe:
         if (self.stats is None) != (self.normalize == "none"):
             raise ValueError("stats and normalize belong together: set both, or neither")
         return self
@@ -204,11 +204,11 @@ class DataRecipe(Section):
         return Path(self.path)
 
     @property
-    def shards(self) -> list[str]:
+    def shard_patterns(self) -> list[str]:
         """The paths or patterns, for kinds that read several."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
 
-    def parts(self) -> dict[str, tuple[DataRecipe, float]]:
+    def set_recipes(self) -> dict[str, tuple[DataRecipe, float]]:
         """Return a (recipe, weight) per data set of `kind: sets`, by name.
 
         Raises ValueError for duplicate names and for keys that do not fit a set's kind.
@@ -225,55 +225,55 @@ class DataRecipe(Section):
         return recipes
 
     @property
-    def is_own_kind(self) -> bool:
+    def is_user_kind(self) -> bool:
         """Whether `kind` is a user's class."""
         return is_user_class(self.kind)
 
     @model_validator(mode="after")
-    def _keys_fit_the_kind(self) -> DataRecipe:
-        if self.options and not self.is_own_kind and self.kind != "hf":
+    def _check_kind(self) -> DataRecipe:
+        if self.options and not self.is_user_kind and self.kind != "hf":
             raise ValueError(f"options is only for kind hf or package.module:Class, not {self.kind}: remove it")
         if "streaming" in self.options and self.kind == "hf":
             raise ValueError("options.streaming: use the key data.streaming instead")
-        self._can_be_streamed()
+        self._check_streaming()
         if (self.kind == "sets") != (self.sets is not None):
             raise ValueError("kind sets and the key sets belong together: set both, or neither")
-        self.parts()
+        self.set_recipes()
         if self.kind != "folder":
-            self.require_default("prompt", unless="kind: folder")
+            self.require_defaults("prompt", unless="kind: folder")
         if self.kind not in ("folder", "hf"):
-            self.require_default("caption_column", "image_column", unless="kind: folder or hf")
-        many = self.kind in ("webdataset", "pairs", "llava") or self.is_own_kind
+            self.require_defaults("caption_column", "image_column", unless="kind: folder or hf")
+        many = self.kind in ("webdataset", "pairs", "llava") or self.is_user_kind
         if not many and (not isinstance(self.path, str) or "://" in self.path):
             raise ValueError(f"kind {self.kind} reads one local folder: lists and URLs are for webdataset and pairs")
-        addresses = (*self.shards, self.media_path or "")
+        addresses = (*self.shard_patterns, self.media_path or "")
         if self.kind == "llava" and any("://" in a and not a.startswith("s3://") for a in addresses):
             raise ValueError("kind llava reads local or s3:// annotations and media: change path or media_path")
-        if self.kind == "pairs" and (len(self.shards) > 1 or "://" in self.shards[0]):
-            tables = [path for path in self.shards if path.lower().endswith(".jsonl")]
+        if self.kind == "pairs" and (len(self.shard_patterns) > 1 or "://" in self.shard_patterns[0]):
+            tables = [path for path in self.shard_patterns if path.lower().endswith(".jsonl")]
             if tables:
                 raise ValueError(f"kind pairs reads one local .jsonl file, or tar shards: {tables[0]}")
         if self.allow_pickle and self.kind not in ("cosmos", "folder"):
             raise ValueError(f"allow_pickle is for the embeddings of kind cosmos, not {self.kind}: remove it")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("prompt is blank: set a caption, or remove it")
-        if self.inputs and not (self.kind in ("paired", "folder", "webdataset", "sets") or self.is_own_kind):
+        if self.inputs and not (self.kind in ("paired", "folder", "webdataset", "sets") or self.is_user_kind):
             raise ValueError(f"inputs is for kind paired, folder, webdataset or sets, not {self.kind}: remove it")
         if len(set(self.inputs)) < len(self.inputs):
             raise ValueError(f"inputs has duplicates: {self.inputs}")
         if "actions" not in self.inputs:
-            self.require_default("actions", unless="inputs: [actions]")
+            self.require_defaults("actions", unless="inputs: [actions]")
         if isinstance(self.buckets, list) and len(set(self.buckets)) < len(self.buckets):
             raise ValueError(f"buckets has a duplicate size: {[list(size) for size in self.buckets]}")
         if self.choose == "even":
-            self.require_default("choose_floor", "choose_memory", unless="choose: reward_std")
+            self.require_defaults("choose_floor", "choose_memory", unless="choose: reward_std")
         else:
-            self.require_default("shuffle", unless="choose: even, since reward_std samples at random")
+            self.require_defaults("shuffle", unless="choose: even, since reward_std samples at random")
         if self.cache_latents and (self.cache_dir is None or "random" in (self.clip, self.crop)):
             raise ValueError("cache_latents needs cache_dir, clip: centre and crop: centre")
         return self
 
-    def _can_be_streamed(self) -> None:
+    def _check_streaming(self) -> None:
         """Raise ValueError if another key needs all samples in advance, or reads one twice."""
         if not self.streaming:
             return

@@ -16,10 +16,10 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 
 # The folder of the repository (editable install), and the copy inside an installed wheel.
-PACKAGE = Path(__file__).parent.parent
-CONFIG_FOLDERS = (PACKAGE.parent / "ds_configs", PACKAGE / "ds_configs")
+PACKAGE_FOLDER = Path(__file__).parent.parent
+CONFIG_FOLDERS = (PACKAGE_FOLDER.parent / "ds_configs", PACKAGE_FOLDER / "ds_configs")
 
-RECIPE_OWNS = {
+SET_BY_RECIPE = {
     "train_micro_batch_size_per_gpu": "engine.micro_batch_size",
     "gradient_accumulation_steps": "engine.gradient_accumulation",
     "gradient_clipping": "engine.max_grad_norm",
@@ -31,13 +31,13 @@ RECIPE_OWNS = {
     "optimizer": "optimizer",
     "scheduler": "optimizer.schedule",
 }
-TRAINER_OWNS = {
+SET_BY_TRAINER = {
     "train_batch_size": "it is derived from micro-batch size, accumulation and ranks",
     "steps_per_print": "the trainer writes its own log",
     "timers": "the trainer has its own timers, which do not synchronize the device",
     "zero_allow_untested_optimizer": "the trainer sets it",
 }
-UNTESTED = {
+UNSUPPORTED_KEYS = {
     "hybrid_engine": "it is for text generation",
     "compile": "DeepCompile is not tested with wfm_ds",
     "compression_training": "quantized weights are not tested with wfm_ds",
@@ -91,35 +91,35 @@ def policy_copies(policies: frozenset[str], *, lora: bool) -> frozenset[str]:
 
 
 # Rollout keys that do not work with ZeRO-3 shards, and why.
-WHOLE_WEIGHTS = {
+NEEDS_WHOLE_WEIGHTS = {
     "merge_lora": "adds adapters to whole layers",
     "cuda_graph": "needs weights at fixed addresses",
 }
 
 # LoRA keys that do not work with ZeRO-3 shards, and why.
-WHOLE_LAYERS = {"dora": "needs the norms of whole weights", "modules_to_save": "copies whole layers"}
+NEEDS_WHOLE_LAYERS = {"dora": "needs the norms of whole weights", "modules_to_save": "copies whole layers"}
 
 
-def deepspeed_config(
+def build_deepspeed_config(
     recipe: Recipe, *, accumulation: int, policies: frozenset[str], world_size: int, ranks_per_node: int
 ) -> dict[str, Any]:
     """Return the config dict for deepspeed.initialize. accumulation: backward passes per optimizer step.
 
     Raises RecipeError with the JSON file, the key and the fix.
     """
-    source = find_config(recipe.engine.deepspeed)
-    from_json = read_config(source)
-    zero = with_overlap(check_keys(from_json, source), lora=recipe.lora is not None)
+    source = find_deepspeed_config(recipe.engine.deepspeed)
+    from_json = read_deepspeed_config(source)
+    zero = add_overlap_default(check_keys(from_json, source), lora=recipe.lora is not None)
     check_combinations(from_json, zero, recipe, policies, source)
     if "zero_hpz_partition_size" in zero:
-        zero["zero_hpz_partition_size"] = _hpz_size(zero, world_size, ranks_per_node, source)
+        zero["zero_hpz_partition_size"] = _hpz_partition_size(zero, world_size, ranks_per_node, source)
     if zero["stage"] == 3:
         # DeepSpeed's default, true, permanently replaces torch.nn.functional.linear in the whole process.
         zero.setdefault("memory_efficient_linear", False)
-    return from_json | {"zero_optimization": zero} | _recipe_keys(recipe, accumulation, zero["stage"])
+    return from_json | {"zero_optimization": zero} | _keys_from_recipe(recipe, accumulation, zero["stage"])
 
 
-def with_overlap(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
+def add_overlap_default(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
     """Return the ZeRO settings with a default for `overlap_comm`.
 
     At stages 1 and 2, overlap makes DeepSpeed synchronize the device after each backward pass, which pays off for full
@@ -128,7 +128,7 @@ def with_overlap(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
     return {"overlap_comm": zero["stage"] == 3 or not lora} | zero
 
 
-def find_config(name: str) -> Path:
+def find_deepspeed_config(name: str) -> Path:
     """Return the JSON file of `engine.deepspeed`: a path (with a slash or .json) or a name in ds_configs/."""
     if "/" in name or name.endswith(".json"):
         path = Path(name).expanduser()
@@ -144,7 +144,7 @@ def find_config(name: str) -> Path:
     return known[name]
 
 
-def read_config(source: Path) -> dict[str, Any]:
+def read_deepspeed_config(source: Path) -> dict[str, Any]:
     """Return the JSON object of a file. Raises RecipeError if it is not a JSON object or has duplicate keys."""
 
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -164,25 +164,25 @@ def read_config(source: Path) -> dict[str, Any]:
 
 def check_keys(from_json: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Check all keys and return a copy of `zero_optimization`. (DeepSpeed ignores misspelt keys.)"""
-    taken = sorted(from_json.keys() & RECIPE_OWNS.keys())
+    taken = sorted(from_json.keys() & SET_BY_RECIPE.keys())
     if taken:
-        hints = ", ".join(f"{key} (set {RECIPE_OWNS[key]} in the recipe)" for key in taken)
+        hints = ", ".join(f"{key} (set {SET_BY_RECIPE[key]} in the recipe)" for key in taken)
         raise RecipeError(f"{source}: remove {hints}")
-    for key, reason in TRAINER_OWNS.items():
+    for key, reason in SET_BY_TRAINER.items():
         if key in from_json:
             raise RecipeError(f"{source}: remove {key}: {reason}")
-    _refuse_unknown(from_json, KNOWN_KEYS, "", source)
+    _reject_unknown_keys(from_json, KNOWN_KEYS, "", source)
     zero = from_json.get("zero_optimization")
     if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3) or isinstance(zero["stage"], bool):
         raise RecipeError(f"{source}: zero_optimization.stage must be 1, 2 or 3: policies need ZeRO's fp32 masters")
-    _refuse_unknown(zero, KNOWN_ZERO_KEYS, "zero_optimization.", source)
+    _reject_unknown_keys(zero, KNOWN_ZERO_KEYS, "zero_optimization.", source)
     return dict(zero)
 
 
-def _refuse_unknown(keys: Mapping[str, Any], known: frozenset[str], prefix: str, source: Path) -> None:
+def _reject_unknown_keys(keys: Mapping[str, Any], known: frozenset[str], prefix: str, source: Path) -> None:
     for key in keys:
-        if key in UNTESTED:
-            raise RecipeError(f"{source}: remove {prefix}{key}: {UNTESTED[key]}")
+        if key in UNSUPPORTED_KEYS:
+            raise RecipeError(f"{source}: remove {prefix}{key}: {UNSUPPORTED_KEYS[key]}")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"supported keys: {', '.join(sorted(known))}"
@@ -210,12 +210,12 @@ def check_combinations(
             f"{source}: zero_optimization.memory_efficient_linear must be false: it replaces every linear()"
         )
     if zero["stage"] == 3 and recipe.rollout is not None and not recipe.is_async:
-        for key, why in WHOLE_WEIGHTS.items():
+        for key, why in NEEDS_WHOLE_WEIGHTS.items():
             if getattr(recipe.rollout, key):
                 raise RecipeError(
                     f"{source}: ZeRO stage 3 shards the weights, but rollout.{key} {why}: use zero2, or remove the key"
                 )
-    for key, why in WHOLE_LAYERS.items():
+    for key, why in NEEDS_WHOLE_LAYERS.items():
         if zero["stage"] == 3 and recipe.lora is not None and getattr(recipe.lora, key):
             raise RecipeError(
                 f"{source}: ZeRO stage 3 shards the weights, but lora.{key} {why}: use zero2, or remove the key"
@@ -236,14 +236,14 @@ def check_combinations(
         raise RecipeError(f"{source}: zero_optimization.leaf_module needs model.gradient_checkpointing: true")
 
 
-def require_idle_experts(recipe: Recipe) -> None:
+def require_idle_expert_support(recipe: Recipe) -> None:
     """Raise RecipeError for settings that lose gradients of models with several experts.
 
     Each expert is idle in some micro-batches. With these settings DeepSpeed would reduce, or pass to the offloaded
     optimizer, only the gradients of the last micro-batch's expert.
     """
-    source = find_config(recipe.engine.deepspeed)
-    zero = read_config(source)["zero_optimization"]
+    source = find_deepspeed_config(recipe.engine.deepspeed)
+    zero = read_deepspeed_config(source)["zero_optimization"]
     reason = "only the expert of the last micro-batch of a step would get its gradients"
     if zero["stage"] == 1:
         raise RecipeError(
@@ -268,7 +268,7 @@ def _offload_device(zero: Mapping[str, Any], part: str, source: Path) -> str | N
     return None if device == "none" else str(device)
 
 
-def _hpz_size(zero: Mapping[str, Any], world_size: int, ranks_per_node: int, source: Path) -> int:
+def _hpz_partition_size(zero: Mapping[str, Any], world_size: int, ranks_per_node: int, source: Path) -> int:
     size = ranks_per_node if zero["zero_hpz_partition_size"] == "auto" else zero["zero_hpz_partition_size"]
     if zero["stage"] != 3 or not isinstance(size, int) or size < 1 or world_size % size:
         raise RecipeError(
@@ -278,7 +278,7 @@ def _hpz_size(zero: Mapping[str, Any], world_size: int, ranks_per_node: int, sou
     return size
 
 
-def _recipe_keys(recipe: Recipe, accumulation: int, stage: int) -> dict[str, Any]:
+def _keys_from_recipe(recipe: Recipe, accumulation: int, stage: int) -> dict[str, Any]:
     """Return the DeepSpeed keys for batch sizes, precision and gradient clipping."""
     keys: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": recipe.engine.micro_batch_size,

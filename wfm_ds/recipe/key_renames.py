@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wfm_ds.recipe.tree import KeyPath, Tree
+from wfm_ds.recipe.tree import KeyPath, RecipeTree
 
 RENAMED_KEYS = {
     "validation.judges": "validation.held_out_rewards",
@@ -20,7 +20,7 @@ RENAMED_VALUES = {"data.choose": {"spread": "reward_std"}}
 """Key: old value: new value."""
 
 
-def find_old_names(tree: Tree) -> list[tuple[KeyPath, str]]:
+def find_old_names(tree: RecipeTree) -> list[tuple[KeyPath, str]]:
     """Return the path of every old key or value in the tree, with the message for the user."""
     messages: list[tuple[KeyPath, str]] = []
     for old, new in RENAMED_KEYS.items():
@@ -35,18 +35,18 @@ def find_old_names(tree: Tree) -> list[tuple[KeyPath, str]]:
     return messages
 
 
-def convert_old_names(tree: Tree) -> None:
+def convert_old_names(tree: RecipeTree) -> None:
     """Rename old keys and values in the tree. A key that is present under its new name keeps that value."""
     for old, new in RENAMED_KEYS.items():
         (section, old_key), (new_section, new_key) = old.split("."), new.split(".")
         values = section_values(tree, section)
         if old_key in values:
-            location = tree.place((section, old_key))
+            location = tree.locate((section, old_key))
             value = values.pop(old_key)
-            tree.forget((section, old_key))
+            tree.forget_locations((section, old_key))
             if new_key not in tree.values.setdefault(new_section, {}):
                 tree.values[new_section][new_key] = value
-                tree.places[(new_section, new_key)] = location
+                tree.locations[(new_section, new_key)] = location
     for name, renamed in RENAMED_VALUES.items():
         section, key = name.split(".")
         values = section_values(tree, section)
@@ -54,7 +54,7 @@ def convert_old_names(tree: Tree) -> None:
             values[key] = renamed.get(values[key], values[key])
 
 
-def section_values(tree: Tree, section: str) -> dict[str, Any]:
+def section_values(tree: RecipeTree, section: str) -> dict[str, Any]:
     """Return the mapping of a section; empty if the recipe has none."""
     values = tree.values.get(section)
     return values if isinstance(values, dict) else {}

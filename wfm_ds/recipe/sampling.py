@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from wfm_ds.recipe.section import Section
-from wfm_ds.recipe.stated import EVAL_STEPS, FPS, GUIDANCE_SCALE
+from wfm_ds.recipe.shared_defaults import DEFAULT_EVAL_STEPS, DEFAULT_FPS, DEFAULT_GUIDANCE_SCALE
 
 # Stochastic solvers, and their default `sampling.noise_level`.
-NOISE_LEVELS = {"flow_sde": 0.7, "dance": 0.3, "cps": 0.8}
+DEFAULT_NOISE_LEVELS = {"flow_sde": 0.7, "dance": 0.3, "cps": 0.8}
 # Solvers in EDM coordinates, and their churn keys with the published values.
 EDM_SOLVERS = ("edm_2ab", "edm_euler")
-CHURN = {"s_churn": 1.0, "s_t_min": 0.0, "s_t_max": math.inf, "s_noise": 1.0}
-Range = tuple[NonNegativeInt, NonNegativeInt]
+CHURN_DEFAULTS = {"s_churn": 1.0, "s_t_min": 0.0, "s_t_max": math.inf, "s_noise": 1.0}
+StepRange = tuple[NonNegativeInt, NonNegativeInt]
 
 
 class RandomWindow(Section):
@@ -25,14 +25,14 @@ class RandomWindow(Section):
     """Selects this kind."""
     size: PositiveInt
     """Number of steps with noise."""
-    range: Range | None = None
+    range: StepRange | None = None
     """[first, last]: the window is inside steps first .. last - 1. Unset: the first half of the steps."""
 
-    def bounds(self, num_steps: int) -> tuple[int, int]:
+    def step_bounds(self, num_steps: int) -> tuple[int, int]:
         return self.range or (0, num_steps // 2)
 
-    def check(self, num_steps: int) -> None:
-        _require_room(self.bounds(num_steps), self.size, num_steps)
+    def check_steps(self, num_steps: int) -> None:
+        _require_window_fits(self.step_bounds(num_steps), self.size, num_steps)
 
 
 class ProgressiveWindow(Section):
@@ -46,14 +46,14 @@ class ProgressiveWindow(Section):
     """Denoising steps per move."""
     iters_per_position: PositiveInt = 25
     """RL steps between moves."""
-    range: Range | None = None
+    range: StepRange | None = None
     """[first, last]: the window is inside steps first .. last - 1. Unset: all steps except the last."""
 
-    def bounds(self, num_steps: int) -> tuple[int, int]:
+    def step_bounds(self, num_steps: int) -> tuple[int, int]:
         return self.range or (0, num_steps - 1)
 
-    def check(self, num_steps: int) -> None:
-        _require_room(self.bounds(num_steps), self.size, num_steps)
+    def check_steps(self, num_steps: int) -> None:
+        _require_window_fits(self.step_bounds(num_steps), self.size, num_steps)
 
 
 class SubsetWindow(Section):
@@ -67,12 +67,12 @@ class SubsetWindow(Section):
     """Steps to choose from. 0 is the first step; the last step is not allowed."""
 
     @model_validator(mode="after")
-    def _distinct(self) -> SubsetWindow:
+    def _check_indices(self) -> SubsetWindow:
         if len(set(self.indices)) != len(self.indices) or self.size > len(self.indices):
             raise ValueError(f"size {self.size} needs at least {self.size} different indices, got {self.indices}")
         return self
 
-    def check(self, num_steps: int) -> None:
+    def check_steps(self, num_steps: int) -> None:
         if max(self.indices) > num_steps - 2:
             raise ValueError(
                 f"sampling.window.indices must be at most {num_steps - 2} with sampling.steps {num_steps} (the last "
@@ -83,7 +83,7 @@ class SubsetWindow(Section):
 Window = RandomWindow | ProgressiveWindow | SubsetWindow
 
 
-def _require_room(bounds: tuple[int, int], size: int, num_steps: int) -> None:
+def _require_window_fits(bounds: tuple[int, int], size: int, num_steps: int) -> None:
     first, last = bounds
     if last > num_steps - 1 or last - first < size:
         raise ValueError(
@@ -116,7 +116,7 @@ class SamplingRecipe(Section):
     """Width in pixels."""
     num_frames: PositiveInt = 1
     """Number of video frames. 1: images."""
-    fps: PositiveFloat = FPS
+    fps: PositiveFloat = DEFAULT_FPS
     """Frame rate of generated videos, for files and rewards. Cosmos3 is also conditioned on it and needs the same
     `data.fps`."""
     steps: Annotated[PositiveInt, Field(le=10_000)] = 10
@@ -148,12 +148,12 @@ class SamplingRecipe(Section):
     """EDM solvers: add noise only below this noise level. Unset: no bound."""
     s_noise: PositiveFloat | None = None
     """EDM solvers: factor on the standard deviation of the added noise. Unset: 1."""
-    eval_steps: Annotated[PositiveInt, Field(le=10_000)] = EVAL_STEPS
+    eval_steps: Annotated[PositiveInt, Field(le=10_000)] = DEFAULT_EVAL_STEPS
     """Denoising steps in validation and logged samples."""
     eval_solver: Literal["ode", "dpm2"] | None = None
     """Solver in validation and logged samples: `ode` (Euler) or `dpm2` (second-order multistep). Unset: `dpm2` if the
     pipeline's scheduler is a multistep one (SANA, Wan, Cosmos), else `ode`."""
-    guidance_scale: Annotated[float, Field(ge=1)] = GUIDANCE_SCALE
+    guidance_scale: Annotated[float, Field(ge=1)] = DEFAULT_GUIDANCE_SCALE
     """Classifier-free guidance scale w in v_uncond + w * (v_cond - v_uncond), in rollouts, validation and logged
     samples. 1: no guidance and no unconditional pass."""
     guidance_scale_low: Annotated[float, Field(ge=1)] | None = None
@@ -167,38 +167,38 @@ class SamplingRecipe(Section):
     """Text of the unconditional pass if `guidance_scale` is above 1. Unset: the model family's default."""
 
     @model_validator(mode="after")
-    def _guided_to_share(self) -> SamplingRecipe:
+    def _check_joint_guidance(self) -> SamplingRecipe:
         if self.guidance_batch == "joint" and self.guidance_scale == 1:
             raise ValueError("guidance_batch: joint needs a guidance_scale above 1: there is only one pass otherwise")
         return self
 
     @model_validator(mode="after")
-    def _guided_everywhere(self) -> SamplingRecipe:
+    def _check_low_guidance(self) -> SamplingRecipe:
         if self.guidance_scale_low is not None and self.guidance_scale == 1:
             raise ValueError(
                 "guidance_scale_low needs a guidance_scale above 1: there is no unconditional pass otherwise"
             )
         return self
 
-    def guidance_of(self, expert: int) -> float:
+    def expert_guidance_scale(self, expert: int) -> float:
         """Return the guidance scale of an expert."""
         return self.guidance_scale if expert == 0 or self.guidance_scale_low is None else self.guidance_scale_low
 
-    def is_guided(self, expert: int = 0) -> bool:
+    def uses_guidance(self, expert: int = 0) -> bool:
         """Return whether this expert runs an unconditional pass. If the first expert does not, no expert does."""
-        return self.guidance_of(expert) != 1
+        return self.expert_guidance_scale(expert) != 1
 
     @property
-    def of_candidates(self) -> SamplingRecipe | None:
+    def candidate_sampling(self) -> SamplingRecipe | None:
         """This section with the number of steps of a candidate; None without candidates."""
         return None if self.explore is None else self.model_copy(update={"steps": self.explore.steps})
 
     @property
     def is_stochastic(self) -> bool:
-        return self.solver in NOISE_LEVELS
+        return self.solver in DEFAULT_NOISE_LEVELS
 
     @model_validator(mode="after")
-    def _candidates_are_cheap(self) -> SamplingRecipe:
+    def _check_candidates(self) -> SamplingRecipe:
         if self.explore is None:
             return self
         if self.explore.steps > self.steps:
@@ -217,28 +217,31 @@ class SamplingRecipe(Section):
         return self.steps - 1 if self.window is None else self.window.size
 
     @property
-    def churn(self) -> dict[str, float]:
+    def churn_settings(self) -> dict[str, float]:
         """Churn settings of the EDM solvers, with defaults filled in."""
-        return {key: default if getattr(self, key) is None else getattr(self, key) for key, default in CHURN.items()}
+        return {
+            key: default if getattr(self, key) is None else getattr(self, key)
+            for key, default in CHURN_DEFAULTS.items()
+        }
 
     @model_validator(mode="after")
-    def _churn_fits(self) -> SamplingRecipe:
+    def _check_churn(self) -> SamplingRecipe:
         if self.solver not in EDM_SOLVERS:
-            unread = [key for key in CHURN if getattr(self, key) is not None]
+            unread = [key for key in CHURN_DEFAULTS if getattr(self, key) is not None]
             if unread:
                 raise ValueError(
                     f"solver {self.solver} does not read {' and '.join(unread)}: set solver to "
                     f"{' or '.join(EDM_SOLVERS)}, or remove them"
                 )
-        elif self.churn["s_t_min"] >= self.churn["s_t_max"]:
+        elif self.churn_settings["s_t_min"] >= self.churn_settings["s_t_max"]:
             raise ValueError(f"s_t_min {self.s_t_min} must be below s_t_max {self.s_t_max}")
         return self
 
     @model_validator(mode="after")
-    def _noise_fits(self) -> SamplingRecipe:
+    def _check_noise(self) -> SamplingRecipe:
         if self.solver in EDM_SOLVERS:
             unread = [key for key in ("noise_level", "window") if getattr(self, key) is not None]
-            unread += self.changed("grid")
+            unread += self.non_default_keys("grid")
             if unread:
                 raise ValueError(
                     f"solver {self.solver} does not read {' and '.join(unread)}: set s_churn, or remove them"
@@ -250,7 +253,7 @@ class SamplingRecipe(Section):
             if unread:
                 raise ValueError(
                     f"solver {self.solver} injects no noise and does not read {' and '.join(unread)}: set solver to "
-                    f"{' or '.join(NOISE_LEVELS)}, or remove them"
+                    f"{' or '.join(DEFAULT_NOISE_LEVELS)}, or remove them"
                 )
             return self
         if self.steps < 2:
@@ -258,5 +261,5 @@ class SamplingRecipe(Section):
         if self.solver == "cps" and self.noise_level is not None and self.noise_level > 1:
             raise ValueError(f"noise_level must be at most 1 for cps, got {self.noise_level}")
         if self.window is not None:
-            self.window.check(self.steps)
+            self.window.check_steps(self.steps)
         return self

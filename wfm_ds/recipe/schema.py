@@ -13,13 +13,14 @@ from pydantic import model_validator
 
 from wfm_ds.recipe.algorithms import (
     Algorithm,
-    GivenFramesSettings,
+    ConditioningFramesSettings,
     RlSections,
     RlSettings,
     SupervisedSettings,
     VlmSftAlgorithm,
 )
 from wfm_ds.recipe.data import DataRecipe
+from wfm_ds.recipe.monitoring_sections import LoggingRecipe, ValidationRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.section import Section
 from wfm_ds.recipe.sections import (
@@ -36,11 +37,10 @@ from wfm_ds.recipe.sections import (
     RolloutRecipe,
     RunRecipe,
 )
-from wfm_ds.recipe.watching import LoggingRecipe, ValidationRecipe
-from wfm_ds.recipe.weights import check_weights
+from wfm_ds.recipe.weight_checks import check_weights
 
 LANGUAGE_ALGORITHMS = frozenset({"vlm_sft"})  # their recipes have no section `sampling`
-UNREAD_SAMPLING = SamplingRecipe(height=1, width=1)  # placeholder in these recipes
+UNUSED_SAMPLING = SamplingRecipe(height=1, width=1)  # placeholder in these recipes
 
 
 class Recipe(Section):
@@ -76,14 +76,14 @@ class Recipe(Section):
         return RlSections(self.algorithm, self.rollout, self.reward)
 
     @property
-    def supervised(self) -> SupervisedSettings:
+    def supervised_settings(self) -> SupervisedSettings:
         """The settings of a supervised algorithm. Raises TypeError for other recipes, which is a bug of the caller."""
         if not isinstance(self.algorithm, SupervisedSettings):
             raise TypeError(f"algorithm {self.algorithm.name} is not supervised: check recipe.is_rl first")
         return self.algorithm
 
     @property
-    def language(self) -> VlmSftAlgorithm:
+    def language_settings(self) -> VlmSftAlgorithm:
         """The settings of a language model algorithm. Raises TypeError for other recipes, which is a bug of the
         caller."""
         if not isinstance(self.algorithm, VlmSftAlgorithm):
@@ -91,7 +91,7 @@ class Recipe(Section):
         return self.algorithm
 
     @property
-    def judging(self) -> RewardRecipe | None:
+    def held_out_reward_settings(self) -> RewardRecipe | None:
         """The held-out rewards with the service settings of the section `reward`. None if there are none."""
         functions = [RewardFunction(**reward.model_dump()) for reward in self.validation.held_out_rewards]
         if not functions:
@@ -100,18 +100,20 @@ class Recipe(Section):
         return service.model_copy(update={"functions": functions, "clip": None, "scale": 1.0})
 
     @property
-    def scoring(self) -> RewardRecipe | None:
+    def all_reward_settings(self) -> RewardRecipe | None:
         """All rewards that the service of this run computes, held-out ones included. None without any."""
-        if self.reward is None or self.judging is None:
-            return self.reward or self.judging
-        return self.reward.model_copy(update={"functions": [*self.reward.functions, *self.judging.functions]})
+        if self.reward is None or self.held_out_reward_settings is None:
+            return self.reward or self.held_out_reward_settings
+        return self.reward.model_copy(
+            update={"functions": [*self.reward.functions, *self.held_out_reward_settings.functions]}
+        )
 
     @property
     def is_async(self) -> bool:
         return self.rollout is not None and self.rollout.mode == "async"
 
     @property
-    def chooses_samples(self) -> bool:
+    def selects_samples(self) -> bool:
         """Whether an RL step trains on only some of the generated samples."""
         return self.sampling.explore is not None or (self.rollout is not None and self.rollout.max_refills > 0)
 
@@ -127,7 +129,7 @@ class Recipe(Section):
         return "fp8" if self.model.base_precision == "fp8_twice" else self.model.base_precision
 
     @property
-    def joint_rows(self) -> dict[str, int]:
+    def joint_guidance_batches(self) -> dict[str, int]:
         """Maximum batch size of a joint guidance forward pass, by purpose. Other purposes use separate passes."""
         if self.sampling.guidance_batch == "separate":
             return {}
@@ -135,13 +137,13 @@ class Recipe(Section):
         return dict.fromkeys(["validation"] if exact else ["validation", "rollout"], self.engine.max_forward_batch)
 
     @property
-    def unread_sections(self) -> frozenset[str]:
+    def unused_sections(self) -> frozenset[str]:
         """Sections that this recipe does not use and that its file must not contain."""
         return frozenset({"sampling"} if self.algorithm.trains_language else ())
 
     @model_validator(mode="before")
     @classmethod
-    def _without_sampling(cls, values: Any) -> Any:
+    def _fill_unused_sampling(cls, values: Any) -> Any:
         """Add the placeholder `sampling` to language model recipes. Raises ValueError if the section is set."""
         algorithm = values.get("algorithm") if isinstance(values, dict) else None
         name = algorithm.get("name") if isinstance(algorithm, dict) else getattr(algorithm, "name", None)
@@ -149,27 +151,27 @@ class Recipe(Section):
             return values
         if "sampling" in values:
             raise ValueError(f"{name} does not read the section sampling: remove it")
-        return {**values, "sampling": UNREAD_SAMPLING}
+        return {**values, "sampling": UNUSED_SAMPLING}
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> Recipe:
-        self._sections_are_there()
-        self._data_fits()
-        self._all_keys_are_read()
-        self._stream_fits()
-        self.algorithm.check(self)
-        self._draws_have_frames()
-        self._trajectories_fit()
-        self._samples_can_be_chosen()
+    def _check_recipe(self) -> Recipe:
+        self._check_required_sections()
+        self._check_data_kind()
+        self._check_unread_keys()
+        self._check_streaming()
+        self.algorithm.check_recipe(self)
+        self._check_validation_prompts()
+        self._check_trajectories()
+        self._check_sample_selection()
         if self.rollout is not None and self.rollout.cuda_graph and not self.is_async:
-            self._can_be_recorded()
+            self._check_cuda_graph()
         check_weights(self)
-        self._judges_are_held_out()
-        if self.scoring is not None:
-            self._waits_fit(self.scoring)
+        self._check_held_out_rewards()
+        if self.all_reward_settings is not None:
+            self._check_reward_timeouts(self.all_reward_settings)
         return self
 
-    def _sections_are_there(self) -> None:
+    def _check_required_sections(self) -> None:
         name, of_rl = self.algorithm.name, {"rollout": self.rollout, "reward": self.reward}
         missing = [section for section, value in of_rl.items() if value is None]
         if self.is_rl and missing:
@@ -177,28 +179,28 @@ class Recipe(Section):
         if not self.is_rl and len(missing) < len(of_rl):
             unread = [section for section in of_rl if section not in missing]
             raise ValueError(f"{name} does not read the section {' and '.join(unread)}: remove it")
-        if self.is_async and not self.rl.algorithm.may_be_async:
+        if self.is_async and not self.rl.algorithm.supports_async:
             raise ValueError(f"rollout.mode: async is not supported by algorithm {name}: set it to colocated")
         if self.is_async and self.data.buckets is not None:
             raise ValueError(
                 "rollout.mode: async generates samples of a single size: remove data.buckets, or set mode: colocated"
             )
 
-    def _data_fits(self) -> None:
+    def _check_data_kind(self) -> None:
         algorithm, data = self.algorithm, self.data
         kinds = {
             "prompts": (algorithm.takes_prompts, "data.kind: prompts"),
             "captioned images or videos": (
-                algorithm.takes_media or algorithm.num_conditional_frames[1] > 0,
+                algorithm.takes_media or algorithm.conditioning_frame_range[1] > 0,
                 "captioned images or videos: data.kind folder, paired, cosmos or webdataset",
             ),
             "pairs": (algorithm.takes_pairs, "data.kind: pairs"),
             "llava": (algorithm.takes_conversations, "data.kind: llava"),
         }
         fits = [data.kind] if data.kind in kinds else ["captioned images or videos"]
-        fits += ["pairs"] if data.is_own_kind else []
+        fits += ["pairs"] if data.is_user_kind else []
         if not any(kinds[kind][0] for kind in fits):
-            if isinstance(algorithm, GivenFramesSettings) and fits[0] == "captioned images or videos":
+            if isinstance(algorithm, ConditioningFramesSettings) and fits[0] == "captioned images or videos":
                 raise ValueError(
                     f"algorithm {algorithm.name} uses data.kind: {data.kind} only for conditioning frames: set "
                     "algorithm.max_num_conditional_frames, or data.kind: prompts"
@@ -206,7 +208,7 @@ class Recipe(Section):
             needed = " or ".join(words for taken, words in kinds.values() if taken)
             raise ValueError(f"algorithm {algorithm.name} needs {needed}")
 
-    def _stream_fits(self) -> None:
+    def _check_streaming(self) -> None:
         if not self.data.streaming:
             return
         if self.is_rl:
@@ -217,15 +219,15 @@ class Recipe(Section):
                 "validation.holdout: 0 and validation.prompts"
             )
 
-    def _draws_have_frames(self) -> None:
-        least = self.algorithm.num_conditional_frames[0]
+    def _check_validation_prompts(self) -> None:
+        least = self.algorithm.conditioning_frame_range[0]
         if least and self.validation.prompts is not None:
             raise ValueError(
                 f"validation.prompts has no frames, but every sample needs conditioning frames "
                 f"(algorithm.min_num_conditional_frames {least}): remove it, and set validation.path"
             )
 
-    def _trajectories_fit(self) -> None:
+    def _check_trajectories(self) -> None:
         """Check data.inputs and rollout.trajectories.
 
         Shuffled or library trajectories need inputs to replace, and must not be combined with a loss on the clips.
@@ -247,24 +249,24 @@ class Recipe(Section):
         if self.rl.rollout.trajectories == "shuffle" and self.rl.rollout.prompts_per_step < 2:
             raise ValueError(f"{key} exchanges trajectories between groups: set rollout.prompts_per_step above 1")
         algorithm = self.rl.algorithm
-        if algorithm.num_data(algorithm.terms_per_sample(self.sampling)) > 0:
+        if algorithm.num_data_terms(algorithm.terms_per_sample(self.sampling)) > 0:
             raise ValueError(
                 f"{key} does not match the clips, which algorithm {algorithm.name} also trains on: set "
                 "algorithm.data_beta: 0, or trajectories: data"
             )
 
-    def _all_keys_are_read(self) -> None:
-        if unread := unread_keys(self):
+    def _check_unread_keys(self) -> None:
+        if unread := list_unread_keys(self):
             raise ValueError(
                 f"algorithm {self.algorithm.name} with data.kind {self.data.kind} does not read "
                 f"{' and '.join(unread)}: remove it"
             )
-        if unread := unread_async_keys(self):
+        if unread := list_unread_async_keys(self):
             raise ValueError(
                 f"rollout.mode: colocated does not read {' and '.join(unread)}: remove it, or set mode: async"
             )
 
-    def _samples_can_be_chosen(self) -> None:
+    def _check_sample_selection(self) -> None:
         """Check sampling.explore and rollout.max_refills, which select samples by their rewards."""
         if not self.is_rl:
             return
@@ -280,7 +282,7 @@ class Recipe(Section):
                 raise ValueError(f"{key} is only for data.kind: prompts, not {self.data.kind}: remove it")
         if explore is None:
             return
-        if algorithm.samples_in_edm:
+        if algorithm.uses_edm_solvers:
             raise ValueError(
                 f"sampling.explore is not supported by the EDM solvers of algorithm {algorithm.name}: remove it"
             )
@@ -300,14 +302,14 @@ class Recipe(Section):
                 f"{rollout.group_size} even"
             )
 
-    def _can_be_recorded(self) -> None:
+    def _check_cuda_graph(self) -> None:
         if self.engine.sequence_parallel > 1:
             raise ValueError(
                 "rollout.cuda_graph: a graph cannot contain the communication between the ranks of a replica: remove "
                 "the key, or set engine.sequence_parallel: 1"
             )
 
-    def _judges_are_held_out(self) -> None:
+    def _check_held_out_rewards(self) -> None:
         names = [reward.name for reward in self.validation.held_out_rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"validation.held_out_rewards: each may be listed only once, got {names}")
@@ -326,9 +328,9 @@ class Recipe(Section):
                 )
         if self.reward is not None and not self.reward.spawn:
             for held_out in self.validation.held_out_rewards:  # a running service has its own settings
-                held_out.require_default("workers", "max_batch", unless="reward.spawn: true")
+                held_out.require_defaults("workers", "max_batch", unless="reward.spawn: true")
 
-    def _waits_fit(self, reward: RewardRecipe) -> None:
+    def _check_reward_timeouts(self, reward: RewardRecipe) -> None:
         """Check that a rank may wait for rewards without counting as stuck."""
         for key in ("timeout_s", "start_timeout_s"):
             if getattr(reward, key) >= 60 * self.engine.timeout_minutes:
@@ -377,7 +379,7 @@ CONDITIONAL_KEYS = (
     ConditionalKeys(
         "validation",
         ("path",),
-        lambda recipe: not recipe.is_rl or recipe.algorithm.num_conditional_frames[1] > 0,
+        lambda recipe: not recipe.is_rl or recipe.algorithm.conditioning_frame_range[1] > 0,
     ),
     ConditionalKeys("validation", ("holdout", "num_images"), lambda recipe: not recipe.is_rl),
     ConditionalKeys("logging", ("sample_every",), lambda recipe: not recipe.algorithm.trains_language),
@@ -389,18 +391,18 @@ ASYNC_KEYS = (
 """Keys of `rollout` that only async rollouts read."""
 
 
-def unread_keys(recipe: Recipe) -> list[str]:
+def list_unread_keys(recipe: Recipe) -> list[str]:
     """Return the keys, as `section.key`, that this recipe does not read although they differ from their default."""
     return [
         f"{group.section}.{key}"
         for group in CONDITIONAL_KEYS
         if not group.is_read(recipe)
-        for key in getattr(recipe, group.section).changed(*group.keys)
+        for key in getattr(recipe, group.section).non_default_keys(*group.keys)
     ]
 
 
-def unread_async_keys(recipe: Recipe) -> list[str]:
+def list_unread_async_keys(recipe: Recipe) -> list[str]:
     """Return the keys of async rollouts, as `section.key`, that are set in a recipe with colocated rollouts."""
     if recipe.rollout is None or recipe.is_async:
         return []
-    return [f"rollout.{key}" for key in recipe.rollout.changed(*ASYNC_KEYS)]
+    return [f"rollout.{key}" for key in recipe.rollout.non_default_keys(*ASYNC_KEYS)]

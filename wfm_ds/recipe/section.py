@@ -13,14 +13,14 @@ MAX_PATH_BYTES = 3500  # Linux allows 4095; the rest is for files inside a folde
 MAX_NAME_BYTES = 255
 
 
-def not_empty(path: Any) -> Any:
+def require_not_empty(path: Any) -> Any:
     """Return the path unchanged. Raises ValueError if it is empty, which would mean the working directory."""
     if path == "":
         raise ValueError("is empty: name a folder or file, or . for the working directory")
     return path
 
 
-def possible(address: str) -> str:
+def require_possible_path(address: str) -> str:
     """Return the address unchanged. Raises ValueError if it is too long for a file system."""
     if len(os.fsencode(address)) > MAX_PATH_BYTES:
         raise ValueError(f"a path has at most {MAX_PATH_BYTES} bytes, this one has {len(os.fsencode(address))}")
@@ -31,14 +31,14 @@ def possible(address: str) -> str:
 
 def expand_user(address: str) -> str:
     """Expand a leading ~ or ~NAME to that user's home folder. Raises ValueError if there is no such user."""
-    possible(address)
+    require_possible_path(address)
     try:
         return address if "://" in address else str(Path(address).expanduser())
     except RuntimeError as error:
         raise ValueError(f"{address.split('/')[0]}: this machine has no such user") from error
 
 
-def local(path: Path) -> Path:
+def require_local_path(path: Path) -> Path:
     """Expand the home folder of a local path. Raises ValueError for an address such as s3://bucket/run, which would
     become the local folder s3:/bucket/run."""
     if len(path.parts) > 1 and path.parts[0].endswith(":"):
@@ -46,34 +46,34 @@ def local(path: Path) -> Path:
     return Path(expand_user(str(path)))
 
 
-def reward_name(name: str) -> str:
+def check_reward_name(name: str) -> str:
     """Check the form of a reward's name. The reward itself is looked up later."""
     if not name.isprintable() or not all(part.strip() for part in name.split("/")):
         raise ValueError(f"expected NAME, NAME/LABEL or package.module:Class, got {name!r}")
     return name
 
 
-def hub_name(name: str) -> str:
+def check_hub_name(name: str) -> str:
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise ValueError(f"expected owner/name of a Hub repository, got {name!r}")
     return name
 
 
-def storage_address(address: str) -> str:
+def check_storage_address(address: str) -> str:
     bucket = address.removeprefix("s3://").strip("/")
     if not address.startswith("s3://") or not bucket:
         raise ValueError("expected s3://BUCKET/FOLDER; set a local folder in run.output_dir")
     return f"s3://{bucket}"
 
 
-UserPath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(local)]
-UserAddress = Annotated[str, BeforeValidator(not_empty), AfterValidator(expand_user)]
+UserPath = Annotated[Path, BeforeValidator(require_not_empty), AfterValidator(require_local_path)]
+UserAddress = Annotated[str, BeforeValidator(require_not_empty), AfterValidator(expand_user)]
 """A local path or a URL."""
-PossiblePath = Annotated[str, AfterValidator(possible)]
+PossiblePath = Annotated[str, AfterValidator(require_possible_path)]
 """A path that is expanded later, or a name such as tiny:sd3."""
-RewardName = Annotated[str, AfterValidator(reward_name)]
-HubName = Annotated[str, AfterValidator(hub_name)]
-StorageAddress = Annotated[str, AfterValidator(storage_address)]
+RewardName = Annotated[str, AfterValidator(check_reward_name)]
+HubName = Annotated[str, AfterValidator(check_hub_name)]
+StorageAddress = Annotated[str, AfterValidator(check_storage_address)]
 """An s3:// address for the copies of a run, without a trailing slash."""
 UserClass = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]
 """A user's class: `package.module:Class` (user_class.py)."""
@@ -100,12 +100,12 @@ class Section(BaseModel):
         ser_json_inf_nan="constants",  # for reward.functions.N.options, which are passed through
     )
 
-    def changed(self, *keys: str) -> list[str]:
+    def non_default_keys(self, *keys: str) -> list[str]:
         """Return the keys that differ from their default. (Resolved recipes contain all keys.)"""
         fields = type(self).model_fields
         return [key for key in keys if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
 
-    def require_default(self, *keys: str, unless: str) -> None:
+    def require_defaults(self, *keys: str, unless: str) -> None:
         """Raise ValueError if one of these keys is set. unless: the condition under which they are read."""
-        if unread := self.changed(*keys):
+        if unread := self.non_default_keys(*keys):
             raise ValueError(f"{' and '.join(unread)}: only read with {unless}; remove it")

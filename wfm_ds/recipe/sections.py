@@ -30,7 +30,7 @@ from wfm_ds.recipe.section import (
     UserClass,
     UserPath,
 )
-from wfm_ds.recipe.stated import AttentionName
+from wfm_ds.recipe.shared_defaults import AttentionName
 
 BasePrecision = Literal["fp8", "fp8_twice", "int8", "nf4"]
 Fp8Training = Literal["torchao", "transformer_engine"]
@@ -130,13 +130,13 @@ class LoraRecipe(Section):
     """Name suffixes of layers that are trained in full in addition to the adapters. For zero1 and zero2; exported to a
     separate file."""
 
-    def trained_layers(self, default_targets: Sequence[str]) -> list[str]:
+    def trainable_layers(self, default_targets: Sequence[str]) -> list[str]:
         """Return the name suffixes of all layers that training changes."""
         return [*(self.target_modules or default_targets), *self.modules_to_save]
 
     @field_validator("target_modules")
     @classmethod
-    def _some_targets(cls, value: list[str] | None) -> list[str] | None:
+    def _require_targets(cls, value: list[str] | None) -> list[str] | None:
         if value is not None and not value:
             raise ValueError("an empty list would train nothing: name at least one layer, or remove the key")
         return value
@@ -266,7 +266,7 @@ class RolloutRecipe(Section):
     this long."""
 
     @model_validator(mode="after")
-    def _keys_are_used(self) -> RolloutRecipe:
+    def _check_unused_keys(self) -> RolloutRecipe:
         if (self.trajectories == "library") != (self.trajectory_library is not None):
             raise ValueError("trajectories: library and trajectory_library belong together: set both, or neither")
         if self.keys is not None and self.bind == "ipc":
@@ -274,13 +274,13 @@ class RolloutRecipe(Section):
         return self
 
 
-def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
+def _require_ordered_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
     if bounds[0] >= bounds[1]:
         raise ValueError(f"the lower bound {bounds[0]} must be below the upper bound {bounds[1]}")
     return bounds
 
 
-Bounds = Annotated[tuple[float, float], AfterValidator(_ordered)]
+Bounds = Annotated[tuple[float, float], AfterValidator(_require_ordered_bounds)]
 
 
 class RewardFunction(Section):
@@ -326,14 +326,14 @@ class RewardRecipe(Section):
     """Seconds to wait for the service to start, or for a running one to reply."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> RewardRecipe:
+    def _check_service_keys(self) -> RewardRecipe:
         if self.spawn == (self.endpoint is not None):
             raise ValueError("set either spawn: true, or endpoint together with spawn: false")
         if self.keys is not None and self.endpoint is None:
             raise ValueError("keys is for a running service: set endpoint and spawn: false, or remove keys")
         if not self.spawn:  # a running service has its own settings
             for function in self.functions:
-                function.require_default("workers", "max_batch", unless="reward.spawn: true")
+                function.require_defaults("workers", "max_batch", unless="reward.spawn: true")
         names = [f.name for f in self.functions]
         if len(set(names)) != len(names):
             raise ValueError(f"each reward may be listed only once, got {names}")

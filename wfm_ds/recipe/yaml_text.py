@@ -19,8 +19,8 @@ MAX_NODES = 10_000
 MAX_DEPTH = 32
 LIMITS = f"a recipe has at most {MAX_CHARACTERS:,} characters, {MAX_NODES:,} keys and values and {MAX_DEPTH} levels"
 
-TAG = "tag:yaml.org,2002:"
-SCALARS = {  # patterns of unquoted scalars, and their possible first characters
+YAML_TAG = "tag:yaml.org,2002:"
+SCALAR_PATTERNS = {  # patterns of unquoted scalars, and their possible first characters
     "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
     "int": (re.compile(r"^[-+]?[0-9][0-9_]{0,99}$"), list("-+0123456789")),
@@ -45,7 +45,7 @@ class _RecipeLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose the next node (called by PyYAML for each key and value). Raises TooLarge."""
         self._nodes, self._depth = self._nodes + 1, self._depth + 1
-        require_within(self._nodes, self._depth)
+        require_within_limits(self._nodes, self._depth)
         try:
             return super().compose_node(parent, index)
         finally:
@@ -56,20 +56,20 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes texts which YAML 1.1 or 1.2 would read as another type."""
 
 
-for _name, (_pattern, _first) in SCALARS.items():
-    _RecipeLoader.add_implicit_resolver(TAG + _name, _pattern, _first)
-    _Dumper.add_implicit_resolver(TAG + _name, _pattern, _first)
+for _name, (_pattern, _first) in SCALAR_PATTERNS.items():
+    _RecipeLoader.add_implicit_resolver(YAML_TAG + _name, _pattern, _first)
+    _Dumper.add_implicit_resolver(YAML_TAG + _name, _pattern, _first)
 
 
 def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
     is_flat = not any(isinstance(item, dict | list) for item in items)
-    return dumper.represent_sequence(TAG + "seq", items, flow_style=is_flat)
+    return dumper.represent_sequence(YAML_TAG + "seq", items, flow_style=is_flat)
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     # PyYAML loses these rare line breaks in styles without escapes.
     style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
-    return dumper.represent_scalar(TAG + "str", text, style=style)
+    return dumper.represent_scalar(YAML_TAG + "str", text, style=style)
 
 
 _Dumper.add_representer(list, _represent_list)
@@ -80,7 +80,7 @@ class TooLarge(RecipeError):
     """The text, or its expanded aliases, exceeds the limits."""
 
 
-def require_within(nodes: int, depth: int) -> None:
+def require_within_limits(nodes: int, depth: int) -> None:
     """Raise TooLarge if a recipe has too many nodes or is nested too deeply."""
     if nodes > MAX_NODES:
         raise TooLarge(f"more than {MAX_NODES:,} keys and values, with expanded aliases; {LIMITS}")
@@ -88,7 +88,7 @@ def require_within(nodes: int, depth: int) -> None:
         raise TooLarge(f"nested more than {MAX_DEPTH} levels deep; {LIMITS}")
 
 
-def compose(text: str) -> yaml.Node | None:
+def compose_yaml(text: str) -> yaml.Node | None:
     """Return the node of the document in the text, or None if it is empty. Raises TooLarge or yaml.YAMLError."""
     if len(text) > MAX_CHARACTERS:
         raise TooLarge(f"more than {MAX_CHARACTERS:,} characters; {LIMITS}")
@@ -99,7 +99,7 @@ def compose(text: str) -> yaml.Node | None:
         loader.dispose()
 
 
-def scalar_value(text: str, kind: str) -> str | bool | int | float | None:
+def parse_scalar(text: str, kind: str) -> str | bool | int | float | None:
     match kind:
         case "null":
             return None

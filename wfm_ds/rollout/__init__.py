@@ -1,3 +1,3 @@
 """Generation and scoring of the samples of an RL step, by the training ranks or by rollout workers."""
 
-KIND = "denoise"  # kind of the tasks that workers lease
+TASK_KIND = "denoise"  # kind of the tasks that workers lease

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from wfm_ds.algorithms import RlAlgorithm
-from wfm_ds.chunks import chunks, even_shares
-from wfm_ds.rollout.groups import Group, GroupSource, conditional_latents
-from wfm_ds.rollout.members import RolloutSample, StepRollouts, rolled_out, step_members
+from wfm_ds.chunks import even_ranges, split_into_chunks
+from wfm_ds.rollout.groups import Group, GroupSource, stack_conditioning_frames
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.scores import Submissions, gather_scores
+from wfm_ds.rollout.rollout_samples import RolloutSample, StepRollouts, extract_rollout, plan_step_samples
+from wfm_ds.rollout.scores import ScoringQueue, gather_scores
 from wfm_ds.run.job import Job
-from wfm_ds.sampling.denoise import Plan, Trajectory
+from wfm_ds.sampling.denoise import SamplingPlan, Trajectory
 from wfm_ds.types import Score
 
 
@@ -27,27 +27,27 @@ class ColocatedSource:
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
         self.group_size = job.recipe.rl.rollout.group_size
 
-    def publish(self, step: int) -> None:
+    def publish_policy(self, step: int) -> None:
         """Do nothing: the generating ranks already have the weights."""
 
-    def wait(self, step: int) -> bool:
+    def wait_until_ready(self, step: int) -> bool:
         """Return True at once: `collect_rollouts` generates the samples."""
         return True
 
-    def stats(self) -> dict[str, float]:
-        return self.groups.stats()
+    def step_metrics(self) -> dict[str, float]:
+        return self.groups.data_metrics()
 
-    def next(self, step: int) -> StepRollouts:
+    def collect_rollouts(self, step: int) -> StepRollouts:
         """Generate this replica's share of the step. Collective."""
-        samples = self.members(self.groups.groups(step), self.group_size, step)
-        return self.generate(samples, self.algorithm.plan(step))
+        samples = self.plan_samples(self.groups.step_groups(step), self.group_size, step)
+        return self.generate_samples(samples, self.algorithm.plan(step))
 
-    def members(
+    def plan_samples(
         self, groups: Sequence[Group], group_size: int, step: int, *, first_group: int = 0
     ) -> list[RolloutSample]:
         """Plan `group_size` samples for each group. `first_group` is the number of the first group within the step."""
         recipe = self.job.recipe
-        return step_members(
+        return plan_step_samples(
             groups,
             group_size=group_size,
             step=step,
@@ -56,7 +56,7 @@ class ColocatedSource:
             first_group=first_group,
         )
 
-    def generate(self, members: Sequence[RolloutSample], plan: Plan) -> StepRollouts:
+    def generate_samples(self, samples: Sequence[RolloutSample], plan: SamplingPlan) -> StepRollouts:
         """Denoise this replica's share of these samples with the rollout policy and submit it for scoring.
 
         Finished chunks are decoded and sent to the reward service while the next chunk is denoised. All replicas
@@ -64,40 +64,46 @@ class ColocatedSource:
         padding. Collective.
         """
         job = self.job
-        shards = even_shares(len(members), job.world.dp_size)
+        shards = even_ranges(len(samples), job.world.dp_size)
         shard = shards[job.world.dp_rank]
-        local = members[shard.start : shard.stop]
-        padded = [*local, *[members[0]] * (len(shards[0]) - len(local))]
+        local = samples[shard.start : shard.stop]
+        padded = [*local, *[samples[0]] * (len(shards[0]) - len(local))]
         trajectories: list[tuple[Sequence[RolloutSample], Trajectory]] = []
-        scoring = Submissions(job, self.rewards)
+        scoring = ScoringQueue(job, self.rewards)
         merge = job.recipe.rl.rollout.merge_lora
-        with job.engine.policy(self.algorithm.rollout_policy, merge=merge), job.engine.replayed(), torch.no_grad():
-            for chunk in chunks(padded, job.recipe.engine.max_forward_batch):
+        with (
+            job.engine.use_policy(self.algorithm.rollout_policy, merge=merge),
+            job.engine.replay_graphs(),
+            torch.no_grad(),
+        ):
+            for chunk in split_into_chunks(padded, job.recipe.engine.max_forward_batch):
                 trajectory = job.sampler.generate(
                     "rollout",
                     [sample.prompt for sample in chunk],
                     [sample.noise_seed for sample in chunk],
                     plan,
                     seeds=[sample.seed for sample in chunk],
-                    conditional_frames=conditional_latents([sample.group for sample in chunk]),
+                    conditional_frames=stack_conditioning_frames([sample.group for sample in chunk]),
                     shape=None if chunk[0].group.data is None else chunk[0].group.data.shape,  # equal within an RL step
                 )
                 unpadded = chunk[: max(0, len(local) - sum(len(earlier) for earlier, _ in trajectories))]
                 trajectories.append((chunk, trajectory))
                 if unpadded:
                     with job.timer("decode"):
-                        clean = trajectory.clean[: len(unpadded)]
-                        scoring.add(clean, [s.sample_id for s in unpadded], [s.prompt for s in unpadded])
+                        clean = trajectory.clean_latents[: len(unpadded)]
+                        scoring.submit(clean, [s.sample_id for s in unpadded], [s.prompt for s in unpadded])
         with job.timer("decode"):
-            failures = scoring.close()
+            failures = scoring.flush()
         rollouts = [
-            rolled_out(sample, trajectory, row, broken=sample.sample_id in failures)
+            extract_rollout(sample, trajectory, row, replace_nonfinite=sample.sample_id in failures)
             for chunk, trajectory in trajectories
             for row, sample in enumerate(chunk)
         ]
-        return StepRollouts(members=members, mine=rollouts[: len(local)], first=shard.start, broken=failures)
+        return StepRollouts(
+            samples=samples, local_rollouts=rollouts[: len(local)], first_index=shard.start, failures=failures
+        )
 
-    def scores(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
+    def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
         """Wait for the outstanding scores and gather them. Same order on every rank. Collective."""
-        by_id = gather_scores(self.job.world, self.rewards.wait() | rollouts.broken)
-        return [by_id[m.sample_id] for m in rollouts.members]
+        by_id = gather_scores(self.job.world, self.rewards.wait() | rollouts.failures)
+        return [by_id[m.sample_id] for m in rollouts.samples]

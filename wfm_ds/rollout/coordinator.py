@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class Chunk(NamedTuple):
+class GroupChunk(NamedTuple):
     """Samples [first, stop) of group `group` of RL step `step`."""
 
     step: int
@@ -30,19 +30,19 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class ClosedChunk:
     """A finished chunk: the publication that generated it, or the reason why it has no samples."""
 
-    chunk: Chunk
+    chunk: GroupChunk
     task_id: str
     publication: int | None = None
     reason: str = ""
 
 
 @dataclass(slots=True)
-class _Step:
-    waiting: dict[Chunk, str] = field(default_factory=dict)  # task id by chunk
-    closed: dict[Chunk, Closed] = field(default_factory=dict)
+class _StepChunks:
+    waiting: dict[GroupChunk, str] = field(default_factory=dict)  # task id by chunk
+    closed: dict[GroupChunk, ClosedChunk] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -55,7 +55,7 @@ class Coordinator:
     def __init__(
         self,
         *,
-        life: str,
+        session_id: str,
         groups_per_step: int,
         group_size: int,
         chunk_size: int,
@@ -64,93 +64,93 @@ class Coordinator:
         last_step: int,
     ) -> None:
         """Plan for RL steps first_step to last_step. The first publication is first_step - 1."""
-        self.life, self.groups_per_step, self.group_size = life, groups_per_step, group_size
+        self.session_id, self.groups_per_step, self.group_size = session_id, groups_per_step, group_size
         self.chunk_size = min(chunk_size, group_size)
         self.max_staleness, self.last_step = max_staleness, last_step
         self.first_publication = first_step - 1
-        self.published = first_step - 2  # none yet
+        self.last_publication = first_step - 2  # none yet
         self.next_step = first_step  # the first step that is not admitted
-        self.dropped_stale = 0
-        self._steps: dict[int, _Step] = {}
-        self._chunk_of: dict[str, Chunk] = {}  # chunks of open tasks, by task id
-        self._retries: dict[Chunk, int] = {}
+        self.num_dropped_stale = 0
+        self._steps: dict[int, _StepChunks] = {}
+        self._chunk_by_task: dict[str, GroupChunk] = {}  # chunks of open tasks, by task id
+        self._retries: dict[GroupChunk, int] = {}
 
-    def publish(self, publication: int) -> None:
+    def record_publication(self, publication: int) -> None:
         """Record that the policy after this RL step is available. Raises ValueError unless it is the next one."""
-        if publication != self.published + 1:
-            raise ValueError(f"expected publication {self.published + 1}, got {publication}")
-        self.published = publication
+        if publication != self.last_publication + 1:
+            raise ValueError(f"expected publication {self.last_publication + 1}, got {publication}")
+        self.last_publication = publication
 
-    def admit(self) -> list[tuple[Chunk, str]]:
+    def admit_chunks(self) -> list[tuple[GroupChunk, str]]:
         """Return the chunks that may be generated from now on, with their task ids."""
         admitted = []
-        while self.next_step <= min(self.published + 1 + self.max_staleness, self.last_step):
+        while self.next_step <= min(self.last_publication + 1 + self.max_staleness, self.last_step):
             step, self.next_step = self.next_step, self.next_step + 1
-            self._steps[step] = _Step()
-            for chunk in self._chunks(step):
-                admitted.append((chunk, self._new_task(chunk)))
+            self._steps[step] = _StepChunks()
+            for chunk in self._split_step(step):
+                admitted.append((chunk, self._create_task(chunk)))
         return admitted
 
-    def result(self, task_id: str, publication: int) -> str | None:
+    def record_result(self, task_id: str, publication: int) -> str | None:
         """Record the result of a task. Return the id of a retry task if the samples are stale, else None."""
-        chunk = self._chunk_of.get(task_id)
+        chunk = self._chunk_by_task.get(task_id)
         if chunk is None:
             return None  # duplicate result
         oldest = max(chunk.step - 1 - self.max_staleness, self.first_publication)
-        if not oldest <= publication <= self.published:
-            self.dropped_stale += chunk.stop - chunk.first
-            return self._again(chunk, task_id)
-        self._close(Closed(chunk, task_id, publication))
+        if not oldest <= publication <= self.last_publication:
+            self.num_dropped_stale += chunk.stop - chunk.first
+            return self._retry_chunk(chunk, task_id)
+        self._close_chunk(ClosedChunk(chunk, task_id, publication))
         return None
 
-    def give_up(self, task_id: str, reason: str) -> None:
+    def abandon_chunk(self, task_id: str, reason: str) -> None:
         """Close a chunk that no worker could generate. Its samples will have failed scores."""
-        chunk = self._chunk_of.get(task_id)
+        chunk = self._chunk_by_task.get(task_id)
         if chunk is not None:
-            self._close(Closed(chunk, task_id, reason=reason))
+            self._close_chunk(ClosedChunk(chunk, task_id, reason=reason))
 
-    def ready(self, step: int) -> bool:
+    def is_complete(self, step: int) -> bool:
         """Return True if the step is admitted and all of its chunks are closed."""
         chunks = self._steps.get(step)
         return chunks is not None and not chunks.waiting
 
-    def plan(self, step: int) -> list[Closed]:
+    def pop_step(self, step: int) -> list[ClosedChunk]:
         """Remove a complete step and return its chunks in the order of the samples.
 
         Raises ValueError if the step is not complete or was already removed.
         """
-        if not self.ready(step):
+        if not self.is_complete(step):
             raise ValueError(f"step {step} is not complete")
         return [closed for _, closed in sorted(self._steps.pop(step).closed.items())]
 
-    def waiting(self, step: int) -> int:
+    def num_waiting(self, step: int) -> int:
         """Return the number of open chunks of a step."""
         chunks = self._steps.get(step)
         return len(chunks.waiting) if chunks is not None else 0
 
-    def chunk_of(self, task_id: str) -> Chunk:
+    def find_chunk(self, task_id: str) -> GroupChunk:
         """Return the chunk of an open task. Raises KeyError."""
-        return self._chunk_of[task_id]
+        return self._chunk_by_task[task_id]
 
-    def _chunks(self, step: int) -> Iterator[Chunk]:
+    def _split_step(self, step: int) -> Iterator[GroupChunk]:
         for group in range(self.groups_per_step):
             for first in range(0, self.group_size, self.chunk_size):
-                yield Chunk(step, group, first, min(first + self.chunk_size, self.group_size))
+                yield GroupChunk(step, group, first, min(first + self.chunk_size, self.group_size))
 
-    def _new_task(self, chunk: Chunk) -> str:
+    def _create_task(self, chunk: GroupChunk) -> str:
         retry = self._retries.get(chunk, 0)
-        task_id = f"{self.life}/{chunk.step}/{chunk.group}/{chunk.first}{f'~{retry}' if retry else ''}"
+        task_id = f"{self.session_id}/{chunk.step}/{chunk.group}/{chunk.first}{f'~{retry}' if retry else ''}"
         self._steps[chunk.step].waiting[chunk] = task_id
-        self._chunk_of[task_id] = chunk
+        self._chunk_by_task[task_id] = chunk
         return task_id
 
-    def _again(self, chunk: Chunk, task_id: str) -> str:
-        del self._chunk_of[task_id]
+    def _retry_chunk(self, chunk: GroupChunk, task_id: str) -> str:
+        del self._chunk_by_task[task_id]
         self._retries[chunk] = self._retries.get(chunk, 0) + 1
-        return self._new_task(chunk)
+        return self._create_task(chunk)
 
-    def _close(self, closed: Closed) -> None:
-        del self._chunk_of[closed.task_id]
+    def _close_chunk(self, closed: ClosedChunk) -> None:
+        del self._chunk_by_task[closed.task_id]
         step = self._steps[closed.chunk.step]
         del step.waiting[closed.chunk]
         step.closed[closed.chunk] = closed

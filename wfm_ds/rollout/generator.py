@@ -13,32 +13,32 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
-from wfm_ds.engine.forward import CountedForward
+from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
-from wfm_ds.pipes.worker import Progress
+from wfm_ds.pipes.worker import ReportProgress
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.rollout.groups import conditional_latents
-from wfm_ds.rollout.packing import ChunkWork
-from wfm_ds.rollout.publisher import Manifest
+from wfm_ds.rollout.groups import stack_conditioning_frames
+from wfm_ds.rollout.packing import ChunkTask
+from wfm_ds.rollout.publisher import PolicyManifest
 from wfm_ds.rollout.weights import PolicyWeights
 from wfm_ds.sampling.denoise import Trajectory
-from wfm_ds.types import ConditionalFrames
+from wfm_ds.types import ConditioningFrames
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
+class GeneratedChunk:
     publication: int  # RL step after which the weights were published; one for the whole chunk
     trajectory: Trajectory
-    media: npt.NDArray[np.uint8]  # [n,H,W,3] or [n,T,H,W,3]
-    finite: Sequence[bool]
+    images: npt.NDArray[np.uint8]  # [n,H,W,3] or [n,T,H,W,3]
+    is_finite: Sequence[bool]
 
 
-class Generator:
+class ChunkGenerator:
     """Generates chunks. Shared by the lanes of a worker; `generate_chunk` is thread-safe."""
 
     def __init__(
@@ -49,43 +49,47 @@ class Generator:
         algorithm: RlAlgorithm,
         weights: PolicyWeights,
         joint_rows: Mapping[str, int],
-        begin: Callable[[], None] | None = None,
+        on_chunk_start: Callable[[], None] | None = None,
     ) -> None:
         """joint_rows: see Sampler. on_chunk_start: called after a chunk's weights are loaded, before it is denoised."""
-        self._forward = CountedForward(model.denoise)
+        self._forward = CountingForward(model.denoise)
         self.sampler = Sampler(
-            model=model, texts=texts, settings=settings, forward=self._reported, joint_rows=joint_rows
+            model=model,
+            text_cache=texts,
+            settings=settings,
+            forward=self._forward_with_progress,
+            max_joint_rows=joint_rows,
         )
-        self.algorithm, self.weights, self._begin = algorithm, weights, begin
-        self._progress: Progress | None = None  # of the current chunk
+        self.algorithm, self.weights, self._on_chunk_start = algorithm, weights, on_chunk_start
+        self._progress: ReportProgress | None = None  # of the current chunk
         self._lock = threading.Lock()
 
     @torch.no_grad()
-    def make(self, work: ChunkWork, manifest: Manifest, progress: Progress) -> Generated:
+    def generate_chunk(self, task: ChunkTask, manifest: PolicyManifest, progress: ReportProgress) -> GeneratedChunk:
         """Denoise and decode all samples as one batch with one set of weights. `progress` counts forward passes."""
         with self._lock:
             self._progress = progress
-            self._forward.clear()
-            publication = self.weights.use(manifest)
-            if self._begin is not None:
-                self._begin()
-            samples, device = work.samples, self.sampler.model.device
-            frames = conditional_latents([sample.group for sample in samples])
+            self._forward.reset_counts()
+            publication = self.weights.load_publication(manifest)
+            if self._on_chunk_start is not None:
+                self._on_chunk_start()
+            samples, device = task.samples, self.sampler.model.device
+            frames = stack_conditioning_frames([sample.group for sample in samples])
             if frames is not None:
-                frames = ConditionalFrames(frames.latents.to(device), frames.counts)
+                frames = ConditioningFrames(frames.latents.to(device), frames.counts)
             trajectory = self.sampler.generate(
                 "rollout",
                 [sample.prompt for sample in samples],
                 [sample.noise_seed for sample in samples],
-                self.algorithm.plan(work.step),
+                self.algorithm.plan(task.step),
                 seeds=[sample.seed for sample in samples],
                 conditional_frames=frames,
             )
-            decoding = self.sampler.decoding(trajectory.clean)
+            decoding = self.sampler.start_decoding(trajectory.clean_latents)
         images, is_finite = decoding.wait()  # on a GPU this overlaps with the next lane's denoising
-        return Generated(publication=publication, trajectory=trajectory, media=images, finite=is_finite)
+        return GeneratedChunk(publication=publication, trajectory=trajectory, images=images, is_finite=is_finite)
 
-    def _reported(
+    def _forward_with_progress(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
     ) -> Tensor:
         """Run one forward pass and report it as progress. The trainer reassigns stalled chunks to other workers."""

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.advantages import group_variance
+from wfm_ds.data.batch_reader import BatchReader, TrainingSample
+from wfm_ds.data.leader_reads import read_on_leader
+from wfm_ds.data.prompt_weights import RewardStdTable, Weights, draw_prompts
 from wfm_ds.data.prompts import PromptOrder
-from wfm_ds.data.reading import Reader, TrainingSample
-from wfm_ds.data.replica import read_once
 from wfm_ds.data.samples import pack_prompt, unpack_prompt
-from wfm_ds.data.spread import SpreadTable, Weights, drawn
-from wfm_ds.rollout.trajectories import Trajectories
+from wfm_ds.rollout.trajectories import CounterfactualTrajectories
 from wfm_ds.seeds import derive_seed
-from wfm_ds.types import ConditionalFrames, Prompt
+from wfm_ds.types import ConditioningFrames, Prompt
 
 if TYPE_CHECKING:
     from wfm_ds.run.job import Job
@@ -37,15 +37,15 @@ class Group:
 
     prompt: Prompt
     data: Tensor | None = None  # clean latents [C,...] float32 of the captioned sample, on replicas that need them
-    num_conditional_frames: int = 0  # number of latent frames at the start of `data` that condition the samples
+    num_conditioning_frames: int = 0  # number of latent frames at the start of `data` that condition the samples
 
 
-def conditional_latents(groups: Sequence[Group]) -> ConditionalFrames | None:
+def stack_conditioning_frames(groups: Sequence[Group]) -> ConditioningFrames | None:
     """Return the conditioning frames of these groups, one row per group; None if no group has any."""
-    if not any(group.num_conditional_frames for group in groups):
+    if not any(group.num_conditioning_frames for group in groups):
         return None
     data = [group.data for group in groups if group.data is not None]
-    return ConditionalFrames(torch.stack(data), torch.tensor([group.num_conditional_frames for group in groups]))
+    return ConditioningFrames(torch.stack(data), torch.tensor([group.num_conditioning_frames for group in groups]))
 
 
 RewardedGroup: TypeAlias = tuple[Group, Sequence[float | None]]
@@ -55,31 +55,31 @@ RewardedGroup: TypeAlias = tuple[Group, Sequence[float | None]]
 class GroupSource(Protocol):
     """Source of the groups of each RL step. All methods are collective."""
 
-    def groups(self, step: int) -> list[Group]:
+    def step_groups(self, step: int) -> list[Group]:
         """Return the groups of RL step `step` for all ranks. Identical on every rank except for `data`.
 
         Repeated calls return the same groups.
         """
 
-    def observe(self, step: int, rewarded: Sequence[RewardedGroup]) -> None:
+    def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
         """Record the rewards of all samples generated in RL step `step`. Identical on every rank.
 
         Call it once per step, in the order of the steps, before the step's weights are published.
         """
 
-    def stats(self) -> dict[str, float]:
+    def data_metrics(self) -> dict[str, float]:
         """Return the `data/*` metrics."""
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint state as JSON. Together with the step it determines all later groups."""
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class RefillableGroups(GroupSource, Protocol):
     """Source that can return additional groups for a step."""
 
-    def refill(self, step: int, attempt: int) -> list[Group]:
+    def refill_groups(self, step: int, attempt: int) -> list[Group]:
         """Return one step's number of additional groups for RL step `step`. Identical on every rank.
 
         attempt: number of the refill round, starting at 1. The result depends only on step, attempt and state.
@@ -92,26 +92,26 @@ class PromptGroups:
     def __init__(self, prompts: PromptOrder, num_groups: int) -> None:
         self.prompts, self.num_groups = prompts, num_groups
 
-    def groups(self, step: int) -> list[Group]:
-        return [Group(prompt=prompt) for prompt in self.prompts.prompts(step, self.num_groups)]
+    def step_groups(self, step: int) -> list[Group]:
+        return [Group(prompt=prompt) for prompt in self.prompts.step_prompts(step, self.num_groups)]
 
-    def refill(self, step: int, attempt: int) -> list[Group]:
-        return [Group(prompt=prompt) for prompt in self.prompts.further(step, self.num_groups, attempt)]
+    def refill_groups(self, step: int, attempt: int) -> list[Group]:
+        return [Group(prompt=prompt) for prompt in self.prompts.extra_prompts(step, self.num_groups, attempt)]
 
-    def observe(self, step: int, rewarded: Sequence[RewardedGroup]) -> None:
+    def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
         """Do nothing: the order does not depend on rewards."""
 
-    def stats(self) -> dict[str, float]:
+    def data_metrics(self) -> dict[str, float]:
         return {}
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
 
 
-class SpreadGroups:
+class RewardStdGroups:
     """Groups of prompts sampled in proportion to the std of their rewards (data/spread.py).
 
     With n = steps_ahead, the groups of step s may be needed as soon as step s - 1 - n is done: by rank 0 at once, by
@@ -120,60 +120,60 @@ class SpreadGroups:
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], num_groups: int, *, table: SpreadTable, seed: int, ahead: int = 0
+        self, prompts: Sequence[Prompt], num_groups: int, *, table: RewardStdTable, seed: int, steps_ahead: int = 0
     ) -> None:
         """table: an empty table for these prompts. steps_ahead: rollout.max_staleness of an async run, else 0."""
         self.prompts, self.num_groups, self.table = prompts, num_groups, table
-        self.seed, self.ahead = seed, ahead
-        self._first = table.weights()
-        self._index = {prompt.id: i for i, prompt in enumerate(prompts)}
-        self._drawn: dict[int, list[int]] = {}  # indices of prompts, by step
+        self.seed, self.steps_ahead = seed, steps_ahead
+        self._initial_weights = table.weights()
+        self._prompt_indices = {prompt.id: i for i, prompt in enumerate(prompts)}
+        self._prompts_by_step: dict[int, list[int]] = {}  # indices of prompts, by step
 
-    def groups(self, step: int) -> list[Group]:
-        indices = self._drawn.get(step) or self._draw(step, self._first)
+    def step_groups(self, step: int) -> list[Group]:
+        indices = self._prompts_by_step.get(step) or self._sample_prompts(step, self._initial_weights)
         return [Group(prompt=self.prompts[i]) for i in indices]
 
-    def observe(self, step: int, rewarded: Sequence[RewardedGroup]) -> None:
+    def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
         by_prompt: dict[int, list[float]] = defaultdict(list)
-        for group, rewards in rewarded:
+        for group, rewards in group_rewards:
             variance = group_variance(rewards)
             if variance is not None and math.isfinite(variance):
-                by_prompt[self._index[group.prompt.id]].append(variance)
+                by_prompt[self._prompt_indices[group.prompt.id]].append(variance)
         for prompt, variances in by_prompt.items():
-            self.table.observe(prompt, variances)
-        self._drawn = {later: prompts for later, prompts in self._drawn.items() if later > step}
-        next_step = step + 1 + self.ahead
-        self._drawn[next_step] = self._draw(next_step, self.table.weights())
+            self.table.update(prompt, variances)
+        self._prompts_by_step = {later: prompts for later, prompts in self._prompts_by_step.items() if later > step}
+        next_step = step + 1 + self.steps_ahead
+        self._prompts_by_step[next_step] = self._sample_prompts(next_step, self.table.weights())
 
-    def refill(self, step: int, attempt: int) -> list[Group]:
+    def refill_groups(self, step: int, attempt: int) -> list[Group]:
         seed = derive_seed(self.seed, "further_prompts", attempt)
-        indices = drawn(self.table.weights(), self.num_groups, seed=seed, step=step)
+        indices = draw_prompts(self.table.weights(), self.num_groups, seed=seed, step=step)
         return [Group(prompt=self.prompts[i]) for i in indices]
 
-    def _draw(self, step: int, weights: Weights) -> list[int]:
-        return drawn(weights, self.num_groups, seed=self.seed, step=step)
+    def _sample_prompts(self, step: int, weights: Weights) -> list[int]:
+        return draw_prompts(weights, self.num_groups, seed=self.seed, step=step)
 
-    def stats(self) -> dict[str, float]:
+    def data_metrics(self) -> dict[str, float]:
         return self.table.stats()
 
-    def state(self) -> dict[str, Any]:
-        return {"set": self._fingerprint, "table": self.table.state(), "drawn": sorted(self._drawn.items())}
+    def state_dict(self) -> dict[str, Any]:
+        return {"set": self._prompts_hash, "table": self.table.state(), "drawn": sorted(self._prompts_by_step.items())}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        if state["set"] != self._fingerprint:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["set"] != self._prompts_hash:
             log.warning("the prompts differ from the checkpoint's: the std of their rewards is measured again")
             return
         self.table.restore(state["table"])
-        self._drawn = {step: prompts for step, prompts in state["drawn"]}
+        self._prompts_by_step = {step: prompts for step, prompts in state["drawn"]}
 
     @functools.cached_property
-    def _fingerprint(self) -> str:
+    def _prompts_hash(self) -> str:
         """Hash of the prompts in order."""
         packed = json.dumps([pack_prompt(prompt) for prompt in self.prompts], sort_keys=True)
         return hashlib.blake2b(packed.encode(), digest_size=16).hexdigest()
 
 
-class PairGroups:
+class CaptionedGroups:
     """Groups of captioned images or videos. Group g of RL step s uses position (s-1) * num_groups + g of the data.
 
     Each replica reads and encodes only the data of its local samples. Captions are gathered on all ranks, because a
@@ -183,57 +183,63 @@ class PairGroups:
     def __init__(
         self,
         job: Job,
-        source: Reader,
+        reader: BatchReader,
         encode: Callable[[Sequence[TrainingSample]], Tensor] | None,
-        num_conditional_frames: tuple[int, int] = (0, 0),
-        trajectories: Trajectories | None = None,
+        num_conditioning_frames: tuple[int, int] = (0, 0),
+        trajectories: CounterfactualTrajectories | None = None,
     ) -> None:
         """encode: encodes samples to clean latents [B, ...] float32, collective; None: groups have no `data`.
         num_conditioning_frames: smallest and largest number of conditioning frames (latent frames) of a group.
         trajectories: replaces the recorded trajectories; None: recorded trajectories are used.
         """
         self.trajectories = trajectories
-        self.job, self.source, self.encode, self.num_conditional_frames = job, source, encode, num_conditional_frames
+        self.job, self.reader, self.encode, self.num_conditioning_frames = job, reader, encode, num_conditioning_frames
         self.num_groups, size = job.recipe.rl.rollout.prompts_per_step, job.recipe.rl.rollout.group_size
-        first = job.world.dp_rank * job.derived.samples_per_rank
-        self.mine = range(first // size, (first + job.derived.samples_per_rank - 1) // size + 1)
-        self._before: dict[int, dict[str, Any]] = {}  # by step: state of the reader (corrupt files) before the step
+        first = job.world.dp_rank * job.run_sizes.samples_per_rank
+        self.local_groups = range(first // size, (first + job.run_sizes.samples_per_rank - 1) // size + 1)
+        self._reader_states: dict[
+            int, dict[str, Any]
+        ] = {}  # by step: state of the reader (corrupt files) before the step
 
-    def groups(self, step: int) -> list[Group]:
+    def step_groups(self, step: int) -> list[Group]:
         job = self.job
-        self._before.setdefault(step, self.source.state())
-        positions = [(step - 1) * self.num_groups + g for g in self.mine]
+        self._reader_states.setdefault(step, self.reader.state())
+        positions = [(step - 1) * self.num_groups + g for g in self.local_groups]
         with job.timer("data_wait"):
             next_positions = [position + self.num_groups for position in positions]
-            samples = read_once(job.world, lambda: self.source.at(positions, ahead=next_positions))
+            samples = read_on_leader(job.world, lambda: self.reader.read_positions(positions, ahead=next_positions))
         with job.timer("encode"):
             # One by one: the last bits of a latent must not depend on the batch.
             encode = self.encode
-            data = {} if encode is None else {g: encode([s])[0] for g, s in zip(self.mine, samples, strict=True)}
-        captions = [[g, pack_prompt(s.prompt)] for g, s in zip(self.mine, samples, strict=True)]
-        prompts = {g: unpack_prompt(packed) for part in job.world.replica_gather(captions) for g, packed in part}
+            data = (
+                {} if encode is None else {g: encode([s])[0] for g, s in zip(self.local_groups, samples, strict=True)}
+            )
+        captions = [[g, pack_prompt(s.prompt)] for g, s in zip(self.local_groups, samples, strict=True)]
+        prompts = {g: unpack_prompt(packed) for part in job.world.gather_from_leaders(captions) for g, packed in part}
         if self.trajectories is not None:
-            prompts = dict(enumerate(self.trajectories.of_step([prompts[g] for g in range(self.num_groups)], step)))
+            prompts = dict(
+                enumerate(self.trajectories.replace_trajectories([prompts[g] for g in range(self.num_groups)], step))
+            )
         return [
-            Group(prompt=prompts[g], data=data.get(g), num_conditional_frames=self._drawn(step, g))
+            Group(prompt=prompts[g], data=data.get(g), num_conditioning_frames=self._draw_num_frames(step, g))
             for g in range(self.num_groups)
         ]
 
-    def _drawn(self, step: int, group: int) -> int:
-        low, high = self.num_conditional_frames
+    def _draw_num_frames(self, step: int, group: int) -> int:
+        low, high = self.num_conditioning_frames
         return low + derive_seed(self.job.recipe.run.seed, "given_frames", step, group) % (high - low + 1)
 
-    def observe(self, step: int, rewarded: Sequence[RewardedGroup]) -> None:
+    def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
         """Drop the reader states of finished steps. The order does not depend on rewards."""
-        self._before = {later: state for later, state in self._before.items() if later > step}
+        self._reader_states = {later: state for later, state in self._reader_states.items() if later > step}
 
-    def stats(self) -> dict[str, float]:
-        return self.source.bad_counts(self.job.world.replica_sums)
+    def data_metrics(self) -> dict[str, float]:
+        return self.reader.bad_counts(self.job.world.sum_over_replicas)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the readers' state before the first unfinished step: a resumed run reads that step again."""
-        reader_state = self._before[min(self._before)] if self._before else self.source.state()
-        return {"sources": self.job.world.replica_gather(reader_state)}
+        reader_state = self._reader_states[min(self._reader_states)] if self._reader_states else self.reader.state()
+        return {"sources": self.job.world.gather_from_leaders(reader_state)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.source.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reader.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)

@@ -7,17 +7,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from wfm_ds.engine.attention import in_use
+from wfm_ds.engine.attention_kernels import current_kernel
 from wfm_ds.errors import RecipeError
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.fingerprint import fingerprint
+from wfm_ds.models.fingerprint import fingerprint_folders
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.user_class import import_class, is_user_class, source_file
 
-ELSEWHERE = {"model": {"path", "attention"}, "lora": {"init_from"}}  # keys that may differ between machines
+MACHINE_KEYS = {"model": {"path", "attention"}, "lora": {"init_from"}}  # keys that may differ between machines
 
 
-def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
+def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
     """Return a short digest for each relevant recipe section, and one of the pipeline's files as `pipeline`."""
     sections: dict[str, Any] = {
         "model": recipe.model,
@@ -27,21 +27,23 @@ def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
     }
     parts = [name for name in model.pipeline.components if (model.path / name).is_dir()]
     plain = {
-        name: None if section is None else section.model_dump(mode="json", exclude=ELSEWHERE.get(name))
+        name: None if section is None else section.model_dump(mode="json", exclude=MACHINE_KEYS.get(name))
         for name, section in sections.items()
     }
     if recipe.rl.algorithm.compares_log_probs:
         # Log-probabilities of two attention kernels may differ by more than the clip range.
-        plain["model.attention and engine.compile"] = [in_use(model.bare_denoiser), recipe.engine.compile]
+        plain["model.attention and engine.compile"] = [current_kernel(model.unwrapped_denoiser), recipe.engine.compile]
     plain["rollout.base_precision"] = recipe.rollout_precision
     plain["rollout.merge_lora"] = recipe.rl.rollout.merge_lora
     plain["run.seed"] = recipe.run.seed
-    plain["classes of your own"] = own_code(recipe)
+    plain["classes of your own"] = hash_user_classes(recipe)
     plain["reward.functions"] = [f.name for f in recipe.rl.reward.functions]
-    return {name: _digest(value) for name, value in plain.items()} | {"pipeline": fingerprint(model.path, parts)[:16]}
+    return {name: _hash_json(value) for name, value in plain.items()} | {
+        "pipeline": fingerprint_folders(model.path, parts)[:16]
+    }
 
 
-def own_code(recipe: Recipe) -> dict[str, str]:
+def hash_user_classes(recipe: Recipe) -> dict[str, str]:
     """Return a digest of each file that defines the user's algorithm or model family, by class path.
 
     Detects workers that run another version of the code.
@@ -55,7 +57,7 @@ def own_code(recipe: Recipe) -> dict[str, str]:
     return {path: hashlib.sha256(source_file(cls).read_bytes()).hexdigest() for path, cls in classes.items()}
 
 
-def require_same(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> None:
+def require_same_identity(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> None:
     """Raise RecipeError with the names of all digests that differ."""
     different = sorted(name for name in ours.keys() | theirs.keys() if theirs.get(name) != ours.get(name))
     if different:
@@ -65,5 +67,5 @@ def require_same(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> None:
         )
 
 
-def _digest(value: Any) -> str:
+def _hash_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from wfm_ds.data.samples import pack_prompt, unpack_prompt
-from wfm_ds.models.conditional_frames import padded
+from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.rollout.groups import Group
-from wfm_ds.rollout.members import RolloutSample, finite
-from wfm_ds.sampling.denoise import Plan, StoredStep, Trajectory
+from wfm_ds.rollout.rollout_samples import RolloutSample, replace_nonfinite_values
+from wfm_ds.sampling.denoise import SamplingPlan, StoredStep, Trajectory
 from wfm_ds.types import Rollout, Transition
 
-Arrays = Sequence[tuple[str, npt.NDArray[np.float32]]]
+NamedArrays = Sequence[tuple[str, npt.NDArray[np.float32]]]
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkWork:
+class ChunkTask:
     """The content of one task: samples of one group, to be denoised with the plan of RL step `step`."""
 
     step: int
     samples: Sequence[RolloutSample]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def to_rows(self) -> list[dict[str, Any]]:
         """Return the JSON rows: the task, then one row for each array of `to_arrays` after the first."""
         first = self.samples[0]
         data, inputs = first.group.data, first.prompt.inputs
@@ -41,7 +41,7 @@ class ChunkWork:
         }
         return [task, *({"input": name} for name in inputs)]
 
-    def arrays(self) -> list[tuple[str, npt.NDArray[np.float32]]]:
+    def to_arrays(self) -> list[tuple[str, npt.NDArray[np.float32]]]:
         """Return the conditioning frames [C,n,h,w] (n may be 0; [0] without data) and the inputs of the samples.
 
         One array for each row of `to_rows`; empty in a run without data and inputs.
@@ -50,11 +50,11 @@ class ChunkWork:
         if group.data is None and not inputs:
             return []
         empty = np.zeros(0, np.float32)
-        frames = empty if group.data is None else group.data[:, : group.num_conditional_frames].cpu().numpy()
+        frames = empty if group.data is None else group.data[:, : group.num_conditioning_frames].cpu().numpy()
         return [("frames", frames), *inputs.items()]
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Mapping[str, Any]], arrays: Sequence[npt.NDArray[Any]] = ()) -> ChunkWork:
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]], arrays: Sequence[npt.NDArray[Any]] = ()) -> ChunkTask:
         """Invert `to_rows` and `to_arrays`. Raises KeyError, TypeError or ValueError for malformed input."""
         row, *input_rows = rows
         if input_rows and len(arrays) != len(rows):
@@ -67,8 +67,8 @@ class ChunkWork:
             frames = arrays[0]
             if frames.ndim != 4 or frames.dtype != np.float32 or not 0 <= frames.shape[1] < row["latent_frames"]:
                 raise ValueError(f"invalid conditioning frames: {list(frames.shape)} {frames.dtype}")
-            data = padded(torch.from_numpy(frames), row["latent_frames"])
-        group = Group(prompt=prompt, data=data, num_conditional_frames=0 if data is None else arrays[0].shape[1])
+            data = pad_num_frames(torch.from_numpy(frames), row["latent_frames"])
+        group = Group(prompt=prompt, data=data, num_conditioning_frames=0 if data is None else arrays[0].shape[1])
         samples = [
             RolloutSample(sample_id=sample_id, group_id=row["group"], group=group, seed=seed, noise_seed=noise_seed)
             for sample_id, seed, noise_seed in row["members"]
@@ -76,7 +76,7 @@ class ChunkWork:
         return cls(int(row["step"]), samples)
 
 
-def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], Arrays]:
+def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], NamedArrays]:
     """Return (layout, arrays) of n samples. Non-finite values are replaced by 0.
 
     `clean` [n, ...]: always present.
@@ -86,22 +86,25 @@ def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], Arrays]:
 
     The layout assigns points and states to steps.
     """
-    arrays: list[tuple[str, Tensor]] = [("clean", trajectory.clean)]
+    arrays: list[tuple[str, Tensor]] = [("clean", trajectory.clean_latents)]
     points: list[Tensor] = []
     layout: list[list[int]] = []
-    for stored in trajectory.stored:
+    for stored in trajectory.stored_steps:
         if not points or points[-1] is not stored.latents:
             points.append(stored.latents)
         points.append(stored.next_latents)
         layout.append([stored.index, len(points) - 2, len(points) - 1])
-    if trajectory.stored:
-        arrays += [("points", torch.stack(points, 1)), ("log_prob", _stacked([s.log_prob for s in trajectory.stored]))]
-        means = [s.mean for s in trajectory.stored if s.mean is not None]
-        arrays += [("mean", _stacked(means))] if means else []
+    if trajectory.stored_steps:
+        arrays += [
+            ("points", torch.stack(points, 1)),
+            ("log_prob", _stack_steps([s.log_prob for s in trajectory.stored_steps])),
+        ]
+        means = [s.mean for s in trajectory.stored_steps if s.mean is not None]
+        arrays += [("mean", _stack_steps(means))] if means else []
     if trajectory.states:
-        arrays.append(("states", _stacked([trajectory.states[k] for k in sorted(trajectory.states)])))
+        arrays.append(("states", _stack_steps([trajectory.states[k] for k in sorted(trajectory.states)])))
     steps = {"steps": layout, "states": sorted(trajectory.states)}
-    return steps, [(name, finite(tensor).float().cpu().numpy()) for name, tensor in arrays]
+    return steps, [(name, replace_nonfinite_values(tensor).float().cpu().numpy()) for name, tensor in arrays]
 
 
 def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trajectory:
@@ -120,25 +123,25 @@ def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     return Trajectory(tensors["clean"], stored, states)
 
 
-def require_stored(found: Trajectory, count: int, plan: Plan, shape: Sequence[int]) -> None:
+def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, shape: Sequence[int]) -> None:
     """Raise ValueError unless the trajectory has `plan`'s steps for `count` samples with latents [*shape] float32."""
-    steps = sorted(found.states) if plan.keep_states else [s.index for s in found.stored]
-    if steps != list(plan.stored) or (found.stored if plan.keep_states else found.states):
-        raise ValueError(f"wrong stored steps: expected {list(plan.stored)}, got {steps}")
-    if any((s.mean is None) == plan.keep_means for s in found.stored):
+    steps = sorted(trajectory.states) if plan.keep_states else [s.index for s in trajectory.stored_steps]
+    if steps != list(plan.stored_steps) or (trajectory.stored_steps if plan.keep_states else trajectory.states):
+        raise ValueError(f"wrong stored steps: expected {list(plan.stored_steps)}, got {steps}")
+    if any((s.mean is None) == plan.keep_means for s in trajectory.stored_steps):
         raise ValueError(f"the means of the steps are {'missing' if plan.keep_means else 'unexpected'}")
-    latents = [("clean", found.clean), *(("states", state) for state in found.states.values())]
-    for stored in found.stored:
+    latents = [("clean", trajectory.clean_latents), *(("states", state) for state in trajectory.states.values())]
+    for stored in trajectory.stored_steps:
         latents += [("latents", stored.latents), ("next_latents", stored.next_latents)]
         latents += [("mean", stored.mean)] if stored.mean is not None else []
     expected = [(name, tensor, (count, *shape)) for name, tensor in latents]
-    expected += [("log_prob", stored.log_prob, (count,)) for stored in found.stored]
+    expected += [("log_prob", stored.log_prob, (count,)) for stored in trajectory.stored_steps]
     for name, tensor, size in expected:
         if tuple(tensor.shape) != size or tensor.dtype != torch.float32:
             raise ValueError(f"{name}: expected {list(size)} float32, got {list(tensor.shape)} {tensor.dtype}")
 
 
-def nothing(sample: RolloutSample, plan: Plan, shape: Sequence[int], device: torch.device) -> Rollout:
+def empty_rollout(sample: RolloutSample, plan: SamplingPlan, shape: Sequence[int], device: torch.device) -> Rollout:
     """Return a rollout of zeros in place of a sample that could not be generated.
 
     It keeps the tensor shapes equal on all ranks. It has no reward, so its loss weight is 0.
@@ -154,13 +157,13 @@ def nothing(sample: RolloutSample, plan: Plan, shape: Sequence[int], device: tor
         clean_latents=zeros,
         transitions=[
             Transition(index=k, latents=zeros, next_latents=zeros, log_prob=zero, mean=mean)
-            for k in (() if plan.keep_states else plan.stored)
+            for k in (() if plan.keep_states else plan.stored_steps)
         ],
-        states=dict.fromkeys(plan.stored, zeros) if plan.keep_states else {},
-        data=sample.group.data,
-        num_conditional_frames=sample.group.num_conditional_frames,
+        states=dict.fromkeys(plan.stored_steps, zeros) if plan.keep_states else {},
+        data_latents=sample.group.data,
+        num_conditioning_frames=sample.group.num_conditioning_frames,
     )
 
 
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+def _stack_steps(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors), 1)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wfm_ds.checkpoint.export import LORA_FOLDER, export
-from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.checkpoint.export import LORA_FOLDER, export_weights
+from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.errors import UserError
-from wfm_ds.pipes.hub import Hub
+from wfm_ds.pipes.broker import Broker
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.job import Job
 from wfm_ds.run.layout import POLICY
@@ -29,55 +29,55 @@ class PolicyFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class PolicyManifest:
     """Description of a publication, sent to the workers with each task. (session_id, publication) identifies it.
 
     A session is one process of the run, from start or resume to exit. A publication of another session may have the
     same number and different weights.
     """
 
-    life: str
+    session_id: str
     publication: int  # number of the RL step before it; 0: before the first step
     folder: str  # path on the trainer; used if the worker sees the same file system
     files: tuple[PolicyFile, ...]
 
     def to_json(self) -> dict[str, Any]:
         files = [[f.name, f.num_bytes, f.sha256] for f in self.files]
-        return {"life": self.life, "publication": self.publication, "folder": self.folder, "files": files}
+        return {"life": self.session_id, "publication": self.publication, "folder": self.folder, "files": files}
 
     @classmethod
-    def of_json(cls, note: Mapping[str, Any]) -> Manifest:
+    def from_json(cls, note: Mapping[str, Any]) -> PolicyManifest:
         """Invert `to_json`. Raises KeyError, TypeError or ValueError for malformed input."""
         files = tuple(PolicyFile(name, num_bytes, sha256) for name, num_bytes, sha256 in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
 
-    def offered(self, file: PolicyFile) -> str:
+    def offer_name(self, file: PolicyFile) -> str:
         """Return the name under which the broker offers a file."""
-        return f"{self.life}/{self.publication}/{file.name}"
+        return f"{self.session_id}/{self.publication}/{file.name}"
 
 
-class Publisher:
+class PolicyPublisher:
     """Writes the policy after RL step N to `v<N>/` and announces it to the broker. All methods are collective."""
 
-    def __init__(self, job: Job, policy: str, life: str, hub: Hub | None) -> None:
+    def __init__(self, job: Job, policy: str, session_id: str, broker: Broker | None) -> None:
         """Remove the publications of earlier sessions. Collective.
 
         policy: name of the policy that generates samples. broker: on rank 0, else None.
         """
-        self.job, self.policy, self.life, self.hub = job, policy, life, hub
-        self.root = Path(job.world.broadcast(str(publications(job.recipe))))
-        self.kept: list[Manifest] = []
+        self.job, self.policy, self.session_id, self.broker = job, policy, session_id, broker
+        self.root = Path(job.world.broadcast(str(publications_folder(job.recipe))))
+        self.retained: list[PolicyManifest] = []
         # The newest, max_staleness older ones that workers may use, and one that a worker may still be reading.
-        self.num_kept = job.recipe.rl.rollout.max_staleness + 2
-        if hub is not None:
+        self.num_retained = job.recipe.rl.rollout.max_staleness + 2
+        if broker is not None:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def publish(self, publication: int) -> None:
         """Export and announce the policy. Collective. Raises UserError on all ranks if the files cannot be written."""
         job, folder = self.job, self.root / f"v{publication:06d}"
-        job.world.checked(
-            lambda: export(
-                ExportTarget.of(job.model),
+        job.world.run_checked(
+            lambda: export_weights(
+                ExportTarget.from_model(job.model),
                 job.engine,
                 folder,
                 policy=self.policy,
@@ -86,24 +86,24 @@ class Publisher:
                 trained_only=True,
             )
         )
-        job.world.checked(lambda: self._announce(folder, publication), on="main")
+        job.world.run_checked(lambda: self._announce_files(folder, publication), on="main")
 
-    def _announce(self, folder: Path, publication: int) -> None:
-        assert self.hub is not None
+    def _announce_files(self, folder: Path, publication: int) -> None:
+        assert self.broker is not None
         try:
-            files = described(folder)
+            files = list_policy_files(folder)
         except OSError as error:
             raise UserError(f"{folder} cannot be read ({error}): check the disk") from error
-        newest = Manifest(self.life, publication, str(folder.absolute()), files)
-        self.kept.append(newest)
-        expired, self.kept = self.kept[: -self.num_kept], self.kept[-self.num_kept :]
-        offers = {m.offered(f): Path(m.folder) / f.name for m in self.kept for f in m.files}
-        self.hub.announce(newest.to_json(), offers)
+        newest = PolicyManifest(self.session_id, publication, str(folder.absolute()), files)
+        self.retained.append(newest)
+        expired, self.retained = self.retained[: -self.num_retained], self.retained[-self.num_retained :]
+        offers = {m.offer_name(f): Path(m.folder) / f.name for m in self.retained for f in m.files}
+        self.broker.announce(newest.to_json(), offers)
         for manifest in expired:
             shutil.rmtree(manifest.folder, ignore_errors=True)
 
 
-def publications(recipe: Recipe) -> Path:
+def publications_folder(recipe: Recipe) -> Path:
     """Return the folder of the run's publications: unique to the run, and equal for its sessions on one machine."""
     output, folder = recipe.run.output_dir.absolute(), recipe.rl.rollout.policy_folder
     if folder is None:
@@ -114,16 +114,16 @@ def publications(recipe: Recipe) -> Path:
 
 def remove_publications(recipe: Recipe) -> None:
     """Remove the publications of a finished run."""
-    shutil.rmtree(publications(recipe), ignore_errors=True)
+    shutil.rmtree(publications_folder(recipe), ignore_errors=True)
 
 
-def described(folder: Path) -> tuple[PolicyFile, ...]:
+def list_policy_files(folder: Path) -> tuple[PolicyFile, ...]:
     """Return the size and hash of each weight file in a publication's folder. Raises OSError."""
     paths = sorted(folder.rglob("*.safetensors")) + sorted(folder.rglob(f"{LORA_FOLDER}/*.json"))
-    return tuple(PolicyFile(p.relative_to(folder).as_posix(), p.stat().st_size, sha256(p)) for p in paths)
+    return tuple(PolicyFile(p.relative_to(folder).as_posix(), p.stat().st_size, hash_file(p)) for p in paths)
 
 
-def sha256(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """Return the SHA-256 hex digest of a file. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -132,11 +132,11 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def holds(folder: Path, files: Sequence[PolicyFile]) -> bool:
+def has_files(folder: Path, files: Sequence[PolicyFile]) -> bool:
     """Return True if the folder has all of these files with matching sizes and hashes."""
     try:
         return all((folder / f.name).stat().st_size == f.num_bytes for f in files) and all(
-            sha256(folder / f.name) == f.sha256 for f in files
+            hash_file(folder / f.name) == f.sha256 for f in files
         )
     except OSError:
         return False

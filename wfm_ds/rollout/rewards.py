@@ -27,10 +27,10 @@ from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.arrays import pack_arrays
 from wfm_ds.pipes.client import PipeClient, TaskOutcome
-from wfm_ds.pipes.folders import SocketFolder
-from wfm_ds.pipes.keys import KeyFileError, client_keys
+from wfm_ds.pipes.keys import KeyFileError, load_client_keys
+from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.pipes.sockets import PipeError
-from wfm_ds.pipes.submission import submit_in_pieces
+from wfm_ds.pipes.submission import submit_rows
 from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
 from wfm_ds.types import MediaBatch, Score
 
@@ -57,22 +57,22 @@ class RewardService:
         own message if it fails to start or is not ready within reward.start_timeout_s.
         """
         self.endpoint = str(folder / "pipes.json")
-        self._config = folder / "reward_service.yaml"
-        self._log = folder / "reward_service.log"
+        self._config_path = folder / "reward_service.yaml"
+        self._log_path = folder / "reward_service.log"
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # prevents a restart after `stop` was called
         self._sockets = SocketFolder()
         folder.mkdir(parents=True, exist_ok=True)
         Path(self.endpoint).unlink(missing_ok=True)
-        self._config.write_text(yaml.safe_dump(service_config(reward, self._sockets.path), sort_keys=False))
-        self._log.write_bytes(b"")
-        self._process = self._started()
+        self._config_path.write_text(yaml.safe_dump(build_service_config(reward, self._sockets.path), sort_keys=False))
+        self._log_path.write_bytes(b"")
+        self._process = self._start_process()
         try:
             self._wait_until_ready(reward.start_timeout_s)
         except BaseException:
             self.stop()
             raise
-        self._watcher = threading.Thread(target=self._watch, name="reward service", daemon=True)
+        self._watcher = threading.Thread(target=self._watch_process, name="reward service", daemon=True)
         self._watcher.start()
 
     def __enter__(self) -> RewardService:
@@ -105,11 +105,11 @@ class RewardService:
         self._sockets.remove()
         Path(self.endpoint).unlink(missing_ok=True)
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start_process(self) -> subprocess.Popen[bytes]:
         self._sockets.restore()
-        with self._log.open("ab") as log_file:
+        with self._log_path.open("ab") as log_file:
             return subprocess.Popen(
-                [sys.executable, "-m", "wfm_reward.serve", str(self._config), "--stop-on-eof"],
+                [sys.executable, "-m", "wfm_reward.serve", str(self._config_path), "--stop-on-eof"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
@@ -122,17 +122,17 @@ class RewardService:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(timeout_s):
-                raise RewardError(f"the reward service was not ready after {timeout_s:g} s (log: {self._log})")
+                raise RewardError(f"the reward service was not ready after {timeout_s:g} s (log: {self._log_path})")
             line = self._process.stdout.readline()
         if not line:
-            raise RewardError(f"{self._last_error()} (log: {self._log})")
+            raise RewardError(f"{self._last_error()} (log: {self._log_path})")
 
     def _last_error(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
+        lines = self._log_path.read_text(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return errors[-1] if errors else f"the reward service exited with status {self._process.wait()}"
 
-    def _watch(self) -> None:
+    def _watch_process(self) -> None:
         """Restart the service when it dies. Clients reconnect and resubmit their unfinished tasks."""
         deaths: deque[float] = deque()
         while True:
@@ -150,10 +150,10 @@ class RewardService:
             with self._lock:
                 if self._stopping.is_set():
                     return
-                self._process = self._started()
+                self._process = self._start_process()
 
 
-def service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
+def build_service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
     """Return the configuration of a reward service for this recipe. sockets: folder of its sockets.
 
     Raises RewardError for an unknown reward.
@@ -161,7 +161,7 @@ def service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
     rewards = {
         # A worker without progress for reward.timeout_s can only produce timeouts.
         f.name: {
-            "stall_s": min(_stall_s(f.name), reward.timeout_s),
+            "stall_s": min(_reward_stall_s(f.name), reward.timeout_s),
             **f.model_dump(include={"workers", "max_batch", "options"}),
         }
         for f in reward.functions
@@ -169,15 +169,15 @@ def service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
     return {"pipes": {"folder": str(sockets)}, "rewards": rewards}
 
 
-def _stall_s(name: str) -> float:
+def _reward_stall_s(name: str) -> float:
     """Return the stall limit of a reward: its own, or STALL_S for a user's class, which is not imported here."""
     from wfm_reward import registry
 
-    return STALL_S if registry.is_path(name) else registry.describe(name).stall_s
+    return STALL_S if registry.is_class_path(name) else registry.get_reward_class(name).stall_s
 
 
 @dataclass(frozen=True, slots=True)
-class _Ticket:
+class _RewardTask:
     """A submitted task: some samples to be scored by one reward."""
 
     reward: str
@@ -202,19 +202,19 @@ class RewardClient:
         self._reward = reward
         self._lost_after_s = lost_after_s
         # Unique: the service treats tasks with equal ids as the same work, also across sessions of a run.
-        self._token = f"{client}-{uuid.uuid4().hex[:12]}"
+        self._client_id = f"{client}-{uuid.uuid4().hex[:12]}"
         self._num_submitted = 0
-        self._tickets: dict[str, _Ticket] = {}
+        self._pending_tasks: dict[str, _RewardTask] = {}
         self._scores: dict[str, dict[str, Score]] = {}
         try:
             # A unique client name: runs with equal folder names may share a service.
-            keys = None if reward.keys is None else client_keys(Path(reward.keys))
-            self._pipe = PipeClient(endpoint, run=run[:MAX_RUN_CHARS], client=self._token, keys=keys)
+            keys = None if reward.keys is None else load_client_keys(Path(reward.keys))
+            self._pipe = PipeClient(endpoint, run=run[:MAX_RUN_CHARS], client=self._client_id, keys=keys)
         except (PipeError, KeyFileError) as error:
             raise RewardError(f"reward service: {error}") from error
         try:
             self._pipe.attach(reward.start_timeout_s)
-            self._max_batch = {f.name: self._offered(f) for f in reward.functions}
+            self._max_batch = {f.name: self._require_reward(f) for f in reward.functions}
         except PipeError as error:
             self.close()
             raise RewardError(f"reward service: {error}") from error
@@ -232,15 +232,15 @@ class RewardClient:
         ]
         deadline_s = self._pipe.now_s() + self._reward.timeout_s
         max_rows = {f"score:{reward}": max_batch for reward, max_batch in self._max_batch.items()}
-        for piece in submit_in_pieces(
-            self._pipe, rows, list(media), max_rows, self._new_id, deadline_s + DEADLINE_SLACK_S
+        for piece in submit_rows(
+            self._pipe, rows, list(media), max_rows, self._new_task_id, deadline_s + DEADLINE_SLACK_S
         ):
             sample_ids = tuple(batch.sample_ids[piece.start : piece.stop])
-            ticket = _Ticket(piece.kind.removeprefix("score:"), sample_ids, deadline_s)
+            ticket = _RewardTask(piece.kind.removeprefix("score:"), sample_ids, deadline_s)
             if piece.failure is not None:
-                self._fail(ticket, piece.failure)
+                self._fail_task(ticket, piece.failure)
             else:
-                self._tickets[piece.id] = ticket
+                self._pending_tasks[piece.id] = ticket
 
     def wait(self) -> dict[str, dict[str, Score]]:
         """Wait for the scores of all samples submitted since the last call: {sample id: {reward name: Score}}.
@@ -248,10 +248,10 @@ class RewardClient:
         Every sample has a Score for every reward; failures and timeouts are failed Scores. Returns at the latest
         reward.timeout_s after the last submission. Never raises because of the service.
         """
-        while self._tickets:
-            LIVENESS.advance()
-            for outcome in self._pipe.take(self._patience_s()):
-                self._book(outcome)
+        while self._pending_tasks:
+            LIVENESS.record_progress()
+            for outcome in self._pipe.take_outcomes(self._poll_timeout_s()):
+                self._record_outcome(outcome)
             self._fail_overdue(self._pipe.now_s())
             self._fail_if_lost()
         scores, self._scores = self._scores, {}
@@ -261,7 +261,7 @@ class RewardClient:
         """Cancel the pending tasks and disconnect."""
         self._pipe.close()
 
-    def _offered(self, function: RewardFunction) -> int:
+    def _require_reward(self, function: RewardFunction) -> int:
         """Return the service's max_batch of a reward. Raises RewardError if it lacks the reward or options differ."""
         info = self._pipe.kinds.get(f"score:{function.name}")
         if info is None:
@@ -277,57 +277,55 @@ class RewardClient:
             )
         return int(info["max_batch"])
 
-    def _new_id(self, kind: str) -> str:
+    def _new_task_id(self, kind: str) -> str:
         self._num_submitted += 1
-        return f"{self._token}/{self._num_submitted}#{kind.removeprefix('score:')}"
+        return f"{self._client_id}/{self._num_submitted}#{kind.removeprefix('score:')}"
 
-    def _patience_s(self) -> float:
+    def _poll_timeout_s(self) -> float:
         """Return the seconds until the next deadline, at most 0.5 so that a lost service is noticed."""
-        return min(0.5, min(ticket.deadline_s for ticket in self._tickets.values()) - self._pipe.now_s())
+        return min(0.5, min(ticket.deadline_s for ticket in self._pending_tasks.values()) - self._pipe.now_s())
 
-    def _book(self, outcome: TaskOutcome) -> None:
-        ticket = self._tickets.pop(outcome.id, None)
+    def _record_outcome(self, outcome: TaskOutcome) -> None:
+        ticket = self._pending_tasks.pop(outcome.id, None)
         if ticket is None:
             return  # already failed
         if not outcome.ok:
-            self._fail(ticket, outcome.reason)
+            self._fail_task(ticket, outcome.reason)
             return
         try:
-            scores = list(_scores(ticket, outcome))
+            scores = list(_parse_scores(ticket, outcome))
         except (KeyError, TypeError, ValueError) as error:
-            self._fail(ticket, f"malformed reply of the reward service: {error}")
+            self._fail_task(ticket, f"malformed reply of the reward service: {error}")
             return
         for score in scores:
             self._scores.setdefault(score.sample_id, {})[score.reward] = score
 
     def _fail_overdue(self, now_s: float) -> None:
-        silent_s = self._pipe.silent_s()
-        cause = f" ({self._pipe.trouble()} for {silent_s:.0f} s)" if silent_s > 10 else ""
-        overdue = {task_id: ticket for task_id, ticket in self._tickets.items() if now_s >= ticket.deadline_s}
+        silent_s = self._pipe.silence_s()
+        cause = f" ({self._pipe.connection_problem()} for {silent_s:.0f} s)" if silent_s > 10 else ""
+        overdue = {task_id: ticket for task_id, ticket in self._pending_tasks.items() if now_s >= ticket.deadline_s}
         for task_id, ticket in overdue.items():
-            self._fail(ticket, f"timeout after {self._reward.timeout_s:g} s in {ticket.reward}{cause}")
-            del self._tickets[task_id]
+            self._fail_task(ticket, f"timeout after {self._reward.timeout_s:g} s in {ticket.reward}{cause}")
+            del self._pending_tasks[task_id]
         self._pipe.cancel(overdue)
 
     def _fail_if_lost(self) -> None:
-        silent_s = self._pipe.silent_s()
+        silent_s = self._pipe.silence_s()
         if silent_s > self._lost_after_s:
-            for ticket in self._tickets.values():
-                self._fail(ticket, f"reward service lost: {self._pipe.trouble()} for {silent_s:.0f} s")
-            self._pipe.cancel(self._tickets)
-            self._tickets.clear()
+            for ticket in self._pending_tasks.values():
+                self._fail_task(ticket, f"reward service lost: {self._pipe.connection_problem()} for {silent_s:.0f} s")
+            self._pipe.cancel(self._pending_tasks)
+            self._pending_tasks.clear()
 
-    def _fail(self, ticket: _Ticket, why: str) -> None:
-        for sample_id in ticket.sample_ids:
-            score = Score(sample_id=sample_id, reward=ticket.reward, failure=why)
-            self._scores.setdefault(sample_id, {})[ticket.reward] = score
+    def _fail_task(self, task: _RewardTask, why: str) -> None:
+        for sample_id in task.sample_ids:
+            score = Score(sample_id=sample_id, reward=task.reward, failure=why)
+            self._scores.setdefault(sample_id, {})[task.reward] = score
 
 
-def _scores(ticket: _Ticket, outcome: TaskOutcome) -> Iterator[Score]:
+def _parse_scores(task: _RewardTask, outcome: TaskOutcome) -> Iterator[Score]:
     """Yield the scores in a reply. Raises KeyError, TypeError or ValueError unless it has one row per sample."""
     rows = outcome.meta["scores"]
-    seconds = outcome.seconds / len(ticket.sample_ids)
-    for sample_id, (value, failure, parts) in zip(ticket.sample_ids, rows, strict=True):
-        yield Score(
-            sample_id=sample_id, reward=ticket.reward, value=value, failure=failure, seconds=seconds, parts=parts
-        )
+    seconds = outcome.seconds / len(task.sample_ids)
+    for sample_id, (value, failure, parts) in zip(task.sample_ids, rows, strict=True):
+        yield Score(sample_id=sample_id, reward=task.reward, value=value, failure=failure, seconds=seconds, parts=parts)

@@ -23,7 +23,7 @@ Scores = dict[str, dict[str, Score]]
 """{sample id: {reward name: Score}}."""
 
 
-def submit_pictures(
+def decode_and_submit(
     job: Job, rewards: RewardClient, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]
 ) -> tuple[npt.NDArray[np.uint8], Scores]:
     """Decode latents [B, ...] to uint8 images [B,H,W,3] or videos [B,T,H,W,3] and submit them for scoring.
@@ -31,19 +31,19 @@ def submit_pictures(
     Does not wait for the scores. Collective in the replica; only its leader gets and sends the images. Samples with
     non-finite latents are not sent; their failures are returned.
     """
-    images, is_finite = decoded(job, latents)
-    return images, submit_decoded(job, rewards, images, is_finite, sample_ids, prompts)
+    images, is_finite = decode_in_replica(job, latents)
+    return images, submit_decoded_samples(job, rewards, images, is_finite, sample_ids, prompts)
 
 
-def decoded(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
+def decode_in_replica(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
     """Decode latents [B, ...] on all ranks of a replica. Collective in the replica.
 
     Returns the images on the leader and [0] on other ranks, and on all ranks whether each sample's latents are finite.
     """
-    return SharedDecoding(job, latents).wait()
+    return ReplicaDecoding(job, latents).wait()
 
 
-class SharedDecoding:
+class ReplicaDecoding:
     """Decoding of samples by the ranks of a replica. Each rank decodes a contiguous shard."""
 
     def __init__(self, job: Job, latents: Tensor) -> None:
@@ -51,16 +51,18 @@ class SharedDecoding:
         self._world, ranks = job.world, job.world.sp_size
         self._counts = [len(latents) // ranks + (rank < len(latents) % ranks) for rank in range(ranks)]
         first = sum(self._counts[: job.world.sp_rank])
-        self._mine = job.sampler.decoding(latents, slice(first, first + self._counts[job.world.sp_rank]))
-        self.is_behind = self._mine.is_behind
+        self._local_decoding = job.sampler.start_decoding(
+            latents, slice(first, first + self._counts[job.world.sp_rank])
+        )
+        self.is_pending = self._local_decoding.is_pending
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """Wait for all shards. Collective in the replica. Returns the same as `decode_in_replica`."""
-        images, is_finite = self._mine.wait()
-        return self._world.joined_rows(images, self._counts), is_finite
+        images, is_finite = self._local_decoding.wait()
+        return self._world.gather_replica_rows(images, self._counts), is_finite
 
 
-class Submissions:
+class ScoringQueue:
     """Decodes denoised chunks and sends them to the reward service.
 
     On a GPU a chunk is decoded on a side stream while the next chunk is denoised, and sent when it is ready. Chunks are
@@ -69,40 +71,42 @@ class Submissions:
 
     def __init__(self, job: Job, rewards: RewardClient) -> None:
         self.job, self.rewards = job, rewards
-        self._pending: list[Chunk] = []
-        self._decoding: tuple[SharedDecoding, Chunk] | None = None
-        self._broken: Scores = {}
+        self._pending: list[DenoisedChunk] = []
+        self._decoding: tuple[ReplicaDecoding, DenoisedChunk] | None = None
+        self._failures: Scores = {}
 
-    def add(self, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]) -> None:
-        self._pending.append(Chunk(latents, sample_ids, prompts))
+    def submit(self, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]) -> None:
+        self._pending.append(DenoisedChunk(latents, sample_ids, prompts))
         if sum(len(chunk.latents) for chunk in self._pending) >= self.job.world.sp_size:
-            self._begin()
+            self._start_decoding()
 
-    def close(self) -> Scores:
+    def flush(self) -> Scores:
         """Send the remaining chunks. Return the failures of all samples with non-finite latents."""
         if self._pending:
-            self._begin()
-        self._send()
-        return self._broken
+            self._start_decoding()
+        self._send_decoded()
+        return self._failures
 
-    def _begin(self) -> None:
-        chunk, self._pending = Chunk.joined(self._pending), []
-        decoding = SharedDecoding(self.job, chunk.latents)
-        self._send()  # the previous chunk, which is decoded by now
+    def _start_decoding(self) -> None:
+        chunk, self._pending = DenoisedChunk.concatenate(self._pending), []
+        decoding = ReplicaDecoding(self.job, chunk.latents)
+        self._send_decoded()  # the previous chunk, which is decoded by now
         self._decoding = decoding, chunk
-        if not decoding.is_behind:
-            self._send()
+        if not decoding.is_pending:
+            self._send_decoded()
 
-    def _send(self) -> None:
+    def _send_decoded(self) -> None:
         if self._decoding is None:
             return
         (decoding, chunk), self._decoding = self._decoding, None
         images, is_finite = decoding.wait()
-        self._broken |= submit_decoded(self.job, self.rewards, images, is_finite, chunk.sample_ids, chunk.prompts)
+        self._failures |= submit_decoded_samples(
+            self.job, self.rewards, images, is_finite, chunk.sample_ids, chunk.prompts
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class DenoisedChunk:
     """Denoised samples that are not decoded yet."""
 
     latents: Tensor  # [B, ...]
@@ -110,31 +114,31 @@ class Chunk:
     prompts: Sequence[Prompt]
 
     @classmethod
-    def joined(cls, chunks: Sequence[Chunk]) -> Chunk:
+    def concatenate(cls, chunks: Sequence[DenoisedChunk]) -> DenoisedChunk:
         latents = chunks[0].latents if len(chunks) == 1 else torch.cat([chunk.latents for chunk in chunks])
         ids = [sample_id for chunk in chunks for sample_id in chunk.sample_ids]
         return cls(latents, ids, [prompt for chunk in chunks for prompt in chunk.prompts])
 
 
-def submit_decoded(
+def submit_decoded_samples(
     job: Job,
     rewards: RewardClient,
-    media: npt.NDArray[np.uint8],
-    finite: Sequence[bool],
+    images: npt.NDArray[np.uint8],
+    is_finite: Sequence[bool],
     sample_ids: Sequence[str],
     prompts: Sequence[Prompt],
 ) -> Scores:
     """Submit decoded samples to all rewards of the run. See `submit_finite_samples`."""
     names = [function.name for function in job.recipe.rl.reward.functions]
-    fps = job.recipe.sampling.fps if job.model.video else None
-    return submit_media(rewards, names, media, finite, sample_ids, prompts, fps)
+    fps = job.recipe.sampling.fps if job.model.is_video else None
+    return submit_finite_samples(rewards, names, images, is_finite, sample_ids, prompts, fps)
 
 
-def submit_media(
+def submit_finite_samples(
     rewards: RewardClient,
     names: Sequence[str],
-    media: npt.NDArray[np.uint8],
-    finite: Sequence[bool],
+    images: npt.NDArray[np.uint8],
+    is_finite: Sequence[bool],
     sample_ids: Sequence[str],
     prompts: Sequence[Prompt],
     fps: float | None,
@@ -143,38 +147,38 @@ def submit_media(
 
     names: rewards that get a failed Score for each sample that is not submitted. fps: None for images.
     """
-    rows = [i for i, ok in enumerate(finite) if ok]
-    if rows and len(media):
+    rows = [i for i, ok in enumerate(is_finite) if ok]
+    if rows and len(images):
         rewards.submit(
             MediaBatch(
-                media=media[rows],
+                media=images[rows],
                 sample_ids=[sample_ids[i] for i in rows],
                 prompts=[prompts[i].text for i in rows],
                 metadata=[prompts[i].metadata for i in rows],
-                inputs=[small(prompts[i].inputs) for i in rows],
+                inputs=[drop_first_frame(prompts[i].inputs) for i in rows],
                 fps=fps,
             )
         )
-    failed = [sample_id for sample_id, ok in zip(sample_ids, finite, strict=True) if not ok]
+    failed = [sample_id for sample_id, ok in zip(sample_ids, is_finite, strict=True) if not ok]
     reason = "latents are not finite"
     return {s: {name: Score(sample_id=s, reward=name, failure=reason) for name in names} for s in failed}
 
 
-def small(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
+def drop_first_frame(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
     """Return the inputs without the first frame: the video already contains it, and it is too large for a message."""
     return {name: array for name, array in inputs.items() if name != FIRST_FRAME}
 
 
-def gather_scores(world: World, mine: Mapping[str, Mapping[str, Score]]) -> Scores:
+def gather_scores(world: World, local_scores: Mapping[str, Mapping[str, Score]]) -> Scores:
     """Gather the scores of all replicas, in the order of the replicas. Collective.
 
     local_scores: the scores of this replica; only the leader's are used.
     """
-    parts = world.replica_gather(pack_scores(mine))
+    parts = world.gather_from_leaders(pack_scores(local_scores))
     return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
 
 
-def failure_reasons(scores: Sequence[Mapping[str, Score]]) -> str:
+def summarize_failures(scores: Sequence[Mapping[str, Score]]) -> str:
     """Return the first NUM_REASONS distinct failures as one line for the log; empty if nothing failed."""
     failed = {
         f"{score.reward}: {score.failure}" for by_reward in scores for score in by_reward.values() if score.failure

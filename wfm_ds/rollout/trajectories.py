@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from wfm_ds.data.actions import Actions
-from wfm_ds.data.order import permuted
+from wfm_ds.data.actions import ActionData
+from wfm_ds.data.order import permutation
 from wfm_ds.data.trajectories import ACTIONS, DOMAIN, POSES, Floats
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
@@ -21,19 +21,19 @@ from wfm_ds.types import Prompt
 log = logging.getLogger(__name__)
 
 
-class Trajectories:
+class CounterfactualTrajectories:
     """Replaces the trajectories of an RL step's prompts as configured by rollout.trajectories. Same on every rank."""
 
-    def __init__(self, recipe: Recipe, actions: Actions | None) -> None:
+    def __init__(self, recipe: Recipe, actions: ActionData | None) -> None:
         rollout = recipe.rl.rollout
         self.mode, self.seed = rollout.trajectories, recipe.run.seed
         self._has_warned = False
         self._library = None if actions is None else actions.library
 
-    def of_step(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
+    def replace_trajectories(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
         """Return the prompts with new trajectories. prompts: of all groups of the step."""
         if self.mode == "shuffle":
-            shuffled = exchanged(prompts, seed=self.seed, step=step)
+            shuffled = shuffle_trajectories(prompts, seed=self.seed, step=step)
             if not self._has_warned and all(new is old for new, old in zip(shuffled, prompts, strict=True)):
                 self._has_warned = True
                 log.warning(
@@ -52,7 +52,7 @@ class Trajectories:
         ]
 
 
-def exchanged(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt]:
+def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt]:
     """Return the prompts with their actions and camera paths exchanged within each `domain`.
 
     No prompt keeps its own trajectory, except a prompt that is the only one of its domain.
@@ -62,21 +62,23 @@ def exchanged(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt
         domains.setdefault(float(prompt.inputs.get(DOMAIN, 0)), []).append(i)
     shuffled = list(prompts)
     for domain, indices in sorted(domains.items()):
-        order = permuted(len(indices), derive_seed(seed, "trajectories", step, str(domain)))
+        order = permutation(len(indices), derive_seed(seed, "trajectories", step, str(domain)))
         if len(indices) == 1:
             continue
         ring = [indices[i] for i in order]  # each prompt takes the trajectory of the next one
         for target, source in zip(ring, [*ring[1:], ring[0]], strict=True):
-            shuffled[target] = replace(prompts[target], inputs=moved(prompts[target].inputs, prompts[source].inputs))
+            shuffled[target] = replace(
+                prompts[target], inputs=transplant_trajectory(prompts[target].inputs, prompts[source].inputs)
+            )
     return shuffled
 
 
-def moved(here: Mapping[str, Floats], there: Mapping[str, Floats]) -> dict[str, Floats]:
+def transplant_trajectory(target: Mapping[str, Floats], source: Mapping[str, Floats]) -> dict[str, Floats]:
     """Return the inputs `target` with the trajectory of `source`. The camera path keeps the start pose of `target`."""
-    inputs = dict(here)
-    if ACTIONS in here:
-        inputs[ACTIONS] = there[ACTIONS]
-    if POSES in here:
-        start = here[POSES][0].astype(np.float64) @ np.linalg.inv(there[POSES][0].astype(np.float64))
-        inputs[POSES] = (start @ there[POSES].astype(np.float64)).astype(np.float32)
+    inputs = dict(target)
+    if ACTIONS in target:
+        inputs[ACTIONS] = source[ACTIONS]
+    if POSES in target:
+        start = target[POSES][0].astype(np.float64) @ np.linalg.inv(source[POSES][0].astype(np.float64))
+        inputs[POSES] = (start @ source[POSES].astype(np.float64)).astype(np.float32)
     return inputs

@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from wfm_ds.checkpoint.adapter import load_adapter, load_saved, placed_names
-from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX, SAVED_FILES, diffusers_name
-from wfm_ds.engine.flops import adapted_layers
-from wfm_ds.engine.merging import AdapterMerge
+from wfm_ds.checkpoint.adapter_loading import adapter_tensor_names, load_adapter, load_whole_layers
+from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX, WHOLE_LAYER_FILES, diffusers_name
+from wfm_ds.engine.adapter_merge import AdapterMerge
+from wfm_ds.engine.flops import find_adapter_layers
 from wfm_ds.errors import UserError
-from wfm_ds.models.base import DiffusionModel, matches
+from wfm_ds.models.base import DiffusionModel, matches_any_pattern
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.sockets import PipeError
 from wfm_ds.pipes.wire import WireError
 from wfm_ds.pipes.worker import TaskFailed
-from wfm_ds.rollout.publisher import Manifest, PolicyFile, holds
+from wfm_ds.rollout.publisher import PolicyFile, PolicyManifest, has_files
 
 log = logging.getLogger(__name__)
 
-PIECE_S = 60.0  # for one piece of a file to arrive
-NAME = re.compile(r"[\w-]+/[\w.-]+")  # exactly one folder deep: a path cannot leave the publication's folder
+PIECE_TIMEOUT_S = 60.0  # for one piece of a file to arrive
+FILE_NAME = re.compile(r"[\w-]+/[\w.-]+")  # exactly one folder deep: a path cannot leave the publication's folder
 
 
 class PolicyWeights:
@@ -37,89 +37,93 @@ class PolicyWeights:
     def __init__(self, model: DiffusionModel, client: PipeClient, *, lora: bool, merge: bool = False) -> None:
         """client: connected to the trainer's broker. merge: merge the adapter into the base weights (AdapterMerge)."""
         self.model, self.client, self.lora, self.merge = model, client, lora, merge
-        self.loaded: Manifest | None = None
-        self._adapted = False
-        self._merged: AdapterMerge | None = None
+        self.loaded_manifest: PolicyManifest | None = None
+        self._has_adapter = False
+        self._adapter_merge: AdapterMerge | None = None
 
-    def use(self, manifest: Manifest) -> int:
+    def load_publication(self, manifest: PolicyManifest) -> int:
         """Load this publication unless the model already has it or a newer one of the same session.
 
         Returns the number of the publication in the model. Raises TaskFailed (not fatal) if it cannot be downloaded or
         loaded. The model then has its earlier weights, or undefined weights that the next call replaces.
         """
-        current = self.loaded
-        if current is not None and current.life == manifest.life and current.publication >= manifest.publication:
+        current = self.loaded_manifest
+        if (
+            current is not None
+            and current.session_id == manifest.session_id
+            and current.publication >= manifest.publication
+        ):
             return current.publication
-        with self._found(manifest) as folder:
-            self.loaded = None  # until all weights are loaded
+        with self._open_folder(manifest) as folder:
+            self.loaded_manifest = None  # until all weights are loaded
             try:
-                self._load(folder)
+                self._load_weights(folder)
             except (UserError, OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
                 raise TaskFailed(
                     f"publication {manifest.publication} cannot be loaded: {error}", fatal=False
                 ) from error
-        self.loaded = manifest
+        self.loaded_manifest = manifest
         log.info("loaded publication %d", manifest.publication)
         return manifest.publication
 
     @contextlib.contextmanager
-    def _found(self, manifest: Manifest) -> Iterator[Path]:
+    def _open_folder(self, manifest: PolicyManifest) -> Iterator[Path]:
         """Yield a folder with the announced files: the trainer's if it is visible, else a temporary download.
 
         Raises TaskFailed.
         """
-        if not manifest.files or not all(NAME.fullmatch(f.name) for f in manifest.files):
+        if not manifest.files or not all(FILE_NAME.fullmatch(f.name) for f in manifest.files):
             raise TaskFailed("a publication has no files or invalid file names", fatal=True)
         shared = Path(manifest.folder)
-        if holds(shared, manifest.files):
+        if has_files(shared, manifest.files):
             yield shared
             return
         with tempfile.TemporaryDirectory(prefix="wfm-policy-") as temporary:
             folder = Path(temporary)
             try:
                 for file in manifest.files:
-                    self._fetch(manifest, file, folder / file.name)
+                    self._fetch_file(manifest, file, folder / file.name)
             except (PipeError, WireError, OSError) as error:
                 raise TaskFailed(
                     f"publication {manifest.publication} cannot be downloaded: {error}", fatal=False
                 ) from error
-            if not holds(folder, manifest.files):
+            if not has_files(folder, manifest.files):
                 raise TaskFailed(f"publication {manifest.publication} does not match its announced hashes", fatal=False)
             yield folder
 
-    def _fetch(self, manifest: Manifest, file: PolicyFile, path: Path) -> None:
+    def _fetch_file(self, manifest: PolicyManifest, file: PolicyFile, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as out:
-            for piece in self.client.read_file(manifest.offered(file), file.num_bytes, PIECE_S):
+            for piece in self.client.read_file(manifest.offer_name(file), file.num_bytes, PIECE_TIMEOUT_S):
                 out.write(piece.data)
 
     @torch.no_grad()
-    def _load(self, folder: Path) -> None:
+    def _load_weights(self, folder: Path) -> None:
         if not self.lora:
-            for part in self.model.denoiser_parts:
-                self._copy(part, sorted((folder / part).glob("*.safetensors")))
+            for part in self.model.denoiser_components:
+                self._copy_tensors(part, sorted((folder / part).glob("*.safetensors")))
             return
         self._load_adapter(folder)
         if self.merge:
-            if self._merged is None:
-                self._merged = AdapterMerge(adapted_layers(self.model.denoiser))
+            if self._adapter_merge is None:
+                self._adapter_merge = AdapterMerge(find_adapter_layers(self.model.denoiser))
                 denoiser: Any = self.model.denoiser
                 denoiser.disable_adapters()
-            self._merged.put_in("default")
+            self._adapter_merge.merge("default")
 
     def _load_adapter(self, folder: Path) -> None:
-        if not self._adapted:
+        if not self._has_adapter:
             load_adapter(self.model, folder / LORA_FOLDER)
             for name, parameter in self.model.denoiser.named_parameters():
                 if ".lora_" in name:
                     parameter.data = parameter.data.to(self.model.dtype)  # same dtype as on the training ranks
-            self._adapted = True
+            self._has_adapter = True
             return
-        for part in self.model.denoiser_parts:
-            self._copy(part, [folder / LORA_FOLDER / LORA_FILES[part]])
-            load_saved(getattr(self.model.pipeline, part), folder / LORA_FOLDER / SAVED_FILES[part])
+        for part in self.model.denoiser_components:
+            self._copy_tensors(part, [folder / LORA_FOLDER / LORA_FILES[part]])
+            load_whole_layers(getattr(self.model.pipeline, part), folder / LORA_FOLDER / WHOLE_LAYER_FILES[part])
 
-    def _copy(self, part: str, paths: list[Path]) -> None:
+    def _copy_tensors(self, part: str, paths: list[Path]) -> None:
         """Copy the tensors of these files into a part of the denoiser.
 
         Raises ValueError if a trained tensor is missing.
@@ -129,8 +133,8 @@ class PolicyWeights:
         if self.lora:
             names = {n: diffusers_name(n.replace(".default.", ".")) for n in targets if ".lora_" in n}
             targets = {f"{LORA_PREFIX}.{name}": targets[n] for n, name in names.items()}
-        trained = {name for name in targets if not matches(name, self.model.frozen)}
-        missing = placed_names(network) if self.lora else trained
+        trained = {name for name in targets if not matches_any_pattern(name, self.model.unused_parameter_patterns)}
+        missing = adapter_tensor_names(network) if self.lora else trained
         for path in paths:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118, not a mapping

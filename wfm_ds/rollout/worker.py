@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.keys import ClientKeys, KeyFileError, client_keys
-from wfm_ds.pipes.worker import Answer, LeaseWorker, Progress, TaskFailed, TaskInHand
-from wfm_ds.program import program
-from wfm_ds.rollout import KIND
+from wfm_ds.pipes.keys import ClientKeys, KeyFileError, load_client_keys
+from wfm_ds.pipes.worker import LeasedTask, LeaseWorker, ReportProgress, TaskFailed, TaskResult
+from wfm_ds.program import run_command
+from wfm_ds.rollout import TASK_KIND
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.rollout.generator import Generator
+    from wfm_ds.rollout.generator import ChunkGenerator
     from wfm_ds.rollout.rewards import RewardClient
 
 log = logging.getLogger("wfm_ds.rollout")
@@ -65,7 +65,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rewards", metavar="ADDRESS", help="address of the reward service, if it differs on this machine")
     p.add_argument("--device", help="default: cuda if available, else cpu")
     p.add_argument(
-        "--name", type=_name, default=default_name(), help="unique name (default: host, pid and a random part)"
+        "--name",
+        type=_parse_worker_name,
+        default=default_worker_name(),
+        help="unique name (default: host, pid and a random part)",
     )
     p.add_argument(
         "--orphan-s",
@@ -78,12 +81,12 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def default_name() -> str:
+def default_worker_name() -> str:
     """Return a unique name. Host and pid are not enough: containers may share both, and names identify workers."""
     return f"{socket.gethostname()[:HOST_CHARS]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
 
-def _name(text: str) -> str:
+def _parse_worker_name(text: str) -> str:
     if not 1 <= len(text) <= MAX_NAME_CHARS:
         raise argparse.ArgumentTypeError(
             f"the name must have 1 to {MAX_NAME_CHARS} characters, got {len(text)}: {text}"
@@ -92,12 +95,12 @@ def _name(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run_worker, argv)
 
 
-def run(args: argparse.Namespace) -> int:
-    from wfm_ds.distributed.determinism import deterministic
-    from wfm_ds.distributed.logs import quieten_libraries
+def run_worker(args: argparse.Namespace) -> int:
+    from wfm_ds.distributed.determinism import deterministic_kernels
+    from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
 
     stop = threading.Event()
@@ -108,94 +111,98 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, request_stop)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {args.name} %(levelname)s %(message)s")
-    quieten_libraries()
-    recipe = recipe_file.load(args.recipe, args.overrides)
+    quiet_libraries()
+    recipe = recipe_file.load_recipe(args.recipe, args.overrides)
     if not recipe.is_async:
         raise RecipeError(f"{args.recipe}: workers need rollout.mode: async, got {recipe.rl.rollout.mode}")
-    with deterministic(recipe.engine.deterministic):
-        return work(recipe, args, stop)
+    with deterministic_kernels(recipe.engine.deterministic):
+        return serve_chunks(recipe, args, stop)
 
 
-def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
+def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
     """Generate chunks until stopped. Raises UserError if trainer, recipe and reward service do not match."""
-    keys = worker_keys(recipe, args.keys)
+    keys = load_worker_keys(recipe, args.keys)
     client = PipeClient(args.connect, run="workers", client=args.name, keys=keys)
     try:
         client.attach(ATTACH_S)
-        info = client.kinds.get(KIND)
+        info = client.kinds.get(TASK_KIND)
         if info is None:
             raise RecipeError(
                 f"{args.connect} is not the trainer of an async run: use rollout/pipes.json in the run's output folder"
             )
         generator = build_generator(recipe, args.device, client, info["identity"])
-        return Lanes(recipe, generator, client, keys, info, args).run(stop)
+        return WorkerLanes(recipe, generator, client, keys, info, args).run(stop)
     finally:
         client.close()
 
 
-def worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
+def load_worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
     """Load the keys from `folder`, else from rollout.keys. None if the run does not use keys. Raises KeyFileError."""
     trainer_folder = recipe.rl.rollout.keys
     if folder is not None:
-        return client_keys(folder)
+        return load_client_keys(folder)
     if trainer_folder is not None and not trainer_folder.exists():
         raise KeyFileError(
             f"the trainer requires keys but {trainer_folder} (rollout.keys) does not exist here: pass --keys DIR with "
             "this worker's keys"
         )
-    return None if trainer_folder is None else client_keys(trainer_folder)
+    return None if trainer_folder is None else load_client_keys(trainer_folder)
 
 
 def build_generator(
-    recipe: Recipe, device: str | None, client: PipeClient, identity_there: Mapping[str, Any]
-) -> Generator:
+    recipe: Recipe, device: str | None, client: PipeClient, trainer_identity: Mapping[str, Any]
+) -> ChunkGenerator:
     import torch
 
-    from wfm_ds.algorithms import build_rl
-    from wfm_ds.distributed.accelerator import current
+    from wfm_ds.algorithms import build_rl_algorithm
+    from wfm_ds.distributed.accelerator import device_context
     from wfm_ds.distributed.world import threads_per_rank
-    from wfm_ds.engine import attention
+    from wfm_ds.engine import attention_kernels
     from wfm_ds.engine.base_precision import quantise_base
-    from wfm_ds.engine.compiled import compile_blocks
+    from wfm_ds.engine.block_compilation import compile_blocks
+    from wfm_ds.engine.cuda_graphs import ReplayingNetwork
     from wfm_ds.engine.fp8_training import train_in_float8
-    from wfm_ds.engine.placement import move
-    from wfm_ds.engine.replay import ReplayedNetwork
-    from wfm_ds.models.loading import chosen_device
+    from wfm_ds.engine.weight_placement import move_weights
+    from wfm_ds.models.loading import select_device
     from wfm_ds.models.text_cache import TextCache
-    from wfm_ds.models.text_store import opened, text_store
-    from wfm_ds.rollout.generator import Generator
-    from wfm_ds.rollout.identity import identity, require_same
+    from wfm_ds.models.text_store import create_text_store, open_store_folder
+    from wfm_ds.rollout.generator import ChunkGenerator
+    from wfm_ds.rollout.identity import compute_identity, require_same_identity
     from wfm_ds.rollout.weights import PolicyWeights
-    from wfm_ds.run.model import load_model
+    from wfm_ds.run.model_loading import load_model
 
     torch.set_num_threads(threads_per_rank())
-    torch_device = chosen_device(device)
-    with current(torch_device):
+    torch_device = select_device(device)
+    with device_context(torch_device):
         model = load_model(recipe, torch_device)
         quantise_base(model.denoiser, model.block_classes, recipe.rollout_precision, model.dtype, torch_device)
-        move(model.denoiser, model.dtype, torch_device)
+        move_weights(model.denoiser, model.dtype, torch_device)
         train_in_float8(model.denoiser, model.block_classes, recipe.model.fp8_training, model.dtype, torch_device)
-        kernel = attention.choose(recipe.model.attention, model.denoiser, model.dtype, torch_device, trains=False)
-    attention.use(model.denoiser, kernel)
-    require_same(identity_there, identity(recipe, model))
+        kernel = attention_kernels.choose_kernel(
+            recipe.model.attention, model.denoiser, model.dtype, torch_device, trains=False
+        )
+    attention_kernels.use_kernel(model.denoiser, kernel)
+    require_same_identity(trainer_identity, compute_identity(recipe, model))
     if recipe.lora is not None:  # before any text is encoded, as in the trainer
-        model.freeze_all_but(recipe.lora.trained_layers(model.default_lora_targets))
-    store = text_store(recipe, model)
-    texts = TextCache(model, store=store if store is not None and opened(store, required=False) else None)
+        model.prepare_for_lora(recipe.lora.trainable_layers(model.default_lora_targets))
+    store = create_text_store(recipe, model)
+    texts = TextCache(model, store=store if store is not None and open_store_folder(store, required=False) else None)
     if texts.folder is not None:  # if the trainer has filled this folder, the text encoders are not needed
         model.move_text_encoders("cpu")
-    algorithm = build_rl(recipe, model.rollout_sigmas(recipe.sampling))
+    algorithm = build_rl_algorithm(recipe, model.rollout_sigmas(recipe.sampling))
     weights = PolicyWeights(model, client, lora=recipe.lora is not None, merge=recipe.rl.rollout.merge_lora)
     if recipe.engine.compile:
         compile_blocks(model.denoiser, model.block_classes)
     on_chunk_start = None
     if recipe.rl.rollout.cuda_graph:
-        network: Any = ReplayedNetwork(model.denoiser)
+        network: Any = ReplayingNetwork(model.denoiser)
         model.denoiser, on_chunk_start = network, network.begin
-    return Generator(model, texts, recipe.sampling, algorithm, weights, recipe.joint_rows, on_chunk_start)
+    return ChunkGenerator(
+        model, texts, recipe.sampling, algorithm, weights, recipe.joint_guidance_batches, on_chunk_start
+    )
 
 
-class Lanes:
+class WorkerLanes:
     """The lanes of a worker. A lane is a thread that leases a chunk, generates it, and waits for its scores.
 
     Several lanes overlap the generation of one chunk with the scoring of another.
@@ -204,24 +211,24 @@ class Lanes:
     def __init__(
         self,
         recipe: Recipe,
-        generator: Generator,
+        generator: ChunkGenerator,
         client: PipeClient,
         keys: ClientKeys | None,
         info: Mapping[str, Any],
         args: argparse.Namespace,
     ) -> None:
         self.recipe, self.generator, self.client, self.args = recipe, generator, client, args
-        self.trouble: UserError | None = None  # stops the worker
+        self.error: UserError | None = None  # stops the worker
         self.info = info  # of the trainer at the start
-        self.rewards_at = args.rewards or info["rewards"]
-        self.rewards: list[RewardClient] = []
+        self.reward_endpoint = args.rewards or info["rewards"]
+        self.reward_clients: list[RewardClient] = []
         patience_s = recipe.rl.rollout.timeout_s + 60.0
-        self.workers = [
+        self.lease_workers = [
             LeaseWorker(
                 info["workers"],
                 worker=f"{args.name}/{i}",
                 name=f"{args.name}/{i}",
-                kinds=[KIND],
+                kinds=[TASK_KIND],
                 keys=keys,
                 parent_fd=0 if args.stop_on_eof else None,
                 watchdog_s=patience_s,
@@ -240,71 +247,80 @@ class Lanes:
         reward = self.recipe.rl.reward
         threads = []
         try:
-            for i, worker in enumerate(self.workers):
+            for i, worker in enumerate(self.lease_workers):
                 name = f"{self.args.name}-{i}"
-                rewards = RewardClient(self.rewards_at, reward, run=self.recipe.run.output_dir.name, client=name)
-                self.rewards.append(rewards)
-                handle = functools.partial(self.chunk, rewards)
+                rewards = RewardClient(self.reward_endpoint, reward, run=self.recipe.run.output_dir.name, client=name)
+                self.reward_clients.append(rewards)
+                handle = functools.partial(self.generate_chunk, rewards)
                 threads.append(threading.Thread(target=worker.run, args=[handle], name=name, daemon=True))
             for thread in threads:
                 thread.start()
             log.info("generating for %s", self.args.connect)
-            while not any(worker.left.is_set() for worker in self.workers) and not stop.wait(LOOK_S):
-                if self.client.silent_s() > self.args.orphan_s:
-                    log.warning("no trainer for %.0f s (%s): exiting", self.client.silent_s(), self.client.trouble())
+            while not any(worker.disconnected.is_set() for worker in self.lease_workers) and not stop.wait(LOOK_S):
+                if self.client.silence_s() > self.args.orphan_s:
+                    log.warning(
+                        "no trainer for %.0f s (%s): exiting", self.client.silence_s(), self.client.connection_problem()
+                    )
                     break
-                if self.client.kinds.get(KIND) != self.info:  # another recipe or model, or other addresses
+                if self.client.kinds.get(TASK_KIND) != self.info:  # another recipe or model, or other addresses
                     log.warning("another trainer is at %s: exiting, start a new worker for it", self.args.connect)
                     break
         finally:
-            for worker in self.workers:
+            for worker in self.lease_workers:
                 worker.stop()
-            for thread, worker in zip(threads, self.workers, strict=False):
+            for thread, worker in zip(threads, self.lease_workers, strict=False):
                 if thread.ident is not None:
-                    worker.left.wait(LEAVE_S)  # its chunks are reassigned at once, without counting as failed attempts
-            for rewards in self.rewards:
+                    worker.disconnected.wait(
+                        LEAVE_S
+                    )  # its chunks are reassigned at once, without counting as failed attempts
+            for rewards in self.reward_clients:
                 rewards.close()
-        if self.trouble is not None:
-            raise self.trouble
+        if self.error is not None:
+            raise self.error
         return 0
 
     @property
-    def advice(self) -> list[str]:
+    def memory_advice(self) -> list[str]:
         """Recipe keys to change if a chunk does not fit into memory."""
-        from wfm_ds.run.fit import advice_for
+        from wfm_ds.run.memory_advice import suggest_keys_after_oom
 
-        return advice_for(self.recipe, "rollout", num_ranks=1)
+        return suggest_keys_after_oom(self.recipe, "rollout", num_ranks=1)
 
-    def chunk(self, rewards: RewardClient, task: TaskInHand, progress: Progress) -> Answer:
+    def generate_chunk(self, rewards: RewardClient, task: LeasedTask, progress: ReportProgress) -> TaskResult:
         """Generate one chunk and return its samples with their scores. Raises TaskFailed."""
-        from wfm_ds.distributed.accelerator import current
-        from wfm_ds.rollout.packing import ChunkWork, pack_trajectory
-        from wfm_ds.rollout.publisher import Manifest
-        from wfm_ds.rollout.scores import pack_scores, submit_media
-        from wfm_ds.run.out_of_memory import OutOfMemory, explained
+        from wfm_ds.distributed.accelerator import device_context
+        from wfm_ds.rollout.packing import ChunkTask, pack_trajectory
+        from wfm_ds.rollout.publisher import PolicyManifest
+        from wfm_ds.rollout.scores import pack_scores, submit_finite_samples
+        from wfm_ds.run.out_of_memory import OutOfMemory, explain_out_of_memory
 
         try:
-            work = ChunkWork.of_rows(task.rows, task.tensors())
-            manifest = Manifest.of_json(task.note)
+            work = ChunkTask.from_rows(task.rows, task.read_tensors())
+            manifest = PolicyManifest.from_json(task.announcement)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise TaskFailed(f"malformed task: {type(error).__name__} {error}", fatal=True) from error
         device = self.generator.sampler.model.device
         try:
             # The current device of a new thread is GPU 0, so set it.
-            with current(device), explained(device, lambda phase: self.advice, lambda: "rollout"):
-                generated = self.generator.make(work, manifest, progress)
+            with (
+                device_context(device),
+                explain_out_of_memory(device, lambda phase: self.memory_advice, lambda: "rollout"),
+            ):
+                generated = self.generator.generate_chunk(work, manifest, progress)
         except OutOfMemory as error:
-            self.trouble = error
-            for worker in self.workers:  # their chunks go to workers with more memory, without counting as attempts
+            self.error = error
+            for (
+                worker
+            ) in self.lease_workers:  # their chunks go to workers with more memory, without counting as attempts
                 worker.stop()
             raise TaskFailed(str(error), fatal=False) from error
         names = [function.name for function in self.recipe.rl.reward.functions]
-        samples, is_video = work.samples, self.generator.sampler.model.video
-        failures = submit_media(
+        samples, is_video = work.samples, self.generator.sampler.model.is_video
+        failures = submit_finite_samples(
             rewards,
             names,
-            generated.media,
-            generated.finite,
+            generated.images,
+            generated.is_finite,
             [s.sample_id for s in samples],
             [s.prompt for s in samples],
             self.recipe.sampling.fps if is_video else None,
@@ -312,5 +328,5 @@ class Lanes:
         layout, arrays = pack_trajectory(generated.trajectory)
         scores = rewards.wait() | failures
         packed = pack_scores({s.sample_id: scores[s.sample_id] for s in samples}, MAX_FAILURE_CHARS)
-        meta = {"life": manifest.life, "publication": generated.publication, "layout": layout, "scores": packed}
-        return Answer(meta, arrays)
+        meta = {"life": manifest.session_id, "publication": generated.publication, "layout": layout, "scores": packed}
+        return TaskResult(meta, arrays)

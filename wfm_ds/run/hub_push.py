@@ -15,16 +15,16 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, errors, get_to
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from wfm_ds.distributed.liveness import LIVENESS
-from wfm_ds.models.hub import bars_on_terminals, is_id, one_line, origin
+from wfm_ds.models.hub import hide_bars_without_terminal, is_repo_id, shorten_error, snapshot_origin
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.model_card import last_samples, model_card
+from wfm_ds.run.model_card import build_model_card, list_last_samples
 
 log = logging.getLogger(__name__)
 
-FINISH_S = 3600.0  # maximum wait for pending uploads at the end of a run
-POLL_S = 1.0
+FINISH_TIMEOUT_S = 3600.0  # maximum wait for pending uploads at the end of a run
+POLL_INTERVAL_S = 1.0
 # errors.HTTPError: no connection (from the HTTP client of huggingface_hub).
-ERRORS = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, errors.HTTPError, OSError, ValueError)  # type: ignore[attr-defined]
+PUSH_ERRORS = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, errors.HTTPError, OSError, ValueError)  # type: ignore[attr-defined]
 
 
 class HubPush:
@@ -47,36 +47,38 @@ class HubPush:
         it."""
         self._sending.append((self._thread.submit(self._send, folder, base, step, lines), folder))
 
-    def finish(self, timeout_s: float = FINISH_S) -> None:
+    def finish(self, timeout_s: float = FINISH_TIMEOUT_S) -> None:
         """Wait for all uploads. Log a warning for each missing one, with the command that repeats it."""
         deadline = time.monotonic() + timeout_s
         for future, folder in self._sending:
             while not future.done() and time.monotonic() < deadline:
-                LIVENESS.advance()
-                wait([future], timeout=POLL_S)
+                LIVENESS.record_progress()
+                wait([future], timeout=POLL_INTERVAL_S)
             if not future.done():
                 future.cancel()
-                self._warn(folder, f"not finished in {timeout_s:g} s")
+                self._warn_unsent(folder, f"not finished in {timeout_s:g} s")
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _send(self, folder: Path, base: Path, step: int, lines: str) -> None:
         try:
             api, repo = HfApi(), self.repo
-            samples = last_samples(self.recipe.run.output_dir)
-            base_id = base_name(self.recipe.model.path, base)
-            card = model_card(self.recipe, repo, step, from_hub(lines, folder, base, repo), base_id, samples)
+            samples = list_last_samples(self.recipe.run.output_dir)
+            base_id = base_model_id(self.recipe.model.path, base)
+            card = build_model_card(
+                self.recipe, repo, step, hub_loading_lines(lines, folder, base, repo), base_id, samples
+            )
             files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
             operations = [CommitOperationAdd(name, str(path)) for name, path in (files | samples).items()]
             operations.append(CommitOperationAdd("README.md", card.encode()))
-            with bars_on_terminals():
+            with hide_bars_without_terminal():
                 api.create_repo(repo, private=self.recipe.export.private, exist_ok=True)
                 api.create_commit(repo, operations, commit_message=f"step {step}")
-        except ERRORS as error:
-            self._warn(folder, one_line(error))
+        except PUSH_ERRORS as error:
+            self._warn_unsent(folder, shorten_error(error))
             return
         log.info("uploaded the export of step %d to %s/%s", step, constants.ENDPOINT, repo)
 
-    def _warn(self, folder: Path, reason: str) -> None:
+    def _warn_unsent(self, folder: Path, reason: str) -> None:
         private = " --private" if self.recipe.export.private else ""
         log.warning(
             "export.push_to_hub: %s was not uploaded (%s). To upload it, run: hf upload %s %s .%s",
@@ -84,13 +86,13 @@ class HubPush:
         )
 
 
-def base_name(path: str, folder: Path) -> str | None:
+def base_model_id(path: str, folder: Path) -> str | None:
     """Return the Hub id of the base model, or None for a local folder."""
-    hub_origin = origin(folder)
-    return hub_origin[0] if hub_origin is not None else path if is_id(path) else None
+    hub_origin = snapshot_origin(folder)
+    return hub_origin[0] if hub_origin is not None else path if is_repo_id(path) else None
 
 
-def from_hub(lines: str, folder: Path, base: Path, repo: str) -> str:
+def hub_loading_lines(lines: str, folder: Path, base: Path, repo: str) -> str:
     """Return the loading code for other users: with the repository instead of the export folder, and only the name of a
     local base model."""
     from_repo = lines.replace(f'load_file("{folder}/', f'load_file(hf_hub_download("{repo}", "').replace(

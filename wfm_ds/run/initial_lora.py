@@ -7,21 +7,21 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from wfm_ds.checkpoint.lora_base import weights_of
-from wfm_ds.checkpoint.lora_file import LoraSource, named_tensors
+from wfm_ds.checkpoint.export_target import ExportTarget
+from wfm_ds.checkpoint.lora_base import base_weight_readers
+from wfm_ds.checkpoint.lora_file import LoraSource, iter_lora_tensors
 from wfm_ds.checkpoint.lora_layers import LoraLayers
-from wfm_ds.checkpoint.target import ExportTarget
-from wfm_ds.engine.targets import adapted_names
+from wfm_ds.engine.adapter_targets import match_linear_layers
 from wfm_ds.errors import ModelError, RecipeError
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.lora_names import NameTable
+from wfm_ds.models.lora_layer_names import LoraNameTable
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import LoraRecipe
 
 log = logging.getLogger(__name__)
 
 
-def initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | None:
+def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | None:
     """Return the initial adapter tensors by engine name, without layers missing in the file. None without init_from.
 
     model: before an engine changes its denoiser. Raises ModelError if the file cannot be read or does not fit the
@@ -30,9 +30,9 @@ def initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | N
     lora = recipe.lora
     if lora is None or lora.init_from is None:
         return None
-    parts = tuple(model.denoiser_parts)
+    parts = tuple(model.denoiser_components)
     target = ExportTarget(model.path, parts)
-    source = LoraSource(lora.init_from, NameTable(model.lora_names), weights_of(model.path))
+    source = LoraSource(lora.init_from, LoraNameTable(model.lora_layer_names), base_weight_readers(model.path))
     if source.parts != parts:
         raise ModelError(
             f"lora.init_from {lora.init_from} is a LoRA for {' and '.join(source.parts)}, {model.path} has "
@@ -40,10 +40,10 @@ def initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | N
         )
     start: dict[str, Tensor] = {}
     for part in parts:
-        layers, saved, network = source.layers[part], source.saved[part], getattr(model.pipeline, part)
-        _require_kind(layers, saved, lora)
-        _require_fit(layers, saved, network, lora.init_from, model.path)
-        adapted = set(adapted_names(network, lora.target_modules or model.default_lora_targets))
+        layers, saved, network = source.layers[part], source.whole_layers[part], getattr(model.pipeline, part)
+        _require_same_adapter(layers, saved, lora)
+        _require_same_shapes(layers, saved, network, lora.init_from, model.path)
+        adapted = set(match_linear_layers(network, lora.target_modules or model.default_lora_targets))
         if unexpected := sorted(layers.keys() - adapted):
             raise RecipeError(
                 f"lora.init_from {lora.init_from} has {len(unexpected)} layers that are not in lora.target_modules "
@@ -52,11 +52,11 @@ def initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | N
         log.info(
             "LoRA from %s: %d layers loaded, %d initialized", lora.init_from, len(layers), len(adapted - layers.keys())
         )
-        start |= {target.prefix(part) + name: tensor for name, tensor in named_tensors(layers, saved)}
+        start |= {target.tensor_prefix(part) + name: tensor for name, tensor in iter_lora_tensors(layers, saved)}
     return start
 
 
-def _require_kind(layers: LoraLayers, saved: dict[str, Tensor], lora: LoraRecipe) -> None:
+def _require_same_adapter(layers: LoraLayers, saved: dict[str, Tensor], lora: LoraRecipe) -> None:
     """Raise RecipeError unless rank, scale, DoRA and fully trained modules of the file match the recipe."""
     ranks, alphas = ({getattr(layer, name) for layer in layers.values()} for name in ("rank", "alpha"))
     if len(ranks) > 1 or len(alphas) > 1:
@@ -85,7 +85,9 @@ def _require_kind(layers: LoraLayers, saved: dict[str, Tensor], lora: LoraRecipe
         )
 
 
-def _require_fit(layers: LoraLayers, saved: dict[str, Tensor], network: nn.Module, file: Path, base: Path) -> None:
+def _require_same_shapes(
+    layers: LoraLayers, saved: dict[str, Tensor], network: nn.Module, file: Path, base: Path
+) -> None:
     """Raise ModelError for layers that the network does not have, or has with another shape."""
     shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
     file_shapes = {f"{name}.weight": layer.weight_shape for name, layer in layers.items()}

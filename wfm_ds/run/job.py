@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from wfm_ds.checkpoint.export import export, loading_lines
-from wfm_ds.checkpoint.target import ExportNote, ExportTarget
+from wfm_ds.checkpoint.export import export_weights, loading_lines
+from wfm_ds.checkpoint.export_target import ExportInfo, ExportTarget
 from wfm_ds.distributed.lifecycle import StopFlag
 from wfm_ds.distributed.world import World
+from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.engine.engine import DenoiserEngine
-from wfm_ds.engine.forward import CountedForward
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.latent_cache import LatentCache
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.monitoring.stopwatch import Stopwatch
-from wfm_ds.recipe.derived import Derived
+from wfm_ds.recipe.run_sizes import RunSizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.mirror import Mirror
 
 if TYPE_CHECKING:
     from wfm_ds.data.pixels import Framing
     from wfm_ds.data.samples import Media
-    from wfm_ds.engine.work import Work
+    from wfm_ds.engine.flop_counter import FlopCount
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +41,15 @@ class CommonJob(ABC):
     """A run on one rank, for any kind of model."""
 
     recipe: Recipe
-    derived: Derived
+    run_sizes: RunSizes
     world: World
-    stop: StopFlag
+    stop_flag: StopFlag
     engine: DenoiserEngine
     monitor: Monitor
     mirror: Mirror | None = None  # rank 0 only, with checkpoint.storage
     timer: Stopwatch = field(init=False)
 
-    artifact: ClassVar[str] = "pipeline"  # kind of a full export in result.json
+    artifact_kind: ClassVar[str] = "pipeline"  # kind of a full export in result.json
     num_experts: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class CommonJob(ABC):
 
     def should_stop(self) -> bool:
         """Return whether any rank was requested to stop. Collective, once per step."""
-        return self.world.any(self.stop.is_set)
+        return self.world.any_rank(self.stop_flag.is_set)
 
     @property
     @abstractmethod
@@ -71,25 +71,25 @@ class CommonJob(ABC):
 
     @property
     @abstractmethod
-    def export_note(self) -> ExportNote:
+    def export_spec(self) -> ExportInfo:
         """Settings of exports besides the engine's weights."""
 
     @abstractmethod
-    def export(self, out: Path) -> Path:
+    def export_weights(self, out: Path) -> Path:
         """Export the evaluation weights and return the folder to load. Collective."""
 
     @abstractmethod
     def loading_lines(self, folder: Path) -> str:
         """Return Python code that loads the exported folder."""
 
-    def take_counts(self) -> Mapping[str, float]:
+    def pop_forward_counts(self) -> Mapping[str, float]:
         """Return metrics that count the forward passes since the last call."""
         return {}
 
-    def take_work(self) -> Work | None:
+    def pop_work(self) -> FlopCount | None:
         """Return the FLOPs of this rank's forward passes since the last call. Known only on rank 0, which represents
         all ranks."""
-        return self.engine.take_work()
+        return self.engine.pop_flop_count()
 
 
 @dataclass(kw_only=True)
@@ -97,40 +97,40 @@ class Job(CommonJob):
     """A run of a diffusion model on one rank."""
 
     model: DiffusionModel
-    texts: TextCache
-    latents: LatentCache | None = None  # of training images and videos, if cached
-    forward: CountedForward = field(init=False)  # all forward passes of the denoiser, with the engine's active policy
+    text_cache: TextCache
+    latent_cache: LatentCache | None = None  # of training images and videos, if cached
+    forward: CountingForward = field(init=False)  # all forward passes of the denoiser, with the engine's active policy
     sampler: Sampler = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_experts = len(self.model.sigma_ranges)
         one_size = self.recipe.data.buckets is None  # with buckets each replica has its own height and width
-        self.forward = CountedForward(self.model.denoise, self.engine, one_size=one_size)
+        self.forward = CountingForward(self.model.denoise, self.engine, one_size=one_size)
         self.sampler = Sampler(
             model=self.model,
-            texts=self.texts,
+            text_cache=self.text_cache,
             settings=self.recipe.sampling,
             forward=self.forward,
-            joint_rows=self.recipe.joint_rows,
+            max_joint_rows=self.recipe.joint_guidance_batches,
         )
 
     @property
-    def cached_latents(self) -> Callable[[Media, Framing], Tensor | None] | None:
+    def read_cached_latents(self) -> Callable[[Media, Framing], Tensor | None] | None:
         """Function that reads cached latents for a batch source, or None without a latent cache."""
-        return None if self.latents is None else self.latents.read
+        return None if self.latent_cache is None else self.latent_cache.read
 
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
     @property
-    def export_note(self) -> ExportTarget:
-        return ExportTarget.of(self.model)
+    def export_spec(self) -> ExportTarget:
+        return ExportTarget.from_model(self.model)
 
-    def export(self, out: Path) -> Path:
-        return export(
-            self.export_note,
+    def export_weights(self, out: Path) -> Path:
+        return export_weights(
+            self.export_spec,
             self.engine,
             out,
             policy=self.evaluation_policy,
@@ -139,11 +139,11 @@ class Job(CommonJob):
         )
 
     def loading_lines(self, folder: Path) -> str:
-        return loading_lines(self.model.path, folder, self.engine.lora)
+        return loading_lines(self.model.path, folder, self.engine.uses_lora)
 
-    def take_counts(self) -> Mapping[str, float]:
+    def pop_forward_counts(self) -> Mapping[str, float]:
         forward = self.forward
         counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(forward.counts.items())}
         counts |= {f"perf/forwarded_{name}": float(count) for name, count in sorted(forward.num_samples.items())}
-        forward.clear()
+        forward.reset_counts()
         return counts

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from wfm_ds.checkpoint import remote, store
-from wfm_ds.checkpoint.remote import RemoteCheckpoint
+from wfm_ds.checkpoint import remote_store, store
+from wfm_ds.checkpoint.remote_store import RemoteCheckpoint
 from wfm_ds.checkpoint.store import Checkpoint
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
@@ -18,8 +18,8 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.storage import transfer
 from wfm_ds.storage.filesystem import is_remote
 
-RECIPE, METRICS, RESULT = "recipe.yaml", "metrics.jsonl", "result.json"
-RUN_FILES = (RECIPE, METRICS, RESULT)
+RECIPE_FILE, METRICS_FILE, RESULT_FILE = "recipe.yaml", "metrics.jsonl", "result.json"
+RUN_FILES = (RECIPE_FILE, METRICS_FILE, RESULT_FILE)
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 EXPORTS = "safetensors"
@@ -35,88 +35,88 @@ RUN_FOLDERS = (
     PAGE_FOLDER,
     TRACKERS,
 )
-NAMES = (*RUN_FILES, PAGE, *RUN_FOLDERS)
-RECORD = ".wfm_run.json"  # lists the names that a run has written here and --overwrite may remove
+RUN_NAMES = (*RUN_FILES, PAGE, *RUN_FOLDERS)
+RECORD_FILE = ".wfm_run.json"  # lists the names that a run has written here and --overwrite may remove
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class RunContents:
     """Contents of a run folder or storage."""
 
     key: str  # recipe key and value, for messages
-    place: str  # folder or address
+    location: str  # folder or address
     files: tuple[str, ...]  # existing RUN_FILES; empty: no run
     unrecorded: tuple[str, ...]  # names of a run not listed in the record: possibly third-party files
     checkpoint: Checkpoint | RemoteCheckpoint | None  # newest complete checkpoint
     damaged: tuple[str, ...]  # reasons why the others are incomplete
-    done: int | None  # last step of a finished run
+    finished_step: int | None  # last step of a finished run
 
-    def recipe(self) -> tuple[str, Recipe | None]:
+    def newest_recipe(self) -> tuple[str, Recipe | None]:
         """Return path and recipe of the newest checkpoint, or of the run if it has no checkpoint.
 
         The recipe is None if it is missing. Raises RecipeError and StorageError.
         """
-        return read_recipe(self.place if self.checkpoint is None else str(self.checkpoint.path))
+        return read_run_recipe(self.location if self.checkpoint is None else str(self.checkpoint.path))
 
 
-def in_folder(folder: Path) -> Contents:
+def read_folder_contents(folder: Path) -> RunContents:
     """Read the contents of a folder. Raises RecipeError if it cannot be read or result.json is invalid."""
     try:
         names = set(os.listdir(folder)) if folder.exists() else set[str]()
         files = tuple(name for name in RUN_FILES if name in names)
-        newest = store.newest(folder / CHECKPOINTS) if files else None
-        result = folder / RESULT
-        text = result.read_text(encoding="utf-8") if RESULT in files else None
-        damaged = tuple(store.flaws(folder / CHECKPOINTS)) if files else ()
+        newest = store.find_newest(folder / CHECKPOINTS) if files else None
+        result = folder / RESULT_FILE
+        text = result.read_text(encoding="utf-8") if RESULT_FILE in files else None
+        damaged = tuple(store.find_flaws(folder / CHECKPOINTS)) if files else ()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"run.output_dir {folder} cannot be read ({error}): set another folder") from error
-    done = None if text is None else finished_step(text, str(result))
-    listed = recorded(folder)
-    if not files and store.steps(folder / CHECKPOINTS):
+    done = None if text is None else parse_finished_step(text, str(result))
+    listed = read_folder_record(folder)
+    if not files and store.list_steps(folder / CHECKPOINTS):
         listed -= {CHECKPOINTS}  # of an unknown run, and a new run would remove them
-    unrecorded = unrecorded_of(names, listed)
-    return Contents(f"run.output_dir {folder}", str(folder), files, unrecorded, newest, damaged, done)
+    unrecorded = select_unrecorded(names, listed)
+    return RunContents(f"run.output_dir {folder}", str(folder), files, unrecorded, newest, damaged, done)
 
 
-def in_storage(address: str) -> Contents:
+def read_storage_contents(address: str) -> RunContents:
     """Read the contents of a storage. Raises StorageError, and RecipeError if result.json is invalid."""
-    names = {name.partition("/")[0] for name in transfer.listing(address)}
+    names = {name.partition("/")[0] for name in transfer.list_objects(address)}
     files = tuple(name for name in RUN_FILES if name in names)
-    newest = remote.newest(f"{address}/{CHECKPOINTS}") if files else None
-    result = f"{address}/{RESULT}"
-    done = finished_step(transfer.read_text(result), result) if RESULT in files else None
-    damaged = tuple(remote.flaws(f"{address}/{CHECKPOINTS}")) if files and newest is None else ()
-    unrecorded = unrecorded_of(names, recorded_at(address))
-    return Contents(f"checkpoint.storage {address}", address, files, unrecorded, newest, damaged, done)
+    newest = remote_store.find_newest(f"{address}/{CHECKPOINTS}") if files else None
+    result = f"{address}/{RESULT_FILE}"
+    done = parse_finished_step(transfer.read_text(result), result) if RESULT_FILE in files else None
+    damaged = tuple(remote_store.find_flaws(f"{address}/{CHECKPOINTS}")) if files and newest is None else ()
+    unrecorded = select_unrecorded(names, read_storage_record(address))
+    return RunContents(f"checkpoint.storage {address}", address, files, unrecorded, newest, damaged, done)
 
 
-def unrecorded_in(folder: Path) -> tuple[str, ...]:
+def list_unrecorded_files(folder: Path) -> tuple[str, ...]:
     """Return the names of a run that exist in this folder but are not in its record."""
-    return unrecorded_of(os.listdir(folder) if folder.exists() else (), recorded(folder))
+    return select_unrecorded(os.listdir(folder) if folder.exists() else (), read_folder_record(folder))
 
 
-def unrecorded_at(address: str) -> tuple[str, ...]:
+def list_unrecorded_objects(address: str) -> tuple[str, ...]:
     """Return the names of a run that exist in this storage but are not in its record. Raises StorageError."""
-    names = {name.partition("/")[0] for name in transfer.listing(address)}
-    return unrecorded_of(names, recorded_at(address))
+    names = {name.partition("/")[0] for name in transfer.list_objects(address)}
+    return select_unrecorded(names, read_storage_record(address))
 
 
-def unrecorded_of(names: Collection[str], listed: Collection[str]) -> tuple[str, ...]:
-    return tuple(name for name in NAMES if name in names and name not in listed)
+def select_unrecorded(names: Collection[str], listed: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in RUN_NAMES if name in names and name not in listed)
 
 
-def recorded(folder: Path) -> frozenset[str]:
+def read_folder_record(folder: Path) -> frozenset[str]:
     """Return the names in a folder's record; empty without a readable record."""
     try:
-        return parse_record((folder / RECORD).read_text(encoding="utf-8"))
+        return parse_record((folder / RECORD_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return frozenset()
 
 
-def recorded_at(address: str) -> frozenset[str]:
+def read_storage_record(address: str) -> frozenset[str]:
     """Return the names in a storage's record. Raises StorageError."""
     try:
-        return parse_record(transfer.read_text(f"{address}/{RECORD}"))
+        return parse_record(transfer.read_text(f"{address}/{RECORD_FILE}"))
     except FileNotFoundError:
         return frozenset()
 
@@ -124,36 +124,36 @@ def recorded_at(address: str) -> frozenset[str]:
 def parse_record(text: str) -> frozenset[str]:
     try:
         listed = json.loads(text)["wrote"]
-        return frozenset(listed).intersection(NAMES)
+        return frozenset(listed).intersection(RUN_NAMES)
     except (ValueError, KeyError, TypeError):
         return frozenset()
 
 
-def record_of(names: Collection[str]) -> str:
+def format_record(names: Collection[str]) -> str:
     """Return the text of a record with these names."""
     return json.dumps({"wrote": sorted(names)}) + "\n"
 
 
-def read_recipe(place: str) -> tuple[str, Recipe | None]:
+def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
     """Read recipe.yaml of a folder or address and return its path and the recipe, or None if there is none.
 
     Raises RecipeError and StorageError.
     """
     if not is_remote(place):
-        path = Path(place) / RECIPE
+        path = Path(place) / RECIPE_FILE
         return str(path), recipe_file.load_stored_recipe(path) if path.exists() else None
-    address = f"{place}/{RECIPE}"
+    address = f"{place}/{RECIPE_FILE}"
     try:
         text = transfer.read_text(address)
     except FileNotFoundError:
         return address, None
     with tempfile.TemporaryDirectory(prefix="wfm-") as folder:
-        path = Path(folder) / RECIPE
+        path = Path(folder) / RECIPE_FILE
         path.write_text(text, encoding="utf-8")
         return address, recipe_file.load_stored_recipe(path)
 
 
-def finished_step(text: str, place: str) -> int | None:
+def parse_finished_step(text: str, place: str) -> int | None:
     """Return the last step from result.json if the run has finished, else None. Raises RecipeError if it is invalid."""
     try:
         result = json.loads(text)

@@ -17,8 +17,8 @@ import torch
 from wfm_ds.errors import RunError, UserError, is_out_of_memory
 from wfm_ds.monitoring.stopwatch import GIB
 
-ASKED = re.compile(r"ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
+REQUEST_PATTERN = re.compile(r"ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
+UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
 
 class OutOfMemory(UserError):
@@ -26,7 +26,7 @@ class OutOfMemory(UserError):
 
 
 @contextmanager
-def explained(
+def explain_out_of_memory(
     device: torch.device, advice: Callable[[str], Sequence[str]], phase: Callable[[], str | None]
 ) -> Iterator[None]:
     """Convert failed allocations of the block to OutOfMemory with an explanation.
@@ -40,31 +40,34 @@ def explained(
         if isinstance(error, RunError) or not is_out_of_memory(error):  # a RunError may report another process
             raise
         name = phase() or ""
-        raise OutOfMemory(sentence(error, device, name, advice(name))) from error
+        raise OutOfMemory(out_of_memory_message(error, device, name, advice(name))) from error
 
 
-def sentence(error: BaseException, device: torch.device, phase: str, advice: Sequence[str]) -> str:
+def out_of_memory_message(error: BaseException, device: torch.device, phase: str, advice: Sequence[str]) -> str:
     """Return `out of memory on cuda:0 in phase train: requested 2.0 GiB more, ...; change KEY, or KEY`."""
-    match = ASKED.search(str(error))
-    request = f"requested {_amount(float(match[1]) * UNITS[match[2]])} more, " if match else ""
+    match = REQUEST_PATTERN.search(str(error))
+    request = f"requested {_format_bytes(float(match[1]) * UNIT_BYTES[match[2]])} more, " if match else ""
     in_phase = f" in phase {phase}" if phase else ""
     change = f"; change {', or '.join(advice)}" if advice else ""
-    return f"out of memory on {device}{in_phase}: {request}{usage(device)}{change}"
+    return f"out of memory on {device}{in_phase}: {request}{describe_memory_usage(device)}{change}"
 
 
-def usage(device: torch.device) -> str:
+def describe_memory_usage(device: torch.device) -> str:
     """Describe the peak of this process, the device's memory, and its use by others."""
     if device.type != "cuda":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         total = psutil.virtual_memory().total
-        allowed = f" (limit per process: {_amount(limit)})" if 0 < limit < total else ""
-        return f"the peak of the process was {_amount(peak)}, this machine has {_amount(total)}{allowed}"
+        allowed = f" (limit per process: {_format_bytes(limit)})" if 0 < limit < total else ""
+        return f"the peak of the process was {_format_bytes(peak)}, this machine has {_format_bytes(total)}{allowed}"
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_allocated(device)
-    return f"the peak of tensors was {_amount(peak)}, the GPU has {_amount(total)}, others use {_amount(others)} of it"
+    return (
+        f"the peak of tensors was {_format_bytes(peak)}, the GPU has {_format_bytes(total)}, others use "
+        f"{_format_bytes(others)} of it"
+    )
 
 
-def _amount(num_bytes: float) -> str:
+def _format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"

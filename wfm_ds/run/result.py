@@ -40,8 +40,8 @@ def write_result(
         "status": status,
         "step": step,
         "message": message,
-        "started": _iso(started),
-        "finished": _iso(finished),
+        "started": _format_time(started),
+        "finished": _format_time(finished),
         "seconds": round((finished - started).total_seconds(), 3),
         "metrics": {tag: finite_or_none(value) for tag, value in metrics.items()},
         "artifacts": dict(artifacts),
@@ -52,14 +52,14 @@ def write_result(
     return path
 
 
-def _iso(moment: datetime.datetime) -> str:
+def _format_time(moment: datetime.datetime) -> str:
     return moment.astimezone(datetime.UTC).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """Outcome of a training loop. `preempted`: stopped on request after a step."""
 
     status: Literal["finished", "preempted"]
-    step: int
+    read_step: int
     metrics: Mapping[str, float] = field(default_factory=dict)

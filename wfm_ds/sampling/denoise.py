@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from wfm_ds.sampling.schedule import SolverStep
-from wfm_ds.sampling.shapes import free_frames
+from wfm_ds.sampling.shapes import free_frame_mask
 from wfm_ds.sampling.transition import transition_log_prob
 from wfm_ds.seeds import derive_seed
 from wfm_kernels import sde_step
 
 if TYPE_CHECKING:
-    from wfm_ds.types import ConditionalFrames
+    from wfm_ds.types import ConditioningFrames
 
-Predict: TypeAlias = Callable[[Tensor, float], Tensor]
+PredictVelocity: TypeAlias = Callable[[Tensor, float], Tensor]
 """Predict the velocity eps - x0, float32, of latents [B, ...] at one noise level; guided if the rollout is guided."""
 
 
@@ -40,16 +40,16 @@ class StoredStep:
 class Trajectory:
     """Result of a rollout of B samples: clean latents (float32, shape of the noise) and the stored steps."""
 
-    clean: Tensor
-    stored: list[StoredStep] = field(default_factory=list)
+    clean_latents: Tensor
+    stored_steps: list[StoredStep] = field(default_factory=list)
     states: dict[int, Tensor] = field(default_factory=dict)  # by step: denoiser input latents, if plan.keep_states
 
 
-class Plan(Protocol):
+class SamplingPlan(Protocol):
     """How a rollout is sampled: solver, noise-level grid, stochastic steps, stored steps. Fixed before it starts."""
 
     @property
-    def stored(self) -> tuple[int, ...]:
+    def stored_steps(self) -> tuple[int, ...]:
         """Return the indices of the steps stored for training."""
 
     @property
@@ -60,8 +60,12 @@ class Plan(Protocol):
     def keep_states(self) -> bool:
         """Return whether only the denoiser input latents of a step are stored."""
 
-    def run(
-        self, predict: Predict, noise: Tensor, seeds: Sequence[int], given: ConditionalFrames | None = None
+    def denoise(
+        self,
+        predict: PredictVelocity,
+        noise: Tensor,
+        seeds: Sequence[int],
+        conditioning_frames: ConditioningFrames | None = None,
     ) -> Trajectory:
         """Denoise [B,C,h,w] or [B,C,T,h,w] float32 noise.
 
@@ -77,14 +81,18 @@ class FlowPlan:
 
     steps: tuple[SolverStep, ...]
     table: Tensor  # [N,5] float64 on the CPU, from wfm_kernels.sde_coefficients
-    noisy: tuple[int, ...] = ()  # indices of the steps that add noise
-    stored: tuple[int, ...] = ()  # subset of these stored for training
+    noisy_steps: tuple[int, ...] = ()  # indices of the steps that add noise
+    stored_steps: tuple[int, ...] = ()  # subset of these stored for training
     keep_means: bool = False
     keep_states: ClassVar[bool] = False
 
     @torch.no_grad()
-    def run(
-        self, predict: Predict, noise: Tensor, seeds: Sequence[int], given: ConditionalFrames | None = None
+    def denoise(
+        self,
+        predict: PredictVelocity,
+        noise: Tensor,
+        seeds: Sequence[int],
+        conditioning_frames: ConditioningFrames | None = None,
     ) -> Trajectory:
         """See SamplingPlan.denoise.
 
@@ -95,19 +103,23 @@ class FlowPlan:
             raise ValueError(f"noise must be [B,C,h,w] or [B,C,T,h,w] float32, got {list(noise.shape)} {noise.dtype}")
         # Copy once per rollout: a copy inside the loop could synchronize with the device.
         table = self.table.to(noise.device)
-        noise_seeds = {k: step_seeds(seeds, k).to(noise.device) for k in self.noisy}
+        noise_seeds = {k: step_noise_seeds(seeds, k).to(noise.device) for k in self.noisy_steps}
         multistep = any(step.correction for step in self.steps)
-        mask = None if given is None else free_frames(given)
+        mask = None if conditioning_frames is None else free_frame_mask(conditioning_frames)
 
         def restore_frames(latents: Tensor) -> Tensor:
-            return latents if given is None or mask is None else torch.where(mask > 0, latents, given.latents)
+            return (
+                latents
+                if conditioning_frames is None or mask is None
+                else torch.where(mask > 0, latents, conditioning_frames.latents)
+            )
 
         latents, previous_clean, stored = restore_frames(noise), None, list[StoredStep]()
         for k, step in enumerate(self.steps):
             velocity, row = predict(latents, step.sigma), table[k].expand(len(latents), -1)
             clean = latents - step.sigma * velocity if multistep else None
             if k in noise_seeds:
-                is_stored = k in self.stored
+                is_stored = k in self.stored_steps
                 out = sde_step(velocity, latents, row, seeds=noise_seeds[k], return_mean=is_stored and self.keep_means)
                 next_latents, log_prob = restore_frames(out.next_latents), out.log_prob
                 if is_stored:
@@ -126,6 +138,6 @@ class FlowPlan:
         return Trajectory(latents, stored)
 
 
-def step_seeds(seeds: Sequence[int], index: int) -> Tensor:
+def step_noise_seeds(seeds: Sequence[int], step: int) -> Tensor:
     """Return the noise seeds of these samples at this step, [B] int64 on the CPU (wfm_kernels noise contract)."""
-    return torch.tensor([derive_seed(seed, "sde_noise", index) for seed in seeds], dtype=torch.int64)
+    return torch.tensor([derive_seed(seed, "sde_noise", step) for seed in seeds], dtype=torch.int64)

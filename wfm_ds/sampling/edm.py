@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from wfm_ds.sampling.denoise import Predict, Trajectory, step_seeds
-from wfm_ds.sampling.noise import drawn_normal
+from wfm_ds.sampling.denoise import PredictVelocity, Trajectory, step_noise_seeds
+from wfm_ds.sampling.noise import draw_device_normal
 from wfm_ds.sampling.shapes import require_latents
 
 if TYPE_CHECKING:
-    from wfm_ds.types import ConditionalFrames
+    from wfm_ds.types import ConditioningFrames
 
-SOLVERS = ("edm_2ab", "edm_euler")
+EDM_SOLVERS = ("edm_2ab", "edm_euler")
 HIGHEST_LEVEL, LOWEST_LEVEL, RHO = 200.0, 0.01, 7.0
 MAX_CHURN = math.sqrt(1.2) - 1  # relative increase of a level
-FIRST_CHURN = -1  # step index used for the noise added to the initial state
+INITIAL_CHURN = -1  # step index used for the noise added to the initial state
 
 
 def karras_levels(num_steps: int) -> list[float]:
@@ -40,21 +40,26 @@ class Churn:
     """Noise added before each step with a level in (min_level, max_level): multiplies the level by 1 + relative."""
 
     relative: float
-    low: float = 0.0
-    high: float = math.inf
-    noise: float = 1.0  # factor on the standard deviation of the noise
+    min_level: float = 0.0
+    max_level: float = math.inf
+    noise_scale: float = 1.0  # factor on the standard deviation of the noise
 
     @classmethod
-    def of_run(cls, num_steps: int, *, s_churn: float, s_t_min: float, s_t_max: float, s_noise: float) -> Churn:
+    def from_settings(cls, num_steps: int, *, s_churn: float, s_t_min: float, s_t_max: float, s_noise: float) -> Churn:
         """Return the churn of a rollout of N steps: relative increase min(s_churn / (N + 1), sqrt(1.2) - 1)."""
-        return cls(relative=min(s_churn / (num_steps + 1), MAX_CHURN), low=s_t_min, high=s_t_max, noise=s_noise)
+        return cls(
+            relative=min(s_churn / (num_steps + 1), MAX_CHURN),
+            min_level=s_t_min,
+            max_level=s_t_max,
+            noise_scale=s_noise,
+        )
 
-    def raised(self, level: float) -> float:
-        return level * (1 + self.relative) if self.low < level < self.high else level
+    def raise_level(self, level: float) -> float:
+        return level * (1 + self.relative) if self.min_level < level < self.max_level else level
 
-    def std(self, level: float) -> float:
+    def noise_std(self, level: float) -> float:
         """Return the std of the noise that raises a state from this level to `raise_level(level)`."""
-        return self.noise * math.sqrt(self.raised(level) ** 2 - level**2)
+        return self.noise_scale * math.sqrt(self.raise_level(level) ** 2 - level**2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +70,9 @@ class EdmStep:
     """
 
     level: float  # S^
-    keep: float
-    now: float
-    before: float = 0.0
+    state_coef: float
+    clean_coef: float
+    previous_clean_coef: float = 0.0
     std: float  # 0 if no churn follows: the step is deterministic
 
     @property
@@ -77,7 +82,7 @@ class EdmStep:
     @property
     def gain(self) -> float:
         """Return d(mu)/d(velocity)/std; infinite if std is 0."""
-        return -self.now * self.sigma / self.std if self.std > 0 else -math.inf
+        return -self.clean_coef * self.sigma / self.std if self.std > 0 else -math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +93,21 @@ class EdmPlan:
     start_level: float = HIGHEST_LEVEL
     start_std: float  # std of the noise added to the initial state
     last_level: float = LOWEST_LEVEL
-    stored: tuple[int, ...] = ()  # steps with stored denoiser inputs
+    stored_steps: tuple[int, ...] = ()  # steps with stored denoiser inputs
     keep_means: ClassVar[bool] = False
     keep_states: ClassVar[bool] = True
 
-    def trainable(self) -> list[int]:
+    def trainable_steps(self) -> list[int]:
         """Return the stochastic steps. Never contains the last step."""
         return [k for k, step in enumerate(self.steps) if step.std > 0]
 
     @torch.no_grad()
-    def run(
-        self, predict: Predict, noise: Tensor, seeds: Sequence[int], given: ConditionalFrames | None = None
+    def denoise(
+        self,
+        predict: PredictVelocity,
+        noise: Tensor,
+        seeds: Sequence[int],
+        conditioning_frames: ConditioningFrames | None = None,
     ) -> Trajectory:
         """See SamplingPlan.denoise. Runs N + 1 predictions and returns the x0 prediction at the last level.
 
@@ -107,50 +116,52 @@ class EdmPlan:
         noise has a wrong shape or dtype.
         """
         require_latents(noise=noise)
-        noisy = [k for k in (FIRST_CHURN, *range(len(self.steps))) if self._std(k) > 0]
-        keys = {k: step_seeds(seeds, k).to(noise.device) for k in noisy}  # before the loop: copies may synchronize
+        noisy = [k for k in (INITIAL_CHURN, *range(len(self.steps))) if self._noise_std(k) > 0]
+        keys = {
+            k: step_noise_seeds(seeds, k).to(noise.device) for k in noisy
+        }  # before the loop: copies may synchronize
 
         def add_churn(state: Tensor, k: int) -> Tensor:
-            return state + self._std(k) * drawn_normal(keys[k], state) if k in keys else state
+            return state + self._noise_std(k) * draw_device_normal(keys[k], state) if k in keys else state
 
-        state, previous_clean = add_churn(self.start_level * noise, FIRST_CHURN), None
+        state, previous_clean = add_churn(self.start_level * noise, INITIAL_CHURN), None
         states: dict[int, Tensor] = {}
         for k, step in enumerate(self.steps):
-            latents, clean = x0_hat(predict, state, step.level)
-            if k in self.stored:
+            latents, clean = predict_x0(predict, state, step.level)
+            if k in self.stored_steps:
                 states[k] = latents
-            state = step.keep * state + step.now * clean
-            if step.before != 0:
+            state = step.state_coef * state + step.clean_coef * clean
+            if step.previous_clean_coef != 0:
                 assert previous_clean is not None
-                state = state + step.before * previous_clean
+                state = state + step.previous_clean_coef * previous_clean
             state, previous_clean = add_churn(state, k), clean
-        return Trajectory(x0_hat(predict, state, self.last_level)[1], states=states)
+        return Trajectory(predict_x0(predict, state, self.last_level)[1], states=states)
 
-    def _std(self, k: int) -> float:
-        return self.start_std if k == FIRST_CHURN else self.steps[k].std
+    def _noise_std(self, k: int) -> float:
+        return self.start_std if k == INITIAL_CHURN else self.steps[k].std
 
 
-def x0_hat(predict: Predict, state: Tensor, level: float) -> tuple[Tensor, Tensor]:
+def predict_x0(predict: PredictVelocity, state: Tensor, level: float) -> tuple[Tensor, Tensor]:
     """Return the flow-matching latents of an EDM state and the x0 prediction there."""
     latents, sigma = state / (1 + level), level / (1 + level)
     return latents, latents - sigma * predict(latents, sigma)
 
 
-def step_noise(seeds: Sequence[int], index: int, like: Tensor) -> Tensor:
+def step_noise(seeds: Sequence[int], step: int, like: Tensor) -> Tensor:
     """Return the noise z of a rollout step, [B, ...], with the shape, dtype and device of `like`."""
-    return drawn_normal(step_seeds(seeds, index).to(like.device), like)
+    return draw_device_normal(step_noise_seeds(seeds, step).to(like.device), like)
 
 
-def edm_plan(solver: str, num_steps: int, churn: Churn, *, stored: Sequence[int] = ()) -> EdmPlan:
+def make_edm_plan(solver: str, num_steps: int, churn: Churn, *, stored_steps: Sequence[int] = ()) -> EdmPlan:
     """Return an N-step plan with `edm_2ab` (two-step Adams-Bashforth in ln S, the RES multistep solver) or `edm_euler`.
 
     Coefficients are float64 on the host. Raises ValueError for another solver, for N < 1, and if the churn is so large
     that levels do not decrease from step to step.
     """
-    if solver not in SOLVERS or num_steps < 1:
-        raise ValueError(f"EDM solver {solver!r} with {num_steps} steps: use {' or '.join(SOLVERS)} and at least 1")
+    if solver not in EDM_SOLVERS or num_steps < 1:
+        raise ValueError(f"EDM solver {solver!r} with {num_steps} steps: use {' or '.join(EDM_SOLVERS)} and at least 1")
     levels = karras_levels(num_steps)
-    step_levels = [churn.raised(level) for level in levels[:-1]]
+    step_levels = [churn.raise_level(level) for level in levels[:-1]]
     if any(start <= end for start, end in itertools.pairwise(step_levels)):
         raise ValueError(f"{num_steps} steps, churn {churn.relative:.4f}: noise levels do not decrease: {step_levels}")
     steps = []
@@ -161,6 +172,8 @@ def edm_plan(solver: str, num_steps: int, churn: Churn, *, stored: Sequence[int]
         if k > 0 and solver == "edm_2ab":
             now += h / math.log(step_levels[k - 1] / level) * (1 - decay_gain / h)
         # The noise of step k raises S_{k+1}. No noise is added at the last level, which gives the result.
-        std = churn.std(levels[k + 1]) if k + 1 < num_steps else 0.0
-        steps.append(EdmStep(level=level, keep=math.exp(-h), now=now, before=decay_gain - now, std=std))
-    return EdmPlan(steps=tuple(steps), start_std=churn.std(levels[0]), stored=tuple(stored))
+        std = churn.noise_std(levels[k + 1]) if k + 1 < num_steps else 0.0
+        steps.append(
+            EdmStep(level=level, state_coef=math.exp(-h), clean_coef=now, previous_clean_coef=decay_gain - now, std=std)
+        )
+    return EdmPlan(steps=tuple(steps), start_std=churn.noise_std(levels[0]), stored_steps=tuple(stored_steps))

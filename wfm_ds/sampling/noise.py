@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from wfm_ds.pinned import on_device
+from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.sampling.shapes import require_latents, require_vectors
 from wfm_kernels import flow_noise
 
 
-def seeded_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
+def draw_cpu_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
     """Return standard normal noise [B, *shape], float32 on `device`. Sample i depends only on seeds[i] and shape.
 
     seeds: in [0, 2**63). torch's CPU generator uses only the low 32 bits: seeds with equal low bits give equal noise.
@@ -32,10 +32,10 @@ def seeded_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.de
         torch.randn((1, *shape), generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32)
         for seed in seeds
     ]
-    return on_device(torch.cat(draws), device)
+    return copy_to_device(torch.cat(draws), device)
 
 
-def drawn_normal(seeds: Tensor, like: Tensor) -> Tensor:
+def draw_device_normal(seeds: Tensor, like: Tensor) -> Tensor:
     """Return standard normal noise like `like` [B, ...] (shape, dtype, device). Sample i depends only on seeds[i].
 
     seeds: [B] int64 on that device. Drawn there without host synchronization (wfm_kernels noise contract).
@@ -43,14 +43,14 @@ def drawn_normal(seeds: Tensor, like: Tensor) -> Tensor:
     return flow_noise(like, torch.zeros(len(like), dtype=like.dtype, device=like.device), seeds=seeds)[1].to(like.dtype)
 
 
-def noised(clean_latents: Tensor, sigma: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
+def add_noise(clean_latents: Tensor, sigma: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Draw noise and return (noisy latents, noise). The noise of sample i depends only on seeds[i], in [0, 2**63).
 
     Drawn on the device of the latents in one kernel (wfm_kernels noise contract). Shapes as in `noisy_latents`.
     """
     require_latents(clean_latents=clean_latents)
     require_vectors(clean_latents, sigma=sigma)
-    device_seeds = on_device(torch.tensor(seeds, dtype=torch.int64), clean_latents.device)
+    device_seeds = copy_to_device(torch.tensor(seeds, dtype=torch.int64), clean_latents.device)
     return flow_noise(clean_latents, sigma, seeds=device_seeds)
 
 

@@ -17,7 +17,7 @@ from wfm_kernels import sde_coefficients
 if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import Window
 
-STD = 2  # column of a coefficient table: standard deviation of the noise of a step
+STD_COLUMN = 2  # column of a coefficient table: standard deviation of the noise of a step
 
 
 def deterministic_plan(solver: str, sigmas: Tensor) -> FlowPlan:
@@ -31,8 +31,8 @@ def stochastic_plan(
     sigmas: Tensor,
     *,
     noise_level: float,
-    noisy: Sequence[int] | None = None,
-    stored: Sequence[int] = (),
+    noisy_steps: Sequence[int] | None = None,
+    stored_steps: Sequence[int] = (),
     keep_means: bool = False,
     gaussian: bool = True,
 ) -> FlowPlan:
@@ -49,35 +49,37 @@ def stochastic_plan(
     grid = sigmas.clone()
     grid[0] = 1.0
     steps = tuple(solver_steps("ode", grid))
-    chosen = list(range(len(steps)))[: -1 if solver == "dance" else None] if noisy is None else list(noisy)
+    chosen = list(range(len(steps)))[: -1 if solver == "dance" else None] if noisy_steps is None else list(noisy_steps)
     start, end = grid[:-1], grid[1:]
     table = sde_coefficients("ode", start, end)
     # sigma_max is the second level of the full grid, whichever steps are noisy.
     table[chosen] = sde_coefficients(solver, start[chosen], end[chosen], eta=noise_level, sigma_max=float(grid[1]))
     if gaussian:
-        table = with_gaussian_log_prob(table)
+        table = use_gaussian_log_prob(table)
     flipped = [k for k in chosen if table[k, 0] <= 0]
     if flipped:
         raise RecipeError(
             f"sampling.noise_level {noise_level} is too large for {solver} at steps {flipped} of {len(steps)}: "
             f"the latents would flip their sign. Lower it or increase sampling.steps"
         )
-    stochastic = tuple(k for k in chosen if table[k, STD] > 0)
-    return FlowPlan(steps=steps, table=table, noisy=stochastic, stored=tuple(stored), keep_means=keep_means)
+    stochastic = tuple(k for k in chosen if table[k, STD_COLUMN] > 0)
+    return FlowPlan(
+        steps=steps, table=table, noisy_steps=stochastic, stored_steps=tuple(stored_steps), keep_means=keep_means
+    )
 
 
-def with_gaussian_log_prob(table: Tensor) -> Tensor:
+def use_gaussian_log_prob(table: Tensor) -> Tensor:
     """Return the table [N,5] with the coefficients of the Gaussian log-density in its noisy rows.
 
     The log-density is -(mean d^2)/(2 s^2) - ln s - ln(2 pi)/2; columns 3 and 4 are its scale and constant.
     """
-    table, noisy = table.clone(), table[:, STD] > 0
-    std = table[noisy, STD]
+    table, noisy = table.clone(), table[:, STD_COLUMN] > 0
+    std = table[noisy, STD_COLUMN]
     table[noisy, 3], table[noisy, 4] = 0.5 / std.square(), -std.log() - 0.5 * math.log(2 * math.pi)
     return table
 
 
-def noisy_steps(window: Window | None, num_steps: int, *, run_seed: int, step: int) -> list[int]:
+def trainable_steps(window: Window | None, num_steps: int, *, run_seed: int, step: int) -> list[int]:
     """Return the stochastic denoising steps of RL step `step` (from 1) that may be trained on, ascending.
 
     Without a window these are all steps except the last. Identical on every rank and for every sample.
@@ -87,7 +89,7 @@ def noisy_steps(window: Window | None, num_steps: int, *, run_seed: int, step: i
     if window.kind == "subset":
         keyed = sorted(window.indices, key=lambda k: derive_seed(run_seed, "window", step, k))
         return sorted(keyed[: window.size])
-    first, last = window.bounds(num_steps)
+    first, last = window.step_bounds(num_steps)
     positions = last - first - window.size + 1
     if window.kind == "random":
         offset = derive_seed(run_seed, "window", step) % positions
@@ -96,10 +98,10 @@ def noisy_steps(window: Window | None, num_steps: int, *, run_seed: int, step: i
     return list(range(first + offset, first + offset + window.size))
 
 
-def possible_steps(window: Window | None, num_steps: int) -> list[int]:
+def all_trainable_steps(window: Window | None, num_steps: int) -> list[int]:
     """Return all steps that `trainable_steps` can return in any RL step, ascending."""
     if window is None:
         return list(range(num_steps - 1))
     if window.kind == "subset":
         return sorted(window.indices)
-    return list(range(*window.bounds(num_steps)))
+    return list(range(*window.step_bounds(num_steps)))

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SOLVERS = ("ode", "dpm2")
+FLOW_SOLVERS = ("ode", "dpm2")
 # The second-order term extrapolates the last two predictions linearly in log-SNR. For steps much longer than the
 # previous one this is worse than Euler, for example at the end of the default SD3 grid, which ends close to 0. Grids of
 # multistep schedulers have no step more than twice as long as the previous one.
-MAX_GROWTH = 2.0
+MAX_STEP_GROWTH = 2.0
 
 
-def shifted(q: Tensor, shift: float) -> Tensor:
+def apply_shift(q: Tensor, shift: float) -> Tensor:
     """Return sigma = shift*q / (1 + (shift-1)*q), i.e. logit(sigma) = logit(q) + ln(shift), for q in [0, 1]."""
     return shift * q / (1 + (shift - 1) * q)
 
 
-def unshifted(sigma: Tensor, shift: float) -> Tensor:
+def invert_shift(sigma: Tensor, shift: float) -> Tensor:
     """Return the q with apply_shift(q, shift) == sigma, for sigma in [0, 1]."""
     return sigma / (shift - (shift - 1) * sigma)
 
@@ -49,16 +49,16 @@ def solver_steps(solver: str, sigmas: Tensor) -> list[SolverStep]:
     MAX_STEP_GROWTH times as long as the previous one.
     Raises ValueError for any other grid or solver.
     """
-    grid = _checked_grid(sigmas)
+    grid = _validate_grid(sigmas)
     corrections = [0.0] * (len(grid) - 1)
     if solver == "dpm2":
-        corrections[1:-1] = [_second_order(*grid[i - 1 : i + 2]) for i in range(1, len(grid) - 2)]
+        corrections[1:-1] = [_second_order_weight(*grid[i - 1 : i + 2]) for i in range(1, len(grid) - 2)]
     elif solver != "ode":
-        raise ValueError(f"unknown solver {solver!r}: use {' or '.join(SOLVERS)}")
+        raise ValueError(f"unknown solver {solver!r}: use {' or '.join(FLOW_SOLVERS)}")
     return [SolverStep(*pair, c) for pair, c in zip(itertools.pairwise(grid), corrections, strict=True)]
 
 
-def _checked_grid(sigmas: Tensor) -> list[float]:
+def _validate_grid(sigmas: Tensor) -> list[float]:
     # On the CPU: reading values of a device tensor would synchronize with the device.
     if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas.dtype != torch.float64 or sigmas.device.type != "cpu":
         raise ValueError(
@@ -72,11 +72,11 @@ def _checked_grid(sigmas: Tensor) -> list[float]:
     return grid
 
 
-def _second_order(before: float, now: float, after: float) -> float:
+def _second_order_weight(before: float, now: float, after: float) -> float:
     """Return the weight of x0_hat(now) - x0_hat(before) in the step from `now` to `after`."""
     h = _half_log_snr(after) - _half_log_snr(now)
     h_before = _half_log_snr(now) - _half_log_snr(before)  # inf if before = 1: the weight is then 0
-    return 0.0 if h > MAX_GROWTH * h_before else (1 - after / now) * h / (2 * h_before)
+    return 0.0 if h > MAX_STEP_GROWTH * h_before else (1 - after / now) * h / (2 * h_before)
 
 
 def _half_log_snr(sigma: float) -> float:

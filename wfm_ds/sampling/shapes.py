@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wfm_ds.pinned import on_device
+from wfm_ds.pinned_memory import copy_to_device
 
 if TYPE_CHECKING:
-    from wfm_ds.types import ConditionalFrames
+    from wfm_ds.types import ConditioningFrames
 
 # Training uses float32; tests of formulas use float64. Half precision and integers would silently lose precision.
-DTYPES = (torch.float32, torch.float64)
+ALLOWED_DTYPES = (torch.float32, torch.float64)
 
 
 def require_latents(**latents: Tensor) -> None:
@@ -22,7 +22,7 @@ def require_latents(**latents: Tensor) -> None:
     for name, tensor in latents.items():
         if tensor.ndim not in (4, 5) or tensor.numel() == 0:
             raise ValueError(f"{name} must be a non-empty [B,C,h,w] or [B,C,T,h,w], got {list(tensor.shape)}")
-        if tensor.dtype not in DTYPES or tensor.dtype != first.dtype:
+        if tensor.dtype not in ALLOWED_DTYPES or tensor.dtype != first.dtype:
             raise ValueError(f"{', '.join(latents)} must all be float32, {name} is {tensor.dtype}")
     if len({tensor.shape for tensor in latents.values()}) > 1:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in latents.items())
@@ -41,20 +41,20 @@ def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
             raise ValueError(f"{name} must be {latents.dtype} like the latents, got {tensor.dtype}")
 
 
-def free_frames(frames: ConditionalFrames) -> Tensor:
+def free_frame_mask(frames: ConditioningFrames) -> Tensor:
     """Return a mask [B,1,T,1,1], float32 on the device of the latents: 0 on conditioning frames, 1 elsewhere."""
     positions = torch.arange(frames.latents.shape[2], device=frames.latents.device)
-    counts = on_device(frames.counts, frames.latents.device)
+    counts = copy_to_device(frames.counts, frames.latents.device)
     return (positions >= counts[:, None]).float().view(len(counts), 1, -1, 1, 1)
 
 
-def sample_mean(tensor: Tensor, free: Tensor | None = None) -> Tensor:
+def sample_mean(tensor: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean over the elements of each sample, [B].
 
     mask: 1 for elements that count and 0 for others, with the tensor's dtype and broadcastable to its shape. Each
     sample needs at least one element that counts.
     """
-    if free is None:
+    if mask is None:
         return tensor.flatten(1).mean(1)
-    free = free.expand_as(tensor).flatten(1)
-    return (tensor.flatten(1) * free).sum(1) / free.sum(1)
+    mask = mask.expand_as(tensor).flatten(1)
+    return (tensor.flatten(1) * mask).sum(1) / mask.sum(1)

@@ -7,7 +7,7 @@ from torch import Tensor
 from wfm_ds.sampling.shapes import sample_mean
 from wfm_kernels import sde_log_prob
 
-SCALE, OFFSET = 3, 4  # columns of wfm_kernels.sde_coefficients
+LOG_PROB_SCALE, LOG_PROB_OFFSET = 3, 4  # columns of wfm_kernels.sde_coefficients
 
 
 def transition_mean(velocity: Tensor, latents: Tensor, coefficients: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def transition_mean(velocity: Tensor, latents: Tensor, coefficients: Tensor) -> 
 
 
 def transition_log_prob(
-    velocity: Tensor, latents: Tensor, next_latents: Tensor, coefficients: Tensor, free: Tensor | None = None
+    velocity: Tensor, latents: Tensor, next_latents: Tensor, coefficients: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """Return the log-probability [B] of the next latents, averaged over the elements of each sample.
 
@@ -25,7 +25,7 @@ def transition_log_prob(
     mask: as in sample_mean, None if all elements count. Equal velocities give bit-identical results in rollout and
     training.
     """
-    if free is None:
+    if mask is None:
         return sde_log_prob(velocity, latents, next_latents, coefficients)
-    error = sample_mean((next_latents - transition_mean(velocity, latents, coefficients)).square(), free)
-    return (coefficients[:, OFFSET] - coefficients[:, SCALE] * error.double()).to(latents.dtype)
+    error = sample_mean((next_latents - transition_mean(velocity, latents, coefficients)).square(), mask)
+    return (coefficients[:, LOG_PROB_OFFSET] - coefficients[:, LOG_PROB_SCALE] * error.double()).to(latents.dtype)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Flush a file or folder to disk. Call it before a rename, so that the new name never has incomplete content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -33,12 +33,12 @@ def new_file(path: Path) -> Iterator[Path]:
     try:
         yield part
         part.chmod(mode)
-        sync(part)
+        sync_to_disk(part)
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    sync_to_disk(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -70,7 +70,7 @@ def new_folder(final: Path) -> Iterator[Path]:
     if final.exists():  # rename() cannot replace a folder that is not empty
         final.rename(replaced)
     making.rename(final)
-    sync(final.parent)
+    sync_to_disk(final.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 

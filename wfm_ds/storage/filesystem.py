@@ -18,27 +18,27 @@ from wfm_ds.errors import DataError, StorageError
 NUM_TRIES = 8  # per request, with growing waits of about a minute in total
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60  # without receiving data
-NUM_SHOWN = 200  # of a path in messages
+MAX_SHOWN_CHARS = 200  # of a path in messages
 ACCESS_KEY = "PROD_S3_CHECKPOINT_ACCESS_KEY_ID"
 SECRET_KEY = "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"
 ENDPOINT = "PROD_S3_CHECKPOINT_ENDPOINT_URL"
 REGION = "PROD_S3_CHECKPOINT_REGION_NAME"
-RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+RANGE_PATTERN = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 def is_remote(address: str) -> bool:
     return "://" in address
 
 
-def shortened(path: str | os.PathLike[str]) -> str:
+def shorten_path(path: str | os.PathLike[str]) -> str:
     """Return a path for messages, without the middle part if it is very long."""
     text = os.fspath(path)
-    if len(text) <= NUM_SHOWN:
+    if len(text) <= MAX_SHOWN_CHARS:
         return text
-    return f"{text[: NUM_SHOWN // 2]}...{text[-NUM_SHOWN // 4 :]} ({len(text):,} characters)"
+    return f"{text[: MAX_SHOWN_CHARS // 2]}...{text[-MAX_SHOWN_CHARS // 4 :]} ({len(text):,} characters)"
 
 
-def filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:
+def open_filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:
     """Return the fsspec file system of a path or `s3://` address, and the path within it.
 
     S3 settings come from the four PROD_S3_CHECKPOINT_ variables; unset ones use the default AWS configuration. Requests
@@ -80,7 +80,7 @@ def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]
 
 
 @contextlib.contextmanager
-def answering(address: str, action: str = "read") -> Iterator[None]:
+def convert_storage_errors(address: str, action: str = "read") -> Iterator[None]:
     """Convert exceptions of the storage in the block to StorageError, except FileNotFoundError."""
     try:
         yield
@@ -106,28 +106,28 @@ def read_range(address: str, offset: int, size: int) -> bytes:
 
     Raises FileNotFoundError, and StorageError if the storage keeps failing or the file is too short.
     """
-    fs, path = filesystem(address)
-    with answering(address):
+    fs, path = open_filesystem(address)
+    with convert_storage_errors(address):
         content: bytes = fs.cat_file(path, start=offset, end=offset + size)
     if len(content) != size:
         raise StorageError(f"{address}: read {len(content)} instead of {size} bytes at {offset}: the file has changed")
     return content
 
 
-def version(address: str) -> tuple[str | int, ...]:
+def file_version(address: str) -> tuple[str | int, ...]:
     """Return (address, size, tag), which changes when the file changes.
 
     Raises FileNotFoundError and StorageError, also for pipes and devices: reading them could block forever.
     """
-    fs, path = filesystem(address)
+    fs, path = open_filesystem(address)
     if not is_remote(address) and os.path.exists(path) and not os.path.isfile(path):
         raise StorageError(f"{address} is not a regular file")
-    with answering(address):
+    with convert_storage_errors(address):
         info = fs.info(path)
     return address if is_remote(address) else path, info["size"], str(info.get("ETag") or info.get("mtime"))
 
 
-def expand(pattern: str) -> list[str]:
+def expand_pattern(pattern: str) -> list[str]:
     """Expand {000..123} and * ? [ ] in a path or s3:// address. Glob matches are sorted, paths are made absolute.
 
     Files of a range need not exist. Raises DataError if a glob matches nothing, StorageError for a descending range.
@@ -136,7 +136,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def expand_ranges(pattern: str) -> list[str]:
-    match = RANGE.search(pattern)
+    match = RANGE_PATTERN.search(pattern)
     if match is None:
         return [pattern]
     first, last = match[1], match[2]
@@ -149,10 +149,10 @@ def expand_ranges(pattern: str) -> list[str]:
 def expand_glob(pattern: str) -> list[str]:
     if is_remote(pattern) and not glob.has_magic(pattern):
         return [pattern]
-    fs, path = filesystem(pattern)
+    fs, path = open_filesystem(pattern)
     if not glob.has_magic(pattern):
         return [path]
-    with answering(pattern):
+    with convert_storage_errors(pattern):
         names = sorted(fs.glob(path))
     if not names:
         raise DataError(f"{pattern}: no matching files")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wfm_ds.storage import atomic
 
-Key = Mapping[str, Any]
+TensorKey = Mapping[str, Any]
 """Everything that the tensors depend on, as JSON. Equal keys mean equal tensors."""
 
 
@@ -28,42 +28,42 @@ class TensorStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __contains__(self, key: Key) -> bool:
-        return self._names(key) is not None
+    def __contains__(self, key: TensorKey) -> bool:
+        return self._tensor_names(key) is not None
 
-    def read(self, key: Key) -> dict[str, Tensor] | None:
+    def read(self, key: TensorKey) -> dict[str, Tensor] | None:
         """Return the tensors of this key on the CPU, None if absent."""
-        names = self._names(key)
+        names = self._tensor_names(key)
         if names is None:
             return None
         try:
-            with safe_open(self._path(key), framework="pt") as file:
+            with safe_open(self._entry_path(key), framework="pt") as file:
                 return {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError):  # removed or replaced in the meantime
             return None
 
-    def write(self, key: Key, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, key: TensorKey, tensors: Mapping[str, Tensor]) -> None:
         """Store tensors from any device under this key. Raises OSError."""
-        path = self._path(key)
+        path = self._entry_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         with atomic.new_file(path) as part:
-            save_file(cpu_tensors, part, metadata={"key": canonical(key)})
+            save_file(cpu_tensors, part, metadata={"key": canonical_json(key)})
 
-    def _path(self, key: Key) -> Path:
-        digest = hashlib.sha256(canonical(key).encode()).hexdigest()
+    def _entry_path(self, key: TensorKey) -> Path:
+        digest = hashlib.sha256(canonical_json(key).encode()).hexdigest()
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
-    def _names(self, key: Key) -> list[str] | None:
+    def _tensor_names(self, key: TensorKey) -> list[str] | None:
         """Return the names of an entry's tensors, None if it is absent."""
         try:
-            with safe_open(self._path(key), framework="pt") as file:
-                if (file.metadata() or {}).get("key") == canonical(key):
+            with safe_open(self._entry_path(key), framework="pt") as file:
+                if (file.metadata() or {}).get("key") == canonical_json(key):
                     return list(file.keys())
         except (OSError, SafetensorError):
             pass
         return None
 
 
-def canonical(key: Key) -> str:
+def canonical_json(key: TensorKey) -> str:
     return json.dumps(key, sort_keys=True, separators=(",", ":"))

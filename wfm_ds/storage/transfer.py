@@ -21,25 +21,27 @@ from typing import IO, Any, TypeVar
 
 from wfm_ds.errors import StorageError
 from wfm_ds.storage import atomic
-from wfm_ds.storage.filesystem import answering, filesystem, read_range
+from wfm_ds.storage.filesystem import convert_storage_errors, open_filesystem, read_range
 
 PART_BYTES = 32 << 20  # per request; up to NUM_CONNECTIONS parts are in memory
 MAX_PARTS = 10_000  # per file, limit of S3
 NUM_CONNECTIONS = 4
-PAGE_KEYS = 1000  # per list request, limit of S3
+KEYS_PER_PAGE = 1000  # per list request, limit of S3
 NUM_TRIES = 3  # per request; low, because callers retry later and need early errors
 MD5_TAG = re.compile(r'"?([0-9a-f]{32}(-[0-9]+)?)"?')
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Moved = Callable[[int], None]
+ProgressCallback = Callable[[int], None]
 """Called with the number of bytes of each transferred part. An exception in it aborts the transfer."""
 
 
-def ignore(num_bytes: int) -> None:
+def ignore_progress(num_bytes: int) -> None:
     pass
 
 
-def upload(path: Path, address: str, *, size: int | None = None, moved: Moved = ignore) -> str:
+def upload_file(
+    path: Path, address: str, *, size: int | None = None, on_progress: ProgressCallback = ignore_progress
+) -> str:
     """Upload the file, or its first `size` bytes, to an s3:// address, and return the SHA-256 of these bytes.
 
     An existing object is replaced atomically at the end. Raises OSError if the file cannot be read, StorageError if the
@@ -49,34 +51,36 @@ def upload(path: Path, address: str, *, size: int | None = None, moved: Moved = 
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size if size is None else size
         part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
-        parts = _parts(path, file, size, part_bytes)
-        target = _Target(address)
+        parts = _read_parts(path, file, size, part_bytes)
+        target = _S3Object(address)
         if size <= part_bytes:
             content = next(parts)
             sha256.update(content)
             tag = target.put(content)
-            moved(size)
+            on_progress(size)
         else:
-            tag = target.put_parts(_hashed(parts, sha256.update), moved)
-    target.require(size, tag)
+            tag = target.put_parts(_hash_parts(parts, sha256.update), on_progress)
+    target.verify_upload(size, tag)
     return sha256.hexdigest()
 
 
-def put(content: bytes, address: str) -> None:
+def put_object(content: bytes, address: str) -> None:
     """Write `content` to an s3:// address. Raises StorageError."""
-    target = _Target(address)
-    target.require(len(content), target.put(content))
+    target = _S3Object(address)
+    target.verify_upload(len(content), target.put(content))
 
 
-def copy_within(source: str, address: str, size: int) -> None:
+def copy_object(source: str, address: str, size: int) -> None:
     """Copy an object of this size on the server. Raises StorageError."""
-    target = _Target(address)
-    with _writing(address):
-        target.fs.cp_file(_Target(source).path, target.path)
-    target.require(size, None)
+    target = _S3Object(address)
+    with _convert_write_errors(address):
+        target.fs.cp_file(_S3Object(source).path, target.path)
+    target.verify_upload(size, None)
 
 
-def download(address: str, path: Path, *, size: int, sha256: str | None = None, moved: Moved = ignore) -> None:
+def download_file(
+    address: str, path: Path, *, size: int, sha256: str | None = None, on_progress: ProgressCallback = ignore_progress
+) -> None:
     """Download an object to a file, atomically.
 
     Raises OSError if the file cannot be written, StorageError if the object is missing, the storage fails, or size or
@@ -85,24 +89,26 @@ def download(address: str, path: Path, *, size: int, sha256: str | None = None, 
     digest = hashlib.sha256()
     offsets = range(0, size, PART_BYTES)
     with atomic.new_file(path) as part, part.open("wb") as file:
-        for content in _ahead(lambda offset: _range(address, offset, min(PART_BYTES, size - offset)), offsets):
+        for content in _map_concurrently(
+            lambda offset: _read_range(address, offset, min(PART_BYTES, size - offset)), offsets
+        ):
             digest.update(content)
             file.write(content)
-            moved(len(content))
+            on_progress(len(content))
     if sha256 is not None and digest.hexdigest() != sha256:
         path.unlink()
         raise StorageError(f"{address} is damaged: its SHA-256 differs from the one recorded at its upload")
 
 
-def listing(address: str) -> dict[str, int]:
+def list_objects(address: str) -> dict[str, int]:
     """Return {name relative to the address: size} of all objects under the address. Raises StorageError."""
-    target = _Target(address)
+    target = _S3Object(address)
     sizes: dict[str, int] = {}
     page: dict[str, Any] = {}
     prefix = f"{target.key}/" if target.key else ""
     while True:
-        with answering(address), _no_bucket(address):
-            page = target.call("list_objects_v2", key=False, Prefix=prefix, MaxKeys=PAGE_KEYS, **page)
+        with convert_storage_errors(address), _convert_missing_bucket(address):
+            page = target.call("list_objects_v2", key=False, Prefix=prefix, MaxKeys=KEYS_PER_PAGE, **page)
         sizes |= {entry["Key"].removeprefix(prefix): int(entry["Size"]) for entry in page.get("Contents", [])}
         if not page.get("IsTruncated"):
             return {name: size for name, size in sizes.items() if name and not name.endswith("/")}
@@ -111,8 +117,8 @@ def listing(address: str) -> dict[str, int]:
 
 def read_text(address: str) -> str:
     """Read the UTF-8 text of an object. Raises FileNotFoundError and StorageError."""
-    target = _Target(address)
-    with answering(address):
+    target = _S3Object(address)
+    with convert_storage_errors(address):
         content: bytes = target.fs.cat_file(target.path)
     try:
         return content.decode()
@@ -120,31 +126,31 @@ def read_text(address: str) -> str:
         raise StorageError(f"{address} is not UTF-8 text") from error
 
 
-def remove(addresses: Iterable[str]) -> None:
+def remove_objects(addresses: Iterable[str]) -> None:
     """Remove objects in this order; missing objects are ignored. Raises StorageError."""
     for address in addresses:
-        target = _Target(address)
-        with _writing(address):
+        target = _S3Object(address)
+        with _convert_write_errors(address):
             target.call("delete_object")
 
 
 def require_writable(address: str) -> None:
     """Check write access: write an object under the address, read it back, and remove it. Raises StorageError."""
     probe, content = f"{address}/.wfm_ds-{secrets.token_hex(8)}", b"may be removed\n"
-    put(content, probe)
-    if _range(probe, 0, len(content)) != content:
+    put_object(content, probe)
+    if _read_range(probe, 0, len(content)) != content:
         raise StorageError(f"{probe}: read back other data than was written")
-    remove([probe])
+    remove_objects([probe])
 
 
 @contextlib.contextmanager
-def _writing(address: str) -> Iterator[None]:
-    with _no_bucket(address), answering(address, "written"):
+def _convert_write_errors(address: str) -> Iterator[None]:
+    with _convert_missing_bucket(address), convert_storage_errors(address, "written"):
         yield
 
 
 @contextlib.contextmanager
-def _no_bucket(address: str) -> Iterator[None]:
+def _convert_missing_bucket(address: str) -> Iterator[None]:
     """Convert FileNotFoundError in the block to StorageError: it can only mean a missing bucket or upload."""
     try:
         yield
@@ -152,19 +158,19 @@ def _no_bucket(address: str) -> Iterator[None]:
         raise StorageError(f"{address}: the bucket does not exist, or an upload to it was cancelled") from error
 
 
-def _range(address: str, offset: int, size: int) -> bytes:
+def _read_range(address: str, offset: int, size: int) -> bytes:
     try:
         return read_range(address, offset, size)
     except FileNotFoundError as error:
         raise StorageError(f"{address} does not exist") from error
 
 
-class _Target:
+class _S3Object:
     """An object in S3 and requests for it."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.fs, self.path = filesystem(address, NUM_TRIES)
+        self.fs, self.path = open_filesystem(address, NUM_TRIES)
         self.bucket, _, self.key = self.path.partition("/")
 
     def call(self, method: str, *, key: bool = True, **arguments: Any) -> dict[str, Any]:
@@ -175,26 +181,29 @@ class _Target:
     def put(self, content: bytes) -> str:
         """Upload the object in one request and return its expected ETag, the MD5 of the content."""
         md5 = hashlib.md5(content, usedforsecurity=False)
-        with _writing(self.address):
-            self.call("put_object", Body=content, ContentMD5=_in_base64(md5.digest()))
+        with _convert_write_errors(self.address):
+            self.call("put_object", Body=content, ContentMD5=_base64_text(md5.digest()))
         return md5.hexdigest()
 
-    def put_parts(self, parts: Iterable[bytes], moved: Moved) -> str:
+    def put_parts(self, parts: Iterable[bytes], on_progress: ProgressCallback) -> str:
         """Upload the object in parts and return its expected ETag: the MD5 of all part MD5s, and their number."""
-        with _writing(self.address):
+        with _convert_write_errors(self.address):
             upload_id = self.call("create_multipart_upload")["UploadId"]
         try:
             sent = []
             for number, (tag, md5, num_bytes) in enumerate(
-                _ahead(lambda numbered: self._put_part(upload_id, *numbered), enumerate(parts, 1)), 1
+                _map_concurrently(lambda numbered: self._put_part(upload_id, *numbered), enumerate(parts, 1)), 1
             ):
                 sent.append((number, tag, md5))
-                moved(num_bytes)
+                on_progress(num_bytes)
             part_list = [{"PartNumber": number, "ETag": tag} for number, tag, _ in sent]
-            with _writing(self.address):
+            with _convert_write_errors(self.address):
                 self.call("complete_multipart_upload", UploadId=upload_id, MultipartUpload={"Parts": part_list})
         except BaseException:
-            with contextlib.suppress(StorageError), _writing(self.address):  # else the parts remain stored and billed
+            with (
+                contextlib.suppress(StorageError),
+                _convert_write_errors(self.address),
+            ):  # else the parts remain stored and billed
                 self.call("abort_multipart_upload", UploadId=upload_id)
             raise
         whole = hashlib.md5(b"".join(md5 for _, _, md5 in sent), usedforsecurity=False)
@@ -202,15 +211,15 @@ class _Target:
 
     def _put_part(self, upload_id: str, number: int, content: bytes) -> tuple[str, bytes, int]:
         md5 = hashlib.md5(content, usedforsecurity=False).digest()
-        with _writing(self.address):
+        with _convert_write_errors(self.address):
             response = self.call(
-                "upload_part", UploadId=upload_id, PartNumber=number, Body=content, ContentMD5=_in_base64(md5)
+                "upload_part", UploadId=upload_id, PartNumber=number, Body=content, ContentMD5=_base64_text(md5)
             )
         return response["ETag"], md5, len(content)
 
-    def require(self, size: int, tag: str | None) -> None:
+    def verify_upload(self, size: int, tag: str | None) -> None:
         """Raise StorageError if the storage reports another size or MD5 than was sent."""
-        with _writing(self.address):
+        with _convert_write_errors(self.address):
             response = self.call("head_object")
         if int(response["ContentLength"]) != size:
             raise StorageError(
@@ -222,11 +231,11 @@ class _Target:
             raise StorageError(f"{self.address} was damaged in transit: the storage reports another MD5 than was sent")
 
 
-def _in_base64(digest: bytes) -> str:
+def _base64_text(digest: bytes) -> str:
     return base64.b64encode(digest).decode()
 
 
-def _parts(path: Path, file: IO[bytes], size: int, part_bytes: int) -> Iterator[bytes]:
+def _read_parts(path: Path, file: IO[bytes], size: int, part_bytes: int) -> Iterator[bytes]:
     """Yield the first `size` bytes in parts; one empty part if size is 0."""
     remaining = size
     while True:
@@ -239,13 +248,13 @@ def _parts(path: Path, file: IO[bytes], size: int, part_bytes: int) -> Iterator[
             return
 
 
-def _hashed(parts: Iterable[bytes], update: Callable[[bytes], None]) -> Iterator[bytes]:
+def _hash_parts(parts: Iterable[bytes], update: Callable[[bytes], None]) -> Iterator[bytes]:
     for part in parts:
         update(part)
         yield part
 
 
-def _ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def _map_concurrently(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yield work(item) in order, computed by NUM_CONNECTIONS threads. Reads at most that many items ahead."""
     running: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(NUM_CONNECTIONS, thread_name_prefix="storage") as pool:

@@ -19,34 +19,34 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from wfm_ds.chunks import chunks
-from wfm_ds.data.buckets import Size
+from wfm_ds.chunks import split_into_chunks
+from wfm_ds.data.buckets import ImageSize
 from wfm_ds.data.cosmos import SAFE_SUFFIX
-from wfm_ds.data.datasets import TrainingData, buckets_of
+from wfm_ds.data.datasets import TrainingData, build_buckets
 from wfm_ds.data.embeddings import read_pickle
 from wfm_ds.data.media import load_media
-from wfm_ds.data.pixels import BadMedia, Framing, centre, decoding
+from wfm_ds.data.pixels import BadMedia, Framing, convert_decode_errors, draw_centre
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.samples import Media, Sample, file_identity
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.models.base import DiffusionModel, NegativeText
-from wfm_ds.models.captions import Text, captioned
 from wfm_ds.models.latent_cache import LatentCache
-from wfm_ds.models.sampler import negatives
+from wfm_ds.models.prompt_formatting import Text, format_prompts
+from wfm_ds.models.sampler import negative_texts
 from wfm_ds.models.text_cache import TextCache
-from wfm_ds.models.text_store import text_store
+from wfm_ds.models.text_store import create_text_store
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.storage.tensor_store import TensorStore
 from wfm_ds.types import Prompt
 
 log = logging.getLogger(__name__)
 
-NUM_AHEAD = 16  # images or videos decoded in memory at once
+MAX_DECODED_MEDIA = 16  # images or videos decoded in memory at once
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingFile:
+class CaptionEmbeddingFile:
     """The embedding file of a caption in a Cosmos folder: one tensor [n, D], or a pickle of one array."""
 
     path: Path
@@ -66,13 +66,13 @@ class EmbeddingFile:
         return next(iter(tensors.values()))
 
 
-def text_cache(recipe: Recipe, model: DiffusionModel, data: TrainingData, *, in_memory: bool = False) -> TextCache:
+def open_text_cache(recipe: Recipe, model: DiffusionModel, data: TrainingData, *, in_memory: bool = False) -> TextCache:
     """Open the text cache: on disk (models/text_store.py), or in memory if set by the recipe or `in_memory`."""
-    files = {s.prompt.text: EmbeddingFile(s.embedding) for s in samples_of(data) if s.embedding}
-    return TextCache(model, store=None if in_memory else text_store(recipe, model), precomputed=files)
+    files = {s.prompt.text: CaptionEmbeddingFile(s.embedding) for s in all_samples(data) if s.embedding}
+    return TextCache(model, store=None if in_memory else create_text_store(recipe, model), precomputed=files)
 
 
-def latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | None:
+def open_latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | None:
     """Open the latent cache; None without data.cache_latents."""
     if not recipe.data.cache_latents:
         return None
@@ -80,37 +80,39 @@ def latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | None:
     return LatentCache(model, TensorStore(recipe.data.cache_dir / "latents"))
 
 
-def needed_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> list[Text]:
+def collect_run_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> list[Text]:
     """Return every text that the run will encode, without duplicates."""
-    validation_prompts = data.shown[: recipe.validation.num_prompts]
-    prompts = [*drawn_prompts(recipe, data), *validation_prompts]
-    by_size = defaultdict[Size, list[Text]](list)
+    validation_prompts = data.validation_prompts[: recipe.validation.num_prompts]
+    prompts = [*rollout_prompts(recipe, data), *validation_prompts]
+    by_size = defaultdict[ImageSize, list[Text]](list)
     by_size[recipe.sampling.height, recipe.sampling.width] += [prompt.text for prompt in prompts]
     empty_caption = [NegativeText("")] if data.samples and recipe.data.caption_dropout > 0 else []
-    guided = recipe.sampling.is_guided()
+    guided = recipe.sampling.uses_guidance()
     if guided:
-        by_size[recipe.sampling.height, recipe.sampling.width] += negatives(model, recipe.sampling, prompts)
-    for size, samples in samples_by_size(recipe, model, data).items():
+        by_size[recipe.sampling.height, recipe.sampling.width] += negative_texts(model, recipe.sampling, prompts)
+    for size, samples in group_samples_by_size(recipe, model, data).items():
         sample_prompts = [sample.prompt for sample in samples]
         by_size[size] += [*(prompt.text for prompt in sample_prompts), *empty_caption]
         if guided and recipe.is_rl:
-            by_size[size] += negatives(model, recipe.sampling, sample_prompts)
-    captions = [captioned(model, texts, size, recipe.sampling.num_frames) for size, texts in by_size.items()]
+            by_size[size] += negative_texts(model, recipe.sampling, sample_prompts)
+    captions = [format_prompts(model, texts, size, recipe.sampling.num_frames) for size, texts in by_size.items()]
     return list(dict.fromkeys(itertools.chain(*captions)))
 
 
-def samples_by_size(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> Mapping[Size, Sequence[Sample]]:
+def group_samples_by_size(
+    recipe: Recipe, model: DiffusionModel, data: TrainingData
+) -> Mapping[ImageSize, Sequence[Sample]]:
     """Group the samples by the image size of their bucket. One group if captions do not depend on the size."""
-    buckets, samples = buckets_of(recipe, model), samples_of(data)
-    if len({model.caption("", *size, recipe.sampling.num_frames) for size in buckets.sizes}) == 1:
+    buckets, samples = build_buckets(recipe, model), all_samples(data)
+    if len({model.format_prompt("", *size, recipe.sampling.num_frames) for size in buckets.sizes}) == 1:
         return {buckets.sizes[0]: samples}
-    by_size = defaultdict[Size, list[Sample]](list)
+    by_size = defaultdict[ImageSize, list[Sample]](list)
     for sample in samples:
-        by_size[buckets.sizes[buckets.index_of(sample.media)]].append(sample)
+        by_size[buckets.sizes[buckets.choose_bucket(sample.media)]].append(sample)
     return by_size
 
 
-def drawn_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
+def rollout_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
     """Return the prompts that an RL run can draw, without duplicates.
 
     These are all prompts if rewards influence the choice, or if the data has images or videos (unreadable ones are
@@ -121,36 +123,36 @@ def drawn_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
         return data.prompts
     order = PromptOrder(data.prompts, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
     count = min(recipe.run.steps * recipe.rl.rollout.prompts_per_step, len(data.prompts))
-    return list({prompt.id: prompt for prompt in order.prompts(1, count)}.values())
+    return list({prompt.id: prompt for prompt in order.step_prompts(1, count)}.values())
 
 
-def samples_of(data: TrainingData) -> list[Sample]:
+def all_samples(data: TrainingData) -> list[Sample]:
     return [*data.samples, *data.held_out]
 
 
-def drop_idle_encoders(model: DiffusionModel, texts: TextCache, needed: Iterable[Text]) -> bool:
+def drop_unused_encoders(model: DiffusionModel, texts: TextCache, needed: Iterable[Text]) -> bool:
     """Free the text encoders if the cache has all these texts. Returns whether it has."""
     for text in needed:
-        LIVENESS.advance()  # one file access per text, slow on network storage
-        if not texts.stored(text):
+        LIVENESS.record_progress()  # one file access per text, slow on network storage
+        if not texts.is_stored(text):
             return False
     model.drop_text_encoders()
     return True
 
 
-class Filler:
+class CacheFiller:
     """Fills the disk caches of a recipe with one rank's shard of the texts and latents."""
 
     def __init__(self, recipe: Recipe, model: DiffusionModel, data: TrainingData, rank: int, world_size: int) -> None:
         self._recipe, self._model = recipe, model
-        self._texts = text_cache(recipe, model, data)
-        self._latents = latent_cache(recipe, model)
-        self._buckets = buckets_of(recipe, model)
-        self._my_texts = needed_texts(recipe, model, data)[rank::world_size]
-        self._my_samples = samples_of(data)[rank::world_size] if self._latents is not None else []
-        self._max_bad = recipe.data.max_bad_fraction * sum(len(sample.all_media) for sample in samples_of(data))
+        self._texts = open_text_cache(recipe, model, data)
+        self._latents = open_latent_cache(recipe, model)
+        self._buckets = build_buckets(recipe, model)
+        self._local_texts = collect_run_texts(recipe, model, data)[rank::world_size]
+        self._local_samples = all_samples(data)[rank::world_size] if self._latents is not None else []
+        self._max_bad = recipe.data.max_bad_fraction * sum(len(sample.all_media) for sample in all_samples(data))
 
-    def fill(self, *, show: bool) -> dict[str, int]:
+    def fill_caches(self, *, show_progress: bool) -> dict[str, int]:
         """Write missing entries. Returns the number of `new`, `kept` (already cached) and `bad` (unreadable) entries.
 
         show_progress: display a progress bar. Raises DataError if more than data.max_bad_fraction of the files are
@@ -158,25 +160,27 @@ class Filler:
         """
         self._counts = Counter(new=0, kept=0, bad=0)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
-            for text in progress.track(self._my_texts, description="texts"):
-                self._count(new=not self._texts.stored(text))
+        with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as progress:
+            for text in progress.track(self._local_texts, description="texts"):
+                self._count_entry(new=not self._texts.is_stored(text))
                 self._texts.encode([text])
             if self._latents is not None:
-                for part in progress.track(list(chunks(self._my_samples, NUM_AHEAD)), description="latents"):
+                for part in progress.track(
+                    list(split_into_chunks(self._local_samples, MAX_DECODED_MEDIA)), description="latents"
+                ):
                     self._fill_latents(part, self._latents)
         return dict(self._counts)
 
-    def _count(self, *, new: bool) -> None:
+    def _count_entry(self, *, new: bool) -> None:
         self._counts["new" if new else "kept"] += 1
 
     def _fill_latents(self, samples: Sequence[Sample], cache: LatentCache) -> None:
         """Decode in parallel, encode one by one: the last bits of a latent depend on the batch it is encoded in."""
 
         def load_pixels(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
-            framing = self._buckets.framing_of(sample.media)
-            with decoding(media):
-                return framing, None if cache.holds(media, framing) else load_media(media, framing, centre)
+            framing = self._buckets.choose_framing(sample.media)
+            with convert_decode_errors(media):
+                return framing, None if cache.has_latents(media, framing) else load_media(media, framing, draw_centre)
 
         all_media = [(sample, media) for sample in samples for media in sample.all_media]
         with ThreadPoolExecutor(self._recipe.data.workers) as pool:
@@ -185,13 +189,13 @@ class Filler:
                 try:
                     framing, pixels = future.result()
                 except BadMedia as failure:
-                    self._reject(failure)
+                    self._reject_media(failure)
                     continue
                 if pixels is not None:
-                    cache.write(media, framing, self._model.encode_media([pixels])[0])
-                self._count(new=pixels is not None)
+                    cache.write(media, framing, self._model.encode_uint8([pixels])[0])
+                self._count_entry(new=pixels is not None)
 
-    def _reject(self, failure: BadMedia) -> None:
+    def _reject_media(self, failure: BadMedia) -> None:
         self._counts["bad"] += 1
         log.warning("skipped %s", failure)
         if self._counts["bad"] > self._max_bad:

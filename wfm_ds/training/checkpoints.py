@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from wfm_ds.checkpoint import store
-from wfm_ds.checkpoint.state import capture, read_state
-from wfm_ds.checkpoint.store import Save
+from wfm_ds.checkpoint.rank_state import capture_state, restore_state
+from wfm_ds.checkpoint.store import CheckpointSave
 from wfm_ds.run.job import CommonJob
 from wfm_ds.run.layout import CHECKPOINTS
-from wfm_ds.training.outcome import Agreed
+from wfm_ds.training.step_report import StepFlags
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 class Resumable(Protocol):
     """A training loop, as seen by its checkpoints."""
 
-    step: int  # the last completed step
+    read_step: int  # the last completed step
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the JSON state needed to resume, except the engine's. Identical on every rank. Collective."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         ...
 
@@ -37,43 +37,43 @@ class Checkpoints:
     def __init__(self, job: CommonJob) -> None:
         self.job, self.settings = job, job.recipe.checkpoint
         self.root = job.recipe.run.output_dir / CHECKPOINTS
-        self._saved_at: int | None = None  # step of the last started save
-        self._saving: Save | None = None
+        self._last_saved_step: int | None = None  # step of the last started save
+        self._saving: CheckpointSave | None = None
 
-    def restore(self, loop: Resumable, source: Path) -> None:
+    def restore_run(self, loop: Resumable, source: Path) -> None:
         """Restore engine and loop from this checkpoint. Call before the first step."""
-        checkpoint = store.read(source)
+        checkpoint = store.read_checkpoint(source)
         assert checkpoint is not None, "it was complete a moment ago"
-        loop.restore(read_state(self.job.engine, source, checkpoint.world_size))
+        loop.load_state_dict(restore_state(self.job.engine, source, checkpoint.world_size))
         if source.parent == self.root:  # not for a checkpoint of another run
-            self._saved_at = loop.step
-        self.job.monitor.message(f"continues after step {loop.step} from {source}")
+            self._last_saved_step = loop.read_step
+        self.job.monitor.log_message(f"continues after step {loop.read_step} from {source}")
 
     @property
     def is_writing(self) -> bool:
         """Return whether a thread of this rank is still writing its shard of the last checkpoint."""
-        return self._saving is not None and not self._saving.share_is_written()
+        return self._saving is not None and not self._saving.is_share_written()
 
-    def after_step(self, loop: Resumable, agreed: Agreed) -> None:
+    def after_step(self, loop: Resumable, flags: StepFlags) -> None:
         """Save if scheduled by the recipe or requested by SIGUSR1.
 
         Call after the metrics of the step are written, because the checkpoint includes them. Blocks only until the
         state is on the host. A thread writes it to disk, and a later step completes the checkpoint.
         """
-        if not agreed.writing:
-            self.finish()
-        every, step = self.settings.every, loop.step
+        if not flags.writing:
+            self.wait_for_save()
+        every, step = self.settings.every, loop.read_step
         is_scheduled = every > 0 and (step % every == 0 or step == self.job.recipe.run.steps)
-        if is_scheduled or agreed.save:
-            self._begin(loop)
+        if is_scheduled or flags.save:
+            self._start_save(loop)
 
-    def at_stop(self, loop: Resumable) -> None:
+    def save_at_stop(self, loop: Resumable) -> None:
         """Save regardless of the interval, and wait until the checkpoint is complete."""
-        if self._saved_at != loop.step:
-            self._begin(loop)
-        self.finish()
+        if self._last_saved_step != loop.read_step:
+            self._start_save(loop)
+        self.wait_for_save()
 
-    def finish(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for the pending save, if any, and complete it."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
@@ -82,25 +82,25 @@ class Checkpoints:
             if self.job.mirror is not None:
                 self.job.mirror.wake()
 
-    def _begin(self, loop: Resumable) -> None:
-        self.finish()
+    def _start_save(self, loop: Resumable) -> None:
+        self.wait_for_save()
         job = self.job
         with job.timer("checkpoint"):
-            state = capture(job.engine, loop.state(), job.export_note, job.dtype)
+            state = capture_state(job.engine, loop.state_dict(), job.export_spec, job.dtype)
             facts = {
-                "metrics_bytes": job.monitor.sync(),
-                "samples_per_step": job.derived.samples_per_step,
-                "accumulation": job.derived.accumulation,
-                "sequence_parallel": job.derived.sequence_parallel,
+                "metrics_bytes": job.monitor.sync_metrics(),
+                "samples_per_step": job.run_sizes.samples_per_step,
+                "accumulation": job.run_sizes.accumulation,
+                "sequence_parallel": job.run_sizes.sequence_parallel,
                 "num_experts": job.num_experts,
             }
-            self._saving = Save(
+            self._saving = CheckpointSave(
                 self.root,
-                loop.step,
+                loop.read_step,
                 job.world,
-                state.write,
-                facts=facts,
+                state.write_files,
+                metadata=facts,
                 keep=self.settings.keep,
-                spared=tuple if job.mirror is None else job.mirror.unverified,
+                protected_steps=tuple if job.mirror is None else job.mirror.list_unverified_steps,
             )
-        self._saved_at = loop.step
+        self._last_saved_step = loop.read_step

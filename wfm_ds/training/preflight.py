@@ -12,38 +12,38 @@ from pathlib import Path
 
 import torch
 
-from wfm_ds.algorithms import engine_policies
-from wfm_ds.data.datasets import TrainingData, buckets_of, inputs_of, load_data, readable
-from wfm_ds.data.stream import HfStream
-from wfm_ds.distributed.accelerator import accelerator_present, uses_cuda
+from wfm_ds.algorithms import engine_policy_copies
+from wfm_ds.data.datasets import TrainingData, build_buckets, build_input_reader, find_usable_samples, load_data
+from wfm_ds.data.hf_stream import HfStream
+from wfm_ds.distributed.accelerator import is_accelerator_present, uses_cuda
 from wfm_ds.distributed.world import ranks_per_node
-from wfm_ds.engine.packages import require_packages
+from wfm_ds.engine.optional_packages import require_packages
 from wfm_ds.errors import RecipeError
-from wfm_ds.evaluation.paired import MIN_PROMPTS
-from wfm_ds.models.hub import name_of
-from wfm_ds.models.loading import chosen_device
+from wfm_ds.evaluation.paired_statistics import MIN_PROMPTS
+from wfm_ds.models.hub import display_name
+from wfm_ds.models.loading import select_device
 from wfm_ds.monitoring.trackers.choice import require_trackers
 from wfm_ds.pipes.sockets import check_endpoint
-from wfm_ds.recipe.deepspeed import deepspeed_config
-from wfm_ds.recipe.derived import derive, num_replicas
+from wfm_ds.recipe.deepspeed import build_deepspeed_config
+from wfm_ds.recipe.run_sizes import derive_run_sizes, num_replicas
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardFunction
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.service import endpoints, places, trainer_keys
-from wfm_ds.run.checked import Checked
-from wfm_ds.run.estimate import estimate
-from wfm_ds.run.fit import verdict
-from wfm_ds.run.folder import Start, find_start
-from wfm_ds.run.hub_model import at_commit
-from wfm_ds.run.model import check_attention, family_of, load_model
-from wfm_ds.training.alarm import PROMPTS
-from wfm_ds.training.texts_ahead import keeps_encoders
+from wfm_ds.rollout.service import broker_endpoints, choose_worker_devices, load_trainer_keys
+from wfm_ds.run.check_report import CheckReport
+from wfm_ds.run.memory_advice import memory_verdict
+from wfm_ds.run.memory_estimate import estimate_memory
+from wfm_ds.run.model_loading import choose_attention, find_family, load_model
+from wfm_ds.run.model_revision import pin_commit
+from wfm_ds.run.output_folder import RunStart, find_run_start
+from wfm_ds.training.reward_alarm import RECOMMENDED_PROMPTS
+from wfm_ds.training.text_precompute import keeps_text_encoders
 from wfm_ds.types import Prompt
 
 log = logging.getLogger(__name__)
 
-NUM_DECODED = 32  # samples that --check reads
-MIN_VISITS = 3  # draws per prompt in a run; with fewer, reward statistics of most prompts are unreliable
+NUM_CHECKED_SAMPLES = 32  # samples that --check reads
+MIN_PROMPT_DRAWS = 3  # draws per prompt in a run; with fewer, reward statistics of most prompts are unreliable
 
 
 def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
@@ -51,12 +51,19 @@ def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
 
     Raises RewardError or RecipeError.
     """
-    reward = recipe.scoring
+    reward = recipe.all_reward_settings
     if reward is None:
         return
-    family, inputs = family_of(recipe), recipe.data.inputs
+    family, inputs = find_family(recipe), recipe.data.inputs
     for function in reward.functions:
-        check_needs(function, prompts, local=reward.spawn, video=family.video, told=inputs, takes=family.takes)
+        check_reward_needs(
+            function,
+            prompts,
+            is_local=reward.spawn,
+            makes_video=family.is_video,
+            provided_inputs=inputs,
+            accepted_inputs=family.input_specs,
+        )
     if reward.endpoint is not None:
         RewardClient(reward.endpoint, reward, run="check", client="check").close()
 
@@ -64,22 +71,22 @@ def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
 def check_workers(recipe: Recipe) -> None:
     """Raise RecipeError, PipeError or KeyFileError if rollout workers cannot be started or reached."""
     rollout = recipe.rl.rollout
-    if accelerator_present():  # without an accelerator, --check may run for another machine
-        places(rollout, num_ranks=0)
-    keys = trainer_keys(rollout)
+    if is_accelerator_present():  # without an accelerator, --check may run for another machine
+        choose_worker_devices(rollout, num_ranks=0)
+    keys = load_trainer_keys(rollout)
     if rollout.bind != "ipc":
-        for endpoint in endpoints(rollout.bind, None):
+        for endpoint in broker_endpoints(rollout.bind, None):
             check_endpoint(endpoint, keys=keys is not None)
 
 
-def check_needs(
+def check_reward_needs(
     function: RewardFunction,
     prompts: Sequence[Prompt],
     *,
-    local: bool,
-    video: bool,
-    told: Sequence[str] = (),
-    takes: Container[str] = (),
+    is_local: bool,
+    makes_video: bool,
+    provided_inputs: Sequence[str] = (),
+    accepted_inputs: Container[str] = (),
 ) -> None:
     """Check that a reward gets the media type, inputs and metadata it needs. Raises RecipeError.
 
@@ -88,82 +95,86 @@ def check_needs(
     """
     from wfm_reward import registry as rewards
 
-    if not local and function.name not in rewards.names():
+    if not is_local and function.name not in rewards.list_reward_names():
         return
-    reward = rewards.describe(function.name)
-    if not video and "image" not in reward.media:
+    reward = rewards.get_reward_class(function.name)
+    if not makes_video and "image" not in reward.media_types:
         raise RecipeError(
             f"reward {function.name} scores videos, but the model generates images: choose another reward or model"
         )
-    for key in reward.needs_inputs:
-        if key in told:
+    for key in reward.required_inputs:
+        if key in provided_inputs:
             continue
-        if key in takes:
+        if key in accepted_inputs:
             raise RecipeError(f"reward {function.name} needs {key}: add it to data.inputs, or choose another reward")
         raise RecipeError(
             f"reward {function.name} needs the input {key}, which this model does not accept: choose another "
             "reward, or a model that accepts it (docs/models.md#inputs)"
         )
-    for key in reward.needs:
+    for key in reward.required_metadata:
         missing = [p.id for p in prompts if key not in p.metadata]
         if missing:
             raise RecipeError(
                 f"reward {function.name} needs the metadata key {key!r}, missing in {len(missing)} of {len(prompts)} "
                 f"prompts, e.g. {missing[0]}: add it to the prompt file or choose another reward"
             )
-    if local:
-        rewards.check(function.name, "cpu", function.options, function.max_batch)
+    if is_local:
+        rewards.check_reward(function.name, "cpu", function.options, function.max_batch)
 
 
-def preflight(recipe: Recipe, world_size: int) -> TrainingData:
+def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
     """Run the cheap checks in the order in which a user would fix problems, and load the data. Writes nothing."""
     num_replicas(recipe, world_size, ranks_per_node=ranks_per_node(world_size))
-    derived = derive(recipe, world_size)
-    deepspeed_config(
+    derived = derive_run_sizes(recipe, world_size)
+    build_deepspeed_config(
         recipe,
         accumulation=derived.accumulation,
-        policies=engine_policies(recipe),
+        policies=engine_policy_copies(recipe),
         world_size=world_size,
         ranks_per_node=ranks_per_node(world_size),
     )
     require_packages(recipe)
     require_trackers(recipe)
-    family_of(recipe)
+    find_family(recipe)
     data = load_data(recipe)
-    for warning in [*recipe.algorithm.doubts(), *choice_doubts(recipe, data), *judge_doubts(recipe, data)]:
+    for warning in [
+        *recipe.algorithm.list_warnings(),
+        *prompt_choice_warnings(recipe, data),
+        *validation_reward_warnings(recipe, data),
+    ]:
         log.warning(warning)
     if recipe.is_async:
         check_workers(recipe)
-    if recipe.scoring is not None:
-        check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.shown]}.values()))
+    if recipe.all_reward_settings is not None:
+        check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.validation_prompts]}.values()))
     return data
 
 
-def visits(recipe: Recipe, data: TrainingData) -> float:
+def draws_per_prompt(recipe: Recipe, data: TrainingData) -> float:
     """Return the average number of times a prompt is drawn in the run."""
     return recipe.run.steps * recipe.rl.rollout.prompts_per_step / len(data.prompts)
 
 
-def choice_doubts(recipe: Recipe, data: TrainingData) -> list[str]:
+def prompt_choice_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
     """Return a warning if prompts are chosen by reward std but most are drawn fewer than MIN_PROMPT_DRAWS times."""
-    if recipe.data.choose == "even" or visits(recipe, data) >= MIN_VISITS:
+    if recipe.data.choose == "even" or draws_per_prompt(recipe, data) >= MIN_PROMPT_DRAWS:
         return []
     return [
         f"data.choose: reward_std needs rewards of earlier draws, but this run draws each of its {len(data.prompts)} "
-        f"prompts only {visits(recipe, data):.2g} times: set data.choose: even, or use fewer prompts"
+        f"prompts only {draws_per_prompt(recipe, data):.2g} times: set data.choose: even, or use fewer prompts"
     ]
 
 
-def judge_doubts(recipe: Recipe, data: TrainingData) -> list[str]:
+def validation_reward_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
     """Return warnings if the alarm of held-out rewards is unlikely to work: too few prompts or evaluations."""
     if not recipe.validation.held_out_rewards or not recipe.is_rl:
         return []
-    warnings, num_prompts = [], min(len(data.shown), recipe.validation.num_prompts)
-    if num_prompts < PROMPTS:
+    warnings, num_prompts = [], min(len(data.validation_prompts), recipe.validation.num_prompts)
+    if num_prompts < RECOMMENDED_PROMPTS:
         effect = "no alarm is possible" if num_prompts < MIN_PROMPTS else "a decrease may be missed"
         warnings.append(
             f"validation.held_out_rewards score only {num_prompts} prompts: {effect}. "
-            f"Set validation.num_prompts to {PROMPTS}"
+            f"Set validation.num_prompts to {RECOMMENDED_PROMPTS}"
         )
     if recipe.validation.every == 0:
         warnings.append(
@@ -172,21 +183,25 @@ def judge_doubts(recipe: Recipe, data: TrainingData) -> list[str]:
     return warnings
 
 
-def examine(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Checked:
+def check_diffusion_run(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> CheckReport:
     """Check a diffusion recipe and return the report of `--check`. Raises UserError if a check fails."""
-    recipe = at_commit(recipe, overwrite=overwrite)
-    start = find_start(recipe, world_size, overwrite=overwrite)
-    data = preflight(recipe, world_size)
+    recipe = pin_commit(recipe, overwrite=overwrite)
+    start = find_run_start(recipe, world_size, overwrite=overwrite)
+    data = check_and_load_data(recipe, world_size)
     model = load_model(recipe, torch.device("cpu"))
-    kernel = check_attention(recipe, model, chosen_device(None))
+    kernel = choose_attention(recipe, model, select_device(None))
     samples = data.samples
     if recipe.data.streaming:
-        samples = [row.sample for row in HfStream(recipe.data).read(NUM_DECODED)]
-    num_samples, inputs = len(samples) + len(data.held_out), inputs_of(recipe, model, data)
-    readable(samples, recipe, buckets_of(recipe, model), NUM_DECODED, whole=num_samples, inputs=inputs)
+        samples = [row.sample for row in HfStream(recipe.data).read(NUM_CHECKED_SAMPLES)]
+    num_samples, inputs = len(samples) + len(data.held_out), build_input_reader(recipe, model, data)
+    find_usable_samples(
+        samples, recipe, build_buckets(recipe, model), NUM_CHECKED_SAMPLES, dataset_size=num_samples, inputs=inputs
+    )
     check_spawned_rewards(recipe)
-    sizes = estimate(recipe, model, world_size, keeps_encoders=keeps_encoders(recipe, model, data, world_size))
-    choice = "" if recipe.data.choose == "even" else f", by reward_std, {visits(recipe, data):.3g} draws each"
+    sizes = estimate_memory(
+        recipe, model, world_size, keeps_encoders=keeps_text_encoders(recipe, model, data, world_size)
+    )
+    choice = "" if recipe.data.choose == "even" else f", by reward_std, {draws_per_prompt(recipe, data):.3g} draws each"
     number = "a stream" if recipe.data.streaming else len(data.samples)
     counts = (
         ("prompts", f"{len(data.prompts)}{choice}")
@@ -196,17 +211,17 @@ def examine(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Chec
     facts = dict(
         [
             ("recipe", f"{recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}"),
-            ("model", name_of(model.path)),
+            ("model", display_name(model.path)),
             ("attention", kernel),
             counts,
-            ("output", beginning(start)),
+            ("output", start_summary(start)),
         ]
     )
-    judged = verdict(recipe, sizes, gpu_memory())
-    return Checked(facts=facts, derived=derive(recipe, world_size), memory=sizes, verdict=judged)
+    judged = memory_verdict(recipe, sizes, gpu_memory())
+    return CheckReport(facts=facts, run_sizes=derive_run_sizes(recipe, world_size), memory=sizes, verdict=judged)
 
 
-def counted(recipe: Recipe, data: TrainingData) -> str:
+def data_summary(recipe: Recipe, data: TrainingData) -> str:
     """Return the number of prompts or samples as text."""
     if recipe.is_rl:
         return f"{len(data.prompts)} prompts"
@@ -219,16 +234,16 @@ def gpu_memory() -> int | None:
     return torch.cuda.get_device_properties(0).total_memory if uses_cuda() else None
 
 
-def beginning(start: Start) -> str:
+def start_summary(start: RunStart) -> str:
     """Return the start of the run (new, resumed, finished) as text for `--check`."""
-    if start.finished:
+    if start.is_finished:
         return f"finished run (step {start.step}): nothing to do"
     return f"continues after step {start.step} from {start.checkpoint}" if start.checkpoint else "a new run"
 
 
 def check_spawned_rewards(recipe: Recipe) -> None:
     """Start and stop the reward service, to find a missing package or model before training."""
-    reward = recipe.scoring
+    reward = recipe.all_reward_settings
     if reward is None or not reward.spawn:
         return
     from wfm_ds.rollout.rewards import RewardService

@@ -5,48 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from wfm_ds.engine.peaks import peak_tflops
+from wfm_ds.engine.device_peaks import peak_tflops
 from wfm_ds.engine.preparation import DTYPES
-from wfm_ds.monitoring.stopwatch import MEMORY
+from wfm_ds.monitoring.stopwatch import MEMORY_TAG
 
 if TYPE_CHECKING:
-    from wfm_ds.engine.work import Work
+    from wfm_ds.engine.flop_counter import FlopCount
     from wfm_ds.run.job import CommonJob
 
 TERA = 1e12
-SAMPLES = "perf/samples_per_second"
-TOKENS = "perf/tokens_per_second"
-TFLOPS = "perf/tflops_per_gpu"
+SAMPLES_PER_SECOND = "perf/samples_per_second"
+TOKENS_PER_SECOND = "perf/tokens_per_second"
+TFLOPS_PER_GPU = "perf/tflops_per_gpu"
 MFU = "perf/mfu"
 
 
-def speed_metrics(job: CommonJob, work: Work | None, samples: int, seconds: float) -> dict[str, float]:
+def speed_metrics(job: CommonJob, work: FlopCount | None, samples: int, seconds: float) -> dict[str, float]:
     """Return the throughput metrics of a step. samples: trained samples over all ranks; seconds: duration of the step.
 
     work: FLOPs of this rank, None if unknown. TFLOP/s and MFU are reported for rank 0. Other ranks run the same
     forward passes, except that sizes differ with data.buckets.
     """
-    metrics = {SAMPLES: samples / seconds}
+    metrics = {SAMPLES_PER_SECOND: samples / seconds}
     if work is None:
         return metrics
     peak = job.recipe.logging.peak_tflops or peak_tflops(job.world.device, DTYPES[job.recipe.model.dtype])
     # The ranks of a replica share the work of its forwards.
-    return metrics | rates(work, seconds * job.world.sp_size, peak)
+    return metrics | tflops_and_mfu(work, seconds * job.world.sp_size, peak)
 
 
-def rates(work: Work, seconds: float, peak: float | None) -> dict[str, float]:
+def tflops_and_mfu(work: FlopCount, seconds: float, peak: float | None) -> dict[str, float]:
     """Return TFLOP/s of all work, and MFU (from the work without recomputation). Empty if no work was done."""
-    if work.needed == 0:
+    if work.required == 0:
         return {}
-    tflops = {TFLOPS: (work.needed + work.repeated) / TERA / seconds}
-    return tflops if peak is None else tflops | {MFU: work.needed / TERA / seconds / peak}
+    tflops = {TFLOPS_PER_GPU: (work.required + work.recomputed) / TERA / seconds}
+    return tflops if peak is None else tflops | {MFU: work.required / TERA / seconds / peak}
 
 
-def speed_note(metrics: Mapping[str, float]) -> str:
+def speed_summary(metrics: Mapping[str, float]) -> str:
     """Return a console summary such as `312 TFLOP/s a GPU, MFU 32 %, 61.2 GiB`. Unknown values are omitted."""
     parts = []
-    if TFLOPS in metrics:
-        parts.append(f"{metrics[TFLOPS]:.3g} TFLOP/s a GPU")
+    if TFLOPS_PER_GPU in metrics:
+        parts.append(f"{metrics[TFLOPS_PER_GPU]:.3g} TFLOP/s a GPU")
     if MFU in metrics:
         parts.append(f"MFU {metrics[MFU]:.0%}")
-    return ", ".join([*parts, f"{metrics[MEMORY]:.1f} GiB"])
+    return ", ".join([*parts, f"{metrics[MEMORY_TAG]:.1f} GiB"])

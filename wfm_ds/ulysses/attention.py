@@ -11,12 +11,12 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.exchange import reshard, shares
+from wfm_ds.ulysses.exchange import reshard, shard_sizes
 
-Pairs = Literal["neighbours", "halves"]  # channels that rotate together: 2 i and 2 i + 1, or i and i + D / 2
+RotationPairs = Literal["neighbours", "halves"]  # channels that rotate together: 2 i and 2 i + 1, or i and i + D / 2
 
 
-def attend(
+def sequence_attention(
     query_BnHD: Tensor,
     key_BnHD: Tensor,
     value_BnHD: Tensor,
@@ -30,13 +30,13 @@ def attend(
     queries, keys and values, one for the result. In between a rank has all tokens for its shard of the heads, so any
     attention kernel without a mask works. backend: diffusers' name of a kernel; None for the active one.
     """
-    heads = shares(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
+    heads = shard_sizes(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
     query, key, value = reshard((query_BnHD, key_BnHD, value_BnHD), 2, heads, 1, lengths, group)  # [B,S,h,D]
     attended = dispatch_attention_fn(query, key, value, backend=backend)
     return reshard((attended,), 1, lengths, 2, heads, group)[0]
 
 
-def rotated(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: Pairs) -> Tensor:
+def apply_rotation(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: RotationPairs) -> Tensor:
     """Apply the rotary embedding to queries or keys. Computed in float32, returned in their dtype.
 
     tables: cosines and sines.
@@ -47,7 +47,7 @@ def rotated(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: Pairs) -> Tensor
     return result
 
 
-def projected_out(attn: Any, attended_BnC: Tensor) -> Tensor:
+def project_output(attn: Any, attended_BnC: Tensor) -> Tensor:
     """Apply the output projection and the dropout of a diffusers attention."""
     projection, dropout = attn.to_out
     result: Tensor = dropout(projection(attended_BnC))

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from wfm_ds.errors import UserError
-from wfm_ds.ulysses.exchange import gather, own, shares
+from wfm_ds.ulysses.exchange import gather_shards, local_shard, shard_sizes
 from wfm_ds.ulysses.hooks import change_arguments
 
 
-class SharedTokens(ABC):
+class UlyssesTransformer(ABC):
     """A transformer with sharded tokens.
 
     The constructor installs hooks and attention processors. Parameters and their names do not change.
@@ -31,11 +31,13 @@ class SharedTokens(ABC):
     reruns the block in the backward pass, when these attributes may belong to a forward pass with other shapes.
     """
 
-    transformer: ClassVar[type[nn.Module]]
+    transformer_class: ClassVar[type[nn.Module]]
     patch_embedding: ClassVar[str]  # name of the module with the output to be sharded
-    exchanges_heads: ClassVar[bool] = True  # whether attention shards the heads
-    unit: ClassVar[str] = "tokens"  # smallest part that can be sharded, for messages
-    refused: ClassVar[Mapping[str, str]] = {}  # unsupported arguments of forward, with a description for messages
+    shards_heads: ClassVar[bool] = True  # whether attention shards the heads
+    shard_unit: ClassVar[str] = "tokens"  # smallest part that can be sharded, for messages
+    unsupported_arguments: ClassVar[
+        Mapping[str, str]
+    ] = {}  # unsupported arguments of forward, with a description for messages
 
     def __init__(self, transformer: Any, group: ProcessGroup) -> None:
         """Shard the transformer. Raises UserError if it cannot be sharded."""
@@ -45,42 +47,42 @@ class SharedTokens(ABC):
         self.lengths: list[int] = []  # number of tokens of each rank in the current forward pass
         for name, part in transformer.named_modules():
             if getattr(part, "fused_projections", False):
-                raise self.cannot(f"{name} has fused projections; call unfuse_qkv_projections() first")
-        self.check(transformer.config, self.num_ranks)
-        self.share_blocks(transformer)
-        change_arguments(transformer, self._enter)
-        getattr(transformer, self.patch_embedding).register_forward_hook(self._split)
-        transformer.proj_out.register_forward_hook(self._gather)
+                raise self.sharding_error(f"{name} has fused projections; call unfuse_qkv_projections() first")
+        self.check_config(transformer.config, self.num_ranks)
+        self.shard_blocks(transformer)
+        change_arguments(transformer, self._prepare_forward)
+        getattr(transformer, self.patch_embedding).register_forward_hook(self._shard_hook)
+        transformer.proj_out.register_forward_hook(self._gather_hook)
 
     @abstractmethod
-    def share_blocks(self, transformer: Any) -> None:
+    def shard_blocks(self, transformer: Any) -> None:
         """Change the blocks' operations between tokens. Raises UserError before anything is changed."""
 
     @abstractmethod
-    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
+    def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
         """Return the number of tokens of each rank for a forward pass with these arguments.
 
         May change the arguments; the transformer receives the changed ones. Raises UserError if a rank would have no
         tokens.
         """
 
-    def split(self, embedded: Tensor) -> Tensor:
+    def shard_embedding(self, embedded: Tensor) -> Tensor:
         """Return the local shard of the patch embedding's output, [B,S,C] unless a family overrides this."""
-        return self.own(embedded, 1)
+        return self.copy_local_shard(embedded, 1)
 
-    def own(self, x: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
+    def copy_local_shard(self, x: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
         """Return a copy of the local shard. A view would keep the whole tensor in memory.
 
         lengths: shard sizes; None for the token shards.
         """
-        shard = own(x, dim, self.lengths if lengths is None else lengths, self.group)
+        shard = local_shard(x, dim, self.lengths if lengths is None else lengths, self.group)
         return shard.clone(memory_format=torch.contiguous_format)
 
     @classmethod
-    def check(cls, config: Any, num_ranks: int) -> None:
+    def check_config(cls, config: Any, num_ranks: int) -> None:
         """Raise UserError if a transformer with this config cannot be sharded over this many ranks."""
-        if cls.exchanges_heads:
-            shares(config.num_attention_heads, num_ranks, f"attention heads of {cls.transformer.__name__}")
+        if cls.shards_heads:
+            shard_sizes(config.num_attention_heads, num_ranks, f"attention heads of {cls.transformer_class.__name__}")
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:
@@ -91,32 +93,34 @@ class SharedTokens(ABC):
     def check_shape(cls, config: Any, num_ranks: int, shape: Sequence[int]) -> None:
         """Raise UserError if latents of this shape, [C,h,w] or [C,T,h,w], have fewer units than ranks."""
         size = config.patch_size if isinstance(config.patch_size, Sequence) else [config.patch_size] * 2
-        shares(cls.num_units(patches(shape[1:], size)), num_ranks, cls.unit)
+        shard_sizes(cls.num_units(patch_grid(shape[1:], size)), num_ranks, cls.shard_unit)
 
-    def take_processor(self, attention: Any, stock: type) -> Any:
+    def require_processor(self, attention: Any, expected: type) -> Any:
         """Return the attention's processor. Raises UserError unless it is of the type that the family replaces."""
-        if type(attention.processor) is not stock:
-            raise self.cannot(f"its attention uses {type(attention.processor).__name__}, not {stock.__name__}")
+        if type(attention.processor) is not expected:
+            raise self.sharding_error(
+                f"its attention uses {type(attention.processor).__name__}, not {expected.__name__}"
+            )
         if getattr(attention.processor, "_parallel_config", None) is not None:
-            raise self.cannot("diffusers' context parallelism is already enabled")
+            raise self.sharding_error("diffusers' context parallelism is already enabled")
         return attention.processor
 
-    def cannot(self, why: str) -> UserError:
-        return UserError(f"{self.transformer.__name__} does not support sequence parallelism: {why}")
+    def sharding_error(self, why: str) -> UserError:
+        return UserError(f"{self.transformer_class.__name__} does not support sequence parallelism: {why}")
 
-    def _enter(self, arguments: dict[str, Any]) -> None:
-        for name, description in self.refused.items():
+    def _prepare_forward(self, arguments: dict[str, Any]) -> None:
+        for name, description in self.unsupported_arguments.items():
             if arguments.get(name) is not None:
-                raise self.cannot(f"{description} ({name}) are not supported")
-        self.lengths = self.token_shares(arguments)
+                raise self.sharding_error(f"{description} ({name}) are not supported")
+        self.lengths = self.token_shard_sizes(arguments)
 
-    def _split(self, _: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-        return self.split(embedded)
+    def _shard_hook(self, _: nn.Module, args: Any, embedded: Tensor) -> Tensor:
+        return self.shard_embedding(embedded)
 
-    def _gather(self, _: nn.Module, args: Any, projected: Tensor) -> Tensor:
-        return gather(projected, 1, self.lengths, self.group)
+    def _gather_hook(self, _: nn.Module, args: Any, projected: Tensor) -> Tensor:
+        return gather_shards(projected, 1, self.lengths, self.group)
 
 
-def patches(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
+def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
     """Return the grid of tokens, [h,w] or [T,h,w] in patches. shape: the latents' without channels."""
     return [count // side for count, side in zip(shape, patch_size, strict=True)]

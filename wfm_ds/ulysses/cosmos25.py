@@ -15,28 +15,30 @@ from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.attention import attend, projected_out, rotated
-from wfm_ds.ulysses.base import SharedTokens, patches
-from wfm_ds.ulysses.exchange import own, shares
+from wfm_ds.ulysses.attention import apply_rotation, project_output, sequence_attention
+from wfm_ds.ulysses.base import UlyssesTransformer, patch_grid
+from wfm_ds.ulysses.exchange import local_shard, shard_sizes
 
 
-class Cosmos25(SharedTokens):
-    transformer = CosmosTransformer3DModel
+class UlyssesCosmos25(UlyssesTransformer):
+    transformer_class = CosmosTransformer3DModel
     patch_embedding = "patch_embed"
-    refused: ClassVar = {"block_controlnet_hidden_states": "ControlNet residuals"}
+    unsupported_arguments: ClassVar = {"block_controlnet_hidden_states": "ControlNet residuals"}
 
-    def share_blocks(self, transformer: Any) -> None:
+    def shard_blocks(self, transformer: Any) -> None:
         self.frames: tuple[int, int] | None = None  # (batch size, frames) if each frame has its own timestep
         attentions = [block.attn1 for block in transformer.transformer_blocks]
         for attention in attentions:
-            self.take_processor(attention, CosmosAttnProcessor2_0)
+            self.require_processor(attention, CosmosAttnProcessor2_0)
         for attention in attentions:
-            attention.set_processor(CosmosAttention(self.group))
-        transformer.time_embed.register_forward_hook(self._times_of_tokens)
+            attention.set_processor(Cosmos25Attention(self.group))
+        transformer.time_embed.register_forward_hook(self._shard_time_embeddings)
         if transformer.learnable_pos_embed is not None:
-            transformer.learnable_pos_embed.register_forward_hook(lambda module, args, output: self.own(output, 1))
+            transformer.learnable_pos_embed.register_forward_hook(
+                lambda module, args, output: self.copy_local_shard(output, 1)
+            )
 
-    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
+    def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
         """Return the shard sizes. Flatten timesteps per frame [B,1,T,1,1] to [B T].
 
         The transformer would expand timesteps per frame to all tokens, ignoring the shards. It leaves flat timesteps
@@ -44,18 +46,18 @@ class Cosmos25(SharedTokens):
         """
         latents, timestep = arguments["hidden_states"], arguments["timestep"]
         count, _, num_frames, *_ = latents.shape
-        grid = patches(latents.shape[2:], self.config.patch_size)
+        grid = patch_grid(latents.shape[2:], self.config.patch_size)
         per_frame = grid[0] == num_frames and timestep.shape == (count, 1, num_frames, 1, 1)
         self.frames = (count, num_frames) if per_frame else None
         if per_frame:
             arguments["timestep"] = timestep.flatten()
-        return shares(self.num_units(grid), self.num_ranks, self.unit)
+        return shard_sizes(self.num_units(grid), self.num_ranks, self.shard_unit)
 
-    def split(self, embedded: Tensor) -> Tensor:
+    def shard_embedding(self, embedded: Tensor) -> Tensor:
         """[B,T,h,w,C] -> [B,n,1,1,C]. The transformer flattens the middle dimensions."""
-        return self.own(embedded.flatten(1, 3), 1)[:, :, None, None]
+        return self.copy_local_shard(embedded.flatten(1, 3), 1)[:, :, None, None]
 
-    def _times_of_tokens(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def _shard_time_embeddings(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Expand embeddings per frame to the local tokens, [B T, C] -> [B,n,C]. Embeddings [B,C] are unchanged."""
         if self.frames is None:
             return embeddings
@@ -70,7 +72,7 @@ class Cosmos25(SharedTokens):
         return tuple(x[:, start - first * per_frame : stop - first * per_frame] for x in token_embeddings)
 
 
-class CosmosAttention:
+class Cosmos25Attention:
     """Replacement of CosmosAttnProcessor2_0, for self-attention with sharded tokens and for cross-attention."""
 
     _attention_backend: Any = None  # diffusers' name of a kernel
@@ -98,12 +100,12 @@ class CosmosAttention:
         query, key = attn.norm_q(query), attn.norm_k(key)
         lengths, tables = None, image_rotary_emb
         if self.group is not None and tables is not None:
-            lengths = shares(len(tables[0]), dist.get_world_size(self.group), "tokens")
-            tables = (own(tables[0], 0, lengths, self.group), own(tables[1], 0, lengths, self.group))
+            lengths = shard_sizes(len(tables[0]), dist.get_world_size(self.group), "tokens")
+            tables = (local_shard(tables[0], 0, lengths, self.group), local_shard(tables[1], 0, lengths, self.group))
         if tables is not None:
-            query, key = rotated(query, tables, "halves"), rotated(key, tables, "halves")
+            query, key = apply_rotation(query, tables, "halves"), apply_rotation(key, tables, "halves")
         if lengths is None or self.group is None:
             attended = dispatch_attention_fn(query, key, value, attention_mask, backend=self._attention_backend)
         else:
-            attended = attend(query, key, value, lengths, self.group, self._attention_backend)
-        return projected_out(attn, attended.flatten(2))
+            attended = sequence_attention(query, key, value, lengths, self.group, self._attention_backend)
+        return project_output(attn, attended.flatten(2))

@@ -18,37 +18,37 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.base import SharedTokens
-from wfm_ds.ulysses.exchange import own, reshard, shares
+from wfm_ds.ulysses.base import UlyssesTransformer
+from wfm_ds.ulysses.exchange import local_shard, reshard, shard_sizes
 
-HEADS = "heads of keys and values"
+KEY_VALUE_HEADS = "heads of keys and values"
 
 
-class Cosmos3(SharedTokens):
-    transformer = Cosmos3OmniTransformer
+class UlyssesCosmos3(UlyssesTransformer):
+    transformer_class = Cosmos3OmniTransformer
     patch_embedding = "sequence"
 
-    def share_blocks(self, transformer: Any) -> None:
+    def shard_blocks(self, transformer: Any) -> None:
         attentions = [block.self_attn for block in transformer.layers]
-        processors = [self.take_processor(attention, AttentionToText) for attention in attentions]
+        processors = [self.require_processor(attention, Cosmos3Attention) for attention in attentions]
         for attention, processor in zip(attentions, processors, strict=True):
-            attention.set_processor(AttentionToText(self.group, processor._attention_backend))
+            attention.set_processor(Cosmos3Attention(self.group, processor._attention_backend))
 
-    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
+    def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
         actions = arguments.get("actions")
-        count = math.prod(grid_of(self.config, arguments["latents"].shape[2:]))
-        return shares(count + (0 if actions is None else actions.shape[1]), self.num_ranks, self.unit)
+        count = math.prod(token_grid(self.config, arguments["latents"].shape[2:]))
+        return shard_sizes(count + (0 if actions is None else actions.shape[1]), self.num_ranks, self.shard_unit)
 
     @classmethod
-    def check(cls, config: Any, num_ranks: int) -> None:
-        shares(config.num_key_value_heads, num_ranks, f"{HEADS} of {cls.transformer.__name__}")
+    def check_config(cls, config: Any, num_ranks: int) -> None:
+        shard_sizes(config.num_key_value_heads, num_ranks, f"{KEY_VALUE_HEADS} of {cls.transformer_class.__name__}")
 
     @classmethod
     def check_shape(cls, config: Any, num_ranks: int, shape: Sequence[int]) -> None:
-        shares(math.prod(grid_of(config, shape[1:])), num_ranks, cls.unit)
+        shard_sizes(math.prod(token_grid(config, shape[1:])), num_ranks, cls.shard_unit)
 
 
-class AttentionToText:
+class Cosmos3Attention:
     """Attention processor of the generation tower: all tokens attend to the text and to each other."""
 
     def __init__(self, group: ProcessGroup | None = None, backend: Any = None) -> None:
@@ -70,28 +70,28 @@ class AttentionToText:
         """
         lengths, tables, group = [0], rotation, self.group
         if group is not None:
-            lengths = shares(rotation[0].shape[1], dist.get_world_size(group), "tokens")
-            tables = [own(table, 1, lengths, group) for table in rotation]
+            lengths = shard_sizes(rotation[0].shape[1], dist.get_world_size(group), "tokens")
+            tables = [local_shard(table, 1, lengths, group) for table in rotation]
         query, key, value = (
             layer(tokens).unflatten(-1, (-1, attn.head_dim))
             for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         )
-        query, key = rotated(attn.norm_added_q(query), tables), rotated(attn.norm_added_k(key), tables)
+        query, key = rotate_halves(attn.norm_added_q(query), tables), rotate_halves(attn.norm_added_k(key), tables)
         queries_per_key = attn.heads // key.shape[2]
         if group is None:
-            attended = self.attend(query, key, value, text_keys, text_values, text_mask)
+            attended = self.attend_full(query, key, value, text_keys, text_values, text_mask)
         else:
-            key_heads = shares(key.shape[2], dist.get_world_size(group), HEADS)
+            key_heads = shard_sizes(key.shape[2], dist.get_world_size(group), KEY_VALUE_HEADS)
             query_heads = [queries_per_key * count for count in key_heads]
             key, value = reshard((key, value), 2, key_heads, 1, lengths, group)  # [B,N,k,D]
             (query,) = reshard((query,), 2, query_heads, 1, lengths, group)
-            text = own(text_keys, 2, key_heads, group), own(text_values, 2, key_heads, group)
-            attended = self.attend(query, key, value, *text, text_mask)
+            text = local_shard(text_keys, 2, key_heads, group), local_shard(text_values, 2, key_heads, group)
+            attended = self.attend_full(query, key, value, *text, text_mask)
             (attended,) = reshard((attended,), 1, lengths, 2, query_heads, group)
         result: Tensor = attn.to_add_out(attended.flatten(-2))
         return result
 
-    def attend(
+    def attend_full(
         self, query: Tensor, key: Tensor, value: Tensor, text_keys: Tensor, text_values: Tensor, mask: Tensor | None
     ) -> Tensor:
         """Return the attention over complete sequences, [B,N,heads,D].
@@ -104,26 +104,26 @@ class AttentionToText:
             query,
             key.repeat_interleave(queries_per_key, 2),
             value.repeat_interleave(queries_per_key, 2),
-            attn_mask=None if mask is None else visible(mask, query.shape[1]),
+            attn_mask=None if mask is None else text_attention_mask(mask, query.shape[1]),
             backend=self._attention_backend,
         )
         return attended
 
 
-def grid_of(config: Any, shape: Sequence[int]) -> tuple[int, int, int]:
+def token_grid(config: Any, shape: Sequence[int]) -> tuple[int, int, int]:
     """Return the grid of tokens (frames, rows, columns) of latents [T,h,w]. Incomplete patches count."""
     num_frames, height, width = shape
     patch = config.latent_patch_size
     return num_frames, math.ceil(height / patch), math.ceil(width / patch)
 
 
-def rotated(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
+def rotate_halves(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
     """Rotate x [B,n,heads,D] by tables [B,n,D], channel i together with channel i + D / 2."""
     cos, sin = (table[:, :, None] for table in tables)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-def visible(text_mask: Tensor, num_tokens: int) -> Tensor:
+def text_attention_mask(text_mask: Tensor, num_tokens: int) -> Tensor:
     """Return the attention mask [B,1,1,L+N] bool for text_mask [B,L]: only the padding of the text is masked."""
     return nn.functional.pad(text_mask, (0, num_tokens), value=True)[:, None, None]

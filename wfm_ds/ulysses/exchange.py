@@ -19,7 +19,7 @@ from wfm_ds.errors import UserError
 Tensors = tuple[Tensor, ...]
 
 
-def shares(count: int, num_ranks: int, what: str) -> list[int]:
+def shard_sizes(count: int, num_ranks: int, what: str) -> list[int]:
     """Return the shard sizes of `count` items: equal, or larger by one on the first ranks.
 
     Raises UserError if a shard would be empty. what: plural noun for the items in the message.
@@ -31,7 +31,7 @@ def shares(count: int, num_ranks: int, what: str) -> list[int]:
     return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
 
 
-def own(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+def local_shard(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
     """Return a view of the local shard of a tensor that is complete on every rank."""
     rank = dist.get_rank(group)
     if sum(lengths) != x.shape[dim]:
@@ -39,8 +39,13 @@ def own(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Ten
     return x.narrow(dim, sum(lengths[:rank]), lengths[rank])
 
 
-def exchange(
-    tensors: Tensors, cut_dim: int, cut: Sequence[int], join_dim: int, join: Sequence[int], group: ProcessGroup
+def all_to_all(
+    tensors: Tensors,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: ProcessGroup,
 ) -> Tensors:
     """Run one all-to-all for several tensors of equal shape and dtype. Not differentiable; see `reshard`.
 
@@ -48,39 +53,39 @@ def exchange(
     rank j have size concat_sizes[j] along concat_dim and are concatenated there. Sizes must agree between the ranks.
     Either all ranks pass equal sizes or none does.
     """
-    if len(set(cut)) == len(set(join)) == 1:
-        return exchange_equal(tensors, cut_dim, join_dim, group)
+    if len(set(split_sizes)) == len(set(concat_sizes)) == 1:
+        return all_to_all_equal(tensors, split_dim, concat_dim, group)
     first, count, rank = tensors[0], len(tensors), dist.get_rank(group)
-    sent = [resized(first, {cut_dim: n}) for n in cut]
-    received = [resized(first, {cut_dim: cut[rank], join_dim: n}) for n in join]
+    sent = [resize_shape(first, {split_dim: n}) for n in split_sizes]
+    received = [resize_shape(first, {split_dim: split_sizes[rank], concat_dim: n}) for n in concat_sizes]
     sent_sizes, received_sizes = ([count * shape.numel() for shape in shapes] for shapes in (sent, received))
     outbox, inbox = first.new_empty(sum(sent_sizes)), first.new_empty(sum(received_sizes))
-    pieces_by_rank = zip(*(x.split_with_sizes(list(cut), cut_dim) for x in tensors), strict=True)
+    pieces_by_rank = zip(*(x.split_with_sizes(list(split_sizes), split_dim) for x in tensors), strict=True)
     for block, shape, pieces in zip(outbox.split_with_sizes(sent_sizes), sent, pieces_by_rank, strict=True):
         for target, piece in zip(block.view(count, *shape), pieces, strict=True):
             target.copy_(piece)  # not stack(out=): when compiled it assumes that output and inputs have one layout
     dist.all_to_all_single(inbox, outbox, received_sizes, sent_sizes, group=group)
     blocks = [b.view(count, *shape) for b, shape in zip(inbox.split_with_sizes(received_sizes), received, strict=True)]
-    return tuple(torch.cat([block[i] for block in blocks], join_dim) for i in range(count))
+    return tuple(torch.cat([block[i] for block in blocks], concat_dim) for i in range(count))
 
 
-def exchange_equal(tensors: Tensors, cut_dim: int, join_dim: int, group: ProcessGroup) -> Tensors:
+def all_to_all_equal(tensors: Tensors, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensors:
     """Run `all_to_all` for equal sizes, with one copy on each side, or none for the sequence of a single sample."""
     num_ranks = dist.get_world_size(group)
-    by_rank = (num_ranks, tensors[0].shape[cut_dim] // num_ranks)
-    pieces = [torch.unflatten(x, cut_dim, by_rank).movedim(cut_dim, 0) for x in tensors]
+    by_rank = (num_ranks, tensors[0].shape[split_dim] // num_ranks)
+    pieces = [torch.unflatten(x, split_dim, by_rank).movedim(split_dim, 0) for x in tensors]
     outbox = torch.stack(pieces, 1) if len(pieces) > 1 else pieces[0].unsqueeze(1).contiguous()
     inbox = torch.empty_like(outbox)  # [ranks, tensors, ...]
     dist.all_to_all_single(inbox, outbox, group=group)
-    return tuple(inbox[:, i].movedim(0, join_dim).flatten(join_dim, join_dim + 1) for i in range(len(tensors)))
+    return tuple(inbox[:, i].movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1) for i in range(len(tensors)))
 
 
-def resized(x: Tensor, lengths: dict[int, int]) -> torch.Size:
+def resize_shape(x: Tensor, lengths: dict[int, int]) -> torch.Size:
     """Return the shape of x with new sizes for some dimensions. lengths: size by dimension."""
     return torch.Size(lengths.get(dim, n) for dim, n in enumerate(x.shape))
 
 
-class Between(torch.autograd.Function):
+class RankMap(torch.autograd.Function):
     """A linear map over tensors of several ranks. The backward pass applies the adjoint map."""
 
     @staticmethod
@@ -95,23 +100,30 @@ class Between(torch.autograd.Function):
         return (None, None, *ctx.back(gradients))
 
 
-def between(there: Callable[[Tensors], Tensors], back: Callable[[Tensors], Tensors], *tensors: Tensor) -> Tensors:
-    outputs: Tensors = Between.apply(there, back, *tensors)  # type: ignore[no-untyped-call]
+def apply_rank_map(
+    forward_map: Callable[[Tensors], Tensors], adjoint_map: Callable[[Tensors], Tensors], *tensors: Tensor
+) -> Tensors:
+    outputs: Tensors = RankMap.apply(forward_map, adjoint_map, *tensors)  # type: ignore[no-untyped-call]
     return outputs
 
 
 def reshard(
-    tensors: Tensors, cut_dim: int, cut: Sequence[int], join_dim: int, join: Sequence[int], group: ProcessGroup
+    tensors: Tensors,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: ProcessGroup,
 ) -> Tensors:
     """Differentiable `all_to_all`. The backward pass runs the inverse exchange."""
-    return between(
-        lambda xs: exchange(xs, cut_dim, cut, join_dim, join, group),
-        lambda gs: exchange(gs, join_dim, join, cut_dim, cut, group),
+    return apply_rank_map(
+        lambda xs: all_to_all(xs, split_dim, split_sizes, concat_dim, concat_sizes, group),
+        lambda gs: all_to_all(gs, concat_dim, concat_sizes, split_dim, split_sizes, group),
         *tensors,
     )
 
 
-def gather(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+def gather_shards(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
     """Gather the shards along dim on every rank.
 
     The backward pass returns the local slice of the gradient, which must be identical on every rank.
@@ -120,9 +132,9 @@ def gather(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> 
 
     def all_gather(xs: Tensors) -> Tensors:
         copies = torch.cat([*xs] * num_ranks, dim)
-        return exchange((copies,), dim, [lengths[rank]] * num_ranks, dim, lengths, group)
+        return all_to_all((copies,), dim, [lengths[rank]] * num_ranks, dim, lengths, group)
 
-    return between(all_gather, lambda gs: (own(gs[0], dim, lengths, group).contiguous(),), x)[0]
+    return apply_rank_map(all_gather, lambda gs: (local_shard(gs[0], dim, lengths, group).contiguous(),), x)[0]
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -133,10 +145,10 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
         dist.all_reduce(total, group=group)
         return (total,)
 
-    return between(all_reduce, all_reduce, x)[0]
+    return apply_rank_map(all_reduce, all_reduce, x)[0]
 
 
-def halo(x: Tensor, group: ProcessGroup) -> Tensor:
+def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
     """Add the adjacent lines of the previous and the next rank, zeros at both ends: [B,C,n,W] -> [B,C,n+2,W]."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     before, after = rank > 0, rank < num_ranks - 1
@@ -148,7 +160,7 @@ def halo(x: Tensor, group: ProcessGroup) -> Tensor:
         zeros = torch.zeros_like(lines[:, :, :1])
         if not outer:
             return zeros, zeros
-        received = exchange((torch.cat(outer, 2),), 2, sizes, 2, sizes, group)[0]
+        received = all_to_all((torch.cat(outer, 2),), 2, sizes, 2, sizes, group)[0]
         return (received[:, :, :1] if before else zeros), (received[:, :, -1:] if after else zeros)
 
     def add_halo(xs: Tensors) -> Tensors:
@@ -163,4 +175,4 @@ def halo(x: Tensor, group: ProcessGroup) -> Tensor:
         gradient[:, :, -1:] += below
         return (gradient,)
 
-    return between(add_halo, add_halo_gradients, x)[0]
+    return apply_rank_map(add_halo, add_halo_gradients, x)[0]

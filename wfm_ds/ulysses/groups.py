@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from wfm_ds.errors import UserError
 
 
-def sequence_group(num_ranks: int, timeout: timedelta | None = None, backend: str | None = None) -> ProcessGroup:
+def create_sequence_group(num_ranks: int, timeout: timedelta | None = None, backend: str | None = None) -> ProcessGroup:
     """Create the sequence-parallel groups and return this rank's group. Collective over all ranks.
 
     A group has `num_ranks` consecutive ranks, so that its exchanges use the fast links within a node. timeout: of the

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.exchange import halo
+from wfm_ds.ulysses.exchange import exchange_halo
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
@@ -30,7 +30,7 @@ def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]
     module.register_forward_pre_hook(edit_call, with_kwargs=True)
 
 
-def trade_lines(convolution: nn.Module, group: ProcessGroup) -> None:
+def install_halo_exchange(convolution: nn.Module, group: ProcessGroup) -> None:
     """Replace a convolution's zero padding between shards by the lines of the neighbouring ranks.
 
     The convolution must pad its inputs [B,C,n,W] by one line. Zeros remain at the ends of the sequence, and along W.
@@ -41,6 +41,6 @@ def trade_lines(convolution: nn.Module, group: ProcessGroup) -> None:
             part.padding = (0, int(part.padding[1]))
 
     def add_halo(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (halo(args[0], group),)
+        return (exchange_halo(args[0], group),)
 
     convolution.register_forward_pre_hook(add_halo)

@@ -14,23 +14,23 @@ from torch.distributed import ProcessGroup
 
 from wfm_ds import ulysses
 from wfm_ds.errors import UserError
-from wfm_ds.ulysses.base import SharedTokens
+from wfm_ds.ulysses.base import UlyssesTransformer
 
 
 @cache
-def families() -> dict[type[nn.Module], type[SharedTokens]]:
+def ulysses_families() -> dict[type[nn.Module], type[UlyssesTransformer]]:
     """Return all families by transformer class: the concrete subclasses of UlyssesTransformer in this package."""
-    by_class: dict[type[nn.Module], type[SharedTokens]] = {}
+    by_class: dict[type[nn.Module], type[UlyssesTransformer]] = {}
     for info in pkgutil.iter_modules(ulysses.__path__, f"{ulysses.__name__}."):
         for member in vars(importlib.import_module(info.name)).values():
-            if not inspect.isclass(member) or not issubclass(member, SharedTokens) or inspect.isabstract(member):
+            if not inspect.isclass(member) or not issubclass(member, UlyssesTransformer) or inspect.isabstract(member):
                 continue
-            first = by_class.setdefault(member.transformer, member)
-            assert first is member, f"{member} and {first} both support {member.transformer}"
+            first = by_class.setdefault(member.transformer_class, member)
+            assert first is member, f"{member} and {first} both support {member.transformer_class}"
     return by_class
 
 
-def install(denoiser: nn.Module, group: ProcessGroup) -> None:
+def install_ulysses(denoiser: nn.Module, group: ProcessGroup) -> None:
     """Shard the tokens of a diffusers transformer over `group`. Changes the transformer in place.
 
     Forward passes are then collective in the group. All ranks pass identical complete inputs, compute their shard, and
@@ -41,28 +41,30 @@ def install(denoiser: nn.Module, group: ProcessGroup) -> None:
     gradient checkpointing and DeepSpeed may be set up before or after it. Raises UserError if the transformer is
     unsupported. A forward pass raises UserError on all ranks if its inputs have too few tokens.
     """
-    for transformer, family in served(denoiser):
+    for transformer, family in match_families(denoiser):
         family(transformer, group)
 
 
-def check(denoiser: nn.Module, num_ranks: int) -> None:
+def check_denoiser(denoiser: nn.Module, num_ranks: int) -> None:
     """Raise UserError if `install_ulysses` would fail with this many ranks. Needs no process group."""
-    for transformer, family in served(denoiser):
-        family.check(transformer.config, num_ranks)
+    for transformer, family in match_families(denoiser):
+        family.check_config(transformer.config, num_ranks)
 
 
-def check_shape(denoiser: nn.Module, num_ranks: int, shape: Sequence[int]) -> None:
+def check_latent_shape(denoiser: nn.Module, num_ranks: int, shape: Sequence[int]) -> None:
     """Raise UserError if latents of this shape, [C,h,w] or [C,T,h,w], have too few tokens for this many ranks."""
-    for transformer, family in served(denoiser):
+    for transformer, family in match_families(denoiser):
         family.check_shape(transformer.config, num_ranks, shape)
 
 
-def served(denoiser: nn.Module) -> list[tuple[Any, type[SharedTokens]]]:
+def match_families(denoiser: nn.Module) -> list[tuple[Any, type[UlyssesTransformer]]]:
     """Return the transformers of a denoiser with their families. Raises UserError if one is unsupported."""
-    transformers = [denoiser] if family_of(denoiser) is not None else list(denoiser.children())
-    matches = [(transformer, family) for transformer in transformers if (family := family_of(transformer)) is not None]
+    transformers = [denoiser] if find_family(denoiser) is not None else list(denoiser.children())
+    matches = [
+        (transformer, family) for transformer in transformers if (family := find_family(transformer)) is not None
+    ]
     if not transformers or len(matches) < len(transformers):
-        names = ", ".join(sorted(transformer.__name__ for transformer in families()))
+        names = ", ".join(sorted(transformer.__name__ for transformer in ulysses_families()))
         raise UserError(
             f"{type(denoiser).__name__} does not support sequence parallelism: set engine.sequence_parallel to 1, or "
             f"use a model with one of {names}"
@@ -70,6 +72,6 @@ def served(denoiser: nn.Module) -> list[tuple[Any, type[SharedTokens]]]:
     return matches
 
 
-def family_of(transformer: nn.Module) -> type[SharedTokens] | None:
+def find_family(transformer: nn.Module) -> type[UlyssesTransformer] | None:
     """Return the family of a transformer's class or of its nearest supported base class; None if there is none."""
-    return next((families()[kind] for kind in type(transformer).__mro__ if kind in families()), None)
+    return next((ulysses_families()[kind] for kind in type(transformer).__mro__ if kind in ulysses_families()), None)

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from wfm_ds.ulysses.attention import projected_out
-from wfm_ds.ulysses.base import patches
-from wfm_ds.ulysses.exchange import shares, sum_over_ranks
-from wfm_ds.ulysses.lines import EPS, SharedLines
+from wfm_ds.ulysses.attention import project_output
+from wfm_ds.ulysses.base import patch_grid
+from wfm_ds.ulysses.exchange import shard_sizes, sum_over_ranks
+from wfm_ds.ulysses.line_sharding import EPS, UlyssesLineTransformer
 
 
-class LinearAttention:
+class SanaLinearAttention:
     """Replacement of SanaLinearAttnProcessor2_0: relu(q) S / relu(q) z.
 
     S is the sum of relu(k) v^T over all tokens, z the sum of relu(k), both in float32.
@@ -44,23 +44,23 @@ class LinearAttention:
         state = sum_over_ranks(functional.relu(key).transpose(2, 3) @ padded_value, self.group)  # [B,H,D,D+1]
         numerator, denominator = (functional.relu(query) @ state).split_with_sizes([value.shape[-1], 1], -1)
         attended = (numerator / (denominator + EPS)).transpose(1, 2).flatten(2)
-        return projected_out(attn, attended.to(hidden_states.dtype))
+        return project_output(attn, attended.to(hidden_states.dtype))
 
 
-class Sana(SharedLines):
-    transformer = SanaTransformer2DModel
+class UlyssesSana(UlyssesLineTransformer):
+    transformer_class = SanaTransformer2DModel
     patch_embedding = "patch_embed"
-    unit = "rows of patches"
-    stock_attention = SanaLinearAttnProcessor2_0
-    attention = LinearAttention
-    convolution = "conv_depth"
+    shard_unit = "rows of patches"
+    original_processor = SanaLinearAttnProcessor2_0
+    sharded_processor = SanaLinearAttention
+    convolution_name = "conv_depth"
 
-    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        height, width = patches(arguments["hidden_states"].shape[2:], [self.config.patch_size] * 2)
-        return [rows * width for rows in self.shares_of_rows(height)]
+    def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
+        height, width = patch_grid(arguments["hidden_states"].shape[2:], [self.config.patch_size] * 2)
+        return [rows * width for rows in self.row_shard_sizes(height)]
 
-    def share_lines(self, arguments: dict[str, Any]) -> None:
-        arguments["height"] = self.shares_of_rows(arguments["height"])[self.rank]
+    def shard_block_arguments(self, arguments: dict[str, Any]) -> None:
+        arguments["height"] = self.row_shard_sizes(arguments["height"])[self.rank]
 
-    def shares_of_rows(self, height: int) -> list[int]:
-        return shares(height, self.num_ranks, self.unit)
+    def row_shard_sizes(self, height: int) -> list[int]:
+        return shard_sizes(height, self.num_ranks, self.shard_unit)

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from wfm_ds.ulysses.attention import projected_out, rotated
-from wfm_ds.ulysses.base import patches
-from wfm_ds.ulysses.exchange import own, shares, sum_over_ranks
-from wfm_ds.ulysses.lines import EPS, SharedLines
+from wfm_ds.ulysses.attention import apply_rotation, project_output
+from wfm_ds.ulysses.base import patch_grid
+from wfm_ds.ulysses.exchange import local_shard, shard_sizes, sum_over_ranks
+from wfm_ds.ulysses.line_sharding import EPS, UlyssesLineTransformer
 
 
-class LinearAttention:
+class SanaVideoLinearAttention:
     """Replacement of SanaLinearAttnProcessor3_0: R relu(q) S / relu(q) z, where R is the rotation.
 
     S is the sum of R relu(k) v^T over all tokens, z the sum of relu(k), both in float32.
@@ -46,7 +46,10 @@ class LinearAttention:
         query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))  # [B,n,H,D]
         query, key = functional.relu(query), functional.relu(key)
         tables = [table[0, :, 0] for table in rotary_emb]
-        rotated_query, rotated_key = rotated(query, tables, "neighbours"), rotated(key, tables, "neighbours")
+        rotated_query, rotated_key = (
+            apply_rotation(query, tables, "neighbours"),
+            apply_rotation(key, tables, "neighbours"),
+        )
         rotated_query, rotated_key, value = (x.float().transpose(1, 2) for x in (rotated_query, rotated_key, value))
         products = rotated_key.transpose(2, 3) @ value  # [B,H,D,D]
         sums = key.sum(1, dtype=torch.float32).unsqueeze(-1)  # [B,H,D,1]
@@ -54,34 +57,34 @@ class LinearAttention:
         total, norm = state.split_with_sizes([value.shape[-1], 1], -1)
         inverse = 1 / (query.transpose(1, 2) @ norm.to(query.dtype) + EPS)  # [B,H,n,1]
         attended = (rotated_query @ total * inverse).transpose(1, 2).flatten(2)
-        return projected_out(attn, attended.to(hidden_states.dtype))
+        return project_output(attn, attended.to(hidden_states.dtype))
 
 
-class SanaVideo(SharedLines):
-    transformer = SanaVideoTransformer3DModel
+class UlyssesSanaVideo(UlyssesLineTransformer):
+    transformer_class = SanaVideoTransformer3DModel
     patch_embedding = "patch_embedding"
-    unit = "latent frames"
-    stock_attention = SanaLinearAttnProcessor3_0
-    attention = LinearAttention
-    convolution = "conv_temp"
+    shard_unit = "latent frames"
+    original_processor = SanaLinearAttnProcessor3_0
+    sharded_processor = SanaVideoLinearAttention
+    convolution_name = "conv_temp"
 
-    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        frames, height, width = patches(arguments["hidden_states"].shape[2:], self.config.patch_size)
-        lengths = self.lengths_of(frames, height * width)
+    def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
+        frames, height, width = patch_grid(arguments["hidden_states"].shape[2:], self.config.patch_size)
+        lengths = self.frame_shard_sizes(frames, height * width)
         times = arguments["timestep"].reshape(len(arguments["hidden_states"]), -1)
         if times.shape[1] > 1:  # one timestep per token
-            arguments["timestep"] = own(times, 1, lengths, self.group)
+            arguments["timestep"] = local_shard(times, 1, lengths, self.group)
         return lengths
 
-    def lengths_of(self, frames: int, per_frame: int) -> list[int]:
-        return [count * per_frame for count in shares(frames, self.num_ranks, self.unit)]
+    def frame_shard_sizes(self, frames: int, per_frame: int) -> list[int]:
+        return [count * per_frame for count in shard_sizes(frames, self.num_ranks, self.shard_unit)]
 
-    def split(self, embedded: Tensor) -> Tensor:
+    def shard_embedding(self, embedded: Tensor) -> Tensor:
         """[B,C,T,h,w] -> [B,C,n]. The transformer flattens the last dimensions."""
-        return self.own(embedded.flatten(2), 2)
+        return self.copy_local_shard(embedded.flatten(2), 2)
 
-    def share_lines(self, arguments: dict[str, Any]) -> None:
+    def shard_block_arguments(self, arguments: dict[str, Any]) -> None:
         per_frame = arguments["height"] * arguments["width"]
-        lengths = self.lengths_of(arguments["frames"], per_frame)
+        lengths = self.frame_shard_sizes(arguments["frames"], per_frame)
         arguments["frames"] = lengths[self.rank] // per_frame
-        arguments["rotary_emb"] = tuple(own(table, 1, lengths, self.group) for table in arguments["rotary_emb"])
+        arguments["rotary_emb"] = tuple(local_shard(table, 1, lengths, self.group) for table in arguments["rotary_emb"])

@@ -17,13 +17,13 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.attention import attend, projected_out
-from wfm_ds.ulysses.base import SharedTokens, patches
-from wfm_ds.ulysses.exchange import shares
+from wfm_ds.ulysses.attention import project_output, sequence_attention
+from wfm_ds.ulysses.base import UlyssesTransformer, patch_grid
+from wfm_ds.ulysses.exchange import shard_sizes
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class JointLengths:
     """Number of image and text tokens of each rank."""
 
     image: list[int]
@@ -34,13 +34,13 @@ class Lengths:
         return [image + text for image, text in zip(self.image, self.text, strict=True)]
 
 
-class SD3(SharedTokens):
-    transformer = SD3Transformer2DModel
+class UlyssesSD3(UlyssesTransformer):
+    transformer_class = SD3Transformer2DModel
     patch_embedding = "pos_embed"
-    unit = "image tokens"
-    refused: ClassVar = {"block_controlnet_hidden_states": "ControlNet residuals"}
+    shard_unit = "image tokens"
+    unsupported_arguments: ClassVar = {"block_controlnet_hidden_states": "ControlNet residuals"}
 
-    def share_blocks(self, transformer: Any) -> None:
+    def shard_blocks(self, transformer: Any) -> None:
         self.text_lengths: list[int] = []
         attentions = [
             attention
@@ -49,24 +49,24 @@ class SD3(SharedTokens):
             if attention is not None
         ]
         for attention in attentions:
-            self.take_processor(attention, JointAttnProcessor2_0)
+            self.require_processor(attention, JointAttnProcessor2_0)
         for attention in attentions:
-            attention.set_processor(JointAttention(self.group))
+            attention.set_processor(SD3JointAttention(self.group))
         transformer.context_embedder.register_forward_hook(self._split_text)
 
-    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        grid = patches(arguments["hidden_states"].shape[2:], [self.config.patch_size] * 2)
-        image = shares(self.num_units(grid), self.num_ranks, self.unit)
-        self.text_lengths = shares(arguments["encoder_hidden_states"].shape[1], self.num_ranks, "text tokens")
+    def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
+        grid = patch_grid(arguments["hidden_states"].shape[2:], [self.config.patch_size] * 2)
+        image = shard_sizes(self.num_units(grid), self.num_ranks, self.shard_unit)
+        self.text_lengths = shard_sizes(arguments["encoder_hidden_states"].shape[1], self.num_ranks, "text tokens")
         attention_kwargs = arguments.get("joint_attention_kwargs") or {}
-        arguments["joint_attention_kwargs"] = {**attention_kwargs, "lengths": Lengths(image, self.text_lengths)}
+        arguments["joint_attention_kwargs"] = {**attention_kwargs, "lengths": JointLengths(image, self.text_lengths)}
         return image
 
     def _split_text(self, _: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-        return self.own(embedded, 1, self.text_lengths)
+        return self.copy_local_shard(embedded, 1, self.text_lengths)
 
 
-class JointAttention:
+class SD3JointAttention:
     """Replacement of JointAttnProcessor2_0: attention over image and text, or image only (`attn2` of SD3.5)."""
 
     _attention_backend: Any = None  # diffusers' name of a kernel
@@ -82,37 +82,37 @@ class JointAttention:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
-        lengths: Lengths | None = None,
+        lengths: JointLengths | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """hidden_states [B,n,C], encoder_hidden_states [B,m,C]: the local image and text tokens. lengths: shard sizes
         of all ranks; required with a group.
         """
-        image = projected(
+        image = project_qkv(
             hidden_states, attn.heads, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
         )
         if encoder_hidden_states is None:
-            return projected_out(attn, self.attend(image, None if lengths is None else lengths.image))
-        text = projected(
+            return project_output(attn, self.attend_joint(image, None if lengths is None else lengths.image))
+        text = project_qkv(
             encoder_hidden_states,
             attn.heads,
             (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
             (attn.norm_added_q, attn.norm_added_k, None),
         )
         joint = [torch.cat(pair, 1) for pair in zip(image, text, strict=True)]
-        attended = self.attend(joint, None if lengths is None else lengths.joint)
+        attended = self.attend_joint(joint, None if lengths is None else lengths.joint)
         image_out, text_out = attended.split_with_sizes([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
-        return projected_out(attn, image_out), text_out if attn.context_pre_only else attn.to_add_out(text_out)
+        return project_output(attn, image_out), text_out if attn.context_pre_only else attn.to_add_out(text_out)
 
-    def attend(self, qkv: Sequence[Tensor], lengths: Sequence[int] | None) -> Tensor:
+    def attend_joint(self, qkv: Sequence[Tensor], lengths: Sequence[int] | None) -> Tensor:
         query, key, value = qkv
         if self.group is None:
             attended: Tensor = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
             return attended.flatten(2)
         assert lengths is not None
-        return attend(query, key, value, lengths, self.group, self._attention_backend).flatten(2)
+        return sequence_attention(query, key, value, lengths, self.group, self._attention_backend).flatten(2)
 
 
-def projected(tokens: Tensor, heads: int, layers: Sequence[Any], norms: Sequence[Any]) -> list[Tensor]:
+def project_qkv(tokens: Tensor, heads: int, layers: Sequence[Any], norms: Sequence[Any]) -> list[Tensor]:
     """Return queries, keys and values after their norms, [B,n,H,D] each."""
     qkv = [layer(tokens).unflatten(-1, (heads, -1)) for layer in layers]
     return [x if norm is None else norm(x) for x, norm in zip(qkv, norms, strict=True)]

@@ -14,34 +14,34 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.attention import attend, projected_out, rotated
-from wfm_ds.ulysses.base import SharedTokens, patches
-from wfm_ds.ulysses.exchange import own, shares
+from wfm_ds.ulysses.attention import apply_rotation, project_output, sequence_attention
+from wfm_ds.ulysses.base import UlyssesTransformer, patch_grid
+from wfm_ds.ulysses.exchange import local_shard, shard_sizes
 
 
-class Wan(SharedTokens):
-    transformer = WanTransformer3DModel
+class UlyssesWan(UlyssesTransformer):
+    transformer_class = WanTransformer3DModel
     patch_embedding = "patch_embedding"
 
-    def share_blocks(self, transformer: Any) -> None:
+    def shard_blocks(self, transformer: Any) -> None:
         attentions = [block.attn1 for block in transformer.blocks]
-        processors = [self.take_processor(attention, WanAttnProcessor) for attention in attentions]
+        processors = [self.require_processor(attention, WanAttnProcessor) for attention in attentions]
         for attention, processor in zip(attentions, processors, strict=True):
-            attention.set_processor(SelfAttention(self.group, processor._attention_backend))
+            attention.set_processor(WanSelfAttention(self.group, processor._attention_backend))
 
-    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        grid = patches(arguments["hidden_states"].shape[2:], self.config.patch_size)
-        lengths = shares(self.num_units(grid), self.num_ranks, self.unit)
+    def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
+        grid = patch_grid(arguments["hidden_states"].shape[2:], self.config.patch_size)
+        lengths = shard_sizes(self.num_units(grid), self.num_ranks, self.shard_unit)
         if arguments["timestep"].ndim == 2:  # [B,S]
-            arguments["timestep"] = own(arguments["timestep"], 1, lengths, self.group)
+            arguments["timestep"] = local_shard(arguments["timestep"], 1, lengths, self.group)
         return lengths
 
-    def split(self, embedded: Tensor) -> Tensor:
+    def shard_embedding(self, embedded: Tensor) -> Tensor:
         """[B,C,T,h,w] -> [B,C,n]. The transformer flattens the last dimensions."""
-        return self.own(embedded.flatten(2), 2)
+        return self.copy_local_shard(embedded.flatten(2), 2)
 
 
-class SelfAttention:
+class WanSelfAttention:
     """Replacement of WanAttnProcessor."""
 
     def __init__(self, group: ProcessGroup, backend: Any) -> None:
@@ -58,8 +58,8 @@ class SelfAttention:
     ) -> Tensor:
         """hidden_states [B,n,C]: the local tokens. rotary_emb: tables [1,S,1,D] of all tokens."""
         assert rotary_emb is not None
-        lengths = shares(rotary_emb[0].shape[1], dist.get_world_size(self.group), "tokens")
-        tables = [own(table[0, :, 0], 0, lengths, self.group) for table in rotary_emb]
+        lengths = shard_sizes(rotary_emb[0].shape[1], dist.get_world_size(self.group), "tokens")
+        tables = [local_shard(table[0, :, 0], 0, lengths, self.group) for table in rotary_emb]
         query, key, value = (
             x.unflatten(2, (attn.heads, -1))
             for x in (
@@ -68,6 +68,6 @@ class SelfAttention:
                 attn.to_v(hidden_states),
             )
         )
-        query, key = rotated(query, tables, "neighbours"), rotated(key, tables, "neighbours")
-        attended = attend(query, key, value, lengths, self.group, self._attention_backend)
-        return projected_out(attn, attended.flatten(2))
+        query, key = apply_rotation(query, tables, "neighbours"), apply_rotation(key, tables, "neighbours")
+        attended = sequence_attention(query, key, value, lengths, self.group, self._attention_backend)
+        return project_output(attn, attended.flatten(2))

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.rewards._weights import loaded, pictures, torch_dtype
+from wfm_reward.rewards._weights import load_pretrained, to_pil_images, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Clip:
+class ClipModel:
     """A CLIP model and its processor on one device."""
 
     def __init__(self, reward: str, model: str, processor: str, device: str, dtype: str) -> None:
@@ -22,30 +22,30 @@ class Clip:
         from transformers import CLIPModel, CLIPProcessor
 
         weight_dtype = torch_dtype(reward, dtype)
-        self.model: Any = loaded(
+        self.model: Any = load_pretrained(
             reward, "the model", model, lambda path: CLIPModel.from_pretrained(path, dtype=weight_dtype)
         )
-        self.processor: Any = loaded(reward, "the processor", processor, CLIPProcessor.from_pretrained)
-        self._place(device)
+        self.processor: Any = load_pretrained(reward, "the processor", processor, CLIPProcessor.from_pretrained)
+        self._prepare_model(device)
 
-    def _place(self, device: str) -> None:
+    def _prepare_model(self, device: str) -> None:
         self.model.to(device).eval().requires_grad_(False)
 
     @property
     def logit_scale(self) -> float:
         return float(self.model.logit_scale.float().exp())
 
-    def images(self, media: npt.NDArray[np.uint8] | Sequence[Any]) -> Tensor:
+    def embed_images(self, media: npt.NDArray[np.uint8] | Sequence[Any]) -> Tensor:
         """Embed images, uint8 [B,H,W,3] or PIL. Return unit vectors float32 [B,D]. The processor resizes and crops."""
         import torch
 
-        images = pictures(media) if isinstance(media, np.ndarray) else list(media)
+        images = to_pil_images(media) if isinstance(media, np.ndarray) else list(media)
         pixels = self.processor(images=images, return_tensors="pt")["pixel_values"]
         with torch.inference_mode():
             pooled = self.model.vision_model(pixel_values=pixels.to(self.model.device, self.model.dtype)).pooler_output
-            return _unit(self.model.visual_projection(pooled))
+            return _normalize_rows(self.model.visual_projection(pooled))
 
-    def texts(self, texts: Sequence[str]) -> Tensor:
+    def embed_texts(self, texts: Sequence[str]) -> Tensor:
         """Embed texts. Return unit vectors float32 [B,D]. Texts are truncated to the context length."""
         import torch
 
@@ -56,15 +56,15 @@ class Clip:
         tokens = {key: tokens[key].to(self.model.device) for key in ("input_ids", "attention_mask")}
         with torch.inference_mode():
             pooled = self.model.text_model(**tokens).pooler_output
-            return _unit(self.model.text_projection(pooled))
+            return _normalize_rows(self.model.text_projection(pooled))
 
-    def cosines(self, media: npt.NDArray[np.uint8] | Sequence[Any], texts: Sequence[str]) -> list[float]:
+    def image_text_cosines(self, media: npt.NDArray[np.uint8] | Sequence[Any], texts: Sequence[str]) -> list[float]:
         """Return the cosine similarity of each image and its text."""
-        values: list[float] = (self.images(media) * self.texts(texts)).sum(dim=-1).tolist()
+        values: list[float] = (self.embed_images(media) * self.embed_texts(texts)).sum(dim=-1).tolist()
         return values
 
 
-def _unit(embeddings: Tensor) -> Tensor:
+def _normalize_rows(embeddings: Tensor) -> Tensor:
     import torch
 
     return torch.nn.functional.normalize(embeddings.float(), dim=-1)

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 POSITION_MARGIN = 0.1  # minimum distance of centres, as a fraction of both sizes
-DIRECTION = 0.5  # minimum component of the normalised offset along an axis
+MIN_AXIS_SHARE = 0.5  # minimum component of the normalised offset along an axis
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DetectedObject:
     """A detected object."""
 
     name: str
@@ -38,11 +38,11 @@ class SceneScore:
     strict: bool
 
 
-def judge(
-    objects: Mapping[str, Sequence[Found]],
+def score_scene(
+    objects: Mapping[str, Sequence[DetectedObject]],
     include: Sequence[Mapping[str, Any]],
     exclude: Sequence[Mapping[str, Any]],
-    colors_of: Callable[[str, Sequence[Found]], Sequence[str]],
+    classify_colors: Callable[[str, Sequence[DetectedObject]], Sequence[str]],
 ) -> SceneScore:
     """Score detected objects against the clauses of a prompt.
 
@@ -50,22 +50,22 @@ def judge(
     the position is relative to the clause with that index. `exclude`: [{class, count}]; the image must contain fewer
     than `count` of them. `classify_colors(name, objects)`: return the colour of each object.
     """
-    strict, shares = _checked(objects, include, colors_of, exact=True)
-    correct, _ = _checked(objects, include, colors_of, exact=False)
+    strict, shares = _check_clauses(objects, include, classify_colors, exact=True)
+    correct, _ = _check_clauses(objects, include, classify_colors, exact=False)
     clean = all(len(objects.get(clause["class"], ())) < clause["count"] for clause in exclude)
     return SceneScore(sum(shares) / len(shares), correct and clean, strict)
 
 
-def _checked(
-    objects: Mapping[str, Sequence[Found]],
+def _check_clauses(
+    objects: Mapping[str, Sequence[DetectedObject]],
     include: Sequence[Mapping[str, Any]],
-    colors_of: Callable[[str, Sequence[Found]], Sequence[str]],
+    classify_colors: Callable[[str, Sequence[DetectedObject]], Sequence[str]],
     *,
     exact: bool,
 ) -> tuple[bool, list[float]]:
     """Return whether all clauses hold, and partial scores. `exact`: a clause fails if there are extra objects."""
     shares: list[float] = []
-    matched: list[Sequence[Found] | None] = []
+    matched: list[Sequence[DetectedObject] | None] = []
     for clause in include:
         name, count = clause["class"], clause["count"]
         candidates = list(objects.get(name, ()))
@@ -75,19 +75,19 @@ def _checked(
         if not good and ("color" in clause or "position" in clause):
             shares.append(0.0)
         if good and "color" in clause:
-            right = list(colors_of(name, selected)).count(clause["color"])
+            right = list(classify_colors(name, selected)).count(clause["color"])
             shares.append(1.0 - abs(count - right) / count)
             good = right == count
         if good and "position" in clause:
             relation, index = clause["position"]
             target = matched[index]
-            good = target is not None and all(relation in relations(a, b) for a in selected for b in target)
+            good = target is not None and all(relation in spatial_relations(a, b) for a in selected for b in target)
             shares.append(float(good))
         matched.append(selected if good else None)
     return all(m is not None for m in matched), shares
 
 
-def relations(a: Found, b: Found) -> set[str]:
+def spatial_relations(a: DetectedObject, b: DetectedObject) -> set[str]:
     """Return the positions of a relative to b: left of, right of, above, below. Empty if they are too close."""
     centre = [((box[0] + box[2]) / 2, (box[1] + box[3]) / 2) for box in (a.box, b.box)]
     size = [(abs(box[2] - box[0]), abs(box[3] - box[1])) for box in (a.box, b.box)]
@@ -99,11 +99,16 @@ def relations(a: Found, b: Found) -> set[str]:
     if max(abs(apart[0]), abs(apart[1])) < 1e-3:
         return set()
     dx, dy = (part / math.hypot(*offset) for part in apart)
-    holds = {"left of": dx < -DIRECTION, "right of": dx > DIRECTION, "above": dy < -DIRECTION, "below": dy > DIRECTION}
+    holds = {
+        "left of": dx < -MIN_AXIS_SHARE,
+        "right of": dx > MIN_AXIS_SHARE,
+        "above": dy < -MIN_AXIS_SHARE,
+        "below": dy > MIN_AXIS_SHARE,
+    }
     return {relation for relation, is_true in holds.items() if is_true}
 
 
-def problem_in(metadata: Mapping[str, Any]) -> str:
+def find_metadata_problem(metadata: Mapping[str, Any]) -> str:
     """Return an error message for invalid clauses in an item's metadata, "" if all are valid."""
     for key in ("include", "exclude"):
         clauses = metadata.get(key, [])

@@ -14,7 +14,7 @@ from wfm_ds.errors import RewardError
 T = TypeVar("T")
 
 
-def loaded(reward: str, what: str, address: str, load: Callable[[str], T]) -> T:
+def load_pretrained(reward: str, label: str, address: str, load: Callable[[str], T]) -> T:
     """Return `load(path or Hub name)`. Raises RewardError with a hint if loading fails. `what`: for the message."""
     path = Path(address).expanduser()
     try:
@@ -24,12 +24,12 @@ def loaded(reward: str, what: str, address: str, load: Callable[[str], T]) -> T:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise RewardError(
-            f"reward {reward}: {what} {address} cannot be loaded: {reason}. Set the option to a local folder or file, "
+            f"reward {reward}: {label} {address} cannot be loaded: {reason}. Set the option to a local folder or file, "
             "or to a name on the Hugging Face Hub if this machine can reach it"
         ) from error
 
 
-def file_of(address: str) -> str:
+def resolve_file(address: str) -> str:
     """Return a local path: the file itself, or a downloaded `OWNER/REPOSITORY:FILE`. Raises OSError or ValueError."""
     path = Path(address).expanduser()
     if path.is_file():
@@ -42,7 +42,7 @@ def file_of(address: str) -> str:
     return str(hf_hub_download(repository, file))
 
 
-def pictures(media: npt.NDArray[np.uint8]) -> list[Any]:
+def to_pil_images(media: npt.NDArray[np.uint8]) -> list[Any]:
     """Convert uint8 [B,H,W,3] to PIL images."""
     from PIL import Image
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
-from wfm_reward.rewards._weights import loaded, torch_dtype
+from wfm_reward.rewards._weights import load_pretrained, torch_dtype
 
 Actions = npt.NDArray[np.float32]
 
@@ -23,14 +23,14 @@ class ActionFollowing(Reward):
 
     name = "action_following"
     backbone = "Cosmos3"
-    media = frozenset({"video"})
+    media_types = frozenset({"video"})
     outputs: ClassVar = {
         "action_following": Range(0.0, 1.0),
         "following_moving": Range(0.0, 1.0),
         "mse": Range(0.0, float("inf")),
     }
-    primary = "action_following"
-    needs_inputs = ("actions",)
+    primary_output = "action_following"
+    required_inputs = ("actions",)
     stall_s = 660.0
 
     def __init__(
@@ -65,25 +65,25 @@ class ActionFollowing(Reward):
             pipeline.set_progress_bar_config(disable=True)
             return pipeline.to(self.device)
 
-        self._pipeline = loaded(self.name, "the model", self.model, load_pipeline)
+        self._pipeline = load_pretrained(self.name, "the model", self.model, load_pipeline)
         if not self._pipeline.transformer.config.action_gen:
             raise RewardError(f"reward {self.name}: {self.model} cannot predict actions (action_gen is off)")
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _score_item(self, item: MediaItem) -> Score:
         target = item.inputs["actions"]
         if len(target) != len(item.frames) - 1:
-            return item.failed(f"{len(target)} actions for {len(item.frames)} frames; need one less than frames")
-        predicted = self._read(item)
+            return item.fail(f"{len(target)} actions for {len(item.frames)} frames; need one less than frames")
+        predicted = self._predict_actions(item)
         if predicted.shape[1] != target.shape[1]:
-            return item.failed(
+            return item.fail(
                 f"actions of {self.domain} have {predicted.shape[1]} numbers, but the sample's have {target.shape[1]}"
             )
-        return item.scored(**following(predicted, target, self.temperature))
+        return item.score(**following_scores(predicted, target, self.temperature))
 
-    def _read(self, item: MediaItem) -> Actions:
+    def _predict_actions(self, item: MediaItem) -> Actions:
         """Predict the actions [F-1,D] from the frames. Deterministic."""
         import torch
         from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import CosmosActionCondition
@@ -110,11 +110,11 @@ class ActionFollowing(Reward):
         return actions
 
 
-def following(seen: Actions, wanted: Actions, temperature: float) -> dict[str, float]:
+def following_scores(predicted: Actions, target: Actions, temperature: float) -> dict[str, float]:
     """Return `value` and the parts for predicted and target actions [F-1,D]."""
-    errors = np.square(seen - wanted).mean(axis=1)
+    errors = np.square(predicted - target).mean(axis=1)
     scores = np.exp(-errors / temperature)
-    sizes = np.linalg.norm(wanted, axis=1)
+    sizes = np.linalg.norm(target, axis=1)
     moving = sizes > np.median(sizes)
     parts = {"following_moving": float(scores[moving].mean())} if moving.any() else {}
     return {"value": float(scores.mean()), "mse": float(errors.mean()), **parts}

@@ -6,10 +6,10 @@ import math
 from typing import Any, ClassVar
 
 from wfm_reward.base import MediaBatch, Range, Reward, RewardError, Score
-from wfm_reward.rewards._clip import Clip
-from wfm_reward.rewards._weights import file_of, loaded
+from wfm_reward.rewards._clip import ClipModel
+from wfm_reward.rewards._weights import load_pretrained, resolve_file
 
-LAYERS = (0, 2, 4, 6, 7)  # indices of the linear layers in the published nn.Sequential; the rest is dropout
+LINEAR_LAYERS = (0, 2, 4, 6, 7)  # indices of the linear layers in the published nn.Sequential; the rest is dropout
 
 
 class Aesthetic(Reward):
@@ -17,9 +17,9 @@ class Aesthetic(Reward):
 
     name = "aesthetic"
     backbone = "CLIP"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"aesthetic": Range(-math.inf, math.inf)}
-    primary = "aesthetic"
+    primary_output = "aesthetic"
 
     def __init__(
         self,
@@ -39,16 +39,18 @@ class Aesthetic(Reward):
         import torch
         from torch import nn
 
-        self._clip = Clip(self.name, self.model, self.model, self.device, self.dtype)
+        self._clip = ClipModel(self.name, self.model, self.model, self.device, self.dtype)
 
         def load_head(address: str) -> dict[str, Any]:
-            weights: dict[str, Any] = torch.load(file_of(address), map_location="cpu", weights_only=True)
+            weights: dict[str, Any] = torch.load(resolve_file(address), map_location="cpu", weights_only=True)
             return weights
 
-        weights = loaded(self.name, "the head", self.head, load_head)
+        weights = load_pretrained(self.name, "the head", self.head, load_head)
         size = self._clip.model.config.projection_dim
         try:
-            layers = [(weights[f"layers.{i}.weight"].float(), weights[f"layers.{i}.bias"].float()) for i in LAYERS]
+            layers = [
+                (weights[f"layers.{i}.weight"].float(), weights[f"layers.{i}.bias"].float()) for i in LINEAR_LAYERS
+            ]
             head = nn.Sequential(*(nn.Linear(weight.shape[1], weight.shape[0]) for weight, _ in layers))
             for linear, (weight, bias) in zip(head, layers, strict=True):
                 linear.load_state_dict({"weight": weight, "bias": bias})
@@ -62,5 +64,5 @@ class Aesthetic(Reward):
         import torch
 
         with torch.inference_mode():
-            values = self._head(self._clip.images(batch.media))[:, 0].tolist()
-        return [item.scored(value) for item, value in zip(batch, values, strict=True)]
+            values = self._head(self._clip.embed_images(batch.media))[:, 0].tolist()
+        return [item.score(value) for item, value in zip(batch, values, strict=True)]

@@ -7,12 +7,12 @@ from typing import ClassVar
 import numpy as np
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
-from wfm_reward.brightness_world import RAMP, changes, moves_of, pixel_changes
+from wfm_reward.brightness_demo import MOVE_RAMP, decode_moves, measure_moves, measure_pixel_changes
 
-MOST = 10.0  # upper bound of `residual`, in steps
+MAX_RESIDUAL = 10.0  # upper bound of `residual`, in steps
 
 
-class Brightness(Reward):
+class BrightnessFollowing(Reward):
     """Fraction of moves that the video follows, minus the mean pixel distance to the nearest ideal frame.
 
     The distance is measured in brightness steps. Parts: `following`, the fraction; `residual`, the distance; `still`,
@@ -20,28 +20,28 @@ class Brightness(Reward):
     """
 
     name = "brightness"
-    media = frozenset({"video"})
+    media_types = frozenset({"video"})
     outputs: ClassVar = {
-        "brightness": Range(-MOST, 1.0),
+        "brightness": Range(-MAX_RESIDUAL, 1.0),
         "following": Range(0.0, 1.0),
-        "residual": Range(0.0, MOST),
+        "residual": Range(0.0, MAX_RESIDUAL),
         "still": Range(0.0, 1.0),
     }
-    primary = "brightness"
-    needs_inputs = ("actions",)
+    primary_output = "brightness"
+    required_inputs = ("actions",)
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _score_item(self, item: MediaItem) -> Score:
         try:
-            target, measured = moves_of(item.inputs["actions"]), changes(item.frames)
+            target, measured = decode_moves(item.inputs["actions"]), measure_moves(item.frames)
         except ValueError as error:
-            return item.failed(str(error))
+            return item.fail(str(error))
         moves = np.rint(np.clip(measured, -1, 1))
         right = moves == target
-        residual = float(np.abs(pixel_changes(item.frames) - np.outer(moves, RAMP)[..., None]).mean())
+        residual = float(np.abs(measure_pixel_changes(item.frames) - np.outer(moves, MOVE_RAMP)[..., None]).mean())
         parts = {"following": float(right.mean()), "residual": residual}
         if (target == 0).any():
             parts["still"] = float(right[target == 0].mean())
-        return item.scored(parts["following"] - residual, **parts)
+        return item.score(parts["following"] - residual, **parts)

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
 
 Poses = npt.NDArray[np.float64]
-RIGID = 1e-2  # tolerance for the orthonormality of estimated rotations
-STILL = 1e-6  # path length below which no direction is defined
+ROTATION_TOLERANCE = 1e-2  # tolerance for the orthonormality of estimated rotations
+MIN_LENGTH = 1e-6  # path length below which no direction is defined
 
 
 class CameraFollowing(Reward):
@@ -30,13 +30,13 @@ class CameraFollowing(Reward):
     """
 
     name = "camera_following"
-    media = frozenset({"video"})
+    media_types = frozenset({"video"})
     outputs: ClassVar = {
         **dict.fromkeys(("camera_following", "rotation", "direction"), Range(0.0, 1.0)),
         "degrees": Range(0.0, 180.0),
     }
-    primary = "camera_following"
-    needs_inputs = ("c2w",)
+    primary_output = "camera_following"
+    required_inputs = ("c2w",)
     stall_s = 660.0
 
     def __init__(self, device: str = "cpu", *, url: str = "", degrees: float = 10.0, timeout_s: float = 120.0) -> None:
@@ -48,21 +48,21 @@ class CameraFollowing(Reward):
         self.url, self.degrees, self.timeout_s = url, degrees, timeout_s
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _score_item(self, item: MediaItem) -> Score:
         target = item.inputs["c2w"].astype(np.float64)
         try:
-            estimated = self._poses(item)
+            estimated = self._request_poses(item)
         except RewardError as error:
-            return item.failed(str(error))
+            return item.fail(str(error))
         if estimated.shape != target.shape or not np.isfinite(estimated).all():
-            return item.failed(f"the pose service returned {list(estimated.shape)} for a path {list(target.shape)}")
+            return item.fail(f"the pose service returned {list(estimated.shape)} for a path {list(target.shape)}")
         if not is_rigid(estimated):
-            return item.failed("the pose service returned a pose with an invalid rotation matrix")
-        return item.scored(**following(estimated, target, self.degrees))
+            return item.fail("the pose service returned a pose with an invalid rotation matrix")
+        return item.score(**camera_scores(estimated, target, self.degrees))
 
-    def _poses(self, item: MediaItem) -> Poses:
+    def _request_poses(self, item: MediaItem) -> Poses:
         """Estimate the poses of the frames. Raises RewardError if the service does not return poses."""
         body = io.BytesIO()
         np.save(body, item.frames)
@@ -77,19 +77,19 @@ class CameraFollowing(Reward):
         return poses
 
 
-def following(seen: Poses, wanted: Poses, degrees: float) -> dict[str, float]:
+def camera_scores(estimated: Poses, target: Poses, degrees: float) -> dict[str, float]:
     """Return `value` and the parts for estimated and target poses [F,4,4]."""
-    poses, target_poses = since_first(seen), since_first(wanted)
+    poses, target_poses = relative_to_first(estimated), relative_to_first(target)
     turns = np.einsum("fji,fjk->fik", poses[1:, :3, :3], target_poses[1:, :3, :3])
     cosines = (np.trace(turns, axis1=1, axis2=2) - 1) / 2
     angle = float(np.degrees(np.arccos(np.clip(cosines, -1, 1))).mean())
     parts = {"rotation": float(np.exp(-angle / degrees)), "degrees": angle}
     translations, target_translations = poses[1:, :3, 3], target_poses[1:, :3, 3]
     lengths = np.linalg.norm(target_translations, axis=1)
-    moving = lengths > STILL
+    moving = lengths > MIN_LENGTH
     if moving.any():
         products = (translations * target_translations).sum(axis=1)[moving]
-        scale = np.maximum(np.linalg.norm(translations, axis=1)[moving] * lengths[moving], STILL**2)
+        scale = np.maximum(np.linalg.norm(translations, axis=1)[moving] * lengths[moving], MIN_LENGTH**2)
         parts["direction"] = float((1 + np.clip(products / scale, -1, 1).mean()) / 2)
     values = [parts[name] for name in ("rotation", "direction") if name in parts]
     return {"value": float(np.mean(values)), **parts}
@@ -99,10 +99,10 @@ def is_rigid(poses: Poses) -> bool:
     """Return True if the 3 x 3 part of each pose [F,4,4] is a rotation within ROTATION_TOLERANCE."""
     turns = poses[:, :3, :3]
     products = np.einsum("fji,fjk->fik", turns, turns)
-    return bool((np.abs(products - np.eye(3)) <= RIGID).all() and (np.linalg.det(turns) > 0).all())
+    return bool((np.abs(products - np.eye(3)) <= ROTATION_TOLERANCE).all() and (np.linalg.det(turns) > 0).all())
 
 
-def since_first(poses: Poses) -> Poses:
+def relative_to_first(poses: Poses) -> Poses:
     """Express poses [F,4,4] relative to the first one."""
     relative: Poses = np.linalg.inv(poses[0]) @ poses
     return relative

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from wfm_reward.base import MediaBatch, Range, Reward, Score
-from wfm_reward.rewards._clip import Clip
+from wfm_reward.rewards._clip import ClipModel
 
 
 class ClipScore(Reward):
@@ -13,9 +13,9 @@ class ClipScore(Reward):
 
     name = "clipscore"
     backbone = "CLIP"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"clipscore": Range(-1.001, 1.001)}  # rounding can exceed 1
-    primary = "clipscore"
+    primary_output = "clipscore"
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class ClipScore(Reward):
         self.model, self.dtype = model, dtype
 
     def load(self) -> None:
-        self._clip = Clip(self.name, self.model, self.model, self.device, self.dtype)
+        self._clip = ClipModel(self.name, self.model, self.model, self.device, self.dtype)
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        cosines = self._clip.cosines(batch.media, batch.prompts)
-        return [item.scored(cosine) for item, cosine in zip(batch, cosines, strict=True)]
+        cosines = self._clip.image_text_cosines(batch.media, batch.prompts)
+        return [item.score(cosine) for item, cosine in zip(batch, cosines, strict=True)]

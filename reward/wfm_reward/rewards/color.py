@@ -28,24 +28,24 @@ class ColorMatch(Reward):
     """
 
     name = "color"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"color": Range(0.0, 1.0)}
-    primary = "color"
+    primary_output = "color"
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _score_item(self, item: MediaItem) -> Score:
         target = item.metadata.get("target_rgb")
         if target is None:
             word = COLOR_WORD.search(item.prompt)
             if word is None:
-                return item.failed(f"no target_rgb in the metadata and none of {', '.join(COLORS)} in the prompt")
+                return item.fail(f"no target_rgb in the metadata and none of {', '.join(COLORS)} in the prompt")
             target = COLORS[word[1].lower()]
         elif not is_rgb(target):
-            return item.failed(f"the metadata `target_rgb` is {target!r}, not three numbers from 0 to 255")
+            return item.fail(f"the metadata `target_rgb` is {target!r}, not three numbers from 0 to 255")
         distance = np.abs(item.frames[0].astype(np.float64) - np.asarray(target, np.float64)).mean() / 255.0
-        return item.scored(1.0 - float(distance))
+        return item.score(1.0 - float(distance))
 
 
 def is_rgb(target: object) -> bool:

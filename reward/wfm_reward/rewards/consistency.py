@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 
-BEST_DB = 40.0  # PSNR at which the second frame continues the first without a visible jump
+FULL_SCORE_DB = 40.0  # PSNR at which the second frame continues the first without a visible jump
 MAX_DB = 60.0
-NEXT_TO_NONE = 1e-4  # brightness difference in 0..1 that counts as zero
+NEGLIGIBLE = 1e-4  # brightness difference in 0..1 that counts as zero
 
 
 class Consistency(Reward):
@@ -24,55 +24,55 @@ class Consistency(Reward):
     """
 
     name = "consistency"
-    media = frozenset({"video"})
+    media_types = frozenset({"video"})
     outputs: ClassVar = {
         **dict.fromkeys(("consistency", "start", "steadiness", "sharpness"), Range(0.0, 1.0)),
         "start_db": Range(0.0, MAX_DB),
     }
-    primary = "consistency"
+    primary_output = "consistency"
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _score_item(self, item: MediaItem) -> Score:
         frames = np.divide(item.frames, 255, dtype=np.float32)
         if len(frames) < 3:
-            return item.failed(f"the video has {len(frames)} frames; at least three are needed")
-        decibels = psnr(frames[0], frames[1])
+            return item.fail(f"the video has {len(frames)} frames; at least three are needed")
+        decibels = psnr_db(frames[0], frames[1])
         parts = {
-            "start": min(1.0, decibels / BEST_DB),
-            "steadiness": steadiness(frames),
-            "sharpness": kept_sharpness(frames),
+            "start": min(1.0, decibels / FULL_SCORE_DB),
+            "steadiness": motion_steadiness(frames),
+            "sharpness": sharpness_ratio(frames),
         }
-        return item.scored(float(np.mean(list(parts.values()))), **parts, start_db=decibels)
+        return item.score(float(np.mean(list(parts.values()))), **parts, start_db=decibels)
 
 
-def psnr(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
+def psnr_db(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
     """Return the PSNR in dB, at most 60, of two images in 0..1."""
     error = float(np.square(a - b).mean())
     return float(min(MAX_DB, -10 * np.log10(max(error, 1e-12))))
 
 
-def steadiness(frames: npt.NDArray[np.float32]) -> float:
+def motion_steadiness(frames: npt.NDArray[np.float32]) -> float:
     """Return 1 - |second differences| / (2 |first differences|) over frames [T,H,W,3], T > 2.
 
     1 for steady or no motion, 0 for alternating frames.
     """
     first = float(np.abs(np.diff(frames, axis=0)).mean())
     second = float(np.abs(np.diff(frames, n=2, axis=0)).mean())
-    return 1.0 if first < NEXT_TO_NONE else float(np.clip(1 - second / (2 * first), 0, 1))
+    return 1.0 if first < NEGLIGIBLE else float(np.clip(1 - second / (2 * first), 0, 1))
 
 
-def kept_sharpness(frames: npt.NDArray[np.float32]) -> float:
+def sharpness_ratio(frames: npt.NDArray[np.float32]) -> float:
     """Return the ratio (at most 1) of the mean gradients of the first and last third of frames [T,H,W,3]."""
     third = max(1, len(frames) // 3)
-    first, last = sharpness(frames[:third]), sharpness(frames[-third:])
-    if max(first, last) < NEXT_TO_NONE:
+    first, last = mean_gradient(frames[:third]), mean_gradient(frames[-third:])
+    if max(first, last) < NEGLIGIBLE:
         return 1.0
     return min(first, last) / max(first, last)
 
 
-def sharpness(frames: npt.NDArray[np.float32]) -> float:
+def mean_gradient(frames: npt.NDArray[np.float32]) -> float:
     """Return the mean absolute difference of neighbouring pixels, vertical and horizontal, over frames [T,H,W,3]."""
     gradients = [np.abs(np.diff(frames, axis=axis)) for axis in (1, 2) if frames.shape[axis] > 1]
     return float(np.mean([gradient.mean() for gradient in gradients])) if gradients else 0.0

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from wfm_reward.base import MediaItem, Range, Score
-from wfm_reward.rewards._judge import Judge, video_url
+from wfm_reward.rewards._vlm import VlmReward, mp4_data_url
 
-FPS = 16.0  # for videos without fps
-ASKED = "Does the video contain any anomalies or artifacts?"
-SYSTEM = (  # the prompt of its training: huggingface.co/nvidia/Cosmos-Reason1-7B-Reward
+DEFAULT_FPS = 16.0  # for videos without fps
+QUESTION = "Does the video contain any anomalies or artifacts?"
+SYSTEM_PROMPT = (  # the prompt of its training: huggingface.co/nvidia/Cosmos-Reason1-7B-Reward
     "You are a helpful video analyzer. The goal is to identify artifacts and anomalies in the video. Watch carefully "
     "and focus on the following aspects:\n\n"
     "* Gravity (e.g. a ball cannot fly in the air)\n"
@@ -31,7 +31,7 @@ SYSTEM = (  # the prompt of its training: huggingface.co/nvidia/Cosmos-Reason1-7
 )
 
 
-class CosmosReason1(Judge):
+class CosmosReason1(VlmReward):
     """Probability of "No" (no anomaly) versus "Yes" as the first token of the reply, 0 to 1.
 
     Parts: yes_logprob and no_logprob, the log-probabilities. A token outside the endpoint's top 20 gets the lowest
@@ -39,31 +39,31 @@ class CosmosReason1(Judge):
     """
 
     name = "cosmos_reason1"
-    media = frozenset({"video"})
+    media_types = frozenset({"video"})
     outputs: ClassVar = {
         "no_score": Range(0.0, 1.0),
         "yes_logprob": Range(-math.inf, 0.001),
         "no_logprob": Range(-math.inf, 0.001),
     }
-    primary = "no_score"
+    primary_output = "no_score"
 
     def __init__(self, device: str = "cpu", *, model: str = "nvidia/Cosmos-Reason1-7B-Reward", **options: Any) -> None:
         """Options of VlmReward. `model`: model name at the endpoint."""
         super().__init__(device, model=model, **options)
 
-    def question(self, item: MediaItem) -> Mapping[str, Any]:
+    def request_fields(self, item: MediaItem) -> Mapping[str, Any]:
         content = [
-            {"type": "video_url", "video_url": {"url": video_url(item.frames, item.fps or FPS)}},
-            {"type": "text", "text": ASKED},
+            {"type": "video_url", "video_url": {"url": mp4_data_url(item.frames, item.fps or DEFAULT_FPS)}},
+            {"type": "text", "text": QUESTION},
         ]
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+        messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]
         return {"messages": messages, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
 
-    def judged(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
+    def parse_score(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
         top_tokens = choice["logprobs"]["content"][0]["top_logprobs"]
         logprobs = {entry["token"].strip(): float(entry["logprob"]) for entry in top_tokens}
         if not logprobs.keys() & {"Yes", "No"}:
-            return item.failed(f"neither Yes nor No is among the likely tokens: {', '.join(list(logprobs)[:5])}")
+            return item.fail(f"neither Yes nor No is among the likely tokens: {', '.join(list(logprobs)[:5])}")
         least = min(logprobs.values())
         yes, no = logprobs.get("Yes", least), logprobs.get("No", least)
-        return item.scored(1.0 / (1.0 + math.exp(min(yes - no, 700.0))), yes_logprob=yes, no_logprob=no)
+        return item.score(1.0 / (1.0 + math.exp(min(yes - no, 700.0))), yes_logprob=yes, no_logprob=no)

@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 
-SIZE = 8
-LEVELS = 16  # grey levels of scikit-learn's digits are 0 to 16
+IMAGE_SIZE = 8
+MAX_GREY = 16  # grey levels of scikit-learn's digits are 0 to 16
 
 
-class Digits(Reward):
+class DigitsReward(Reward):
     """1.0 if the classifier predicts metadata `label`, 0 to 9, else 0.0.
 
     The classifier, SVC(gamma=.1, C=10), is fitted on the odd indices of scikit-learn's digits; models are trained on
@@ -23,10 +23,10 @@ class Digits(Reward):
     """
 
     name = "digits"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"digits": Range(0.0, 1.0), "second_judge": Range(0.0, 1.0)}
-    primary = "digits"
-    needs = ("label",)
+    primary_output = "digits"
+    required_metadata = ("label",)
 
     def load(self) -> None:
         from sklearn.datasets import load_digits
@@ -34,26 +34,28 @@ class Digits(Reward):
         from sklearn.svm import SVC
 
         data = load_digits()
-        inputs = [shade(np.rint(image * 255 / LEVELS)) for image in data.images]
-        self._judge: Any = SVC(gamma=0.1, C=10).fit(inputs[1::2], data.target[1::2])
-        self._second_judge: Any = KNeighborsClassifier(3).fit(inputs[::2], data.target[::2])
+        inputs = [classifier_input(np.rint(image * 255 / MAX_GREY)) for image in data.images]
+        self._classifier: Any = SVC(gamma=0.1, C=10).fit(inputs[1::2], data.target[1::2])
+        self._second_classifier: Any = KNeighborsClassifier(3).fit(inputs[::2], data.target[::2])
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _score_item(self, item: MediaItem) -> Score:
         label = item.metadata.get("label")
         if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label <= 9:
-            return item.failed(f"the metadata `label` is {label!r}, not a digit from 0 to 9")
+            return item.fail(f"the metadata `label` is {label!r}, not a digit from 0 to 9")
         image = item.frames[0]
-        if min(image.shape[:2]) < SIZE:
-            return item.failed(f"the image is {image.shape[0]} x {image.shape[1]}, smaller than {SIZE} x {SIZE}")
-        inputs = [shade(average_to_8x8(image))]
-        second = float(self._second_judge.predict(inputs)[0] == label)
-        return item.scored(float(self._judge.predict(inputs)[0] == label), second_judge=second)
+        if min(image.shape[:2]) < IMAGE_SIZE:
+            return item.fail(
+                f"the image is {image.shape[0]} x {image.shape[1]}, smaller than {IMAGE_SIZE} x {IMAGE_SIZE}"
+            )
+        inputs = [classifier_input(average_to_8x8(image))]
+        second = float(self._second_classifier.predict(inputs)[0] == label)
+        return item.score(float(self._classifier.predict(inputs)[0] == label), second_judge=second)
 
 
-def shade(grey: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
+def classifier_input(grey: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
     """Convert a grey image [8,8] in 0..255 to classifier inputs float64 [64] in -1..1."""
     return (2.0 * np.asarray(grey, np.float64) / 255.0 - 1.0).reshape(-1)
 
@@ -63,4 +65,4 @@ def average_to_8x8(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     from PIL import Image
 
     grey = image.mean(axis=2, dtype=np.float32)
-    return np.asarray(Image.fromarray(grey).resize((SIZE, SIZE), Image.Resampling.BOX))
+    return np.asarray(Image.fromarray(grey).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BOX))

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
-from wfm_reward.rewards._scene import COLORS, Found, judge, problem_in
-from wfm_reward.rewards._weights import loaded
+from wfm_reward.rewards._scene import COLORS, DetectedObject, find_metadata_problem, score_scene
+from wfm_reward.rewards._weights import load_pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 CONFIDENCE = 0.3
 COUNTING_CONFIDENCE = 0.9  # for prompts with the tag `counting`
 MAX_OBJECTS = 16  # per class
-GREY = (153, 153, 153)  # replaces the background when the colour of an object is classified
-TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
+BACKGROUND_GREY = (153, 153, 153)  # replaces the background when the colour of an object is classified
+COLOR_TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 
 
 class Detector(ABC):
@@ -37,7 +37,7 @@ class Detector(ABC):
         """Load the model. Called once before the first detection. Raises RewardError."""
 
     @abstractmethod
-    def find(self, image: npt.NDArray[np.uint8]) -> list[Found]:
+    def detect_objects(self, image: npt.NDArray[np.uint8]) -> list[DetectedObject]:
         """Return the objects in an image [H,W,3], at any confidence."""
 
 
@@ -47,11 +47,15 @@ class Mask2Former(Detector):
     def load(self) -> None:
         from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
 
-        model = loaded("gen_eval", "the detector", self.model, Mask2FormerForUniversalSegmentation.from_pretrained)
-        self._processor: Any = loaded("gen_eval", "the detector", self.model, Mask2FormerImageProcessor.from_pretrained)
+        model = load_pretrained(
+            "gen_eval", "the detector", self.model, Mask2FormerForUniversalSegmentation.from_pretrained
+        )
+        self._processor: Any = load_pretrained(
+            "gen_eval", "the detector", self.model, Mask2FormerImageProcessor.from_pretrained
+        )
         self._model: Any = model.to(self.device).eval()
 
-    def find(self, image: npt.NDArray[np.uint8]) -> list[Found]:
+    def detect_objects(self, image: npt.NDArray[np.uint8]) -> list[DetectedObject]:
         import torch
 
         inputs = self._processor(images=[image], return_tensors="pt").to(self.device)
@@ -63,7 +67,9 @@ class Mask2Former(Detector):
         )
         maps = result["segmentation"]
         return [
-            _found(self._model.config.id2label[info["label_id"]], info["score"], maps[number].bool().cpu().numpy())
+            _object_from_mask(
+                self._model.config.id2label[info["label_id"]], info["score"], maps[number].bool().cpu().numpy()
+            )
             for number, info in enumerate(result["segments_info"])
             if maps[number].any()
         ]
@@ -78,14 +84,14 @@ class GenEval(Reward):
     """
 
     name = "gen_eval"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {
         "gen_eval_reward": Range(-math.inf, 1.0),
         "gen_eval_score": Range(0.0, 1.0),
         "gen_eval_strict": Range(0.0, 1.0),
     }
-    primary = "gen_eval_reward"
-    needs = ("tag", "include")
+    primary_output = "gen_eval_reward"
+    required_metadata = ("tag", "include")
 
     def __init__(
         self,
@@ -110,64 +116,68 @@ class GenEval(Reward):
         self.clip = clip
 
     def load(self) -> None:
-        from wfm_reward.rewards._clip import Clip
+        from wfm_reward.rewards._clip import ClipModel
 
         self._detector.load()
-        self._clip = Clip(self.name, self.clip, self.clip, self.device, "float32")
+        self._clip = ClipModel(self.name, self.clip, self.clip, self.device, "float32")
         self._color_texts: dict[str, Tensor] = {}
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
-        problem = problem_in(item.metadata)
+    def _score_item(self, item: MediaItem) -> Score:
+        problem = find_metadata_problem(item.metadata)
         if problem:
-            return item.failed(problem)
+            return item.fail(problem)
         image = item.frames[0]
         min_confidence = COUNTING_CONFIDENCE if item.metadata["tag"] == "counting" else CONFIDENCE
-        objects: dict[str, list[Found]] = defaultdict(list)
-        for detected in sorted(self._detector.find(image), key=lambda obj: -obj.confidence):
+        objects: dict[str, list[DetectedObject]] = defaultdict(list)
+        for detected in sorted(self._detector.detect_objects(image), key=lambda obj: -obj.confidence):
             if detected.confidence > min_confidence and len(objects[detected.name]) < MAX_OBJECTS:
                 objects[detected.name].append(detected)
-        score = judge(
+        score = score_scene(
             objects,
             item.metadata["include"],
             item.metadata.get("exclude", []),
-            lambda name, detected: self._colors(image, name, detected),
+            lambda name, detected: self._classify_colors(image, name, detected),
         )
-        return item.scored(score.soft, gen_eval_score=float(score.correct), gen_eval_strict=float(score.strict))
+        return item.score(score.soft, gen_eval_score=float(score.correct), gen_eval_strict=float(score.strict))
 
-    def _colors(self, image: npt.NDArray[np.uint8], name: str, objects: Sequence[Found]) -> list[str]:
+    def _classify_colors(self, image: npt.NDArray[np.uint8], name: str, objects: Sequence[DetectedObject]) -> list[str]:
         """Return the most likely of COLORS for each object, by CLIP."""
         if not objects:
             return []
         if name not in self._color_texts:
-            self._color_texts[name] = self._texts(name)
-        embeddings = self._clip.images([_cut_out(image, detected) for detected in objects])
+            self._color_texts[name] = self._embed_color_texts(name)
+        embeddings = self._clip.embed_images([_crop_object(image, detected) for detected in objects])
         indices = (embeddings @ self._color_texts[name].T).argmax(dim=-1)
         return [COLORS[index] for index in indices.tolist()]
 
-    def _texts(self, name: str) -> Tensor:
+    def _embed_color_texts(self, name: str) -> Tensor:
         """Return one unit embedding per colour [colours, D]: the mean over COLOR_TEMPLATES."""
         import torch
 
-        texts = [template.format(color=color, name=name) for color in COLORS for template in TEMPLATES]
-        embeddings = self._clip.texts(texts).reshape(len(COLORS), len(TEMPLATES), -1).mean(dim=1)
+        texts = [template.format(color=color, name=name) for color in COLORS for template in COLOR_TEMPLATES]
+        embeddings = self._clip.embed_texts(texts).reshape(len(COLORS), len(COLOR_TEMPLATES), -1).mean(dim=1)
         return torch.nn.functional.normalize(embeddings, dim=-1)
 
 
-def _found(name: str, confidence: float, mask: npt.NDArray[np.bool_]) -> Found:
+def _object_from_mask(name: str, confidence: float, mask: npt.NDArray[np.bool_]) -> DetectedObject:
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
-    return Found(name, box, float(confidence), mask)
+    return DetectedObject(name, box, float(confidence), mask)
 
 
-def _cut_out(image: npt.NDArray[np.uint8], found: Found) -> Any:
+def _crop_object(image: npt.NDArray[np.uint8], detected: DetectedObject) -> Any:
     """Crop an object as a PIL image. The background becomes grey if there is a mask."""
     from PIL import Image
 
-    pixels = image if found.mask is None else np.where(found.mask[..., None], image, np.array(GREY, np.uint8))
-    x0, y0, x1, y1 = (round(v) for v in found.box)
+    pixels = (
+        image
+        if detected.mask is None
+        else np.where(detected.mask[..., None], image, np.array(BACKGROUND_GREY, np.uint8))
+    )
+    x0, y0, x1, y1 = (round(v) for v in detected.box)
     height, width, _ = image.shape
     x0, y0 = min(max(x0, 0), width - 1), min(max(y0, 0), height - 1)
     return Image.fromarray(pixels[y0 : max(y1, y0 + 1), x0 : max(x1, x0 + 1)])

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_reward.base import MediaBatch, Range, Reward, Score
-from wfm_reward.rewards._clip import Clip
-from wfm_reward.rewards._open_clip import to_transformers
-from wfm_reward.rewards._weights import file_of, loaded, torch_dtype
+from wfm_reward.rewards._clip import ClipModel
+from wfm_reward.rewards._open_clip import convert_to_transformers
+from wfm_reward.rewards._weights import load_pretrained, resolve_file, torch_dtype
 
 
 class HpsV2(Reward):
@@ -19,9 +19,9 @@ class HpsV2(Reward):
 
     name = "hpsv2"
     backbone = "CLIP"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"hpsv2": Range(-1.001, 1.001)}  # rounding can exceed 1
-    primary = "hpsv2"
+    primary_output = "hpsv2"
 
     def __init__(
         self,
@@ -39,15 +39,15 @@ class HpsV2(Reward):
 
     def load(self) -> None:
         """Load the weights. Raises RewardError if they do not fit the base CLIP."""
-        self._clip = _Clip(self.name, self.model, self.base, self.device, self.dtype)
+        self._clip = _OpenClipModel(self.name, self.model, self.base, self.device, self.dtype)
         self._size = self._clip.model.config.vision_config.image_size
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        cosines = self._clip.cosines(letterboxed(batch.media, self._size), batch.prompts)
-        return [item.scored(cosine) for item, cosine in zip(batch, cosines, strict=True)]
+        cosines = self._clip.image_text_cosines(letterbox_images(batch.media, self._size), batch.prompts)
+        return [item.score(cosine) for item, cosine in zip(batch, cosines, strict=True)]
 
 
-class _Clip(Clip):
+class _OpenClipModel(ClipModel):
     """A CLIP model with weights saved by open_clip."""
 
     def __init__(self, reward: str, weights: str, base: str, device: str, dtype: str) -> None:
@@ -55,19 +55,19 @@ class _Clip(Clip):
         from transformers import CLIPConfig, CLIPModel, CLIPProcessor
 
         def load_weights(address: str) -> dict[str, Any]:
-            saved = torch.load(file_of(address), map_location="cpu", weights_only=True)
-            return to_transformers(saved.get("state_dict", saved))
+            saved = torch.load(resolve_file(address), map_location="cpu", weights_only=True)
+            return convert_to_transformers(saved.get("state_dict", saved))
 
-        config = loaded(reward, "the configuration of", base, CLIPConfig.from_pretrained)
-        self.processor = loaded(reward, "the processor of", base, CLIPProcessor.from_pretrained)
-        state = loaded(reward, "the model", weights, load_weights)
+        config = load_pretrained(reward, "the configuration of", base, CLIPConfig.from_pretrained)
+        self.processor = load_pretrained(reward, "the processor of", base, CLIPProcessor.from_pretrained)
+        state = load_pretrained(reward, "the model", weights, load_weights)
         self.model = CLIPModel(config)
-        loaded(reward, "the model", weights, lambda _: self.model.load_state_dict(state))
+        load_pretrained(reward, "the model", weights, lambda _: self.model.load_state_dict(state))
         self.model.to(torch_dtype(reward, dtype))
-        self._place(device)
+        self._prepare_model(device)
 
 
-def letterboxed(media: npt.NDArray[np.uint8], size: int) -> Sequence[Any]:
+def letterbox_images(media: npt.NDArray[np.uint8], size: int) -> Sequence[Any]:
     """Resize images to fit size x size and pad with black, as in the training of HPS v2. Return PIL images."""
     from PIL import Image
 

@@ -6,7 +6,7 @@ import math
 from typing import Any, ClassVar
 
 from wfm_reward.base import MediaBatch, Range, Reward, RewardError, Score
-from wfm_reward.rewards._weights import loaded, pictures
+from wfm_reward.rewards._weights import load_pretrained, to_pil_images
 
 
 class HpsV3(Reward):
@@ -19,9 +19,9 @@ class HpsV3(Reward):
 
     name = "hpsv3"
     backbone = "Qwen2-VL"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"hpsv3": Range(-math.inf, math.inf), "sigma": Range(-math.inf, math.inf)}
-    primary = "hpsv3"
+    primary_output = "hpsv3"
 
     def __init__(
         self, device: str = "cpu", *, checkpoint: str | None = None, config: str | None = None, **options: Any
@@ -37,12 +37,12 @@ class HpsV3(Reward):
             paths = {"checkpoint_path": self.checkpoint, "config_path": self.config}
             return HPSv3RewardInferencer(device=self.device, **{k: v for k, v in paths.items() if v is not None})
 
-        self._model = loaded(self.name, "the model", self.checkpoint or "MizzenAI/HPSv3", load_model)
+        self._model = load_pretrained(self.name, "the model", self.checkpoint or "MizzenAI/HPSv3", load_model)
 
     def score(self, batch: MediaBatch) -> list[Score]:
         """Score a batch. Raises RewardError unless the package returns two numbers per image."""
         # Keyword arguments: releases of the package differ in the order.
-        rows = self._model.reward(prompts=list(batch.prompts), image_paths=pictures(batch.media)).float().tolist()
+        rows = self._model.reward(prompts=list(batch.prompts), image_paths=to_pil_images(batch.media)).float().tolist()
         if len(rows) != len(batch) or not all(len(row) == 2 for row in rows):
             raise RewardError(f"hpsv3 returned {str(rows)[:80]} for {len(batch)} images, not two numbers per image")
-        return [item.scored(mean, sigma=sigma) for item, (mean, sigma) in zip(batch, rows, strict=True)]
+        return [item.score(mean, sigma=sigma) for item, (mean, sigma) in zip(batch, rows, strict=True)]

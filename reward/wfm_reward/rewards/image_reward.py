@@ -6,7 +6,7 @@ import math
 from typing import Any, ClassVar
 
 from wfm_reward.base import MediaBatch, Range, Reward, Score
-from wfm_reward.rewards._weights import loaded, pictures
+from wfm_reward.rewards._weights import load_pretrained, to_pil_images
 
 
 class ImageReward(Reward):
@@ -16,9 +16,9 @@ class ImageReward(Reward):
     """
 
     name = "image_reward"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"image_reward": Range(-math.inf, math.inf)}
-    primary = "image_reward"
+    primary_output = "image_reward"
 
     def __init__(
         self, device: str = "cpu", *, model: str = "ImageReward-v1.0", med_config: str | None = None, **options: Any
@@ -34,9 +34,9 @@ class ImageReward(Reward):
             extra = {} if self.med_config is None else {"med_config": self.med_config}
             return package.load(address, device=self.device, **extra)
 
-        self._model = loaded(self.name, "the model", self.model, load_model)
+        self._model = load_pretrained(self.name, "the model", self.model, load_model)
         self._model.eval()
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        images = pictures(batch.media)
-        return [item.scored(float(self._model.score(item.prompt, p))) for item, p in zip(batch, images, strict=True)]
+        images = to_pil_images(batch.media)
+        return [item.score(float(self._model.score(item.prompt, p))) for item, p in zip(batch, images, strict=True)]

@@ -24,14 +24,14 @@ def jpeg_kb(item: MediaItem) -> float:
 class JpegReward(Reward):
     """Base class: a function of the JPEG size."""
 
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     backbone = "JPEG"
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [item.scored(self.value(jpeg_kb(item))) for item in batch]
+        return [item.score(self.score_size(jpeg_kb(item))) for item in batch]
 
     @abstractmethod
-    def value(self, size_kb: float) -> float: ...
+    def score_size(self, size_kb: float) -> float: ...
 
 
 class JpegIncompressibility(JpegReward):
@@ -39,9 +39,9 @@ class JpegIncompressibility(JpegReward):
 
     name = "jpeg_incompressibility"
     outputs: ClassVar = {"jpeg_incompressibility": Range(0.0, UNBOUNDED)}
-    primary = "jpeg_incompressibility"
+    primary_output = "jpeg_incompressibility"
 
-    def value(self, size_kb: float) -> float:
+    def score_size(self, size_kb: float) -> float:
         return size_kb
 
 
@@ -50,7 +50,7 @@ class JpegCompressibility(JpegReward):
 
     name = "jpeg_compressibility"
     outputs: ClassVar = {"jpeg_compressibility": Range(-UNBOUNDED, 0.0)}
-    primary = "jpeg_compressibility"
+    primary_output = "jpeg_compressibility"
 
-    def value(self, size_kb: float) -> float:
+    def score_size(self, size_kb: float) -> float:
         return -size_kb / 500

@@ -12,12 +12,12 @@ class Mock(Reward):
     """Pseudo-random number in [0, 1), a hash of the pixels: carries no learning signal."""
 
     name = "mock"
-    media = frozenset({"image", "video"})
+    media_types = frozenset({"image", "video"})
     outputs: ClassVar = {"mock": Range(0.0, 1.0)}
-    primary = "mock"
+    primary_output = "mock"
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [item.scored(mock_value(item)) for item in batch]
+        return [item.score(mock_value(item)) for item in batch]
 
 
 def mock_value(item: MediaItem) -> float:

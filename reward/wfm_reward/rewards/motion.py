@@ -15,17 +15,17 @@ class Motion(Reward):
     still."""
 
     name = "motion"
-    media = frozenset({"video"})
+    media_types = frozenset({"video"})
     outputs: ClassVar = {"motion": Range(0.0, 1.0)}
-    primary = "motion"
+    primary_output = "motion"
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _score_item(self, item: MediaItem) -> Score:
         frames = item.frames
         if len(frames) < 2:
-            return item.failed("a video of one frame has no motion")
+            return item.fail("a video of one frame has no motion")
         # One pair at a time: differences of the whole clip would need several times its memory.
         steps = [np.abs(after.astype(np.int16) - before).mean() for before, after in itertools.pairwise(frames)]
-        return item.scored(float(np.mean(steps)) / 255.0)
+        return item.score(float(np.mean(steps)) / 255.0)

@@ -7,13 +7,13 @@ from typing import ClassVar
 import numpy as np
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
-from wfm_reward.moving_world import DIRECTIONS, NUM_FRAMES, SHAPES, SIDE, Cells, cells_of, mask
+from wfm_reward.moving_demo import DIRECTIONS, GRID_SIZE, NUM_FRAMES, SHAPES, Cells, measure_cells, shape_mask
 
-WAY = NUM_FRAMES - 1  # cells moved from the first to the last frame
-ENOUGH_LIGHT = 16  # bright cells that give full `light`; the shapes have 4 to 9
+CLIP_DISTANCE = NUM_FRAMES - 1  # cells moved from the first to the last frame
+FULL_LIGHT_CELLS = 16  # bright cells that give full `light`; the shapes have 4 to 9
 
 
-class Moving(Reward):
+class MovingReward(Reward):
     """Motion in the requested direction, 0 to 1, times a quality term, 0 to 1.
 
     `what: shape` uses `identity`, the similarity to the requested shape in every frame. `what: light` uses `light`,
@@ -22,10 +22,10 @@ class Moving(Reward):
     """
 
     name = "moving"
-    media = frozenset({"video"})
+    media_types = frozenset({"video"})
     outputs: ClassVar = {part: Range(0.0, 1.0) for part in ("moving", "way", "right_way", "identity", "light")}
-    primary = "moving"
-    needs = ("shape", "direction")
+    primary_output = "moving"
+    required_metadata = ("shape", "direction")
 
     def __init__(self, device: str = "cpu", *, what: str = "shape") -> None:
         """`what`: shape or light. Raises ValueError otherwise."""
@@ -35,39 +35,43 @@ class Moving(Reward):
         self.what = what
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _score_item(self, item: MediaItem) -> Score:
         shape, direction = item.metadata["shape"], item.metadata["direction"]
         if shape not in SHAPES or direction not in DIRECTIONS:
-            return item.failed(f"unknown shape {shape!r} or direction {direction!r}: use {[*SHAPES]}, {[*DIRECTIONS]}")
+            return item.fail(f"unknown shape {shape!r} or direction {direction!r}: use {[*SHAPES]}, {[*DIRECTIONS]}")
         try:
-            cells = cells_of(item.frames)
+            cells = measure_cells(item.frames)
         except ValueError as error:
-            return item.failed(str(error))
-        motion, similarity, brightness = way(cells, direction), identity(cells, shape), light(cells)
+            return item.fail(str(error))
+        motion, similarity, brightness = (
+            motion_share(cells, direction),
+            shape_similarity(cells, shape),
+            light_share(cells),
+        )
         value = motion * (similarity if self.what == "shape" else brightness)
-        return item.scored(value, way=motion, right_way=float(motion > 0.5), identity=similarity, light=brightness)
+        return item.score(value, way=motion, right_way=float(motion > 0.5), identity=similarity, light=brightness)
 
 
-def way(cells: Cells, direction: str) -> float:
+def motion_share(cells: Cells, direction: str) -> float:
     """Return how far the centre of brightness moves in a direction from the first to the last frame.
 
     Sideways motion is subtracted. 1 is the distance of a real clip, the minimum is 0.
     """
-    positions = np.arange(SIDE, dtype=np.float32)
+    positions = np.arange(GRID_SIZE, dtype=np.float32)
     weights = cells.sum(axis=(1, 2)) + 1e-6
     centres = np.stack([(cells.sum(axis=2) @ positions) / weights, (cells.sum(axis=1) @ positions) / weights], axis=1)
     down, right = centres[-1] - centres[0]
     sign_down, sign_right = DIRECTIONS[direction]
     forward = sign_down * down + sign_right * right
     sideways = abs(right) if sign_down else abs(down)
-    return float(np.clip((forward - sideways) / WAY, 0, 1))
+    return float(np.clip((forward - sideways) / CLIP_DISTANCE, 0, 1))
 
 
-def identity(cells: Cells, shape: str) -> float:
+def shape_similarity(cells: Cells, shape: str) -> float:
     """Return the mean over frames of max(0, 1 - |frame - shape|^2 / |shape|^2), with the shape at its best position."""
-    template = mask(shape)
+    template = shape_mask(shape)
     windows = np.lib.stride_tricks.sliding_window_view(cells, template.shape, axis=(1, 2))  # [T,6,6,3,3]
     energy = np.square(cells).sum(axis=(1, 2))
     overlap = np.einsum("tyxij,ij->tyx", windows, template).max(axis=(1, 2))
@@ -75,6 +79,6 @@ def identity(cells: Cells, shape: str) -> float:
     return float(np.clip(1 - errors / np.square(template).sum(), 0, 1).mean())
 
 
-def light(cells: Cells) -> float:
+def light_share(cells: Cells) -> float:
     """Return the mean number of bright cells per frame / FULL_LIGHT_CELLS, at most 1."""
-    return float(min(1.0, cells.sum(axis=(1, 2)).mean() / ENOUGH_LIGHT))
+    return float(min(1.0, cells.sum(axis=(1, 2)).mean() / FULL_LIGHT_CELLS))

@@ -7,9 +7,9 @@ from typing import ClassVar
 import numpy as np
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
-from wfm_reward.moving_world import cells_of, nearest
+from wfm_reward.moving_demo import find_nearest_clip, measure_cells
 
-REAL = 0.01  # maximum mean squared error of a real clip: 3 wrong cells in 5 frames
+MAX_REAL_ERROR = 0.01  # maximum mean squared error of a real clip: 3 wrong cells in 5 frames
 MAX_PSNR = 60.0
 
 
@@ -21,26 +21,26 @@ class NearestClip(Reward):
     """
 
     name = "nearest_clip"
-    media = frozenset({"video"})
+    media_types = frozenset({"video"})
     outputs: ClassVar = {part: Range(0.0, 1.0) for part in ("shape", "direction", "both", "real")} | {
         "psnr": Range(0.0, MAX_PSNR)
     }
-    primary = "psnr"
-    needs = ("shape", "direction")
+    primary_output = "psnr"
+    required_metadata = ("shape", "direction")
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _score_item(self, item: MediaItem) -> Score:
         try:
-            clip, error = nearest(cells_of(item.frames))
+            clip, error = find_nearest_clip(measure_cells(item.frames))
         except ValueError as reason:
-            return item.failed(str(reason))
+            return item.fail(str(reason))
         shape, direction = clip.shape == item.metadata["shape"], clip.direction == item.metadata["direction"]
-        return item.scored(
+        return item.score(
             min(MAX_PSNR, -10 * float(np.log10(error + 1e-12))),
             shape=float(shape),
             direction=float(direction),
             both=float(shape and direction),
-            real=float(error < REAL),
+            real=float(error < MAX_REAL_ERROR),
         )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
 
-QUOTED = re.compile(r'"([^"]*)"')
+QUOTED_TEXT = re.compile(r'"([^"]*)"')
 
 
 class Ocr(Reward):
@@ -22,9 +22,9 @@ class Ocr(Reward):
     """
 
     name = "ocr"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"ocr_reward": Range(0.0, 1.0)}
-    primary = "ocr_reward"
+    primary_output = "ocr_reward"
 
     def __init__(self, device: str = "cpu", *, threads: int = 1, **options: Any) -> None:
         """`threads`: CPU threads per worker. Raises RewardError for devices other than cpu."""
@@ -48,17 +48,17 @@ class Ocr(Reward):
         self._reader: Any = RapidOCR(intra_op_num_threads=self.threads, inter_op_num_threads=1)
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _score_item(self, item: MediaItem) -> Score:
         target = ocr_target(item)
         if not target:
-            return item.failed("no ocr_target in the metadata and no text in double quotes in the prompt")
-        text = comparable(self._read(item.frames[0]))
+            return item.fail("no ocr_target in the metadata and no text in double quotes in the prompt")
+        text = normalize_text(self._read_text(item.frames[0]))
         distance = 0 if target in text else min(edit_distance(text, target), len(target))
-        return item.scored(1.0 - distance / len(target))
+        return item.score(1.0 - distance / len(target))
 
-    def _read(self, image: npt.NDArray[np.uint8]) -> str:
+    def _read_text(self, image: npt.NDArray[np.uint8]) -> str:
         """Return the recognised lines, top to bottom, joined. RapidOCR drops lines with a confidence below .5."""
         lines, _ = self._reader(np.ascontiguousarray(image[..., ::-1]))  # RapidOCR expects BGR
         return "".join(text for _box, text, _confidence in lines or ())
@@ -68,12 +68,12 @@ def ocr_target(item: MediaItem) -> str:
     """Return the normalised target text, "" if there is none."""
     target = item.metadata.get("ocr_target")
     if target is None:
-        quoted = QUOTED.search(item.prompt)
+        quoted = QUOTED_TEXT.search(item.prompt)
         target = quoted[1] if quoted else ""
-    return comparable(target) if isinstance(target, str) else ""
+    return normalize_text(target) if isinstance(target, str) else ""
 
 
-def comparable(text: str) -> str:
+def normalize_text(text: str) -> str:
     return "".join(text.lower().split())
 
 

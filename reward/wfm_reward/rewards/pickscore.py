@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from wfm_reward.base import MediaBatch, Range, Reward, Score
-from wfm_reward.rewards._clip import Clip
+from wfm_reward.rewards._clip import ClipModel
 
 SCALE = 26.0
 
@@ -15,9 +15,9 @@ class PickScore(Reward):
 
     name = "pickscore"
     backbone = "CLIP"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"pickscore": Range(-100 / SCALE, 100 / SCALE)}  # CLIP's logit scale is at most 100
-    primary = "pickscore"
+    primary_output = "pickscore"
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class PickScore(Reward):
         self.model, self.processor, self.dtype = model, processor, dtype
 
     def load(self) -> None:
-        self._clip = Clip(self.name, self.model, self.processor, self.device, self.dtype)
+        self._clip = ClipModel(self.name, self.model, self.processor, self.device, self.dtype)
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        cosines = self._clip.cosines(batch.media, batch.prompts)
+        cosines = self._clip.image_text_cosines(batch.media, batch.prompts)
         scale = self._clip.logit_scale / SCALE
-        return [item.scored(scale * cosine) for item, cosine in zip(batch, cosines, strict=True)]
+        return [item.score(scale * cosine) for item, cosine in zip(batch, cosines, strict=True)]

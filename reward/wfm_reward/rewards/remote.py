@@ -13,14 +13,18 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from wfm_reward.asking import Asker, HttpAnswer, Unanswered, check_url
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
+from wfm_reward.http_client import HttpClient, HttpRequestError, HttpResponse, check_url
 
-FAMILIES = ("REMOTE_REWARD", "WFM_REWARD", "DIFFUSION_REWARD")  # of environment variables; the last two are older names
-KEEP_REPLICA = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
+VARIABLE_PREFIXES = (
+    "REMOTE_REWARD",
+    "WFM_REWARD",
+    "DIFFUSION_REWARD",
+)  # of environment variables; the last two are older names
+IGNORE_REPLICA_VARIABLE = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
 POLL_S = 0.5
-FORM = {"Content-Type": "application/x-www-form-urlencoded"}
-OCTETS = {"Content-Type": "application/octet-stream"}
+FORM_HEADERS = {"Content-Type": "application/x-www-form-urlencoded"}
+BINARY_HEADERS = {"Content-Type": "application/octet-stream"}
 
 
 class Remote(Reward):
@@ -32,9 +36,9 @@ class Remote(Reward):
     """
 
     name = "remote"
-    media = frozenset({"image", "video"})
+    media_types = frozenset({"image", "video"})
     outputs: ClassVar = {"remote": Range(-math.inf, math.inf)}
-    primary = "remote"
+    primary_output = "remote"
     label_option = "reward"
     stall_s = 660.0
 
@@ -51,36 +55,36 @@ class Remote(Reward):
     def load(self) -> None:
         """Read the addresses. Raises RewardError if they are not set, or if variables with different prefixes
         conflict."""
-        self._enqueue_url, self._fetch_url, token = endpoint(os.environ)
-        self._asker = Asker(token)
-        self._keep_replica = os.environ.get(KEEP_REPLICA, "").lower() not in ("1", "true")
+        self._enqueue_url, self._fetch_url, token = read_service_addresses(os.environ)
+        self._client = HttpClient(token)
+        self._keep_replica = os.environ.get(IGNORE_REPLICA_VARIABLE, "").lower() not in ("1", "true")
 
     def score(self, batch: MediaBatch) -> list[Score]:
         """Send the batch in one request. Raises RewardError if the token is rejected or the output is missing."""
         deadline_s = time.monotonic() + self.timeout_s
         try:
-            reply = self._answer(enqueue_body(self.reward, batch), deadline_s)
-        except Unanswered as error:
-            return [item.failed(f"remote {self.reward}: {error}") for item in batch]
-        return list(self._scores(reply, batch))
+            reply = self._request_scores(enqueue_body(self.reward, batch), deadline_s)
+        except HttpRequestError as error:
+            return [item.fail(f"remote {self.reward}: {error}") for item in batch]
+        return list(self._parse_scores(reply, batch))
 
-    def _answer(self, body: bytes, deadline_s: float) -> Mapping[str, Any]:
+    def _request_scores(self, body: bytes, deadline_s: float) -> Mapping[str, Any]:
         """Enqueue the batch and poll for its scores. Raises HttpRequestError."""
-        accepted = _good(self._asker.post(self._enqueue_url, body, OCTETS, deadline_s))
+        accepted = _require_ok(self._client.post(self._enqueue_url, body, BINARY_HEADERS, deadline_s))
         uuid, replica = accepted.get("uuid"), accepted.get("replica_id")
         if not isinstance(uuid, str):
-            raise Unanswered(f"{self._enqueue_url} returned no uuid")
+            raise HttpRequestError(f"{self._enqueue_url} returned no uuid")
         target = {"X-Lepton-Replica-Target": str(replica)} if replica and self._keep_replica else {}
         form = urlencode({"uuid": uuid, "type": self.reward}).encode()
         while True:
-            response = self._asker.post(self._fetch_url, form, {**FORM, **target}, deadline_s)
+            response = self._client.post(self._fetch_url, form, {**FORM_HEADERS, **target}, deadline_s)
             if response.status != 400:  # 400: not ready; Cosmos-RL's service also uses it for failed requests
-                return _good(response)
+                return _require_ok(response)
             if time.monotonic() + POLL_S >= deadline_s:
-                raise Unanswered(f"no scores within {self.timeout_s:g} s: {response.text()}")
-            self._asker.pause(POLL_S)
+                raise HttpRequestError(f"no scores within {self.timeout_s:g} s: {response.body_excerpt()}")
+            self._client.pause(POLL_S)
 
-    def _scores(self, reply: Mapping[str, Any], batch: MediaBatch) -> list[Score]:
+    def _parse_scores(self, reply: Mapping[str, Any], batch: MediaBatch) -> list[Score]:
         lists = reply.get("scores")
         if not isinstance(lists, dict) or not lists:
             raise RewardError(f"remote {self.reward}: the service returned no scores: {str(reply)[:200]}")
@@ -92,18 +96,18 @@ class Remote(Reward):
         short = [name for name, values in numbers.items() if len(values) != len(batch)]
         if short:
             raise RewardError(f"remote {self.reward}: {len(numbers[short[0]])} scores for {len(batch)} items")
-        outputs = self._wanted(numbers)
+        outputs = self._select_outputs(numbers)
         reasons = {
             f.get("index"): f.get("reason")
             for f in reply.get("failures", ())
             if isinstance(f, dict) and f.get("reason")
         }
         return [
-            _score(item, {name: values[i] for name, values in numbers.items()}, outputs, reasons.get(i))
+            _item_score(item, {name: values[i] for name, values in numbers.items()}, outputs, reasons.get(i))
             for i, item in enumerate(batch)
         ]
 
-    def _wanted(self, numbers: Mapping[str, Sequence[Any]]) -> list[str]:
+    def _select_outputs(self, numbers: Mapping[str, Sequence[Any]]) -> list[str]:
         """Return the outputs to sum. Raises RewardError if they are missing or ambiguous."""
         outputs = list(numbers) if self.output is None else [part.strip() for part in self.output.split("+")]
         if (self.output is None and len(outputs) != 1) or not set(outputs) <= numbers.keys():
@@ -114,13 +118,13 @@ class Remote(Reward):
         return outputs
 
 
-def endpoint(environment: Mapping[str, str]) -> tuple[str, str, str | None]:
+def read_service_addresses(environment: Mapping[str, str]) -> tuple[str, str, str | None]:
     """Return (enqueue URL, fetch URL, token) from the first prefix with both URLs set.
 
     Raises RewardError if no prefix is complete, or if another prefix has different values.
     """
     addresses = {}
-    for family in FAMILIES:
+    for family in VARIABLE_PREFIXES:
         enqueue, fetch, token = (
             environment.get(f"{family}_{key}") or None for key in ("ENQUEUE_URL", "FETCH_URL", "TOKEN")
         )
@@ -160,20 +164,20 @@ def enqueue_body(reward: str, batch: MediaBatch) -> bytes:
     return json.dumps(fields).encode() + b"\n" + array.getvalue()
 
 
-def _good(response: HttpAnswer) -> dict[str, Any]:
+def _require_ok(response: HttpResponse) -> dict[str, Any]:
     if response.status != 200:
-        raise Unanswered(f"a response with status {response.status}: {response.text()}")
-    return response.json()
+        raise HttpRequestError(f"a response with status {response.status}: {response.body_excerpt()}")
+    return response.parse_json()
 
 
-def _score(item: MediaItem, values: Mapping[str, Any], outputs: Sequence[str], reason: str | None) -> Score:
+def _item_score(item: MediaItem, values: Mapping[str, Any], outputs: Sequence[str], reason: str | None) -> Score:
     missing = [name for name in outputs if values[name] is None or not math.isfinite(values[name])]
     if missing:
-        return item.failed(reason or f"the service returned no {missing[0]} for this item")
+        return item.fail(reason or f"the service returned no {missing[0]} for this item")
     if item.fps is not None and all(value == -1.0 for value in values.values()):
-        return item.failed("the service returned -1 for all outputs, its value for videos that it cannot score")
+        return item.fail("the service returned -1 for all outputs, its value for videos that it cannot score")
     parts = {name: float(v) for name, v in values.items() if v is not None and math.isfinite(v)}
-    return item.scored(sum(float(values[name]) for name in outputs), **parts)
+    return item.score(sum(float(values[name]) for name in outputs), **parts)
 
 
 def _is_number(value: Any) -> bool:

@@ -8,21 +8,21 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
-from wfm_reward.brightness_world import (
-    HELD,
+from wfm_reward.brightness_demo import (
+    FRAMES_PER_MOVE,
+    MAX_START,
     NUM_MOVES,
-    STARTS,
     Frames,
-    changes,
-    draw_moves,
-    levels_of,
-    moves_of,
-    pixels,
+    decode_moves,
+    frame_brightness,
+    measure_moves,
+    render_frames,
+    sample_moves,
 )
 
 NUM_CLIPS = 400
 NEIGHBOURS = 5
-NEAR = 0.15  # maximum RMS distance to a neighbour, for brightness in -1..1
+MAX_NEIGHBOUR_DISTANCE = 0.15  # maximum RMS distance to a neighbour, for brightness in -1..1
 
 
 class SeenAction(Reward):
@@ -33,37 +33,41 @@ class SeenAction(Reward):
     """
 
     name = "seen_action"
-    media = frozenset({"video"})
+    media_types = frozenset({"video"})
     outputs: ClassVar = {"seen_action": Range(0.0, 1.0)}
-    primary = "seen_action"
-    needs_inputs = ("actions",)
+    primary_output = "seen_action"
+    required_inputs = ("actions",)
 
     def load(self) -> None:
         from sklearn.neighbors import KNeighborsClassifier
 
         generator = np.random.Generator(np.random.PCG64(0))
-        moves = np.stack([draw_moves(generator) for _ in range(NUM_CLIPS)])
-        starts = generator.uniform(-STARTS, STARTS, NUM_CLIPS)
-        clips = [pixels(levels_of(start, clip_moves)) for start, clip_moves in zip(starts, moves, strict=True)]
-        features = np.concatenate([passages(clip) for clip in clips])
-        self._judge: Any = KNeighborsClassifier(NEIGHBOURS).fit(features, moves.reshape(-1))
+        moves = np.stack([sample_moves(generator) for _ in range(NUM_CLIPS)])
+        starts = generator.uniform(-MAX_START, MAX_START, NUM_CLIPS)
+        clips = [
+            render_frames(frame_brightness(start, clip_moves)) for start, clip_moves in zip(starts, moves, strict=True)
+        ]
+        features = np.concatenate([move_features(clip) for clip in clips])
+        self._classifier: Any = KNeighborsClassifier(NEIGHBOURS).fit(features, moves.reshape(-1))
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._score_item(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _score_item(self, item: MediaItem) -> Score:
         try:
-            target, _ = moves_of(item.inputs["actions"]), changes(item.frames)
+            target, _ = decode_moves(item.inputs["actions"]), measure_moves(item.frames)
         except ValueError as error:
-            return item.failed(str(error))
-        features = passages(item.frames)
-        distances, _ = self._judge.kneighbors(features, 1)
-        is_near = distances[:, 0] / features.shape[1] ** 0.5 < NEAR
-        return item.scored(float((is_near & (self._judge.predict(features) == target)).mean()))
+            return item.fail(str(error))
+        features = move_features(item.frames)
+        distances, _ = self._classifier.kneighbors(features, 1)
+        is_near = distances[:, 0] / features.shape[1] ** 0.5 < MAX_NEIGHBOUR_DISTANCE
+        return item.score(float((is_near & (self._classifier.predict(features) == target)).mean()))
 
 
-def passages(frames: Frames) -> npt.NDArray[np.float32]:
+def move_features(frames: Frames) -> npt.NDArray[np.float32]:
     """Return features [2, 5 * 8 * 16] per move: the grey frame before it (-1..1) and the changes to its four frames."""
     grey = frames.mean(axis=3, dtype=np.float32).reshape(len(frames), -1) / 127.5 - 1
-    before = grey[:-1:HELD, None]
-    return np.concatenate([before, grey[1:].reshape(NUM_MOVES, HELD, -1) - before], axis=1).reshape(NUM_MOVES, -1)
+    before = grey[:-1:FRAMES_PER_MOVE, None]
+    return np.concatenate([before, grey[1:].reshape(NUM_MOVES, FRAMES_PER_MOVE, -1) - before], axis=1).reshape(
+        NUM_MOVES, -1
+    )

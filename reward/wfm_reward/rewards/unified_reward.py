@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from wfm_reward.base import MediaItem, Range, Score
-from wfm_reward.rewards._judge import Judge, picture_url
+from wfm_reward.rewards._vlm import VlmReward, png_data_url
 
-FINAL = re.compile(r"Final Score:\s*([1-5](?:\.\d+)?)")
-QUESTION = (  # the prompt of its training: github.com/CodeGoat24/UnifiedReward
+FINAL_SCORE = re.compile(r"Final Score:\s*([1-5](?:\.\d+)?)")
+PROMPT_TEMPLATE = (  # the prompt of its training: github.com/CodeGoat24/UnifiedReward
     "<image>\nYou are given a text caption and a generated image based on that caption. Your task is to evaluate this "
     "image based on two key criteria:\n1. Alignment with the Caption: Assess how well this image aligns with the "
     "provided caption. Consider the accuracy of depicted objects, their relationships, and attributes as described in "
@@ -20,28 +20,28 @@ QUESTION = (  # the prompt of its training: github.com/CodeGoat24/UnifiedReward
 )
 
 
-class UnifiedReward(Judge):
+class UnifiedReward(VlmReward):
     """UnifiedReward: "Final Score" (1 to 5) divided by 5, 0.2 to 1. A reply without one is a failure."""
 
     name = "unified_reward"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"unified_reward": Range(0.2, 1.0)}
-    primary = "unified_reward"
+    primary_output = "unified_reward"
 
     def __init__(self, device: str = "cpu", *, model: str = "UnifiedReward-7b-v1.5", **options: Any) -> None:
         """Options of VlmReward. `model`: model name at the endpoint."""
         super().__init__(device, model=model, **options)
 
-    def question(self, item: MediaItem) -> Mapping[str, Any]:
+    def request_fields(self, item: MediaItem) -> Mapping[str, Any]:
         content = [
-            {"type": "image_url", "image_url": {"url": picture_url(item.frames[0])}},
-            {"type": "text", "text": QUESTION.format(prompt=item.prompt)},
+            {"type": "image_url", "image_url": {"url": png_data_url(item.frames[0])}},
+            {"type": "text", "text": PROMPT_TEMPLATE.format(prompt=item.prompt)},
         ]
         return {"messages": [{"role": "user", "content": content}]}
 
-    def judged(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
+    def parse_score(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
         text = choice["message"]["content"]
-        match = FINAL.search(text)
+        match = FINAL_SCORE.search(text)
         if match is None:
-            return item.failed(f"the reply has no final score: {' '.join(text.split())[:120]!r}")
-        return item.scored(float(match[1]) / 5)
+            return item.fail(f"the reply has no final score: {' '.join(text.split())[:120]!r}")
+        return item.score(float(match[1]) / 5)

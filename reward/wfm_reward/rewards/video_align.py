@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
-from wfm_reward.rewards._judge import mp4
-from wfm_reward.rewards._weights import loaded, torch_dtype
+from wfm_reward.rewards._vlm import encode_mp4
+from wfm_reward.rewards._weights import load_pretrained, torch_dtype
 
 OUTPUTS = {"overall_reward": "Overall", "vq_reward": "VQ", "mq_reward": "MQ", "ta_reward": "TA"}
 UNBOUNDED = Range(-math.inf, math.inf)
@@ -29,9 +29,9 @@ class VideoAlign(Reward):
 
     name = "video_align"
     backbone = "Qwen2-VL"
-    media = frozenset({"video"})
+    media_types = frozenset({"video"})
     outputs: ClassVar = {"video_align": UNBOUNDED, **dict.fromkeys(OUTPUTS, UNBOUNDED)}
-    primary = "video_align"
+    primary_output = "video_align"
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class VideoAlign(Reward):
         dtype = torch_dtype(self.name, self.dtype)
 
         def load_model(address: str) -> Any:
-            return self._inference()(address, device=self.device, dtype=dtype)
+            return self._import_inference_class()(address, device=self.device, dtype=dtype)
 
-        self._model = loaded(self.name, "the model", self.model, load_model)
+        self._model = load_pretrained(self.name, "the model", self.model, load_model)
 
-    def _inference(self) -> Any:
+    def _import_inference_class(self) -> Any:
         """Import the class VideoVLMRewardInference."""
         if self.code is None:
             from fastvideo.models.videoalign.inference import VideoVLMRewardInference
@@ -76,22 +76,22 @@ class VideoAlign(Reward):
         with tempfile.TemporaryDirectory(prefix="wfm-videos-") as folder:
             paths = [Path(folder) / f"{i}.mp4" for i in range(len(batch))]
             for path, item in zip(paths, batch, strict=True):
-                path.write_bytes(mp4(item.frames, batch.fps))
-            ratings = self._rated([str(path) for path in paths], list(batch.prompts))
-        return [self._score(item, rating) for item, rating in zip(batch, ratings, strict=True)]
+                path.write_bytes(encode_mp4(item.frames, batch.fps))
+            ratings = self._rate_videos([str(path) for path in paths], list(batch.prompts))
+        return [self._score_item(item, rating) for item, rating in zip(batch, ratings, strict=True)]
 
-    def _rated(self, paths: Sequence[str], prompts: Sequence[str]) -> Sequence[dict[str, float]]:
+    def _rate_videos(self, paths: Sequence[str], prompts: Sequence[str]) -> Sequence[dict[str, float]]:
         import torch
 
         with torch.inference_mode():
             ratings: Sequence[dict[str, float]] = self._model.reward(paths, prompts, use_norm=True)
         return ratings
 
-    def _score(self, item: MediaItem, rating: dict[str, float]) -> Score:
+    def _score_item(self, item: MediaItem, rating: dict[str, float]) -> Score:
         if not isinstance(rating, dict) or not set(OUTPUTS.values()) <= rating.keys():
             raise RewardError(f"VideoAlign returned {str(rating)[:100]}, not {', '.join(OUTPUTS.values())}")
         parts = {output: float(rating[key]) for output, key in OUTPUTS.items()}
-        return item.scored(sum(parts[output] for output in self.score_outputs), **parts)
+        return item.score(sum(parts[output] for output in self.score_outputs), **parts)
 
 
 class DanceGrpo(VideoAlign):
@@ -99,9 +99,9 @@ class DanceGrpo(VideoAlign):
 
     name = "dance_grpo"
     outputs: ClassVar = dict.fromkeys(OUTPUTS, UNBOUNDED)
-    primary = "overall_reward"
+    primary_output = "overall_reward"
 
-    def _score(self, item: MediaItem, rating: dict[str, float]) -> Score:
-        score = super()._score(item, rating)
-        parts = {name: part for name, part in score.parts.items() if name != self.primary}
-        return score if score.value is None else item.scored(score.value, **parts)
+    def _score_item(self, item: MediaItem, rating: dict[str, float]) -> Score:
+        score = super()._score_item(item, rating)
+        parts = {name: part for name, part in score.parts.items() if name != self.primary_output}
+        return score if score.value is None else item.score(score.value, **parts)

@@ -13,28 +13,28 @@ from pathlib import Path
 
 from wfm_ds.errors import RewardError
 from wfm_reward.config import HttpConfig
-from wfm_reward.web.problem import HttpProblem
+from wfm_reward.web.http_problem import HttpProblem
 
-TOKEN = "WFM_REWARD_TOKEN"
+TOKEN_VARIABLE = "WFM_REWARD_TOKEN"
 
 
-def service_token(config: HttpConfig, base: Path, environment: Mapping[str, str]) -> str | None:
+def read_service_token(config: HttpConfig, base: Path, environment: Mapping[str, str]) -> str | None:
     """Return the token that requests must carry; None if no token is needed.
 
     Raises RewardError if the server is not on loopback and has no token, or if other users can read the token file.
     """
-    token = environment.get(TOKEN) or None
+    token = environment.get(TOKEN_VARIABLE) or None
     if config.token_file is not None:
-        token = _from_file(base / config.token_file.expanduser())
+        token = _read_token_file(base / config.token_file.expanduser())
     host = config.bind.rpartition(":")[0].strip("[]")
     if token is None and not _is_loopback(host):
         raise RewardError(
-            f"http.bind is {config.bind}, which others can reach: set http.token_file, or the variable {TOKEN}"
+            f"http.bind is {config.bind}, which others can reach: set http.token_file, or the variable {TOKEN_VARIABLE}"
         )
     return token
 
 
-def _from_file(path: Path) -> str:
+def _read_token_file(path: Path) -> str:
     try:
         with path.open() as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:

@@ -18,7 +18,7 @@ DESCRIPTOR_SHARE = 4  # 1 / fraction of descriptors for HTTP; trainers and worke
 BACKLOG = 128
 
 
-class Connections:
+class ConnectionAcceptor:
     """Accept connections for an aiohttp server. Use within its event loop.
 
     A connection without a current request for `idle_s` is closed, for example if its client is silent, sends a header
@@ -27,7 +27,7 @@ class Connections:
 
     def __init__(self, server: Server, max_connections: int, idle_s: float, log: logging.Logger) -> None:
         self._server = server
-        self._max = min(max_connections, max(1, _descriptors() // DESCRIPTOR_SHARE))
+        self._max = min(max_connections, max(1, _descriptor_limit() // DESCRIPTOR_SHARE))
         self._idle_s = idle_s
         self._log = log
         self._idle_since_s: dict[Any, float] = {}  # by aiohttp protocol; inf during a request
@@ -49,9 +49,9 @@ class Connections:
         """Accept connections until cancelled. Open connections then remain with the aiohttp server."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._cut_off_idle())
+                tasks.create_task(self._close_idle_connections())
                 for listener in self._sockets:
-                    tasks.create_task(self._accept(listener))
+                    tasks.create_task(self._accept_connections(listener))
         finally:
             for listener in self._sockets:
                 listener.close()
@@ -63,7 +63,7 @@ class Connections:
         """Start the idle timeout, in which the client must read the reply or send the next request."""
         self._idle_since_s[protocol] = self._loop.time()
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept_connections(self, listener: socket.socket) -> None:
         while True:
             try:
                 connection, _ = await self._loop.sock_accept(listener)
@@ -75,7 +75,7 @@ class Connections:
                 continue
             if len(self._server.connections) >= self._max:
                 self._log.warning("rejecting an HTTP connection: %d are open (http.max_connections)", self._max)
-                _refuse(connection)
+                _refuse_connection(connection)
                 continue
             try:
                 _, protocol = await self._loop.connect_accepted_socket(self._server, connection)
@@ -84,7 +84,7 @@ class Connections:
             else:
                 self._idle_since_s.setdefault(protocol, self._loop.time())
 
-    async def _cut_off_idle(self) -> None:
+    async def _close_idle_connections(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now_s, open_connections = self._loop.time(), set(self._server.connections)
@@ -95,12 +95,12 @@ class Connections:
                     protocol.transport.abort()  # `close` would wait until the client reads the reply
 
 
-def _descriptors() -> int:
+def _descriptor_limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**20 if soft == resource.RLIM_INFINITY else soft
 
 
-def _refuse(connection: socket.socket) -> None:
+def _refuse_connection(connection: socket.socket) -> None:
     """Reply 503 without waiting for the request, and close."""
     detail = "too many open connections: try again later"
     body = json.dumps({"message": detail, "error": {"code": "connections", "detail": detail}})

@@ -21,36 +21,36 @@ import numpy as np
 
 from wfm_ds.pipes.client import PipeClient, TaskOutcome
 from wfm_ds.pipes.keys import ClientKeys
-from wfm_ds.pipes.submission import Piece, submit_in_pieces
+from wfm_ds.pipes.submission import SubmittedTask, submit_rows
 from wfm_ds.pipes.wire import Array
-from wfm_reward.web.budget import Reservation
-from wfm_reward.web.problem import HttpProblem
-from wfm_reward.web.request import ScoreRequest
+from wfm_reward.web.http_problem import HttpProblem
+from wfm_reward.web.memory_budget import Reservation
+from wfm_reward.web.score_request import ScoreRequest
 
 log = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 10000  # ids of expired jobs to remember
+MAX_EXPIRED_IDS = 10000  # ids of expired jobs to remember
 TICK_S = 0.5
 GRACE_S = 1.0  # after a deadline, so that the broker can report first
 
-ItemAnswer: TypeAlias = tuple[float | None, str | None, dict[str, float]]
+ItemResult: TypeAlias = tuple[float | None, str | None, dict[str, float]]
 """Result of one item: value, failure, parts."""
 
 
 @dataclass(slots=True)
-class Answers:
+class ItemResults:
     """Results from one kind of worker for the rows of one submission, filled as they arrive."""
 
-    rows: list[Any]
-    left: int
+    items: list[Any]
+    num_missing: int
     done: asyncio.Event = field(default_factory=asyncio.Event)
     seconds: float = 0.0
 
-    def put(self, start: int, answers: Sequence[Any], seconds: float) -> None:
-        self.rows[start : start + len(answers)] = answers
+    def put_results(self, start: int, results: Sequence[Any], seconds: float) -> None:
+        self.items[start : start + len(results)] = results
         self.seconds += seconds
-        self.left -= len(answers)
-        if self.left <= 0:
+        self.num_missing -= len(results)
+        if self.num_missing <= 0:
             self.done.set()
 
 
@@ -60,12 +60,12 @@ class ScoreJob:
 
     id: str
     info: Mapping[str, Any]  # of the request
-    results: dict[str, Answers]  # by reward, in the order of the request
+    results: dict[str, ItemResults]  # by reward, in the order of the request
     decode_s: float = 0.0
     finished_at_s: float | None = None
 
 
-class Jobs:
+class ScoreJobs:
     """All jobs of the server. Create and use within the event loop; `close` ends the thread."""
 
     def __init__(
@@ -76,164 +76,168 @@ class Jobs:
         self._ttl_s = result_ttl_s
         self._jobs: dict[str, ScoreJob] = {}
         self._expired: OrderedDict[str, None] = OrderedDict()
-        self._pieces: dict[str, tuple[Piece, Answers]] = {}
+        self._pieces: dict[str, tuple[SubmittedTask, ItemResults]] = {}
         self._numbers = itertools.count(1)
         self._running: set[asyncio.Task[None]] = set()
         self._name = uuid.uuid4().hex[:12]
-        self._pipe = PipeClient(endpoint, run="http", client=self._name, keys=keys)
+        self._client = PipeClient(endpoint, run="http", client=self._name, keys=keys)
         self._loop = asyncio.get_running_loop()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._collect, name="http results", daemon=True)
+        self._thread = threading.Thread(target=self._collect_outcomes, name="http results", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread. Blocks briefly, so call it outside the event loop."""
         self._closing.set()
-        self._pipe.close()
+        self._client.close()
         self._thread.join(5)
 
-    def start(self, request: ScoreRequest, reservation: Reservation, timeout_s: float, decoder: str | None) -> ScoreJob:
+    def start_job(
+        self, request: ScoreRequest, reservation: Reservation, timeout_s: float, decoder: str | None
+    ) -> ScoreJob:
         """Submit a request. `reservation`: its memory, released when all items are scored. `decoder`: task kind that
         decodes its latents; None for pixels."""
-        self._expire()
+        self._expire_jobs()
         count = len(request.prompts)
-        results = {reward: Answers([None] * count, count) for reward in request.rewards}
+        results = {reward: ItemResults([None] * count, count) for reward in request.rewards}
         job = ScoreJob(str(uuid.uuid4()), request.info, results)
         self._jobs[job.id] = job
-        task = self._loop.create_task(self._run(job, request, reservation, time.monotonic() + timeout_s, decoder))
+        task = self._loop.create_task(self._run_job(job, request, reservation, time.monotonic() + timeout_s, decoder))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return job
 
-    def find(self, job_id: str) -> ScoreJob:
+    def find_job(self, job_id: str) -> ScoreJob:
         """Return a job by id. Raises HttpProblem 410 for an expired job, 404 for an unknown one."""
-        self._expire()
+        self._expire_jobs()
         if job_id in self._expired:
             raise HttpProblem(410, "expired", f"the scores of {job_id} expired after {self._ttl_s:g} s")
         if job_id not in self._jobs:
             raise HttpProblem(404, "unknown_uuid", f"unknown request {job_id[:64]!r}")
         return self._jobs[job_id]
 
-    def forget(self, job: ScoreJob) -> None:
+    def forget_job(self, job: ScoreJob) -> None:
         """Drop a job that will not be pulled."""
         self._jobs.pop(job.id, None)
 
-    async def _run(
+    async def _run_job(
         self, job: ScoreJob, request: ScoreRequest, reservation: Reservation, deadline_s: float, decoder: str | None
     ) -> None:
         try:
             media: Sequence[Array | str] = request.media
             if decoder is not None:
                 start_s = time.monotonic()
-                media = await self._decoded(request, decoder, deadline_s)
+                media = await self._decode_latents(request, decoder, deadline_s)
                 job.decode_s = time.monotonic() - start_s
-            await self._scored(job, request, media, deadline_s)
+            await self._score_items(job, request, media, deadline_s)
         except Exception as error:  # nobody awaits this task; errors become failures with a reason
             log.exception("request %s failed", job.id)
             for results in job.results.values():
-                _fail_rest(results, f"{type(error).__name__}: {error}")
+                _fail_missing(results, f"{type(error).__name__}: {error}")
         finally:
             reservation.release()
             job.finished_at_s = time.monotonic()
 
-    async def _scored(
+    async def _score_items(
         self, job: ScoreJob, request: ScoreRequest, media: Sequence[Array | str], deadline_s: float
     ) -> None:
         """Score the items. `media`: array or decoding error per item."""
         indices = [i for i, item in enumerate(media) if not isinstance(item, str)]
-        rows = [_row(job.id, request, i) for i in indices]
+        rows = [_task_row(job.id, request, i) for i in indices]
         arrays = [item for item in media if not isinstance(item, str)]
-        inner = {reward: Answers([None] * len(indices), len(indices)) for reward in job.results}
+        inner = {reward: ItemResults([None] * len(indices), len(indices)) for reward in job.results}
         max_rows = {f"score:{reward}": self.max_batch[reward] for reward in job.results}
-        timer = self._submit(rows, arrays, max_rows, {f"score:{r}": a for r, a in inner.items()}, deadline_s)
+        timer = self._submit_rows(rows, arrays, max_rows, {f"score:{r}": a for r, a in inner.items()}, deadline_s)
         for results in job.results.values():
             for i, item in enumerate(media):
                 if isinstance(item, str):
-                    results.put(i, [(None, item, {})], 0.0)
-        await asyncio.gather(*(self._passed_on(inner[r], a, indices) for r, a in job.results.items()))
+                    results.put_results(i, [(None, item, {})], 0.0)
+        await asyncio.gather(*(self._forward_results(inner[r], a, indices) for r, a in job.results.items()))
         timer.cancel()
 
-    async def _passed_on(self, inner: Answers, outer: Answers, places: Sequence[int]) -> None:
+    async def _forward_results(self, inner: ItemResults, outer: ItemResults, indices: Sequence[int]) -> None:
         """Forward the results of one reward when complete. Rewards finish and can be pulled independently."""
-        if places:
+        if indices:
             await inner.done.wait()
-        for index, result in zip(places, inner.rows, strict=True):
-            outer.put(index, [result], 0.0)
+        for index, result in zip(indices, inner.items, strict=True):
+            outer.put_results(index, [result], 0.0)
         outer.seconds = inner.seconds
 
-    async def _decoded(self, request: ScoreRequest, decoder: str, deadline_s: float) -> list[Array | str]:
+    async def _decode_latents(self, request: ScoreRequest, decoder: str, deadline_s: float) -> list[Array | str]:
         """Return the decoded video or the failure reason per item. Removes the files written by the decoder."""
         rows = [{"id": f"latents-{i}"} for i in range(len(request.media))]
-        results = Answers([None] * len(rows), len(rows))
-        timer = self._submit(rows, list(request.media), {decoder: 1}, {decoder: results}, deadline_s)
+        results = ItemResults([None] * len(rows), len(rows))
+        timer = self._submit_rows(rows, list(request.media), {decoder: 1}, {decoder: results}, deadline_s)
         await results.done.wait()
         timer.cancel()
-        return [await asyncio.to_thread(_video, result) for result in results.rows]
+        return [await asyncio.to_thread(_load_video, result) for result in results.items]
 
-    def _submit(
+    def _submit_rows(
         self,
         rows: Sequence[Mapping[str, Any]],
         arrays: Sequence[Array],
         max_rows: Mapping[str, int],
-        answers: Mapping[str, Answers],
+        results: Mapping[str, ItemResults],
         deadline_s: float,
     ) -> asyncio.TimerHandle:
         """Submit rows to workers. Return the timer that abandons unfinished tasks after the deadline."""
         piece_ids = []
-        for piece in submit_in_pieces(self._pipe, rows, arrays, max_rows, self._new_id, deadline_s):
+        for piece in submit_rows(self._client, rows, arrays, max_rows, self._new_task_id, deadline_s):
             if piece.failure is not None:
-                answers[piece.kind].put(piece.start, [(None, piece.failure, {})] * (piece.stop - piece.start), 0.0)
+                results[piece.kind].put_results(
+                    piece.start, [(None, piece.failure, {})] * (piece.stop - piece.start), 0.0
+                )
             else:
-                self._pieces[piece.id] = (piece, answers[piece.kind])
+                self._pieces[piece.id] = (piece, results[piece.kind])
                 piece_ids.append(piece.id)
         wait_s = max(0.0, deadline_s - time.monotonic()) + GRACE_S
-        return self._loop.call_later(wait_s, self._give_up, piece_ids)
+        return self._loop.call_later(wait_s, self._abandon_pieces, piece_ids)
 
-    def _give_up(self, ids: Sequence[str]) -> None:
+    def _abandon_pieces(self, ids: Sequence[str]) -> None:
         late = [self._pieces.pop(piece_id) for piece_id in ids if piece_id in self._pieces]
         for piece, results in late:
-            results.put(piece.start, [(None, "deadline", {})] * (piece.stop - piece.start), 0.0)
+            results.put_results(piece.start, [(None, "deadline", {})] * (piece.stop - piece.start), 0.0)
         # Decoders are not cancelled: their reply contains the path of the file to remove.
-        self._pipe.cancel(piece.id for piece, _ in late if not piece.kind.startswith("decode:"))
+        self._client.cancel(piece.id for piece, _ in late if not piece.kind.startswith("decode:"))
 
-    def _new_id(self, kind: str) -> str:
+    def _new_task_id(self, kind: str) -> str:
         return f"{self._name}/{next(self._numbers)}#{kind}"
 
-    def _collect(self) -> None:
+    def _collect_outcomes(self) -> None:
         """Main function of the thread: pass outcomes to the event loop."""
         while not self._closing.is_set():
-            outcomes = self._pipe.take(TICK_S)
+            outcomes = self._client.take_outcomes(TICK_S)
             if outcomes:
                 try:
-                    self._loop.call_soon_threadsafe(self._book, outcomes)
+                    self._loop.call_soon_threadsafe(self._record_outcomes, outcomes)
                 except RuntimeError:  # the event loop has been closed
                     return
 
-    def _book(self, outcomes: Sequence[TaskOutcome]) -> None:
+    def _record_outcomes(self, outcomes: Sequence[TaskOutcome]) -> None:
         for outcome in outcomes:
             pending = self._pieces.pop(outcome.id, None)
             if pending is None:
-                _discard(outcome)
+                _discard_videos(outcome)
                 continue
             piece, results = pending
             rows = outcome.meta.get("scores", outcome.meta.get("videos")) if outcome.ok else None
             if not isinstance(rows, list | tuple) or len(rows) != piece.stop - piece.start:
                 reason = outcome.reason or "the reply of its worker cannot be read"
                 rows = [(None, reason, {})] * (piece.stop - piece.start)
-            results.put(piece.start, list(rows), outcome.seconds)
+            results.put_results(piece.start, list(rows), outcome.seconds)
 
-    def _expire(self) -> None:
+    def _expire_jobs(self) -> None:
         """Drop jobs that finished more than `result_ttl_s` ago. Jobs are ordered by age."""
         limit_s = time.monotonic() - self._ttl_s
         finished = ((i, job.finished_at_s) for i, job in self._jobs.items() if job.finished_at_s is not None)
         for job_id, _ in list(itertools.takewhile(lambda job: job[1] <= limit_s, finished)):
             del self._jobs[job_id]
             self._expired[job_id] = None
-        while len(self._expired) > MAX_REMEMBERED:
+        while len(self._expired) > MAX_EXPIRED_IDS:
             self._expired.popitem(last=False)
 
 
-def _row(job_id: str, request: ScoreRequest, i: int) -> dict[str, Any]:
+def _task_row(job_id: str, request: ScoreRequest, i: int) -> dict[str, Any]:
     return {
         "id": f"{job_id[:8]}-{i}",
         "prompt": request.prompts[i],
@@ -242,9 +246,9 @@ def _row(job_id: str, request: ScoreRequest, i: int) -> dict[str, Any]:
     }
 
 
-def _video(answer: Any) -> Array | str:
+def _load_video(result: Any) -> Array | str:
     """Load and remove a decoded video file. Return uint8 [T,H,W,3], or the failure reason."""
-    path, failure, _ = answer
+    path, failure, _ = result
     if failure is not None:
         return str(failure)
     video: Array = np.load(path, allow_pickle=False)
@@ -252,7 +256,7 @@ def _video(answer: Any) -> Array | str:
     return video
 
 
-def _discard(outcome: TaskOutcome) -> None:
+def _discard_videos(outcome: TaskOutcome) -> None:
     """Remove the files of decoded videos that arrive after their deadline."""
     videos = outcome.meta.get("videos") if outcome.ok else None
     for path, _, _ in videos or []:
@@ -260,7 +264,7 @@ def _discard(outcome: TaskOutcome) -> None:
             Path(path).unlink(missing_ok=True)
 
 
-def _fail_rest(answers: Answers, reason: str) -> None:
-    for i, item in enumerate(answers.rows):
+def _fail_missing(results: ItemResults, reason: str) -> None:
+    for i, item in enumerate(results.items):
         if item is None:
-            answers.put(i, [(None, reason, {})], 0.0)
+            results.put_results(i, [(None, reason, {})], 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.web.problem import HttpProblem, malformed
+from wfm_reward.web.http_problem import HttpProblem, invalid_request
 
 MAGIC = b"\x93NUMPY"
 HEADER_BYTES = 4096
@@ -32,14 +32,14 @@ def read_npy(data: memoryview) -> npt.NDArray[Any]:
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, fortran, dtype = read(head, max_header_size=HEADER_BYTES)
     except Exception as error:
-        raise malformed(f"the .npy header cannot be read: {' '.join(str(error).split())[:100]}") from error
+        raise invalid_request(f"the .npy header cannot be read: {' '.join(str(error).split())[:100]}") from error
     if dtype.hasobject or dtype.name not in DTYPES or not dtype.isnative:
-        raise malformed(f"an array of {str(dtype)[:40]}; send one of {', '.join(DTYPES)}, little endian")
+        raise invalid_request(f"an array of {str(dtype)[:40]}; send one of {', '.join(DTYPES)}, little endian")
     if fortran or len(shape) > MAX_DIMENSIONS or not all(0 < n < 2**31 for n in shape):
-        raise malformed(f"an array of shape {str(shape)[:80]}; send C order and at most {MAX_DIMENSIONS} axes")
+        raise invalid_request(f"an array of shape {str(shape)[:80]}; send C order and at most {MAX_DIMENSIONS} axes")
     expected, actual = math.prod(shape) * dtype.itemsize, len(data) - head.tell()
     if expected != actual:
-        raise malformed(
+        raise invalid_request(
             f"{actual} bytes of data, but {dtype.name} {list(shape)} has {expected}: the body is cut off or too long"
         )
     return np.frombuffer(data[head.tell() :], dtype=dtype).reshape(shape)

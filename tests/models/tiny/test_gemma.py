@@ -1,5 +1,5 @@
 from wfm_ds.models.tiny.parts.gemma import gemma_tokenizer
-from wfm_ds.models.tiny.parts.words import WORDS
+from wfm_ds.models.tiny.parts.vocabulary import WORDS
 
 TOKENIZER = gemma_tokenizer()
 BOS = TOKENIZER.bos_token_id

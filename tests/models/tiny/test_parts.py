@@ -2,7 +2,7 @@ import pytest
 
 from wfm_ds.models.tiny.parts.clip import clip_tokenizer
 from wfm_ds.models.tiny.parts.t5 import t5_tokenizer
-from wfm_ds.models.tiny.parts.words import WORDS, chain_from_start, chain_to_end
+from wfm_ds.models.tiny.parts.vocabulary import WORDS, prefix_merges, suffix_merges
 
 TOKENIZERS = {"clip": clip_tokenizer(16), "t5": t5_tokenizer()}
 
@@ -36,9 +36,9 @@ def test_sizes_and_special_ids():
 
 
 def test_chains_build_the_word_next_to_its_mark():
-    assert chain_to_end("red", "</w>") == [("e", "d</w>"), ("r", "ed</w>")]
-    assert chain_to_end("a", "</w>") == []
-    assert chain_from_start("_", "red") == [("_", "r"), ("_r", "e"), ("_re", "d")]
+    assert suffix_merges("red", "</w>") == [("e", "d</w>"), ("r", "ed</w>")]
+    assert suffix_merges("a", "</w>") == []
+    assert prefix_merges("_", "red") == [("_", "r"), ("_r", "e"), ("_re", "d")]
 
 
 def test_words_cover_the_digits():

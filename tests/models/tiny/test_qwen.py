@@ -1,5 +1,5 @@
 from wfm_ds.models.tiny.parts.qwen import SYSTEM_WORDS, qwen_tokenizer
-from wfm_ds.models.tiny.parts.words import WORDS
+from wfm_ds.models.tiny.parts.vocabulary import WORDS
 
 TOKENIZER = qwen_tokenizer()
 

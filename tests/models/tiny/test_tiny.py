@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from families import CASES, stock
+from families import CASES, load_reference_pipeline
 from wfm_ds.errors import ModelError
 from wfm_ds.models import tiny
 from wfm_ds.models.tiny.__main__ import main
@@ -17,9 +17,9 @@ TIMEOUT_S = 300
 WRITE_ALL = """
 import sys
 from pathlib import Path
-from wfm_ds.models.tiny import FAMILIES, write_tiny
+from wfm_ds.models.tiny import FAMILIES, write_tiny_model
 for family in FAMILIES:
-    write_tiny(family, Path(sys.argv[1]) / family)
+    write_tiny_model(family, Path(sys.argv[1]) / family)
 """
 
 
@@ -33,7 +33,7 @@ def run_pipeline(family, pipeline, call):
     pipeline.set_progress_bar_config(disable=True)
     if "i2v" in family.split("_"):
         call = call | {"image": Image.new("RGB", (32, 32), "red")}  # is no JSON
-    asked = CASES[family].asked or (lambda pixels: {})
+    asked = CASES[family].required_call_kwargs or (lambda pixels: {})
     call = call | {name: of_each[0] for name, of_each in asked(torch.zeros(1, 3, 1, 32, 32)).items()}
     output = pipeline(**call, generator=torch.Generator().manual_seed(0), output_type="pt")
     if hasattr(output, "video"):
@@ -61,9 +61,9 @@ def test_two_processes_write_the_same_bytes(tmp_path):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_saved_pipeline_draws_what_the_one_in_memory_draws(tiny_pipelines, family):
     folder = tiny_pipelines(family)
-    pipeline, call = tiny.tiny_pipeline(family)
-    reloaded = stock(folder, CASES[family])
-    pipeline.register_modules(**CASES[family].stock_parts)
+    pipeline, call = tiny.build_tiny_pipeline(family)
+    reloaded = load_reference_pipeline(folder, CASES[family])
+    pipeline.register_modules(**CASES[family].extra_components)
     stored = json.loads((folder / "call.json").read_text())
     assert stored == call
     image = run_pipeline(family, reloaded, stored)
@@ -76,7 +76,7 @@ def test_sizes_are_as_documented():
     def count(module):
         return sum(parameter.numel() for parameter in module.parameters())
 
-    sd3, digits = (tiny.tiny_pipeline(family)[0] for family in ("sd3", "digits"))
+    sd3, digits = (tiny.build_tiny_pipeline(family)[0] for family in ("sd3", "digits"))
     assert (count(sd3.transformer), count(digits.transformer), count(digits.vae)) == (87_168, 1_295_180, 666)
 
 
@@ -84,7 +84,7 @@ def test_writing_disturbs_no_random_state(tmp_path):
     torch.manual_seed(1)
     want = torch.rand(4)
     torch.manual_seed(1)
-    tiny.write_tiny("sd3", tmp_path / "sd3")
+    tiny.write_tiny_model("sd3", tmp_path / "sd3")
     assert torch.equal(torch.rand(4), want)
 
 
@@ -94,7 +94,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path, capsys):
     assert main(["sd3", str(tmp_path)]) == 2
     assert "is not an empty folder" in capsys.readouterr().err
     with pytest.raises(ModelError, match="not an empty folder"):
-        tiny.write_tiny("sd3", note)
+        tiny.write_tiny_model("sd3", note)
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
     assert note.read_text() == "mine"
 

@@ -9,9 +9,9 @@ class Picky(Reward):
     """Mean brightness, but .5 of what shall be a square, and a failure of a triangle on black."""
 
     name = "picky"
-    media = frozenset({"image"})
+    media_types = frozenset({"image"})
     outputs: ClassVar = {"picky": Range(0.0, 1.0)}
-    primary = "picky"
+    primary_output = "picky"
 
     def score(self, batch: MediaBatch) -> list[Score]:
         return [self._score(item) for item in batch]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models.base import without_progress_bars
+from wfm_ds.models.base import hide_progress_bars
 from wfm_ds.models.tiny.language import LANGUAGE_FAMILIES as LANGUAGE_FAMILIES
 
 FAMILIES = tuple(
@@ -25,7 +25,7 @@ FAMILIES = tuple(
 )
 
 
-def tiny_pipeline(family: str) -> tuple[Any, dict[str, Any]]:
+def build_tiny_pipeline(family: str) -> tuple[Any, dict[str, Any]]:
     """Return a pipeline (float32, evaluation mode) and its call arguments. Raises ModelError for an unknown family."""
     if family not in FAMILIES:
         raise ModelError(f"{family} is not a tiny pipeline; use one of {', '.join(FAMILIES)}")
@@ -33,7 +33,7 @@ def tiny_pipeline(family: str) -> tuple[Any, dict[str, Any]]:
     return pipeline
 
 
-def write_tiny(family: str, out: Path) -> None:
+def write_tiny_model(family: str, out: Path) -> None:
     """Write a tiny model of FAMILIES or LANGUAGE_FAMILIES to the new or empty folder `out`.
 
     Raises ModelError for an unknown family or a non-empty folder.
@@ -41,11 +41,11 @@ def write_tiny(family: str, out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not an empty folder; choose a new one")
     if family in LANGUAGE_FAMILIES:
-        with without_progress_bars():
+        with hide_progress_bars():
             importlib.import_module(f"{__name__}.language.{family}").build().save_pretrained(out)
         return
-    pipeline, call = tiny_pipeline(family)
-    with without_progress_bars():
+    pipeline, call = build_tiny_pipeline(family)
+    with hide_progress_bars():
         pipeline.save_pretrained(out)
     drop_derived_config(out / "vae/config.json")
     (out / "call.json").write_text(json.dumps(call, indent=2) + "\n")
@@ -59,6 +59,6 @@ def drop_derived_config(file: Path) -> None:
         file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def sources() -> list[Path]:
+def source_files() -> list[Path]:
     """Return the source files that determine the bytes of all tiny pipelines."""
     return sorted(path for folder in __path__ for path in Path(folder).rglob("*.py"))

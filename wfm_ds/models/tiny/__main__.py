@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from wfm_ds.models.tiny import FAMILIES, LANGUAGE_FAMILIES, write_tiny
-from wfm_ds.program import program
+from wfm_ds.models.tiny import FAMILIES, LANGUAGE_FAMILIES, write_tiny_model
+from wfm_ds.program import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
+    return run_command(parser(), run_tiny, argv)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,8 +24,8 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(args: argparse.Namespace) -> None:
-    write_tiny(args.family, args.out_dir)
+def run_tiny(args: argparse.Namespace) -> None:
+    write_tiny_model(args.family, args.out_dir)
     sys.stdout.write(f"{args.out_dir}: a tiny {args.family} pipeline\n")
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from diffusers import Cosmos2_5_PredictBasePipeline, CosmosTransformer3DModel, UniPCMultistepScheduler
 
-from wfm_ds.models.base import seeded
-from wfm_ds.models.cosmos25 import provide_resize
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.cosmos25 import provide_torchvision_resize
 from wfm_ds.models.guardrail import NoGuardrail
 from wfm_ds.models.tiny.parts.qwen import qwen_encoder, qwen_tokenizer
 from wfm_ds.models.tiny.parts.wan_vae import wan_vae
@@ -44,7 +44,7 @@ def build() -> tuple[Cosmos2_5_PredictBasePipeline, dict[str, Any]]:
     Without a safety checker, as in the published folders; the caller sets one.
     """
     tokenizer = qwen_tokenizer()
-    with seeded(TRANSFORMER_SEED):
+    with temporary_seed(TRANSFORMER_SEED):
         transformer = CosmosTransformer3DModel(**TRANSFORMER)
     pipeline = Cosmos2_5_PredictBasePipeline(
         text_encoder=qwen_encoder(tokenizer, TEXT_SEED).eval(),
@@ -57,7 +57,7 @@ def build() -> tuple[Cosmos2_5_PredictBasePipeline, dict[str, Any]]:
         safety_checker=NoGuardrail(),
     )
     pipeline.register_modules(safety_checker=None)
-    provide_resize()
+    provide_torchvision_resize()
     call = {
         "prompt": "a red circle on white",
         "height": 32,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan, Cosmos3OmniPipeline, Cosmos3OmniTransformer, UniPCMultistepScheduler
 
-from wfm_ds.models.base import seeded
+from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.guardrail import NoGuardrail
 from wfm_ds.models.tiny.parts.chat import CHAT_TEMPLATE
 from wfm_ds.models.tiny.parts.qwen import qwen_tokenizer
@@ -46,19 +46,21 @@ def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
         "num_frames": 5,
         "num_inference_steps": 2,
     }
-    return assemble(TRANSFORMER, wan_vae(VAE_SEED), flow_shift=5.0), call
+    return assemble_pipeline(TRANSFORMER, wan_vae(VAE_SEED), flow_shift=5.0), call
 
 
-def assemble(transformer: Mapping[str, Any], vae: AutoencoderKLWan, *, flow_shift: float) -> Cosmos3OmniPipeline:
+def assemble_pipeline(
+    transformer: Mapping[str, Any], vae: AutoencoderKLWan, *, flow_shift: float
+) -> Cosmos3OmniPipeline:
     """Assemble a pipeline with a transformer of this configuration.
 
     Without a safety checker, as in the published folders; the caller sets one.
     """
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
-    with seeded(TRANSFORMER_SEED):
+    with temporary_seed(TRANSFORMER_SEED):
         network = Cosmos3OmniTransformer(**transformer, vocab_size=len(tokenizer))
-        spread(network)
+        perturb_vectors(network)
     pipeline = Cosmos3OmniPipeline(
         transformer=network.eval(),
         text_tokenizer=tokenizer,
@@ -73,7 +75,7 @@ def assemble(transformer: Mapping[str, Any], vae: AutoencoderKLWan, *, flow_shif
 
 
 @torch.no_grad()
-def spread(transformer: Cosmos3OmniTransformer) -> None:
+def perturb_vectors(transformer: Cosmos3OmniTransformer) -> None:
     """Add noise to vectors such as norm weights, because initial zeros and ones would hide mistakes."""
     for name, parameter in transformer.named_parameters():
         if parameter.ndim == 1 and not name.endswith("bias"):

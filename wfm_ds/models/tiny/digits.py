@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderTiny, StableDiffusion3Pipeline
 from torch import nn
 
-from wfm_ds.models.tiny.sd3 import assemble, call_arguments
+from wfm_ds.models.tiny.sd3 import assemble_pipeline, call_arguments
 
 # 1.3 million parameters: learns 8x8 digits on a laptop within minutes.
 TRANSFORMER: Mapping[str, Any] = MappingProxyType(
@@ -33,7 +33,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 def build() -> tuple[StableDiffusion3Pipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for one digit."""
-    pipeline = assemble(TRANSFORMER, identity_vae(), shift=1.0, clip_length=8)
+    pipeline = assemble_pipeline(TRANSFORMER, identity_vae(), shift=1.0, clip_length=8)
     return pipeline, call_arguments("the digit 7", size=8, num_steps=12, max_sequence_length=8)
 
 

@@ -15,9 +15,9 @@ from diffusers import (
 )
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from wfm_ds.models.base import seeded
-from wfm_ds.models.tiny.parts.qwen import end_ids, qwen_tokenizer
-from wfm_ds.models.tiny.parts.weights import heed_text, spread_text_weights
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.tiny.parts.qwen import boundary_token_ids, qwen_tokenizer
+from wfm_ds.models.tiny.parts.weights import amplify_text, redraw_text_weights
 
 TEXT_SEED = 14
 TRANSFORMER_SEED, VAE_SEED = 0, 1
@@ -43,8 +43,8 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 def build() -> tuple[Flux2KleinPipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for a two-step image."""
     tokenizer = qwen_tokenizer()
-    with seeded(TRANSFORMER_SEED):
-        transformer = heed_text(Flux2Transformer2DModel(**TRANSFORMER), 6.0)
+    with temporary_seed(TRANSFORMER_SEED):
+        transformer = amplify_text(Flux2Transformer2DModel(**TRANSFORMER), 6.0)
     pipeline = Flux2KleinPipeline(
         transformer=transformer.eval(),
         vae=patch_vae().eval(),
@@ -64,7 +64,7 @@ def build() -> tuple[Flux2KleinPipeline, dict[str, Any]]:
 
 def patch_vae() -> AutoencoderKLFlux2:
     """Return a VAE of factor 2. Its batch norm statistics are not 0 and 1, which would hide mistakes."""
-    with seeded(VAE_SEED):
+    with temporary_seed(VAE_SEED):
         vae = AutoencoderKLFlux2(
             block_out_channels=(8, 16),
             latent_channels=4,
@@ -90,8 +90,8 @@ def text_encoder(tokenizer: Any) -> Qwen3ForCausalLM:
         num_key_value_heads=1,
         head_dim=16,
         max_position_embeddings=1024,
-        **end_ids(tokenizer),
+        **boundary_token_ids(tokenizer),
     )
-    with seeded(TEXT_SEED):
-        encoder: Qwen3ForCausalLM = spread_text_weights(Qwen3ForCausalLM(config), TEXT_SEED)
+    with temporary_seed(TEXT_SEED):
+        encoder: Qwen3ForCausalLM = redraw_text_weights(Qwen3ForCausalLM(config), TEXT_SEED)
     return encoder

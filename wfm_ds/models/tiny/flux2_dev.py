@@ -8,10 +8,10 @@ from typing import Any
 from diffusers import FlowMatchEulerDiscreteScheduler, Flux2Pipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
-from wfm_ds.models.base import seeded
+from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.tiny.flux2 import TEXT_WIDTH, TRANSFORMER, TRANSFORMER_SEED, patch_vae
 from wfm_ds.models.tiny.parts.mistral import mistral_encoder, mistral_tokenizer
-from wfm_ds.models.tiny.parts.weights import heed_text
+from wfm_ds.models.tiny.parts.weights import amplify_text
 
 TEXT_SEED = 15
 TEXT_LAYERS = 31  # the pipeline concatenates the states of layers 10, 20 and 30
@@ -21,8 +21,8 @@ def build() -> tuple[Flux2Pipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for a two-step image."""
     # The pipeline prepends this to every prompt. With one token per word a short sequence still fits the prompt.
     tokenizer = mistral_tokenizer([word.strip(string.punctuation) for word in SYSTEM_MESSAGE.split()])
-    with seeded(TRANSFORMER_SEED):
-        transformer = heed_text(Flux2Transformer2DModel(**{**TRANSFORMER, "guidance_embeds": True}), 6.0)
+    with temporary_seed(TRANSFORMER_SEED):
+        transformer = amplify_text(Flux2Transformer2DModel(**{**TRANSFORMER, "guidance_embeds": True}), 6.0)
     pipeline = Flux2Pipeline(
         transformer=transformer.eval(),
         vae=patch_vae().eval(),

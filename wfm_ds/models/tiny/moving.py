@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 
-from wfm_ds.models.base import seeded
-from wfm_ds.models.tiny.wan21 import TRANSFORMER_SEED, assemble
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.tiny.wan21 import TRANSFORMER_SEED, assemble_pipeline
 
 # 0.6 million parameters, 32 tokens per video. A token has 16 numbers, few relative to the width of 96. With 64 numbers
 # per token, the model did not learn shapes.
@@ -29,15 +29,15 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
     }
 )
 VAE_WIDTH = 9
-ONE = VAE_WIDTH - 1  # the channel with a constant value
+CONSTANT_CHANNEL = VAE_WIDTH - 1  # the channel with a constant value
 CONSTANT = 1e4
 
 
 def build() -> tuple[WanPipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for one video."""
-    with seeded(TRANSFORMER_SEED):
+    with temporary_seed(TRANSFORMER_SEED):
         transformer = WanTransformer3DModel(**TRANSFORMER).eval()
-    pipeline = assemble(exact_vae(), transformer=transformer, flow_shift=1.0)
+    pipeline = assemble_pipeline(exact_vae(), transformer=transformer, flow_shift=1.0)
     call = {
         "prompt": "a square moving left",
         "height": 32,
@@ -72,27 +72,27 @@ def exact_vae() -> AutoencoderKLWan:
     with torch.no_grad():
         for parameter in vae.parameters():
             parameter.zero_()
-        set_encoder(vae)
-        set_decoder(vae)
+        set_encoder_weights(vae)
+        set_decoder_weights(vae)
     return vae.eval()
 
 
-def set_encoder(vae: Any) -> None:
+def set_encoder_weights(vae: Any) -> None:
     encoder = vae.encoder
     centre = (2, 1, 1)  # the centre tap of a causal 3 x 3 x 3 convolution
     for rgb in range(3):
         encoder.conv_in.weight[0, rgb][centre], encoder.conv_in.weight[4, rgb][centre] = 1 / 3, -1 / 3
-    encoder.conv_in.bias[ONE] = CONSTANT
+    encoder.conv_in.bias[CONSTANT_CHANNEL] = CONSTANT
     first, second = encoder.down_blocks
     for block, slots in ((first, 1), (second, 2)):
         for channel in range(VAE_WIDTH):
             block.resample[1].weight[channel, channel, :2, :2] = 0.25
-        block.time_conv.weight[ONE, ONE, 2] = 1.0
+        block.time_conv.weight[CONSTANT_CHANNEL, CONSTANT_CHANNEL, 2] = 1.0
         for half in (0, 4):
             for slot in range(slots):  # two concatenated frames: channels of the earlier, then of the later frame
                 block.time_conv.weight[half + slot, half + slot, 1] = 1.0
                 block.time_conv.weight[half + slots + slot, half + slot, 2] = 1.0
-    even_out(encoder.norm_out)
+    neutralize_norm(encoder.norm_out)
     for channel in range(4):
         encoder.conv_out.weight[channel, channel][centre] = 1.0
         encoder.conv_out.weight[channel, channel + 4][centre] = -1.0
@@ -100,7 +100,7 @@ def set_encoder(vae: Any) -> None:
     vae.quant_conv.bias[4:] = -30.0  # log variance: almost zero variance
 
 
-def set_decoder(vae: Any) -> None:
+def set_decoder_weights(vae: Any) -> None:
     decoder = vae.decoder
     centre = (2, 1, 1)
     first, second, last = decoder.up_blocks
@@ -116,12 +116,12 @@ def set_decoder(vae: Any) -> None:
         for channel in range(VAE_WIDTH // 2):
             resample.resample[1].weight[channel, channel, 1, 1] = 1.0
     shortcut = last.resnets[0].conv_shortcut
-    shortcut.weight[0, 0], shortcut.weight[4, 0], shortcut.bias[ONE] = 1.0, -1.0, CONSTANT
-    even_out(decoder.norm_out)
+    shortcut.weight[0, 0], shortcut.weight[4, 0], shortcut.bias[CONSTANT_CHANNEL] = 1.0, -1.0, CONSTANT
+    neutralize_norm(decoder.norm_out)
     for rgb in range(3):
         decoder.conv_out.weight[rgb, 0][centre], decoder.conv_out.weight[rgb, 4][centre] = 1.0, -1.0
 
 
-def even_out(norm: Any) -> None:
+def neutralize_norm(norm: Any) -> None:
     """Set the weight of a norm so that it divides by CONSTANT and multiplies by it again."""
     norm.gamma.fill_(CONSTANT / VAE_WIDTH**0.5)

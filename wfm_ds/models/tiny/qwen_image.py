@@ -13,15 +13,15 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 
-from wfm_ds.models.base import seeded
+from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.tiny.parts.qwen import qwen_encoder, qwen_tokenizer
-from wfm_ds.models.tiny.parts.wan_vae import STOCK
-from wfm_ds.models.tiny.parts.weights import heed_text
+from wfm_ds.models.tiny.parts.wan_vae import VAE_CONFIG
+from wfm_ds.models.tiny.parts.weights import amplify_text
 
 NEWLINE = "\u010a"  # the newline symbol of byte-level BPE
 TEXT_SEED = 14
 TRANSFORMER_SEED, VAE_SEED = 0, 1
-CONTRAST = 3.0  # images of a random decoder are nearly grey; two training steps would not change any 8-bit value
+OUTPUT_GAIN = 3.0  # images of a random decoder are nearly grey; two training steps would not change any 8-bit value
 # Words and punctuation of the pipeline's template. They make it exactly the 34 tokens that the pipeline drops.
 TEMPLATE_WORDS = (
     *("Describe", "image", "by", "detailing", "color", "shape", "size", "texture", "quantity"),
@@ -45,11 +45,11 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 def build() -> tuple[QwenImagePipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for a two-step image."""
     tokenizer = qwen_tokenizer(more_words=TEMPLATE_WORDS)
-    with seeded(TRANSFORMER_SEED):
-        transformer = heed_text(QwenImageTransformer2DModel(**TRANSFORMER), 4.0)
-    with seeded(VAE_SEED):
-        vae = AutoencoderKLQwenImage(**STOCK)
-    vae.decoder.conv_out.weight.data.mul_(CONTRAST)
+    with temporary_seed(TRANSFORMER_SEED):
+        transformer = amplify_text(QwenImageTransformer2DModel(**TRANSFORMER), 4.0)
+    with temporary_seed(VAE_SEED):
+        vae = AutoencoderKLQwenImage(**VAE_CONFIG)
+    vae.decoder.conv_out.weight.data.mul_(OUTPUT_GAIN)
     pipeline = QwenImagePipeline(
         transformer=transformer.eval(),
         vae=vae.eval(),

@@ -8,7 +8,7 @@ from typing import Any
 
 from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
 
-from wfm_ds.models.base import seeded
+from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.tiny.parts.gemma import gemma_encoder, gemma_tokenizer
 
 TEXT_SEED = 14
@@ -35,7 +35,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 def build() -> tuple[SanaPipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for a two-step image."""
     blocks = ("ResBlock", "ResBlock", "EfficientViTBlock")
-    with seeded(VAE_SEED):
+    with temporary_seed(VAE_SEED):
         vae = AutoencoderDC(
             latent_channels=4,
             attention_head_dim=8,
@@ -53,7 +53,7 @@ def build() -> tuple[SanaPipeline, dict[str, Any]]:
             decoder_act_fns="silu",
             scaling_factor=0.41407,
         )
-    with seeded(TRANSFORMER_SEED):
+    with temporary_seed(TRANSFORMER_SEED):
         transformer = SanaTransformer2DModel(**TRANSFORMER)
     pipeline = SanaPipeline(vae=vae.eval(), transformer=transformer.eval(), scheduler=flow_scheduler(), **text_parts())
     return pipeline, call_arguments("a red circle on white")

@@ -8,7 +8,7 @@ from typing import Any
 
 from diffusers import SanaVideoPipeline, SanaVideoTransformer3DModel
 
-from wfm_ds.models.base import seeded
+from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.tiny.parts.wan_vae import wan_vae
 from wfm_ds.models.tiny.sana import call_arguments, flow_scheduler, text_parts
 
@@ -35,7 +35,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 def build() -> tuple[SanaVideoPipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for a two-step video."""
-    with seeded(TRANSFORMER_SEED):
+    with temporary_seed(TRANSFORMER_SEED):
         transformer = SanaVideoTransformer3DModel(**TRANSFORMER)
     pipeline = SanaVideoPipeline(
         vae=wan_vae(VAE_SEED).eval(), transformer=transformer.eval(), scheduler=flow_scheduler(), **text_parts()

@@ -10,10 +10,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaWMPipeline, SanaWMTransformer3DModel
 from transformers import Gemma2ForCausalLM
 
-from wfm_ds.models.base import seeded
+from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.tiny.parts.gemma import gemma_encoder, gemma_tokenizer
 from wfm_ds.models.tiny.parts.ltx2_vae import CHANNELS, ltx2_vae
-from wfm_ds.models.tiny.parts.weights import spread_text_weights
+from wfm_ds.models.tiny.parts.weights import redraw_text_weights
 
 TEXT_SEED = 14
 TRANSFORMER_SEED, VAE_SEED = 0, 1
@@ -38,12 +38,12 @@ def build() -> tuple[SanaWMPipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for a two-step video, without image and camera."""
     tokenizer = gemma_tokenizer()
     encoder = Gemma2ForCausalLM(gemma_encoder(len(tokenizer), TEXT_SEED).config)
-    with seeded(TRANSFORMER_SEED):
+    with temporary_seed(TRANSFORMER_SEED):
         transformer = SanaWMTransformer3DModel(**TRANSFORMER)
-        spread(transformer)
+        randomize_zero_weights(transformer)
     pipeline = SanaWMPipeline(
         tokenizer=tokenizer,
-        text_encoder=spread_text_weights(encoder, TEXT_SEED).eval(),
+        text_encoder=redraw_text_weights(encoder, TEXT_SEED).eval(),
         vae=ltx2_vae(VAE_SEED).eval(),
         transformer=transformer.eval(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -61,7 +61,7 @@ def build() -> tuple[SanaWMPipeline, dict[str, Any]]:
 
 
 @torch.no_grad()
-def spread(transformer: SanaWMTransformer3DModel) -> None:
+def randomize_zero_weights(transformer: SanaWMTransformer3DModel) -> None:
     """Randomize weights that are initialized to zero.
 
     Otherwise half of the blocks output zeros and the camera hardly has an effect.

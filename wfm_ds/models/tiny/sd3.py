@@ -9,7 +9,7 @@ from typing import Any
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import nn
 
-from wfm_ds.models.base import seeded
+from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.tiny.parts.clip import clip_encoder, clip_tokenizer
 from wfm_ds.models.tiny.parts.t5 import t5_encoder, t5_tokenizer
 
@@ -38,7 +38,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 def build() -> tuple[StableDiffusion3Pipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for a two-step image."""
-    with seeded(VAE_SEED):
+    with temporary_seed(VAE_SEED):
         vae = AutoencoderKL(
             latent_channels=4,
             block_out_channels=(8, 16),
@@ -52,7 +52,7 @@ def build() -> tuple[StableDiffusion3Pipeline, dict[str, Any]]:
             scaling_factor=1.5305,
             force_upcast=False,
         )
-    pipeline = assemble(TRANSFORMER, vae, shift=3.0, clip_length=16)
+    pipeline = assemble_pipeline(TRANSFORMER, vae, shift=3.0, clip_length=16)
     return pipeline, call_arguments("a red circle on white", size=32, num_steps=2, max_sequence_length=16)
 
 
@@ -66,13 +66,13 @@ def call_arguments(prompt: str, *, size: int, num_steps: int, max_sequence_lengt
     }
 
 
-def assemble(
+def assemble_pipeline(
     transformer_config: Mapping[str, Any], vae: nn.Module, *, shift: float, clip_length: int
 ) -> StableDiffusion3Pipeline:
     """Assemble a Stable Diffusion 3 pipeline with this VAE, in float32 and evaluation mode."""
     clip = clip_tokenizer(clip_length)
     t5 = t5_tokenizer()
-    with seeded(TRANSFORMER_SEED):
+    with temporary_seed(TRANSFORMER_SEED):
         transformer = SD3Transformer2DModel(**transformer_config)
     parts = {
         "transformer": transformer,

@@ -8,7 +8,7 @@ from typing import Any
 
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
-from wfm_ds.models.base import seeded
+from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.tiny.parts.t5 import t5_tokenizer
 from wfm_ds.models.tiny.parts.umt5 import umt5_encoder
 from wfm_ds.models.tiny.parts.wan_vae import wan_vae
@@ -33,10 +33,10 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 def build() -> tuple[WanPipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for a two-step video."""
-    return assemble(wan_vae(VAE_SEED)), call_arguments()
+    return assemble_pipeline(wan_vae(VAE_SEED)), call_arguments()
 
 
-def assemble(
+def assemble_pipeline(
     vae: AutoencoderKLWan, pipeline_class: Any = WanPipeline, *, flow_shift: float = 3.0, **options: Any
 ) -> Any:
     """Assemble a Wan pipeline with this VAE, in float32 and evaluation mode.
@@ -44,7 +44,7 @@ def assemble(
     options: further constructor arguments. The transformer defaults to TRANSFORMER.
     """
     tokenizer = t5_tokenizer()
-    options.setdefault("transformer", transformer(TRANSFORMER_SEED))
+    options.setdefault("transformer", build_transformer(TRANSFORMER_SEED))
     text_encoder = umt5_encoder(len(tokenizer), UMT5_SEED)
     return pipeline_class(
         scheduler=UniPCMultistepScheduler(
@@ -57,8 +57,8 @@ def assemble(
     )
 
 
-def transformer(seed: int, **changes: Any) -> WanTransformer3DModel:
-    with seeded(seed):
+def build_transformer(seed: int, **changes: Any) -> WanTransformer3DModel:
+    with temporary_seed(seed):
         return WanTransformer3DModel(**{**TRANSFORMER, **changes}).eval()
 
 

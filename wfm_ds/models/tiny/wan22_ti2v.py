@@ -7,7 +7,7 @@ from typing import Any
 from diffusers import WanPipeline
 
 from wfm_ds.models.tiny.parts.wan_vae import wan_vae
-from wfm_ds.models.tiny.wan21 import VAE_SEED, assemble, call_arguments
+from wfm_ds.models.tiny.wan21 import VAE_SEED, assemble_pipeline, call_arguments
 
 
 def build() -> tuple[WanPipeline, dict[str, Any]]:
@@ -22,4 +22,4 @@ def build() -> tuple[WanPipeline, dict[str, Any]]:
         scale_factor_spatial=16,
         scale_factor_temporal=4,
     )
-    return assemble(vae, expand_timesteps=True), call_arguments()
+    return assemble_pipeline(vae, expand_timesteps=True), call_arguments()

@@ -8,7 +8,7 @@ from typing import Any
 
 from diffusers import Cosmos3OmniPipeline
 
-from wfm_ds.models.tiny.cosmos3 import assemble
+from wfm_ds.models.tiny.cosmos3 import assemble_pipeline
 from wfm_ds.models.tiny.moving import exact_vae
 
 # 0.3 million parameters; 6 video tokens and 8 action tokens. A token has 16 numbers, few relative to the width of 64.
@@ -35,7 +35,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for one video."""
-    pipeline = assemble(TRANSFORMER, exact_vae(), flow_shift=1.0)
+    pipeline = assemble_pipeline(TRANSFORMER, exact_vae(), flow_shift=1.0)
     return pipeline, {
         "prompt": '{"caption": "a grey wall"}',
         "height": 8,

@@ -10,9 +10,9 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipe
 from torch import nn
 from transformers import Qwen3Config, Qwen3Model
 
-from wfm_ds.models.base import seeded
-from wfm_ds.models.tiny.parts.qwen import end_ids, qwen_tokenizer
-from wfm_ds.models.tiny.parts.weights import spread_text_weights
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.tiny.parts.qwen import boundary_token_ids, qwen_tokenizer
+from wfm_ds.models.tiny.parts.weights import redraw_text_weights
 
 TEXT_SEED = 14
 TRANSFORMER_SEED, VAE_SEED = 0, 1
@@ -36,10 +36,10 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 def build() -> tuple[ZImagePipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for a two-step image."""
     tokenizer = qwen_tokenizer()
-    with seeded(TRANSFORMER_SEED):
+    with temporary_seed(TRANSFORMER_SEED):
         transformer = ZImageTransformer2DModel(**TRANSFORMER)
-        draw_padding(transformer)
-    with seeded(VAE_SEED):
+        randomize_padding(transformer)
+    with temporary_seed(VAE_SEED):
         vae = AutoencoderKL(
             latent_channels=4,
             block_out_channels=(8,) * 4,
@@ -68,7 +68,7 @@ def build() -> tuple[ZImagePipeline, dict[str, Any]]:
     return pipeline, call
 
 
-def draw_padding(transformer: nn.Module) -> None:
+def randomize_padding(transformer: nn.Module) -> None:
     """Randomize the learned padding tokens; zeros would hide mistakes."""
     for name, token in transformer.named_parameters():
         if name.endswith("_pad_token"):
@@ -86,8 +86,8 @@ def text_encoder(tokenizer: Any) -> Qwen3Model:
         num_key_value_heads=1,
         head_dim=16,
         max_position_embeddings=1024,
-        **end_ids(tokenizer),
+        **boundary_token_ids(tokenizer),
     )
-    with seeded(TEXT_SEED):
-        encoder: Qwen3Model = spread_text_weights(Qwen3Model(config), TEXT_SEED)
+    with temporary_seed(TEXT_SEED):
+        encoder: Qwen3Model = redraw_text_weights(Qwen3Model(config), TEXT_SEED)
     return encoder

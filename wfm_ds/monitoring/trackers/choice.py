@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from importlib.util import find_spec
 
-from wfm_ds.monitoring.tracking import RunFacts, Subscriber, Tracker, TrackerError
+from wfm_ds.monitoring.tracking import RunInfo, Tracker, TrackerError, TrackerThread
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.tree import flat
+from wfm_ds.recipe.tree import flatten_keys
 
 TRACKERS = {
     "tensorboard": ("tensorboard", "TensorBoard"),
@@ -20,7 +20,7 @@ TRACKERS = {
 
 def require_trackers(recipe: Recipe) -> None:
     """Raise TrackerError for a tracker with a missing package."""
-    for name in recipe.logging.shown_by:
+    for name in recipe.logging.active_trackers:
         package, _ = TRACKERS[name]
         if find_spec(package) is None:
             raise TrackerError(
@@ -28,22 +28,22 @@ def require_trackers(recipe: Recipe) -> None:
             )
 
 
-def open_trackers(recipe: Recipe, resumed_at: int | None) -> list[Subscriber]:
+def open_trackers(recipe: Recipe, resumed_at: int | None) -> list[TrackerThread]:
     """Start the recipe's trackers. Raises TrackerError after closing the trackers that were already started."""
-    started: list[Subscriber] = []
+    started: list[TrackerThread] = []
     settings = recipe.logging
     require_trackers(recipe)
     try:
-        for name in settings.shown_by:
-            facts = RunFacts(
+        for name in settings.active_trackers:
+            facts = RunInfo(
                 output_dir=recipe.run.output_dir,
                 name=settings.run_name or recipe.run.output_dir.resolve().name,
                 project=settings.project,
-                recipe=flat(recipe.model_dump(mode="json", exclude_none=True)),
+                recipe=flatten_keys(recipe.model_dump(mode="json", exclude_none=True)),
                 resumed_at=resumed_at,
                 options={} if name == "tensorboard" else getattr(settings, name),
             )
-            started.append(Subscriber(tracker_of(name), facts))
+            started.append(TrackerThread(create_tracker(name), facts))
     except TrackerError:
         for subscriber in started:
             subscriber.close("failed", {})
@@ -51,7 +51,7 @@ def open_trackers(recipe: Recipe, resumed_at: int | None) -> list[Subscriber]:
     return started
 
 
-def tracker_of(name: str) -> Tracker:
+def create_tracker(name: str) -> Tracker:
     """Create the tracker of this name without starting it. Imports its module here, not its package."""
     tracker: Tracker = getattr(importlib.import_module(f"wfm_ds.monitoring.trackers.{name}"), TRACKERS[name][1])()
     return tracker

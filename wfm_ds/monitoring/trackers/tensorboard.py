@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wfm_ds.monitoring.samples import ShownSample, sample_animation, sample_grid, sample_table
-from wfm_ds.monitoring.tracking import RunFacts
-from wfm_ds.monitoring.videos import gif_bytes
+from wfm_ds.monitoring.samples import GeneratedSample, sample_animation, sample_grid, sample_table
+from wfm_ds.monitoring.tracking import RunInfo
+from wfm_ds.monitoring.videos import encode_gif
 
 FLUSH_S = 15
-RL, JUDGES = "reward.functions", "validation.held_out_rewards"
-LAYOUT: Mapping[str, Mapping[str, tuple[str, list[str]]]] = {
+RL_KEY, HELD_OUT_KEY = "reward.functions", "validation.held_out_rewards"
+CHART_LAYOUT: Mapping[str, Mapping[str, tuple[str, list[str]]]] = {
     "1 outcome": {
-        "evaluation": (RL, ["val/reward/.+/mean"]),
-        "reward while training": (RL, ["reward/.+/mean"]),
+        "evaluation": (RL_KEY, ["val/reward/.+/mean"]),
+        "reward while training": (RL_KEY, ["reward/.+/mean"]),
         "loss": ("", ["((val|sft|dpo|vlm)/)?loss(/total)?$"]),
     },
     "2 held-out rewards": {
-        "held-out rewards": (JUDGES, ["val/judge/.+/mean"]),
-        "change since the start": (JUDGES, ["val/judge/.+/change"]),
+        "held-out rewards": (HELD_OUT_KEY, ["val/judge/.+/mean"]),
+        "change since the start": (HELD_OUT_KEY, ["val/judge/.+/change"]),
     },
     "3 policy": {
-        "ratio": (RL, ["policy/ratio_.+"]),
-        "clipped": (RL, ["policy/clip_fraction_.+"]),
-        "KL": (RL, ["kl/.+"]),
+        "ratio": (RL_KEY, ["policy/ratio_.+"]),
+        "clipped": (RL_KEY, ["policy/clip_fraction_.+"]),
+        "KL": (RL_KEY, ["kl/.+"]),
     },
     "4 optimizer": {"gradient norm": ("", ["optim/grad_norm"]), "learning rate": ("", ["optim/lr"])},
     "5 time": {"seconds": ("", ["time/.+"]), "throughput": ("", ["perf/samples_per_second", "perf/tflops_per_gpu"])},
@@ -33,11 +33,11 @@ LAYOUT: Mapping[str, Mapping[str, tuple[str, list[str]]]] = {
 expressions of its tags, which TensorBoard matches from the start of a tag."""
 
 
-def charts(recipe: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
+def chart_layout(recipe: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
     """Return the charts for a recipe, given by dotted key, in the format of add_custom_scalars."""
     pages = {
         page: {title: ["Multiline", tags] for title, (needs, tags) in titles.items() if not needs or recipe.get(needs)}
-        for page, titles in LAYOUT.items()
+        for page, titles in CHART_LAYOUT.items()
     }
     return {page: titles for page, titles in pages.items() if titles}
 
@@ -48,18 +48,18 @@ class TensorBoard:
 
     name = "tensorboard"
 
-    def start(self, run: RunFacts) -> None:
+    def start(self, run: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import, and only rank 0 needs it
 
         purge_step = None if run.resumed_at is None else run.resumed_at + 1
         self._writer: Any = SummaryWriter(
             str(run.output_dir / "tensorboard"), flush_secs=FLUSH_S, purge_step=purge_step
         )
-        self._writer.add_custom_scalars(charts(run.recipe))
+        self._writer.add_custom_scalars(chart_layout(run.recipe))
         self._zeros: dict[str, int] = {}  # tags with only zeros so far, and their last step
         self._shown: set[str] = set()
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         for tag, value in values.items():
             if value == 0 and tag not in self._shown:
                 self._zeros[tag] = step
@@ -70,12 +70,12 @@ class TensorBoard:
         shown_values = {tag: value for tag, value in values.items() if tag in self._shown}
         self._writer.file_writer.add_summary(scalars_summary(shown_values), step)
 
-    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
+    def log_samples(self, step: int, tag: str, samples: Sequence[GeneratedSample]) -> None:
         """Log a grid with a row per prompt, and a table of prompts, seeds and rewards. For videos the grid has the
         first frames, and `<tag>/video` is the animation."""
         self._writer.add_image(tag, sample_grid(samples), step, dataformats="HWC")
         self._writer.add_text(tag, sample_table(samples), step)
-        if any(sample.moves for sample in samples):
+        if any(sample.is_video for sample in samples):
             self._writer.file_writer.add_summary(animation_summary(f"{tag}/video", samples), step)
         self._writer.flush()
 
@@ -90,12 +90,12 @@ def scalars_summary(values: Mapping[str, float]) -> Any:
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
-def animation_summary(tag: str, samples: Sequence[ShownSample]) -> Any:
+def animation_summary(tag: str, samples: Sequence[GeneratedSample]) -> Any:
     """Return the samples as an animated image summary: browsers play GIFs there, and TensorBoard has no page for
     videos."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     video, fps = sample_animation(samples)
     height, width = video.shape[1:3]
-    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif_bytes(video, fps))
+    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encode_gif(video, fps))
     return Summary(value=[Summary.Value(tag=tag, image=image)])

@@ -10,13 +10,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wfm_ds.monitoring.pictures import reduced
-from wfm_ds.monitoring.samples import ShownSample, sample_grid
-from wfm_ds.monitoring.tracking import RunFacts
+from wfm_ds.monitoring.images import reduce_image
+from wfm_ds.monitoring.samples import GeneratedSample, sample_grid
+from wfm_ds.monitoring.tracking import RunInfo
 
 log = logging.getLogger(__name__)
 
-PLACE = "TRACKIO_DIR"  # folder of its files; read by trackio at import
+FOLDER_VARIABLE = "TRACKIO_DIR"  # folder of its files; read by trackio at import
 
 
 class Trackio:
@@ -24,12 +24,12 @@ class Trackio:
 
     name = "trackio"
 
-    def start(self, run: RunFacts) -> None:
-        os.environ.setdefault(PLACE, str((run.folder / "trackio").absolute()))
+    def start(self, run: RunInfo) -> None:
+        os.environ.setdefault(FOLDER_VARIABLE, str((run.folder / "trackio").absolute()))
         with contextlib.redirect_stdout(io.StringIO()):  # it prints instructions for its dashboard
             import trackio
 
-            name = run.remembered("trackio_run", lambda: f"{run.name}-{uuid.uuid4().hex[:6]}")
+            name = run.load_or_create("trackio_run", lambda: f"{run.name}-{uuid.uuid4().hex[:6]}")
             settings = {
                 "project": run.project,
                 "name": name,
@@ -38,13 +38,13 @@ class Trackio:
                 **run.options,
             }
             self._trackio, self._run = trackio, trackio.init(**settings)
-        log.info("trackio: open the run with %s=%s trackio show", PLACE, os.environ[PLACE])
+        log.info("trackio: open the run with %s=%s trackio show", FOLDER_VARIABLE, os.environ[FOLDER_VARIABLE])
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
-        grid: Any = self._trackio.Image(reduced(sample_grid(samples), 2048), caption=samples[0].prompt)
+    def log_samples(self, step: int, tag: str, samples: Sequence[GeneratedSample]) -> None:
+        grid: Any = self._trackio.Image(reduce_image(sample_grid(samples), 2048), caption=samples[0].prompt)
         self._run.log({tag: grid}, step=step)
 
     def finish(self, status: str, summary: Mapping[str, float]) -> None:

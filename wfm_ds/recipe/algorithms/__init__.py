@@ -13,10 +13,10 @@ from pydantic import Field, SerializeAsAny, ValidationError, ValidatorFunctionWr
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.algorithms.awm import AwmAlgorithm as AwmAlgorithm
 from wfm_ds.recipe.algorithms.base import AlgorithmSettings as AlgorithmSettings
-from wfm_ds.recipe.algorithms.base import GivenFramesSettings as GivenFramesSettings
+from wfm_ds.recipe.algorithms.base import ConditioningFramesSettings as ConditioningFramesSettings
 from wfm_ds.recipe.algorithms.base import RlSections as RlSections
 from wfm_ds.recipe.algorithms.base import RlSettings as RlSettings
-from wfm_ds.recipe.algorithms.base import num_of_share as num_of_share
+from wfm_ds.recipe.algorithms.base import count_of_fraction as count_of_fraction
 from wfm_ds.recipe.algorithms.ddrl import DdrlAlgorithm as DdrlAlgorithm
 from wfm_ds.recipe.algorithms.dgpo import DgpoAlgorithm as DgpoAlgorithm
 from wfm_ds.recipe.algorithms.diffusion_nft import DecaySchedule as DecaySchedule
@@ -31,7 +31,7 @@ from wfm_ds.recipe.algorithms.vlm_sft import VlmSftAlgorithm as VlmSftAlgorithm
 from wfm_ds.user_class import import_class, is_user_class
 
 
-def user_settings(section: Any) -> type[RlSettings] | None:
+def find_user_settings(section: Any) -> type[RlSettings] | None:
     """Return the settings class of the user's algorithm named in this section, or None for a built-in algorithm.
 
     Raises RecipeError if the algorithm cannot be imported or has no settings class.
@@ -39,14 +39,14 @@ def user_settings(section: Any) -> type[RlSettings] | None:
     name = section.get("name") if isinstance(section, dict) else getattr(section, "name", None)
     if not isinstance(name, str) or not is_user_class(name):
         return None
-    settings = _imported_settings(name)
+    settings = _import_settings(name)
     if isinstance(settings, RecipeError):
         raise settings
     return settings
 
 
 @functools.cache  # errors too: do not import a failing module again for every lookup
-def _imported_settings(name: str) -> type[RlSettings] | RecipeError:
+def _import_settings(name: str) -> type[RlSettings] | RecipeError:
     try:
         algorithm = import_class(name, object, key="algorithm.name", error=RecipeError)
     except RecipeError as error:
@@ -57,9 +57,9 @@ def _imported_settings(name: str) -> type[RlSettings] | RecipeError:
     return settings
 
 
-def _settings(value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
+def _validate_algorithm(value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
     try:
-        own = user_settings(value)
+        own = find_user_settings(value)
     except RecipeError as error:
         line: Any = {"type": "value_error", "loc": ("name",), "input": value, "ctx": {"error": error}}
         raise ValidationError.from_exception_data("algorithm", [line]) from error
@@ -80,6 +80,6 @@ else:
         | DdrlAlgorithm
         | VlmSftAlgorithm,
         Field(discriminator="name"),
-        WrapValidator(_settings),
+        WrapValidator(_validate_algorithm),
         SerializeAsAny(),
     ]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from wfm_ds.recipe.algorithms.base import OtherSections
+from wfm_ds.recipe.algorithms.base import RecipeSections
 from wfm_ds.recipe.algorithms.forward_process import ForwardProcessSettings
 from wfm_ds.recipe.sections import RolloutRecipe
 
@@ -36,19 +36,19 @@ class AwmAlgorithm(ForwardProcessSettings):
     implementation = "wfm_ds.algorithms.awm:Awm"
 
     @property
-    def regularizes(self) -> bool:
+    def has_regularizer(self) -> bool:
         return self.kl_beta > 0 or self.ema_kl_beta > 0
 
-    def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
+    def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
         return frozenset({"ref"} if self.kl_beta > 0 else ())
 
-    def check(self, recipe: OtherSections) -> None:
-        super().check(recipe)
+    def check_recipe(self, recipe: RecipeSections) -> None:
+        super().check_recipe(recipe)
         if self.ema_kl_beta > 0 and (recipe.ema is None or recipe.ema.decay == 0):
             raise ValueError("algorithm.ema_kl_beta needs averaged weights: add `ema: {decay: 0.3}`, or set it to 0")
 
     @model_validator(mode="after")
-    def _power_read(self) -> AwmAlgorithm:
+    def _check_power(self) -> AwmAlgorithm:
         if self.weighting != "ghuber":
-            self.require_default("power", unless="weighting: ghuber")
+            self.require_defaults("power", unless="weighting: ghuber")
         return self

@@ -26,12 +26,12 @@ from wfm_ds.recipe.sections import (
 )
 
 
-def num_of_share(count: int, share: float) -> int:
+def count_of_fraction(count: int, fraction: float) -> int:
     """Return max(1, floor(count * fraction)), tolerant to binary rounding (50 * .58 is slightly below 29)."""
-    return max(1, math.floor(count * share + 1e-9))
+    return max(1, math.floor(count * fraction + 1e-9))
 
 
-class OtherSections(Protocol):
+class RecipeSections(Protocol):
     """The other recipe sections that algorithm checks use."""
 
     @property
@@ -56,7 +56,7 @@ class OtherSections(Protocol):
     def rl(self) -> RlSections: ...
 
 
-class ModelFacts(Protocol):
+class ModelProperties(Protocol):
     """Properties of a loaded model that algorithms use (models/base.py)."""
 
     @property
@@ -66,7 +66,7 @@ class ModelFacts(Protocol):
     def sigma_ranges(self) -> Sequence[tuple[float, float]]:
         """Noise level range (low, high) of each expert."""
 
-    def pinned(self, num_frames: tuple[int, int], /) -> tuple[int, int]:
+    def clean_frame_range(self, num_frames: tuple[int, int], /) -> tuple[int, int]:
         """Return the (min, max) number of conditioning latent frames that stay clean in the model's input."""
 
     def flow_shift(self, sampling: SamplingRecipe, /) -> float:
@@ -89,23 +89,23 @@ class AlgorithmSettings(Section):
     """Whether it trains on conversations (data.kind: llava)."""
     trains_language: ClassVar[bool] = False
     """Whether it trains a language model. Such recipes have no section `sampling`."""
-    references: ClassVar[tuple[str, ...]] = ()
+    reference_policies: ClassVar[tuple[str, ...]] = ()
     """Supervised: additional policies that the loss needs, in the order of their forward passes."""
     takes_pairs: ClassVar[bool] = False
     """Whether it trains on preference pairs (data.kind: pairs)."""
 
     @property
-    def num_conditional_frames(self) -> tuple[int, int]:
+    def conditioning_frame_range(self) -> tuple[int, int]:
         """Minimum and maximum number of latent frames of the data that a sample is conditioned on."""
         return 0, 0
 
-    def check(self, recipe: OtherSections) -> None:
+    def check_recipe(self, recipe: RecipeSections) -> None:
         """Raise ValueError if these settings do not fit the other sections. Messages name keys as `section.key`."""
 
-    def check_model(self, model: ModelFacts, sampling: SamplingRecipe) -> None:
+    def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
         """Raise UserError if this algorithm cannot train the model with these settings."""
 
-    def doubts(self) -> list[str]:
+    def list_warnings(self) -> list[str]:
         """Return one sentence per setting that is valid but probably a mistake."""
         return []
 
@@ -138,18 +138,18 @@ class RlSettings(AlgorithmSettings):
     takes_prompts = True
     implementation: ClassVar[str] = ""
     """The subclass of RlAlgorithm, as `package.module:Class`. Empty: `name` is this class."""
-    may_be_async: ClassVar[bool] = True
+    supports_async: ClassVar[bool] = True
     """Whether separate workers may generate its samples, which may be a few RL steps old."""
-    samples_in_edm: ClassVar[bool] = False
+    uses_edm_solvers: ClassVar[bool] = False
     """Whether its rollouts use the EDM solvers. Other algorithms cannot use them."""
     compares_log_probs: ClassVar[bool] = True
     """Whether it may compare rollout and training log-probabilities. If so, rollouts must round exactly like training.
     If not, samples may come from any source."""
-    chooses_policy: ClassVar[bool] = False
+    reads_rollout_policy: ClassVar[bool] = False
     """Whether it reads `rollout.policy`."""
 
     @property
-    def regularizes(self) -> bool:
+    def has_regularizer(self) -> bool:
         """Whether the loss has terms besides the reward, such as a distance to the reference. Samples with advantage 0
         then contribute to the gradient."""
         return True
@@ -157,7 +157,7 @@ class RlSettings(AlgorithmSettings):
     @property
     def drops_zero_std(self) -> bool:
         """Whether groups with equal rewards are dropped."""
-        return self.zero_std == "drop" or (self.zero_std is None and not self.regularizes)
+        return self.zero_std == "drop" or (self.zero_std is None and not self.has_regularizer)
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
         """Return the number of noise levels that each sample of an RL step is trained on."""
@@ -167,27 +167,27 @@ class RlSettings(AlgorithmSettings):
         """Return whether the loss uses log-probabilities computed in the rollout."""
         return self.compares_log_probs
 
-    def num_data(self, num_terms: int) -> int:
+    def num_data_terms(self, num_terms: int) -> int:
         """Return the number of data samples trained on together with this many loss terms."""
         return 0
 
-    def num_divided(self, num_terms: int) -> int:
+    def num_separate_data_terms(self, num_terms: int) -> int:
         """Return how many of these loss terms process their data sample in a separate forward and backward pass."""
         return 0
 
-    def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
+    def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
         """Return the weight copies used in the loss or rollout: a subset of `old` and `ref`."""
         return frozenset()
 
-    def check(self, recipe: OtherSections) -> None:
-        self._advantages_fit(recipe.rl.rollout, recipe.rl.reward)
-        self._solver_fits(recipe.sampling.solver)
-        if recipe.rl.rollout.policy is not None and not self.chooses_policy:
+    def check_recipe(self, recipe: RecipeSections) -> None:
+        self._check_advantages(recipe.rl.rollout, recipe.rl.reward)
+        self._check_solver(recipe.sampling.solver)
+        if recipe.rl.rollout.policy is not None and not self.reads_rollout_policy:
             raise ValueError(
                 f"rollout.policy is only for algorithm ddrl, {self.name} has a fixed rollout policy: remove it"
             )
 
-    def _advantages_fit(self, rollout: RolloutRecipe, reward: RewardRecipe) -> None:
+    def _check_advantages(self, rollout: RolloutRecipe, reward: RewardRecipe) -> None:
         if self.best_of_n is not None and self.best_of_n > rollout.group_size:
             raise ValueError(
                 f"algorithm.best_of_n {self.best_of_n} is more than rollout.group_size {rollout.group_size}"
@@ -198,18 +198,18 @@ class RlSettings(AlgorithmSettings):
                 "act on: remove them, or set clip in reward.functions"
             )
 
-    def _solver_fits(self, solver: str) -> None:
-        if self.samples_in_edm and solver not in EDM_SOLVERS:
+    def _check_solver(self, solver: str) -> None:
+        if self.uses_edm_solvers and solver not in EDM_SOLVERS:
             raise ValueError(
                 f"algorithm {self.name} does not support sampling.solver {solver}: set it to {' or '.join(EDM_SOLVERS)}"
             )
-        if not self.samples_in_edm and solver in EDM_SOLVERS:
+        if not self.uses_edm_solvers and solver in EDM_SOLVERS:
             raise ValueError(
                 f"sampling.solver {solver} is only for algorithm ddrl, not {self.name}: choose another one"
             )
 
     @model_validator(mode="after")
-    def _comparable(self) -> RlSettings:
+    def _check_normalization(self) -> RlSettings:
         if self.best_of_n is not None and self.best_of_n % 2:
             raise ValueError(f"best_of_n {self.best_of_n} must be even: half are the best samples, half the worst")
         if self.combine == "gdpo" and self.advantage_std != "group":
@@ -217,7 +217,7 @@ class RlSettings(AlgorithmSettings):
         return self
 
 
-class GivenFramesSettings(RlSettings):
+class ConditioningFramesSettings(RlSettings):
     """Keys of RL algorithms that can condition samples on frames of the data (models/conditional_frames.py)."""
 
     min_num_conditional_frames: NonNegativeInt = 0
@@ -228,7 +228,7 @@ class GivenFramesSettings(RlSettings):
     captioned images or videos, and validation samples are conditioned too."""
 
     @property
-    def num_conditional_frames(self) -> tuple[int, int]:
+    def conditioning_frame_range(self) -> tuple[int, int]:
         return self.min_num_conditional_frames, self.max_num_conditional_frames
 
     @property
@@ -236,8 +236,8 @@ class GivenFramesSettings(RlSettings):
         """Whether samples are conditioned on data frames, or the data is trained on."""
         return self.max_num_conditional_frames > 0
 
-    def check(self, recipe: OtherSections) -> None:
-        super().check(recipe)
+    def check_recipe(self, recipe: RecipeSections) -> None:
+        super().check_recipe(recipe)
         if self.needs_media and recipe.data.kind == "prompts":
             key = "max_num_conditional_frames" if self.max_num_conditional_frames else "data_beta"
             raise ValueError(
@@ -245,8 +245,8 @@ class GivenFramesSettings(RlSettings):
             )
 
     @model_validator(mode="after")
-    def _ordered_frames(self) -> GivenFramesSettings:
-        low, high = self.num_conditional_frames
+    def _check_frame_range(self) -> ConditioningFramesSettings:
+        low, high = self.conditioning_frame_range
         if low > high:
             raise ValueError(
                 f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise the maximum"

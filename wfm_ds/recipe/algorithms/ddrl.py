@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.algorithms.base import GivenFramesSettings, ModelFacts, OtherSections
+from wfm_ds.recipe.algorithms.base import ConditioningFramesSettings, ModelProperties, RecipeSections
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.sections import RolloutRecipe
 
 
-class DdrlAlgorithm(GivenFramesSettings):
+class DdrlAlgorithm(ConditioningFramesSettings):
     """DDRL (arXiv 2512.04332): policy gradient on churned EDM rollouts, regularized by a diffusion loss on data."""
 
     name: Literal["ddrl"]
@@ -60,35 +60,35 @@ class DdrlAlgorithm(GivenFramesSettings):
     compares_log_probs = (
         False  # it only compares with log-probabilities that training computes at the start of the step
     )
-    samples_in_edm = True
-    chooses_policy = True
+    uses_edm_solvers = True
+    reads_rollout_policy = True
 
     @property
     def needs_media(self) -> bool:
         return self.data_beta > 0 or super().needs_media
 
     @property
-    def reference(self) -> str:
+    def reference_policy(self) -> str:
         """Engine name of the reference policy: `old` (an updated copy) or `ref` (frozen)."""
         return "old" if self.update_ref_every else "ref"
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
         return len(self.train_on)
 
-    def num_data(self, num_terms: int) -> int:
+    def num_data_terms(self, num_terms: int) -> int:
         if self.data_beta == 0:
             return 0
         return num_terms // len(self.train_on) if self.data_on_first_only else num_terms
 
-    def num_divided(self, num_terms: int) -> int:
-        return self.num_data(num_terms) if self.data_forward == "separate" else 0
+    def num_separate_data_terms(self, num_terms: int) -> int:
+        return self.num_data_terms(num_terms) if self.data_forward == "separate" else 0
 
-    def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
+    def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
         needed = self.kl_beta > 0 or rollout.policy == "reference"
-        return frozenset({self.reference} if needed else ())
+        return frozenset({self.reference_policy} if needed else ())
 
-    def check(self, recipe: OtherSections) -> None:
-        super().check(recipe)
+    def check_recipe(self, recipe: RecipeSections) -> None:
+        super().check_recipe(recipe)
         rollout = recipe.rl.rollout
         moves = rollout.policy != "reference" or self.update_ref_every > 0
         if rollout.mode == "async" and rollout.max_staleness > 0 and moves:
@@ -113,7 +113,7 @@ class DdrlAlgorithm(GivenFramesSettings):
                 f"{recipe.sampling.guidance_scale:g}: set it to 1, or data_beta to 0"
             )
 
-    def check_model(self, model: ModelFacts, sampling: SamplingRecipe) -> None:
+    def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
         """Raise RecipeError if data could get a noise level of a different expert than its rollout step."""
         if self.data_beta > 0 and not self.use_rl_sigma_and_noise and len(model.sigma_ranges) > 1:
             raise RecipeError(
@@ -121,7 +121,7 @@ class DdrlAlgorithm(GivenFramesSettings):
                 "rollout step: set it to true"
             )
 
-    def doubts(self) -> list[str]:
+    def list_warnings(self) -> list[str]:
         if self.data_beta > 0:
             return []
         return [
@@ -130,7 +130,7 @@ class DdrlAlgorithm(GivenFramesSettings):
         ]
 
     @model_validator(mode="after")
-    def _consistent(self) -> DdrlAlgorithm:
+    def _check_settings(self) -> DdrlAlgorithm:
         if len(set(self.train_on)) != len(self.train_on):
             raise ValueError(f"train_on has a duplicate step: {self.train_on}")
         about_data = self.data_on_first_only or not self.use_rl_sigma_and_noise or self.data_forward == "separate"

@@ -24,5 +24,5 @@ class DgpoAlgorithm(ForwardProcessSettings):
 
     implementation = "wfm_ds.algorithms.dgpo:Dgpo"
 
-    def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
+    def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
         return frozenset({"ref"})

@@ -25,7 +25,7 @@ class DecaySchedule(Section):
     """Maximum decay."""
 
     @model_validator(mode="after")
-    def _rising(self) -> DecaySchedule:
+    def _check_bounds(self) -> DecaySchedule:
         if self.initial > self.max:
             raise ValueError(f"initial {self.initial} is above max {self.max}: raise max")
         return self
@@ -50,8 +50,8 @@ class NftAlgorithm(ForwardProcessSettings):
     implementation = "wfm_ds.algorithms.diffusion_nft:DiffusionNft"
 
     @property
-    def regularizes(self) -> bool:
+    def has_regularizer(self) -> bool:
         return self.kl_beta > 0
 
-    def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
+    def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
         return frozenset({"old", "ref"} if self.kl_beta > 0 else {"old"})

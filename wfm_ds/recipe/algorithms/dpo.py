@@ -21,5 +21,5 @@ class DpoAlgorithm(SupervisedSettings):
 
     implementation = "wfm_ds.algorithms.dpo:Dpo"
     takes_pairs = True
-    num_media = 2
-    references = ("ref",)
+    items_per_sample = 2
+    reference_policies = ("ref",)

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from wfm_ds.recipe.algorithms.base import GivenFramesSettings, OtherSections, num_of_share
-from wfm_ds.recipe.sampling import NOISE_LEVELS, SamplingRecipe
+from wfm_ds.recipe.algorithms.base import ConditioningFramesSettings, RecipeSections, count_of_fraction
+from wfm_ds.recipe.sampling import DEFAULT_NOISE_LEVELS, SamplingRecipe
 from wfm_ds.recipe.sections import RolloutRecipe
 
 
-class FlowGrpoAlgorithm(GivenFramesSettings):
+class FlowGrpoAlgorithm(ConditioningFramesSettings):
     """Policy gradient on the denoising steps of stochastic rollouts: Flow-GRPO (arXiv 2505.05470). Flow-GRPO-Fast,
     MixGRPO, DanceGRPO, GRPO-Guard and Flow-DPPO are settings of this section and of `sampling`."""
 
@@ -67,40 +67,40 @@ class FlowGrpoAlgorithm(GivenFramesSettings):
     implementation = "wfm_ds.algorithms.flow_grpo:FlowGrpo"
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
-        return num_of_share(sampling.num_noisy_steps, self.timestep_fraction)
+        return count_of_fraction(sampling.num_noisy_steps, self.timestep_fraction)
 
-    def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
+    def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
         return frozenset({"ref"} if self.kl_beta > 0 else ())
 
     def reads_rollout_log_probs(self, rollout: RolloutRecipe) -> bool:
         return self.old_log_prob != "recompute" or (rollout.mode == "async" and rollout.max_staleness > 0)
 
-    def check(self, recipe: OtherSections) -> None:
-        super().check(recipe)
+    def check_recipe(self, recipe: RecipeSections) -> None:
+        super().check_recipe(recipe)
         solver = recipe.sampling.solver
         if not recipe.sampling.is_stochastic:
             raise ValueError(
                 f"algorithm {self.name} needs injected noise, but sampling.solver {solver} has none: set it to "
-                f"{' or '.join(NOISE_LEVELS)}"
+                f"{' or '.join(DEFAULT_NOISE_LEVELS)}"
             )
         if solver != "cps":
-            self.require_default("log_prob", unless="sampling.solver: cps")
+            self.require_defaults("log_prob", unless="sampling.solver: cps")
         rollout = recipe.rl.rollout
         if rollout.mode != "async" or rollout.max_staleness == 0 or self.old_log_prob == "rollout":
-            self.require_default(
+            self.require_defaults(
                 "max_drift", unless="rollout.mode: async, max_staleness above 0 and old_log_prob: auto or recompute"
             )
         if self.kl_beta > 0 and self.kl_type == "flow_grpo" and solver == "cps":
             raise ValueError("algorithm.kl_type: flow_grpo is not defined for sampling.solver cps: set it to gaussian")
 
     @model_validator(mode="after")
-    def _all_read(self) -> FlowGrpoAlgorithm:
+    def _check_unused_keys(self) -> FlowGrpoAlgorithm:
         if not self.guard:
-            self.require_default("guard_reweight", unless="guard: true")
+            self.require_defaults("guard_reweight", unless="guard: true")
         if self.trust_region == "divergence":
-            self.require_default("clip_ratio", "clip_ratio_low", "clip_ratio_high", unless="trust_region: ratio")
+            self.require_defaults("clip_ratio", "clip_ratio_low", "clip_ratio_high", unless="trust_region: ratio")
         else:
-            self.require_default("divergence", unless="trust_region: divergence")
+            self.require_defaults("divergence", unless="trust_region: divergence")
         if self.clip_ratio_low is not None and self.clip_ratio_high is not None:
-            self.require_default("clip_ratio", unless="clip_ratio_low or clip_ratio_high unset")
+            self.require_defaults("clip_ratio", unless="clip_ratio_low or clip_ratio_high unset")
         return self

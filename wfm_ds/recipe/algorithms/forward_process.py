@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from wfm_ds.recipe.algorithms.base import GivenFramesSettings, ModelFacts, OtherSections, num_of_share
+from wfm_ds.recipe.algorithms.base import ConditioningFramesSettings, ModelProperties, RecipeSections, count_of_fraction
 from wfm_ds.recipe.sampling import SamplingRecipe
 
 
-class ForwardProcessSettings(GivenFramesSettings):
+class ForwardProcessSettings(ConditioningFramesSettings):
     """Reinforcement learning on the forward process: clean rollouts are noised and trained on."""
 
     levels: Literal["grid", "stratified"] = "grid"
@@ -31,26 +31,26 @@ class ForwardProcessSettings(GivenFramesSettings):
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
         if self.num_levels is not None:
             return self.num_levels
-        return num_of_share(sampling.steps, self.timestep_fraction)
+        return count_of_fraction(sampling.steps, self.timestep_fraction)
 
-    def check(self, recipe: OtherSections) -> None:
-        super().check(recipe)
+    def check_recipe(self, recipe: RecipeSections) -> None:
+        super().check_recipe(recipe)
         if self.levels == "grid" and self.num_levels is not None and self.num_levels > recipe.sampling.steps:
             raise ValueError(
                 f"algorithm.num_levels {self.num_levels} is more than sampling.steps {recipe.sampling.steps}: lower "
                 "it, or set algorithm.levels: stratified"
             )
 
-    def check_model(self, model: ModelFacts, sampling: SamplingRecipe) -> None:
+    def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
         if self.levels == "stratified" and self.flow_shift is None:
             model.flow_shift(sampling)  # raises if the scheduler has none
 
     @model_validator(mode="after")
-    def _levels_fit(self) -> ForwardProcessSettings:
+    def _check_levels(self) -> ForwardProcessSettings:
         if self.levels == "stratified" and self.num_levels is None:
             raise ValueError("levels: stratified needs num_levels: 2 usually suffices, 1 is noisy")
         if self.levels == "grid":
-            self.require_default("flow_shift", unless="levels: stratified")
+            self.require_defaults("flow_shift", unless="levels: stratified")
         if self.num_levels is not None:
-            self.require_default("timestep_fraction", unless="num_levels unset")
+            self.require_defaults("timestep_fraction", unless="num_levels unset")
         return self

@@ -29,7 +29,7 @@ class RamAlgorithm(ForwardProcessSettings):
     implementation = "wfm_ds.algorithms.ram:Ram"
 
     @model_validator(mode="after")
-    def _bounded(self) -> RamAlgorithm:
+    def _check_tilt(self) -> RamAlgorithm:
         largest = self.multiplier * self.adv_clip_max
         if self.tilt == "exp" and largest > MAX_EXPONENT:
             raise ValueError(
@@ -38,5 +38,5 @@ class RamAlgorithm(ForwardProcessSettings):
             )
         return self
 
-    def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
+    def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
         return frozenset({"ref"})

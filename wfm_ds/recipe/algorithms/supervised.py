@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
-from wfm_ds.recipe.algorithms.base import AlgorithmSettings, ModelFacts
+from wfm_ds.recipe.algorithms.base import AlgorithmSettings, ModelProperties
 from wfm_ds.recipe.sampling import SamplingRecipe
 
 
@@ -35,19 +35,19 @@ class SupervisedSettings(AlgorithmSettings):
 
     implementation: ClassVar[str]
     """The subclass of Supervised, as `package.module:Class`."""
-    num_media: ClassVar[int] = 1
+    items_per_sample: ClassVar[int] = 1
     """Images or videos per sample in a forward pass: 2 for preference pairs."""
 
     @property
-    def num_conditional_frames(self) -> tuple[int, int]:
+    def conditioning_frame_range(self) -> tuple[int, int]:
         return self.min_num_conditional_frames, self.max_num_conditional_frames
 
-    def check_model(self, model: ModelFacts, sampling: SamplingRecipe) -> None:
+    def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
         if self.flow_shift is None:
             model.flow_shift(sampling)  # raises if the scheduler has none
 
     @model_validator(mode="after")
-    def _ordered_frames(self) -> SupervisedSettings:
+    def _check_frame_range(self) -> SupervisedSettings:
         low, high = self.min_num_conditional_frames, self.max_num_conditional_frames
         if low > high:
             raise ValueError(
@@ -56,9 +56,9 @@ class SupervisedSettings(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
-    def _all_read(self) -> SupervisedSettings:
+    def _check_unused_keys(self) -> SupervisedSettings:
         if self.timestep_density != "logit_normal":
-            self.require_default("logit_mean", "logit_std", unless="timestep_density: logit_normal")
+            self.require_defaults("logit_mean", "logit_std", unless="timestep_density: logit_normal")
         if self.timestep_density != "mode":
-            self.require_default("mode_scale", unless="timestep_density: mode")
+            self.require_defaults("mode_scale", unless="timestep_density: mode")
         return self

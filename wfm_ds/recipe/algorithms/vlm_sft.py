@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from wfm_ds.recipe.algorithms.base import AlgorithmSettings, OtherSections
+from wfm_ds.recipe.algorithms.base import AlgorithmSettings, RecipeSections
 
 
 class VlmSftAlgorithm(AlgorithmSettings):
@@ -28,18 +28,18 @@ class VlmSftAlgorithm(AlgorithmSettings):
     takes_conversations: ClassVar[bool] = True
     trains_language: ClassVar[bool] = True
 
-    def check(self, recipe: OtherSections) -> None:
+    def check_recipe(self, recipe: RecipeSections) -> None:
         if recipe.lora is not None and self.freeze:
             raise ValueError("algorithm.freeze: a lora section already freezes the whole base: remove one of them")
         if recipe.lora is not None:
-            recipe.lora.require_default("init_from", "dora", "modules_to_save", unless="a diffusion model")
+            recipe.lora.require_defaults("init_from", "dora", "modules_to_save", unless="a diffusion model")
         if len(set(self.freeze)) == 3:
             raise ValueError("algorithm.freeze lists all parts, so nothing would train: remove one of them")
         if recipe.model.attention not in ("auto", "native"):
             raise ValueError(
                 f"model.attention: {recipe.model.attention} is for diffusers layers: vlm_sft supports auto and native"
             )
-        recipe.model.require_default(
+        recipe.model.require_defaults(
             *("family", "base_precision", "vae_dtype", "denoiser_init", "max_sequence_length", "prompt_template"),
             *("revision", "fp8_training", "embedded_guidance"),
             unless="a diffusion model",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from transformers import Qwen2VLImageProcessorPil
 
-from wfm_ds.models.tiny.parts.chat import LanguageFolder, chat_tokenizer
+from wfm_ds.models.tiny.parts.chat import TinyLanguageModel, chat_tokenizer
 from wfm_ds.models.tiny.parts.qwen import qwen_encoder
 
 SEED = 21
 SIZE = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
 
 
-def build() -> LanguageFolder:
+def build() -> TinyLanguageModel:
     """Return the model in float32 and its processors."""
     tokenizer = chat_tokenizer()
-    return LanguageFolder(qwen_encoder(tokenizer, SEED).eval(), tokenizer, Qwen2VLImageProcessorPil(size=SIZE))
+    return TinyLanguageModel(qwen_encoder(tokenizer, SEED).eval(), tokenizer, Qwen2VLImageProcessorPil(size=SIZE))

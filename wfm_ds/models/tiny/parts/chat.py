@@ -10,12 +10,12 @@ from transformers import PreTrainedModel, Qwen2Tokenizer
 
 from wfm_ds.models.tiny.parts.qwen import qwen_tokenizer
 
-MEDIA = "<|vision_start|><|{}_pad|><|vision_end|>"
+VISION_TEMPLATE = "<|vision_start|><|{}_pad|><|vision_end|>"
 CHAT_TEMPLATE = (
     "{% for turn in messages %}<|im_start|>{{ turn['role'] }}\n"
     "{% if turn['content'] is string %}{{ turn['content'] }}{% else %}{% for part in turn['content'] %}"
-    "{% if part['type'] == 'image' %}" + MEDIA.format("image") + "{% elif part['type'] == 'video' %}"
-    "" + MEDIA.format("video") + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if part['type'] == 'image' %}" + VISION_TEMPLATE.format("image") + "{% elif part['type'] == 'video' %}"
+    "" + VISION_TEMPLATE.format("video") + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -28,7 +28,7 @@ def chat_tokenizer() -> Qwen2Tokenizer:
 
 
 @dataclass(frozen=True, slots=True)
-class LanguageFolder:
+class TinyLanguageModel:
     """A model, its tokenizer and its image processor, saved to one folder for transformers."""
 
     model: PreTrainedModel

@@ -6,18 +6,18 @@ from typing import Any
 
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-from wfm_ds.models.base import seeded
-from wfm_ds.models.tiny.parts.weights import spread_text_weights
-from wfm_ds.models.tiny.parts.words import WORDS, byte_symbols, chain_to_end, joined
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.tiny.parts.vocabulary import WORDS, byte_symbols, merge_results, suffix_merges
+from wfm_ds.models.tiny.parts.weights import redraw_text_weights
 
 WORD_END = "</w>"
 
 
 def clip_tokenizer(model_max_length: int) -> CLIPTokenizer:
     """Return a tokenizer with 614 ids: bytes, bytes at word ends, merged words, start and end of text."""
-    merges = list(dict.fromkeys(pair for word in WORDS for pair in chain_to_end(word, WORD_END)))
+    merges = list(dict.fromkeys(pair for word in WORDS for pair in suffix_merges(word, WORD_END)))
     symbols = byte_symbols()
-    words = joined(merges)
+    words = merge_results(merges)
     tokens = [*symbols, *(symbol + WORD_END for symbol in symbols), *words, "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=model_max_length)
@@ -36,5 +36,5 @@ def clip_encoder(tokenizer: Any, max_length: int, seed: int) -> CLIPTextModelWit
         eos_token_id=tokenizer.eos_token_id,  # used by pooling
         pad_token_id=tokenizer.pad_token_id,
     )
-    with seeded(seed):
-        return spread_text_weights(CLIPTextModelWithProjection(config), seed)
+    with temporary_seed(seed):
+        return redraw_text_weights(CLIPTextModelWithProjection(config), seed)

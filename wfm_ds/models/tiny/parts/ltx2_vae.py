@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from diffusers import AutoencoderKLLTX2Video
 
-from wfm_ds.models.base import seeded
+from wfm_ds.models.base import temporary_seed
 
 CHANNELS = 4
 
 
 def ltx2_vae(seed: int) -> AutoencoderKLLTX2Video:
     """Return a VAE with random weights. Its latent statistics are not 0 and 1, which would hide mistakes."""
-    with seeded(seed):
+    with temporary_seed(seed):
         vae = AutoencoderKLLTX2Video(
             latent_channels=CHANNELS,
             block_out_channels=(8,),

@@ -9,34 +9,36 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PreTrainedTokenizerFast
 
-from wfm_ds.models.base import seeded
-from wfm_ds.models.tiny.parts.weights import spread_text_weights
-from wfm_ds.models.tiny.parts.words import WORDS, byte_symbols, chain_from_start, joined
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.tiny.parts.vocabulary import WORDS, byte_symbols, merge_results, prefix_merges
+from wfm_ds.models.tiny.parts.weights import redraw_text_weights
 
 WORD_START = "\u0120"  # the space symbol of byte-level BPE
-SPECIAL = (
+SPECIAL_TOKENS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"),
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
 )
 # A space before each text makes its first word one token.
-TEXTS = "{% for part in message['content'] %}{{ ' ' + part['text'] }}{% endfor %}"
+TEXTS_TEMPLATE = "{% for part in message['content'] %}{{ ' ' + part['text'] }}{% endfor %}"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'system' %}[SYSTEM_PROMPT]" + TEXTS + "[/SYSTEM_PROMPT]"
-    "{% else %}[INST]" + TEXTS + "[/INST]{% endif %}{% endfor %}"
+    "{% if message['role'] == 'system' %}[SYSTEM_PROMPT]" + TEXTS_TEMPLATE + "[/SYSTEM_PROMPT]"
+    "{% else %}[INST]" + TEXTS_TEMPLATE + "[/INST]{% endif %}{% endfor %}"
 )
-SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"  # words with their space, single digits
+SPLIT_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"  # words with their space, single digits
 
 
 def mistral_tokenizer(more_words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Return a tokenizer with bytes, words with a leading space, special tokens, and one token per extra word."""
     words = [*(word for word in WORDS if word not in string.digits), *more_words]
-    merges = list(dict.fromkeys(pair for word in words for pair in chain_from_start(WORD_START, word)))
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *byte_symbols(), *joined(merges)])}
+    merges = list(dict.fromkeys(pair for word in words for pair in prefix_merges(WORD_START, word)))
+    vocabulary = {
+        token: index for index, token in enumerate([*SPECIAL_TOKENS, *byte_symbols(), *merge_results(merges)])
+    }
     bpe = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -47,7 +49,7 @@ def mistral_tokenizer(more_words: Sequence[str] = ()) -> PreTrainedTokenizerFast
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        additional_special_tokens=list(SPECIAL[3:]),
+        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -86,6 +88,6 @@ def mistral_encoder(
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
         tie_word_embeddings=False,
     )
-    with seeded(seed):
-        encoder: Mistral3ForConditionalGeneration = spread_text_weights(Mistral3ForConditionalGeneration(config), seed)
+    with temporary_seed(seed):
+        encoder: Mistral3ForConditionalGeneration = redraw_text_weights(Mistral3ForConditionalGeneration(config), seed)
     return encoder

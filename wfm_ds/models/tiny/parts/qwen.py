@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from wfm_ds.models.base import seeded
-from wfm_ds.models.tiny.parts.weights import spread_text_weights
-from wfm_ds.models.tiny.parts.words import WORDS, byte_symbols, chain_from_start, joined
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.tiny.parts.vocabulary import WORDS, byte_symbols, merge_results, prefix_merges
+from wfm_ds.models.tiny.parts.weights import redraw_text_weights
 
 WORD_START = "\u0120"  # the space symbol of byte-level BPE
 # Pipelines prepend these to every prompt. With one token per word a short sequence still fits the prompt.
@@ -18,7 +18,7 @@ SYSTEM_WORDS = (
     *("You", "are", "helpful", "assistant", "who", "will", "provide", "prompts", "to", "an", "image", "generator"),
     *("system", "user"),
 )
-SPECIAL = (
+SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
@@ -36,27 +36,27 @@ def qwen_tokenizer(*, add_prefix_space: bool = True, more_words: Sequence[str] =
     add_prefix_space: makes the first word one token. more_words: additional words with one token each.
     """
     words = [*(word for word in WORDS if word not in string.digits), *SYSTEM_WORDS, *more_words]
-    merges = list(dict.fromkeys(pair for word in words for pair in chain_from_start(WORD_START, word)))
-    tokens = [*byte_symbols(), *joined(merges), *SPECIAL]
+    merges = list(dict.fromkeys(pair for word in words for pair in prefix_merges(WORD_START, word)))
+    tokens = [*byte_symbols(), *merge_results(merges), *SPECIAL_TOKENS]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,
         add_prefix_space=add_prefix_space,
         eos_token="<|im_end|>",
-        additional_special_tokens=list(SPECIAL[1:]),
+        additional_special_tokens=list(SPECIAL_TOKENS[1:]),
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def end_ids(tokenizer: Any) -> dict[str, int]:
+def boundary_token_ids(tokenizer: Any) -> dict[str, int]:
     """Return bos_token_id and eos_token_id for a language model config."""
     names = {"bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>"}
     return {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
 
 
-def media_ids(tokenizer: Any) -> dict[str, int]:
+def vision_token_ids(tokenizer: Any) -> dict[str, int]:
     """Return the image and video token ids for a vision-language model config."""
     names = {
         "image_token_id": "<|image_pad|>",
@@ -79,7 +79,7 @@ def qwen_encoder(tokenizer: Any, seed: int) -> Qwen2_5_VLForConditionalGeneratio
             "num_key_value_heads": 1,
             "max_position_embeddings": 1024,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-            **end_ids(tokenizer),
+            **boundary_token_ids(tokenizer),
         },
         vision_config={
             "depth": 1,
@@ -89,7 +89,7 @@ def qwen_encoder(tokenizer: Any, seed: int) -> Qwen2_5_VLForConditionalGeneratio
             "out_hidden_size": 32,
             "fullatt_block_indexes": [0],
         },
-        **media_ids(tokenizer),
+        **vision_token_ids(tokenizer),
     )
-    with seeded(seed):
-        return spread_text_weights(Qwen2_5_VLForConditionalGeneration(config), seed)
+    with temporary_seed(seed):
+        return redraw_text_weights(Qwen2_5_VLForConditionalGeneration(config), seed)

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, Qwen2VLImageProcessorPil
 
-from wfm_ds.models.base import seeded
-from wfm_ds.models.tiny.parts.chat import LanguageFolder, chat_tokenizer
-from wfm_ds.models.tiny.parts.qwen import end_ids, media_ids
-from wfm_ds.models.tiny.parts.weights import spread_text_weights
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.tiny.parts.chat import TinyLanguageModel, chat_tokenizer
+from wfm_ds.models.tiny.parts.qwen import boundary_token_ids, vision_token_ids
+from wfm_ds.models.tiny.parts.weights import redraw_text_weights
 
 SIZE = {"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 16}
 
@@ -22,7 +22,7 @@ def qwen3_folder(
     *,
     text: Mapping[str, Any],
     **top: Any,
-) -> LanguageFolder:
+) -> TinyLanguageModel:
     """Return a model in float32 and its processors, with two text layers of width 32 and two vision layers.
 
     network, config: classes of transformers. text, top: additional config values in the text section and at the top.
@@ -44,7 +44,7 @@ def qwen3_folder(
                 "mrope_section": [2, 3, 3],
                 "mrope_interleaved": True,
             },
-            **end_ids(tokenizer),
+            **boundary_token_ids(tokenizer),
             **text,
         },
         vision_config={
@@ -56,9 +56,9 @@ def qwen3_folder(
             "num_position_embeddings": 16,
             "deepstack_visual_indexes": [0],
         },
-        **media_ids(tokenizer),
+        **vision_token_ids(tokenizer),
         **top,
     )
-    with seeded(seed):
-        model = spread_text_weights(network(model_config), seed)
-    return LanguageFolder(model.eval(), tokenizer, Qwen2VLImageProcessorPil(size=SIZE, patch_size=16))
+    with temporary_seed(seed):
+        model = redraw_text_weights(network(model_config), seed)
+    return TinyLanguageModel(model.eval(), tokenizer, Qwen2VLImageProcessorPil(size=SIZE, patch_size=16))

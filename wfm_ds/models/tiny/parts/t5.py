@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import T5Config, T5EncoderModel, T5Tokenizer
 
-from wfm_ds.models.base import seeded
-from wfm_ds.models.tiny.parts.weights import spread_text_weights
-from wfm_ds.models.tiny.parts.words import WORDS
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.tiny.parts.vocabulary import WORDS
+from wfm_ds.models.tiny.parts.weights import redraw_text_weights
 
 WORD_START = "\u2581"  # the word mark of SentencePiece: "lower one eighth block"
 
@@ -23,5 +23,5 @@ def t5_encoder(vocab_size: int, seed: int) -> T5EncoderModel:
     config = T5Config(
         vocab_size=vocab_size, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, feed_forward_proj="gated-gelu"
     )
-    with seeded(seed):
-        return spread_text_weights(T5EncoderModel(config), seed)
+    with temporary_seed(seed):
+        return redraw_text_weights(T5EncoderModel(config), seed)

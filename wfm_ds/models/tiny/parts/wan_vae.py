@@ -8,9 +8,9 @@ from typing import Any
 
 from diffusers import AutoencoderKLWan
 
-from wfm_ds.models.base import seeded
+from wfm_ds.models.base import temporary_seed
 
-STOCK: Mapping[str, Any] = MappingProxyType(
+VAE_CONFIG: Mapping[str, Any] = MappingProxyType(
     {
         "base_dim": 8,
         "z_dim": 4,
@@ -25,5 +25,5 @@ STOCK: Mapping[str, Any] = MappingProxyType(
 
 def wan_vae(seed: int, **config: Any) -> AutoencoderKLWan:
     """Return a VAE with 4 latent channels. `config` adds or replaces constructor arguments."""
-    with seeded(seed):
-        return AutoencoderKLWan(**{**STOCK, **config})
+    with temporary_seed(seed):
+        return AutoencoderKLWan(**{**VAE_CONFIG, **config})

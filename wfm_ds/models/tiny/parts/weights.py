@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 
-def heed_text(transformer: nn.Module, factor: float) -> nn.Module:
+def amplify_text(transformer: nn.Module, factor: float) -> nn.Module:
     """Scale the text value projections of joint attention, in place.
 
     With the default initialization a prompt hardly changes an image.
@@ -19,7 +19,7 @@ def heed_text(transformer: nn.Module, factor: float) -> nn.Module:
     return transformer
 
 
-def spread_text_weights(encoder: nn.Module, seed: int) -> nn.Module:
+def redraw_text_weights(encoder: nn.Module, seed: int) -> nn.Module:
     """Reinitialize all matrices in place with a larger std, so that embeddings of two prompts clearly differ.
 
     With the default initialization (std .02) they hardly depend on the text.

@@ -1,0 +1,112 @@
+"""HTTP client for rewards that call other services. Uses only the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from wfm_ds.errors import RewardError
+
+MAX_RESPONSE_BYTES = 8 * 2**20
+FIRST_WAIT_S = 0.5
+MAX_WAIT_S = 8.0
+BUSY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})  # worth a retry
+
+
+class HttpRequestError(Exception):
+    """No usable response within the deadline. The message contains the URL and the last response."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpResponse:
+    status: int
+    body: bytes
+
+    def parse_json(self) -> dict[str, Any]:
+        """Parse the body. Raises HttpRequestError if it is not a JSON object."""
+        try:
+            content = json.loads(self.body)
+        except (ValueError, RecursionError) as error:
+            raise HttpRequestError(
+                f"a response with status {self.status} is not JSON: {self.body_excerpt()}"
+            ) from error
+        if not isinstance(content, dict):
+            raise HttpRequestError(f"a response with status {self.status} is not a JSON object: {self.body_excerpt()}")
+        return content
+
+    def body_excerpt(self) -> str:
+        """Return the first 300 bytes of the body on one line, for error messages."""
+        return " ".join(self.body[:300].decode(errors="replace").split())
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follow no redirects: they would send the token to another server."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+@dataclass(slots=True)
+class HttpClient:
+    """HTTP client that retries until a deadline."""
+
+    token: str | None = None  # sent as `Authorization: Bearer`
+    _opener: urllib.request.OpenerDirector = field(default_factory=lambda: urllib.request.build_opener(_NoRedirects))
+    _sleep_event: threading.Event = field(default_factory=threading.Event)
+
+    def post(self, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> HttpResponse:
+        """POST until a response has a status outside BUSY_STATUSES. Retries also after connection errors, with
+        back-off.
+
+        `deadline_s`: on time.monotonic. Raises HttpRequestError after the deadline, RewardError if the token is
+        rejected.
+        """
+        wait_s = FIRST_WAIT_S
+        while True:
+            problem = f"no response from {url} in time"
+            try:
+                response = self._post_once(url, body, headers, max(0.1, deadline_s - time.monotonic()))
+                if response.status in (401, 403):
+                    raise RewardError(f"{url} rejects the token ({response.status}): {response.body_excerpt()}")
+                if response.status not in BUSY_STATUSES:
+                    return response
+                problem = f"{url} responds with {response.status}: {response.body_excerpt()}"
+            except (OSError, http.client.HTTPException) as error:  # urllib's and the timeouts are OSErrors
+                problem = f"{url}: {getattr(error, 'reason', error) or type(error).__name__}"
+            if time.monotonic() + wait_s >= deadline_s:
+                raise HttpRequestError(problem)
+            self.pause(wait_s)
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
+
+    def pause(self, seconds: float) -> None:
+        self._sleep_event.wait(seconds)
+
+    def _post_once(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> HttpResponse:
+        bearer = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        request = urllib.request.Request(url, body, {**headers, **bearer}, method="POST")
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                return HttpResponse(response.status, _check_size(response.read(MAX_RESPONSE_BYTES + 1)))
+        except urllib.error.HTTPError as error:
+            with error:
+                return HttpResponse(error.code, error.read(MAX_RESPONSE_BYTES))
+
+
+def _check_size(body: bytes) -> bytes:
+    if len(body) > MAX_RESPONSE_BYTES:
+        raise http.client.HTTPException(f"a response of more than {MAX_RESPONSE_BYTES} bytes")
+    return body
+
+
+def check_url(url: str, label: str) -> str:
+    """Return the URL. Raises RewardError unless it is an HTTP address."""
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise RewardError(f"{label} is {url!r}; it must start with http:// or https://")
+    return url

@@ -1,0 +1,112 @@
+"""Rewards from a vision-language model behind an OpenAI-compatible chat completions endpoint, such as vLLM."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_reward.base import MediaBatch, MediaItem, Reward, RewardError, Score
+from wfm_reward.http_client import HttpClient, HttpRequestError, check_url
+
+JSON_HEADERS = {"Content-Type": "application/json"}
+VIDEO_CRF = "12"  # H.264 quality, nearly lossless
+
+
+class VlmReward(Reward):
+    """Base class: send one request per item, several at a time. A reply without a score is a failure."""
+
+    stall_s = 660.0
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        endpoint: str,
+        model: str,
+        api_key_env: str | None = None,
+        timeout_s: float = 120.0,
+        concurrency: int = 8,
+        **options: Any,
+    ) -> None:
+        """`endpoint`: URL without /chat/completions, such as http://127.0.0.1:8000/v1. `api_key_env`: environment
+        variable with the API key. Raises RewardError for invalid options."""
+        super().__init__(device, **options)
+        if not 0 < timeout_s <= 600 or not isinstance(concurrency, int) or concurrency < 1:
+            raise RewardError(f"reward {self.name}: timeout_s must be in (0, 600] and concurrency an integer >= 1")
+        self.url = check_url(endpoint, f"reward {self.name}: endpoint").rstrip("/") + "/chat/completions"
+        self.model, self.api_key_env, self.timeout_s, self.concurrency = model, api_key_env, timeout_s, concurrency
+
+    def load(self) -> None:
+        """Open the client. Raises RewardError if the API key is not set."""
+        key = None if self.api_key_env is None else os.environ.get(self.api_key_env)
+        if self.api_key_env is not None and not key:
+            raise RewardError(f"reward {self.name}: the environment variable {self.api_key_env} is not set")
+        self._client = HttpClient(key)
+        self._pool = ThreadPoolExecutor(self.concurrency)
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        return list(self._pool.map(self._score_item, batch))
+
+    @abstractmethod
+    def request_fields(self, item: MediaItem) -> Mapping[str, Any]:
+        """Return the request fields other than `model`: messages and sampling parameters."""
+
+    @abstractmethod
+    def parse_score(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
+        """Read the score from the first choice of a reply. Raises KeyError, TypeError or ValueError if there is
+        none."""
+
+    def _score_item(self, item: MediaItem) -> Score:
+        body = json.dumps({"model": self.model, "temperature": 0, **self.request_fields(item)}).encode()
+        try:
+            response = self._client.post(self.url, body, JSON_HEADERS, time.monotonic() + self.timeout_s)
+            if response.status != 200:
+                return item.fail(f"{self.url} responds with {response.status}: {response.body_excerpt()}")
+            choice = response.parse_json()["choices"][0]
+            return self.parse_score(item, choice)
+        except HttpRequestError as error:
+            return item.fail(str(error))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            return item.fail(f"the reply has no score: {type(error).__name__}: {str(error)[:120]}")
+
+
+def png_data_url(image: npt.NDArray[np.uint8]) -> str:
+    """Encode an image [H,W,3] as a PNG data URL."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def mp4_data_url(frames: npt.NDArray[np.uint8], fps: float) -> str:
+    """Encode a video uint8 [T,H,W,3] as an MP4 data URL."""
+    return f"data:video/mp4;base64,{base64.b64encode(encode_mp4(frames, fps)).decode()}"
+
+
+def encode_mp4(frames: npt.NDArray[np.uint8], fps: float) -> bytes:
+    """Encode a video uint8 [T,H,W,3] as nearly lossless H.264. Drops an odd last row or column (4:2:0 subsampling)."""
+    from fractions import Fraction
+
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": VIDEO_CRF})
+        stream.height, stream.width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
+        stream.pix_fmt = "yuv420p"
+        for frame in frames[:, : stream.height, : stream.width]:
+            video_frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            container.mux(stream.encode(video_frame))
+        container.mux(stream.encode())
+    return buffer.getvalue()

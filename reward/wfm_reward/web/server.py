@@ -1,0 +1,348 @@
+"""HTTP server of the service, in a separate thread: status page, metrics, and scores for other programs.
+
+POST /api/reward/enqueue, /api/reward/pull and /api/reward/ping use Cosmos-RL's protocol (`cosmos_protocol`). POST
+/compute uses plain JSON (`json_protocol`). GET: /, /metrics, /ping, /health, /api/rewards. If a token is set, all
+routes except /health require it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientPayloadError, web
+
+import wfm_ds
+from wfm_ds.errors import RewardError
+from wfm_ds.pipes.broker import Broker
+from wfm_ds.pipes.keys import BrokerKeys
+from wfm_reward import registry
+from wfm_reward.config import ServiceConfig
+from wfm_reward.decoder import VaeScale
+from wfm_reward.stats import ServiceStats
+from wfm_reward.web.access import check_token, read_service_token
+from wfm_reward.web.connections import ConnectionAcceptor
+from wfm_reward.web.cosmos_protocol import parse_enqueue, pull_reply
+from wfm_reward.web.http_problem import HttpProblem
+from wfm_reward.web.jobs import ItemResults, ScoreJob, ScoreJobs
+from wfm_reward.web.json_protocol import compute_reply, parse_compute
+from wfm_reward.web.log_throttle import get_throttled_logger
+from wfm_reward.web.memory_budget import MemoryBudget, Reservation
+from wfm_reward.web.metrics import CONTENT_TYPE, render_metrics
+from wfm_reward.web.request_body import check_encoding, read_form, receive_body
+from wfm_reward.web.score_request import ScoreRequest
+from wfm_reward.web.service_snapshot import ServiceSnapshot, read_clocks
+from wfm_reward.web.status_page import render_status_page
+from wfm_reward.worker_pool import WorkerPool
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+BROKER_TIMEOUT_S = 5.0  # for the broker to report its status
+FORM_BYTES = 64 * 1024
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceParts:
+    """Parts of the service that the HTTP server uses."""
+
+    config: ServiceConfig
+    broker: Broker
+    workers: WorkerPool
+    stats: ServiceStats
+    keys: BrokerKeys | None
+
+
+class HttpServer:
+    """HTTP server in a thread. Call `start` and `stop` from the same thread."""
+
+    def __init__(self, service: ServiceParts, base: Path) -> None:
+        """`base`: folder of the configuration file. Raises RewardError for an invalid token configuration, or a VAE
+        that cannot be read."""
+        assert service.config.http is not None
+        self.config = service.config.http
+        self.url = ""
+        self._service = service
+        self._budget = MemoryBudget(self.config.max_pending_mib * 2**20)
+        self._vae_scales = {
+            n: VaeScale.from_vae_config(n, decoder.vae) for n, decoder in service.config.latent_decoders.items()
+        }
+        self._token = read_service_token(self.config, base, os.environ)
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._rare_log = get_throttled_logger(f"{__name__}.clients")
+        self._started_at_s, _ = read_clocks()
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._stopping = asyncio.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run_thread, name="http", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. The broker must be running. Raises RewardError if the address cannot be bound."""
+        self._thread.start()
+        if not self._ready.wait(START_TIMEOUT_S) or self._error is not None:
+            raise RewardError(f"cannot listen at http.bind {self.config.bind}: {self._error or 'timeout'}")
+
+    def stop(self) -> None:
+        """Let current requests finish briefly, then end the thread."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop is already closed
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(10)
+
+    # Runs in the thread
+
+    def _run_thread(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve_requests())
+        except Exception as error:  # `start` reports it
+            if self._ready.is_set():
+                log.exception("the HTTP server failed")
+            self._error = error
+        finally:
+            self._ready.set()
+            self._loop.close()
+
+    async def _serve_requests(self) -> None:
+        host, _, port = self.config.bind.rpartition(":")
+        runner = web.AppRunner(
+            self._create_app(), access_log=None, shutdown_timeout=2.0, auto_decompress=False, logger=self._rare_log
+        )
+        await runner.setup()
+        assert runner.server is not None
+        try:
+            self._connections = ConnectionAcceptor(
+                runner.server, self.config.max_connections, self.config.idle_timeout_s, self._rare_log
+            )
+            bound, port_number = self._connections.listen(host.strip("[]"), int(port))
+            self.url = f"http://[{bound}]:{port_number}" if ":" in bound else f"http://{bound}:{port_number}"
+            self._ready.set()
+            await self._serve_until_stopped(self._connections.serve())
+        finally:
+            await runner.cleanup()
+
+    async def _serve_until_stopped(self, serving: Coroutine[Any, Any, None]) -> None:
+        """Serve until `stop` is called. Raises what `serving` raises."""
+        tasks = [self._loop.create_task(serving), self._loop.create_task(self._stopping.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await tasks[0]
+
+    def _create_app(self) -> web.Application:
+        app = web.Application(middlewares=[self._process_request], client_max_size=FORM_BYTES)
+        app.add_routes([
+            web.get("/", self._handle_page),
+            web.get("/health", self._handle_health),
+            web.get("/metrics", self._handle_metrics),
+            web.get("/ping", self._handle_ping),
+            web.get("/api/rewards", self._handle_rewards),
+            web.post("/api/reward/ping", self._handle_ping),
+            web.post("/api/reward/pin", self._handle_ping),
+            web.post("/api/reward/enqueue", self._handle_enqueue),
+            web.post("/api/reward/pull", self._handle_pull),
+            web.post("/compute", self._handle_compute),
+        ])  # fmt: skip
+        app.cleanup_ctx.append(self._manage_jobs)
+        return app
+
+    async def _manage_jobs(self, app: web.Application) -> AsyncIterator[None]:
+        max_batch = {name: reward.max_batch for name, reward in self._service.config.rewards.items()}
+        keys = None if self._service.keys is None else self._service.keys.local_client_keys
+        self._jobs = ScoreJobs(self._service.broker.client_endpoint, max_batch, self.config.result_ttl_s, keys)
+        yield
+        await asyncio.to_thread(self._jobs.close)
+
+    @web.middleware
+    async def _process_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Authenticate, process and count every request."""
+        self._connections.begin_request(request.protocol)
+        try:
+            response = await self._respond_safely(request, handler)
+        finally:
+            self._connections.end_request(request.protocol)
+        self._requests[_route_name(request), response.status] += 1
+        if response.status >= 400 and not request.content.is_eof():
+            response.force_close()  # the rest of the body is not read
+        return response
+
+    async def _respond_safely(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return the reply of the handler, or an error reply."""
+        try:
+            if _route_name(request) != "/health":
+                check_token(request.headers.get("Authorization"), self._token)
+            check_encoding(request)
+            return await handler(request)
+        except HttpProblem as problem:
+            response = web.json_response(problem.content, status=problem.status)
+            if problem.retry_after_s is not None:
+                response.headers["Retry-After"] = str(problem.retry_after_s)
+            if problem.status == 401:
+                response.headers["WWW-Authenticate"] = 'Basic realm="wfm_reward: the password is the token"'
+            return response
+        except web.HTTPException as error:
+            return web.json_response({"message": error.reason}, status=error.status)
+        except (ClientPayloadError, ConnectionError) as error:
+            return web.json_response({"message": f"the body was cut off: {error}"}, status=400)
+        except Exception as error:  # noqa: BLE001  (keep the service running)
+            self._rare_log.exception(f"{request.method} {_route_name(request)} failed")
+            return web.json_response({"message": f"{type(error).__name__}: see the log of the service"}, status=500)
+
+    # Status and metrics
+
+    async def _create_snapshot(self) -> ServiceSnapshot:
+        service = self._service
+        try:
+            hub = await asyncio.wait_for(asyncio.wrap_future(service.broker.request_status()), BROKER_TIMEOUT_S)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            raise HttpProblem(503, "stopping", "no reply from the broker: the service is stopping") from error
+        now_s, wall_s = read_clocks()
+        return ServiceSnapshot(
+            version=wfm_ds.__version__,
+            uptime_s=now_s - self._started_at_s,
+            broker=hub,
+            rewards=list(service.config.rewards),
+            stats=service.stats.snapshot(),
+            workers=service.workers.worker_states(),
+            down_reasons=dict(service.workers.down_reasons),
+            requests=self._requests.copy(),
+            pending_bytes=self._budget.reserved_bytes,
+            now_s=now_s,
+            wall_s=wall_s,
+        )
+
+    async def _handle_page(self, request: web.Request) -> web.Response:
+        text = await asyncio.to_thread(render_status_page, await self._create_snapshot())
+        policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store"}
+        return web.Response(text=text, content_type="text/html", headers=headers)
+
+    async def _handle_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=render_metrics(await self._create_snapshot()), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _handle_health(self, request: web.Request) -> web.Response:
+        waiting = self._service.workers.unready_rewards()
+        content = {"ready": False, "waiting_for": waiting} if waiting else {"ready": True}
+        return web.json_response(content, status=503 if waiting else 200)
+
+    async def _handle_ping(self, request: web.Request) -> web.Response:
+        self._check_ready()
+        return web.json_response({"message": "Ping request received"})
+
+    async def _handle_rewards(self, request: web.Request) -> web.Response:
+        return web.json_response({name: _reward_info(name) for name in self._service.config.rewards})
+
+    # Scores
+
+    async def _handle_enqueue(self, request: web.Request) -> web.Response:
+        self._check_ready()
+        async with self._receive_body(request) as (body, reservation):
+            score_request = await asyncio.to_thread(parse_enqueue, body)
+            # Arrays may be views of the body, which then stays in memory until they are scored.
+            num_bytes = max(score_request.nbytes, len(body))
+            job = self._start_job(score_request, reservation, num_bytes, self.config.timeout_s)
+        return web.json_response({"uuid": job.id})
+
+    async def _handle_pull(self, request: web.Request) -> web.Response:
+        fields = await read_form(request, self.config.body_timeout_s)
+        job = self._jobs.find_job(str(fields.get("uuid", "")))
+        reward = str(fields.get("type") or next(iter(job.results)))
+        results = job.results.get(reward)
+        if results is None:
+            rewards = ", ".join(job.results)
+            raise HttpProblem(404, "unknown_type", f"{job.id} has no reward {reward[:80]!r}; it has {rewards}")
+        await _wait_for_results(self.config.pull_wait_s, results)
+        if not results.done.is_set():
+            raise HttpProblem(400, "not_ready", f"the scores of {job.id} are not ready: pull again")
+        content = pull_reply(
+            reward,
+            registry.get_reward_class(reward).primary_output,
+            results.items,
+            info=job.info,
+            seconds=results.seconds,
+            decode_seconds=job.decode_s,
+            failed_value=math.nan if self.config.failed_value == "nan" else None,
+        )
+        return web.json_response(content)
+
+    async def _handle_compute(self, request: web.Request) -> web.Response:
+        self._check_ready()
+        async with self._receive_body(request) as (body, reservation):
+            score_request, timeout_s = await asyncio.to_thread(parse_compute, body, reservation.grow)
+            seconds = min(timeout_s or math.inf, self.config.timeout_s)
+            job = self._start_job(score_request, reservation, score_request.nbytes, seconds)
+            del score_request, body  # only the job still holds the arrays
+        try:
+            await asyncio.gather(*(results.done.wait() for results in job.results.values()))
+        finally:
+            self._jobs.forget_job(job)
+        scores = {reward: results.items for reward, results in job.results.items()}
+        return web.json_response(compute_reply(list(scores), scores))
+
+    def _check_ready(self) -> None:
+        waiting = self._service.workers.unready_rewards()
+        if waiting and not self._service.workers.has_been_ready:
+            raise HttpProblem(503, "loading", f"still loading: {', '.join(waiting)}", retry_after_s=5)
+
+    def _start_job(
+        self, score_request: ScoreRequest, reservation: Reservation, num_bytes: int, timeout_s: float
+    ) -> ScoreJob:
+        """Start a job, which takes ownership of the reservation, resized to `num_bytes` (plus decoded videos). Raises
+        HttpProblem if the service does not offer a reward or decoder, or lacks memory."""
+        offered = self._service.config.rewards
+        unknown = [name for name in score_request.rewards if name not in offered]
+        if unknown:
+            raise HttpProblem(
+                422, "unknown_reward", f"unknown reward {unknown[0][:80]!r}; this service has {', '.join(offered)}"
+            )
+        decoder = self._decoder_kind(score_request) if score_request.latents else None
+        if decoder is not None:  # decoded videos are held in addition to the latents
+            num_bytes += sum(self._vae_scales[item.shape[0]].video_bytes(item.shape) for item in score_request.media)
+        return self._jobs.start_job(score_request, reservation.transfer(num_bytes), timeout_s, decoder)
+
+    def _decoder_kind(self, score_request: ScoreRequest) -> str:
+        channels, known = score_request.media[0].shape[0], self._service.config.latent_decoders
+        if channels not in known:
+            available = f"decoders for {', '.join(map(str, known))} channels" if known else "no latent decoders"
+            raise HttpProblem(
+                422, "no_decoder", f"latents with {channels} channels; this service has {available}: send pixels"
+            )
+        return f"decode:{channels}"
+
+    def _receive_body(self, request: web.Request) -> AbstractAsyncContextManager[tuple[memoryview, Reservation]]:
+        """Read the body with a memory reservation (see `request_body`)."""
+        return receive_body(request, self._budget, self.config.max_body_mib * 2**20, self.config.body_timeout_s)
+
+
+def _route_name(request: web.Request) -> str:
+    """Return the route for metrics, independent of the text that the client sent."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "other"
+
+
+async def _wait_for_results(seconds: float, results: ItemResults) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(results.done.wait(), seconds)
+
+
+def _reward_info(name: str) -> dict[str, Any]:
+    reward = registry.get_reward_class(name)
+    outputs = {
+        output: [limit if math.isfinite(limit) else None for limit in (limits.low, limits.high)]
+        for output, limits in reward.outputs.items()
+    }
+    needs = [*reward.required_metadata, *reward.required_inputs]
+    return {"media": sorted(reward.media_types), "primary": reward.primary_output, "outputs": outputs, "needs": needs}

@@ -1,0 +1,64 @@
+"""Main function of the worker processes of a reward service.
+
+`WorkerPool` starts them. A worker reads its settings as one line of JSON from stdin. Stdin then stays open; end of file
+means that the supervisor has exited. The worker writes one status line to stdout, {"ready": true} or {"error": ...}.
+All other output goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wfm_ds.errors import UserError
+from wfm_ds.pipes.worker import BatchHandler, LeaseWorker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """Arguments of LeaseWorker.run_batches, and the seconds after which a batch counts as hung."""
+
+    handle_batch: BatchHandler
+    stall_s: float
+    max_rows: int = 1
+    max_wait_s: float = 0.0
+
+
+def run_worker(load_handler: Callable[[Mapping[str, Any]], WorkerSetup]) -> int:
+    """Process tasks until stopped. Return the exit status: 0, or 2 if `load_handler(settings)` raises."""
+    status_fd = os.dup(1)  # not inherited by child processes of a model
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which closes stdin
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        settings = json.loads(stdin.readline())
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {settings['name']} %(levelname)s %(message)s")
+    try:
+        setup = load_handler(settings)
+    except Exception as error:  # third-party code may raise anything; the service reports it in one line
+        log.exception("%s cannot start", settings["name"])
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        _write_status(status_fd, {"error": reason})
+        return 2
+    _write_status(status_fd, {"ready": True})
+    worker = LeaseWorker(
+        settings["endpoint"],
+        worker=settings["worker"],
+        name=settings["name"],
+        kinds=[settings["kind"]],
+        credit=setup.max_rows,
+        parent_fd=0,
+        watchdog_s=setup.stall_s + 10.0,
+    )
+    worker.run_batches(setup.handle_batch, max_rows=setup.max_rows, max_wait_s=setup.max_wait_s)
+    return 0
+
+
+def _write_status(status_fd: int, status: Mapping[str, Any]) -> None:
+    os.write(status_fd, json.dumps(status).encode() + b"\n")

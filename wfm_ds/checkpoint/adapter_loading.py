@@ -1,0 +1,116 @@
+"""Loading of an exported LoRA onto a model, with the scale that it was trained with. export.py writes these files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+
+from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA_KEY, WHOLE_LAYER_FILES
+from wfm_ds.errors import ModelError
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.peft_support import add_peft_methods
+
+# Raised by diffusers for damaged tensors or tensors that do not fit the layers.
+LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError)
+
+
+def load_adapter(model: DiffusionModel, folder: Path) -> None:
+    """Add the LoRA in `folder` (`safetensors/step_N/lora` of a run) to the model's unwrapped denoiser and activate it.
+
+    Raises ModelError if a file is missing or damaged, does not contain its alpha, or does not fit the model completely.
+    diffusers alone would ignore tensors that do not fit, and use the rank as alpha.
+    """
+    paths = {part: find_adapter_file(folder, part) for part in model.denoiser_components}
+    tensor_names = {part: read_adapter_names(path) for part, path in paths.items()}
+    trained_layers = {tensor_layer(name) for names in tensor_names.values() for name in names}
+    model.prepare_for_lora(
+        sorted(trained_layers | {name for part, path in paths.items() for name in read_whole_layer_names(path, part)})
+    )
+    for part, path in paths.items():
+        problem = f"{path} does not fit the {part} of {model.path}"
+        hint = "use the model that it was trained on"
+        names = tensor_names[part]
+        try:
+            load_part_adapter(model.pipeline, part, path)
+        except LOADING_ERRORS as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(f"{problem} ({reason}); {hint}") from error
+        if mismatches := sorted(names ^ adapter_tensor_names(getattr(model.pipeline, part))):
+            raise ModelError(f"{problem}: {len(mismatches)} tensors do not match, e.g. {mismatches[0]}; {hint}")
+        load_whole_layers(getattr(model.pipeline, part), path.parent / WHOLE_LAYER_FILES[part])
+
+
+def read_whole_layer_names(adapter: Path, part: str) -> set[str]:
+    """Return the fully trained layers, read from the file next to a part's adapter."""
+    path = adapter.parent / WHOLE_LAYER_FILES[part]
+    if not path.is_file():
+        return set()
+    with safe_open(path, framework="pt") as file:
+        return {name.rpartition(".")[0] for name in file.keys()}  # noqa: SIM118, it is not a mapping
+
+
+@torch.no_grad()
+def load_whole_layers(network: torch.nn.Module, path: Path) -> None:
+    """Load the fully trained layers into a part of the denoiser, if there is a file with them.
+
+    Raises ModelError for a tensor that the part does not have.
+    """
+    if not path.is_file():
+        return
+    parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in network.named_parameters()}
+    with safe_open(path, framework="pt", device="cpu") as file:
+        for name in file.keys():  # noqa: SIM118, it is not a mapping
+            tensor = file.get_tensor(name)
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                raise ModelError(f"{path}: {name} {list(tensor.shape)} does not fit; use the model it was trained on")
+            parameters[name].copy_(tensor)
+
+
+def find_adapter_file(folder: Path, part: str = LORA_PREFIX) -> Path:
+    """Return the weight file for a part of the denoiser in an exported LoRA folder. Raises ModelError if it is
+    missing."""
+    name = LORA_FILES[part]
+    path = folder / name
+    if path.is_file():
+        return path
+    lora_path = folder / LORA_FOLDER / name
+    hint = f"; use {lora_path.parent}" if lora_path.is_file() else "; use safetensors/step_N/lora of a LoRA run"
+    raise ModelError(f"{folder} has no {name}{hint}")
+
+
+def read_adapter_names(path: Path) -> set[str]:
+    """Return the names of the tensors in a LoRA file. Raises ModelError if the file does not contain its alpha."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names, metadata = set(file.keys()), file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); copy the export again") from error
+    if METADATA_KEY not in metadata:
+        raise ModelError(
+            f"{path} does not contain its alpha ({METADATA_KEY} in its header); use a LoRA that a run exported"
+        )
+    return names
+
+
+def tensor_layer(name: str) -> str:
+    """Return the layer of the network that a tensor of a LoRA file belongs to."""
+    return name.removeprefix(f"{LORA_PREFIX}.").partition(".lora_")[0]
+
+
+def load_part_adapter(pipeline: Any, part: str, path: Path) -> None:
+    options = {} if part == LORA_PREFIX else {f"load_into_{part}": True}
+    # If the pipeline class has no LoRA loader, use the network's, or add one to the network.
+    load = getattr(pipeline, "load_lora_weights", None) or add_peft_methods(getattr(pipeline, part)).load_lora_adapter
+    load(str(path.parent), weight_name=path.name, adapter_name="default", local_files_only=True, **options)
+
+
+def adapter_tensor_names(network: Any) -> set[str]:
+    """Return the names of the adapter's tensors in a network, as in its file."""
+    if not getattr(network, "peft_config", None):
+        return set()
+    state_dict = get_peft_model_state_dict(network, adapter_name="default", save_embedding_layers=False)
+    return {f"{LORA_PREFIX}.{name}" for name in state_dict}

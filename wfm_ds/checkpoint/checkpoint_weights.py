@@ -1,0 +1,149 @@
+"""The weights in a checkpoint, read one tensor at a time without the run that wrote it, for `convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor
+
+from wfm_ds.checkpoint.export import LORA_KEY, WHOLE_LAYER_KEY, TensorSource, adapter_shapes
+from wfm_ds.checkpoint.export_target import ExportTarget
+from wfm_ds.checkpoint.lora_layers import LoraLayer, LoraLayers, layer_alpha
+from wfm_ds.checkpoint.sharded_states import ShardedStates
+from wfm_ds.engine.engine import OPTIMIZER_PREFIX, persistent_buffers
+from wfm_ds.errors import ModelError, UserError
+
+ADAPTER_INFIX = ".default."  # the trained adapter's name within its parameter names
+UNSUPPORTED_OPTIONS = ("lora_bias", "use_qalora", "layer_replication")  # options that change the update
+
+
+class CheckpointWeights:
+    """Every policy of a checkpoint, sharded over any number of ranks at any ZeRO stage, as a tensor source for an
+    export.
+
+    Buffers do not train and come from the base folder.
+    """
+
+    def __init__(self, sharded_states: ShardedStates, target: ExportTarget, settings: Mapping[str, Any] | None) -> None:
+        """settings: the LoraConfig as JSON, None for a run with full training."""
+        self.sharded_states, self.target, self.settings = sharded_states, target, settings
+        self.uses_lora = settings is not None
+
+    def policy_names(self) -> list[str]:
+        """Return the policies that can be exported."""
+        return [name for name in self.sharded_states.state_names() if not name.startswith(OPTIMIZER_PREFIX)]
+
+    def lora_config(self) -> Any:
+        return None if self.settings is None else peft.LoraConfig(**self.settings)
+
+    def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters with the same names and in the same order as the engine.
+
+        Raises UserError unless the checkpoint has exactly the weights of the target.
+        """
+        names = self.sharded_states.read_layout(0).keys()
+        for part in self.target.parts:
+            prefix = self.target.tensor_prefix(part)
+            shapes = self._adapter_shapes(part) if self.uses_lora else self._parameter_shapes(part)
+            if {prefix + name for name in shapes} != {name for name in names if name.startswith(prefix)}:
+                raise UserError(f"{self.sharded_states.folder} has other weights than {part} of {self.target.base}")
+            for name, shape in shapes.items():
+                exported_name = (prefix + name).replace(ADAPTER_INFIX, ".") if self.uses_lora else prefix + name
+                yield exported_name, self.sharded_states.read_parameter(policy, prefix + name, shape)
+            if not self.uses_lora:
+                yield from self._read_buffers(part)
+
+    def _parameter_shapes(self, part: str) -> dict[str, torch.Size]:
+        target = self.target
+        parameters = target.meta_network(part).named_parameters()
+        return {name: parameter.shape for name, parameter in parameters if not target.is_frozen(name)}
+
+    def _adapter_shapes(self, part: str) -> dict[str, list[int]]:
+        """Return the shapes of the adapter's tensors in the checkpoint, derived from the base's layers."""
+        assert self.settings is not None
+        prefix, weights = self.target.tensor_prefix(part), self.target.tensor_shapes(part)
+        shapes = {}
+        for name in self.sharded_states.read_layout(0):
+            if not name.startswith(prefix):
+                continue
+            own_name = name.removeprefix(prefix)
+            match, saved_match = (
+                key.fullmatch(own_name.replace(ADAPTER_INFIX, ".")) for key in (LORA_KEY, WHOLE_LAYER_KEY)
+            )
+            weight = weights.get(f"{match['module']}.weight") if match else None
+            if match and weight is not None:
+                matrices = adapter_shapes(weight, int(self.settings["r"]), dora=True)
+                shapes[own_name] = matrices[match["matrix"]]
+            elif (
+                saved_match
+                and (whole_shape := weights.get(f"{saved_match['module']}.{saved_match['kind']}")) is not None
+            ):
+                shapes[own_name] = list(whole_shape)
+        return shapes
+
+    def _read_buffers(self, part: str) -> Iterator[tuple[str, Tensor]]:
+        base_weights = self.target.base_weights(part)
+        for name, _ in persistent_buffers(self.target.meta_network(part)):
+            yield self.target.tensor_prefix(part) + name, base_weights.read_tensor(name)
+
+
+class MergedAdapter:
+    """The base folder's weights with a LoRA merged into them in float32, tensor by tensor: W + alpha / rank * B A.
+
+    DoRA weights are scaled to their magnitudes. Fully trained layers replace the base's.
+    """
+
+    uses_lora = False
+
+    def __init__(self, adapter: TensorSource, settings: Mapping[str, Any], target: ExportTarget) -> None:
+        """Raises ModelError for a LoRA variant that cannot be merged."""
+        if unsupported := [name for name in UNSUPPORTED_OPTIONS if settings.get(name)]:
+            raise ModelError(f"a LoRA with {', '.join(unsupported)} cannot be merged; remove --merge")
+        self.adapter, self.target, self.settings = adapter, target, settings
+
+    def lora_config(self) -> None:
+        return None
+
+    def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the state dicts of all parts. Raises ModelError if the LoRA does not fit them."""
+        layers, saved = collect_lora_layers(self.adapter.iter_full_tensors(policy), self.settings)
+        for part in self.target.parts:
+            prefix, base_weights = self.target.tensor_prefix(part), self.target.base_weights(part)
+            for name in self.target.tensor_shapes(part):
+                weight = base_weights.read_tensor(name)
+                layer = layers.pop(prefix + name.removesuffix(".weight"), None) if name.endswith(".weight") else None
+                if layer is not None and layer.weight_shape != weight.shape:
+                    raise ModelError(f"{name} is {list(weight.shape)}, but the LoRA is for {list(layer.weight_shape)}")
+                base_tensor = saved.pop(prefix + name, weight)
+                yield prefix + name, base_tensor if layer is None else layer.merge_weight(base_tensor)
+        if unused := [*layers, *saved]:
+            raise ModelError(f"{self.target.base} has no layer {unused[0]}, which the LoRA adapts")
+
+
+def collect_lora_layers(
+    tensors: Iterable[tuple[str, Tensor | None]], settings: Mapping[str, Any]
+) -> tuple[LoraLayers, dict[str, Tensor]]:
+    """Return a LoRA's layers from the tensors of a source, and the tensors of fully trained layers.
+
+    Raises ModelError for other names or incomplete layers.
+    """
+    groups: dict[str, dict[str, Tensor]] = {}
+    saved: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        match, whole_match = LORA_KEY.fullmatch(name), WHOLE_LAYER_KEY.fullmatch(name)
+        if tensor is None or not (match or whole_match):
+            raise ModelError(f"{name} is not the name of a LoRA tensor (MODULE.lora_A.weight)")
+        if match:
+            groups.setdefault(match["module"], {})[match["matrix"]] = tensor
+        elif whole_match:
+            saved[f"{whole_match['module']}.{whole_match['kind']}"] = tensor
+    if incomplete := [module for module, group in groups.items() if not {"A", "B"} <= group.keys()]:
+        raise ModelError(f"{incomplete[0]}: the LoRA has only one of its two matrices")
+    layers = {
+        module: LoraLayer(g["A"], g["B"], layer_alpha(settings, module, len(g["A"])), g.get("magnitude_vector"))
+        for module, g in groups.items()
+    }
+    return layers, saved

@@ -1,0 +1,149 @@
+"""The target of an export: the pipeline that was trained, described by its folder without loading the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import diffusers
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from wfm_ds.checkpoint.pipeline_folder import CALL_FILE, pipeline_components, read_index
+from wfm_ds.checkpoint.tensor_file import StoredTensorSpec
+from wfm_ds.errors import ModelError
+from wfm_ds.models.base import matches_any_pattern, pipeline_call_default
+from wfm_ds.models.loading import read_json
+from wfm_ds.models.weight_variants import select_variant, shard_index_path
+
+if TYPE_CHECKING:
+    from wfm_ds.models.base import DiffusionModel
+
+WEIGHTS_STEM = "diffusion_pytorch_model"  # the file stem that diffusers expects
+
+
+class ExportInfo(Protocol):
+    """The information in a checkpoint from which exports can be made."""
+
+    @property
+    def base(self) -> Path:
+        """The folder of the trained model."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTarget:
+    """A pipeline folder, and which parts of it were trained."""
+
+    base: Path
+    parts: tuple[str, ...]  # of the denoiser, as in model_index.json
+    # entries of call.json that the base's call.json does not have
+    call_arguments: Mapping[str, Any] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()  # patterns of tensors that full training leaves unchanged (models/base.py)
+
+    @classmethod
+    def from_model(cls, model: DiffusionModel) -> ExportTarget:
+        """Create the target of a loaded model.
+
+        Includes the prompt encoding and embedded guidance if they differ from the base folder or the pipeline's
+        defaults.
+        """
+        base = model.path.absolute()
+        base_call = read_json(base / CALL_FILE) if (base / CALL_FILE).exists() else {}
+        trained_arguments = model.export_call_kwargs().items()
+        call_arguments = {
+            n: value
+            for n, value in trained_arguments
+            if base_call.get(n, pipeline_call_default(model.pipeline, n)) != value
+        }
+        return cls(base, tuple(model.denoiser_components), call_arguments, tuple(model.unused_parameter_patterns))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ExportTarget:
+        """Read the result of `to_json`. Raises ModelError for a checkpoint of a language model, which has no
+        pipeline."""
+        if "parts" not in values:
+            raise ModelError(
+                f"a checkpoint of the language model {values['base']} cannot be converted: resume its run, which "
+                "exports at its end"
+            )
+        return cls(Path(values["base"]), tuple(values["parts"]), values["call"], tuple(values.get("frozen", ())))
+
+    def to_json(self) -> dict[str, Any]:
+        note = {"base": str(self.base), "parts": list(self.parts), "call": dict(self.call_arguments)}
+        return note | ({"frozen": list(self.frozen)} if self.frozen else {})
+
+    def is_frozen(self, name: str) -> bool:
+        """Return whether training left a tensor of a part, given by its name in the part, unchanged."""
+        return matches_any_pattern(name, self.frozen)
+
+    def read_config(self, part: str) -> dict[str, Any]:
+        """Return the config of a part. Raises ModelError if it cannot be read."""
+        config = read_json(self.base / part / "config.json")
+        config.pop("_name_or_path", None)  # a path on another machine
+        return config
+
+    def meta_network(self, part: str) -> nn.Module:
+        """Build a part from its config on the meta device. Raises ModelError if the base does not have it."""
+        _, class_name = pipeline_components(read_index(self.base)).get(part, (None, None))
+        network_class = getattr(diffusers, str(class_name), None)
+        if network_class is None:
+            raise ModelError(f"{self.base} has no {part} with a diffusers class; name the pipeline that was trained")
+        with torch.device("meta"):
+            network: nn.Module = network_class.from_config(self.read_config(part))
+        return network
+
+    def tensor_specs(self, part: str) -> dict[str, StoredTensorSpec]:
+        """Return names, dtypes (from the config: float32 for weights) and shapes of a part's state dict."""
+        return {
+            name: StoredTensorSpec(tensor.dtype, tensor.shape)
+            for name, tensor in self.meta_network(part).state_dict().items()
+        }
+
+    def tensor_shapes(self, part: str) -> dict[str, torch.Size]:
+        """Return names and shapes of a part's state dict."""
+        return {name: spec.shape for name, spec in self.tensor_specs(part).items()}
+
+    def tensor_prefix(self, part: str) -> str:
+        """Return the prefix of a part's tensor names in an engine: empty if there is only one part."""
+        return "" if len(self.parts) == 1 else f"{part}."
+
+    def base_weights(self, part: str) -> FolderWeights:
+        """Return the weights of a part in the base folder."""
+        return FolderWeights(self.base / part)
+
+
+class FolderWeights:
+    """The safetensors files of a network, read tensor by tensor.
+
+    The file is opened and closed for each tensor, because it is memory-mapped and the pages read would count as memory
+    while it is open.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = shard_index_path(folder, WEIGHTS_STEM)
+        variant = select_variant(folder)
+        self._single_file = f"{WEIGHTS_STEM}.{variant}.safetensors" if variant else f"{WEIGHTS_STEM}.safetensors"
+        self._file_of: dict[str, str] | None = read_json(index)["weight_map"] if index.is_file() else None
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Return a tensor. Raises ModelError if the file or the tensor is missing or cannot be read."""
+        file = self._single_file if self._file_of is None else self._file_of.get(name, name)
+        try:
+            with safe_open(self.folder / file, "pt") as handle:
+                tensor: Tensor = handle.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{name} cannot be read from {self.folder} ({error}); copy the pipeline again") from error
+        return tensor
+
+
+def call_json(base: Path, arguments: Mapping[str, Any]) -> str:
+    """Return the text of a call.json that adds these arguments to the base's."""
+    base_call = read_json(base / CALL_FILE) if (base / CALL_FILE).exists() else {}
+    return json.dumps(base_call | dict(arguments))

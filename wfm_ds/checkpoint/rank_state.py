@@ -1,0 +1,94 @@
+"""The state of a run in a checkpoint, of the engine and the training loop, with one file per rank.
+
+    wfm_rank00000.safetensors, ...     this rank's shards of the trained weights, the other policies and the
+                                       optimizer's states, all fp32; as metadata the engine's counters, the loop's
+                                       state, the layout of the shards, so that other ranks can read them, and
+                                       the target of exports
+    recipe.yaml                        the resolved recipe
+
+Frozen weights are not stored, because they are in the base model. Random states are not stored, because every random
+draw is seeded by a key (seeds.py). Nothing is pickled, so a checkpoint cannot execute code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from wfm_ds.checkpoint.export import adapter_settings
+from wfm_ds.checkpoint.export_target import ExportInfo
+from wfm_ds.checkpoint.sharded_states import ShardedStates, flat_name, layout_to_json, rank_file_name
+from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.recipe import file as recipe_file
+
+RECIPE_FILE = "recipe.yaml"
+EXPORT_KEY = "export"  # metadata key of the export target
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """This rank's state between two steps, copied to the host so that later steps do not change it."""
+
+    rank: int
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+    recipe: str | None  # on rank 0 only
+
+    def write_files(self, folder: Path) -> list[Path]:
+        """Write this rank's files below `folder`. Raises OSError."""
+        files = [folder / rank_file_name(self.rank)]
+        try:
+            save_file(dict(self.tensors), files[0], metadata=dict(self.metadata))
+        except SafetensorError as error:  # disk full
+            raise OSError(str(error)) from error
+        if self.recipe is not None:
+            files.append(folder / RECIPE_FILE)
+            files[-1].write_text(self.recipe, encoding="utf-8")
+        return files
+
+
+def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: ExportInfo, dtype: torch.dtype) -> RankState:
+    """Copy this rank's state to the host.
+
+    loop: the loop's state as JSON. target, dtype: of the run's exports, so that `convert` needs nothing else.
+    """
+    tensors = {
+        flat_name(name, group): flat.to("cpu", copy=True)
+        for name, flats in engine.shard_states().items()
+        for group, flat in enumerate(flats)
+    }
+    layout = layout_to_json(engine.shards.slices_by_name())
+    config = engine.lora_config()
+    lora = None if config is None else adapter_settings(config, target.base)
+    export_info = target.to_json() | {"dtype": str(dtype).removeprefix("torch."), "lora": lora}
+    metadata_values = {"engine": engine.step_counters(), "loop": dict(loop), "layout": layout, EXPORT_KEY: export_info}
+    metadata = {name: json.dumps(value) for name, value in metadata_values.items()}
+    recipe = recipe_file.dump_recipe(engine.recipe) if engine.world.is_main else None
+    return RankState(engine.world.rank, tensors, metadata, recipe)
+
+
+def restore_state(engine: DenoiserEngine, folder: Path, num_ranks: int) -> dict[str, Any]:
+    """Restore the state that `capture_state` saved on `num_ranks` ranks, for any number of ranks. Collective.
+
+    Call it before the first step. Returns the loop's state. Raises UserError if a file is damaged or from another
+    model.
+    """
+    rank = engine.world.rank if engine.world.rank < num_ranks else 0
+    layout, lengths = engine.shards.slices_by_name(), [len(flat) for flat in engine.shards.master_weights()]
+
+    def read() -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
+        with ShardedStates(folder, num_ranks) as states_file:
+            return states_file.read_metadata(rank), states_file.gather_states(layout, lengths, rank)
+
+    metadata, states = engine.world.run_checked(read)
+    engine.restore_state(metadata["engine"], states)
+    loop: dict[str, Any] = metadata["loop"]
+    return loop

@@ -1,0 +1,213 @@
+"""Checkpoints in S3, complete or absent. store.py has the local ones.
+
+    s3://bucket/run/checkpoints/step_400/wfm_rank00000.safetensors, ...    the files of the local folder
+    s3://bucket/run/checkpoints/step_400/COMPLETE                          the local one, and each file's SHA-256
+
+S3 has no rename, so only COMPLETE marks a complete checkpoint: it is removed first when a checkpoint is replaced or
+removed, and written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.checkpoint.store import COMPLETE, STEP_FOLDER, Checkpoint, steps_to_keep
+from wfm_ds.errors import StorageError
+from wfm_ds.storage import atomic, transfer
+from wfm_ds.storage.filesystem import is_remote
+from wfm_ds.storage.transfer import ProgressCallback, ignore_progress
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCheckpoint:
+    """A remote folder with all of its files, in the sizes that were written."""
+
+    path: str
+    step: int
+    world_size: int
+    metadata: Mapping[str, Any]
+    files: Mapping[str, int]  # bytes by name, without COMPLETE
+    sha256: Mapping[str, str]  # by name; complete for checkpoints that this module published
+    marker_text: str  # the text of COMPLETE
+
+
+def read_checkpoint(address: str) -> RemoteCheckpoint | None:
+    """Return the checkpoint at an s3:// address; None if it is not complete. Raises StorageError."""
+    return _read_marker(address, transfer.list_objects(address))
+
+
+def find_newest(root: str) -> RemoteCheckpoint | None:
+    """Return the complete checkpoint with the highest step below `root`. Skipped ones are logged.
+
+    Raises StorageError.
+    """
+    names = transfer.list_objects(root)
+    for step in sorted(_step_numbers(names), reverse=True):
+        checkpoint = _read_step(root, step, names)
+        if checkpoint is not None:
+            return checkpoint
+        log.warning("%s/step_%d is damaged or incomplete and is skipped", root, step)
+    return None
+
+
+def find_flaws(root: str) -> list[str]:
+    """Describe the checkpoints below `root` that have a COMPLETE but are damaged. Raises StorageError."""
+    names = transfer.list_objects(root)
+    completed_steps = [step for step in sorted(_step_numbers(names)) if f"step_{step}/{COMPLETE}" in names]
+    return [f"step_{step}: files are missing" for step in completed_steps if _read_step(root, step, names) is None]
+
+
+def _read_step(root: str, step: int, names: Mapping[str, int]) -> RemoteCheckpoint | None:
+    """Return the checkpoint of a step. names: all objects below `root`, with sizes."""
+    folder = f"step_{step}/"
+    sizes = {name.removeprefix(folder): size for name, size in names.items() if name.startswith(folder)}
+    return _read_marker(f"{root}/step_{step}", sizes)
+
+
+def _read_marker(address: str, sizes: Mapping[str, int]) -> RemoteCheckpoint | None:
+    if COMPLETE not in sizes:
+        return None
+    text = transfer.read_text(f"{address}/{COMPLETE}")
+    try:
+        marker = json.loads(text)
+        checkpoint = RemoteCheckpoint(
+            address,
+            int(marker["step"]),
+            int(marker["world_size"]),
+            dict(marker["facts"]),
+            dict(marker["files"]),
+            dict(marker.get("sha256", {})),
+            text,
+        )
+    except (ValueError, KeyError, TypeError):  # not a valid checkpoint
+        return None
+    return checkpoint if all(sizes.get(name) == size for name, size in checkpoint.files.items()) else None
+
+
+def _step_numbers(names: Mapping[str, int]) -> set[int]:
+    return {int(match[1]) for name in names if (match := STEP_FOLDER.fullmatch(name.partition("/")[0]))}
+
+
+def fetch_checkpoint(
+    checkpoint: RemoteCheckpoint, folder: Path, *, moved: ProgressCallback = ignore_progress
+) -> Checkpoint:
+    """Download a checkpoint to `folder`, complete or absent, and compare each file with its SHA-256.
+
+    An existing folder is replaced. Raises StorageError.
+    """
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    try:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        for name, size in checkpoint.files.items():
+            file = _safe_path(temporary, name, checkpoint.path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            transfer.download_file(
+                f"{checkpoint.path}/{name}", file, size=size, sha256=checkpoint.sha256.get(name), on_progress=moved
+            )
+        atomic.write_text(temporary / COMPLETE, checkpoint.marker_text)
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+        atomic.sync_to_disk(folder.parent)
+    except StorageError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(f"{checkpoint.path} could not be copied to {folder} ({error}): free space there") from error
+    return Checkpoint(folder, checkpoint.step, checkpoint.world_size, checkpoint.metadata)
+
+
+@contextlib.contextmanager
+def open_locally(path: str, near: Path) -> Iterator[Path]:
+    """Yield a local path unchanged, and an s3:// address as a temporary copy near `beside`.
+
+    Files of a checkpoint are compared with their digests. Raises StorageError.
+    """
+    if not is_remote(path):
+        yield Path(path)
+        return
+    address, sizes = path.rstrip("/"), transfer.list_objects(path.rstrip("/"))
+    if not sizes:
+        raise StorageError(f"{address}: not found")
+    checkpoint = _read_marker(address, sizes)
+    if checkpoint is None and COMPLETE in sizes:
+        raise StorageError(f"{address} is damaged: files are missing or truncated; choose another checkpoint")
+    parent = next(path for path in (near.absolute(), *near.absolute().parents) if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".wfm-", dir=parent) as temporary:
+        folder = Path(temporary) / address.rpartition("/")[2]
+        if checkpoint is not None:
+            fetch_checkpoint(checkpoint, folder)
+        else:
+            _fetch_files(address, sizes, folder)
+        yield folder
+
+
+def _fetch_files(address: str, sizes: Mapping[str, int], folder: Path) -> None:
+    try:
+        for name, size in sizes.items():
+            file = _safe_path(folder, name, address)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            transfer.download_file(f"{address}/{name}", file, size=size)
+    except OSError as error:
+        raise StorageError(f"{address} could not be copied to {folder} ({error}): free space there") from error
+
+
+def _safe_path(folder: Path, name: str, address: str) -> Path:
+    file = folder / name
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise StorageError(f"{address} has {name}, a path outside of its folder: no run wrote it")
+    return file
+
+
+def publish_checkpoint(
+    checkpoint: Checkpoint,
+    address: str,
+    *,
+    before_complete: Callable[[], None],
+    moved: ProgressCallback = ignore_progress,
+) -> dict[str, int]:
+    """Upload a local checkpoint. Returns the bytes of each file by name.
+
+    before_complete: called after all files except COMPLETE were uploaded. Raises StorageError, and OSError if the local
+    files cannot be read.
+    """
+    marker = json.loads((checkpoint.path / COMPLETE).read_text(encoding="utf-8"))
+    sizes: dict[str, int] = marker["files"]
+    transfer.remove_objects([f"{address}/{COMPLETE}"])
+    sha256 = {
+        name: transfer.upload_file(checkpoint.path / name, f"{address}/{name}", size=size, on_progress=moved)
+        for name, size in sizes.items()
+    }
+    before_complete()
+    complete = (json.dumps(marker | {"sha256": sha256}, indent=1) + "\n").encode()
+    transfer.put_object(complete, f"{address}/{COMPLETE}")
+    return sizes | {COMPLETE: len(complete)}
+
+
+def prune_checkpoints(root: str, *, newest: int, keep: int) -> None:
+    """Keep the last `keep` complete checkpoints up to step `newest`, and remove other ones.
+
+    Beyond `newest`, which is the caller's own checkpoint, incomplete ones are removed; complete ones belong to another
+    run
+    and stay. Raises StorageError.
+    """
+    names = transfer.list_objects(root)
+    complete = {step for step in _step_numbers(names) if f"step_{step}/{COMPLETE}" in names}
+    newer_complete = {step for step in complete if step > newest and _read_step(root, step, names) is not None}
+    for step in _step_numbers(names) - steps_to_keep(complete, newest=newest, keep=keep) - newer_complete:
+        objects = [name for name in names if name.startswith(f"step_{step}/")]
+        ordered = sorted(objects, key=lambda name: not name.endswith(f"/{COMPLETE}"))
+        transfer.remove_objects(f"{root}/{name}" for name in ordered)

@@ -1,0 +1,169 @@
+"""Training states sharded over some ranks, read for other ranks: any world size, any ZeRO stage, or without DeepSpeed.
+
+Each rank's file holds flat tensors and, as metadata, the slices of parameters in them. A reader finds the elements of a
+parameter in whichever files have them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from wfm_ds.engine.policies import ShardSlice
+from wfm_ds.errors import UserError
+
+Layout = Mapping[str, ShardSlice]
+"""Slices by parameter name."""
+
+
+def rank_file_name(rank: int) -> str:
+    return f"wfm_rank{rank:05d}.safetensors"
+
+
+def flat_name(state: str, group: int) -> str:
+    """Return the name of a flat tensor in a rank's file."""
+    return f"{state}.{group}"
+
+
+def layout_to_json(layout: Layout) -> dict[str, list[int]]:
+    return {name: list(astuple(piece)) for name, piece in layout.items()}
+
+
+class ShardedStates:
+    """The files of all ranks of a checkpoint, each opened at first use."""
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        self.folder, self.num_ranks = folder, num_ranks
+        self._exit_stack = contextlib.ExitStack()
+        self._files: dict[int, Any] = {}
+        self._layouts: dict[int, dict[str, ShardSlice]] = {}
+
+    def __enter__(self) -> ShardedStates:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exit_stack.close()
+
+    def read_metadata(self, rank: int) -> dict[str, Any]:
+        """Return the metadata that the rank saved with its tensors, as JSON values. Raises UserError like
+        `gather_states`."""
+        with self._translate_errors(rank):
+            return {name: json.loads(text) for name, text in self._open_file(rank).metadata().items()}
+
+    def read_layout(self, rank: int) -> Layout:
+        """Return the layout of this rank's flat tensors."""
+        if rank not in self._layouts:
+            self._layouts[rank] = {
+                name: ShardSlice(*numbers) for name, numbers in self.read_metadata(rank)["layout"].items()
+            }
+        return self._layouts[rank]
+
+    def parameter_sizes(self) -> dict[str, int]:
+        """Return the number of elements of each parameter over all ranks."""
+        sizes: dict[str, int] = {}
+        for rank in range(self.num_ranks):
+            for name, piece in self.read_layout(rank).items():
+                sizes[name] = sizes.get(name, 0) + piece.numel
+        return sizes
+
+    def gather_states(self, layout: Layout, lengths: Sequence[int], rank: int) -> dict[str, list[Tensor]]:
+        """Return the flat tensors of every state, partitioned as in `layout`: per state one float32 CPU tensor per
+        group.
+
+        lengths: length of each group's flat tensor; elements outside all parameters are 0. rank: the rank whose file
+        probably
+        has the same layout, so that the other files need not be opened. A state that is one number per group (AdamW's
+        step) is
+        the same in all groups. Raises UserError if a file cannot be read or has other parameters.
+        """
+        ranks: Sequence[int] = [rank]
+        if self.read_layout(rank) != layout:
+            ranks = range(self.num_ranks)
+            if differing := sorted(self.parameter_sizes().keys() ^ layout.keys()):
+                raise UserError(
+                    f"{self.folder} has other trained weights than this run, e.g. {differing[0]}: it is from another "
+                    "model, or from a version that trained other weights"
+                )
+        flats: dict[str, list[Tensor]] = {}
+        for state in self.state_names():
+            number = self._read_number(state)
+            if number is not None:
+                flats[state] = [number.clone() for _ in lengths]
+                continue
+            flats[state] = [torch.zeros(length) for length in lengths]
+            for name, piece in layout.items():
+                out = flats[state][piece.group][piece.flat_start : piece.flat_start + piece.numel]
+                self._read_elements(out, state, name, piece.parameter_start, ranks)
+        return flats
+
+    def read_parameter(self, state: str, name: str, shape: Sequence[int]) -> Tensor:
+        """Return one parameter's state as a float32 CPU tensor, collected from all files.
+
+        Raises UserError like `gather_states`, and if the number of elements differs.
+        """
+        tensor = torch.zeros(math.prod(shape))
+        try:
+            self._read_elements(tensor, state, name, 0, range(self.num_ranks))
+        finally:
+            self._close_files()
+        return tensor.view(*shape)
+
+    def state_names(self) -> list[str]:
+        """Return the names of the checkpoint's states: train, other policies, optimizer.NAME."""
+        with self._translate_errors(0):
+            names = self._open_file(0).keys()
+            return sorted({name.rpartition(".")[0] for name in names})
+
+    def _read_elements(self, out: Tensor, state: str, name: str, start: int, ranks: Sequence[int]) -> None:
+        """Fill `out` with the elements of a parameter's state from `start` on."""
+        count = 0
+        for rank in ranks:
+            piece = self.read_layout(rank).get(name)
+            if piece is None:
+                break
+            low, high = max(start, piece.parameter_start), min(start + len(out), piece.parameter_start + piece.numel)
+            if low < high:
+                offset = piece.flat_start - piece.parameter_start
+                with self._translate_errors(rank):
+                    flat = self._open_file(rank).get_slice(flat_name(state, piece.group))
+                    out[low - start : high - start] = flat[low + offset : high + offset]
+                count += high - low
+        if count != len(out):
+            raise UserError(f"{self.folder} has {count} of {len(out)} values of {name}: it is from another model")
+
+    def _read_number(self, state: str) -> Tensor | None:
+        with self._translate_errors(0):
+            if self._open_file(0).get_slice(flat_name(state, 0)).get_shape():
+                return None
+            number: Tensor = self._open_file(0).get_tensor(flat_name(state, 0))
+            return number
+
+    def _open_file(self, rank: int) -> Any:
+        if rank not in self._files:
+            self._files[rank] = self._exit_stack.enter_context(safe_open(self.folder / rank_file_name(rank), "pt"))
+        return self._files[rank]
+
+    def _close_files(self) -> None:
+        """Close the files. They are memory-mapped, and the pages read count as this process's memory while they are
+        open."""
+        self._files.clear()
+        self._exit_stack.close()
+
+    @contextlib.contextmanager
+    def _translate_errors(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{self.folder / rank_file_name(rank)} cannot be read ({error}): remove {self.folder}, and the same "
+                "command resumes from an older checkpoint"
+            ) from error

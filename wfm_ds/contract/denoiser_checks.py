@@ -1,0 +1,161 @@
+"""Checks of the denoiser: calls, layers and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from wfm_ds.contract.case import PROMPTS
+from wfm_ds.contract.family_under_test import FamilyUnderTest, fail_unless, require_close
+from wfm_ds.contract.pixel_checks import require_value_error
+from wfm_ds.engine.adapter_targets import match_linear_layers, peft_targets
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.conditioning_frames import MASK_KEY
+
+if TYPE_CHECKING:
+    from wfm_ds.models.base import DiffusionModel
+
+MAX_NAMES_SHOWN = 3  # in a message
+
+INVALID_ARGUMENTS: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, Any]], str], ...] = (
+    ("sigma [2, 1]", lambda x, s, c: (x, s[:, None], c), "sigma must be float32"),
+    ("sigma [1]", lambda x, s, c: (x, s[:1], c), "sigma must be float32"),
+    ("a float64 sigma", lambda x, s, c: (x, s.double(), c), "sigma must be float32"),
+    ("a sigma of 0", lambda x, s, c: (x, s * 0, c), "above 0"),
+    ("a sigma above 1", lambda x, s, c: (x, s + 1, c), "at most 1"),
+    ("a sigma of NaN", lambda x, s, c: (x, s * float("nan"), c), "at most 1"),
+    ("bfloat16 latents", lambda x, s, c: (x.bfloat16(), s, c), "latents must be float32"),
+    ("latents with an axis too many", lambda x, s, c: (x[..., None], s, c), "latents [B,C,"),
+    ("an unknown key", lambda x, s, c: (x, s, {**c, "train_frames": s}), "train_frames"),
+    ("a missing key", lambda x, s, c: (x, s, dict(list(c.items())[1:])), "conditioning must hold"),
+    ("one row of text", lambda x, s, c: (x, s, {n: t[:1] for n, t in c.items()}), "has 1 rows, the latents have 2"),
+)
+"""Invalid arguments of `denoise`: description, change to valid arguments, and expected words in the error message."""
+
+
+def check_batch_matches_samples(subject: FamilyUnderTest) -> None:
+    """A batch of two different prompts and sigmas equals the single samples."""
+    model = subject.model
+    latents, sigma, conditioning = subject.denoise_arguments(model)
+    with torch.no_grad():
+        batch = model.denoise(latents, sigma, conditioning)
+        for i in range(2):
+            row = {name: tensor[i : i + 1] for name, tensor in conditioning.items()} | model.encode_text([PROMPTS[i]])
+            single = model.denoise(latents[i : i + 1], sigma[i : i + 1], row)
+            require_close(f"sample {i} of a batch", batch[i : i + 1], single, subject.case.tolerance)
+
+
+def check_invalid_arguments(subject: FamilyUnderTest) -> None:
+    """`denoise` rejects invalid arguments and names the problem."""
+    model = subject.model
+    valid = subject.denoise_arguments(model)
+    for description, change, message in INVALID_ARGUMENTS:
+        require_value_error(description, model.denoise, *change(*valid), message=message)
+
+
+def check_unsupported_frames(subject: FamilyUnderTest) -> None:
+    """Incomplete conditioning frames are rejected, and any for a family without support."""
+    model = subject.model
+    conditioning = model.encode_text(PROMPTS) | {MASK_KEY: torch.zeros(2, 1, 1, 1, 1)}
+    message = "both of" if model.supports_clean_frames else "must hold"
+    require_value_error(
+        "a mask without frames", model.denoise, subject.initial_noise(), torch.ones(2), conditioning, message=message
+    )
+
+
+def check_prompt_lists(subject: FamilyUnderTest) -> None:
+    """An empty list of prompts and a string are rejected."""
+    for description, prompts in (("an empty list", []), ("a string", "a red circle")):
+        require_value_error(description, subject.model.encode_text, prompts, message="list of at least one text")
+
+
+def check_block_classes(subject: FamilyUnderTest) -> None:
+    """block_classes match the network's blocks, and the block lists of the case if it names them."""
+    model, case = subject.model, subject.case
+    matches = [m for m in model.denoiser.modules() if isinstance(m, model.block_classes)]
+    for block_class in model.block_classes:
+        fail_unless(any(isinstance(m, block_class) for m in matches), f"the denoiser has no {block_class.__name__}")
+    if case.block_lists:
+        networks = [getattr(model.pipeline, part) for part in model.denoiser_components]
+        listed_blocks = [block for network in networks for name in case.block_lists for block in getattr(network, name)]
+        fail_unless(
+            matches == listed_blocks,
+            f"{len(matches)} modules match block_classes, but the block lists have {len(listed_blocks)}",
+        )
+
+
+def check_num_tokens(subject: FamilyUnderTest) -> None:
+    """num_tokens is an integer proportional to the area."""
+    model, frames = subject.model, subject.size[2]
+    side = 2 * model.size_multiple(frames)  # the smallest size may be less than one patch
+    num_small, num_large = (model.num_tokens(model.latent_shape(side * n, side, frames)) for n in (1, 2))
+    fail_unless(isinstance(num_small, int) and num_small > 0, f"num_tokens returns {num_small!r}")
+    fail_unless(num_large == 2 * num_small, f"num_tokens returns {num_small}, but {num_large} for twice the height")
+
+
+def check_lora_and_checkpointing(subject: FamilyUnderTest) -> None:
+    """LoRA matches every target, and gradient checkpointing does not change gradients."""
+    model = subject.load_model()
+    for target in model.default_lora_targets:
+        fail_unless(bool(match_linear_layers(model.denoiser, [target])), f"no linear layer's name ends with {target}")
+    add_random_adapter(model, b_std=0.3)
+    plain, recomputed = (compute_gradients(subject, model, checkpointing=on) for on in (False, True))
+    for name in plain:
+        is_unused = f"{name.split('.lora_')[0]}.weight" in subject.model.find_unused_parameters()
+        has_gradient = float(plain[name].abs().max()) > 0
+        verb, verdict = "has a" if has_gradient else "has no", "matches" if is_unused else "does not match"
+        fail_unless(
+            has_gradient != is_unused,
+            f"{name} {verb} gradient, but its layer {verdict} unused_parameter_patterns",
+        )
+        require_close(f"the gradient of {name} with checkpointing", recomputed[name], plain[name], 1e-9, rtol=1e-6)
+
+
+def check_unused_parameters(subject: FamilyUnderTest) -> None:
+    """unused_parameter_patterns match exactly the parameters without gradient in full training.
+
+    Weight decay would shrink other parameters without gradient.
+    """
+    model = subject.load_model()
+    model.denoiser.requires_grad_(True)
+    used = {name for name, gradient in compute_gradients(subject, model, checkpointing=False).items() if gradient.any()}
+    ignored = subject.case.zero_gradient_parameters
+    names = {n for n, _ in model.denoiser.named_parameters() if not any(layer in n for layer in ignored)}
+    unused = model.find_unused_parameters()
+    _require_no_names("have no gradient but do not match unused_parameter_patterns", names - used - unused)
+    _require_no_names("have a gradient but match unused_parameter_patterns", used & unused)
+
+
+def _require_no_names(problem: str, names: set[str] | frozenset[str]) -> None:
+    examples = ", ".join(sorted(names)[:MAX_NAMES_SHOWN])
+    fail_unless(not names, f"{len(names)} parameters {problem}, e.g. {examples}")
+
+
+def add_random_adapter(model: DiffusionModel, b_std: float) -> None:
+    """Add LoRA (rank 2, alpha 6) to the family's targets, with random B of this std."""
+    module: Any = model.denoiser
+    targets = peft_targets(module, model.default_lora_targets)
+    module.requires_grad_(False)
+    with temporary_seed(0), torch.no_grad():
+        module.add_adapter(LoraConfig(r=2, lora_alpha=6, target_modules=targets, init_lora_weights="gaussian"))
+        for name, weight in module.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(0, b_std)
+
+
+def compute_gradients(subject: FamilyUnderTest, model: DiffusionModel, *, checkpointing: bool) -> dict[str, Tensor]:
+    """Return gradients by parameter name, with a loss on each expert; zeros for parameters without gradient."""
+    for part in model.denoiser_components:
+        getattr(model.pipeline, part).gradient_checkpointing = False
+    module: Any = model.denoiser
+    if checkpointing:
+        module.enable_gradient_checkpointing()
+    module.zero_grad(set_to_none=True)
+    for expert in range(len(model.sigma_ranges)):
+        torch.autograd.backward(model.denoise(*subject.denoise_arguments(model, expert=expert)).square().mean())
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}

@@ -1,0 +1,200 @@
+"""The family under test: its folder, case and loaded models, and the exceptions of checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from wfm_ds.contract.case import (
+    PROMPTS,
+    Case,
+    SampleInputs,
+    denoise_latents,
+    load_reference_pipeline,
+    run_reference_pipeline,
+)
+from wfm_ds.models import registry
+from wfm_ds.models.conditioning_frames import add_clean_frames
+from wfm_ds.sampling.noise import draw_cpu_normal
+from wfm_ds.types import FIRST_FRAME
+
+if TYPE_CHECKING:
+    from wfm_ds.models.base import DiffusionModel
+    from wfm_ds.types import Conditioning
+
+SEEDS = [11, 12]
+NO_CASE_INPUTS = "the family has inputs: set `inputs` of the case to the arrays of two samples"
+MAX_FRAMES = 64  # up to which two latent frames are searched
+
+
+class CheckFailed(Exception):
+    """A check failed. The message is one sentence."""
+
+
+class CheckNotApplicable(Exception):
+    """A check does not apply to the family. The message gives the reason."""
+
+
+def fail_unless(condition: bool, message: str) -> None:
+    """Raise CheckFailed with this message unless the condition holds."""
+    if not condition:
+        raise CheckFailed(message)
+
+
+def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol: float = 0.0) -> None:
+    """Raise CheckFailed with the difference unless shapes are equal and values are close."""
+    fail_unless(
+        got.shape == want.shape, f"{description}: the shape is {list(got.shape)} and should be {list(want.shape)}"
+    )
+    if not torch.allclose(got.double(), want.double(), rtol=rtol, atol=atol):
+        difference = float((got.double() - want.double()).abs().max())
+        raise CheckFailed(f"{description}: values differ by up to {difference:.2g}, allowed: {atol:g}")
+
+
+@dataclass(frozen=True)
+class FamilyUnderTest:
+    """The folder of a tiny pipeline and its family: a built-in one, or the user's class."""
+
+    folder: Path
+    case: Case
+    user_family: str | None = None
+
+    @cached_property
+    def model(self) -> DiffusionModel:
+        """The model in float32, shared by checks that do not modify it."""
+        return self.load_model()
+
+    def load_model(self, dtype: torch.dtype = torch.float32, **options: Any) -> DiffusionModel:
+        """Load a new model, for a check that modifies it."""
+        options = {"dtype": dtype, "device": "cpu", **self.case.load_options, **options}
+        return registry.load_model(self.folder, user_family=self.user_family, **options)
+
+    @cached_property
+    def model_with_inputs(self) -> DiffusionModel:
+        """The model with all inputs of the case, as in a run with data.inputs."""
+        return self.load_model(inputs=sorted({name for row in self.sample_inputs() for name in row}))
+
+    def sample_inputs(self) -> list[SampleInputs]:
+        """Return the inputs of two samples of `size`; empty if the case has none."""
+        return [] if self.case.inputs is None else list(self.case.inputs(*self.size))
+
+    def load_reference_pipeline(self) -> Any:
+        return load_reference_pipeline(self.folder, self.case)
+
+    @cached_property
+    def size(self) -> tuple[int, int, int]:
+        """Height, width, frames."""
+        if self.case.size is not None:
+            return self.case.size
+        frames = self._find_two_latent_frames() if self.model.is_video else 1
+        multiple = self.model.size_multiple(frames)
+        return 2 * multiple, 3 * multiple, frames
+
+    def _find_two_latent_frames(self) -> int:
+        for frames in range(2, MAX_FRAMES + 1):
+            try:
+                self.model.latent_shape(multiple := self.model.size_multiple(frames), multiple, frames)
+            except (ValueError, StopIteration):  # no size supports this number of frames
+                continue
+            return frames
+        raise CheckFailed(f"latent_shape supports no video of 2 to {MAX_FRAMES} frames")
+
+    @cached_property
+    def latent_shape(self) -> tuple[int, ...]:
+        """The shape of a sample's latents."""
+        return self.model.latent_shape(*self.size)
+
+    def initial_noise(self, count: int = 2) -> Tensor:
+        return draw_cpu_normal(SEEDS[:count], self.latent_shape)
+
+    def noise_generators(self) -> list[torch.Generator]:
+        """Return generators with which the diffusers pipeline draws the same noise."""
+        return [torch.Generator("cpu").manual_seed(seed) for seed in SEEDS]
+
+    def random_pixels(self, count: int = 2) -> Tensor:
+        height, width, frames = self.size
+        shape = (count, 3, frames, height, width) if self.model.is_video else (count, 3, height, width)
+        levels = torch.randint(256, shape, generator=torch.Generator().manual_seed(5))  # 8-bit values
+        return levels / 255
+
+    def denoise_arguments(
+        self, model: DiffusionModel, count: int = 2, expert: int = 0
+    ) -> tuple[Tensor, Tensor, Conditioning]:
+        """Return arguments of `denoise` with different sigmas, prompts, conditioning frames and required inputs."""
+        num_frames = (
+            (min(model.conditioning_frame_counts), max(model.conditioning_frame_counts))
+            if model.supports_clean_frames
+            else (0, 0)
+        )
+        conditioning = model.encode_text(PROMPTS[:count]) | self.encode_required_inputs(model, count, num_frames)
+        return self.initial_noise(count), torch.tensor(self.case.sigmas[expert])[:count], conditioning
+
+    def encode_prompts(self, model: DiffusionModel, prompts: Sequence[str]) -> Conditioning:
+        """Format and encode prompts as a run does, with required inputs and conditioning frames."""
+        text = model.encode_text([model.format_prompt(prompt, *self.size) for prompt in prompts])
+        return text | self.encode_required_inputs(model, len(prompts))
+
+    def encode_required_inputs(
+        self, model: DiffusionModel, count: int = 2, num_frames: Sequence[int] | None = None
+    ) -> Conditioning:
+        """Encode required inputs and conditioning frames of `count` samples.
+
+        num_frames: number of clean conditioning frames per sample; default: the family's minimum.
+        """
+        required = {name for name, spec in model.input_specs.items() if spec.required}
+        fail_unless(not required or self.case.inputs is not None, NO_CASE_INPUTS)
+        rows = (
+            [{name: row[name] for name in required} for row in self.sample_inputs()[:count]]
+            if required
+            else [{}] * count
+        )
+        conditioning = self.encode_inputs(model, rows, self.first_frames)
+        fewest = min(model.conditioning_frame_counts) if model.supports_clean_frames else 0
+        counts = [fewest] * count if num_frames is None else num_frames[:count]
+        if any(counts):
+            latents = model.encode_pixels(self.random_pixels(count))
+            conditioning = add_clean_frames(conditioning, latents, torch.tensor(counts))
+        return conditioning
+
+    def encode_inputs(
+        self, model: DiffusionModel, rows: Sequence[SampleInputs], frames: Sequence[npt.NDArray[np.uint8]]
+    ) -> Conditioning:
+        """Encode the inputs of samples, with first frames if the family takes them as an input."""
+        if not model.uses_clean_frames:
+            rows = [row | {FIRST_FRAME: frame.astype(np.float32)} for row, frame in zip(rows, frames, strict=False)]
+        return model.encode_inputs(rows, self.size[2], self.size[:2]) if any(rows) else {}
+
+    @cached_property
+    def first_frames(self) -> list[npt.NDArray[np.uint8]]:
+        """The first frames [H,W,3] of `random_pixels`."""
+        levels = (255 * self.random_pixels()).round().to(torch.uint8)
+        return list((levels[:, :, 0] if self.model.is_video else levels).movedim(1, -1).numpy())
+
+    def pipeline_call_kwargs(self, w: float, **more: Any) -> dict[str, Any]:
+        """Return arguments of the diffusers pipeline for PROMPTS and SEEDS."""
+        call = {**self.model.pipeline_call_kwargs(w, *self.size), "generator": self.noise_generators()}
+        if not self.model.uses_clean_frames:
+            call["image"] = [Image.fromarray(frame) for frame in self.first_frames]
+        required = (
+            {} if self.case.required_call_kwargs is None else self.case.required_call_kwargs(self.random_pixels())
+        )
+        return {**call, **required, **more}
+
+    def sample_latents(self, model: DiffusionModel, steps: int = 3) -> Tensor:
+        """Sample latents for PROMPTS and SEEDS with our loop, without guidance."""
+        grid = model.sigmas(steps, self.latent_shape)
+        return denoise_latents(model, self.initial_noise(), self.encode_prompts(model, PROMPTS), grid, solver="ode")
+
+    def reference_latents(self, pipeline: Any, sigmas: Sequence[float] | Tensor, **call: Any) -> Tensor:
+        """Return the latents that a diffusers pipeline generates, in our layout."""
+        latents = run_reference_pipeline(pipeline, self.case, sigmas, **call)
+        return latents if self.case.unpack_latents is None else self.case.unpack_latents(self.model, latents)

@@ -1,0 +1,157 @@
+"""Checks of sampling: latents and pixels equal the diffusers pipeline's."""
+
+from __future__ import annotations
+
+import torch
+
+from wfm_ds.contract.case import PROMPTS, denoise_latents, run_reference_pipeline
+from wfm_ds.contract.family_under_test import CheckNotApplicable, FamilyUnderTest, fail_unless, require_close
+from wfm_ds.errors import ModelError
+from wfm_ds.models.conditioning_frames import add_clean_frames
+from wfm_ds.recipe.sampling import SamplingRecipe
+
+GUIDANCE_SCALE = 4.0
+MIN_PROMPT_EFFECT = 1e-3  # minimum pixel difference between two prompts, pixels in [0, 1]
+
+
+def check_latents_without_guidance(subject: FamilyUnderTest) -> None:
+    """Our loop generates the same latents as diffusers, for two prompts in one batch."""
+    _require_same_latents(subject, 1.0, None)
+
+
+def check_latents_with_guidance(subject: FamilyUnderTest) -> None:
+    """The same with guidance and the pipeline's default negative prompt."""
+    _skip_unsupported_guidance(subject, GUIDANCE_SCALE)
+    _require_same_latents(subject, GUIDANCE_SCALE, None)
+
+
+def check_latents_with_another_embedded_guidance(subject: FamilyUnderTest) -> None:
+    """Another embedded guidance scale changes the latents, as in diffusers."""
+    if subject.model.embedded_guidance is None:
+        raise CheckNotApplicable("the network does not support embedded guidance")
+    other = subject.load_model(embedded_guidance=2 * subject.model.embedded_guidance)
+    grid = other.sigmas(5, subject.latent_shape)
+    call = subject.pipeline_call_kwargs(1.0) | other.pipeline_call_kwargs(1.0, *subject.size)
+    got = subject.sample_latents(other, 5)
+    require_close(
+        "the latents with another embedded guidance",
+        got,
+        subject.reference_latents(subject.load_reference_pipeline(), grid, **call),
+        subject.case.tolerance,
+    )
+    difference = float((got - subject.sample_latents(subject.model, 5)).abs().max())
+    fail_unless(
+        difference > 10 * subject.case.tolerance,
+        f"doubling the embedded guidance changes the latents by only {difference:.1g}",
+    )
+
+
+def _skip_unsupported_guidance(subject: FamilyUnderTest, w: float) -> None:
+    """Raise CheckNotApplicable if the family does not support this guidance scale."""
+    height, width, frames = subject.size
+    try:
+        subject.model.check_sampling(SamplingRecipe(height=height, width=width, num_frames=frames, guidance_scale=w))
+    except ModelError as error:
+        raise CheckNotApplicable(str(error)) from error
+
+
+def check_latents_with_a_negative_prompt(subject: FamilyUnderTest) -> None:
+    """The same with a negative prompt."""
+    if not subject.case.takes_negative_prompt:
+        raise CheckNotApplicable("the diffusers pipeline has no negative prompt")
+    _require_same_latents(subject, GUIDANCE_SCALE, "a blue square")
+
+
+def _require_same_latents(subject: FamilyUnderTest, w: float, negative: str | None) -> None:
+    model, case = subject.model, subject.case
+    grid = model.sigmas(5, subject.latent_shape)
+    call = subject.pipeline_call_kwargs(w, **({} if negative is None else {"negative_prompt": negative}))
+    want = subject.reference_latents(subject.load_reference_pipeline(), grid, **call)
+    negative_text = model.format_prompt(model.resolve_negative_prompt(negative), *subject.size, negative=True)
+    uncond = model.encode_negative_text([negative_text] * 2) | subject.encode_required_inputs(model) if w > 1 else None
+    cond = subject.encode_prompts(model, PROMPTS)
+    got = denoise_latents(model, subject.initial_noise(), cond, grid, solver="ode", guidance_scale=w, uncond=uncond)
+    require_close(f"the latents of two prompts at guidance scale {w:g}", got, want, case.tolerance)
+
+
+def check_decoded_pixels(subject: FamilyUnderTest) -> None:
+    """Decoded pixels equal diffusers' and have the documented layout."""
+    model, case = subject.model, subject.case
+    pipeline, grid = subject.load_reference_pipeline(), model.sigmas(2, subject.latent_shape)
+    latents = subject.reference_latents(pipeline, grid, **subject.pipeline_call_kwargs(1.0))
+    want = run_reference_pipeline(pipeline, case, grid, **subject.pipeline_call_kwargs(1.0), output_type="pt")
+    got = model.decode_latents(latents)
+    require_close("the decoded pixels", got, want, case.tolerance)
+    height, width, frames = subject.size
+    layout = (2, *((frames,) if model.is_video else ()), height, width, 3)
+    fail_unless(model.to_uint8(got).shape == layout, f"to_uint8 returns {model.to_uint8(got).shape}, not {layout}")
+
+
+def check_several_samples_of_a_prompt(subject: FamilyUnderTest) -> None:
+    """Repeating conditioning rows equals encoding the prompt several times."""
+    model = subject.model
+    repeated = model.repeat_conditioning(model.encode_text(PROMPTS), 3)
+    encoded = model.encode_text([prompt for prompt in PROMPTS for _ in range(3)])
+    for method, rows in (("repeat_conditioning", repeated), ("encode_text", encoded)):
+        message = f"{method} returns {sorted(rows)}, but conditioning_keys is {sorted(model.conditioning_keys)}"
+        fail_unless(rows.keys() == model.conditioning_keys, message)
+    for name in repeated:
+        fail_unless(not repeated[name].requires_grad, f"encode_text keeps the gradient of {name}; use torch.no_grad")
+        require_close(f"the repeated {name}", repeated[name], encoded[name], subject.case.tolerance)
+
+
+def check_stacked_texts(subject: FamilyUnderTest) -> None:
+    """Texts encoded separately and stacked give the same velocities as texts encoded together."""
+    model = subject.model
+    latents, sigma, _ = subject.denoise_arguments(model)
+    shared = subject.encode_required_inputs(model)
+    stacked = model.stack_conditioning([model.encode_text([prompt]) for prompt in PROMPTS])
+    with torch.no_grad():
+        want, got = (model.denoise(latents, sigma, text | shared) for text in (model.encode_text(PROMPTS), stacked))
+    require_close("the velocities of stacked texts", got, want, subject.case.tolerance)
+
+
+def check_prompts_matter(subject: FamilyUnderTest) -> None:
+    """Different prompts give different samples from the same noise."""
+    model = subject.model
+    noise = subject.initial_noise(1)
+    noise = noise.repeat(2, *[1] * (noise.ndim - 1))
+    conditioning = model.encode_text(PROMPTS) | model.repeat_conditioning(subject.encode_required_inputs(model, 1), 2)
+    latents = denoise_latents(model, noise, conditioning, model.sigmas(2, subject.latent_shape), solver="ode")
+    one, other = model.decode_latents(latents)
+    difference = float((one - other).abs().max())
+    fail_unless(
+        difference > MIN_PROMPT_EFFECT,
+        f"two prompts differ by only {difference:.1g} in pixels, less than {MIN_PROMPT_EFFECT:g}",
+    )
+
+
+def check_grid_ends_at_clean_latents(subject: FamilyUnderTest) -> None:
+    """Following the exact velocity from noise ends at the clean latents."""
+    model = subject.model
+    clean, latents = subject.initial_noise(), subject.initial_noise().flip(0)
+    grid = model.sigmas(10, subject.latent_shape)
+    for s, s_next in zip(grid[:-1].tolist(), grid[1:].tolist(), strict=True):
+        latents = latents + (s_next - s) * (latents - clean) / s
+    require_close("the end of the exact trajectory", latents, clean, 1e-5)
+
+
+def check_conditioning_frames(subject: FamilyUnderTest) -> None:
+    """Conditioning frames work as in diffusers, stay unchanged, and affect the other frames."""
+    model, case = subject.model, subject.case
+    if case.conditioning_frames_call is None:
+        raise CheckNotApplicable("the case has no conditioning_frames_call")
+    pixels, noise = subject.random_pixels(1), subject.initial_noise(1)
+    latents, grid = model.encode_pixels(pixels), model.sigmas(4, subject.latent_shape)
+    text = subject.encode_prompts(model, PROMPTS[:1])
+    for count in [n for n in model.conditioning_frame_counts if n > 0]:
+        pipeline, call = case.conditioning_frames_call(subject.folder, pixels, count)
+        call = model.pipeline_call_kwargs(1.0, *subject.size) | {"prompt": PROMPTS[:1], "latents": noise} | call
+        want = subject.reference_latents(pipeline, grid, **call)
+        conditioning = add_clean_frames(text, latents, torch.tensor([count]))
+        got = denoise_latents(model, noise, conditioning, grid, solver="ode")
+        require_close(f"the latents with {count} conditioning frames", got, want, case.tolerance)
+        require_close(f"the {count} conditioning frames", got[:, :, :count], latents[:, :, :count], case.tolerance)
+        unconditioned = denoise_latents(model, noise, text, grid, solver="ode")
+        effect = float((got - unconditioned)[:, :, count:].abs().max())
+        fail_unless(effect > 1e-3, f"{count} conditioning frames change the other frames by only {effect:.1g}")

@@ -1,0 +1,245 @@
+"""Prefetching of decoded samples in threads, with substitution and counting of bad files.
+
+Subclasses decide which sample belongs to a position.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_ds.data.inputs import InputReader
+from wfm_ds.data.media import load_media
+from wfm_ds.data.pixels import BAD_MEDIA_REASONS, BadMedia, Draw, Framing, convert_decode_errors
+from wfm_ds.data.samples import Media, Sample
+from wfm_ds.errors import DataError
+from wfm_ds.seeds import draw_uniform
+from wfm_ds.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+MAX_SUBSTITUTES = 10
+WINDOW = 1000  # number of recent files over which the share of bad ones is checked
+NUM_SHOWN = 10
+READ_TIMEOUT_S = 300.0  # per sample, so that a hanging file system causes an error
+
+
+def candidate_offsets(offset: int, num_samples: int) -> list[int]:
+    """Return the offsets to try: the offset itself, then its substitutes half an epoch away."""
+    half_epoch = (num_samples + 1) // 2
+    return [offset, *((offset + half_epoch + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One decoded sample of a batch."""
+
+    sample_id: str  # of the substitute if the file was bad
+    epoch: int
+    position: int  # over all epochs; unique in a run, seeds noise and noise level
+    prompt: Prompt
+    media: Media | None  # None on ranks that do not read; the same for framing
+    framing: Framing | None  # of its pixels or latents
+    pixels: npt.NDArray[np.uint8] | None  # [H,W,3] of an image, [F,H,W,3] of a video; None with cached latents
+    latents: Any = None  # from cached_latents
+    rejected: TrainingSample | None = None  # rejected sample of a pair, with the same framing
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """Result of reading a position: the sample (None if all candidates were bad) and the bad files."""
+
+    sample: TrainingSample | None
+    failures: tuple[BadMedia, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCandidate:
+    """A sample to try at a position, with its framing and epoch."""
+
+    sample: Sample
+    framing: Framing
+    epoch: int
+
+
+class BatchReader(ABC):
+    """Batches of an endless pass over the data.
+
+    Optimizer step s uses positions (s-1) * global_batch to s * global_batch, partitioned over the data-parallel ranks.
+    `bad` counts the bad files read by this rank by reason, including repeats.
+    """
+
+    def __init__(
+        self,
+        *,
+        global_batch: int,
+        seed: int,
+        max_bad_fraction: float,
+        num_samples: int | None = None,
+        workers: int = 2,
+        cached_latents: Callable[[Media, Framing], Any] | None = None,
+        rejected: Mapping[str, int] = MappingProxyType({}),
+        inputs: InputReader | None = None,
+    ) -> None:
+        """num_samples: size of the dataset; None if unknown. For other arguments see BatchSource."""
+        self.global_batch = global_batch
+        self.seed = seed
+        self.max_bad_fraction = max_bad_fraction
+        self.num_samples = num_samples
+        self.cached_latents = cached_latents
+        self.rejected = rejected
+        self.inputs = inputs
+        self.bad: Counter[str] = Counter()
+        self._logged: dict[str, str] = {}
+        self._recent: deque[bool] = deque(maxlen=WINDOW)  # True: a bad file
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="media")
+        self._ahead: dict[int, Future[LoadResult]] = {}  # by position
+
+    @abstractmethod
+    def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
+        """Yield the sample of a position, then its substitutes. Runs in worker threads and must not change state."""
+
+    def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
+        """Return this rank's contiguous shard of the global batch of optimizer step `step` (from 1), in order.
+
+        Raises DataError on this rank only, if too many files were bad (max_bad_fraction) or a file and all its
+        substitutes are bad. The caller must propagate the error to the other ranks.
+        """
+        positions, next_positions = (self._batch_positions(s, rank, world_size) for s in (step, step + 1))
+        return self.read_positions(positions, ahead=next_positions)
+
+    def read_positions(self, positions: Sequence[int], *, ahead: Sequence[int] = ()) -> list[TrainingSample]:
+        """Return the samples at these positions of the endless pass, in order. Raises DataError like `read_batch`.
+
+        ahead: positions of the next call, prefetched in the background.
+        """
+        futures = self._submit(positions)
+        self._ahead = self._submit(ahead)
+        return [self._wait_for_sample(position, future) for position, future in futures.items()]
+
+    def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
+        """Return `data/bad/REASON`: entries rejected by the scan and bad files read by all ranks. Collective."""
+        counts = world_sums({f"data/bad/{reason}": self.bad[reason] for reason in BAD_MEDIA_REASONS})
+        return counts | {f"data/bad/{reason}": count for reason, count in self.rejected.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's record of bad files as JSON. The order of samples needs no state."""
+        return {
+            "bad": dict(self.bad),
+            "logged": dict(self._logged),
+            "recent": [int(bad) for bad in self._recent],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.bad = Counter(state["bad"])
+        self._logged = dict(state["logged"])
+        self._recent.extend(bool(bad) for bad in state["recent"])
+
+    def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
+        """Restore from the states of all ranks, for any old world size. No file is logged or counted twice."""
+        if len(states) == world_size:
+            self.restore(states[rank])
+            return
+        logged = {path: message for state in states for path, message in state["logged"].items()}
+        counts = sum((Counter(state["bad"]) for state in states), Counter[str]())
+        self.restore({"bad": counts if rank == 0 else {}, "logged": logged, "recent": []})
+
+    def close(self) -> None:
+        """Stop prefetching without waiting for running reads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _batch_positions(self, step: int, rank: int, world_size: int) -> range:
+        if self.global_batch % world_size:
+            raise ValueError(f"{world_size} ranks cannot share a global batch of {self.global_batch} evenly")
+        size = self.global_batch // world_size
+        first = (step - 1) * self.global_batch + rank * size
+        return range(first, first + size)
+
+    def _submit(self, positions: Sequence[int]) -> dict[int, Future[LoadResult]]:
+        for position in self._ahead.keys() - set(positions):  # after a jump to another step
+            self._ahead.pop(position).cancel()
+        ahead = self._ahead
+        return {p: ahead.pop(p) if p in ahead else self._pool.submit(self._load_first_usable, p) for p in positions}
+
+    def _load_first_usable(self, position: int) -> LoadResult:
+        """Read the first usable candidate. Runs in worker threads and must not change state."""
+        failures: list[BadMedia] = []
+        for candidate in self._list_candidates(position):
+            try:
+                return LoadResult(self._decode(candidate, position), tuple(failures))
+            except BadMedia as failure:
+                failures.append(failure)
+        return LoadResult(None, tuple(failures))
+
+    def _decode(self, candidate: SampleCandidate, position: int) -> TrainingSample:
+        """Decode a candidate, both sides of a pair. Raises BadMedia."""
+        sample, framing, epoch = candidate.sample, candidate.framing, candidate.epoch
+        draw = self._make_draw(epoch, sample.id)
+        prompt = sample.prompt if self.inputs is None else self.inputs.load_prompt(sample, framing, draw)
+
+        def decode_media(media: Media, rejected: TrainingSample | None = None) -> TrainingSample:
+            pixels = None
+            with convert_decode_errors(media):
+                latents = None if self.cached_latents is None else self.cached_latents(media, framing)
+            if latents is None:
+                pixels = load_media(media, framing, draw)
+            return TrainingSample(
+                sample_id=sample.id,
+                epoch=epoch,
+                position=position,
+                prompt=prompt,
+                media=media,
+                framing=framing,
+                pixels=pixels,
+                latents=latents,
+                rejected=rejected,
+            )
+
+        return decode_media(sample.media, None if sample.rejected is None else decode_media(sample.rejected))
+
+    def _make_draw(self, epoch: int, sample_id: str) -> Draw:
+        return lambda purpose: draw_uniform(self.seed, purpose, epoch, sample_id)
+
+    def _wait_for_sample(self, position: int, future: Future[LoadResult]) -> TrainingSample:
+        try:
+            loaded = future.result(timeout=READ_TIMEOUT_S)
+        except TimeoutError as error:
+            raise DataError(f"reading the sample at position {position} exceeded {READ_TIMEOUT_S:g} s") from error
+        for failure in loaded.failures:
+            self._count_failure(failure)
+        if loaded.sample is None:
+            raise DataError(
+                f"a file and all its substitutes are invalid ({len(loaded.failures)} files): {self._list_failures()}"
+            )
+        self._recent.append(False)
+        return loaded.sample
+
+    def _count_failure(self, failure: BadMedia) -> None:
+        self.bad[failure.reason] += 1
+        if failure.name not in self._logged:
+            self._logged[failure.name] = str(failure)
+            logger.warning("skipped %s", failure)
+        self._recent.append(True)
+        if self.num_samples is not None and len(self._logged) > self.max_bad_fraction * self.num_samples:
+            raise DataError(
+                f"{len(self._logged)} of {self.num_samples} samples are invalid "
+                f"(data.max_bad_fraction: {self.max_bad_fraction:g}). First: {self._list_failures()}"
+            )
+        # Relative to WINDOW from the start, so that a first bad file does not stop the run.
+        if sum(self._recent) > self.max_bad_fraction * WINDOW:
+            raise DataError(
+                f"{sum(self._recent)} of the last {len(self._recent)} files are invalid, more than "
+                f"data.max_bad_fraction {self.max_bad_fraction:g} of {WINDOW}. First: {self._list_failures()}"
+            )
+
+    def _list_failures(self) -> str:
+        return "; ".join(list(self._logged.values())[:NUM_SHOWN])

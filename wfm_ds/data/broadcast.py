@@ -1,0 +1,138 @@
+"""Broadcast of a scanned dataset from rank 0, so that only one rank scans the files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wfm_ds.data.actions import ActionData
+from wfm_ds.data.datasets import TrainingData
+from wfm_ds.data.hf_dataset import HfColumn, HfMedia
+from wfm_ds.data.samples import LocalFile, Media, Sample, pack_prompt, unpack_prompt
+from wfm_ds.data.tar_index import IndexEntry
+from wfm_ds.data.trajectories import ActionScaling
+from wfm_ds.data.webdataset import TarMember
+from wfm_ds.distributed.world import World
+from wfm_ds.pipes.arrays import pack_arrays, unpack_arrays
+
+
+class _UserMediaError(Exception):
+    """Media of a user-defined class, which cannot be sent to other ranks."""
+
+
+def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData:
+    """Run `read` on rank 0 and return its data on every rank. Collective.
+
+    If the data contains user-defined media classes, every rank runs `read`. A UserError of rank 0 is raised on all
+    ranks.
+    """
+    results = list[TrainingData]()
+    world.run_without_timeout(lambda: results.append(read()))
+    packed = world.broadcast(pack_data(results[0]) if results and world.size > 1 else None)
+    if world.is_main and (packed is not None or world.size == 1):
+        return results[0]
+    if packed is None:  # the same on all ranks
+        data: TrainingData = world.run_checked(lambda: results[0] if results else read())
+        return data
+    return unpack_data(packed)
+
+
+def pack_data(data: TrainingData) -> dict[str, Any] | None:
+    """Return the data as JSON, or None if it contains user-defined media classes."""
+    versions: dict[str, list[str | int]] = {}
+    try:
+        samples, held_out = ([_pack_sample(s, versions) for s in part] for part in (data.samples, data.held_out))
+    except _UserMediaError:
+        return None
+    # If the prompts are the samples' prompts, send them only once.
+    prompts_from_samples = len(data.prompts) == len(data.samples) and all(
+        prompt is sample.prompt for prompt, sample in zip(data.prompts, data.samples, strict=True)
+    )
+    return {
+        "samples": samples,
+        "held_out": held_out,
+        "prompts": None if prompts_from_samples else [pack_prompt(prompt) for prompt in data.prompts],
+        "shown": [pack_prompt(prompt) for prompt in data.validation_prompts],
+        "bad": {reason: list(names) for reason, names in data.bad.items()},
+        "versions": versions,
+        "actions": None if data.actions is None else _pack_actions(data.actions),
+    }
+
+
+def unpack_data(packed: dict[str, Any]) -> TrainingData:
+    versions = {shard: tuple(version) for shard, version in packed["versions"].items()}
+    samples, held_out = ([_unpack_sample(row, versions) for row in packed[part]] for part in ("samples", "held_out"))
+    prompts = packed["prompts"]
+    return TrainingData(
+        samples=samples,
+        held_out=held_out,
+        prompts=[sample.prompt for sample in samples] if prompts is None else [unpack_prompt(p) for p in prompts],
+        validation_prompts=[unpack_prompt(prompt) for prompt in packed["shown"]],
+        bad=packed["bad"],
+        actions=None if packed["actions"] is None else _unpack_actions(packed["actions"]),
+    )
+
+
+def _pack_actions(actions: ActionData) -> list[Any]:
+    scaling, library = actions.scaling, {} if actions.library is None else {"library": actions.library}
+    scales = None if scaling is None else [scaling.low.tolist(), scaling.scale.tolist(), scaling.offset]
+    return [actions.width, scales, pack_arrays(library)]
+
+
+def _unpack_actions(packed: Sequence[Any]) -> ActionData:
+    width, scales, library = packed
+    scaling = None
+    if scales is not None:
+        low, spread, offset = scales
+        scaling = ActionScaling(np.asarray(low, np.float64), np.asarray(spread, np.float64), offset)
+    return ActionData(width=width, scaling=scaling, library=unpack_arrays(library).get("library"))
+
+
+def _pack_sample(sample: Sample, versions: dict[str, list[str | int]]) -> list[Any]:
+    embedding = None if sample.embedding is None else str(sample.embedding)
+    media = [_pack_media(item, versions) for item in sample.all_media]
+    files = {name: _pack_media(file, versions) for name, file in sample.files.items()}
+    return [sample.id, media, pack_prompt(sample.prompt), embedding, files]
+
+
+def _pack_media(media: Media, versions: dict[str, list[str | int]]) -> Any:
+    if isinstance(media, LocalFile):
+        return os.fspath(media.file)
+    if isinstance(media, HfMedia):
+        key = f"{media.column.name} of {media.column.files[0]}"
+        versions[key] = [media.column.name, *media.column.files]
+        return [key, media.row, media.suffix]
+    if isinstance(media, TarMember):
+        versions[media.shard] = list(media.version)
+        return [media.shard, asdict(media.member)]
+    raise _UserMediaError
+
+
+def _unpack_sample(row: Sequence[Any], versions: dict[str, tuple[str | int, ...]]) -> Sample:
+    sample_id, packed, prompt, embedding, files = row
+    media, *rejected = (_unpack_media(item, versions) for item in packed)
+    path = None if embedding is None else Path(embedding)
+    return Sample(
+        id=sample_id,
+        media=media,
+        prompt=unpack_prompt(prompt),
+        embedding=path,
+        rejected=rejected[0] if rejected else None,
+        files={name: _unpack_media(file, versions) for name, file in files.items()},
+    )
+
+
+def _unpack_media(packed: Any, versions: dict[str, tuple[str | int, ...]]) -> Media:
+    if isinstance(packed, str):
+        return LocalFile(packed)
+    if len(packed) == 3:
+        key, row, suffix = packed
+        column, *files = map(str, versions[key])
+        return HfMedia(HfColumn(tuple(files), column), row, suffix)
+    shard, member = packed
+    return TarMember(shard, versions[shard], IndexEntry(**member))

@@ -1,0 +1,185 @@
+"""Caption tables: metadata.jsonl, .csv or .parquet in the folder of the images and videos."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.data.folder_layout import DOCS_HINT
+from wfm_ds.data.preference_pairs import list_folder
+from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, is_encodable, to_printable
+from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.errors import DataError
+from wfm_ds.storage.regular_files import open_regular
+from wfm_ds.types import Prompt
+
+FILE_COLUMNS = ("file_name", "file", "image_path", "video_path", "image")
+CAPTION_COLUMNS = ("text", "prompt", "caption")
+MAX_COLUMNS_SHOWN = 12
+JSON_SCALAR = str | int | float | bool | None  # values that JSON can represent
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One line of a table."""
+
+    location: str  # for messages, e.g. `line 7`
+    values: dict[str, Any]
+
+
+class CaptionTable(SampleSet):
+    """Captioned media listed in a table. Ids are the paths below the table's folder, without the last suffix.
+
+    A captioned folder would use the same ids. Columns other than file, caption and `negative_prompt` become metadata.
+    Files that are not in the table are ignored.
+    """
+
+    def __init__(self, table: Path, *, column: str | None = None, max_bad_fraction: float) -> None:
+        """Read the table.
+
+        column: caption column; None uses the first of CAPTION_COLUMNS. Raises DataError if the table cannot be read, a
+        column is missing, there is no usable sample, or more than max_bad_fraction of the lines are bad.
+        """
+        super().__init__(str(table.parent))
+        self.table = table
+        rows = read_rows(table)
+        if not rows:
+            raise DataError(
+                f"{table} is empty: write a line with file_name and text for each image or video {DOCS_HINT}"
+            )
+        self._file_column, self._caption_column = find_columns(table, rows, column)
+        self._names = functools.cache(list_folder)  # list each folder only once
+        self._seen: set[str] = set()
+        self._missing: list[str] = []
+        self._outside: list[str] = []
+        for row in rows:
+            LIVENESS.record_progress()
+            self._add_row(row)
+        if self._outside:
+            count = len(self._outside)
+            self.notes.append(f"{table.name} lists {count} files outside of {self.source}, first: {self._outside[0]}")
+        self.samples.sort(key=lambda sample: sample.id)
+        self.check(max_bad_fraction)
+
+    def check(self, max_bad_fraction: float) -> None:
+        try:
+            super().check(max_bad_fraction)
+        except DataError as error:
+            if self._missing:
+                raise DataError(f"{self._missing[0]} not found in {self.source} {DOCS_HINT}") from error
+            raise
+
+    def _add_row(self, row: TableRow) -> None:
+        values = dict(row.values)
+        name, text = values.pop(self._file_column, None), values.pop(self._caption_column, None)
+        negative = values.pop("negative_prompt", None)
+        where = f"{self.table.name} {row.location}"
+        if not isinstance(name, str) or not self._is_media_file(name):
+            if isinstance(name, str):
+                self._missing.append(f"{where}: {to_printable(name)}")
+            self.reject("no_media", f"{where}: {name}")
+        elif not isinstance(text, str) or not text.strip() or not is_encodable([text, negative, values]):
+            self.reject("no_prompt", f"{where}: {name}")
+        elif (sample_id := self._make_id(name)) in self._seen:
+            self.reject("ambiguous", f"{where}: {name}")
+        else:
+            self._seen.add(sample_id)
+            prompt = Prompt(
+                id=sample_id,
+                text=text.strip(),
+                negative_text=negative if isinstance(negative, str) and negative.strip() else None,
+                metadata=values,
+            )
+            self.samples.append(Sample(id=sample_id, media=LocalFile(self._resolve_path(name)), prompt=prompt))
+
+    def _resolve_path(self, name: str) -> str:
+        return os.path.normpath(self.table.parent / name)
+
+    def _is_media_file(self, name: str) -> bool:
+        if "\0" in name or os.path.splitext(name)[1].lower() not in MEDIA_SUFFIXES:
+            return False
+        folder, file = os.path.split(self._resolve_path(name))
+        return file in self._names(folder)
+
+    def _make_id(self, name: str) -> str:
+        """Return the id of an image or video, and record files outside of the table's folder."""
+        path, top = self._resolve_path(name), os.path.normpath(self.table.parent)
+        is_inside = os.path.commonpath([os.path.abspath(path), os.path.abspath(top)]) == os.path.abspath(top)
+        if not is_inside:
+            self._outside.append(to_printable(name))
+        relative = os.path.relpath(path, top) if is_inside else os.path.normpath(name)
+        return to_printable(os.path.splitext(relative)[0])
+
+
+def find_columns(table: Path, rows: Sequence[TableRow], column: str | None) -> tuple[str, str]:
+    """Return the file column and the caption column. Raises DataError if one is missing."""
+    names = list(dict.fromkeys(name for row in rows for name in row.values))
+    rest = f" and {len(names) - MAX_COLUMNS_SHOWN} more" if len(names) > MAX_COLUMNS_SHOWN else ""
+    prefix = to_printable(f"{table.name} has the columns {', '.join(names[:MAX_COLUMNS_SHOWN])}{rest}")
+    file_column = next((name for name in FILE_COLUMNS if name in names), None)
+    if file_column is None:
+        raise DataError(f"{prefix}, but not file_name; rename the column with the file paths {DOCS_HINT}")
+    if column is not None and column not in names:
+        raise DataError(f"{prefix}, but not data.caption_column {column} {DOCS_HINT}")
+    caption_column = column or next((name for name in CAPTION_COLUMNS if name in names), None)
+    if caption_column is None:
+        raise DataError(f"{prefix}, but not text, prompt or caption; set data.caption_column {DOCS_HINT}")
+    return file_column, caption_column
+
+
+def read_rows(table: Path) -> list[TableRow]:
+    """Read the rows of a .jsonl or .csv file (UTF-8) or a .parquet file. Raises DataError with the line."""
+    suffix = table.suffix.lower()
+    if suffix == ".parquet":
+        return read_parquet_rows(table)
+    if suffix not in (".jsonl", ".csv"):
+        raise DataError(f"{table} is neither a .csv nor a .jsonl file")
+    try:
+        with io.TextIOWrapper(open_regular(table), encoding="utf-8-sig", newline="") as file:
+            if suffix == ".jsonl":
+                lines = enumerate(file, start=1)
+                return [TableRow(f"line {n}", parse_json_row(table, n, line)) for n, line in lines if line.strip()]
+            reader = csv.DictReader(file, strict=True)
+            return [TableRow(f"line {reader.line_num}", parse_csv_row(table, reader.line_num, row)) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{table} cannot be read: {error}") from error
+
+
+def parse_json_row(table: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{table}: line {number} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{table}: line {number} is not a JSON object")
+    return row
+
+
+def parse_csv_row(table: Path, number: int, row: Mapping[str | None, Any]) -> dict[str, Any]:
+    if None in row or None in row.values():
+        raise DataError(f"{table}: line {number} has more or fewer fields than the header")
+    return {str(name): value for name, value in row.items()}
+
+
+def read_parquet_rows(table: Path) -> list[TableRow]:
+    """Read the rows of a parquet file without the values that JSON cannot represent."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f'{table} needs pyarrow: pip install "wfm_ds[datasets]"') from error
+    try:
+        rows = pyarrow.parquet.read_table(table).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{table} cannot be read: {error}") from error
+    return [
+        TableRow(f"row {number}", {name: value for name, value in row.items() if isinstance(value, JSON_SCALAR)})
+        for number, row in enumerate(rows, start=1)
+    ]

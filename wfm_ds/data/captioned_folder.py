@@ -1,0 +1,184 @@
+"""Captioned folder: NAME.txt or NAME.json next to NAME.png or NAME.mp4. Matches files by name, decodes nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.data.caption_cache import CaptionCache, read_caption
+from wfm_ds.data.folder_layout import demo_command
+from wfm_ds.data.samples import (
+    MEDIA_SUFFIXES,
+    LocalFile,
+    Sample,
+    SampleSet,
+    pack_prompt,
+    parse_caption,
+    parse_object,
+    to_printable,
+    unpack_prompt,
+)
+from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.errors import DataError
+from wfm_ds.storage.filesystem import shorten_path
+from wfm_ds.types import Prompt
+
+TEXT_SUFFIXES = frozenset({".txt", ".caption"})
+SUFFIXES = MEDIA_SUFFIXES | TEXT_SUFFIXES | {".json"}
+
+
+class CaptionedFolder(SampleSet):
+    """Captioned media of a folder. Ids are the paths below it, without the last suffix, with forward slashes.
+
+    The caption is `prompt` of NAME.json, else the text of NAME.txt or NAME.caption; a JSON without `prompt` then only
+    adds metadata. Files may be at any depth, with suffixes in any case. Hidden and other files are ignored. Links to
+    folders are followed.
+    """
+
+    def __init__(
+        self, folder: Path, *, max_bad_fraction: float, cache_dir: Path | None = None, default: str | None = None
+    ) -> None:
+        """Scan the folder.
+
+        cache_dir: folder of the caption cache; None: no cache. default: caption for media without one; None: reject
+        them. Raises DataError without a usable sample, or if more than max_bad_fraction of the entries are bad.
+        """
+        super().__init__(str(folder))
+        self.folder, self.default = folder, default
+        self.num_default = 0
+        self._num_objects = self._num_texts = 0  # JSON files, and media with a text caption
+        self.lone_texts: list[str] = []  # text files without media of that name: notes, or captions of missing files
+        if not os.path.isdir(folder):  # False too without permission
+            if not os.path.lexists(folder) and (command := demo_command(folder)) is not None:
+                raise DataError(f"{shorten_path(folder)} not found. Create it: {command}")
+            raise DataError(
+                f"{shorten_path(folder)} is not a folder. Use a folder with NAME.txt or NAME.json next to each "
+                "NAME.png "
+                "or NAME.mp4"
+            )
+        self._caption_cache = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
+        entries = group_by_stem(folder)
+        for sample_id in sorted(entries):
+            LIVENESS.record_progress()
+            self._add_entry(sample_id, entries[sample_id])
+        if not self.samples and not self.bad:
+            raise DataError(self.empty_message())
+        self._reject_lone_texts()
+        if self._caption_cache is not None:
+            self._caption_cache.save()
+        if self.num_default:
+            self.notes.append(f"{self.num_default} files without a caption use data.prompt")
+        self.check(max_bad_fraction)
+
+    def empty_message(self) -> str:
+        """Return the message for a folder without media and captions."""
+        return f"{self.source} has no captioned media: put NAME.txt or NAME.json next to each NAME.png or NAME.mp4"
+
+    def _add_entry(self, sample_id: str, files: list[str]) -> None:
+        suffixes = [os.path.splitext(path)[1].lower() for path in files]
+        media = [path for path, suffix in zip(files, suffixes, strict=True) if suffix in MEDIA_SUFFIXES]
+        texts = [path for path, suffix in zip(files, suffixes, strict=True) if suffix in TEXT_SUFFIXES]
+        objects = [path for path, suffix in zip(files, suffixes, strict=True) if suffix == ".json"]
+        self._num_objects += len(objects)
+        if not media and not objects:
+            self.lone_texts += texts
+        elif len(objects) > 1 or len(media) > 1:
+            self.reject("ambiguous", min(objects + media))
+        elif not media:
+            self.reject("no_media", objects[0])
+        else:
+            self._add_media(sample_id, media[0], objects, texts)
+
+    def _add_media(self, sample_id: str, media_file: str, objects: list[str], texts: list[str]) -> None:
+        prompt, metadata = read_json_caption(objects[0], sample_id, self._caption_cache) if objects else (None, {})
+        if prompt is None and len(texts) > 1:
+            self.reject("ambiguous", texts[0])
+            return
+        if prompt is None and texts and (text := read_caption(texts[0], self._caption_cache, join_lines)) is not None:
+            prompt = Prompt(id=sample_id, text=text, metadata=metadata)
+            self._num_texts += 1
+        if prompt is None and not objects and not texts and self.default is not None:
+            prompt = Prompt(id=sample_id, text=self.default)
+            self.num_default += 1
+        if prompt is not None:
+            self.samples.append(Sample(id=sample_id, media=LocalFile(media_file), prompt=prompt))
+        elif objects or texts:
+            self.reject("no_prompt", (objects + texts)[0])
+        else:
+            self.reject("no_json", media_file)
+
+    def _reject_lone_texts(self) -> None:
+        """Reject text files without media if captions are text files; otherwise such files are notes.
+
+        Captions count as text files if there are no JSON files and most text files have media.
+        """
+        if not self._num_objects and len(self.lone_texts) < self._num_texts:
+            for path in self.lone_texts:
+                self.reject("no_media", path)
+
+
+def group_by_stem(folder: Path) -> dict[str, list[str]]:
+    """Return the caption and media files below the folder by id, with sorted paths."""
+    entries: dict[str, list[str]] = {}
+    start = len(os.path.join(folder, ""))
+    for path in sorted(files_below(folder)):
+        stem, suffix = os.path.splitext(path)
+        if suffix.lower() in SUFFIXES:
+            entries.setdefault(to_printable(stem[start:]), []).append(path)
+    return entries
+
+
+def file_id(path: Path, folder: Path) -> str:
+    """Return the path below the folder without its last suffix, encodable as UTF-8."""
+    return to_printable(path.relative_to(folder).with_suffix("").as_posix())
+
+
+def walk_paths(folder: Path) -> Iterator[Path]:
+    """Yield all files below the folder as Path objects."""
+    return map(Path, files_below(folder))
+
+
+def files_below(folder: Path) -> Iterator[str]:
+    """Yield the paths of all files below the folder. Visits each folder once, also if links form a cycle."""
+    visited: set[str] = set()
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
+        real_path = os.path.realpath(parent)
+        if real_path in visited:
+            folders.clear()
+            continue
+        visited.add(real_path)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        LIVENESS.record_progress()
+        yield from (os.path.join(parent, name) for name in files if not name.startswith("."))
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise DataError(f"{error.filename} cannot be listed: {error.strerror}") from error
+
+
+def read_json_caption(path: str, sample_id: str, cache: CaptionCache | None) -> tuple[Prompt | None, dict[str, Any]]:
+    """Read a JSON caption file. Return its prompt, or None and the object as metadata for a text caption.
+
+    The metadata is empty if the file cannot be read or is not a JSON object.
+    """
+
+    def pack_content(data: bytes) -> list[Any] | dict[str, Any] | None:
+        prompt = parse_caption(data, sample_id)
+        return parse_object(data) if prompt is None else pack_prompt(prompt)[1:]
+
+    content = read_caption(path, cache, pack_content)
+    if isinstance(content, list):
+        return unpack_prompt([sample_id, *content]), {}
+    return None, content or {}
+
+
+def join_lines(data: bytes) -> str | None:
+    """Decode a text caption and join its lines with spaces. None if it is empty or not UTF-8."""
+    try:
+        lines = data.decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        return None
+    return " ".join(line.strip() for line in lines if line.strip()) or None

@@ -1,0 +1,91 @@
+"""Layout detection for `data.kind: folder`, from file names. The first matching sign decides.
+
+Lists at most three folders and opens no file.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from wfm_ds.errors import DataError
+from wfm_ds.storage.filesystem import shorten_path
+
+LayoutKind = Literal["cosmos", "webdataset", "table", "hf", "media"]
+
+TABLE_NAMES = tuple(f"metadata.{suffix}" for suffix in ("jsonl", "csv", "parquet"))
+DOCS_HINT = "(see docs/data.md)"
+SAVED_FILES = ("state.json", "dataset_info.json")  # written by save_to_disk of `datasets`
+
+
+@dataclass(frozen=True, slots=True)
+class FolderLayout:
+    """Layout of a folder, and the sign it was detected by."""
+
+    kind: LayoutKind
+    sign: str
+    path: Path  # of the table, or of the folder for other layouts
+
+
+def detect_layout(folder: Path) -> FolderLayout:
+    """Detect the layout of a folder. Raises DataError if the folder cannot be listed."""
+    names = list_names(folder)
+    if (sign := cosmos_sign(folder, names)) is not None:
+        return FolderLayout("cosmos", sign, folder)
+    if names and all(name.lower().endswith(".tar") for name in names):
+        return FolderLayout("webdataset", f"only tar files: {len(names)}", folder)
+    for parent in (folder, folder / "train"):
+        for table in TABLE_NAMES:
+            if os.path.isfile(parent / table):
+                return FolderLayout("table", str((parent / table).relative_to(folder)), parent / table)
+    if all(name in names for name in SAVED_FILES):
+        return FolderLayout("hf", " and ".join(SAVED_FILES), folder)
+    if (shards := parquet_sign(folder, names)) is not None:
+        return FolderLayout("hf", shards, folder)
+    return FolderLayout("media", "default layout", folder)
+
+
+def list_names(folder: Path) -> list[str]:
+    """Return the names in a folder, sorted, without hidden ones. Raises DataError if it cannot be listed."""
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except NotADirectoryError as error:
+        raise DataError(f"{shorten_path(folder)} is a file: data.kind folder needs a folder in data.path") from error
+    except FileNotFoundError as error:
+        raise DataError(missing_folder_message(folder)) from error
+    except OSError as error:
+        raise DataError(f"{shorten_path(folder)} cannot be listed: {error.strerror}") from error
+
+
+def missing_folder_message(folder: Path) -> str:
+    """Return the message for a folder that does not exist, with a suggestion."""
+    path = shorten_path(folder)
+    if (command := demo_command(folder)) is not None:
+        return f"{path} not found. Create it: {command}"
+    return f"{path} not found. For a dataset of the Hugging Face Hub set data.kind: hf {DOCS_HINT}"
+
+
+def demo_command(folder: Path) -> str | None:
+    """Return the command that writes the digits demo if the missing folder belongs to it, else None."""
+    root = next((candidate for candidate in (folder, folder.parent) if candidate.name == "digits"), None)
+    return None if root is None else f"wfm data digits {shorten_path(root)}"
+
+
+def cosmos_sign(folder: Path, names: list[str]) -> str | None:
+    """Return the sign of a Cosmos folder, or None."""
+    media = next((name for name in ("videos", "images") if name in names), None)
+    if media is None or "metas" not in names or not os.path.isdir(folder / "metas"):
+        return None
+    has_text = any(name.lower().endswith(".txt") for name in list_names(folder / "metas"))
+    return f"metas/*.txt and {media}/" if has_text else None
+
+
+def parquet_sign(folder: Path, names: list[str]) -> str | None:
+    """Return the sign of a dataset in parquet shards, at the top or in data/, or None."""
+    inner = list_names(folder / "data") if "data" in names and os.path.isdir(folder / "data") else []
+    for prefix, files in (("", names), ("data/", inner)):
+        if shards := [name for name in files if name.lower().endswith(".parquet")]:
+            return f"{prefix}{shards[0]}" + (f" and {len(shards) - 1} more" if shards[1:] else "")
+    return None

@@ -1,0 +1,219 @@
+"""Hugging Face datasets: by Hub id, from `save_to_disk`, or as parquet shards.
+
+The `datasets` library writes arrow files to its own cache, and media are read from them by row. Order, ids and resuming
+work as for the other kinds of data. Ranks other than rank 0 need the arrow files but no network.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from wfm_ds.data.caption_table import CAPTION_COLUMNS
+from wfm_ds.data.folder_layout import DOCS_HINT, SAVED_FILES
+from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Media, Sample, SampleSet, file_identity, is_encodable
+from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.errors import DataError
+from wfm_ds.types import Prompt
+
+DEFAULT_SUFFIX = {"Image": ".png", "Video": ".mp4"}  # for bytes without a file name; images are detected by content
+NEGATIVE_COLUMN = "negative_prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class HfColumn:
+    """A media column of arrow files."""
+
+    files: tuple[str, ...]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class HfMedia:
+    """An image or video in a row of a Hugging Face dataset."""
+
+    column: HfColumn
+    row: int
+    suffix: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.column.files[0]}#{self.row}"
+
+    def open(self) -> BinaryIO:
+        content = open_column(self.column)[self.row][self.column.name]["bytes"]
+        return io.BytesIO(content)
+
+    def identity(self) -> tuple[str | int, ...]:
+        return *file_identity(Path(self.column.files[0])), self.row
+
+
+@functools.lru_cache(maxsize=8)
+def open_column(source: HfColumn) -> Any:
+    """Return the memory-mapped column as a dataset with rows of bytes and path. Cached per process."""
+    from datasets import Dataset, concatenate_datasets
+
+    dataset = concatenate_datasets([Dataset.from_file(file) for file in source.files]).select_columns([source.name])
+    return disable_decoding(dataset, source.name)
+
+
+def disable_decoding(dataset: Any, column: str) -> Any:
+    """Return the dataset with raw bytes in this column instead of decoded images or videos."""
+    return dataset.cast_column(column, type(dataset.features[column])(decode=False))
+
+
+class HfDataset(SampleSet):
+    """Captioned media of one split. Ids are SPLIT/ROW, e.g. train/000000012."""
+
+    def __init__(
+        self,
+        path: str,
+        split: str,
+        *,
+        max_bad_fraction: float,
+        image_column: str | None = None,
+        caption_column: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Load the split.
+
+        image_column: None uses the only column with images or videos. caption_column: None uses the first of
+        CAPTION_COLUMNS. options: further arguments of load_dataset, e.g. name and revision.
+        Raises DataError if the dataset cannot be loaded, a column is missing, there is no usable sample, or more than
+        max_bad_fraction of the rows are bad.
+        """
+        super().__init__(path)
+        dataset = load_split(path, split, dict(options or {}))
+        media_column, kind = find_media_column(dataset.features, self.source, image_column)
+        text_column = find_text_column(dataset.column_names, self.source, caption_column)
+        files = tuple(entry["filename"] for entry in dataset.cache_files)
+        source = HfColumn(files, media_column)
+        media = list_media(dataset, source, DEFAULT_SUFFIX[kind])
+        extra_columns = metadata_columns(dataset, {media_column, text_column})
+        for row, (item, caption) in enumerate(zip(media, dataset.data.column(text_column).to_pylist(), strict=True)):
+            LIVENESS.record_progress()
+            self._add_row(
+                f"{split}/{row:09}", item, caption, {name: column[row] for name, column in extra_columns.items()}
+            )
+        self.check(max_bad_fraction)
+
+    def _add_row(self, sample_id: str, media: Media | None, text: Any, metadata: dict[str, Any]) -> None:
+        result = parse_row(sample_id, media, text, metadata)
+        if isinstance(result, Sample):
+            self.samples.append(result)
+        else:
+            self.reject(result, f"{self.source} {sample_id}")
+
+
+def parse_row(sample_id: str, media: Media | None, text: Any, metadata: dict[str, Any]) -> Sample | str:
+    """Return the sample of a row, or the reason it is unusable (a key of REASONS). metadata: the other columns."""
+    negative = metadata.pop(NEGATIVE_COLUMN, None)
+    if media is None:
+        return "no_media"
+    if not isinstance(text, str) or not text.strip() or not is_encodable([text, negative, metadata]):
+        return "no_prompt"
+    prompt = Prompt(id=sample_id, text=text.strip(), negative_text=negative or None, metadata=metadata)
+    return Sample(id=sample_id, media=media, prompt=prompt)
+
+
+def load_split(path: str, split: str, options: dict[str, Any]) -> Any:
+    """Load one split from a `save_to_disk` folder or with `load_dataset`. Raises DataError."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f'{path} needs the `datasets` library: pip install "wfm_ds[datasets]"') from error
+    is_folder = os.path.isdir(path)
+    try:
+        if is_folder and (is_saved_dataset(path) or os.path.isfile(os.path.join(path, "dataset_dict.json"))):
+            dataset = datasets.load_from_disk(path)
+            if isinstance(dataset, datasets.DatasetDict):
+                if split not in dataset:
+                    raise DataError(
+                        f"{path} has the splits {', '.join(dataset)}: set data.split to one of them {DOCS_HINT}"
+                    )
+                dataset = dataset[split]
+        else:
+            dataset = datasets.load_dataset(path, split=split, **options)
+    except DataError:
+        raise
+    except (OSError, ValueError, TypeError, RuntimeError, LookupError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        fetch = "" if is_folder else f". On a machine with network access: hf download --repo-type dataset {path}"
+        raise DataError(f"{path} cannot be loaded by the `datasets` library ({reason}){fetch} {DOCS_HINT}") from error
+    return dataset.flatten_indices() if getattr(dataset, "_indices", None) is not None else dataset
+
+
+def is_saved_dataset(path: str) -> bool:
+    """Return whether `save_to_disk` wrote this folder (one split)."""
+    return all(os.path.isfile(os.path.join(path, name)) for name in SAVED_FILES)
+
+
+def find_media_column(features: Mapping[str, Any], source: str, wanted: str | None) -> tuple[str, str]:
+    """Return the media column and its type, `Image` or `Video`. Raises DataError unless there is exactly one choice."""
+    kinds = {name: type(feature).__name__ for name, feature in features.items()}
+    candidates = [name for name, kind in kinds.items() if kind in DEFAULT_SUFFIX]
+    if wanted is not None and wanted not in candidates:
+        raise DataError(
+            f"{source}: {describe_media_columns(candidates)}, not in data.image_column {wanted} {DOCS_HINT}"
+        )
+    if wanted is None and len(candidates) != 1:
+        raise DataError(
+            f"{source}: {describe_media_columns(candidates)}; set data.image_column to the one to train on {DOCS_HINT}"
+        )
+    column = wanted or candidates[0]
+    return column, kinds[column]
+
+
+def describe_media_columns(columns: Sequence[str]) -> str:
+    return f"images or videos are in {', '.join(columns)}" if columns else "no column holds images or videos"
+
+
+def find_text_column(columns: Sequence[str], source: str, wanted: str | None) -> str:
+    """Return the caption column. Raises DataError if there is none."""
+    prefix = f"{source} has the columns {', '.join(columns)}"
+    if wanted is not None and wanted not in columns:
+        raise DataError(f"{prefix}, but not data.caption_column {wanted} {DOCS_HINT}")
+    column = wanted or next((name for name in CAPTION_COLUMNS if name in columns), None)
+    if column is None:
+        raise DataError(f"{prefix}, but not text, prompt or caption; set data.caption_column {DOCS_HINT}")
+    return column
+
+
+def list_media(dataset: Any, source: HfColumn, default: str) -> list[Media | None]:
+    """Return the media of all rows, None for empty rows. Does not read the bytes."""
+    import pyarrow.compute as pc
+
+    column = disable_decoding(dataset, source.name).data.column(source.name)
+    names = pc.struct_field(column, "path").to_pylist()
+    empty = pc.is_null(pc.struct_field(column, "bytes")).to_pylist()
+    return [row_media(source, row, *cells, default) for row, cells in enumerate(zip(names, empty, strict=True))]
+
+
+def row_media(source: HfColumn, row: int, name: str | None, empty: bool, default: str) -> Media | None:
+    if empty:
+        return LocalFile(name) if name is not None and os.path.isfile(name) else None
+    return HfMedia(source, row, media_suffix(name, default))
+
+
+def media_suffix(name: str | None, default: str) -> str:
+    suffix = os.path.splitext(name or "")[1].lower()
+    return suffix if suffix in MEDIA_SUFFIXES else default
+
+
+def metadata_columns(dataset: Any, used: set[str]) -> dict[str, list[Any]]:
+    """Return the other columns with values that JSON can represent, used as metadata."""
+    columns = {name: dataset.data.column(name) for name in dataset.column_names if name not in used}
+    return {name: column.to_pylist() for name, column in columns.items() if is_json_type(column.type)}
+
+
+def is_json_type(arrow_type: Any) -> bool:
+    """Return whether JSON can represent values of this arrow type."""
+    from pyarrow import types
+
+    plain = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
+    return any(is_one(arrow_type) for is_one in plain)

@@ -1,0 +1,192 @@
+"""`data.streaming`: rows of a Hugging Face dataset in stored order, streamed from its shards without a local copy."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from wfm_ds.data.batch_reader import WINDOW
+from wfm_ds.data.folder_layout import DOCS_HINT
+from wfm_ds.data.hf_dataset import (
+    DEFAULT_SUFFIX,
+    disable_decoding,
+    find_media_column,
+    find_text_column,
+    is_json_type,
+    is_saved_dataset,
+    load_split,
+    media_suffix,
+    parse_row,
+)
+from wfm_ds.data.samples import REASONS, LocalFile, Media, Sample, to_printable
+from wfm_ds.errors import DataError
+from wfm_ds.recipe.data import DataRecipe
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# Errors of `datasets` for unreadable rows. Errors of pyarrow are ValueErrors or OSErrors.
+READ_ERRORS = (OSError, ValueError, TypeError, RuntimeError, LookupError, EOFError)
+
+
+@dataclass(frozen=True, slots=True)
+class InMemoryMedia:
+    """An image or video in memory."""
+
+    name: str
+    suffix: str
+    content: bytes
+
+    def open(self) -> BinaryIO:
+        return io.BytesIO(self.content)
+
+    def identity(self) -> tuple[str | int, ...]:
+        return self.name, hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedRow:
+    """A usable row and its epoch, the number of complete passes before it."""
+
+    sample: Sample
+    epoch: int
+
+
+class HfStream:
+    """Endless stream of the usable rows of one split, in stored order. Ids are the same as in HfDataset.
+
+    The state is JSON. A stream restored from it continues with the same rows.
+    """
+
+    def __init__(self, data: DataRecipe) -> None:
+        """Open the stream of data.path without reading a row.
+
+        Raises DataError like HfDataset, and for datasets that cannot be streamed reproducibly.
+        """
+        assert isinstance(data.path, str)
+        self.source, self._split, self._max_bad_fraction = to_printable(data.path), data.split, data.max_bad_fraction
+        self._version = stream_version(data.path, data.options)
+        dataset = load_split(data.path, data.split, {**data.options, "streaming": True})
+        if dataset.features is None:
+            raise DataError(
+                f"{self.source}: cannot be streamed, its files declare no columns: remove data.streaming {DOCS_HINT}"
+            )
+        self._media_column, kind = find_media_column(dataset.features, self.source, data.image_column)
+        self._suffix = DEFAULT_SUFFIX[kind]
+        self._text_column = find_text_column(list(dataset.features), self.source, data.caption_column)
+        used = (self._media_column, self._text_column)
+        plain = {name: getattr(feature, "pa_type", None) for name, feature in dataset.features.items()}
+        self._others = [name for name, kind in plain.items() if name not in used and kind and is_json_type(kind)]
+        self._dataset, self._columns = disable_decoding(dataset, self._media_column), [*used, *self._others]
+        self._epoch = self._row = self._num_read = 0  # number of rows read in this epoch (_row) and in total
+        self._rejected = Counter[str]()
+        self._open_rows(None)
+
+    def read(self, count: int) -> list[StreamedRow]:
+        """Return the next `count` usable rows. Raises DataError if rows cannot be read or too many are bad."""
+        rows: list[StreamedRow] = []
+        while len(rows) < count:
+            row = self._next_row()
+            if row is None:
+                self._restart()
+                continue
+            sample_id = f"{self._split}/{self._row:09}"
+            metadata = {name: row[name] for name in self._others}
+            sample = parse_row(sample_id, self._row_media(sample_id, row), row[self._text_column], metadata)
+            self._row, self._num_read = self._row + 1, self._num_read + 1
+            if isinstance(sample, Sample):
+                rows.append(StreamedRow(sample, self._epoch))
+            else:
+                self._count_rejected(sample, sample_id)
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the next row and the counts of previous rows, as JSON."""
+        return {
+            "version": self._version,
+            "epoch": self._epoch,
+            "row": self._row,
+            "met": self._num_read,
+            "rejected": dict(self._rejected),
+            "state": self._rows.state_dict() if self._row else None,  # of `datasets`; None: first row
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state. Raises DataError if the dataset has changed."""
+        if state["version"] != self._version:
+            raise DataError(
+                f"{self.source} has changed since the checkpoint ({state['version']}, now {self._version}): restore "
+                "the files or start a new run"
+            )
+        self._epoch, self._row, self._num_read = state["epoch"], state["row"], state["met"]
+        self._rejected = Counter(state["rejected"])
+        self._open_rows(state["state"])
+
+    def _open_rows(self, state: Mapping[str, Any] | None) -> None:
+        self._rows = self._dataset.select_columns(self._columns)  # at the first row
+        if state is not None:
+            self._rows.load_state_dict(state)
+        self._iterator: Iterator[Mapping[str, Any]] = iter(self._rows)
+
+    def _next_row(self) -> Mapping[str, Any] | None:
+        """Return the next row, or None after the last one."""
+        try:
+            return next(self._iterator, None)
+        except READ_ERRORS as error:
+            reason = " ".join(str(error).split())[:300]
+            where = f"row {self._row} of split {self._split}"
+            raise DataError(f"{self.source}: {where} cannot be read ({type(error).__name__}: {reason})") from error
+
+    def _restart(self) -> None:
+        if self._num_read == sum(self._rejected.values()):
+            raise DataError(f"{self.source}: all {self._num_read} rows of split {self._split} are invalid {DOCS_HINT}")
+        self._epoch, self._row = self._epoch + 1, 0
+        self._open_rows(None)
+
+    def _row_media(self, sample_id: str, row: Mapping[str, Any]) -> Media | None:
+        cell = row[self._media_column]
+        if cell is None:
+            return None
+        name, content = cell["path"], cell["bytes"]
+        if content is not None:
+            return InMemoryMedia(f"{self.source}#{sample_id}", media_suffix(name, self._suffix), content)
+        if name is not None and "://" in name:
+            raise DataError(
+                f"{self.source}: cannot be streamed, rows refer to files ({to_printable(name)}) instead of containing "
+                f"their bytes. Use parquet shards or remove data.streaming {DOCS_HINT}"
+            )
+        return LocalFile(name) if name is not None and os.path.isfile(name) else None
+
+    def _count_rejected(self, reason: str, sample_id: str) -> None:
+        self._rejected[reason] += 1
+        num_bad, allowed = sum(self._rejected.values()), self._max_bad_fraction
+        if num_bad > allowed * max(self._num_read, WINDOW):
+            raise DataError(
+                f"{self.source}: {num_bad} of the first {self._num_read} rows are invalid (data.max_bad_fraction: "
+                f"{allowed:g}). Last: {sample_id} ({REASONS[reason]})"
+            )
+
+
+def stream_version(path: str, options: Mapping[str, Any]) -> str:
+    """Return the version of a streamed dataset, checked when a run resumes.
+
+    It is the commit for a dataset on the Hub, or a hash of file names and sizes for a folder. Raises DataError.
+    """
+    if os.path.isdir(path):
+        if is_saved_dataset(path) or os.path.isfile(os.path.join(path, "dataset_dict.json")):
+            raise DataError(f"{path} was written by save_to_disk and needs no streaming: remove data.streaming")
+        files = sorted(file for file in Path(path).rglob("*") if file.is_file())
+        listing = "".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files)
+        return f"{len(files)} files, {hashlib.sha256(os.fsencode(listing)).hexdigest()[:16]}"
+    revision = str(options.get("revision", ""))
+    if not COMMIT.fullmatch(revision):
+        raise DataError(
+            f"{path}: streaming needs a fixed revision, so that a resumed run reads the same data. Set data.options to "
+            f"{{revision: COMMIT}}, a 40-digit hash from https://huggingface.co/datasets/{path}/commits/main"
+        )
+    return revision

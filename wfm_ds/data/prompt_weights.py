@@ -1,0 +1,109 @@
+"""Sampling of prompts by the standard deviation (std) of their rewards.
+
+    weight = floor + (1 - floor) s / max s      s^2: running mean of the reward variance within a group
+
+Groups with equal rewards have zero gradient, so their prompts are sampled less often. Relative to the prompt with the
+largest std, a prompt is sampled between `floor` and 1 times as often, for any scale of the rewards. With n prompts,
+each has a probability of at least floor / n. For rewards of 0 or 1 with success rate p, s^2 estimates p (1 - p).
+Prompts without rewards so far get the mean std of the others. If all stds are 0, all weights are equal.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_ds.data.order import permutation
+from wfm_ds.seeds import derive_seed
+
+Weights = npt.NDArray[np.int64]
+
+UNIT = 2**20  # the largest weight; integers give identical results on every machine
+SEED_BITS = 63  # number of bits of derive_seed
+
+
+class RewardStdTable:
+    """Running reward variance of each prompt, NaN for prompts without rewards so far."""
+
+    def __init__(self, num_prompts: int, *, floor: float, memory: float) -> None:
+        """floor: smallest weight, in (0, 1]. memory: decay of the running variance per group, in [0, 1)."""
+        self.floor, self.memory = floor, memory
+        self.variances = np.full(num_prompts, np.nan)
+
+    def update(self, prompt: int, variances: Sequence[float]) -> None:
+        """Update with the variances of a prompt's groups in one RL step, in any order and with equal weights."""
+        decay = 0.0 if math.isnan(self.variances[prompt]) else self.memory ** len(variances)
+        mean = math.fsum(variances) / len(variances)
+        self.variances[prompt] = mean if decay == 0 else decay * self.variances[prompt] + (1 - decay) * mean
+
+    def weights(self) -> Weights:
+        """Return the weight of each prompt as an integer up to UNIT."""
+        stds = np.sqrt(self.variances)
+        known_stds = stds[~np.isnan(stds)]
+        if not known_stds.any():
+            return np.full(len(stds), UNIT, np.int64)
+        stds[np.isnan(stds)] = math.fsum(known_stds) / len(known_stds)
+        relative_weights = self.floor + (1 - self.floor) * (stds / known_stds.max())
+        weights: Weights = np.ceil(UNIT * np.minimum(relative_weights, 1.0)).astype(
+            np.int64
+        )  # rounded up to stay above the floor
+        return weights
+
+    def stats(self) -> dict[str, float]:
+        """Return metrics: number of prompts with rewards so far, their mean reward std, and the effective number of
+        prompts of the next draw, (sum of weights)^2 / sum of weights^2."""
+        stds = np.sqrt(self.variances[~np.isnan(self.variances)])
+        weights = self.weights().astype(np.float64)
+        stats = {
+            "data/prompts_seen": float(len(stds)),
+            "data/prompts_effective": float(weights.sum() ** 2 / np.square(weights).sum()),
+        }
+        return stats | ({"data/prompt_spread_mean": math.fsum(stds) / len(stds)} if len(stds) else {})
+
+    def state(self) -> dict[str, str]:
+        """Return the prompts with rewards as JSON, 16 characters each."""
+        (indices,) = np.nonzero(~np.isnan(self.variances))
+        return {
+            "seen": encode_array(indices.astype("<i4")),
+            "variances": encode_array(self.variances[indices].astype("<f8")),
+        }
+
+    def restore(self, state: Mapping[str, str]) -> None:
+        """Restore a `state` with the same number of prompts."""
+        self.variances[:] = np.nan
+        self.variances[decode_array(state["seen"], "<i4")] = decode_array(state["variances"], "<f8")
+
+
+def draw_prompts(weights: Weights, count: int, *, seed: int, step: int) -> list[int]:
+    """Draw the `count` prompts of RL step `step`.
+
+    Prompt i appears count * w_i / sum(w) times on average, rounded up or down in each step. So a prompt appears twice
+    only if this number is above 1.
+    """
+    order = permutation(len(weights), derive_seed(seed, "prompt_order", step))
+    # Scale to the sum instead of modulo, so that rounding errors in rewards rarely change the draw.
+    start = derive_seed(seed, "prompt_start", step) * int(weights.sum()) >> SEED_BITS
+    return [int(i) for i in order[systematic_sample(weights[order], count, start)]]
+
+
+def systematic_sample(weights: Weights, count: int, start: int) -> npt.NDArray[np.int64]:
+    """Return `count` indices by systematic sampling (Madow 1949).
+
+    The weights are laid end to end on a line; points at distance sum(w) / count, starting at start / count, select the
+    indices. start: uniform in [0, sum(w)).
+    """
+    total = int(weights.sum())
+    return np.searchsorted(count * np.cumsum(weights), start + total * np.arange(count), side="right")
+
+
+def encode_array(array: npt.NDArray[Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def decode_array(text: str, dtype: str) -> npt.NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text), dtype)

@@ -1,0 +1,31 @@
+"""The layers that get adapters, selected by target names of a recipe or a family."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+BLOCK_NUMBER = "{}"
+"""Placeholder for the number of a block in a target."""
+
+
+def match_linear_layers(network: nn.Module, targets: Iterable[str]) -> list[str]:
+    """Return the linear layers that match a target by a suffix of their name, at dots, as PEFT matches them."""
+    return [name for name, part in _match_modules(network, targets) if isinstance(part, nn.Linear)]
+
+
+def peft_targets(network: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Return the targets for PEFT: targets with the BLOCK_NUMBER placeholder are replaced by their matching layers, if
+    any."""
+    names: list[str] = []
+    for target in targets:
+        names += [name for name, _ in _match_modules(network, [target])] if BLOCK_NUMBER in target else [target]
+    return names
+
+
+def _match_modules(network: nn.Module, targets: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
+    names = "|".join(re.escape(target).replace(re.escape(BLOCK_NUMBER), r"\d+") for target in targets)
+    pattern = re.compile(rf"(?:.*\.)?(?:{names})")
+    return ((name, part) for name, part in network.named_modules() if pattern.fullmatch(name))

@@ -1,0 +1,193 @@
+"""Choice of the attention kernel for the denoiser, and its installation in every attention layer.
+
+The trainer, rollout workers and `generate` all use this module, so a recipe has the same effect in each of them. The
+kernels come from diffusers' dispatcher (diffusers.models.attention_dispatch). `native` leaves every layer unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+from diffusers.models.transformers.transformer_sana_video import SanaAttnProcessor2_0
+from diffusers.models.transformers.transformer_sana_wm import SanaWMCrossAttnProcessor
+from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
+from torch import nn
+
+from wfm_ds.errors import UserError
+from wfm_ds.recipe.shared_defaults import AttentionName
+from wfm_ds.ulysses.cosmos3 import Cosmos3Attention
+from wfm_ds.ulysses.cosmos25 import Cosmos25Attention
+from wfm_ds.ulysses.sd3 import SD3JointAttention
+
+Capability = tuple[int, int]
+
+CUDNN_FASTER_CAPABILITY: Capability = (9, 0)  # from here on cuDNN's kernel is the faster one, and `auto` selects it
+REPLACEMENT_PROCESSORS: Mapping[type, Any] = {
+    JointAttnProcessor2_0: SD3JointAttention,
+    CosmosAttnProcessor2_0: Cosmos25Attention,
+}
+"""Replacements for diffusers' processors that do not go through the dispatcher, or do not pass it a backend."""
+# Processors that mask the padding of the text.
+MASKED_PROCESSORS = frozenset(
+    {
+        SanaAttnProcessor2_0,
+        SanaWMCrossAttnProcessor,
+        QwenDoubleStreamAttnProcessor2_0,
+        ZSingleStreamAttnProcessor,
+        Cosmos3Attention,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKernel:
+    """An attention kernel for bfloat16 on a GPU and the attention that it supports. No kernel supports a mask."""
+
+    backend: AttentionBackendName
+    capabilities: tuple[Capability, Capability]  # compute capability of the GPU: lowest supported, first unsupported
+    head_sizes: range  # channels per head
+    package: str = ""  # how to install it; empty: part of torch
+    has_backward: bool = True
+
+
+KERNELS: Mapping[AttentionName, AttentionKernel] = {
+    "cudnn": AttentionKernel(
+        backend=AttentionBackendName._NATIVE_CUDNN,
+        capabilities=((8, 0), (13, 0)),
+        head_sizes=range(8, 129, 8),
+    ),
+    "flash": AttentionKernel(
+        backend=AttentionBackendName.FLASH,
+        capabilities=((8, 0), (13, 0)),
+        head_sizes=range(8, 257, 8),
+        package="flash-attn 2.6.3 or newer (pip install flash-attn --no-build-isolation)",
+    ),
+    "flash3": AttentionKernel(
+        backend=AttentionBackendName._FLASH_3,
+        capabilities=((9, 0), (10, 0)),
+        head_sizes=range(8, 257, 8),
+        package="FlashAttention-3 (flash_attn_interface, built from the folder hopper/ of flash-attention's sources)",
+        has_backward=False,  # diffusers wraps it as an operator without a gradient
+    ),
+    "sage": AttentionKernel(
+        backend=AttentionBackendName.SAGE,
+        capabilities=((8, 0), (13, 0)),
+        head_sizes=range(64, 129, 32),
+        package="sageattention 2.1.1 or newer (pip install sageattention)",
+        has_backward=False,
+    ),
+}
+
+
+def choose_kernel(
+    name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, device: torch.device, *, trains: bool
+) -> AttentionName:
+    """Return the kernel for this denoiser, dtype and device: `name` itself, or the one that `auto` selects.
+
+    trains: whether gradients are needed. Changes nothing; the weights may be on the meta device. Raises UserError, with
+    the reason and a fix, if a kernel that was named explicitly cannot be used.
+    """
+    if name == "native":
+        return name
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    wanted: AttentionName = "cudnn" if name == "auto" else name
+    problem = find_obstacle(wanted, denoiser, dtype, capability, trains=trains)
+    if name == "auto":
+        fast = problem is None and capability is not None and capability >= CUDNN_FASTER_CAPABILITY
+        return "cudnn" if fast else "native"
+    if problem is not None:
+        raise UserError(f"model.attention: {name} {problem}, or set it to auto or native")
+    return name
+
+
+def find_obstacle(
+    name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, capability: Capability | None, *, trains: bool
+) -> str | None:
+    """Return the first reason why a kernel cannot be used, followed by a fix; None if it can.
+
+    capability: compute capability of the GPU, None on a CPU.
+    """
+    kernel, layers = KERNELS[name], list(attention_layers(denoiser))
+    if trains and not kernel.has_backward:
+        return "has no backward pass and cannot be used for training: use it for rollout workers and generate"
+    if not layers:
+        return (
+            f"supports diffusers' attention layers only, and {type(denoiser).__name__} has none: choose another model"
+        )
+    for layer_name, layer in layers:
+        processor = type(layer.processor)
+        if processor in MASKED_PROCESSORS:
+            return f"does not support masks, and {layer_name} has one ({processor.__name__}): choose another model"
+        if processor not in REPLACEMENT_PROCESSORS and not hasattr(processor, "_attention_backend"):
+            own = f"which computes its attention itself ({processor.__name__})"
+            return f"does not support {layer_name}, {own}: choose another model"
+        if not (hasattr(layer, "inner_dim") and hasattr(layer, "heads")):
+            return f"does not support {layer_name}, which does not define the size of its heads: choose another model"
+        head_size = layer.inner_dim // layer.heads
+        if head_size not in kernel.head_sizes:
+            least, most, step = kernel.head_sizes[0], kernel.head_sizes[-1], kernel.head_sizes.step
+            return (
+                f"supports heads of {least} to {most} channels in steps of {step}, and {layer_name} has "
+                f"{head_size}: choose another model"
+            )
+    if torch.are_deterministic_algorithms_enabled():
+        return "is not deterministic, which engine.deterministic requires: remove that key"
+    if kernel.package and not is_installed(kernel.backend):
+        return f"is not installed: install {kernel.package}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"does not support {str(dtype).removeprefix('torch.')}: set model.dtype: bfloat16"
+    least_capability, too_new = kernel.capabilities
+    if capability is None or not least_capability <= capability < too_new:
+        here = (
+            "this device is not a CUDA GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+        )
+        return (
+            f"needs a CUDA GPU of compute capability {least_capability[0]}.{least_capability[1]} or newer, below "
+            f"{too_new[0]}.{too_new[1]}, and {here}: use another device"
+        )
+    return None
+
+
+def is_installed(backend: AttentionBackendName) -> bool:
+    """Return whether diffusers finds the package of a kernel, in a supported version."""
+    try:
+        with attention_backend(backend):
+            return True
+    except RuntimeError:  # raised by diffusers' check of the requirements
+        return False
+
+
+def attention_layers(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers with an attention processor, with their names."""
+    for name, layer in denoiser.named_modules():
+        if isinstance(layer, Attention | AttentionModuleMixin) and hasattr(layer, "processor"):
+            yield name, layer
+
+
+def use_kernel(denoiser: nn.Module, name: AttentionName) -> None:
+    """Compute all attention with the kernel that `choose_kernel` returned. Call it after `ulysses.install`, if that is
+    used.
+
+    diffusers' own set_attention_backend is not used because it would also change every other model in the process.
+    """
+    if name == "native":
+        return
+    for _, layer in attention_layers(denoiser):
+        processor = REPLACEMENT_PROCESSORS.get(type(layer.processor))
+        if processor is not None:
+            layer.set_processor(processor(None))
+        layer.processor._attention_backend = KERNELS[name].backend
+
+
+def current_kernel(denoiser: nn.Module) -> AttentionName:
+    """Return the kernel that `use_kernel` set for a denoiser."""
+    backends = {getattr(layer.processor, "_attention_backend", None) for _, layer in attention_layers(denoiser)}
+    return next((name for name, kernel in KERNELS.items() if kernel.backend in backends), "native")

@@ -1,0 +1,71 @@
+"""Compilation of the denoiser's repeated blocks by torch.compile, one block at a time.
+
+Blocks of the same structure share their compiled code, and hooks on a block are not compiled. The choice of the
+compiled code depends only on the shapes of a forward pass, the active adapters and whether gradients are enabled, not
+on earlier passes. So a run that resumes from a checkpoint computes the same results as one without interruption.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from wfm_ds.errors import UserError
+
+MAX_GRAPHS = 256
+"""Versions of one block class that a process may compile: kinds of blocks x shapes x policies, with and without
+gradient.
+
+torch's default limit of 8 is too low for a run. Beyond the limit a forward pass raises instead of continuing without
+compilation.
+"""
+
+# Round half-precision values inside fused operators at the same places as eager kernels do. Without this, a forward
+# pass with gradient, which keeps other intermediate values than one without, has different results in bfloat16, and the
+# ratio of two equal policies is not 1.
+COMPILE_OPTIONS = {"emulate_precision_casts": True}
+
+
+def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]) -> int:
+    """Compile each block of these classes as one graph without breaks, at its first use. Returns the number of blocks.
+
+    This is the last change to a denoiser before DeepSpeed: after adapters, checkpointing and attention kernels. Raises
+    UserError if the denoiser has no such block.
+    """
+    blocks = [part for part in denoiser.modules() if isinstance(part, tuple(block_classes))]
+    if not blocks:
+        names = ", ".join(block.__name__ for block in block_classes) or "nothing"
+        raise UserError(
+            f"engine.compile: {type(denoiser).__name__} has no block of the family's block_classes ({names}): "
+            "remove the key, or add the classes of its repeated blocks to the family"
+        )
+    for block in blocks:
+        # Not block.compile(): that would also compile the hooks of the block, set by DeepSpeed and by sequence
+        # parallelism.
+        compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=dict(COMPILE_OPTIONS))
+        block.forward = lift_recompile_limits(compiled)
+    return len(blocks)
+
+
+def lift_recompile_limits(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a compiled function to raise torch's recompile limits in the calling thread.
+
+    torch stores the limits per thread. Rollout workers denoise in several threads, and autograd recomputes blocks in
+    its
+    own thread.
+    """
+
+    @functools.wraps(compiled)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        config = torch._dynamo.config
+        if config.recompile_limit < MAX_GRAPHS:
+            config.recompile_limit = MAX_GRAPHS
+            config.accumulated_recompile_limit = max(4 * MAX_GRAPHS, config.accumulated_recompile_limit)
+        return compiled(*args, **kwargs)
+
+    return forward

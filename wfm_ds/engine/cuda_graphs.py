@@ -1,0 +1,177 @@
+"""Replay of a network's calls from CUDA graphs: its kernels are recorded once and then launched together.
+
+A graph always uses the memory that it was recorded with. So arguments are copied to the recorded inputs, results are
+copied from the recorded outputs, and weights must be changed in place; if the address of a weight changes, all graphs
+are recorded again. Python code in a call runs only during recording. Only for calls without gradient. Not yet run on a
+GPU: on a CPU an ordinary call takes the place of the graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from wfm_ds.errors import UserError
+
+log = logging.getLogger(__name__)
+
+NUM_WARM_UPS = 2  # calls before the recording, in which kernels are compiled and selected and workspaces are allocated
+CaptureFunction: TypeAlias = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+"""Record a computation. Returns a function that repeats it, and its result, which each repetition overwrites."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One recorded call, with the memory of its arguments and its result."""
+
+    inputs: list[Tensor]
+    replay: Callable[[], None]
+    output: Any
+
+
+class GraphReplayer:
+    """A network with recorded calls, one per signature of the arguments.
+
+    The signature has the shape, dtype and device of each tensor, and the values of all other arguments.
+    """
+
+    def __init__(self, network: Callable[..., Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
+        """parameters: returns all parameters that the network uses."""
+        self._network, self._parameters = network, parameters
+        self._recordings: dict[Hashable, RecordedCall] = {}
+        self._weight_addresses: list[tuple[Tensor, int]] = []
+        self._captures: dict[torch.device, CaptureFunction] = {}
+
+    def drop_stale_recordings(self) -> None:
+        """Discard all recordings if the address of a weight has changed. Call it before a rollout, which must not move
+        weights.
+
+        Not done at each call: for a network of 700 weights it would dominate the time.
+        """
+        if any(parameter.data_ptr() != address for parameter, address in self._weight_addresses):
+            log.info("the addresses of the weights have changed: forward passes are recorded again")
+            self._recordings.clear()
+            self._weight_addresses = []
+
+    @torch.no_grad()
+    def __call__(self, variant: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the network's result for these arguments, in new memory.
+
+        variant: which of the network's weights are active.
+        """
+        values, layout = tree_flatten((args, kwargs))
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        signature = (variant, layout, tuple(map(argument_signature, values)))
+        if signature not in self._recordings:
+            self._recordings[signature] = self._record(values, layout, tensors[0].device)
+        recording = self._recordings[signature]
+        for input_tensor, tensor in zip(recording.inputs, tensors, strict=True):
+            input_tensor.copy_(tensor)
+        recording.replay()
+        return tree_map(clone_tensor, recording.output)
+
+    @property
+    def num_recordings(self) -> int:
+        return len(self._recordings)
+
+    def _record(self, values: list[Any], layout: Any, device: torch.device) -> RecordedCall:
+        if not self._recordings:
+            self._weight_addresses = [(parameter, parameter.data_ptr()) for parameter in self._parameters()]
+        inputs = [value.clone() if isinstance(value, Tensor) else value for value in values]
+        args, kwargs = tree_unflatten(inputs, layout)
+        if device not in self._captures:
+            self._captures[device] = choose_capture(device)
+        replay, output = self._captures[device](lambda: self._network(*args, **kwargs))
+        return RecordedCall([value for value in inputs if isinstance(value, Tensor)], replay, output)
+
+
+class ReplayingNetwork:
+    """A network with replayed calls and the attributes of the original."""
+
+    def __init__(self, network: Any) -> None:
+        self._network = network
+        self._replayer = GraphReplayer(network, network.parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replayer("", args, kwargs)
+
+    def drop_stale_recordings(self) -> None:
+        """Discard the recordings if a weight has moved (GraphReplayer.drop_stale_recordings)."""
+        self._replayer.drop_stale_recordings()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+
+def argument_signature(value: Any) -> Hashable:
+    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
+
+
+def clone_tensor(value: Any) -> Any:
+    """Return a copy that the next replay does not overwrite."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def choose_capture(device: torch.device) -> CaptureFunction:
+    """Return the capture function for this device: CUDA graphs, or an ordinary call if it has none."""
+    if device.type == "cuda":
+        return CudaCapture(device)
+    log.warning("rollout.cuda_graph: %s has no CUDA graphs; forward passes run without them", device.type)
+    return capture_plain_call
+
+
+def capture_plain_call(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """Capture a computation by calling it again at each replay."""
+    output = compute()
+    outputs = tree_flatten(output)[0]
+
+    def replay() -> None:
+        for target, value in zip(outputs, tree_flatten(compute())[0], strict=True):
+            if isinstance(target, Tensor):
+                target.copy_(value)
+
+    return replay, output
+
+
+class CudaCapture:
+    """Capture a computation as a CUDA graph.
+
+    All graphs share one memory pool, as large as the largest graph needs: they are replayed one after the other, and
+    the
+    results are copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        with torch.cuda.device(self._device):
+            self._warm_up(compute)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads (data readers, waiting threads) may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    output = compute()
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise UserError(
+                    f"rollout.cuda_graph: the denoiser's forward pass cannot be recorded ({reason}): set it to false"
+                ) from error
+        log.info("recorded a forward pass of the denoiser as a CUDA graph")
+        return graph.replay, output
+
+    def _warm_up(self, compute: Callable[[], Any]) -> None:
+        """Run the computation on a separate stream, as recording does."""
+        cuda: Any = torch.cuda  # its streams are not typed
+        stream, current = cuda.Stream(self._device), cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(NUM_WARM_UPS):
+                compute()
+        current.wait_stream(stream)

@@ -1,0 +1,149 @@
+"""FLOPs of the forward passes of an engine.
+
+Forward passes are recorded with the shapes of their arguments. The FLOPs of each combination of shapes are counted
+once, on a copy of the denoiser on the meta device that was made before DeepSpeed partitioned it. So every image size
+and text length counts as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from wfm_ds.engine.flops import Flops, copy_to_meta, measure_flops
+from wfm_ds.engine.policies import add_adapters, set_trainable
+from wfm_ds.engine.preparation import DTYPES
+from wfm_ds.recipe.schema import Recipe
+
+log = logging.getLogger(__name__)
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class FlopCount:
+    """FLOPs of some forward passes and their backward passes."""
+
+    required: int = 0  # needed mathematically
+    recomputed: int = 0  # additionally computed by gradient checkpointing
+
+    def __add__(self, other: FlopCount) -> FlopCount:
+        return FlopCount(self.required + other.required, self.recomputed + other.recomputed)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardKind:
+    """Forward passes with the same FLOPs per sample."""
+
+    shapes: Hashable
+    with_gradient: bool
+    with_adapters: bool  # adapters are active, if there are any
+
+
+class FlopCounter:
+    """Records the forward passes of one rank; `pop_count` returns their FLOPs and counts each kind only once."""
+
+    def __init__(self, meta_denoiser: nn.Module, *, checkpointing: bool) -> None:
+        """meta_denoiser: the denoiser on the meta device, with its adapters and requires_grad flags."""
+        self._meta_denoiser, self._checkpointing = meta_denoiser, checkpointing
+        self._samples: Counter[ForwardKind] = Counter()
+        self._examples: dict[Hashable, Arguments] = {}
+        self._flops: dict[Hashable, Flops] = {}
+        self._warned = False
+
+    @classmethod
+    def from_denoiser(
+        cls, denoiser: nn.Module, recipe: Recipe, targets: list[str], frozen: AbstractSet[str] = frozenset()
+    ) -> FlopCounter:
+        """Create a counter from a denoiser that is not partitioned and has no adapters.
+
+        targets: layers that will get the recipe's adapters. frozen: parameters that full training leaves unchanged.
+        """
+        shadow = copy_to_meta(denoiser)
+        make_trainable(shadow, recipe, targets, [], frozen)
+        return cls(shadow, checkpointing=recipe.model.gradient_checkpointing)
+
+    def record_forward(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_gradient: bool, with_adapters: bool
+    ) -> None:
+        """Record a forward pass with these arguments. The first tensor among them must have one row per sample."""
+        batch = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        shapes = (
+            tuple(map(_argument_shape, args)),
+            tuple((name, _argument_shape(value)) for name, value in kwargs.items()),
+        )
+        self._samples[ForwardKind(shapes, with_gradient, with_adapters)] += batch
+        if shapes not in self._examples:
+            self._examples[shapes] = (
+                tuple(map(_single_sample, args)),
+                {name: _single_sample(v) for name, v in kwargs.items()},
+            )
+
+    def pop_count(self) -> FlopCount | None:
+        """Return the FLOPs of all forward passes since the last call.
+
+        None for a denoiser that needs the values of tensors, which the meta device does not have.
+        """
+        try:
+            return sum((self._count_forwards(kind, samples) for kind, samples in self._samples.items()), FlopCount())
+        except RuntimeError as error:
+            if not self._warned:
+                log.warning("cannot count the FLOPs of this denoiser, so TFLOP/s are not reported: %s", error)
+            self._warned = True
+            return None
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Discard the forward passes since the last call of `pop_count`."""
+        self._samples.clear()
+
+    def _count_forwards(self, kind: ForwardKind, samples: int) -> FlopCount:
+        if kind.shapes not in self._flops:
+            args, kwargs = self._examples[kind.shapes]
+            self._flops[kind.shapes] = measure_flops(
+                self._meta_denoiser, lambda: self._meta_denoiser(*args, **kwargs)[0], checkpointing=self._checkpointing
+            )
+        flops = self._flops[kind.shapes]
+        forward = flops.forward if kind.with_adapters else flops.forward_without_adapters
+        if not kind.with_gradient:
+            return FlopCount(samples * forward)
+        return FlopCount(samples * (forward + flops.backward), samples * flops.recompute)
+
+
+def make_trainable(
+    meta_denoiser: nn.Module,
+    recipe: Recipe,
+    targets: Sequence[str],
+    names: Sequence[str],
+    frozen: AbstractSet[str] = frozenset(),
+) -> None:
+    """Give a copy on the meta device the same adapters, requires_grad flags and dtype as the engine gives the denoiser.
+
+    names: additional adapters next to `default`. frozen: parameters that full training leaves unchanged.
+    """
+    if recipe.lora is None:
+        set_trainable(meta_denoiser, frozen)
+    else:
+        with torch.device("meta"):
+            add_adapters(meta_denoiser, recipe.lora, targets, names, seed=0)
+    for parameter in meta_denoiser.parameters():
+        parameter.data = parameter.data.to(DTYPES[recipe.model.dtype])
+
+
+def _argument_shape(value: Any) -> Hashable:
+    """Return what determines the FLOPs per sample: a tensor's shape without the batch and its dtype, or another
+    argument's value."""
+    return (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _single_sample(value: Any) -> Any:
+    """Return the argument for a single sample, on the meta device."""
+    return torch.empty_like(value[:1], device="meta") if isinstance(value, Tensor) else value

@@ -1,0 +1,35 @@
+"""Base class of frozen linear layers that store their weight in fewer bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer without a weight parameter. Subclasses define how the weight is stored and how to compute with it.
+
+    The stored weight must be in integer buffers outside of state dicts, so that casting the module to bfloat16, saving
+    it
+    or partitioning its parameters does not touch it.
+    """
+
+    def __init__(self, layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
+        """Replace a layer that computes in `dtype`.
+
+        The weight is rounded to `dtype`, whatever its stored dtype, and then stored on the device.
+        """
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = layer.bias
+        self.dtype = dtype
+        self.store_weight(layer.weight.detach().to(device, dtype))
+
+    def store_weight(self, weight: Tensor) -> None:
+        """Set the buffers that store a weight [N, K]."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # peft reads its device and dtype
+        """The weight [N, K] in the dtype of the model, restored at each access."""
+        raise NotImplementedError

@@ -1,0 +1,90 @@
+"""Frozen linear layers with an 8-bit or 4-bit weight, which is restored at each use.
+
+They save memory but not time: products use the dtype of the model, after the weight was restored. Inputs are not
+rounded, so the error is smaller than with float8, and any GPU is supported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wfm_ds.engine.frozen_linear import FrozenLinear
+from wfm_ds.engine.optional_packages import require_package
+
+INT8_MAX = 127  # int8 range is [-127, 127]
+NF4_BLOCK = 64  # weight elements per scale in NF4
+
+
+class LowBitLinear(FrozenLinear):
+    """Compute y = x W^T + bias with the restored weight, in the dtype of the model.
+
+    The restored weight is not kept: the backward pass restores it again for the gradient of x.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        product: Tensor = _RestoredMatmul.apply(input, self.bias, self)  # type: ignore[no-untyped-call]
+        return product
+
+
+class _RestoredMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: LowBitLinear) -> Tensor:
+        ctx.layer = layer  # frozen, so nothing needs to be saved
+        return functional.linear(x, layer.weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient @ ctx.layer.weight, None, None
+
+
+class Int8Linear(LowBitLinear):
+    """A weight [N, K] stored as integers from -127 to 127 with one float32 scale per row."""
+
+    codes: Tensor
+    scale_bits: Tensor
+
+    def store_weight(self, weight: Tensor) -> None:
+        scale = weight.float().abs().amax(1, keepdim=True) / INT8_MAX
+        scale = torch.where(scale > 0, scale, 1.0)
+        self.register_buffer("codes", (weight.float() / scale).round().to(torch.int8), persistent=False)
+        self.register_buffer("scale_bits", scale.view(torch.int32), persistent=False)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return (self.codes.float() * self.scale_bits.view(dtype=torch.float32)).to(self.dtype)
+
+
+class Nf4Linear(LowBitLinear):
+    """A weight [N, K] stored in NF4 (QLoRA, arXiv 2305.14314) by bitsandbytes.
+
+    Uses four bits per element and one float32 scale per 64 consecutive elements.
+    """
+
+    codes: Tensor
+    scale_bits: Tensor
+
+    def store_weight(self, weight: Tensor) -> None:
+        operators = load_nf4_operators()
+        codes, scale = operators.quantize_4bit(weight.contiguous(), NF4_BLOCK, "nf4", torch.uint8)
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("scale_bits", scale.view(torch.int32), persistent=False)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        # One block per row, because the CPU kernel of the library starts a new block at each row.
+        shape = (self.in_features * self.out_features // NF4_BLOCK, NF4_BLOCK)
+        scale = self.scale_bits.view(dtype=torch.float32)
+        restored: Tensor = load_nf4_operators().dequantize_4bit(self.codes, scale, NF4_BLOCK, "nf4", shape, self.dtype)
+        return restored.view(self.out_features, self.in_features)
+
+
+def load_nf4_operators() -> Any:
+    """Return the operators of bitsandbytes. Raises RecipeError if it is not installed."""
+    require_package("bitsandbytes", "base_precision: nf4")
+    import bitsandbytes  # noqa: F401, registers them
+
+    return torch.ops.bitsandbytes

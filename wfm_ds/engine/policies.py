@@ -1,0 +1,311 @@
+"""The policies of one denoiser (theta, which is trained, old, ref and ema) as sharded fp32 copies and as LoRA adapters.
+
+Locates this rank's master weights inside DeepSpeed's ZeRO optimizers, keeps copies with the same partitioning, and
+switches adapters. engine.py and the training loops decide when policies change. "Master" means the fp32 value that
+ZeRO updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from wfm_ds.engine.adapter_targets import peft_targets
+from wfm_ds.engine.flops import find_adapter_layers
+from wfm_ds.engine.optimizer import read_states, write_states
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.sections import LoraRecipe
+
+Flats = Sequence[Tensor]  # one flat fp32 tensor per optimizer group: this rank's shard, padding included
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSlice:
+    """This rank's part of one parameter.
+
+    `flats[group][flat_start : flat_start + numel]` holds the parameter's elements from `parameter_start` on.
+    """
+
+    group: int
+    flat_start: int
+    parameter_start: int
+    numel: int
+
+
+class Shards:
+    """The shards of an initialised DeepSpeed engine, with the location of its fp32 master weights at ZeRO stages 1, 2
+    and 3."""
+
+    def __init__(self, ds: Any) -> None:
+        self.ds = ds
+        self.stage = int(ds.zero_optimization_stage())
+        self.slices: dict[nn.Parameter, ShardSlice] = dict(
+            self._stage_3_slices() if self.stage == 3 else self._stage_1_2_slices()
+        )
+
+    def master_weights(self) -> list[Tensor]:
+        """Return this rank's fp32 master weights. The tensors are views and change with the next optimizer step."""
+        return [flat.detach() for flat in self._optimizer_flats()]
+
+    def optimizer_states(self) -> list[dict[str, Tensor]]:
+        """Return the optimizer's states of each master tensor (optimizer.py); empty before its first step.
+
+        A tensor as long as the master holds one value per element; a single number (`step`) applies to all elements.
+        """
+        return [read_states(self.ds.optimizer.optimizer, flat) for flat in self._optimizer_flats()]
+
+    def load_optimizer_states(self, states: Mapping[str, Flats]) -> None:
+        """Set the optimizer's states of each master tensor, by name as in `optimizer_states`."""
+        for group, flat in enumerate(self._optimizer_flats()):
+            group_states = {name: flats[group] for name, flats in states.items()}
+            write_states(self.ds.optimizer.optimizer, flat, group_states)
+
+    def _optimizer_flats(self) -> Sequence[Tensor]:
+        """Return the tensors that the optimizer updates."""
+        optimizer = self.ds.optimizer
+        flats: Sequence[Tensor] = (
+            optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
+        )
+        return flats
+
+    def slices_by_name(self) -> dict[str, ShardSlice]:
+        """Return this rank's slice of each parameter by the parameter's name."""
+        names = {parameter: name for name, parameter in self.ds.module.named_parameters()}
+        return {names[parameter]: piece for parameter, piece in self.slices.items()}
+
+    def _stage_3_slices(self) -> Iterator[tuple[nn.Parameter, ShardSlice]]:
+        rank = dist.get_rank()
+        # the attribute has this name in bf16 and fp32 too
+        for index, group in enumerate(self.ds.optimizer.fp16_groups):
+            low = 0
+            for parameter in group:
+                shard_numel = parameter.partition_numel()
+                start = rank * shard_numel
+                # The last shards are padded with uninitialised memory: only numel elements belong to the parameter.
+                yield parameter, ShardSlice(index, low, start, max(0, min(shard_numel, parameter.ds_numel - start)))
+                low += shard_numel
+
+    def _stage_1_2_slices(self) -> Iterator[tuple[nn.Parameter, ShardSlice]]:
+        optimizer = self.ds.optimizer
+        for index, group in enumerate(optimizer.round_robin_bit16_groups):
+            shard_numel = optimizer.partition_size[index]
+            shard_start = dist.get_rank(optimizer.real_dp_process_group[index]) * shard_numel
+            for parameter, offset in zip(group, optimizer.round_robin_bit16_offsets[index], strict=True):
+                first, last = max(offset, shard_start), min(offset + parameter.numel(), shard_start + shard_numel)
+                yield (
+                    parameter,
+                    ShardSlice(index, max(0, first - shard_start), max(0, first - offset), max(0, last - first)),
+                )
+
+    def local_elements(self, parameter: nn.Parameter, flats: Flats) -> Tensor:
+        """Return this rank's elements of a parameter in a list of flats: a view [numel]."""
+        piece = self.slices[parameter]
+        return flats[piece.group][piece.flat_start : piece.flat_start + piece.numel]
+
+    def gather_parameter(self, parameter: nn.Parameter, flats: Flats, device: torch.device) -> Tensor | None:
+        """Return one full parameter in fp32 on rank 0's CPU, None on other ranks. Collective.
+
+        Needs memory for one parameter.
+        """
+        piece, shape = self.slices[parameter], getattr(parameter, "ds_shape", parameter.shape)
+        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
+        whole[piece.parameter_start : piece.parameter_start + piece.numel] = self.local_elements(parameter, flats).to(
+            device
+        )
+        dist.reduce(whole, dst=0)  # every element has one owner and all others add 0, so the sum is exact
+        return whole.view(shape).cpu() if dist.get_rank() == 0 else None
+
+    def zero_gradients(self) -> None:
+        """Zero the gradients after an optimizer step, for parameters that no micro-step of the next step uses.
+
+        ZeRO-3 overwrites the sums of the previous step only in the first micro-step, and only for parameters used
+        there. An
+        expert that is used later, or not at all, would be updated with old gradients.
+        """
+        if self.stage == 3:
+            self.ds.optimizer.grad_partitions_flat_buffer.zero_()
+
+    @torch.no_grad()
+    def install_weights(self, flats: Flats) -> None:
+        """Set the module's weights to these values, rounded to its dtype. Collective."""
+        optimizer = self.ds.optimizer
+        if self.stage == 3:
+            shard: Any
+            for shard in self.slices:
+                values = self.local_elements(shard, flats)
+                shard.ds_tensor[: values.numel()].copy_(values)
+            refresh_gathered_weights(list(self.slices))
+            return
+        for parts, flat, group in zip(
+            optimizer.parallel_partitioned_bit16_groups, flats, optimizer.real_dp_process_group, strict=True
+        ):
+            parts[dist.get_rank(group)].copy_(flat)
+        all_gather_dp_groups(  # the same gather as at the end of the optimizer's own step
+            groups_flat=optimizer.bit16_groups_flat,
+            partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+            dp_process_group=optimizer.real_dp_process_group,
+            start_alignment_factor=optimizer.nccl_start_alignment_factor,
+            allgather_bucket_size=optimizer.allgather_bucket_size,
+        )
+
+
+def refresh_gathered_weights(parameters: Sequence[Any]) -> None:
+    """Discard cached old weights of these parameters after their shards changed at ZeRO-3. Collective.
+
+    These caches are parameters that stay gathered and, with zero_hpz_partition_size, the copies on each node, from
+    which
+    DeepSpeed gathers instead of the shards until its next optimizer step.
+    """
+    persistent = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
+    if persistent:
+        persistent[0].partition(persistent)  # this may copy the old weights to the node's copy again
+    for parameter in parameters:
+        parameter.ds_secondary_tensor = None
+    if persistent:
+        persistent[0].all_gather(persistent)
+
+
+class ShardedCopy:
+    """An fp32 copy of the master weights with the same sharding: 1/world of the memory, updated without
+    communication."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self.flats = [flat.clone() for flat in shards.master_weights()]
+
+    @torch.no_grad()
+    def lerp_(self, decay: float) -> None:
+        """Update the copy in fp32: copy <- decay * copy + (1 - decay) * theta."""
+        masters = self.shards.master_weights()
+        if decay == 0:  # lerp with weight 1 would keep a NaN in the copy, and costs a multiplication
+            torch._foreach_copy_(self.flats, masters)
+        else:
+            torch._foreach_lerp_(self.flats, masters, 1 - decay)
+
+    @contextlib.contextmanager
+    def use_weights(self) -> Iterator[None]:
+        """Use this copy as the module's weights inside the context. Collective at entry and exit.
+
+        After an error that all ranks agreed on, the trained weights are restored; after a local error this rank keeps
+        the copy.
+        """
+        self.shards.install_weights(self.flats)
+        is_agreed = True
+        try:
+            yield
+        except Exception as error:
+            is_agreed = getattr(error, "agreed", False)  # otherwise the other ranks are in another collective
+            raise
+        finally:
+            if is_agreed:  # the trained weights are the rounded masters, so nothing had to be saved
+                self.shards.install_weights(self.shards.master_weights())
+
+
+def set_trainable(denoiser: nn.Module, frozen: AbstractSet[str]) -> None:
+    """Set requires_grad: False for the frozen names, True for all other parameters."""
+    for name, parameter in denoiser.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+
+def add_adapters(
+    denoiser: nn.Module,
+    recipe: LoraRecipe,
+    targets: Sequence[str],
+    names: Sequence[str],
+    seed: int,
+    initial_values: Mapping[str, Tensor] | None = None,
+) -> Adapters:
+    """Add the adapter `default` and equal adapters called `names`; only `default` trains. Call it before DeepSpeed
+    starts.
+
+    seed: for the initial A matrices. start: initial values of adapter tensors, named without the adapter's name; all
+    must
+    exist. Raises RecipeError if no layer can be adapted.
+    """
+    denoiser.requires_grad_(False)
+    config = peft.LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,
+        target_modules=peft_targets(denoiser, targets),
+        init_lora_weights="gaussian" if recipe.init == "gaussian" else True,
+        lora_dropout=recipe.dropout,
+        use_rslora=recipe.rslora,
+        use_dora=recipe.dora,
+        modules_to_save=list(recipe.modules_to_save) or None,
+    )
+    module: Any = denoiser
+    devices = {parameter.device for parameter in denoiser.parameters() if parameter.is_cuda}
+    try:
+        for name in ("default", *names):
+            with torch.random.fork_rng(list(devices)):
+                torch.manual_seed(seed)  # the same for each adapter, so that all start equal on every rank
+                module.add_adapter(config, adapter_name=name)
+    except ValueError as error:  # raised by PEFT if no name matches, or for a layer type that it does not support
+        raise RecipeError(
+            f"lora.target_modules: {', '.join(targets)} cannot be adapted in {type(denoiser).__name__}: {error}"
+        ) from error
+    if initial_values:
+        write_initial_values(denoiser, initial_values, ("default", *names))
+    return Adapters(denoiser)
+
+
+@torch.no_grad()
+def write_initial_values(denoiser: nn.Module, initial_values: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Write these values, named as in `iter_full_tensors`, into all adapters called `names`."""
+    parameters = dict(denoiser.named_parameters())
+    adapter_names = {name.replace(".default.", "."): name for name in parameters if ".default." in name}
+    for name, value in initial_values.items():
+        for adapter in names:
+            parameters[adapter_names[name].replace(".default.", f".{adapter}.")].copy_(value)
+
+
+class Adapters:
+    """The adapters of a denoiser and the choice of the active one. Only `default` requires gradients.
+
+    PEFT's own switch visits all modules and sets requires_grad of thousands of parameters. A policy is entered many
+    times
+    per step, so this class finds the adapted layers once and changes only what differs.
+    """
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        """Find the adapted layers of a denoiser that has all its adapters, and activate `default`."""
+        module: Any = denoiser
+        module.enable_adapters()
+        module.set_adapter("default")
+        for name, parameter in denoiser.named_parameters():  # PEFT has just set the flags of the adapters only
+            parameter.requires_grad_(".default." in name)
+        self.layers = find_adapter_layers(denoiser)
+        self._module_copies = [part for part in denoiser.modules() if isinstance(part, ModulesToSaveWrapper)]
+        self.activate("default")
+
+    def activate(self, name: str | None) -> None:
+        """Activate the adapter of this name; None: disable all adapters."""
+        for layer in (*self.layers, *self._module_copies):
+            layer._disable_adapters = name is None
+            if name is not None:
+                layer._active_adapter = [name]
+
+
+def write_adapter(denoiser: nn.Module, copy: ShardedCopy, name: str) -> None:
+    """Write a copy of the master weights, rounded, into the frozen adapter of that name. Collective."""
+    parameters: dict[str, Any] = dict(denoiser.named_parameters())
+    pairs = [(parameters[n.replace(".default.", f".{name}.")], q) for n, q in parameters.items() if ".default." in n]
+    with torch.no_grad(), copy.use_weights():
+        for target, source in pairs:
+            if copy.shards.stage == 3:
+                target.ds_tensor.copy_(source.ds_tensor)
+            else:
+                target.data.copy_(source.data)
+    if copy.shards.stage == 3:
+        refresh_gathered_weights([target for target, _ in pairs])

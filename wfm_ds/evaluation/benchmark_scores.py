@@ -1,0 +1,64 @@
+"""Scores in the form of published benchmarks, with the deviations from the published protocol."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from wfm_ds.evaluation.paired_statistics import Array
+from wfm_ds.types import Prompt
+
+GENEVAL_PROMPTS, GENEVAL_SEEDS = 553, 4  # number of prompts in prompts/evaluation_metadata.jsonl; images per prompt
+GENEVAL_TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkScore:
+    """Score of one model in a benchmark."""
+
+    benchmark: str
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    deviations: Sequence[str] = ()  # deviations from the published protocol; if any, the score is not comparable
+
+
+def benchmark_scores(prompts: Sequence[Prompt], scores: Mapping[str, Array], num_seeds: int) -> list[BenchmarkScore]:
+    """Return the benchmark scores that can be computed from scores [P, S] of these prompts."""
+    geneval_scores = (
+        [geneval_score(prompts, scores["gen_eval/gen_eval_score"], num_seeds)]
+        if "gen_eval/gen_eval_score" in scores
+        else []
+    )
+    return [one for one in [*geneval_scores, ocr_score(scores.get("ocr"))] if one is not None]
+
+
+def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> BenchmarkScore | None:
+    """Compute GenEval (arXiv 2310.11513, evaluation/summary_scores.py): accuracy averaged over its tasks.
+
+    None without any score.
+    """
+    by_task: dict[str, list[float]] = defaultdict(list)
+    for prompt, row in zip(prompts, correct, strict=True):
+        by_task[str(prompt.metadata.get("tag"))] += [float(value) for value in row if not np.isnan(value)]
+    shares = {task: float(np.mean(values)) for task, values in by_task.items() if values}
+    if not shares:
+        return None
+    absent_tasks = [task for task in GENEVAL_TASKS if task not in shares]
+    deviations = ["Mask2Former and CLIP of transformers, not of mmdet and open_clip"]
+    deviations += [f"no prompts of {', '.join(absent_tasks)}"] if absent_tasks else []
+    deviations += [f"{len(prompts)} prompts, not {GENEVAL_PROMPTS}"] if len(prompts) != GENEVAL_PROMPTS else []
+    deviations += [f"{num_seeds} images per prompt, not {GENEVAL_SEEDS}"] if num_seeds != GENEVAL_SEEDS else []
+    deviations += [f"{missing} images without a score"] if (missing := int(np.isnan(correct).sum())) else []
+    return BenchmarkScore("GenEval", float(np.mean(list(shares.values()))), shares, deviations)
+
+
+def ocr_score(scores: Array | None) -> BenchmarkScore | None:
+    """Compute the mean OCR reward of Flow-GRPO (arXiv 2505.05470). None without any score."""
+    if scores is None or np.isnan(scores).all():
+        return None
+    deviations = ["RapidOCR, not PaddleOCR"]
+    deviations += [f"{missing} images without a score"] if (missing := int(np.isnan(scores).sum())) else []
+    return BenchmarkScore("OCR", float(np.nanmean(scores)), {}, deviations)

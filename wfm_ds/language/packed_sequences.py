@@ -1,0 +1,210 @@
+"""Packed sequences: several conversations that do not attend to each other, with their images and videos.
+
+Only the positions separate the conversations. `position_ids` has four rows: the position of each token within its
+conversation, restarting at 0, and the three rotary positions of the model. Without mask and cache, transformers limits
+attention to one conversation based on the first row. With only three rows, or with a cache, it silently lets the
+conversations attend to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wfm_ds.data.pixels import BadMedia
+from wfm_ds.language.annotations import MEDIA_KINDS, BadConversation, Conversation, MediaKind
+from wfm_ds.language.media import MediaPatches, MediaReader, MediaSize
+from wfm_ds.language.renderer import IGNORE_INDEX, Renderer, Tokens
+from wfm_ds.language.size_cache import ConversationSize, cache_key
+from wfm_ds.recipe.schema import Recipe
+
+Positions = Callable[["ConversationSample"], Tensor]  # rotary positions [3, L] int64 of one conversation
+INPUTS: dict[MediaKind, tuple[str, str]] = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationSample:
+    """A tokenised conversation with its pixels, ready for packing."""
+
+    id: str
+    tokens: Tokens
+    pixels: list[tuple[MediaKind, MediaPatches]]
+    seconds_per_time: list[float]  # time step of each video
+
+    def media_grids(self, kind: MediaKind) -> Tensor | None:
+        """Return the grids [media, 3] int64 of the media of this kind, or None without any."""
+        grids = [pixels.grid for media_kind, pixels in self.pixels if media_kind == kind]
+        return torch.tensor(grids) if grids else None
+
+    def token_types(self, pad_ids: dict[MediaKind, int]) -> Tensor:
+        """Return the token types [1, L] int64: 0 for text, 1 for image tokens, 2 for video tokens."""
+        ids = torch.tensor([self.tokens.ids])
+        return (ids == pad_ids["image"]).long() + 2 * (ids == pad_ids["video"]).long()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequence:
+    """Arguments of one forward pass, and its labelled positions."""
+
+    input_ids: Tensor  # [1, L] int64
+    position_ids: Tensor  # [4, 1, L] int64
+    media: dict[str, Tensor]  # pixel_values [patches, D] float32, image_grid_thw [images, 3]; the same of videos
+    label_positions: Tensor  # [N] int64, positions with their next token in the loss
+    targets: Tensor  # [N] int64, the next tokens
+    weights: Tensor  # [N] float32
+    num_samples: int  # number of conversations with labels
+    segments: list[int]  # number of tokens of each conversation, including blank ones
+
+    def to_device(self, device: torch.device) -> PackedSequence:
+        media = {name: tensor.to(device) for name, tensor in self.media.items()}
+        tensors = (self.input_ids, self.position_ids, self.label_positions, self.targets, self.weights)
+        ids, positions, label_positions, targets, weights = (tensor.to(device) for tensor in tensors)
+        return PackedSequence(ids, positions, media, label_positions, targets, weights, self.num_samples, self.segments)
+
+
+class ConversationReader:
+    """Reads conversations: token counts from file headers, pixels from the files."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        media: MediaReader,
+        *,
+        has_frame_times: bool,
+        max_tokens: int,
+        too_long: Literal["skip", "truncate_answer"],
+    ) -> None:
+        """has_frame_times: write timestamps between the frames of a video (Qwen3-VL)."""
+        self._renderer, self._media, self._has_frame_times = renderer, media, has_frame_times
+        self._max_tokens, self._too_long = max_tokens, too_long
+
+    def tokenize(self, conversation: Conversation) -> tuple[Tokens, list[MediaSize]]:
+        """Return the tokens of a conversation and the sizes of its media. Raises BadConversation."""
+        media_sizes = self._measure_media(conversation)
+        tokens = self._renderer.render(conversation, [self._media_text(size) for size in media_sizes])
+        if len(tokens) > self._max_tokens:
+            tokens = self._truncate(conversation, tokens)
+        if all(label == IGNORE_INDEX for label in tokens.labels):
+            raise BadConversation("too_long", conversation.id, f"no answer within the first {self._max_tokens} tokens")
+        return tokens, media_sizes
+
+    def measure(self, conversation: Conversation) -> ConversationSize:
+        """Return the token counts of a conversation, from file headers. Raises BadConversation."""
+        tokens, media_sizes = self.tokenize(conversation)
+        media = sum(media_size.num_times * media_size.num_tokens for media_size in media_sizes)
+        return ConversationSize(len(tokens), media, sum(label != IGNORE_INDEX for label in tokens.labels))
+
+    def cache_key(self, recipe: Recipe, digest: str) -> str:
+        """Return the cache key of the sizes of annotations with this digest."""
+        return cache_key(recipe, digest, self._renderer.tokenizer, self._media.processor)
+
+    def read(self, conversation: Conversation) -> ConversationSample:
+        """Read a conversation with its pixels. Raises BadConversation."""
+        return self._with_pixels(conversation, *self.tokenize(conversation))
+
+    def read_question(self, conversation: Conversation) -> ConversationSample:
+        """Read a conversation that ends with a question, for generating the answer. Raises BadConversation."""
+        media_sizes = self._measure_media(conversation)
+        tokens = self._renderer.render_question(conversation, [self._media_text(size) for size in media_sizes])
+        return self._with_pixels(conversation, tokens, media_sizes)
+
+    def _measure_media(self, conversation: Conversation) -> list[MediaSize]:
+        try:
+            return [self._media.measure(item) for item in conversation.media]
+        except BadMedia as error:
+            raise BadConversation("media", conversation.id, str(error)) from error
+
+    def _with_pixels(
+        self, conversation: Conversation, tokens: Tokens, media_sizes: Sequence[MediaSize]
+    ) -> ConversationSample:
+        try:
+            pixels = [(item.kind, self._media.read(item)) for item in conversation.media]
+        except BadMedia as error:
+            raise BadConversation("media", conversation.id, str(error)) from error
+        for size, (_, patches) in zip(media_sizes, pixels, strict=True):
+            if np.prod(patches.grid) != size.num_times * size.num_tokens * self._media.merge**2:
+                raise BadConversation("media", conversation.id, "the size of an image or video differs from its header")
+        return ConversationSample(
+            conversation.id, tokens, pixels, [s.seconds_per_time for s in media_sizes if s.kind == "video"]
+        )
+
+    def blank_sample(self, kind: MediaKind) -> ConversationSample:
+        """Return a conversation with one blank image or video of one token and no labels."""
+        text = f"{VISION_START}{self._renderer.pads[kind]}{VISION_END}"
+        ids = list(self._renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
+        seconds = [1.0] if kind == "video" else []
+        return ConversationSample(
+            "", Tokens(ids, [IGNORE_INDEX] * len(ids)), [(kind, self._media.blank(kind))], seconds
+        )
+
+    def _media_text(self, size: MediaSize) -> str:
+        pads = self._renderer.pads[size.kind] * size.num_tokens
+        if size.kind == "video" and self._has_frame_times:
+            return "".join(f"<{moment:.1f} seconds>{VISION_START}{pads}{VISION_END}" for moment in size.seconds)
+        return f"{VISION_START}{pads * size.num_times}{VISION_END}"
+
+    def _truncate(self, conversation: Conversation, tokens: Tokens) -> Tokens:
+        """Truncate to max_tokens. Raises BadConversation with too_long: skip, or if media would be cut."""
+        media_ids, limit = frozenset(self._renderer.pad_ids.values()), self._max_tokens
+        if self._too_long == "skip" or media_ids & set(tokens.ids[limit:]):
+            raise BadConversation("too_long", conversation.id, f"{len(tokens)} tokens, the limit is {limit}")
+        return Tokens(tokens.ids[:limit], tokens.labels[:limit])
+
+
+class SequencePacker:
+    """Packs samples into one sequence, with blank media if needed."""
+
+    def __init__(self, positions: Positions, blanks: Sequence[ConversationSample], *, by_sample: bool) -> None:
+        """blanks: one blank sample per kind of media in the run. by_sample: weight 1 per sample instead of per token.
+
+        All ranks must run the vision tower alike, to gather its weights (ZeRO-3) or sum its gradients. A sequence
+        without media of some kind therefore gets the blank sample, which no other token attends to.
+        """
+        self._positions, self._blanks, self._by_sample = positions, blanks, by_sample
+
+    def pack_samples(self, samples: Sequence[ConversationSample]) -> PackedSequence:
+        """Pack samples into one sequence. Without samples, return a blank sequence without labels."""
+        kinds = {kind for sample in samples for kind, _ in sample.pixels}
+        # A sequence must not be empty, so use a blank sample also for data without media.
+        missing_blanks = [b for b in self._blanks if b.pixels[0][0] not in kinds]
+        parts = [*samples, *(missing_blanks if missing_blanks or samples else self._blanks[:1])]
+        ids = torch.tensor([token for part in parts for token in part.tokens.ids])
+        labels = torch.tensor([label for part in parts for label in part.tokens.labels])
+        label_positions = torch.nonzero(labels[1:] != IGNORE_INDEX)[:, 0]
+        counts = [sum(label != IGNORE_INDEX for label in part.tokens.labels) for part in parts]
+        weights = [1 / count if self._by_sample else 1.0 for count in counts for _ in range(count)]
+        return PackedSequence(
+            input_ids=ids[None],
+            position_ids=torch.cat([self._stack_positions(part) for part in parts], dim=1)[:, None],
+            media=stack_media(parts),
+            label_positions=label_positions,
+            targets=labels[1:][label_positions],
+            weights=torch.tensor(weights, dtype=torch.float32),
+            num_samples=sum(count > 0 for count in counts),
+            segments=[len(part.tokens) for part in parts],
+        )
+
+    def _stack_positions(self, sample: ConversationSample) -> Tensor:
+        """Return positions [4, L]: the position in the conversation, then the three rotary positions."""
+        return torch.cat([torch.arange(len(sample.tokens))[None], self._positions(sample)])
+
+
+def stack_media(samples: Sequence[ConversationSample]) -> dict[str, Tensor]:
+    """Concatenate the media of all samples as model arguments: one vision tower call each for images and videos."""
+    media: dict[str, Tensor] = {}
+    for kind in MEDIA_KINDS:
+        patches = [pixels for sample in samples for media_kind, pixels in sample.pixels if media_kind == kind]
+        if patches:
+            values, grids = INPUTS[kind]
+            media[values] = torch.cat([torch.from_numpy(pixels.patches) for pixels in patches])
+            media[grids] = torch.tensor([pixels.grid for pixels in patches])
+    return media

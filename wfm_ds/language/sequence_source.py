@@ -1,0 +1,113 @@
+"""Prefetching of the packed sequences of each training step. Their content depends only on the step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from wfm_ds.errors import DataError
+from wfm_ds.language.annotations import BadConversation
+from wfm_ds.language.data import LanguageData
+from wfm_ds.language.packed_sequences import ConversationReader, ConversationSample
+from wfm_ds.language.packing import PackingOrder
+
+log = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 300.0
+MIN_TRIED = 100  # minimum number of conversations for the share of bad ones
+
+
+@dataclass(frozen=True, slots=True)
+class StepSequences:
+    """This rank's sequences of a step, and the number of skipped conversations."""
+
+    sequences: list[list[ConversationSample]]
+    num_bad: int
+    num_tried: int
+
+
+class SequenceSource:
+    """Packed sequences for one rank. Conversations with unreadable media are skipped."""
+
+    def __init__(
+        self,
+        data: LanguageData,
+        order: PackingOrder,
+        reader: ConversationReader,
+        *,
+        sequences_per_step: int,
+        workers: int,
+    ) -> None:
+        self._data, self._order, self._reader = data.training, order, reader
+        self._sequences_per_step = sequences_per_step
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="read")
+        self._ahead: dict[int, list[list[Future[ConversationSample | BadConversation]]]] = {}
+        self.tried, self.bad = 0, 0  # over all ranks, from `check_bad_fraction`
+
+    def read_step(self, step: int, rank: int, num_ranks: int) -> StepSequences:
+        """Return this rank's sequences of a step (from 1): every `num_ranks`-th one. Raises DataError."""
+        for upcoming in (step, step + 1):
+            if upcoming not in self._ahead:
+                self._ahead[upcoming] = self._submit(upcoming, rank, num_ranks)
+        sequences, num_bad, num_tried = list[list[ConversationSample]](), 0, 0
+        for futures in self._ahead.pop(step):
+            results = [self._wait_for_result(future) for future in futures]
+            sequences.append([result for result in results if isinstance(result, ConversationSample)])
+            num_bad += len(results) - len(sequences[-1])
+            num_tried += len(results)
+        return StepSequences(sequences, num_bad, num_tried)
+
+    def epoch(self, step: int) -> float:
+        """Return the number of completed epochs after this step."""
+        epoch, _ = self._order.locate(step * self._sequences_per_step - 1)
+        return float(epoch)
+
+    def check_bad_fraction(self, bad: int, tried: int, max_bad_fraction: float) -> None:
+        """Add the counts of a step over all ranks. Raises DataError on all ranks for too many bad conversations."""
+        self.bad, self.tried = self.bad + bad, self.tried + tried
+        if self.bad > max_bad_fraction * max(self.tried, MIN_TRIED):
+            raise DataError(
+                f"{self.bad} of {self.tried} conversations have unreadable media (data.max_bad_fraction: "
+                f"{max_bad_fraction:g}); "
+                "see the log"
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"bad": self.bad, "tried": self.tried}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.bad, self.tried = state["bad"], state["tried"]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, step: int, rank: int, num_ranks: int) -> list[list[Future[ConversationSample | BadConversation]]]:
+        first = (step - 1) * self._sequences_per_step
+        positions = range(first + rank, first + self._sequences_per_step, num_ranks)
+        return [
+            [self._pool.submit(self._read_conversation, index) for index in self._order.conversations(position)]
+            for position in positions
+        ]
+
+    def _read_conversation(self, index: int) -> ConversationSample | BadConversation:
+        try:
+            sample = self._reader.read(self._data.conversations[index])
+        except BadConversation as error:
+            return error
+        if len(sample.tokens) != self._data.lengths[index]:  # the packing assumed another number
+            return BadConversation("media", sample.id, "the size of an image or video changed since it was measured")
+        return sample
+
+    def _wait_for_result(
+        self, future: Future[ConversationSample | BadConversation]
+    ) -> ConversationSample | BadConversation:
+        try:
+            result = future.result(READ_TIMEOUT_S)
+        except TimeoutError as error:
+            raise DataError(f"reading a conversation exceeded {READ_TIMEOUT_S:g} s: check the storage") from error
+        if isinstance(result, BadConversation):
+            log.warning("skipped %s", result)
+        return result

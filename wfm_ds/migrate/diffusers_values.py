@@ -1,0 +1,243 @@
+"""Converters for values in configurations of Cosmos-RL's diffusers trainers. keys.py uses them.
+
+Converters return the recipe value. They raise NoCounterpart with the reason if there is none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wfm_ds.migrate.config import CosmosConfig, NoCounterpart, choice_converter
+
+
+def model_folder(value: str, source: CosmosConfig) -> str:
+    """Return the model folder. For a name on the Hugging Face Hub, the folder to download it to."""
+    if not value:
+        raise NoCounterpart("empty value")
+    if value.startswith((".", "/", "~")) or value.count("/") != 1:
+        return value
+    folder = f"models/{value.rpartition('/')[2]}"
+    revision = source.settings.get("policy.model_revision")
+    option = f" --revision {revision}" if revision else ""
+    source.add_note(f"model.path is a folder; download it: hf download {value}{option} --local-dir {folder}")
+    return folder
+
+
+def resume_mode(value: Any, _: CosmosConfig) -> str:
+    return value if isinstance(value, str) else "auto" if value else "never"
+
+
+def zero_stage(_: Any, source: CosmosConfig) -> str:
+    if source["train.fsdp_offload"]:
+        return "zero3_offload"
+    if source.has_table("policy.lora"):
+        return "zero2"
+    return zero_config_name(source["policy.parallelism.dp_shard_size"], num_replicas(source), source)
+
+
+def zero_config_name(shards: int, replicas: int, source: CosmosConfig) -> str:
+    """Return the DeepSpeed JSON for `replicas` copies of the weights in `shards` shards each (-1: one per rank)."""
+    if shards == 1:
+        return "zero2"
+    if replicas == 1:
+        return "zero3"
+    source.add_note(
+        f"engine.deepspeed zero3_hpz: Cosmos-RL has {replicas} sharded replicas of the weights; here there is one set "
+        "of shards, plus a copy within each node for the backward pass; use zero3 on a single node"
+    )
+    return "zero3_hpz"
+
+
+def num_replicas(source: CosmosConfig) -> int:
+    """Return the number of model copies. Each copy may be sharded."""
+    return int(
+        source["policy.parallelism.dp_replicate_size"] * source.settings.get("policy.parallelism.n_init_replicas", 1)
+    )
+
+
+def num_data_ranks(source: CosmosConfig) -> int | None:
+    """Return the number of ranks with different data, None if the launcher determines it."""
+    shards = source["policy.parallelism.dp_shard_size"]
+    return int(shards * num_replicas(source)) if shards > 0 else None
+
+
+def learning_rate(value: Any, source: CosmosConfig) -> float:
+    if isinstance(value, dict) and len(value) > 1:
+        source.add_note("optimizer.lr is `global` of train.optm_lr: recipes have one learning rate")
+    rate = value.get("global") if isinstance(value, dict) else value
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        raise NoCounterpart("recipes have one learning rate for all weights")
+    return rate
+
+
+def warmup_steps(value: float, source: CosmosConfig) -> int:
+    if isinstance(value, int):
+        return value
+    num_steps = source.steps or source.settings.get("train.max_num_steps")
+    if num_steps is None:
+        raise NoCounterpart("a fraction of an unknown number of steps; set --steps")
+    return round(value * int(num_steps))
+
+
+def lr_schedule(value: str, source: CosmosConfig) -> str:
+    if source.settings.get("train.optm_decay_ratio", 1) != 1:
+        source.add_note(
+            "optimizer.schedule decays from the end of the warm-up to the last step, whatever train.optm_decay_ratio is"
+        )
+    return choice_converter({"cosine": "cosine", "linear": "linear", "none": "constant"})(value, source)
+
+
+def require_ema(value: Any, source: CosmosConfig) -> Any:
+    if not source["train.ema_enable"]:
+        raise NoCounterpart("train.ema_enable is false")
+    return value
+
+
+def ema_interval(value: int, source: CosmosConfig) -> int:
+    return int(require_ema(max(value, 1), source))  # 0 in Cosmos-RL: every step
+
+
+def ema_decay(value: bool, source: CosmosConfig) -> Any:
+    if not value:
+        raise NoCounterpart("omit the section `ema`")
+    return source["train.ema_decay"]
+
+
+def gradient_accumulation(value: int, source: CosmosConfig) -> int:
+    micro_batch = source["train.train_policy.mini_batch"]
+    if value % micro_batch:
+        raise NoCounterpart(f"{value} samples are not a multiple of mini_batch {micro_batch}")
+    return int(value) // int(micro_batch)
+
+
+def prompts_per_step(_: Any, source: CosmosConfig) -> int:
+    samples = source["train.train_batch_per_replica"] * source["policy.parallelism.n_init_replicas"]
+    if samples % source["rollout.n_generation"]:
+        raise NoCounterpart(f"{samples} samples are not a multiple of rollout.n_generation")
+    return int(samples // source["rollout.n_generation"])
+
+
+def updates_per_rollout(value: int, source: CosmosConfig) -> int:
+    ranks = source["policy.parallelism.dp_shard_size"] * source["policy.parallelism.dp_replicate_size"]
+    samples_per_rank = source["train.train_batch_per_replica"] / ranks
+    if not value or samples_per_rank % value:
+        raise NoCounterpart(f"{value} does not divide the {samples_per_rank:g} samples per rank")
+    return int(samples_per_rank // value)
+
+
+def single_iteration(value: int, _: CosmosConfig) -> int:
+    if value != 1:
+        raise NoCounterpart(
+            "each rollout is used for one pass; increase algorithm.updates_per_rollout for more updates"
+        )
+    return 1
+
+
+def num_frames(value: int, source: CosmosConfig) -> int:
+    if not source.settings.get("policy.diffusers.is_video"):
+        raise NoCounterpart("policy.diffusers.is_video is false")
+    return value
+
+
+def inference_frames(value: int, source: CosmosConfig) -> int:
+    if value != source["policy.diffusers.train_frames"]:
+        raise NoCounterpart("training, validation and samples use the same length: sampling.num_frames")
+    return num_frames(value, source)
+
+
+def timestep_density(value: str, source: CosmosConfig) -> str:
+    if value not in ("logit_normal", "mode"):
+        source.add_note(f"policy.diffusers.weighting_scheme {value} samples noise levels uniformly in Cosmos-RL, too")
+        return "uniform"
+    return value
+
+
+def guidance_scale(value: float, source: CosmosConfig) -> float:
+    """Return w of v_u + w * (v_c - v_u). diffusers' Cosmos pipelines use v_c + g * (v_c - v_u), so w = 1 + g."""
+    if value <= 1:
+        return 1.0
+    if "cosmos" in source.model:
+        source.add_note(f"sampling.guidance_scale is w = 1 + g: {value:g} in Cosmos-RL is {1 + value:g} here")
+        return 1 + value
+    return value
+
+
+def sampling_solver(_: Any, source: CosmosConfig) -> str:
+    name, is_ode = source["policy.diffusers.sample.solver"], source["policy.diffusers.sample.deterministic_sampling"]
+    if "sana" in source.model:
+        source.add_note("sampling.solver: Cosmos-RL ignores the key for SANA and uses its second-order scheduler")
+        return "dpm2"
+    if name == "dpm2":
+        source.add_note("sampling.solver dpm2 is deterministic and ignores deterministic_sampling")
+        return "dpm2"
+    if is_ode and name in ("euler", "flow", "dance", "ddim", "dpm1"):
+        return "ode"
+    return choice_converter({"euler": "flow_sde", "flow": "flow_sde", "dance": "dance"})(name, source)
+
+
+def noise_level(value: float, source: CosmosConfig) -> float:
+    if sampling_solver(None, source) in ("ode", "dpm2"):
+        raise NoCounterpart("the solver is deterministic")
+    return value
+
+
+def advantage_clip(_: Any, source: CosmosConfig) -> float:
+    low, high = source["train.train_policy.advantage_low"], source["train.train_policy.advantage_high"]
+    if low != -high:
+        source.add_note(f"algorithm.adv_clip_max {high:g} limits both sides; Cosmos-RL clips to {low:g} to {high:g}")
+    return float(high)
+
+
+def advantage_std(value: bool, source: CosmosConfig) -> str:
+    if value and source["train.train_policy.use_remote_reward"]:
+        source.add_note("algorithm.advantage_std group: with use_remote_reward, Cosmos-RL ignores unbiased_advantage")
+        return "group"
+    return "none" if value else "group"
+
+
+def lora_targets(value: Any, _: CosmosConfig) -> list[str]:
+    if not isinstance(value, list):
+        raise NoCounterpart("list the layers, or omit the key for the attention projections of the model family")
+    return value
+
+
+def data_split(value: str | list[str], _: CosmosConfig) -> str:
+    if isinstance(value, list) and len(value) != 1:
+        raise NoCounterpart("data.split is a single split")
+    return value[0] if isinstance(value, list) else value
+
+
+def prompt_file(value: str, source: CosmosConfig) -> str:
+    if not value.endswith((".txt", ".jsonl")):
+        raise NoCounterpart("set validation.prompts to a .txt file with one prompt per line, or to a .jsonl file")
+    return value
+
+
+def validate_every(_: Any, source: CosmosConfig) -> int:
+    return int(source["validation.freq"]) if source["validation.enable"] else 0
+
+
+def validate_at_start(_: Any, source: CosmosConfig) -> bool:
+    return bool(source["validation.enable"] and source["validation.val_before_train"])
+
+
+def validation_seeds(value: int, _: CosmosConfig) -> list[int]:
+    return list(range(1000001, 1000001 + value))
+
+
+def save_every(_: Any, source: CosmosConfig) -> int:
+    return int(source["train.ckpt.save_freq"]) if source["train.ckpt.enable_checkpoint"] else 0
+
+
+def export_every(_: Any, source: CosmosConfig) -> int:
+    return save_every(_, source) if source["train.ckpt.export_safetensors"] else 0
+
+
+def checkpoints_to_keep(value: int, _: CosmosConfig) -> int:
+    if value < 1:
+        raise NoCounterpart("set the number of checkpoints to keep: checkpoint.keep")
+    return value
+
+
+def uses_console(value: list[str], _: CosmosConfig) -> bool:
+    return "console" in [logger.lower() for logger in value]

@@ -1,0 +1,77 @@
+"""Conditioning frames: the first latent frames of a video may be clean instead of noisy.
+
+The conditioning contains both of two keys or neither. `conditional_latents` holds clean latents in the shape of the
+whole video. `conditional_mask` [B,1,T,1,1] float32 is 1 on conditioning frames and may differ between rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from wfm_ds.sampling.shapes import free_frame_mask
+from wfm_ds.types import ConditioningFrames
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
+
+LATENTS_KEY, MASK_KEY = "conditional_latents", "conditional_mask"
+CONDITIONING_FRAME_KEYS = frozenset({LATENTS_KEY, MASK_KEY})
+
+
+@dataclass(frozen=True, slots=True)
+class CleanFrames:
+    """Clean conditioning frames: latents [B,C,T,h,w] and mask [B,1,T,1,1], float32."""
+
+    latents: Tensor
+    mask: Tensor
+
+    def insert_clean_latents(self, noisy: Tensor) -> Tensor:
+        """Return the network input: clean latents on conditioning frames, `noisy` elsewhere."""
+        return self.mask * self.latents + (1 - self.mask) * noisy
+
+    def insert_known_velocity(self, velocity: Tensor, noisy: Tensor, sigma: Tensor) -> Tensor:
+        """Replace the velocity on conditioning frames by the one that leads exactly to their clean latents."""
+        known = (noisy - self.latents) / sigma.view(-1, 1, 1, 1, 1)
+        return self.mask * known + (1 - self.mask) * velocity
+
+
+def get_clean_frames(conditioning: Conditioning) -> CleanFrames | None:
+    """Return the clean frames of a conditioning, or None. Raises ValueError if one of the two keys is missing."""
+    present = CONDITIONING_FRAME_KEYS & conditioning.keys()
+    if not present:
+        return None
+    if present != CONDITIONING_FRAME_KEYS:
+        raise ValueError(
+            f"conditioning must have both of {sorted(CONDITIONING_FRAME_KEYS)} or neither, got {sorted(present)}"
+        )
+    return CleanFrames(conditioning[LATENTS_KEY], conditioning[MASK_KEY])
+
+
+def pad_num_frames(latents: Tensor, num_frames: int) -> Tensor:
+    """Pad latents [..., t,h,w] of the first frames with zeros to [..., T,h,w]."""
+    return pad(latents, (0, 0, 0, 0, 0, num_frames - latents.shape[-3]))
+
+
+def add_clean_frames(conditioning: Conditioning, latents: Tensor, counts: Tensor) -> Conditioning:
+    """Add the first counts[i] latent frames of latents[i] to a conditioning.
+
+    latents: normalized, [B,C,T,h,w] float32. counts: [B] integer, 0 for no conditioning frames.
+    Raises ValueError for other shapes, or if a count covers all frames.
+    """
+    if latents.ndim != 5 or latents.dtype != torch.float32 or counts.shape != latents.shape[:1]:
+        raise ValueError(
+            f"conditioning frames need latents [B,C,T,h,w] float32 and [B] counts, got {list(latents.shape)} "
+            f"{latents.dtype} and {list(counts.shape)}"
+        )
+    num_frames = latents.shape[2]
+    if counts.device.type == "cpu" and not bool(((counts >= 0) & (counts < num_frames)).all()):
+        raise ValueError(
+            f"the number of conditioning frames must be 0 to {num_frames - 1} of {num_frames} latent frames, got "
+            f"{counts.tolist()}"
+        )
+    return {**conditioning, LATENTS_KEY: latents, MASK_KEY: 1 - free_frame_mask(ConditioningFrames(latents, counts))}

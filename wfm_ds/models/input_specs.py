@@ -1,0 +1,14 @@
+"""Specification of the inputs of a family in addition to text and conditioning frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """One kind of input, such as actions [F-1,D]."""
+
+    rank: int  # number of axes of one sample's array; 0: a scalar
+    required: bool = False
+    requires_input: str | None = None  # name of an input that this one is only used with

@@ -1,0 +1,26 @@
+"""Padding of text conditioning with variable length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
+
+
+def pad_and_stack(rows: Sequence[Conditioning]) -> Conditioning:
+    """Concatenate rows [B,n,...] with different n, padding embeddings and masks with zeros to the longest."""
+    longest = max(tensor.shape[1] for row in rows for tensor in row.values())
+    return {
+        name: torch.cat(
+            [
+                functional.pad(row[name], (*[0, 0] * (row[name].ndim - 2), 0, longest - row[name].shape[1]))
+                for row in rows
+            ]
+        )
+        for name in rows[0]
+    }

@@ -1,0 +1,91 @@
+"""Conditioning of Wan's image-to-video networks on a first frame: extra input channels, and in 2.1 CLIP embeddings."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from wfm_ds.models import vae
+from wfm_ds.pinned_memory import copy_to_device
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
+
+CHANNELS_KEY, EMBEDS_KEY = "image_channels", "image_embeds"
+MAX_CACHE_BYTES = 2**30  # on the host: 120 videos of 81 frames of 480 x 832
+
+
+class ImageConditioner:
+    """Encodes first frames one at a time, with an LRU cache, because a run needs each at every noise level."""
+
+    def __init__(self, pipeline: Any, *, embeds: bool, max_cache_bytes: int = MAX_CACHE_BYTES) -> None:
+        """embeds: whether the network takes CLIP embeddings too. max_cache_bytes: limit of the cache."""
+        self.pipeline, self.embeds, self._free_bytes = pipeline, embeds, max_cache_bytes
+        self._cache: OrderedDict[tuple[bytes, int], Conditioning] = OrderedDict()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The conditioning keys that `encode_frames` returns."""
+        return (CHANNELS_KEY, EMBEDS_KEY) if self.embeds else (CHANNELS_KEY,)
+
+    def encode_frames(
+        self, frames: Sequence[npt.NDArray[np.uint8]], num_frames: int, device: torch.device
+    ) -> Conditioning:
+        """Encode the first frames [H,W,3] of videos with num_frames.
+
+        image_channels [B,f+C,T,h,w] float32: f mask channels (f is the VAE's temporal factor), 1 on the first latent
+        frame, then the normalized latents of the frame followed by grey frames. image_embeds [B,n,D] in CLIP's dtype,
+        if the network takes them.
+        """
+        rows = [self._encode_cached(frame, num_frames) for frame in frames]
+        return {name: copy_to_device(torch.cat([row[name] for row in rows]), device) for name in rows[0]}
+
+    def conditioning_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of `encode_frames` for latents [C,T,h,w], without the batch axis."""
+        channels, *grid = shape
+        shapes = {CHANNELS_KEY: (self.pipeline.vae_scale_factor_temporal + channels, *grid)}
+        if not self.embeds:
+            return shapes
+        clip = self.pipeline.image_encoder.config
+        return {**shapes, EMBEDS_KEY: ((clip.image_size // clip.patch_size) ** 2 + 1, clip.hidden_size)}
+
+    def _encode_cached(self, frame: npt.NDArray[np.uint8], num_frames: int) -> Conditioning:
+        key = blake2b(repr(frame.shape).encode() + frame.tobytes()).digest(), num_frames
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        conditioning = self._encode_frame(frame, num_frames)
+        self._cache[key] = conditioning
+        self._free_bytes -= num_bytes(conditioning)
+        while self._free_bytes < 0 and len(self._cache) > 1:
+            _, oldest = self._cache.popitem(last=False)
+            self._free_bytes += num_bytes(oldest)
+        return conditioning
+
+    @torch.no_grad()
+    def _encode_frame(self, frame: npt.NDArray[np.uint8], num_frames: int) -> Conditioning:
+        """Return one row on the host, equal to the pipeline's prepare_latents and encode_image."""
+        device = self.pipeline.vae.device
+        pixels = copy_to_device(torch.from_numpy(frame), device).permute(2, 0, 1).float() / 255
+        clip = pixels.new_zeros(1, 3, num_frames, *pixels.shape[1:])  # grey (0) after the first frame
+        clip[0, :, 0] = 2 * pixels - 1
+        latents = vae.encode_normalized(self.pipeline.vae, clip)
+        mask = latents.new_zeros(1, self.pipeline.vae_scale_factor_temporal, *latents.shape[2:])
+        mask[:, :, 0] = 1
+        conditioning = {CHANNELS_KEY: torch.cat([mask, latents], dim=1).cpu()}
+        if self.embeds:
+            embeds: Tensor = self.pipeline.encode_image(Image.fromarray(frame), device)
+            conditioning[EMBEDS_KEY] = embeds.cpu()
+        return conditioning
+
+
+def num_bytes(conditioning: Conditioning) -> int:
+    return sum(tensor.nbytes for tensor in conditioning.values())

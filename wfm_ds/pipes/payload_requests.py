@@ -1,0 +1,63 @@
+"""A client's open payload requests, with detection of lost requests that must be repeated.
+
+A timeout cannot detect a lost request: the transfer time depends on payload size and network, and a needless repeat
+delays other requests. Message order can, because the broker replies in order on one connection. Requests are followed
+by *markers*, small messages that always get a reply. If a later marker has a reply and a request does not, the request
+or its reply was lost. A marker is a `release` of a nonexistent id.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MARKER_INTERVAL_S = 5.0  # between markers
+MAX_OPEN_REQUESTS = 4  # concurrent requests
+
+SendMessage = Callable[[str, Mapping[str, Any]], bool]
+
+
+@dataclass(slots=True)
+class PayloadRequest:
+    """A message with a `payload` or `missing` reply."""
+
+    type: str
+    fields: Mapping[str, Any]
+    marker: int | None = None  # first marker sent after it; None: to be (re)sent
+
+
+class PayloadRequests:
+    """Requests without a reply, in order of creation. Not thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: prefix of this client's marker ids; no task id starts with it."""
+        self._prefix = f"{name}/"
+        self._open: dict[str, PayloadRequest] = {}  # by the id of the expected payload
+        self._next_marker = 0  # number of the next marker
+        self._marker_sent_s = float("-inf")
+
+    def add(self, requests: Mapping[str, PayloadRequest]) -> None:
+        self._open.update(requests)
+
+    def close(self, key: str) -> bool:
+        """Remove an answered or cancelled request. Returns True if it was open."""
+        return self._open.pop(key, None) is not None
+
+    def send(self, now_s: float, send: SendMessage) -> None:
+        """Send unsent requests and due markers by `send(type, fields)`, which returns False if nothing was sent."""
+        for request in itertools.islice(self._open.values(), MAX_OPEN_REQUESTS):
+            if request.marker is None and send(request.type, request.fields):
+                request.marker = self._next_marker
+        marker = {"ids": [f"{self._prefix}{self._next_marker}"]}
+        if self._open and now_s - self._marker_sent_s > MARKER_INTERVAL_S and send("release", marker):
+            self._next_marker, self._marker_sent_s = self._next_marker + 1, now_s
+
+    def on_released(self, ids: Iterable[str]) -> None:
+        """Handle the reply to a `release`: requests sent before an acknowledged marker and still open are resent."""
+        markers = [i.removeprefix(self._prefix) for i in ids if i.startswith(self._prefix)]
+        last = max((int(marker) for marker in markers if marker.isdecimal()), default=-1)
+        for request in self._open.values():
+            if request.marker is not None and request.marker <= last:
+                request.marker = None

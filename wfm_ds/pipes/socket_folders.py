@@ -1,0 +1,139 @@
+"""Private folders with short paths for ipc sockets. Folders of killed processes are removed at the next start.
+
+Each process that uses a folder holds a shared lock on it until it exits. `remove_orphaned_folders` takes the exclusive
+lock before it inspects and removes a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from wfm_ds.errors import UserError
+
+log = logging.getLogger(__name__)
+
+MAX_IPC_PATH_BYTES = 107  # limit of sockaddr_un
+MAX_NAME_BYTES = 48  # of a folder and a file in it, joined
+FOLDER_PREFIX = f"wfm-pipes-{os.geteuid()}-"
+MAX_ATTEMPTS = 100
+FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}[a-z0-9_]{{8}}")  # mkdtemp appends the random part
+
+
+class SocketFolder:
+    """A new 0700 folder at `path`, locked until `remove` or the end of this process."""
+
+    def __init__(self) -> None:
+        """Remove orphaned folders, then create one. Raises UserError if no suitable parent folder exists."""
+        base = _find_base_folder()
+        remove_orphaned_folders(base)
+        self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))
+        self._lock = _lock_shared(self.path)
+        self.restore()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def restore(self) -> None:
+        """Recreate the folder if it was removed, for example by another process before it was locked."""
+        for _ in range(MAX_ATTEMPTS):
+            if self._lock is not None and _is_same_folder(self._lock, self.path):
+                return
+            self._unlock()
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._lock = _lock_shared(self.path)
+        raise UserError(f"{self.path} is removed repeatedly or belongs to another user: set TMPDIR to another folder")
+
+    def remove(self) -> None:
+        """Remove the folder and its content. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def hold_folder(path: Path) -> int | None:
+    """Hold a SocketFolder created by another process while the returned descriptor is open.
+
+    Returns None for other folders, which are never removed, and for folders that are already (being) removed.
+    """
+    return _lock_shared(path) if FOLDER_NAME.fullmatch(path.name) else None
+
+
+def remove_orphaned_folders(base: Path) -> list[Path]:
+    """Remove and return the SocketFolders of this user in `base` that no process holds."""
+    removed = []
+    for path in base.iterdir():
+        if FOLDER_NAME.fullmatch(path.name) and _remove_if_orphaned(path):
+            log.info("removed %s: its owner was killed", path)
+            removed.append(path)
+    return removed
+
+
+def _find_base_folder() -> Path:
+    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+        if base and len(os.fsencode(base)) < MAX_IPC_PATH_BYTES - MAX_NAME_BYTES and os.access(base, os.R_OK | os.W_OK):
+            return Path(base)
+    raise UserError("no writable folder with a short path for sockets: set TMPDIR to one")
+
+
+def _remove_if_orphaned(path: Path) -> bool:
+    """Remove the folder if it belongs to this user, no process holds it and it contains only files."""
+    with _open_own_folder(path) as folder:
+        with contextlib.suppress(OSError):  # it is held, already removed, or contains a folder
+            if folder is None:
+                return False
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_same_folder(folder, path):
+                for name in os.listdir(folder):
+                    os.unlink(name, dir_fd=folder)
+                path.rmdir()
+                return True
+        return False
+
+
+def _lock_shared(path: Path) -> int | None:
+    """Return a descriptor with a shared lock on the folder; None if it is gone or belongs to another user."""
+    with _open_own_folder(path) as folder:
+        if folder is None:
+            return None
+        fcntl.flock(folder, fcntl.LOCK_SH)  # waits for a removal in progress, which is short
+        return os.dup(folder)  # the lock lasts until all of its descriptors are closed
+
+
+@contextlib.contextmanager
+def _open_own_folder(path: Path) -> Iterator[int | None]:
+    """Yield a descriptor of the folder; None if it is gone, not a folder, or belongs to another user."""
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        yield folder if os.fstat(folder).st_uid == os.geteuid() else None
+    finally:
+        os.close(folder)
+
+
+def _is_same_folder(folder: int, path: Path) -> bool:
+    """Return whether the open folder is still the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(folder), path.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,108 @@
+"""Recipe sections `validation` and `logging`. See recipe/sections.py about their docstrings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from wfm_ds.recipe.section import RewardName, Section, UserAddress, UserPath
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class HeldOutReward(Section):
+    """A held-out reward: computed in evaluations and never trained on."""
+
+    name: RewardName
+    """A reward of wfm_reward, or `package.module:Class`. Must not be one of `reward.functions`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the reward's constructor."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """Worker processes for this reward, if the trainer starts the service."""
+    max_batch: Annotated[int, Field(ge=1, le=64)] = 16
+    """Maximum number of items that a worker scores at once, if the trainer starts the service."""
+
+
+def _expand_reward_name(value: Any) -> Any:
+    """Expand a reward's name to a mapping with that name."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+class ValidationRecipe(Section):
+    """Periodic evaluation with fixed prompts and seeds, independent of step, run and world size. Uses the EMA weights
+    if there are any."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations (optimizer steps for SFT and DPO, RL steps for RL). 0: only at the end."""
+    at_start: bool = True
+    """Also evaluate before the first step."""
+    prompts: UserPath | None = None
+    """.txt or .jsonl file with prompts for samples and rewards. Unset: the training prompts. If samples are conditioned
+    on frames: captioned clips of `path`, else held-out ones, else training ones, with their first frames."""
+    num_prompts: PositiveInt = 16
+    """Number of prompts, taken from the start of the list. SFT and DPO without `held_out_rewards` sample at most
+    `logging.num_samples`."""
+    seeds: list[NonNegativeInt] = Field(default=[1000001], min_length=1)
+    """Noise seeds. Each prompt is sampled once per seed."""
+    rollout_correlation: bool = False
+    """RL: also sample the same prompts and seeds with the rollout's steps and solver, and report the rank correlation
+    between both rewards. Shows whether short rollouts rank samples like full ones."""
+    held_out_rewards: list[Annotated[HeldOutReward, BeforeValidator(_expand_reward_name)]] = Field(default=[])
+    """Rewards (or their names) that score all evaluation samples and are never trained on. In RL an alarm is raised if
+    the trained reward rises while they fall (docs/rewards.md); SFT and DPO log them. Computed by the service at
+    `reward.endpoint`, else by the service that the trainer starts."""
+    path: UserAddress | None = None
+    """Validation data in the format of `data.kind`: for the validation loss (SFT, DPO) and for samples conditioned on
+    frames. Unset: the `holdout` part of the training data; in RL the training data."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """SFT and DPO: fraction of the training data held out for validation, selected by a hash of the sample id."""
+    num_images: PositiveInt = 64
+    """SFT and DPO: number of samples for the validation loss (the first by id), each at eight noise levels."""
+
+
+class LoggingRecipe(Section):
+    """Console output, trackers, sample images and the run page."""
+
+    trackers: list[TrackerName] = Field(default=["tensorboard"])
+    """Experiment trackers for metrics and samples (docs/metrics.md): `tensorboard`, `wandb`, `mlflow`, `trackio`. All
+    except the first are optional extras. A tracker that fails is disabled with a warning."""
+    tensorboard: bool = True
+    """False: no TensorBoard files, even if `trackers` lists it."""
+    project: Annotated[str, Field(min_length=1, max_length=100)] = "wfm_ds"
+    """Project (wandb, trackio) or experiment (mlflow) of the run."""
+    run_name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    """Name of the run in the trackers. Unset: the last part of `run.output_dir`."""
+    wandb: dict[str, Any] = Field(default_factory=dict)
+    """Additional arguments of wandb.init, such as entity, group, tags or mode."""
+    mlflow: dict[str, Any] = Field(default_factory=dict)
+    """`tracking_uri` of MLflow. Unset: MLFLOW_TRACKING_URI, else an SQLite file in `run.output_dir`."""
+    trackio: dict[str, Any] = Field(default_factory=dict)
+    """Additional arguments of trackio.init, such as space_id."""
+    page: bool = True
+    """Write the run page, index.html."""
+    sample_every: NonNegativeInt = 0
+    """Steps between sample images. 0: only with each evaluation."""
+    num_samples: PositiveInt = 16
+    """Number of sample images each time."""
+    console: bool = True
+    """Show a progress line in the console."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak TFLOP/s of a device in `model.dtype`, for perf/mfu. Unset: looked up by the device name; perf/mfu is omitted
+    for unknown devices."""
+
+    @property
+    def active_trackers(self) -> list[TrackerName]:
+        """The trackers in use."""
+        return [name for name in self.trackers if name != "tensorboard" or self.tensorboard]
+
+    @model_validator(mode="after")
+    def _check_trackers(self) -> LoggingRecipe:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers: each may be listed only once, got {self.trackers}")
+        for name in ("wandb", "mlflow", "trackio"):
+            if getattr(self, name) and name not in self.trackers:
+                raise ValueError(f"{name} needs the tracker {name}: add it to trackers, or remove the key")
+        if unknown := sorted(self.mlflow.keys() - {"tracking_uri"}):
+            raise ValueError(f"mlflow takes only tracking_uri, not {', '.join(unknown)}")
+        return self

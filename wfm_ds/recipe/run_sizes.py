@@ -1,0 +1,133 @@
+"""Batch sizes and step counts that follow from a recipe and a world size, with checks for invalid combinations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSizes:
+    """Sizes of one step per rank and micro-batch. Exact, and identical on every rank.
+
+    The ranks of a replica work on the same samples and count as one rank here.
+    """
+
+    world_size: int
+    sequence_parallel: int  # ranks of a replica
+    samples_per_step: int  # SFT: the global batch; RL: generated samples of one RL step
+    samples_per_rank: int
+    candidates_per_step: int = 0  # candidates that samples are selected from (sampling.explore), without refills
+    terms_per_rank: int  # loss terms ((sample, timestep) pairs) per optimizer step and rank
+    accumulation: int  # micro-batches per optimizer step and rank
+    updates_per_step: int  # optimizer steps per step
+    total_updates: int
+
+    @property
+    def num_replicas(self) -> int:
+        return self.world_size // self.sequence_parallel
+
+    @property
+    def candidates_per_rank(self) -> int:
+        """Candidates per rank. If they do not divide evenly, ranks repeat their first sample."""
+        return math.ceil(self.candidates_per_step / self.num_replicas)
+
+    def summary_lines(self) -> list[str]:
+        shared = self.sequence_parallel > 1
+        replicas, unit = (f" ({self.replicas_text})", "replica") if shared else ("", "rank")
+        return [
+            f"ranks                      {self.world_size}{replicas}",
+            f"samples per step           {self.samples_per_step} ({self.samples_per_rank} per {unit})",
+            *self._candidate_lines(unit),
+            f"{f'loss terms per {unit}':<27}{self.terms_per_rank} per optimizer step, {self.accumulation} "
+            "micro-batches",
+            f"optimizer steps            {self.total_updates} ({self.updates_per_step} per step)",
+        ]
+
+    def _candidate_lines(self, unit: str) -> list[str]:
+        if not self.candidates_per_step:
+            return []
+        return [f"candidates per step        {self.candidates_per_step} ({self.candidates_per_rank} per {unit})"]
+
+    @property
+    def replicas_text(self) -> str:
+        """Description of the processes that the samples are partitioned over."""
+        if self.sequence_parallel == 1:
+            return f"{self.world_size} ranks"
+        return f"{self.num_replicas} replica{'s' * (self.num_replicas != 1)} of {self.sequence_parallel} ranks"
+
+
+def num_replicas(recipe: Recipe, world_size: int, *, ranks_per_node: int | None = None) -> int:
+    """Return the number of replicas of engine.sequence_parallel ranks.
+
+    Raises RecipeError if it does not divide the world size, or the ranks per node (if given): replicas must not span
+    nodes.
+    """
+    sp = recipe.engine.sequence_parallel
+    for ranks, whose in ((world_size, ""), (ranks_per_node, " of a node")):
+        if ranks is not None and ranks % sp:
+            raise RecipeError(
+                f"engine.sequence_parallel {sp} does not divide the {ranks} ranks{whose}: set it to a divisor of "
+                f"{ranks}, or use a multiple of {sp} ranks{whose}"
+            )
+    return world_size // sp
+
+
+def derive_run_sizes(recipe: Recipe, world_size: int) -> RunSizes:
+    """Derive the sizes of a run. Raises RecipeError if the samples cannot be partitioned evenly over the ranks."""
+    replicas = num_replicas(recipe, world_size)
+    return (
+        _derive_rl_sizes(recipe, world_size, replicas)
+        if recipe.is_rl
+        else _derive_supervised_sizes(recipe, world_size, replicas)
+    )
+
+
+def _derive_supervised_sizes(recipe: Recipe, world_size: int, replicas: int) -> RunSizes:
+    per_rank = recipe.engine.micro_batch_size * recipe.engine.gradient_accumulation
+    return RunSizes(
+        world_size=world_size,
+        sequence_parallel=recipe.engine.sequence_parallel,
+        samples_per_step=per_rank * replicas,
+        samples_per_rank=per_rank,
+        terms_per_rank=per_rank,
+        accumulation=recipe.engine.gradient_accumulation,
+        updates_per_step=1,
+        total_updates=recipe.run.steps,
+    )
+
+
+def _derive_rl_sizes(recipe: Recipe, world_size: int, replicas: int) -> RunSizes:
+    algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
+    groups, size = rollout.prompts_per_step, rollout.group_size
+    updates = algorithm.updates_per_rollout
+    samples = groups * size
+    if samples % (replicas * updates):
+        shared = f"replicas of {recipe.engine.sequence_parallel} ranks" if replicas < world_size else "ranks"
+        raise RecipeError(
+            f"rollout.prompts_per_step * rollout.group_size = {groups} * {size} = {samples} samples are not divisible "
+            f"by {replicas} {shared} * {updates} algorithm.updates_per_rollout: use a multiple of "
+            f"{replicas * updates}, or another number of ranks"
+        )
+    if recipe.engine.gradient_accumulation != 1:
+        raise RecipeError(
+            "engine.gradient_accumulation is derived in RL (loss terms per update divided by engine.micro_batch_size): "
+            "remove it"
+        )
+    explore = recipe.sampling.explore
+    per_update = samples // (replicas * updates)
+    terms = per_update * algorithm.terms_per_sample(recipe.sampling)
+    return RunSizes(
+        world_size=world_size,
+        sequence_parallel=recipe.engine.sequence_parallel,
+        samples_per_step=samples,
+        samples_per_rank=samples // replicas,
+        candidates_per_step=0 if explore is None else groups * explore.group_size,
+        terms_per_rank=terms,
+        accumulation=math.ceil(terms / recipe.engine.micro_batch_size),
+        updates_per_step=updates,
+        total_updates=recipe.run.steps * updates,
+    )

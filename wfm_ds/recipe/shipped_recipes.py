@@ -1,0 +1,80 @@
+"""Recipes shipped with the package: recipes/ of a checkout, or a copy inside an installed wheel.
+
+A recipe argument is a path or the name of a shipped recipe. Paths `recipes/...` in shipped recipes that do not exist in
+the working directory are resolved in the shipped folder, so that shipped recipes run from anywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.errors import RecipeError
+
+PACKAGE_FOLDER = Path(__file__).parent.parent
+SHIPPED_PREFIX = "recipes/"  # prefix of paths to other shipped files
+
+
+def recipes_folder() -> Path:
+    """Return the folder of the shipped recipes: inside the package, or next to it in a checkout."""
+    inside = PACKAGE_FOLDER / "recipes"
+    return inside if inside.is_dir() else PACKAGE_FOLDER.parent / "recipes"
+
+
+def list_recipe_names() -> list[str]:
+    """Return the names of all shipped recipes: sd3_nft, digits/nft, ..."""
+    root = recipes_folder()
+    relative = (path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
+    return sorted(relative, key=lambda name: (name.count("/"), name))
+
+
+def find_recipe(name: str) -> Path | None:
+    """Return the file of a shipped recipe, or None. The name may have the prefix recipes/ and the suffix .yaml."""
+    bare = name.removeprefix(SHIPPED_PREFIX).removesuffix(".yaml")
+    return recipes_folder() / f"{bare}.yaml" if bare in list_recipe_names() else None
+
+
+def require_recipe(name: str) -> Path:
+    """Return the file of a shipped recipe. Raises RecipeError with similar names."""
+    path = find_recipe(name)
+    if path is None:
+        raise RecipeError(f"unknown shipped recipe {name!r}{suggest_recipes(name)}; list all with: wfm recipes")
+    return path
+
+
+def suggest_recipes(name: str) -> str:
+    """Return the hint "; did you mean ...?" with similar names, or an empty string."""
+    close = difflib.get_close_matches(name.removeprefix(SHIPPED_PREFIX).removesuffix(".yaml"), list_recipe_names(), n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def resolve_shipped_paths(value: Any, root: Path) -> Any:
+    """Replace every text `recipes/...` that does not exist here by the path in the shipped folder, recursively."""
+    if isinstance(value, dict):
+        return {key: resolve_shipped_paths(entry, root) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [resolve_shipped_paths(entry, root) for entry in value]
+    if isinstance(value, str) and value.startswith(SHIPPED_PREFIX) and not Path(value).exists():
+        shipped_path = root / value.removeprefix(SHIPPED_PREFIX)
+        return str(shipped_path) if shipped_path.exists() else value
+    return value
+
+
+def portable_recipe_text(path: Path) -> str:
+    """Return the text of a shipped recipe with absolute paths to other shipped files, to be saved elsewhere."""
+    text = path.read_text("utf-8")
+    text = re.sub(r"(?m)^(defaults: )(\S+)", lambda m: f"{m[1]}{(path.parent / m[2]).resolve()}", text)
+    return re.sub(rf"(?m)^([^#\n]*: ){SHIPPED_PREFIX}(\S+)", lambda m: f"{m[1]}{recipes_folder() / m[2]}", text)
+
+
+def read_purpose(path: Path) -> str:
+    """Return the first sentence of the comment at the top of a recipe."""
+    lines = path.read_text("utf-8").splitlines()
+    comment = []
+    for line in lines[next((i for i, line in enumerate(lines) if line.startswith("#")), len(lines)) :]:
+        if not line.startswith("# ") or line.startswith("#  "):
+            break
+        comment.append(line.removeprefix("# "))
+    return re.split(r"(?<=[.]) (?=[A-Z0-9])| First:", " ".join(comment))[0].rstrip(":.")

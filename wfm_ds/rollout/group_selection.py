@@ -1,0 +1,71 @@
+"""Selection of an RL step's groups from the groups generated over several rounds.
+
+Pure functions of their inputs: every rank selects the same groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from wfm_ds.rollout.rollout_samples import RolloutSample
+
+
+class GroupSelection:
+    """The groups selected so far for one RL step.
+
+    A group is informative if its rewards differ. Informative groups are always selected. Other groups only fill the
+    step until later rounds replace them with informative ones.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        """num_groups: number of groups in an RL step."""
+        self.num_groups = num_groups
+        self.num_dropped = 0  # groups that are not informative, replaced or not
+        self._informative_groups: list[list[RolloutSample]] = []
+        self._other_groups: list[list[RolloutSample]] = []
+
+    @property
+    def num_missing(self) -> int:
+        """Number of groups that the next round must generate."""
+        return self.num_groups - len(self._informative_groups)
+
+    def add_round(self, samples: Sequence[RolloutSample], informative: Collection[str]) -> None:
+        """Add the selected samples of one round, at most `num_missing` groups.
+
+        informative: ids of the groups with unequal rewards.
+        """
+        groups: dict[str, list[RolloutSample]] = {}
+        for member in samples:
+            groups.setdefault(member.group_id, []).append(member)
+        self._informative_groups += [group for group_id, group in groups.items() if group_id in informative]
+        self._other_groups += [group for group_id, group in groups.items() if group_id not in informative]
+        self.num_dropped = len(self._other_groups)
+
+    @property
+    def selected_samples(self) -> list[RolloutSample]:
+        """The samples of `num_groups` groups: informative groups first, each kind in the order of generation."""
+        return [
+            member for group in [*self._informative_groups, *self._other_groups][: self.num_groups] for member in group
+        ]
+
+
+def within_group_correlation(
+    first: Sequence[float | None], second: Sequence[float | None], group_ids: Sequence[str]
+) -> float | None:
+    """Return Pearson's correlation of two rewards after subtracting each group's mean.
+
+    Samples without both rewards are ignored. Returns None if one of the rewards is constant within every group.
+    """
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for a, b, group in zip(first, second, group_ids, strict=True):
+        if a is not None and b is not None:
+            pairs.setdefault(group, []).append((a, b))
+    if not pairs:
+        return None
+    centred = np.concatenate([np.array(rewards) - np.mean(rewards, axis=0) for rewards in pairs.values()])
+    norms = np.sqrt(np.square(centred).sum(axis=0))
+    if not (norms > 1e-9 * max(1.0, float(np.abs(centred).max()))).all():
+        return None
+    return float((centred[:, 0] * centred[:, 1]).sum() / (norms[0] * norms[1]))

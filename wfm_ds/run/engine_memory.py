@@ -1,0 +1,107 @@
+"""Memory of a DeepSpeed engine on one rank: weights, optimizer states, gradients and buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from wfm_ds.algorithms import engine_policy_copies
+from wfm_ds.recipe.deepspeed import add_overlap_default, find_deepspeed_config, policy_copies, read_deepspeed_config
+from wfm_ds.recipe.schema import Recipe
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+FLOAT32_BYTES = 4
+# Bytes per trained weight of the fp32 master and both moments. 8-bit moments have one scale per 256 elements.
+OPTIMIZER_STATE_BYTES = {"adamw": 3 * FLOAT32_BYTES, "adamw8bit": FLOAT32_BYTES + 2 * (1 + FLOAT32_BYTES / 256)}
+# DeepSpeed's defaults for keys missing in the JSON file.
+REDUCE_BUCKET, PREFETCH_BUCKET, MAX_LIVE, MAX_REUSE_DISTANCE, SUB_GROUP = 500_000_000, 50_000_000, 10**9, 10**9, 10**9
+
+
+class EngineMemory:
+    """Memory terms of a network on the meta device, with its adapters and requires_grad flags."""
+
+    def __init__(self, recipe: Recipe, network: nn.Module, world_size: int, device: str) -> None:
+        self.recipe, self.network, self.world_size, self.on_cuda = recipe, network, world_size, device == "cuda"
+        settings = read_deepspeed_config(find_deepspeed_config(recipe.engine.deepspeed))["zero_optimization"]
+        self.zero_config: dict[str, Any] = add_overlap_default(settings, lora=recipe.lora is not None)
+        self.num_copies = len(policy_copies(engine_policy_copies(recipe), lora=recipe.lora is not None))
+        self.compute_bytes = DTYPE_BYTES[recipe.model.dtype]
+        parameters = list(network.parameters())
+        self.numel = sum(p.numel() for p in parameters)  # includes the adapters of all policies
+        self.num_trained = sum(p.numel() for p in parameters if p.requires_grad)
+
+    def state_parts(self) -> dict[str, int]:
+        """Return the bytes of weights, optimizer states and weight copies. Gradients are added in training."""
+        shared = self.world_size if self.zero_config["stage"] == 3 else 1
+        # Buffers (position tables, a quantized base) are not sharded.
+        tables = sum(buffer.nbytes for buffer in self.network.buffers())
+        weights = self.numel * self.compute_bytes // shared + tables
+        if "zero_hpz_partition_size" in self.zero_config:  # one additional copy of the weights per node
+            ranks = self.zero_config["zero_hpz_partition_size"]
+            weights += self.numel * self.compute_bytes // (min(self.world_size, 8) if ranks == "auto" else ranks)
+        parts = {"weights": weights}
+        if not self.is_offloaded:  # else masters, moments, copies and gradients are on the host
+            parts["policies"] = self.num_trained * FLOAT32_BYTES * self.num_copies // self.world_size
+            parts["optimizer states"] = (
+                int(self.num_trained * OPTIMIZER_STATE_BYTES[self.recipe.optimizer.name]) // self.world_size
+            )
+        if self.zero_config["stage"] == 3:
+            parts["gradients"] = self.gradient_bytes
+            parts["DeepSpeed"] = self.bucket_elements * FLOAT32_BYTES
+        return parts
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the optimizer is offloaded from the GPU to the host."""
+        return self.on_cuda and bool((self.zero_config.get("offload_optimizer") or {}).get("device", "none") != "none")
+
+    @property
+    def bucket_elements(self) -> int:
+        """Elements of one DeepSpeed reduction bucket."""
+        return int(self.zero_config.get("reduce_bucket_size", REDUCE_BUCKET))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradient bytes. Accumulated in float32 at every stage (engine/accumulation.py), sharded from ZeRO-2 on."""
+        shared = self.world_size if self.zero_config["stage"] >= 2 else 1
+        return 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // shared
+
+    def gather_memory(self, *, training: bool) -> dict[str, int]:
+        """Return the bytes of weights gathered by ZeRO-3: prefetched ones, and in training the last ones of the forward
+        pass, kept for the backward pass."""
+        if self.zero_config["stage"] != 3:
+            return {}
+        ahead = int(self.zero_config.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
+        largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in self.network.modules())
+        reused = int(self.zero_config.get("stage3_max_reuse_distance", MAX_REUSE_DISTANCE)) // 2 if training else 0
+        live = min(
+            self.numel, int(self.zero_config.get("stage3_max_live_parameters", MAX_LIVE)), ahead + largest + reused
+        )
+        return {"gathered weights": live * self.compute_bytes}
+
+    def optimizer_step_parts(self) -> dict[str, int]:
+        """Return the bytes of the optimizer step: flattened gradients and temporaries of an unfused AdamW."""
+        share = 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // self.world_size
+        if self.zero_config["stage"] == 3:
+            share = min(share, int(self.zero_config.get("sub_group_size", SUB_GROUP)) * FLOAT32_BYTES)
+        return {"gradients": self.gradient_bytes + share, "activations": 0 if self.on_cuda else share}
+
+    def reduction_bytes(self) -> int:
+        """Return the bytes of DeepSpeed's gradient reduction buffers in a backward pass."""
+        reduced = min(self.bucket_elements, self.num_trained) * FLOAT32_BYTES
+        if self.zero_config["stage"] == 3:
+            return self.bucket_elements * FLOAT32_BYTES + 2 * reduced
+        size = self.compute_bytes if self.zero_config["stage"] == 2 else FLOAT32_BYTES
+        buffers = 2 if self.zero_config["overlap_comm"] else 1
+        contiguous = buffers * self.bucket_elements * size if self.zero_config.get("contiguous_gradients", True) else 0
+        return contiguous + (reduced if self.compute_bytes != FLOAT32_BYTES else 0)
+
+    def checkpoint_bytes(self) -> int:
+        """Return the size of one checkpoint over all ranks."""
+        num_states = {"adamw": 3, "adamw8bit": 5}[self.recipe.optimizer.name]  # master, moments and their scales
+        return self.num_trained * FLOAT32_BYTES * (num_states + self.num_copies)
+
+    def export_bytes(self) -> int:
+        """Return the size of the exported weights."""
+        return self.num_trained * (FLOAT32_BYTES if self.recipe.lora is not None else self.compute_bytes)

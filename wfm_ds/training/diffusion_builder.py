@@ -1,0 +1,336 @@
+"""Setup of a diffusion training run: engine, caches, data sources and the training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from wfm_ds.algorithms import RlAlgorithm, build_rl_algorithm, build_supervised_algorithm, engine_policy_copies
+from wfm_ds.data.broadcast import read_on_main
+from wfm_ds.data.datasets import (
+    TrainingData,
+    build_batch_source,
+    build_buckets,
+    build_input_reader,
+    find_usable_samples,
+    log_rejected,
+    trains_on_data,
+)
+from wfm_ds.data.leader_reads import choose_on_leader
+from wfm_ds.data.prompt_weights import RewardStdTable
+from wfm_ds.data.prompts import PromptOrder
+from wfm_ds.distributed.lifecycle import StopFlag, seconds_since_start
+from wfm_ds.distributed.world import World
+from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.conditioning_frames import pad_num_frames
+from wfm_ds.monitoring.monitor import Monitor
+from wfm_ds.monitoring.trackers.choice import open_trackers
+from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import RewardRecipe
+from wfm_ds.rollout.async_source import start_async_source
+from wfm_ds.rollout.colocated import ColocatedSource
+from wfm_ds.rollout.groups import CaptionedGroups, PromptGroups, RewardStdGroups
+from wfm_ds.rollout.rewards import RewardClient, RewardService
+from wfm_ds.rollout.selective_source import SelectiveSource
+from wfm_ds.rollout.trajectories import CounterfactualTrajectories
+from wfm_ds.run.initial_lora import load_initial_lora
+from wfm_ds.run.job import Job
+from wfm_ds.run.model_loading import choose_attention, load_model
+from wfm_ds.run.output_folder import RunStart
+from wfm_ds.training.caches import open_latent_cache
+from wfm_ds.training.checkpoints import Checkpoints
+from wfm_ds.training.exporter import Exporter
+from wfm_ds.training.preflight import check_and_load_data, data_summary
+from wfm_ds.training.rl import RlLoop
+from wfm_ds.training.sft import SftLoop, ValidationLoss, load_clean_latents
+from wfm_ds.training.text_precompute import precompute_texts
+from wfm_ds.training.validation import Validator
+from wfm_ds.training.validation_frames import load_validation_prompts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wfm_ds.data.batch_reader import TrainingSample
+    from wfm_ds.rollout.base import RolloutSource
+    from wfm_ds.rollout.groups import GroupSource
+    from wfm_ds.run.mirror import Mirror
+
+log = logging.getLogger(__name__)
+
+OomAdvice = Callable[[Callable[[], str | None]], contextlib.AbstractContextManager[None]]
+DiffusionLoop = RlLoop | SftLoop
+
+
+def mark_frozen_layers(model: DiffusionModel, recipe: Recipe) -> None:
+    """Tell the model which layers are not trained. Call before it encodes any text."""
+    if recipe.lora is not None:
+        model.prepare_for_lora(recipe.lora.trainable_layers(model.default_lora_targets))
+
+
+def build_diffusion_engine(
+    model: DiffusionModel,
+    recipe: Recipe,
+    derived: RunSizes,
+    world: World,
+    policies: frozenset[str],
+    adapter_tensors: Mapping[str, Tensor] | None = None,
+) -> DenoiserEngine:
+    """Wrap the model's denoiser in an engine. All later forward passes go through the engine.
+
+    adapter_tensors: initial values of the adapter.
+    """
+    mark_frozen_layers(model, recipe)
+    engine = DenoiserEngine.build(
+        model.denoiser,
+        recipe,
+        world,
+        lora_targets=model.default_lora_targets,
+        policies=policies,
+        accumulation=max(derived.accumulation, len(model.sigma_ranges)),  # a micro-batch has one expert
+        total_updates=derived.total_updates,
+        block_classes=model.block_classes,
+        frozen=model.find_unused_parameters(),
+        initial_adapter=adapter_tensors,
+        find_part=model.parameter_component,
+    )
+    model.denoiser = engine.forward_module
+    return engine
+
+
+def build_job(
+    recipe: Recipe,
+    world: World,
+    stop: StopFlag,
+    model: DiffusionModel,
+    data: TrainingData,
+    start: RunStart,
+    mirror: Mirror | None,
+    resources: ExitStack,
+) -> Job:
+    """Build engine, caches and monitor. `resources` closes the monitor. Collective."""
+    derived = derive_run_sizes(recipe, world.size)
+    world.run_checked(lambda: mark_frozen_layers(model, recipe))
+    texts = precompute_texts(
+        recipe, model, data, derived, world
+    )  # before the engine, while the denoiser is not on the GPU
+    policies = engine_policy_copies(recipe)
+    first = None if start.checkpoint else world.run_checked(lambda: load_initial_lora(recipe, model))
+    engine = world.run_checked(lambda: build_diffusion_engine(model, recipe, derived, world, policies, first))
+    latents = world.run_checked(lambda: open_latent_cache(recipe, model))
+    resumed_at = start.step * derived.updates_per_step if start.checkpoint else None
+    trackers = world.run_checked(lambda: open_trackers(recipe, resumed_at), on="main")
+    monitor = Monitor(
+        recipe.run.output_dir,
+        is_main=world.is_main,
+        console=recipe.logging.console,
+        total_steps=recipe.run.steps,
+        unit="videos" if model.is_video and recipe.sampling.num_frames > 1 else "images",
+        trackers=trackers or (),
+    )
+    resources.callback(monitor.close)
+    if world.is_main:
+        log_rejected(data)
+    return Job(
+        recipe=recipe,
+        run_sizes=derived,
+        world=world,
+        stop_flag=stop,
+        model=model,
+        engine=engine,
+        text_cache=texts,
+        latent_cache=latents,
+        monitor=monitor,
+        mirror=mirror,
+    )
+
+
+def prepare_diffusion_run(
+    recipe: Recipe, world: World, stop: StopFlag, oom_advice: OomAdvice
+) -> Callable[[RunStart, Mirror | None, ExitStack], DiffusionLoop]:
+    """Check the recipe and load data and model, before anything is written. Collective.
+
+    Returns `build_diffusion_loop` with all arguments except the last three.
+    """
+    log.info("reading data %s", recipe.data.path)
+    data = read_on_main(world, lambda: check_and_load_data(recipe, world.size))
+    log.info("%s", data_summary(recipe, data))
+
+    def load_with_advice() -> DiffusionModel:
+        with oom_advice(lambda: "start"):
+            return load_model(recipe, world.device)
+
+    log.info("loading model %s", recipe.model.path)
+    model: DiffusionModel = world.run_checked(load_with_advice)
+    log.info("model loaded, %.0f s after the start", seconds_since_start())
+    world.run_checked(lambda: load_initial_lora(recipe, model))  # raises errors before anything is written
+    world.run_checked(lambda: choose_attention(recipe, model, world.device))
+    texts = [prompt.text for prompt in (*data.prompts, *data.validation_prompts)]
+    world.run_checked(lambda: model.check_prompts(texts[world.rank :: world.size]))
+    return functools.partial(build_diffusion_loop, recipe, world, stop, model, data)
+
+
+def build_diffusion_loop(
+    recipe: Recipe,
+    world: World,
+    stop: StopFlag,
+    model: DiffusionModel,
+    data: TrainingData,
+    start: RunStart,
+    mirror: Mirror | None,
+    resources: ExitStack,
+) -> DiffusionLoop:
+    """Build the recipe's training loop. `resources` closes what it opens. Collective."""
+    algorithm = make_rl_algorithm(recipe, model)
+    endpoint = resources.enter_context(provide_reward_endpoint(recipe, world))  # rewards load while the engine is built
+    job = build_job(recipe, world, stop, model, data, start, mirror, resources)
+    exporter, checkpoints = Exporter(job), Checkpoints(job)
+    if algorithm is None:
+        return build_sft_loop(job, data, exporter, checkpoints, endpoint, resources)
+    return build_rl_loop(job, algorithm, data, exporter, checkpoints, endpoint, resources)
+
+
+@contextlib.contextmanager
+def provide_reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
+    """Yield the address of the reward service on every rank: the recipe's, or one that rank 0 starts and stops."""
+    reward = recipe.all_reward_settings
+    if reward is None or reward.endpoint is not None:
+        yield reward.endpoint if reward else None
+        return
+    service = world.run_checked(lambda: RewardService(reward, recipe.run.output_dir / "reward"), on="main")
+    try:
+        yield world.broadcast(service.endpoint if service is not None else None)
+    finally:
+        if service is not None:
+            service.stop()
+
+
+def make_rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
+    """Build the RL algorithm on the rollout grid; None for supervised training."""
+    return build_rl_algorithm(recipe, model.rollout_sigmas(recipe.sampling), model) if recipe.is_rl else None
+
+
+def build_sft_loop(
+    job: Job,
+    data: TrainingData,
+    exporter: Exporter,
+    checkpoints: Checkpoints,
+    endpoint: str | None,
+    resources: contextlib.ExitStack,
+) -> SftLoop:
+    recipe, world = job.recipe, job.world
+    buckets, inputs = build_buckets(recipe, job.model), build_input_reader(recipe, job.model, data)
+    source = build_batch_source(
+        recipe,
+        world,
+        data,
+        buckets,
+        global_batch=job.run_sizes.samples_per_step,
+        unit=recipe.engine.micro_batch_size,
+        cached_latents=job.read_cached_latents,
+        inputs=inputs,
+    )
+    resources.callback(source.close)
+    num_images, num_samples = recipe.validation.num_images, data.num_samples
+    held_out = choose_on_leader(
+        world,
+        data.held_out,
+        lambda: find_usable_samples(
+            data.held_out, recipe, buckets, num_images, dataset_size=num_samples, what="samples held out", inputs=inputs
+        ),
+    )
+    indices = world.run_checked(lambda: [buckets.choose_bucket(sample.media) for sample in held_out], on="leaders")
+    framings = [buckets.framings[index] for index in world.broadcast_in_replica(indices)]
+    algorithm = build_supervised_algorithm(recipe)
+    judges = connect_held_out_client(job, endpoint, resources)
+    loss = ValidationLoss(job, algorithm, held_out, framings) if held_out else None
+    shown, frames = load_validation_prompts(job, data)
+    validator = Validator(job, shown, held_out_rewards=judges, loss=loss, frames=frames)
+    return SftLoop(job, algorithm, source, validator, exporter, checkpoints)
+
+
+def build_rl_loop(
+    job: Job,
+    algorithm: RlAlgorithm,
+    data: TrainingData,
+    exporter: Exporter,
+    checkpoints: Checkpoints,
+    endpoint: str | None,
+    resources: ExitStack,
+) -> RlLoop:
+    recipe, reward = job.recipe, job.recipe.rl.reward
+    assert endpoint is not None
+    rewards = connect_reward_client(job, endpoint, reward, f"rank{job.world.rank}", resources)
+    groups = build_group_source(job, algorithm, data, resources)
+    source: RolloutSource
+    if recipe.is_async:
+        source = start_async_source(job, groups, algorithm, endpoint, resources)
+    elif recipe.selects_samples:
+        assert isinstance(groups, PromptGroups | RewardStdGroups), "the recipe needs data.kind: prompts"
+        source = SelectiveSource(job, groups, rewards, algorithm)
+    else:
+        source = ColocatedSource(job, groups, rewards, algorithm)
+    plan = algorithm.plan if recipe.validation.rollout_correlation else None
+    shown, frames = load_validation_prompts(job, data)
+    judges = connect_held_out_client(job, endpoint, resources)
+    validator = Validator(job, shown, rewards=rewards, held_out_rewards=judges, rollout_plan=plan, frames=frames)
+    return RlLoop(job, algorithm, source, validator, exporter, checkpoints)
+
+
+def connect_reward_client(
+    job: Job, endpoint: str, reward: RewardRecipe, name: str, resources: contextlib.ExitStack
+) -> RewardClient:
+    run = job.recipe.run.output_dir.name
+    client: RewardClient = job.world.run_checked(lambda: RewardClient(endpoint, reward, run=run, client=name))
+    resources.callback(client.close)
+    return client
+
+
+def connect_held_out_client(job: Job, endpoint: str | None, resources: contextlib.ExitStack) -> RewardClient | None:
+    """Connect to the held-out rewards; None if the recipe has none."""
+    judging = job.recipe.held_out_reward_settings
+    if judging is None:
+        return None
+    assert endpoint is not None
+    return connect_reward_client(job, endpoint, judging, f"rank{job.world.rank}-judges", resources)
+
+
+def build_group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
+    """Build the source of rollout groups: from the data's images and videos, or from prompts."""
+    recipe, seed = job.recipe, job.recipe.run.seed
+    num_groups = recipe.rl.rollout.prompts_per_step
+    if not data.samples and recipe.data.choose == "reward_std":
+        table = RewardStdTable(len(data.prompts), floor=recipe.data.choose_floor, memory=recipe.data.choose_memory)
+        ahead = recipe.rl.rollout.max_staleness if recipe.is_async else 0
+        return RewardStdGroups(data.prompts, num_groups, table=table, seed=seed, steps_ahead=ahead)
+    if not data.samples:
+        return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
+    inputs = build_input_reader(recipe, job.model, data)
+    # The rollouts and the data of a step have one size.
+    source = build_batch_source(
+        recipe,
+        job.world,
+        data,
+        build_buckets(recipe, job.model),
+        global_batch=num_groups,
+        unit=num_groups,
+        cached_latents=job.read_cached_latents,
+        inputs=inputs,
+    )
+    resources.callback(source.close)
+    num_frames = algorithm.settings.conditioning_frame_range
+
+    def encode_batch(samples: Sequence[TrainingSample]) -> Tensor:
+        latents = load_clean_latents(job, samples)
+        return pad_num_frames(latents, job.sampler.latent_shape[1]) if num_frames[1] else latents
+
+    frame_range = job.model.clean_frame_range(num_frames)
+    encode = encode_batch if frame_range[1] or trains_on_data(recipe) else None
+    return CaptionedGroups(job, source, encode, frame_range, CounterfactualTrajectories(recipe, data.actions))

@@ -1,0 +1,235 @@
+"""Predict the number of denoiser forward passes of a recipe (the metrics `perf/forwards_*`) without running it.
+
+Counts are per rank, equal on all ranks (the ranks of a replica run each forward pass together), and exact while every
+optimizer step is applied. Two cases can add forward passes. With two experts a micro-batch holds terms of one expert,
+so an update may run one more per purpose, and one more of `policy` for separate data forwards. With `data.buckets`
+the validation loss runs one more per additional size. Purposes are named as in `CountingForward.counts`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from wfm_ds.algorithms.sft import NUM_BUCKETS
+from wfm_ds.chunks import split_into_chunks
+
+if TYPE_CHECKING:
+    from wfm_ds.algorithms import RlAlgorithm
+    from wfm_ds.recipe.run_sizes import RunSizes
+    from wfm_ds.recipe.schema import Recipe
+    from wfm_ds.sampling.denoise import SamplingPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCount:
+    """Number of forward passes of one purpose."""
+
+    calls: int
+    samples: int  # total over all calls
+    without_adapters: int = 0  # samples with adapters disabled: reference policy of a LoRA run
+
+    def __add__(self, other: ForwardCount) -> ForwardCount:
+        return ForwardCount(
+            self.calls + other.calls,
+            self.samples + other.samples,
+            self.without_adapters + other.without_adapters,
+        )
+
+
+NO_FORWARDS = ForwardCount(0, 0)
+IsGuided = Callable[[float], bool]
+"""Return whether predictions at a noise level use guidance, which adds an unconditional pass."""
+
+
+def count_batched_forwards(samples: int, batch: int, num_passes: int = 1) -> ForwardCount:
+    """Count `num_passes` passes over the samples in batches of this size."""
+    return ForwardCount(num_passes * math.ceil(samples / batch), num_passes * samples)
+
+
+def sum_forwards(*parts: Mapping[str, ForwardCount]) -> dict[str, ForwardCount]:
+    """Sum the counts by purpose. Purposes without calls are omitted."""
+    sums = {
+        purpose: sum((p.get(purpose, NO_FORWARDS) for p in parts), NO_FORWARDS) for part in parts for purpose in part
+    }
+    return {purpose: forwards for purpose, forwards in sums.items() if forwards.calls}
+
+
+def count_sft_step(recipe: Recipe, derived: RunSizes) -> dict[str, ForwardCount]:
+    """Count one optimizer step of a supervised algorithm."""
+    settings = recipe.supervised_settings
+    calls = math.ceil(derived.samples_per_rank / recipe.engine.micro_batch_size)
+    count = ForwardCount(calls, derived.samples_per_rank * settings.items_per_sample)
+    return {"policy": count, **{policy: policy_forwards(policy, count) for policy in settings.reference_policies}}
+
+
+def count_rl_step(
+    recipe: Recipe,
+    derived: RunSizes,
+    algorithm: RlAlgorithm,
+    step: int,
+    *,
+    guided: IsGuided | None = None,
+    exploration_sigmas: Sequence[float] | None = None,
+) -> dict[str, ForwardCount]:
+    """Count RL step `step` (from 1): the rollout, unless other processes run it, and the predictions of every update.
+
+    guided: needed if only some noise levels use guidance; the fraction of guided training terms is then assumed to
+    equal that of the rollout. exploration_sigmas: noise levels of the candidates of sampling.explore.
+
+    The actual count is lower if samples or terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
+    higher if groups are refilled. best_of_n is assumed to select the same fraction of every update. This is exact if
+    each rank holds whole groups and trains them in one update.
+    """
+    policy, sigmas = algorithm.rollout_policy, denoiser_sigmas(algorithm.plan(step))
+    num_guided = sum(map(guided or guidance_predicate(recipe), sigmas))
+    guided_fraction = num_guided / len(sigmas)
+    rollout = count_sampling(recipe, "rollout", derived.samples_per_rank, len(sigmas), num_guided)
+    if (explore := recipe.sampling.explore) is not None:
+        explored = [1.0] * explore.steps if exploration_sigmas is None else exploration_sigmas
+        num_explored_guided = sum(map(guided or guidance_predicate(recipe), explored))
+        candidates = count_sampling(recipe, "rollout", derived.candidates_per_rank, explore.steps, num_explored_guided)
+        rollout = candidates + rollout if explore.regenerate else candidates
+    rollout = policy_forwards(policy, rollout)
+    if recipe.rl.rollout.merge_lora:
+        rollout = dataclasses.replace(rollout, without_adapters=rollout.samples)
+    terms = terms_per_update(recipe, derived)
+    num_split, size = algorithm.settings.num_separate_data_terms(terms), recipe.engine.micro_batch_size
+    sizes = [
+        *map(len, split_into_chunks(range(terms - num_split), size)),
+        *map(len, split_into_chunks(range(num_split), size)),
+    ]
+    calls, data_calls = len(sizes), math.ceil(num_split / size)  # a term and its data share a forward unless split
+    training = ForwardCount(calls + data_calls, terms + algorithm.settings.num_data_terms(terms))
+    references = ForwardCount(num_grouped_calls(sizes, recipe.engine.max_forward_batch), terms)
+
+    parts = [] if recipe.is_async else [{"rollout": rollout}]
+    current = equal_policies(algorithm, derived, step)
+    for update in range(derived.updates_per_step):
+        own_old = (
+            {"old"} if algorithm.uses_old_predictions and update == 0 else set()
+        )  # `old` equals the policy in the first update
+        policies = [p for p in algorithm.references if p not in current | own_old]
+        counts = {"policy": training, **{p: policy_forwards(p, references) for p in policies}}
+        if algorithm.uses_group_statistics:
+            counts["survey"] = ForwardCount(calls, terms)
+        if "old" in counts and algorithm.uses_old_predictions:
+            counts["old"] = ForwardCount(calls, terms)  # uses the batch size of training
+        parts.append(counts)
+        parts.append({"uncond": sum((scale_forwards(f, guided_fraction) for f in counts.values()), NO_FORWARDS)})
+        current = set()
+    return sum_forwards(*parts)
+
+
+def equal_policies(algorithm: RlAlgorithm, derived: RunSizes, step: int) -> set[str]:
+    """Return policies equal to the trained one at the start of RL step `step`. Their forward passes are skipped."""
+    if step == 1:
+        return {algorithm.rollout_policy}
+    decays = algorithm.policy_decays(step - 1, (step - 1) * derived.updates_per_step)
+    return {policy for policy, decay in decays.items() if decay == 0}
+
+
+def terms_per_update(recipe: Recipe, derived: RunSizes) -> int:
+    """Return the number of terms of one optimizer step on one rank."""
+    algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
+    num_selected = algorithm.best_of_n or rollout.group_size
+    return math.ceil(derived.terms_per_rank * num_selected / rollout.group_size)
+
+
+def denoiser_sigmas(plan: SamplingPlan) -> list[float]:
+    """Return the noise levels at which this plan calls the denoiser. Runs the plan on a single number."""
+    sigmas: list[float] = []
+
+    def record_sigma(latents: Tensor, sigma: float) -> Tensor:
+        sigmas.append(sigma)
+        return torch.zeros_like(latents)
+
+    plan.denoise(record_sigma, torch.zeros(1, 1, 1, 1), [0])
+    return sigmas
+
+
+def num_grouped_calls(sizes: Iterable[int], max_terms: int) -> int:
+    """Count the forward passes of reference predictions: micro-batches share one up to `max_terms` terms."""
+    calls, remaining = 0, 0
+    for size in sizes:
+        if size > remaining:
+            calls, remaining = calls + 1, max_terms
+        remaining -= size
+    return calls
+
+
+def policy_forwards(policy: str, forwards: ForwardCount) -> ForwardCount:
+    """Return the count for this policy: `ref` runs without adapters."""
+    return dataclasses.replace(forwards, without_adapters=forwards.samples) if policy == "ref" else forwards
+
+
+def count_evaluation(
+    recipe: Recipe,
+    num_replicas: int,
+    *,
+    num_prompts: int,
+    num_images: int = 0,
+    guided_steps: int | None = None,
+    rollout_sigmas: Sequence[float] = (),
+    guided: IsGuided | None = None,
+) -> dict[str, ForwardCount]:
+    """Count one evaluation: sampling, and in supervised training the validation loss on `num_images` images or pairs.
+
+    guided_steps: number of sampling.eval_steps with guidance, if only some have it. rollout_sigmas: noise levels of a
+    rollout, if validation.rollout_correlation samples rollouts too. guided: as in count_rl_step.
+    """
+    num_samples = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
+    if not recipe.is_rl:
+        num_samples = min(num_samples, recipe.logging.num_samples)
+    steps = recipe.sampling.eval_steps
+    if guided_steps is None:
+        guided_steps = steps if guidance_predicate(recipe)(1.0) else 0
+    shard_size = math.ceil(num_samples / num_replicas)
+    count = count_sampling(recipe, "validation", shard_size, steps, guided_steps)
+    count += count_sampling(
+        recipe,
+        "validation",
+        shard_size,
+        len(rollout_sigmas),
+        sum(map(guided or guidance_predicate(recipe), rollout_sigmas)),
+    )
+    return {
+        "validation": count + (NO_FORWARDS if recipe.is_rl else count_validation_loss(recipe, num_replicas, num_images))
+    }
+
+
+def count_validation_loss(recipe: Recipe, num_replicas: int, num_images: int) -> ForwardCount:
+    """Count the validation loss on this many held-out samples, for the evaluation weights and each reference."""
+    settings, size = recipe.supervised_settings, recipe.engine.max_forward_batch
+    terms = math.ceil(num_images * NUM_BUCKETS / num_replicas)
+    count = ForwardCount(
+        math.ceil(terms / max(1, size // settings.items_per_sample)), terms * settings.items_per_sample
+    )
+    return sum((policy_forwards(policy, count) for policy in settings.reference_policies), count)
+
+
+def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guided_steps: int) -> ForwardCount:
+    """Count the sampling of `samples` in batches of engine.max_forward_batch.
+
+    Guided steps run two forward passes, or one joint pass if the doubled batch fits.
+    """
+    max_joint_rows = recipe.joint_guidance_batches.get(purpose, 0)
+    sizes = [len(part) for part in split_into_chunks(range(samples), recipe.engine.max_forward_batch)]
+    calls = sum(steps + (guided_steps if 2 * size > max_joint_rows else 0) for size in sizes)
+    return ForwardCount(calls, samples * (steps + guided_steps))
+
+
+def guidance_predicate(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> IsGuided:
+    """Return a function that tells whether guidance is used at a noise level. expert_of: maps sigma to the expert."""
+    return lambda sigma: recipe.sampling.uses_guidance(expert_of(sigma))
+
+
+def scale_forwards(forwards: ForwardCount, fraction: float) -> ForwardCount:
+    """Multiply a count by a fraction, rounded up."""
+    return ForwardCount(*(math.ceil(number * fraction) for number in dataclasses.astuple(forwards)))

@@ -1,0 +1,238 @@
+"""Micro-batches: split the loss terms of an optimizer step into forward passes and pad them across ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from wfm_ds.algorithms.base import Stats
+from wfm_ds.algorithms.batch import LossTerm, LossTermBatch
+from wfm_ds.chunks import split_into_chunks
+from wfm_ds.types import ConditioningFrames
+
+TermT = TypeVar("TermT", bound=LossTerm)
+# Fraction of the free GPU memory used to cache predictions, and again to cache batches. The rest is for activations.
+GPU_BUFFER_FRACTION = 0.1
+HOST_CACHE_BYTES = 256 << 20  # bytes for cached batches if training runs on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Update(Generic[TermT]):
+    """The loss terms of one optimizer step on this rank, padded so that all ranks run the same forward passes."""
+
+    terms: Sequence[TermT]
+    total_weight: float  # this rank's part of the loss denominator; includes the terms dropped for having no gradient
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Terms that share a forward pass, or one forward pass per part. `batch` is of the algorithm's own class."""
+
+    batch: Any
+    expert: int  # the expert of all its noise levels
+
+    def parts(self) -> list[MicroBatch]:
+        """Return one micro-batch per forward and backward pass, in order."""
+        return [MicroBatch(part, self.expert) for part in self.batch.parts()]
+
+    def with_group_statistics(self, group_statistics: torch.Tensor | None) -> MicroBatch:
+        """Return a copy with these sums [B] in its batch; self if None."""
+        if group_statistics is None:
+            return self
+        return MicroBatch(dataclasses.replace(self.batch, group_statistics=group_statistics), self.expert)
+
+    @classmethod
+    def concat(cls, micros: Sequence[MicroBatch]) -> MicroBatch:
+        """Concatenate micro-batches of one expert for a shared forward pass. Drops the fields only used by the loss."""
+        if len(micros) == 1:
+            return micros[0]
+        batches = [m.batch for m in micros]
+        batch = LossTermBatch(
+            latents=torch.cat([b.latents for b in batches]),
+            sigma=torch.cat([b.sigma for b in batches]),
+            weight=torch.cat([b.weight for b in batches]),
+            prompts=[prompt for b in batches for prompt in b.prompts],
+            conditioning_frames=concat_conditioning_frames([b.conditioning_frames for b in batches]),
+        )
+        return cls(batch, micros[0].expert)
+
+    def reference_inputs(self) -> MicroBatch:
+        """Return the part of the batch that reference policies predict."""
+        return MicroBatch(self.batch.reference_inputs(), self.expert)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches(Generic[TermT]):
+    """The micro-batches of an optimizer step, assembled one at a time to save memory.
+
+    Every pass gives identical batches, because all random draws depend on keys.
+    """
+
+    splits: Sequence[tuple[Sequence[TermT], int]]  # (terms, expert) of each micro-batch
+    assemble: Callable[[Sequence[TermT]], Any]
+    cache_bytes: int = 0  # bytes for batches cached between passes
+    _cache: dict[int, MicroBatch] = dataclasses.field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.splits)
+
+    @property
+    def num_backwards(self) -> int:
+        """Return the number of backward passes."""
+        return sum(terms[0].num_parts for terms, _ in self.splits)
+
+    def iterate(self, *, release: bool) -> Iterator[MicroBatch]:
+        """Yield all micro-batches in order.
+
+        release=False caches batches for the next pass, as long as they fit into the cache. release=True is for the last
+        pass: it removes each batch from the cache when it is yielded.
+        """
+        for i, (terms, expert) in enumerate(self.splits):
+            micro = self._cache.pop(i, None) if release else self._cache.get(i)
+            if micro is None:
+                micro = MicroBatch(self.assemble(terms), expert)
+                if not release and num_bytes(micro.batch) <= self.cache_bytes - self._cache_size():
+                    self._cache[i] = micro
+            yield micro
+
+    def _cache_size(self) -> int:
+        return sum(num_bytes(micro.batch) for micro in self._cache.values())
+
+
+def num_bytes(batch: Any) -> int:
+    """Return the bytes of all tensors in a batch, including nested dataclasses."""
+    if isinstance(batch, torch.Tensor):
+        return batch.nbytes
+    return sum(num_bytes(getattr(batch, f.name)) for f in dataclasses.fields(batch)) if is_dataclass(batch) else 0
+
+
+def concat_conditioning_frames(parts: Sequence[ConditioningFrames | None]) -> ConditioningFrames | None:
+    """Concatenate the conditioning frames of batches. Either all batches have some, or none does."""
+    frames = [part for part in parts if part is not None]
+    if not frames:
+        return None
+    return ConditioningFrames(torch.cat([f.latents for f in frames]), torch.cat([f.counts for f in frames]))
+
+
+@dataclass(frozen=True, slots=True)
+class TermGroup(Generic[TermT]):
+    """This rank's terms of one expert and one number of parts. Only terms of one group may share a forward pass."""
+
+    expert: int
+    num_parts: int
+    terms: Sequence[TermT]
+    training: Sequence[TermT]  # the terms with weight 1 and a gradient
+
+    @property
+    def max_sigma(self) -> float:
+        """Return the largest noise level, 0 without terms."""
+        return max((term.sigma for term in self.terms), default=0.0)
+
+    @property
+    def name(self) -> str:
+        return f"expert {self.expert}, num_parts {self.num_parts}"
+
+    def pad(self, length: int, substitute: TermT) -> list[TermT]:
+        """Return the training terms, padded with zero-weight terms to `length`.
+
+        The padding repeats terms of this group, those without weight first. substitute: used if the group is empty on
+        this rank.
+        """
+        candidates = sorted(self.terms, key=lambda term: term.weight) or [substitute]
+        padding = [dataclasses.replace(term, weight=0.0) for term in candidates]
+        return [*self.training, *itertools.islice(itertools.cycle(padding), length - len(self.training))]
+
+
+def pad_across_ranks(
+    terms: Sequence[TermT],
+    expert_of: Callable[[float], int],
+    num_experts: int,
+    max_over_ranks: Callable[[dict[str, float]], Mapping[str, float]],
+    has_gradient: Callable[[TermT], bool] = lambda term: True,
+) -> Update[TermT]:
+    """Drop terms without gradient and pad with zero-weight terms, so that all ranks run the same forward passes.
+
+    terms: this rank's terms, not empty; every rank has the same set of num_parts. max_over_ranks: maximum over ranks of
+    named numbers. If no rank has a term with a gradient, every rank gets one padding term, because the optimizer step
+    must still run. If no rank has a term of weight 1, the result is empty and the optimizer step is skipped.
+    Collective.
+    """
+    groups = group_terms(terms, expert_of, num_experts, has_gradient)
+    total_weight = sum(term.weight for term in terms)
+    largest = max_over_ranks(
+        {f"terms of {group.name}": float(len(group.training)) for group in groups}
+        | {f"max sigma of {group.name}": group.max_sigma for group in groups}
+        | {"weight": total_weight}
+    )
+    lengths = [int(largest[f"terms of {group.name}"]) for group in groups]
+    sigmas = [largest[f"max sigma of {group.name}"] for group in groups]
+    if largest["weight"] > 0 and not any(lengths):
+        lengths[next(i for i, sigma in enumerate(sigmas) if sigma > 0)] = 1
+    padded: list[TermT] = []
+    for group, length, sigma in zip(groups, lengths, sigmas, strict=True):
+        # A rank without terms of this expert evaluates another term's latents, at a noise level of the expert.
+        substitute = next(term for term in terms if term.num_parts == group.num_parts)
+        padded += group.pad(length, dataclasses.replace(substitute, sigma=sigma))
+    return Update(padded, total_weight)
+
+
+def group_terms(
+    terms: Sequence[TermT],
+    expert_of: Callable[[float], int],
+    num_experts: int,
+    has_gradient: Callable[[TermT], bool],
+) -> list[TermGroup[TermT]]:
+    """Group terms by expert and number of parts, in this order. Includes groups that are empty on this rank."""
+    by_kind: dict[tuple[int, int], list[TermT]] = {
+        kind: [] for kind in itertools.product(range(num_experts), sorted({term.num_parts for term in terms}))
+    }
+    for term in terms:
+        by_kind[expert_of(term.sigma), term.num_parts].append(term)
+    return [
+        TermGroup(expert, num_parts, members, [t for t in members if t.weight > 0 and has_gradient(t)])
+        for (expert, num_parts), members in by_kind.items()
+    ]
+
+
+def split_into_micro_batches(
+    terms: Sequence[TermT], max_terms: int, expert_of: Callable[[float], int]
+) -> list[tuple[Sequence[TermT], int]]:
+    """Split terms into micro-batches of at most `max_terms` terms, each of one expert and one number of parts.
+
+    Returns (terms, expert) per micro-batch, ordered by expert and number of parts.
+    """
+    by_kind: dict[tuple[int, int], list[TermT]] = defaultdict(list)
+    for term in terms:
+        by_kind[expert_of(term.sigma), term.num_parts].append(term)
+    return [(part, kind[0]) for kind in sorted(by_kind) for part in split_into_chunks(by_kind[kind], max_terms)]
+
+
+def merge_part_stats(parts: Sequence[Stats]) -> Stats:
+    """Merge the statistics of the parts of a micro-batch. `loss/total` is the sum over parts."""
+    if len(parts) == 1:
+        return parts[0]
+    totals = [cast(torch.Tensor, stats["loss/total"]) for stats in parts]
+    merged = {tag: stat for stats in parts for tag, stat in stats.items()}
+    return merged | {"loss/total": torch.stack(totals).sum(dim=0)}
+
+
+def group_micro_batches(micros: Iterable[MicroBatch], max_terms: int) -> Iterator[list[MicroBatch]]:
+    """Group consecutive micro-batches of one expert, at most `max_terms` terms per group.
+
+    A micro-batch with more terms forms a group by itself.
+    """
+    group: list[MicroBatch] = []
+    for micro in micros:
+        count = sum(len(m.batch.sigma) for m in [*group, micro])
+        if group and (count > max_terms or micro.expert != group[0].expert):
+            yield group
+            group = []
+        group.append(micro)
+    if group:
+        yield group

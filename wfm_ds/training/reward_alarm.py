@@ -1,0 +1,70 @@
+"""Reward-hacking alarm: the trained reward increases while a held-out reward decreases.
+
+Both are compared with the first evaluation, sample by sample, with the statistics of `wfm evaluate`. A single test at
+p < .05 would give a false alarm in most runs with twenty evaluations. The alarm therefore needs p < .01 after Holm's
+correction over the held-out rewards, a decrease of at least a tenth of a standard deviation, and the same reward in two
+consecutive evaluations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from wfm_ds.evaluation.paired_statistics import Array, Difference, compare_scores
+from wfm_ds.evaluation.verdict import find_decreases
+from wfm_ds.storage.atomic import finite_or_none
+
+SIGNIFICANCE_LEVEL = 0.01
+RECOMMENDED_PROMPTS = 32
+"""Recommended number of validation prompts. With fewer, a decrease of half a standard deviation is often missed."""
+
+
+class RewardAlarm:
+    """Stores the first evaluation and the rewards that decreased at the last one. Identical on every rank."""
+
+    def __init__(self, key: Sequence[Any]) -> None:
+        """key: JSON that identifies prompts, seeds and rewards. State with another key is discarded."""
+        self._key = list(key)
+        self._first: dict[str, Array] = {}  # total reward (key "") and held-out rewards at the first evaluation
+        self._suspects: set[str] = set()
+        self.falling_rewards: dict[str, Difference] = {}  # held-out rewards that raise the alarm now
+
+    def update(self, total: Array | None, held_out_rewards: Mapping[str, Array]) -> dict[str, float]:
+        """Add an evaluation and set `falling_rewards`. Returns metrics, empty for the first evaluation.
+
+        total: trained reward [P, S] (prompts, seeds), None in runs without rewards; held_out_rewards: [P, S] by name.
+        """
+        scores_by_name = {**({} if total is None else {"": total}), **held_out_rewards}
+        if not self._first:
+            self._first = scores_by_name
+            return {}
+        changes = {name: compare_scores(self._first[name], scores) for name, scores in scores_by_name.items()}
+        falling = find_decreases(
+            {name: change for name, change in changes.items() if change and name}, SIGNIFICANCE_LEVEL
+        )
+        total_rose = (change := changes.get("")) is not None and change.estimate.is_above_zero
+        suspects = set(falling) if total_rose else set()
+        confirmed = {name: change for name in sorted(suspects & self._suspects) if (change := changes[name])}
+        self._suspects, self.falling_rewards = suspects, confirmed
+        metrics = {f"val/judge/{name}/change": c.estimate.value for name, c in changes.items() if c and name}
+        return metrics | ({} if total is None else {"val/alarm": float(bool(self.falling_rewards))})
+
+    def summary(self) -> str:
+        """Return a message about the rewards that decreased."""
+        fell = ", ".join(f"{name} by {-change.z:.2g} sd" for name, change in self.falling_rewards.items())
+        return f"since the first evaluation the trained reward rose and {fell} fell, in two consecutive evaluations"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON."""
+        rows = {name: scores.tolist() for name, scores in self._first.items()}
+        first = {name: [[finite_or_none(score) for score in row] for row in table] for name, table in rows.items()}
+        return {"key": self._key, "first": first, "suspects": sorted(self._suspects)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state`. Ignored if other prompts, seeds or held-out rewards are evaluated now."""
+        if state.get("key") == self._key:
+            self._first = {name: np.array(rows, np.float64) for name, rows in state["first"].items()}
+            self._suspects = set(state["suspects"])

@@ -1,0 +1,111 @@
+"""Step reports: metrics of a step, flags agreed across ranks, and the limit of non-finite steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from wfm_ds.errors import RunError
+from wfm_ds.training.speed import TOKENS_PER_SECOND, speed_metrics, speed_summary
+
+if TYPE_CHECKING:
+    from wfm_ds.engine.engine import StepResult
+    from wfm_ds.run.job import CommonJob
+
+log = logging.getLogger(__name__)
+
+MAX_NONFINITE_STEPS = 3
+HEADLINE_METRICS = ("reward/total/mean", "sft/loss", "dpo/loss", "loss/total", "vlm/loss")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Metrics and counts of a training step. Identical on every rank."""
+
+    step_metrics: Mapping[str, float]  # metrics of the step as a whole
+    update_metrics: Sequence[Mapping[str, float]]  # metrics of each of its optimizer steps
+    num_samples: int  # trained samples
+    num_tokens: int | None = None  # trained tokens, for language models
+
+    @property
+    def metrics_by_update(self) -> list[Mapping[str, float]]:
+        """Return the metrics of each optimizer step; the first one includes the metrics of the whole step."""
+        return [{**self.step_metrics, **self.update_metrics[0]}, *self.update_metrics[1:]]
+
+    @property
+    def last_metrics(self) -> Mapping[str, float]:
+        """Return the last value of each metric."""
+        return {**self.step_metrics, **self.update_metrics[-1]}
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlags:
+    """End-of-step state agreed across ranks: each flag is True if it is True on any rank."""
+
+    stop: bool  # stop requested
+    save: bool  # checkpoint requested
+    writing: bool  # the last checkpoint is still being written
+
+
+class NonFiniteLimit:
+    """Stops the run after MAX_NONFINITE_STEPS consecutive optimizer steps with a non-finite loss or gradient."""
+
+    def __init__(self) -> None:
+        self.num_consecutive = 0
+
+    def check(self, result: StepResult, sample_ids: Sequence[str]) -> None:
+        """Check the result of an optimizer step, which is identical on every rank. Raises RunError at the limit."""
+        self.num_consecutive = 0 if result.is_applied else self.num_consecutive + 1
+        if not result.is_applied:
+            log.warning(
+                "step not applied: non-finite loss or gradient; samples of this rank: %s", ", ".join(sample_ids)
+            )
+        if self.num_consecutive >= MAX_NONFINITE_STEPS:
+            raise RunError(
+                f"{self.num_consecutive} consecutive optimizer steps had a non-finite loss or gradient: lower "
+                "optimizer.lr"
+            )
+
+
+def engine_metrics(job: CommonJob, result: StepResult) -> dict[str, float]:
+    return {
+        "optim/grad_norm": result.grad_norm,
+        "optim/clipped": float(result.is_clipped),
+        "optim/lr": result.lr,
+        "optim/skipped_steps": float(job.engine.num_skipped),
+    }
+
+
+def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool) -> StepFlags:
+    """Write the metrics of a step, one line per optimizer step, and agree on the step flags. Collective.
+
+    The first line includes the times, counts and speed of the whole step. writing: whether this rank is still writing
+    its shard of a checkpoint.
+    """
+    first, *others = report.metrics_by_update
+    work = job.pop_work()  # part of the step time: the first call takes seconds
+    times, agreed = reduce_times_and_flags(job, job.timer.end_step(), writing=writing)
+    speed = speed_metrics(job, work, report.num_samples, times["time/step"])
+    if report.num_tokens is not None:
+        speed |= {TOKENS_PER_SECOND: report.num_tokens / times["time/step"]}
+    counts = job.pop_forward_counts()
+    first_update = (step - 1) * job.run_sizes.updates_per_step + 1
+    for update, metrics in enumerate([{**first, **times, **counts, **speed}, *others], first_update):
+        job.monitor.log_scalars(update, metrics)
+    headline = next((m for m in HEADLINE_METRICS if m in first), None)
+    notes = [f"{headline} {first[headline]:.4f}"] if headline else []
+    job.monitor.update_progress(
+        step, samples=report.num_samples, note=", ".join([*notes, speed_summary({**times, **speed})])
+    )
+    return agreed
+
+
+def reduce_times_and_flags(
+    job: CommonJob, times: Mapping[str, float], *, writing: bool
+) -> tuple[dict[str, float], StepFlags]:
+    """Return (maxima over ranks of times and memory, flags agreed across ranks). Collective."""
+    flags = {"save": job.stop_flag.take_save_request(), "stop": job.stop_flag.is_set, "writing": writing}
+    largest = job.world.max_over_ranks({**times, **flags})
+    return {name: largest[name] for name in times}, StepFlags(**{name: largest[name] > 0 for name in flags})

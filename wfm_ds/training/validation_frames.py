@@ -1,0 +1,90 @@
+"""Prompts and conditioning frames of validation samples, and latents of single images or videos."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from wfm_ds.data.buckets import Buckets
+from wfm_ds.data.datasets import TrainingData, build_buckets, build_input_reader, find_usable_samples
+from wfm_ds.data.leader_reads import choose_on_leader
+from wfm_ds.data.media import load_media
+from wfm_ds.data.pixels import Framing, draw_centre
+from wfm_ds.data.samples import Media, Sample
+from wfm_ds.models.conditioning_frames import pad_num_frames
+from wfm_ds.run.job import Job
+from wfm_ds.types import ConditioningFrames, Prompt
+
+
+class ValidationFrames:
+    """The conditioning frames of validation samples, encoded a single time. Independent of step and world size.
+
+    If the recipe allows a range of frame counts, the samples cycle through it from the largest to the smallest.
+    """
+
+    def __init__(self, job: Job, samples: Sequence[Sample], framing: Framing) -> None:
+        """samples: the data samples of the validation prompts, already known to be readable with this framing."""
+        low, high = job.recipe.algorithm.conditioning_frame_range
+        self.job, self.framing = job, framing
+        self.media = {sample.prompt.id: sample.media for sample in samples}
+        self.frame_counts = {sample.prompt.id: high - k % (high - low + 1) for k, sample in enumerate(samples)}
+        self._latents: dict[str, Tensor] = {}  # on the host, by prompt id
+
+    def load_frames(self, prompts: Sequence[Prompt]) -> ConditioningFrames:
+        """Return the conditioning frames of these prompts, on the device. Collective in the replica."""
+        latents = torch.stack([self._prompt_latents(prompt.id) for prompt in prompts]).to(self.job.world.device)
+        return ConditioningFrames(latents, torch.tensor([self.frame_counts[prompt.id] for prompt in prompts]))
+
+    def _prompt_latents(self, prompt_id: str) -> Tensor:
+        """Return the padded latents [C,T,h,w] float32, on the host. Collective in the replica."""
+        if prompt_id not in self._latents:
+            world = self.job.world
+            latents = load_media_latents(self.job, self.media[prompt_id], self.framing) if world.is_leader else None
+            self._latents[prompt_id] = pad_num_frames(
+                world.broadcast_tensor_in_replica(latents).cpu(), self.job.sampler.latent_shape[1]
+            )
+        return self._latents[prompt_id]
+
+
+def load_validation_prompts(job: Job, data: TrainingData) -> tuple[Sequence[Prompt], ValidationFrames | None]:
+    """Return the validation prompts with their inputs (actions, cameras), and their conditioning frames.
+
+    The frames are None in runs without conditioning frames, and if validation.prompts is set. Collective.
+    """
+    recipe = job.recipe
+    uses_frames = recipe.algorithm.conditioning_frame_range[1] > 0
+    if recipe.validation.prompts is not None or not (uses_frames or recipe.data.inputs):
+        return data.validation_prompts, None
+    inputs = build_input_reader(recipe, job.model, data)
+    prompt_ids = {prompt.id for prompt in data.validation_prompts}
+    samples = [sample for sample in data.held_out or data.samples if sample.prompt.id in prompt_ids]
+    samples = list({sample.prompt.id: sample for sample in samples}.values())  # weighted data sets repeat samples
+    # Validation samples have one size, even if training uses several.
+    size = Buckets(build_buckets(recipe, job.model).framings[0], [(recipe.sampling.height, recipe.sampling.width)])
+
+    def choose_samples() -> list[Sample]:
+        return find_usable_samples(
+            samples, recipe, size, len(samples), dataset_size=data.num_samples, what="validation samples", inputs=inputs
+        )
+
+    chosen = choose_on_leader(job.world, samples, choose_samples)
+    pins = job.model.clean_frame_range(recipe.algorithm.conditioning_frame_range)[1] > 0
+    frames = ValidationFrames(job, chosen, size.framings[0]) if pins else None
+    return [sample.prompt for sample in chosen], frames
+
+
+def load_media_latents(job: Job, media: Media, framing: Framing) -> Tensor:
+    """Return the clean latents of an image or video: from the cache, or read and encoded.
+
+    Raises DataError on this rank only if the file cannot be read. Replicas read different numbers of samples and cannot
+    synchronize here.
+    """
+    cache = job.latent_cache
+    latents = None if cache is None else cache.read(media, framing)
+    if latents is None:
+        latents = job.model.encode_uint8([load_media(media, framing, draw_centre)])[0]
+        if cache is not None:
+            cache.write(media, framing, latents)
+    return latents.to(job.world.device)
