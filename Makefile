@@ -21,10 +21,10 @@ setup: .venv/installed  ## Create .venv and install wfm_ds with everything that 
 quickstart: $(SETUP)  ## Demo with digits: train an image model by SFT, improve it by DiffusionNFT (docs/quickstart.md)
 	$(PY) -m wfm_ds.quickstart --output outputs/quickstart
 
-quickstart-video: $(SETUP)  ## Demo with moving shapes: train a video model by SFT, improve it by DiffusionNFT (docs/video.md)
+quickstart-video: $(SETUP)  ## Demo with moving shapes: train a video model by SFT, improve it by DiffusionNFT (docs/video_demo.md)
 	$(PY) -m wfm_ds.quickstart --demo shapes --output outputs/quickstart-video
 
-quickstart-world: $(SETUP)  ## Demo with actions: train a tiny Cosmos3 by SFT, improve how it follows actions by DiffusionNFT (docs/world.md)
+quickstart-world: $(SETUP)  ## Demo with actions: train a tiny Cosmos3 by SFT, improve how it follows actions by DiffusionNFT (docs/action_demo.md)
 	$(PY) -m wfm_ds.quickstart --demo actions --output outputs/quickstart-world
 
 test: $(SETUP)  ## Run the tests; variants by ARGS="tests/pipes -k ledger"
@@ -33,10 +33,10 @@ test: $(SETUP)  ## Run the tests; variants by ARGS="tests/pipes -k ledger"
 lint: $(SETUP)  ## Formatting, lint rules and types
 	$(PY) -m ruff format --check . && $(PY) -m ruff check . && $(PY) -m mypy
 
-bench: $(SETUP)  ## Measure the kernels on a GPU, or count their launches, bytes and waits on a CPU (docs/performance.md)
+bench: $(SETUP)  ## Measure the kernels on a GPU, or count their launches, bytes and waits on a CPU (docs/measurements.md)
 	$(PY) -m benchmarks.kernels
 
-gpu: $(SETUP)  ## Everything that one GPU can show, in an hour; ARGS="--tiny" rehearses it on a CPU (docs/performance.md)
+gpu: $(SETUP)  ## Everything that one GPU can show, in an hour; ARGS="--tiny" rehearses it on a CPU (docs/measurements.md)
 	$(PY) -m benchmarks.gpu day $(ARGS)
 
 .PHONY: help setup quickstart quickstart-video quickstart-world test lint bench gpu

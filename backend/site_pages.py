@@ -30,16 +30,23 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links out of docs/ into names. Raises PluginError for a file that is not there."""
+    """Replace links to files outside docs/ by file names. Raises PluginError if such a file does not exist."""
     from mkdocs.exceptions import PluginError
 
-    def name(match: re.Match[str]) -> str:
-        if not (ROOT / match["path"]).exists():
-            raise PluginError(f"{page.file.src_path}: there is no {match['path']} in the repository")
-        text = match["text"].strip("`")
-        return f"`{text}`" if "/" in text or "." in text else f"{text} (`{match['path']}`)"
+    docs = ROOT / "docs"
+    folder = (docs / page.file.src_path).parent
 
-    return OUTSIDE.sub(name, markdown)
+    def file_name(match: re.Match[str]) -> str:
+        target = (folder / ".." / match["path"]).resolve()
+        if target.is_relative_to(docs.resolve()):
+            return match[0]  # mkdocs checks links between pages
+        if not target.exists():
+            raise PluginError(f"{page.file.src_path}: file ../{match['path']} does not exist")
+        text = match["text"].strip("`")
+        path = target.relative_to(ROOT.resolve()).as_posix()
+        return f"`{text}`" if "/" in text or "." in text else f"{text} (`{path}`)"
+
+    return OUTSIDE.sub(file_name, markdown)
 
 
 def of_readme(text: str) -> str:

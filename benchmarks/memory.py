@@ -31,7 +31,7 @@ PRECISIONS: tuple[BasePrecision | None, ...] = (None, "fp8", "nf4")  # int8 take
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 COMMAND = re.compile(r"^#\s+deepspeed --num_gpus (\d+) ", re.MULTILINE)
-STATEMENT = re.compile(r"^# (\d+) x (\d+) GB: (\d+) GiB a rank \(estimated, docs/engine\.md\)$", re.MULTILINE)
+STATEMENT = re.compile(r"^# (\d+) x (\d+) GB: (\d+) GiB a rank \(estimated, docs/memory\.md\)$", re.MULTILINE)
 DEFAULT_GPUS = 8
 GPU_GB = 80  # of the GPUs that the recipes are written for
 BFLOAT16 = 2
@@ -70,7 +70,7 @@ def statement(recipe_path: Path) -> str:
         raise RecipeError(f"{recipe_path}: {found.peak_bytes / GIB:.0f} GiB do not fit a GPU of {GPU_GB} GB")
     return (
         f"# {found.world_size} x {GPU_GB} GB: {math.ceil(found.peak_bytes / GIB)} GiB a rank (estimated, "
-        "docs/engine.md)"
+        "docs/memory.md)"
     )
 
 

@@ -17,7 +17,7 @@ from wfm_ds.training.forward_counts import (
     sum_forwards,
 )
 
-CALLS, SAMPLES = "perf/forwards_", "perf/forwarded_"
+CALLS, SAMPLES = "perf/forwards_", "perf/forward_samples_"
 MANY = 1000  # prompts or images, more than a recipe shows
 
 

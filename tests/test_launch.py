@@ -23,7 +23,7 @@ DRIVER = """
 import dataclasses, os, sys
 from wfm_ds import launch
 job = launch.plan_launch(sys.argv[1:], os.environ, has_accelerator=False, has_hostfile=False)
-sys.exit(launch.run_job(dataclasses.replace(job, must_report=True), grace_s=60))
+sys.exit(launch.run_job(dataclasses.replace(job, must_report_status=True), grace_s=60))
 """
 RANK = """
 import json, os, sys, threading

@@ -24,7 +24,7 @@ SOURCES = {
     for path in sorted(folder.rglob("*.py"))
 }
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 MAY_UNPICKLE = {"wfm_ds.data.embeddings"}  # arrays alone, through an unpickler that refuses every other name
 # Commands that stand in a package for the sake of their name; they may use everything.

@@ -145,7 +145,7 @@ def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = Tr
         "--attention",
         choices=get_args(AttentionName),
         default="auto",
-        help="attention kernel (docs/engine.md; default auto)",
+        help="attention kernel (docs/performance.md; default auto)",
     )
     p.add_argument(
         "--compile", action="store_true", help="compile the denoiser's blocks; worthwhile for many samples of one size"

@@ -111,7 +111,7 @@ def run_training(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
         outcome, copies = prepare_and_train(recipe, world, stop, ending, overwrite=overwrite)
         is_complete = copies is None or not copies.missing
         if world.is_main and is_complete:
-            write_status(outcome.status, outcome.read_step)
+            write_status(outcome.status, outcome.step)
     dist.destroy_process_group()
     return 0 if is_complete else 1
 

@@ -1,1 +1,1 @@
-"""Measurements of one GPU in an hour: `python -m benchmarks.gpu day` (docs/performance.md)."""
+"""Measurements of one GPU in an hour: `python -m benchmarks.gpu day` (docs/measurements.md)."""

@@ -84,7 +84,7 @@ class Opened:
 
     def step(self) -> None:
         """The next step, and all that the loop waits for before it."""
-        self.loop.wait_for_data(self.loop.read_step + 1)
+        self.loop.wait_for_data(self.loop.step + 1)
         self.loop.run_step()
 
     def lines(self) -> list[dict[str, Any]]:

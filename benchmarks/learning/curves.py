@@ -21,7 +21,7 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 
 REWARD, UNSEEN = "val/reward/digits/mean", "val/reward/digits/second_judge/mean"
-FORWARDED, VALIDATION = "perf/forwarded_", "perf/forwarded_validation"
+FORWARDED, VALIDATION = "perf/forward_samples_", "perf/forward_samples_validation"
 BACKWARD = 2  # forwards that a backward pass costs: gradients of inputs and of weights
 
 

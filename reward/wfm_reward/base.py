@@ -116,7 +116,7 @@ class Reward(ABC):
 
     @abstractmethod
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Return one Score per item in the same order: `item.scored(value, **parts)` or `item.failed(reason)`.
+        """Return one Score per item in the same order: `item.score(value, **parts)` or `item.fail(reason)`.
 
         An exception, a wrong number of scores, NaN or a value outside its range turns the affected items into failures
         with a reason.

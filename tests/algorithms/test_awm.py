@@ -174,8 +174,11 @@ def test_only_the_policies_that_count_are_asked():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"ema_kl_beta": 1.0}, r"ema_kl_beta is a distance to averaged weights, .* add `ema: {decay: 0\.3}`"),
-        ({"ema_kl_beta": 1.0, "ema": {"decay": 0}}, "ema_kl_beta is a distance to averaged weights"),
+        (
+            {"ema_kl_beta": 1.0},
+            r"algorithm.ema_kl_beta needs averaged weights: add `ema: {decay: 0\.3}`, or set it to 0",
+        ),
+        ({"ema_kl_beta": 1.0, "ema": {"decay": 0}}, "algorithm.ema_kl_beta needs averaged weights"),
         ({"weighting": "sigma", "power": 0.5}, "power: only read with weighting: ghuber"),
         ({"power": 1.5}, "less than or equal to 1"),
     ],

@@ -18,7 +18,9 @@ ADVANTAGES = [0.5, -1.5, None, 1.0, 0.0, -1.0]  # of two groups of three
 def dgpo(**keys):
     recipe = recipe_of(**keys)
     built = build_rl_algorithm(
-        recipe, torch.linspace(1, 0, 6, dtype=FP64), SimpleNamespace(flow_shift=lambda sampling: 3.0, clean_frame_range=tuple)
+        recipe,
+        torch.linspace(1, 0, 6, dtype=FP64),
+        SimpleNamespace(flow_shift=lambda sampling: 3.0, clean_frame_range=tuple),
     )
     assert isinstance(built, Dgpo)
     return built
@@ -54,7 +56,7 @@ def samples():
 
 
 def terms_of(algorithm):
-    (terms,) = algorithm.updates(SimpleNamespace(mine=samples(), first=0), ADVANTAGES, 1)
+    (terms,) = algorithm.updates(SimpleNamespace(local_rollouts=samples(), first_index=0), ADVANTAGES, 1)
     return terms
 
 
@@ -118,6 +120,6 @@ def test_group_statistics_take_one_more_forward_of_each_term():
     forwards = count_rl_step(
         recipe, derive_run_sizes(recipe, 1), build_rl_algorithm(recipe, torch.linspace(1, 0, 6, dtype=FP64)), 2
     )
-    assert forwards["survey"] == forwards["policy"]
+    assert forwards["group_statistics"] == forwards["policy"]
     assert forwards["ref"].samples == forwards["ref"].without_adapters == forwards["policy"].samples
     assert "old" not in forwards

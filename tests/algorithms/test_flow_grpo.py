@@ -94,7 +94,7 @@ def rolled_out(rl, denoiser, count=4, step=1):
 def micro_batches(rl, rollouts, advantages=ADVANTAGES, *, update=0, size=1000, step=1):
     terms = rl.updates(rollouts, advantages, step)[update]
     parts = [terms[i : i + size] for i in range(0, len(terms), size)]
-    return [rl.assemble(part, rollouts.mine, torch.device("cpu")) for part in parts]
+    return [rl.assemble(part, rollouts.local_rollouts, torch.device("cpu")) for part in parts]
 
 
 def evaluated(rl, batch, denoiser, **references):
@@ -297,7 +297,7 @@ def test_order_and_micro_batches_do_not_change_the_gradient(order, sizes):
     def gradient(parts):
         policy = old.moved(0.0)
         for part in parts:
-            batch = rl.assemble([terms[i] for i in part], rollouts.mine, torch.device("cpu"))
+            batch = rl.assemble([terms[i] for i in part], rollouts.local_rollouts, torch.device("cpu"))
             loss, _ = rl.loss(policy(batch.latents, batch.sigma), batch, {})
             ((loss * batch.weight).sum() / len(terms)).backward()
         return policy.weight.grad
@@ -373,9 +373,9 @@ def test_samples_are_shared_out_among_the_updates_and_train_all_noisy_steps():
     assert [t.row for t in first] == [0] * 9 + [2] * 9
     assert [t.row for t in second] == [1] * 9 + [3] * 9
     assert sorted(t.denoise_step for t in first[:9]) == list(range(9))
-    assert {t.first for t in first} == {True}
-    assert {t.first for t in second} == {False}
-    rollouts.first = 1  # the rank's samples are 1 .. 4 of the step
+    assert {t.is_first_update for t in first} == {True}
+    assert {t.is_first_update for t in second} == {False}
+    rollouts.first_index = 1  # the rank's samples are 1 .. 4 of the step
     assert [t.row for t in rl.updates(rollouts, [None, *ADVANTAGES], 1)[0]] == [1] * 9 + [3] * 9
 
 

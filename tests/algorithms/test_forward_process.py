@@ -59,7 +59,11 @@ def samples(count=4):
 
 def terms_of(rl, advantages=ADVANTAGES, step=1):
     rollouts = samples(len(advantages))
-    return [t for update in rl.updates(SimpleNamespace(local_rollouts=rollouts, first_index=0), advantages, step) for t in update]
+    return [
+        t
+        for update in rl.updates(SimpleNamespace(local_rollouts=rollouts, first_index=0), advantages, step)
+        for t in update
+    ]
 
 
 @given(st.integers(1, 12), st.floats(0.3, 8), st.integers(0, 2**40))

@@ -47,7 +47,9 @@ def algorithm(**keys):
             }
         ),
         GRID,
-        SimpleNamespace(flow_shift=lambda sampling: 1.0, family="f", sigma_ranges=[(0.0, 1.0)], clean_frame_range=tuple),
+        SimpleNamespace(
+            flow_shift=lambda sampling: 1.0, family="f", sigma_ranges=[(0.0, 1.0)], clean_frame_range=tuple
+        ),
     )
 
 
@@ -95,7 +97,9 @@ def alone(batch, row, count):
         return value[:, :, count:] if value.ndim == 5 else value
 
     fields = {field.name: part(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
-    return dataclasses.replace(batch, **{**fields, "prompts": batch.prompts[row : row + 1], "conditioning_frames": None})
+    return dataclasses.replace(
+        batch, **{**fields, "prompts": batch.prompts[row : row + 1], "conditioning_frames": None}
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,7 +107,9 @@ def test_loss_and_gradient_are_those_of_the_other_frames(case):
     rl = algorithm(**CASES[case])
     samples, _ = rolled_out(rl)
     [terms] = rl.updates(SimpleNamespace(local_rollouts=samples, first_index=0), ADVANTAGES, step=1)
-    terms = [dataclasses.replace(term, first=False) if hasattr(term, "first") else term for term in terms]
+    terms = [
+        dataclasses.replace(term, is_first_update=False) if hasattr(term, "is_first_update") else term for term in terms
+    ]
     batch = rl.assemble(terms, samples, torch.device("cpu"))
     if rl.uses_group_statistics:
         batch = dataclasses.replace(batch, group_statistics=drawn(len(terms), seed=9))

@@ -109,6 +109,6 @@ def test_the_tilt_of_a_sample_is_of_its_advantage_alone(tilt, of):
 
 
 def test_exponentials_that_no_loss_survives_are_refused():
-    with pytest.raises(ValueError, match=r"multiplier 5 \* adv_clip_max 5 = 25: lower one of them, to a product of 10"):
+    with pytest.raises(ValueError, match=r"multiplier 5 \* adv_clip_max 5 = 25 to be at most 10: lower one of them"):
         recipe(tilt="exp")
     recipe(tilt="exp", multiplier=2)

@@ -1,4 +1,4 @@
-"""The algorithm of docs/algorithms.md as the page has it, against its formula in float64."""
+"""The algorithm of docs/own_algorithm.md as the page has it, against its formula in float64."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ ADVANTAGES = [0.5, None, -1.0, 2.0]
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
-    write_code("algorithms.md", "my_algorithm.py", tmp_path)
+    write_code("own_algorithm.md", "my_algorithm.py", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
     def made(name="my_algorithm:RewardWeighted", **keys):

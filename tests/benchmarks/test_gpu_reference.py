@@ -87,7 +87,7 @@ def first_batch(ours):
     rollouts = loop.source.collect_rollouts(1)
     advantages = [0.3 * (-1) ** i * (i + 1) for i in range(len(rollouts.members))]
     terms = loop.algorithm.updates(rollouts, advantages, 1)[0][:4]
-    return loop.algorithm.assemble(terms, rollouts.mine, loop.job.world.device)
+    return loop.algorithm.assemble(terms, rollouts.local_rollouts, loop.job.world.device)
 
 
 def shared(ours):

@@ -43,8 +43,8 @@ def test_a_flat_stretch_is_crossed_where_it_begins():
 
 
 def test_a_backward_pass_costs_two_forwards_and_evaluations_nothing():
-    line = {"perf/forwarded_policy": 10.0, "perf/forwarded_old": 5.0, "perf/forwarded_rollout": 40.0}
-    assert cost(line | {"perf/forwarded_validation": 99.0, "perf/forwards_policy": 7.0}) == 3 * 10 + 5 + 40
+    line = {"perf/forward_samples_policy": 10.0, "perf/forward_samples_old": 5.0, "perf/forward_samples_rollout": 40.0}
+    assert cost(line | {"perf/forward_samples_validation": 99.0, "perf/forwards_policy": 7.0}) == 3 * 10 + 5 + 40
     assert cost({"loss/total": 1.0}) == 0
 
 
@@ -55,7 +55,12 @@ def a_run(folder, *, updates):
     (folder / "recipe.yaml").write_text(
         recipe_file.dump_recipe(recipe_file.load_recipe(ROOT / "recipes/digits/flow_grpo.yaml", overrides))
     )
-    work = {"perf/forwarded_rollout": 80.0, "perf/forwarded_policy": 10.0, "time/step": 3.0, "time/validation": 1.0}
+    work = {
+        "perf/forward_samples_rollout": 80.0,
+        "perf/forward_samples_policy": 10.0,
+        "time/step": 3.0,
+        "time/validation": 1.0,
+    }
     judged = {"val/reward/digits/mean": 0.5, "val/reward/digits/second_judge/mean": 0.4}
     lines = [{"step": 0} | judged, {"step": 1} | work]
     lines += [{"step": k, "loss/total": 1.0} for k in range(2, updates + 1)]
@@ -84,8 +89,8 @@ def test_an_evaluation_knows_what_the_run_had_cost_by_then(tmp_path, updates):
 def test_a_run_that_counted_no_samples_is_refused(tmp_path):
     run = a_run(tmp_path / "run", updates=1)
     path = run / "metrics.jsonl"
-    path.write_text(path.read_text().replace("perf/forwarded_", "perf/forwards_"))
-    with pytest.raises(UserError, match=r"has no perf/forwarded_"):
+    path.write_text(path.read_text().replace("perf/forward_samples_", "perf/forwards_"))
+    with pytest.raises(UserError, match=r"has no perf/forward_samples_"):
         evaluations(run)
 
 

@@ -59,7 +59,7 @@ class Changed:
     """A source whose stream is changed on the way: `edit` maps an item to the items that take its place."""
 
     def __init__(self, source, edit):
-        self.source, self.edit, self.uses_lora = source, edit, source.lora
+        self.source, self.edit, self.uses_lora = source, edit, source.uses_lora
         self.ended = False
 
     def lora_config(self):

@@ -253,7 +253,7 @@ def test_latents_are_asked_for_by_size(mixed):
         asked.append((int(media.path.stem), (framing.height, framing.width)))
         return np.zeros(1)
 
-    images = source(cached=cached).read_batch(1, 0, 1)
+    images = source(cached_latents=cached).read_batch(1, 0, 1)
     assert {im.pixels for im in images} == {None}
     assert len(asked) >= 12
     assert all(size == SIZE_OF[buckets[index]] for index, size in asked)

@@ -221,7 +221,7 @@ def test_a_domain_must_be_a_number_and_the_model_has_a_say(samples):
         raise ValueError("the domain must be from 0 to 3")
 
     with pytest.raises(BadMedia, match=r"from 0 to 3 \(bad_actions\)"):
-        replace(reader(), check=refuse).prompt(samples[1], framing(), draw_centre)
+        replace(reader(), validate=refuse).load_prompt(samples[1], framing(), draw_centre)
 
 
 def test_scales(tmp_path):

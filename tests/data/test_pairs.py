@@ -185,7 +185,7 @@ def test_a_check_tries_both_media(folder, root):
     (folder / "media" / "broken.png").write_bytes(b"not a picture")
     samples = PairTable(table(folder, pair("red", "broken")), max_bad_fraction=0).samples
     recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_dpo.yaml")
-    buckets = type("Buckets", (), {"framing_of": lambda self, media: Framing(height=8, width=8)})()
+    buckets = type("Buckets", (), {"choose_framing": lambda self, media: Framing(height=8, width=8)})()
     with pytest.raises(DataError, match=r"all 1 pairs are invalid.*broken.png"):
         find_usable_samples(samples, recipe, buckets, 3, dataset_size=1, what="pairs")
 

@@ -147,5 +147,6 @@ def test_metrics_say_how_many_prompts_are_known_and_how_differently_they_are_dra
     assert RewardStdTable(3, floor=0.5, memory=0.6).stats() == {"data/prompts_seen": 0, "data/prompts_effective": 3}
     stats = table_of([0.25, 0.0, None], floor=0.5).stats()  # weights 1, 1/2 and 3/4
     assert stats == pytest.approx(
-        {"data/prompts_seen": 2, "data/prompts_effective": 2.25**2 / 1.8125, "data/prompt_spread_mean": 0.25}, rel=1e-5
+        {"data/prompts_seen": 2, "data/prompts_effective": 2.25**2 / 1.8125, "data/prompt_reward_std_mean": 0.25},
+        rel=1e-5,
     )

@@ -1,4 +1,4 @@
-"""The kind of data of docs/data.md as the page has it."""
+"""The kind of data of docs/data_layouts.md as the page has it."""
 
 import pytest
 from PIL import Image
@@ -24,7 +24,7 @@ class Twice(CaptionTable):
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
     """`recipe(**data)`: a recipe on a folder of the page's kind, with these keys changed."""
-    write_code("data.md", "my_data.py", tmp_path)
+    write_code("data_layouts.md", "my_data.py", tmp_path)
     (tmp_path / "twice_data.py").write_text(TWICE)
     monkeypatch.syspath_prepend(tmp_path)
     for name in "abc":
@@ -63,7 +63,10 @@ def test_options_reach_its_constructor(recipe):
     ("data", "says"),
     [
         ({"options": {"colum": "short"}}, "data.options do not fit its constructor: got an unexpected .* 'colum'"),
-        ({"kind": "my_data:Nothing"}, "my_data has no class 'Nothing' that is a wfm_ds.data.samples.SampleSet"),
+        (
+            {"kind": "my_data:Nothing"},
+            "my_data has no class 'Nothing' that is a subclass of wfm_ds.data.samples.SampleSet",
+        ),
         ({"kind": "not_there:X"}, "cannot import 'not_there'"),
         ({"path": "/not/there"}, "/not/there cannot be read: .*No such file"),
         ({"kind": "twice_data:Twice"}, "two samples have the id a.png; ids must be unique"),

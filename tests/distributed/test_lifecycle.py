@@ -94,7 +94,7 @@ def test_the_status_is_written_whole_where_the_launcher_wants_it(tmp_path, monke
 
 
 def test_a_user_error_is_said_once_by_rank_0():
-    exit_line = "lifecycle.user_error_exit('no such file', {})"
+    exit_line = "lifecycle.exit_with_user_error('no such file', {})"
     first, second = start(exit_line.format(0)), start(SAY_READY + exit_line.format(1))
     wait_ready(second)
     assert finish(first) == (2, "", "error: no such file\n")
@@ -108,10 +108,10 @@ def test_a_user_error_is_said_once_by_rank_0():
 
 @pytest.mark.parametrize("past", [True, False])
 def test_other_ranks_end_with_the_launchers_signal_or_at_the_deadline(past):
-    code = "lifecycle.END_WAIT_S = 0.2\nlifecycle.install_signal_handlers()\n"
+    code = "lifecycle.EXIT_WAIT_S = 0.2\nlifecycle.install_signal_handlers()\n"
     if past:
         code = "lifecycle.install_signal_handlers()\nos.kill(os.getpid(), signal.SIGTERM)\n"
-    assert finish(start(code + "lifecycle.user_error_exit('x', 3)")) == (2, "", "")
+    assert finish(start(code + "lifecycle.exit_with_user_error('x', 3)")) == (2, "", "")
 
 
 def test_a_signal_taken_by_another_thread_ends_the_wait():
@@ -119,7 +119,7 @@ def test_a_signal_taken_by_another_thread_ends_the_wait():
     # The main thread blocks the signal, so the kernel gives it to the other one, as torch's threads may get it.
     code += "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     code += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
-    code += SAY_READY + "lifecycle.END_WAIT_S = 600\nlifecycle.user_error_exit('x', 1)"
+    code += SAY_READY + "lifecycle.EXIT_WAIT_S = 600\nlifecycle.exit_with_user_error('x', 1)"
     process = start(code)
     wait_ready(process)
     process.terminate()

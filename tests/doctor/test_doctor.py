@@ -169,7 +169,7 @@ def test_samples_that_ranks_cannot_share_are_an_error(recipe):
 def test_prompts_that_come_too_seldom_to_be_chosen_by_rewards_are_a_warning(recipe):
     findings = doctor_recipe.recipe_findings(recipe("data.choose=reward_std"), 1)
     finding = next(f for f in findings if f.name == "prompts")
-    assert (finding.level, "each of its 12 prompts 0.33 times" in finding.text) == ("warning", True)
+    assert (finding.level, "each of its 12 prompts only 0.33 times" in finding.text) == ("warning", True)
 
 
 def test_replicas_are_named(recipe):

@@ -109,10 +109,10 @@ def test_every_emitted_tag_is_documented_and_nothing_else(finished):
     elsewhere = re.compile(
         r"sft/|dpo/|vlm/|data/|policy/|ddrl/|ram/|dgpo/|kl/ema|loss/data|val/(loss|(token_)?accuracy)|weights/"
         r"|reward/total/clipped_fraction"
-        r"|time/((ema|survey)_forward|data_wait|encode|export|checkpoint|validation|rollout_wait|publish)"
+        r"|time/((ema|group_statistics)_forward|data_wait|encode|export|checkpoint|validation|rollout_wait|publish)"
         r"|rollout/(staleness|dropped|workers|candidates|refills|groups_dropped|regenerated)"
-        r"|val/(reward|judge)/.*(rank_correlation|rollout_mean|ci95)"
-        r"|perf/(forward(s|ed)_(ema|survey|uncond|validation)|mfu|peak_memory_gib/|tokens_per_second)"
+        r"|val/(reward|held_out)/.*(rank_correlation|rollout_mean|ci95)"
+        r"|perf/(forward(s|_samples)_(ema|group_statistics|uncond|validation)|mfu|peak_memory_gib/|tokens_per_second)"
     )
     silent = [tag for tag, p in documented.items() if not any(p.match(e) for e in emitted)]
     assert [tag for tag in silent if not elsewhere.match(tag)] == []
@@ -120,11 +120,11 @@ def test_every_emitted_tag_is_documented_and_nothing_else(finished):
 
 def test_judges_are_asked_at_evaluations_alone(finished):
     records = lines(finished / "metrics.jsonl")
-    first, last = [r for r in records if "val/judge/jpeg_incompressibility/mean" in r]
+    first, last = [r for r in records if "val/held_out/jpeg_incompressibility/mean" in r]
     assert "val/alarm" not in first
     assert last["val/alarm"] == 0
-    moved = last["val/judge/jpeg_incompressibility/mean"] - first["val/judge/jpeg_incompressibility/mean"]
-    assert last["val/judge/jpeg_incompressibility/change"] == pytest.approx(moved)
+    moved = last["val/held_out/jpeg_incompressibility/mean"] - first["val/held_out/jpeg_incompressibility/mean"]
+    assert last["val/held_out/jpeg_incompressibility/change"] == pytest.approx(moved)
     assert not [tag for r in records for tag in r if tag.startswith("reward/jpeg_incompressibility")]
     shown = lines(finished / "samples" / "step_2" / "samples.jsonl")
     assert shown[0]["rewards"].keys() == {"color", "jpeg_compressibility", "jpeg_incompressibility"}
@@ -151,7 +151,7 @@ def test_an_evaluation_compares_the_run_with_its_base_pair_by_pair(finished, tmp
     prompts = tmp_path / "some.txt"
     prompts.write_text("".join(f"a {color} circle\n" for color in ("red", "green", "blue", "white", "black")))
     base, out = str(recipe_file.load_recipe(finished / "recipe.yaml").model.path), tmp_path / "evaluation"
-    words = [base, base, str(finished), "--prompts", str(prompts), "--judges", "jpeg_incompressibility"]
+    words = [base, base, str(finished), "--prompts", str(prompts), "--held-out", "jpeg_incompressibility"]
     assert main(["evaluate", *words, "--seeds", "2", "--batch", "5", "--out", str(out), "--fail-on", "no gain"]) == 3
     content = json.loads((out / "evaluation.json").read_text())
     again, trained = content["models"]
@@ -345,7 +345,7 @@ def test_error_before_the_first_step_takes_back_what_was_written(tmp_path):
     (tmp_path / "my_rewards.py").write_text(
         "from wfm_reward.base import Range, Reward, RewardError\n"
         "class Broken(Reward):\n"
-        "    name, media, outputs, primary = 'broken', frozenset({'image'}), {'broken': Range(0, 1)}, 'broken'\n"
+        "    name, media_types, outputs, primary_output = 'broken', frozenset({'image'}), {'broken': Range(0, 1)}, 'broken'\n"
         "    def load(self):\n"
         "        raise RewardError('the weights are not here')\n"
         "    def score(self, batch):\n"

@@ -35,7 +35,7 @@ def metrics(folder):
 
 @pytest.mark.slow
 def test_an_algorithm_of_ones_own_trains_on_rollouts_of_a_worker(tmp_path):
-    write_code("algorithms.md", "my_algorithm.py", tmp_path)
+    write_code("own_algorithm.md", "my_algorithm.py", tmp_path)
     words = ["run.output_dir=out", f"data.path={ROOT / 'recipes/tiny/prompts/colors'}"]
     words += ["algorithm.name=my_algorithm:RewardWeighted", "algorithm.temperature=0.5"]
     process = train(tmp_path, "sd3_nft_async.yaml", *words)
@@ -49,7 +49,7 @@ def test_an_algorithm_of_ones_own_trains_on_rollouts_of_a_worker(tmp_path):
 @pytest.mark.slow
 def test_a_family_and_a_kind_of_data_of_ones_own_train(tmp_path):
     write_code("models.md", "my_lumina.py", tmp_path)
-    write_code("data.md", "my_data.py", tmp_path)
+    write_code("data_layouts.md", "my_data.py", tmp_path)
     tiny_lumina().save_pretrained(tmp_path / "pipeline")
     media = tmp_path / "media"
     media.mkdir()

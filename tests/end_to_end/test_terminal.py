@@ -83,5 +83,5 @@ def test_the_lines_that_load_a_run_can_be_copied_from_its_terminal(tmp_path):
     compile(code, "copied", "exec")
     assert str(out) in code
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["val/judge/jpeg_compressibility/mean"] < 0  # a supervised run asks judges too
+    assert last["val/held_out/jpeg_compressibility/mean"] < 0  # a supervised run asks judges too
     assert "val/alarm" not in last

@@ -216,4 +216,4 @@ def test_a_size_costs_three_versions_of_a_kind_of_block_at_most_and_coming_back_
     kinds = 2  # the last block of SD3 leaves the text as it is
     assert found[0] == found[1] == (found[0][0], 0)
     assert found[0][0] <= WAYS * kinds * len(sizes)
-    assert MAX_GRAPHS >= 10 * 25, "as many sizes, in five ways each, as docs/engine.md says"
+    assert MAX_GRAPHS >= 10 * 25, "as many sizes, in five ways each, as docs/performance.md says"

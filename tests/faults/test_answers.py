@@ -84,7 +84,7 @@ def collect(client, count):
 
 
 def test_whatever_is_lost_doubled_late_or_overtaken_each_task_is_done_once(stack, tmp_path, monkeypatch):
-    for name in ("SINCE_INTERVAL_S", "RESUBMIT_S"):
+    for name in ("SINCE_INTERVAL_S", "RESUBMIT_INTERVAL_S"):
         monkeypatch.setattr(client_module, name, 0.2)
     monkeypatch.setattr(payload_requests, "MARKER_INTERVAL_S", 0.2)
     hub = a_hub(stack, stall_s=4.0)  # then what was lost on its way is given to another

@@ -27,7 +27,7 @@ def samples(recipe, overrides, strict=False):
             loop.algorithm.plan = lambda step: Watched(plan(step))
         rollouts = loop.source.collect_rollouts(1)
         loop.source.scores(rollouts)
-        return torch.stack([sample.clean_latents for sample in rollouts.mine]).cpu()
+        return torch.stack([sample.clean_latents for sample in rollouts.local_rollouts]).cpu()
 
 
 class Watched:

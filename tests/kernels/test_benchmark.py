@@ -33,7 +33,7 @@ def test_counts_of_known_operations():
     ],
 )
 def test_kernels_touch_each_tensor_once_and_never_wait(name, launches, bytes_per_element):
-    """As docs/performance.md says; the rest is partial sums and values per sample."""
+    """As docs/measurements.md says; the rest is partial sums and values per sample."""
     case = next(c for c in cases.CASES if c.name == name)
     i = cases.inputs((2, 16, 32, 32), DEVICE, seed=0)
     counted = count(lambda: case.ours(i, "triton"), i.x.numel())

@@ -168,9 +168,7 @@ def test_each_domain_has_weights_of_its_own(model):
     latents, sigma = noise[:1].repeat(2, 1, 1, 1, 1), sigma[:1].repeat(2)
     same = {name: tensor[:1].repeat(2, *[1] * (tensor.ndim - 1)) for name, tensor in text.items()}
     actions = actions_of(model)
-    one, other = model.denoise(
-        latents, sigma, same | actions | {"actions": actions["actions"][:1].repeat(2, 1, 1)}
-    )
+    one, other = model.denoise(latents, sigma, same | actions | {"actions": actions["actions"][:1].repeat(2, 1, 1)})
     assert (one - other).abs().max() > 1e-4
 
 

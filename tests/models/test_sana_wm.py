@@ -162,7 +162,7 @@ def test_clips_with_a_camera_that_cannot_be_used_are_bad_by_name(model, tmp_path
     recipe = SimpleNamespace(
         data=DataRecipe(**data),
         sampling=SamplingRecipe(height=32, width=32, num_frames=5, fps=8, steps=2),
-        algorithm=SimpleNamespace(num_conditional_frames=(1, 1)),
+        algorithm=SimpleNamespace(conditioning_frame_range=(1, 1)),
     )
     reader = InputReader.from_recipe(recipe, model, width=None, scaling=None)
     framing = Framing(height=32, width=32, num_frames=5, fps=8)

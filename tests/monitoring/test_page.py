@@ -107,7 +107,7 @@ def test_an_alarm_is_shown_as_long_as_the_last_evaluation_raises_it(a_run):
     with (a_run / "logs" / "rank_0.log").open("a") as log, (a_run / "metrics.jsonl").open("a") as metrics:
         log.write("2026-01-02T03:00:04.000Z rank 0 WARNING wfm_ds.training.validation: ALARM: step 30: ocr fell\n")
         metrics.write(
-            '{"step": 30, "time": "2026-01-02T03:00:30+00:00", "val/judge/ocr/mean": 0.4, "val/alarm": 1.0}\n'
+            '{"step": 30, "time": "2026-01-02T03:00:30+00:00", "val/held_out/ocr/mean": 0.4, "val/alarm": 1.0}\n'
         )
     write_page(a_run)
     said = content(a_run)

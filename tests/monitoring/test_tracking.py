@@ -151,7 +151,7 @@ def test_every_name_is_a_tracker():
     for name in TRACKERS:
         made = create_tracker(name)
         assert made.name == name
-        assert all(callable(getattr(made, method)) for method in ("start", "scalars", "samples", "finish"))
+        assert all(callable(getattr(made, method)) for method in ("start", "log_scalars", "log_samples", "finish"))
 
 
 def test_tensorboard_has_a_layout_and_no_chart_of_what_is_0_throughout(tmp_path):
@@ -174,8 +174,8 @@ SHOWN = {  # by title: tags of a run that its chart has, each as TensorBoard mat
     "evaluation": ["val/reward/ocr/mean"],
     "reward while training": ["reward/ocr/mean"],
     "loss": ["loss/total", "sft/loss", "val/loss", "dpo/loss", "vlm/loss"],
-    "held-out rewards": ["val/judge/ocr/mean"],
-    "change since the start": ["val/judge/ocr/change"],
+    "held-out rewards": ["val/held_out/ocr/mean"],
+    "change since the start": ["val/held_out/ocr/change"],
     "ratio": ["policy/ratio_mean"],
     "clipped": ["policy/clip_fraction_high"],
     "KL": ["kl/ref"],

@@ -78,7 +78,7 @@ def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
     world = World.join()
     loaded = recipe_file.load_recipe(Path(recipe), overrides)
     outcome, _ = prepare_and_train(loaded, world, StopAt(), RunShutdown(world))
-    return {"status": outcome.status, "step": outcome.read_step, "metrics": dict(outcome.metrics)}
+    return {"status": outcome.status, "step": outcome.step, "metrics": dict(outcome.metrics)}
 
 
 def tiny_recipe(name, folder, pipeline, *overrides, data=COLORS):

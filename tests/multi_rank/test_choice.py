@@ -40,7 +40,7 @@ def test_a_run_that_rewards_lead_is_the_same_when_stopped_and_with_workers_and_o
     (shuffled,) = [step for step in records(tmp_path / "shuffled") if "loss/total" in step]
     assert shuffled["reward/total/mean"] == pytest.approx(steps[0]["reward/total/mean"])
     # The table sees what the algorithm sees: the rewards of others.
-    assert abs(shuffled["data/prompt_spread_mean"] - steps[0]["data/prompt_spread_mean"]) > 1e-3
+    assert abs(shuffled["data/prompt_reward_std_mean"] - steps[0]["data/prompt_reward_std_mean"]) > 1e-3
 
 
 @pytest.mark.slow

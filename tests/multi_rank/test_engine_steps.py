@@ -97,12 +97,12 @@ def follow_every_third_step(skipped, resumed_after):
 
     def trainer():
         source = SimpleNamespace(groups=PromptGroups(None, 1))
-        stateless = SimpleNamespace(state=dict, restore=lambda state: None)
+        stateless = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
         return RlLoop(job, build_rl_algorithm(recipe, None), source, stateless, None, None)
 
     loop = trainer()
     for step in range(1, 4):
-        loop.read_step = step
+        loop.step = step
         if step not in skipped:
             plain_step(engine, step)
         loop.update_policy_copies()

@@ -128,4 +128,4 @@ def test_the_guard_compares_the_inputs_of_a_replica(two_ranks):
     assert two_ranks.run(guarded, sp=2, apart=0) == ["agreed"] * 2
     assert two_ranks.run(guarded, sp=1, apart=1) == ["agreed"] * 2  # two replicas, two samples
     for message in two_ranks.run(guarded, sp=2, apart=1):
-        assert message.startswith("forward 1 ('train', True): the ranks of the replicas [0] hold different inputs")
+        assert message.startswith("forward pass 1 ('train', True): the ranks of the replicas [0] hold different inputs")

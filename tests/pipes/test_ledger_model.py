@@ -103,7 +103,11 @@ def outcome_of(method, arguments):
 def in_any_order(name, answer):
     if name == "new_completions":
         return sorted((replace(completion, seq=0) for completion in answer), key=lambda completion: completion.id)
-    return sorted(answer) if name in ("expire_leases", "forget_owner", "remove_lost_worker", "remove_departed_worker") else answer
+    return (
+        sorted(answer)
+        if name in ("expire_leases", "forget_owner", "remove_lost_worker", "remove_departed_worker")
+        else answer
+    )
 
 
 def check(ledger):
@@ -309,7 +313,9 @@ class Model(RuleBasedStateMachine):
         self.ledger.register_worker("fresh", frozenset(KINDS), 2, ())
         while grants := self.ledger.lease_tasks(self.now_s):
             for grant in grants:
-                assert self.ledger.record_result("fresh", grant.task.id, grant.attempt, 0.1, {}) is ReportStatus.ACCEPTED
+                assert (
+                    self.ledger.record_result("fresh", grant.task.id, grant.attempt, 0.1, {}) is ReportStatus.ACCEPTED
+                )
         check(self.real)
         assert self.ledger.held_bytes == 0
         assert not self.ledger.has_leases()

@@ -275,11 +275,11 @@ def gen_eval(monkeypatch):
 
         rgb = {"red": (1, 0, 0), "blue": (0, 0, 1), "green": (0, 1, 0)}  # noqa: RUF012
 
-        def images(self, images):
+        def embed_images(self, images):
             means = [np.asarray(image).reshape(-1, 3).mean(axis=0) for image in images]
             return torch.nn.functional.normalize(torch.tensor(np.array(means), dtype=torch.float32), dim=-1)
 
-        def texts(self, texts):
+        def embed_texts(self, texts):
             words = [next(word for word in COLORS if f" {word}" in text) for text in texts]
             return torch.tensor([self.rgb.get(word, (-1, -1, -1)) for word in words], dtype=torch.float32)
 

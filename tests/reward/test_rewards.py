@@ -92,7 +92,7 @@ def test_finding_and_describing_rewards_loads_no_model_library():
     heavy = ("torch", "sklearn", "onnxruntime", "rapidocr_onnxruntime", "cv2", "PIL")
     code = (
         "import sys\nfrom wfm_reward import registry\n"
-        f"for name in registry.names(): registry.create(name, 'cpu', {NEEDED}.get(name, {{}}))\n"
+        f"for name in registry.list_reward_names(): registry.create_reward(name, 'cpu', {NEEDED}.get(name, {{}}))\n"
         f"loaded = [m for m in {heavy} if m in sys.modules]\n"
         "assert not loaded, loaded"
     )

@@ -103,7 +103,7 @@ def test_missing_metadata_fail_only_their_item():
 
 def test_media_that_a_reward_does_not_know_are_named_failures():
     class ForVideos(registry.get_reward_class("probe_rewards:Brightness")):
-        media = frozenset({"video"})
+        media_types = frozenset({"video"})
 
     scoring = RewardScorer(ForVideos(), "mine", 4)
     rows = [{"id": "s", "prompt": "", "metadata": {}, "fps": None}]
@@ -281,7 +281,7 @@ def test_a_batch_is_as_large_as_its_reward_allows(sharpness, tmp_path, capsys):
 
 def test_the_reward_of_the_docs_is_one(tmp_path, root, monkeypatch):
     (text,) = re.findall(
-        r"```python\n(from wfm_reward.base.*?)```", (root / "docs" / "rewards.md").read_text(), re.DOTALL
+        r"```python\n(from wfm_reward.base.*?)```", (root / "docs" / "own_reward.md").read_text(), re.DOTALL
     )
     (tmp_path / "my_rewards.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -329,7 +329,7 @@ def test_a_wrong_configuration_is_one_sentence(tmp_path, text, says):
 
 
 def test_the_configuration_of_the_docs_is_one(tmp_path, root):
-    (text,) = re.findall(r"```yaml\n(pipes:.*?)```", (root / "docs" / "rewards.md").read_text(), re.DOTALL)
+    (text,) = re.findall(r"```yaml\n(pipes:.*?)```", (root / "docs" / "reward_service.md").read_text(), re.DOTALL)
     config = load_config(write_config(tmp_path, text))
     assert set(config.rewards) <= set(registry.list_reward_names())
     for name, reward in config.rewards.items():

@@ -105,7 +105,7 @@ def test_equal_rewards_have_no_spread_whatever_they_are():
     groups = source()
     groups.observe_rewards(1, [(Group(prompt=prompt), [0.1 * i] * 7) for i, prompt in enumerate(PROMPTS)])
     assert len(set(groups.table.weights().tolist())) == 1
-    assert groups.data_metrics()["data/prompt_spread_mean"] == 0
+    assert groups.data_metrics()["data/prompt_reward_std_mean"] == 0
 
 
 def test_both_groups_of_a_prompt_that_comes_twice_count():

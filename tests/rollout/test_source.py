@@ -43,7 +43,7 @@ def test_a_prompt_too_long_for_a_message_is_given_up_by_name_and_the_others_are_
     client = PipeClient(hub.client_endpoint, run="run", client="rank0")
     try:
         client.attach(DEADLINE_S)
-        lead = _Scheduler(SimpleNamespace(recipe=recipe), "life", client, SimpleNamespace(hub=hub))
+        lead = _Scheduler(SimpleNamespace(recipe=recipe), "life", client, SimpleNamespace(broker=hub))
         steps = lead.admit_steps(0)
         assert steps == list(range(1, lead.coordinator.next_step))
         for step in steps:

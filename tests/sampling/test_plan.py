@@ -118,7 +118,9 @@ def test_outside_the_window_steps_are_euler(solver):
 
 def test_without_noisy_steps_a_stochastic_plan_has_the_bits_of_ode():
     ode = deterministic_plan("ode", grid(*SHIFT_3)).denoise(wavy, start(), [7, 8])
-    assert torch.equal(plan_of("flow_sde", noisy_steps=[]).denoise(wavy, start(), [7, 8]).clean_latents, ode.clean_latents)
+    assert torch.equal(
+        plan_of("flow_sde", noisy_steps=[]).denoise(wavy, start(), [7, 8]).clean_latents, ode.clean_latents
+    )
 
 
 @pytest.mark.parametrize("solver", LEVELS)
@@ -182,7 +184,7 @@ WINDOWS = {
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows_are_steps_that_may_be_trained_on(name):
     window = WINDOWS[name]
-    window.check(10)
+    window.check_steps(10)
     seen = set()
     for step in range(1, 200):
         steps = trainable_steps(window, 10, run_seed=3, step=step)

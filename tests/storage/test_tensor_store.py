@@ -94,7 +94,7 @@ def test_a_writer_that_is_killed_leaves_no_entry(tmp_path):
         "from pathlib import Path\n"
         "from wfm_ds.storage import atomic\n"
         "from wfm_ds.storage.tensor_store import TensorStore\n"
-        "atomic.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "atomic.sync_to_disk = lambda path: os.kill(os.getpid(), signal.SIGKILL)\n"
         "TensorStore(Path(sys.argv[1])).write(json.loads(sys.argv[2]), {'a': torch.zeros(3)})\n"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path), json.dumps(KEY)], timeout=60)

@@ -72,4 +72,4 @@ def test_without_a_trained_reward_there_are_changes_and_no_alarm():
     alarm = RewardAlarm([])
     ones, zeros = np.ones((6, 1)), np.zeros((6, 1))
     assert alarm.update(None, {"a": zeros}) == {}
-    assert alarm.update(None, {"a": -ones}) == {"val/judge/a/change": pytest.approx(-1)}
+    assert alarm.update(None, {"a": -ones}) == {"val/held_out/a/change": pytest.approx(-1)}

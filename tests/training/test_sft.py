@@ -70,7 +70,7 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
         sizes.append(len(latents))
         return model.denoise(latents, sigma, conditioning, expert)
 
-    engine = SimpleNamespace(policy=lambda name: contextlib.nullcontext())
+    engine = SimpleNamespace(use_policy=lambda name: contextlib.nullcontext())
     texts = TextCache(model)
     job = SimpleNamespace(
         recipe=recipe,
@@ -78,9 +78,9 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
         world=alone,
         engine=engine,
         evaluation_policy="ema",
-        texts=texts,
+        text_cache=texts,
         sampler=Sampler(model=model, text_cache=texts, settings=recipe.sampling, forward=forward),
-        latents=None,
+        latent_cache=None,
         forward=forward,
     )
     losses = ValidationLoss(
@@ -114,10 +114,15 @@ def test_both_media_of_a_pair_get_one_noise_one_level_and_one_caption(root, tiny
     model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
     sampler = Sampler(model=model, text_cache=None, settings=recipe.sampling, forward=None)
     job = SimpleNamespace(
-        recipe=recipe, model=model, world=alone, latents=None, derived=derive_run_sizes(recipe, 1), sampler=sampler
+        recipe=recipe,
+        model=model,
+        world=alone,
+        latent_cache=None,
+        run_sizes=derive_run_sizes(recipe, 1),
+        sampler=sampler,
     )
     loop = SftLoop(job, build_supervised_algorithm(recipe), None, None, None, None)
-    loop.read_step = 1
+    loop.step = 1
     samples = [pair(position) for position in range(8)]
     first, second = loop.micro_batches(samples).iterate(release=True)
     for micro, part in ((first.batch, samples[:4]), (second.batch, samples[4:])):

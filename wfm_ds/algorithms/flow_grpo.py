@@ -94,7 +94,7 @@ class TransitionTerm(LossTerm):
     denoise_step: int  # of the denoising step
     transition_index: int  # index of its transition in the rollout
     advantage: float
-    first: bool  # in the first update of the RL step: the rollout weights are still current
+    is_first_update: bool  # in the first update of the RL step: the rollout weights are still current
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class TransitionBatch(LossTermBatch):
     trained_steps: tuple[int, ...]  # all trained steps of the RL step
     rollout_log_prob: Tensor  # [B]
     rollout_mean: Tensor | None  # [B, ...]
-    first: bool
+    is_first_update: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
                 denoise_step=rollout.transitions[i].index,
                 transition_index=i,
                 advantage=advantage or 0.0,
-                first=is_first_update,
+                is_first_update=is_first_update,
             )
             for i in transition_indices
         ]
@@ -245,7 +245,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             trained_steps=tuple(t.index for t in rollouts[0].transitions),
             rollout_log_prob=torch.stack([t.log_prob for t in transitions]),
             rollout_mean=torch.stack(means) if means else None,
-            first=terms[0].first,
+            is_first_update=terms[0].is_first_update,
         )
 
     def loss(self, velocity: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
@@ -288,7 +288,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
                 if self.drops_stale_terms:
                     rollout_divergence = step_divergence(old_mean, _require_mean(batch.rollout_mean), std, mask)
                     staleness = rollout_divergence / self.settings.divergence
-                if batch.first and batch.rollout_mean is not None:
+                if batch.is_first_update and batch.rollout_mean is not None:
                     start = step_divergence(mean, batch.rollout_mean, std, mask)
         if self.drops_stale_terms and not self.uses_divergence:
             staleness = policy_drift(old_log_prob, batch.rollout_log_prob, min(self.clip_low, self.clip_high))
@@ -303,7 +303,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         """Return the source of the old policy's probabilities. `own`: its weights equal the trained ones."""
         if self.uses_old_predictions:
             return "recomputed" if "old" in references else "own"
-        return "own" if self.settings.old_log_prob == "auto" and batch.first else "rollout"
+        return "own" if self.settings.old_log_prob == "auto" and batch.is_first_update else "rollout"
 
     def _old_log_prob(self, log_prob: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Tensor:
         match self._old_policy_source(batch, references):
@@ -346,7 +346,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             stats |= {"policy/divergence": comparison.divergence, "policy/divergence_max": comparison.divergence}
         for k in batch.trained_steps:
             stats[f"policy/step{k}/ratio_std"] = deviation, (batch.denoise_step == k).float()
-        if batch.first:
+        if batch.is_first_update:
             stats["policy/ratio_start_abs_dev"] = torch.expm1(log_prob - batch.rollout_log_prob).abs()
         if comparison.start_divergence is not None:
             stats["policy/divergence_start"] = comparison.start_divergence

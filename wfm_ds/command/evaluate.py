@@ -60,7 +60,7 @@ def parser() -> CommandParser:
         prog="wfm evaluate",
         description="Generate samples from several models with the same prompts and seeds, score them, and compare "
         "each model with the first: confidence intervals over prompts, diversity, and a verdict on reward hacking.",
-        epilog="Example: %(prog)s tiny:sd3 outputs/mine --prompts prompts.txt --rewards color --judges "
+        epilog="Example: %(prog)s tiny:sd3 outputs/mine --prompts prompts.txt --rewards color --held-out "
         "jpeg_compressibility --seeds 4. Size, steps and guidance default to those of the run's recipe.",
     )
     p.add_argument(
@@ -73,8 +73,9 @@ def parser() -> CommandParser:
     p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="one prompt per line (.txt), or .jsonl")
     p.add_argument("--rewards", metavar="A,B", type=parse_names, help="rewards to measure (default: those of the run)")
     p.add_argument(
-        "--judges", metavar="C,D", type=parse_names, default=[], help="held-out rewards, not used for training"
+        "--held-out", metavar="C,D", type=parse_names, default=[], help="held-out rewards, not used for training"
     )
+    p.add_argument("--judges", dest="held_out", type=parse_names, help=argparse.SUPPRESS)  # its former name
     p.add_argument(
         "--seeds", type=parse_positive, default=4, metavar="N", help="seeds 0 to N-1 for each prompt (default 4)"
     )
@@ -182,14 +183,14 @@ def select_functions(
     reward_names = list(known) if args.rewards is None else args.rewards
     if not reward_names:
         raise UserError("--rewards is required, e.g. --rewards pickscore; see wfm rewards")
-    for name in args.judges:
+    for name in args.held_out:
         if name in (trained or reward_names):
-            raise UserError(f"--judges: {name} was used for training, so it is not held out: move it to --rewards")
+            raise UserError(f"--held-out: {name} was used for training, so it is not held out: move it to --rewards")
     functions: dict[str, RewardFunction] = {}
     video = registry.find_family(
         registry.resolve_pipeline(entries[0].model, args.family, entries[0].revision), args.family
     ).is_video
-    for name in dict.fromkeys([*reward_names, *args.judges]):
+    for name in dict.fromkeys([*reward_names, *args.held_out]):
         rewards.get_reward_class(name)
         options = known[name].options if name in known else {}
         functions[name] = RewardFunction(name=name, options=options)

@@ -189,7 +189,7 @@ def create_sft_sections(args: argparse.Namespace, model: PipelineSummary, media:
             RecipeLine("buckets", "auto", f"{share} % of the files differ much in aspect ratio from {width} x {height}")
         )
     if model.inputs:
-        data.append(RecipeLine("inputs", list(model.inputs), "one file per sample and input (docs/data.md#inputs)"))
+        data.append(RecipeLine("inputs", list(model.inputs), "one file per sample and input (docs/inputs.md)"))
     frames = model.num_frames if media.are_videos else 1
     return {
         **common_sections(
@@ -245,7 +245,7 @@ def create_rl_sections(args: argparse.Namespace, model: PipelineSummary) -> tupl
             *([RecipeLine("num_frames", model.num_frames)] if model.video else []),
             RecipeLine("steps", 10, "denoising steps of a rollout; validation uses eval_steps"),
         ],
-        "algorithm": [RecipeLine("name", "diffusion_nft", "comparison of algorithms: docs/algorithms.md")],
+        "algorithm": [RecipeLine("name", "diffusion_nft", "comparison of algorithms: docs/choosing.md")],
         "rollout": [
             RecipeLine("prompts_per_step", prompts_per_step),
             RecipeLine("group_size", 8, "samples per prompt, compared with each other"),

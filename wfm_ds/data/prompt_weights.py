@@ -63,7 +63,7 @@ class RewardStdTable:
             "data/prompts_seen": float(len(stds)),
             "data/prompts_effective": float(weights.sum() ** 2 / np.square(weights).sum()),
         }
-        return stats | ({"data/prompt_spread_mean": math.fsum(stds) / len(stds)} if len(stds) else {})
+        return stats | ({"data/prompt_reward_std_mean": math.fsum(stds) / len(stds)} if len(stds) else {})
 
     def state(self) -> dict[str, str]:
         """Return the prompts with rewards as JSON, 16 characters each."""

@@ -15,7 +15,7 @@ from wfm_ds.evaluation.paired_statistics import Difference, MeanEstimate, ratio_
 from wfm_ds.evaluation.results import EvaluationResults, ModelComparison, ModelResults
 from wfm_ds.storage.atomic import finite_or_none
 
-MARKS = {"trained": "T", "judge": "", "related": "R"}
+MARKS = {"trained": "T", "held_out": "", "related": "R"}
 
 
 def format_headline(results: EvaluationResults) -> str:

@@ -20,8 +20,8 @@ from wfm_ds.evaluation.verdict import Verdict, decide_verdict
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.types import Prompt
 
-RewardRole = Literal["trained", "judge", "related"]
-"""Role of a reward: trained on, held out (judge), or held out but using the same network as a trained reward."""
+RewardRole = Literal["trained", "held_out", "related"]
+"""Role of a reward: trained on, held out, or held out but using the same network as a trained reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class TrainedRewards:
     def reward_role(self, reward: str) -> RewardRole:
         if reward in self.names:
             return "trained"
-        return "related" if reward in self.related else "judge"
+        return "related" if reward in self.related else "held_out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ def decide_verdict(
         )
     if not held_out:
         return Verdict(
-            "cannot tell", f"{trained} increased, but no held-out reward was measured: add one with --judges", {}
+            "cannot tell", f"{trained} increased, but no held-out reward was measured: add one with --held-out", {}
         )
     if confirming := [
         name for name, difference in held_out.items() if difference.estimate.is_above_zero and name not in related

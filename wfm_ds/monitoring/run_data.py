@@ -23,7 +23,7 @@ MAX_WARNINGS, MAX_CHARACTERS = 50, 500  # the last ones; of one warning, prompt 
 MAX_RECIPE = 30_000  # characters
 PANELS = (
     ("evaluation", r"val/(reward/.+/mean|accuracy|token_accuracy)"),
-    ("held-out rewards", r"val/judge/.+/mean"),
+    ("held-out rewards", r"val/held_out/.+/mean"),
     ("reward while training", r"reward/.+/mean"),
     ("loss", r"((val|sft|dpo|vlm)/)?loss(/.+)?"),
     ("accuracy while training", r"dpo/accuracy|vlm/token_accuracy"),

@@ -12,7 +12,7 @@ from wfm_ds.quickstart.world import Demo, comparison_table, load_evaluations
 from wfm_reward.brightness_demo import HEIGHT, NUM_FRAMES, WIDTH
 
 REWARD = "val/reward/brightness"
-JUDGE = "val/judge/seen_action/mean"
+JUDGE = "val/held_out/seen_action/mean"
 METRICS: Mapping[str, str] = {
     "actions followed (chance .33)": f"{REWARD}/following/mean",
     "- actions without a change": f"{REWARD}/still/mean",

@@ -18,7 +18,7 @@ from wfm_ds.quickstart.world import Demo, comparison_table, load_evaluations
 from wfm_reward.moving_demo import NUM_VARIANTS, Frames, find_nearest_clip, measure_cells
 
 REWARD = "val/reward/moving"
-JUDGE = "val/judge/nearest_clip"
+JUDGE = "val/held_out/nearest_clip"
 METRICS: Mapping[str, str] = {
     "reward": f"{REWARD}/mean",
     "- moves more than half of the distance in the right direction": f"{REWARD}/right_way/mean",

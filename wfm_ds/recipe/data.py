@@ -89,13 +89,13 @@ class DataRecipe(Section):
     (vlm_sft)."""
 
     kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "sets", "pairs", "prompts", "llava"] | UserClass
-    """Format of the data. Captioned images or videos: `folder`, any layout of docs/data.md, detected automatically;
-    `paired`, NAME.png or NAME.mp4 with NAME.txt or a NAME.json with `prompt`; `cosmos`, videos/NAME.mp4 with
-    metas/NAME.txt; `webdataset`, tar shards; `hf`, a data set of the datasets library by Hub id or folder; `sets`, a
-    weighted mix of these; `package.module:Class`, your own reader (docs/data.md). DPO: `pairs`, a .jsonl file with
-    `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; algorithms that condition samples on
-    frames, or train on data (ddrl), use captioned images or videos instead. vlm_sft: `llava`, conversations about
-    images and videos (docs/reasoner.md)."""
+    """Format of the data. Captioned images or videos: `folder`, any layout of docs/data_layouts.md, detected
+    automatically; `paired`, NAME.png or NAME.mp4 with NAME.txt or a NAME.json with `prompt`; `cosmos`, videos/NAME.mp4
+    with metas/NAME.txt; `webdataset`, tar shards; `hf`, a data set of the datasets library by Hub id or folder; `sets`,
+    a weighted mix of these; `package.module:Class`, your own reader (docs/data_layouts.md). DPO: `pairs`, a .jsonl file
+    with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; algorithms that condition
+    samples on frames, or train on data (ddrl), use captioned images or videos instead. vlm_sft: `llava`, conversations
+    about images and videos (docs/reasoner.md)."""
     path: Annotated[
         Annotated[UserAddress, Tag("scalar")] | Annotated[list[UserAddress], Field(min_length=1), Tag("list")],
         Discriminator(value_form),
@@ -105,13 +105,13 @@ class DataRecipe(Section):
     pairs: the same, or a .jsonl file. llava: the annotations as a .json or .jsonl file, a folder (s3:// folders end
     with a slash) or a list of these."""
     sets: Annotated[list[DataSetRecipe], Field(min_length=1)] | None = None
-    """sets: the data sets to mix, sampled in proportion to their weights (docs/data.md)."""
+    """sets: the data sets to mix, sampled in proportion to their weights (docs/data_layouts.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Your own kind: keyword arguments of its constructor. hf: keyword arguments of load_dataset, such as `name` and
     `revision`."""
     streaming: bool = False
-    """hf, SFT only: stream the rows in stored order instead of writing them to disk first (docs/data.md). Needs
-    `shuffle: false`, and a commit in `options.revision` for Hub data sets."""
+    """hf, SFT only: stream the rows in stored order instead of writing them to disk first (docs/data_processing.md).
+    Needs `shuffle: false`, and a commit in `options.revision` for Hub data sets."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """folder: caption for images and videos that have none. Unset: such files are invalid."""
     caption_column: str | None = None
@@ -133,7 +133,7 @@ class DataRecipe(Section):
     """Shuffle the samples in every epoch, with an order derived from `run.seed`."""
     choose: Literal["even", "reward_std"] = "even"
     """prompts: how prompts are sampled. `even`: each prompt once per epoch. `reward_std`: prompts with a
-    larger reward std are sampled more often (docs/data.md); for prompt sets that are repeated many times."""
+    larger reward std are sampled more often (docs/prompts.md); for prompt sets that are repeated many times."""
     choose_floor: Annotated[float, Field(gt=0, le=1)] = 0.14
     """choose: reward_std: sampling weight of a prompt with equal rewards, relative to the prompt with the largest
     reward std. 1: all prompts are equally likely."""
@@ -162,7 +162,7 @@ class DataRecipe(Section):
     """Maximum upscaling. Images and videos that need more are skipped and counted as too_small."""
     inputs: list[str] = Field(default_factory=list)
     """Conditioning inputs besides text and frames, such as `[actions]`: keys of NAME.json with a number, a list of
-    numbers or the name of an .npy file in the same folder (docs/data.md). Every sample must have them, and the model
+    numbers or the name of an .npy file in the same folder (docs/inputs.md). Every sample must have them, and the model
     must support them."""
     actions: ActionsRecipe = ActionsRecipe()
     """Width, normalization and composition of actions."""
@@ -175,8 +175,8 @@ class DataRecipe(Section):
     for text embeddings (see `cache_text`)."""
     cache_text: Literal["auto", "off"] = "auto"
     """`auto`: before training, encode all texts into `cache_dir`, else $WFM_CACHE (~/.cache/wfm_ds), then free the text
-    encoders. They stay loaded if the embeddings would exceed 64 GiB (docs/data.md). `off`: encode each text when it is
-    first needed."""
+    encoders. They stay loaded if the embeddings would exceed 64 GiB (docs/data_processing.md). `off`: encode each text
+    when it is first needed."""
     cache_latents: bool = False
     """Cache the latents of all training images and videos in `cache_dir`. Needs `clip: centre` and `crop: centre`."""
 

@@ -223,7 +223,7 @@ def check_combinations(
     if recipe.engine.compile and zero["stage"] == 3 and "leaf_module" not in zero:
         raise RecipeError(
             f"{source}: engine.compile cannot compile blocks in which ZeRO stage 3 gathers weights: use zero2, or, to "
-            "train all weights, list the blocks in zero_optimization.leaf_module (docs/engine.md)"
+            "train all weights, list the blocks in zero_optimization.leaf_module (docs/performance.md)"
         )
     if recipe.model.fp8_training is not None and zero["stage"] == 3:
         raise RecipeError(

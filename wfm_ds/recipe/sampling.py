@@ -136,7 +136,7 @@ class SamplingRecipe(Section):
     log-probabilities train on these steps. Unset: all steps except the last."""
     explore: ExploreRecipe | None = None
     """Select the samples of a group from many cheap candidates. Needs `data.kind: prompts` and colocated rollouts
-    (docs/algorithms.md). Unset: train on every generated sample."""
+    (docs/rl_training.md). Unset: train on every generated sample."""
     same_noise: bool = False
     """Start all samples of a group from the same noise. Needs a stochastic solver."""
     s_churn: NonNegativeFloat | None = None

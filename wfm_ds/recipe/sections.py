@@ -99,7 +99,7 @@ class ModelRecipe(Section):
     """Attention kernel of the denoiser. `auto`: `cudnn` on GPUs of compute capability 9.0 (H100) or newer if dtype and
     model allow it, else `native` (torch's choice). `flash`, `flash3` and `sage` need the packages flash-attn,
     FlashAttention-3 and sageattention. `flash3` and `sage` have no backward pass: use them in rollout workers and `wfm
-    generate` (docs/engine.md)."""
+    generate` (docs/performance.md)."""
     guardrail: Literal["stock", "off"] = "stock"
     """Safety checker of Cosmos pipelines. `stock`: check prompts and videos like the pipeline does (needs
     cosmos_guardrail). `off`: no checks, which the model's licence may not allow."""
@@ -163,7 +163,7 @@ class EngineRecipe(Section):
     on one GPU. Must divide the ranks of a node."""
     compile: bool = False
     """Compile the denoiser's repeated blocks with torch.compile, also in rollout workers. The first step takes minutes;
-    later ones are faster. For zero1 and zero2 (docs/engine.md)."""
+    later ones are faster. For zero1 and zero2 (docs/performance.md)."""
     timeout_minutes: PositiveFloat = 30.0
     """End the run if no rank makes progress for this many minutes, and report the rank that the others wait for. Must
     exceed the time to load the model or write a checkpoint, `reward.timeout_s`, and `reward.start_timeout_s`."""
@@ -180,7 +180,7 @@ class OptimizerRecipe(Section):
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: bitsandbytes' AdamW with 8-bit moments. Saves 6 bytes per trained weight; updates are slightly less
-    precise (docs/engine.md)."""
+    precise (docs/low_precision.md)."""
     lr: PositiveFloat = 1e-4
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -314,8 +314,8 @@ class RewardRecipe(Section):
     endpoint: str | None = None
     """A running service: the path of its pipes.json, or an `ipc://` or `tcp://` address."""
     keys: UserPath | None = None
-    """With `endpoint`: folder with this run's key and the service's public key (docs/rewards.md). Required for a
-    service on another machine."""
+    """With `endpoint`: folder with this run's key and the service's public key (docs/reward_service.md). Required for
+    a service on another machine."""
     timeout_s: PositiveFloat = 120.0
     """Seconds to wait for a score. Samples without one count as failed."""
     max_failed_fraction: Fraction = 0.2

@@ -144,6 +144,6 @@ class Job(CommonJob):
     def pop_forward_counts(self) -> Mapping[str, float]:
         forward = self.forward
         counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(forward.counts.items())}
-        counts |= {f"perf/forwarded_{name}": float(count) for name, count in sorted(forward.num_samples.items())}
+        counts |= {f"perf/forward_samples_{name}": float(count) for name, count in sorted(forward.num_samples.items())}
         forward.reset_counts()
         return counts

@@ -61,5 +61,5 @@ class RunOutcome:
     """Outcome of a training loop. `preempted`: stopped on request after a step."""
 
     status: Literal["finished", "preempted"]
-    read_step: int
+    step: int
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -41,7 +41,7 @@ SINGLE_RANK_ERROR = "error: "  # prefix of a UserError that only one rank has, a
 class RunProgress(Protocol):
     """Progress of a run, provided by its training loop."""
 
-    read_step: int  # last completed step
+    step: int  # last completed step
     metrics: Mapping[str, float]  # of that step
 
 
@@ -204,7 +204,7 @@ class ResultRecorder:
         self.wait_for_copies()
         if self._ending.world.is_main:
             try:
-                self._write_result(outcome.status, outcome.read_step, outcome.metrics, "")
+                self._write_result(outcome.status, outcome.step, outcome.metrics, "")
             except OSError as error:
                 raise UserError(
                     f"run.output_dir {self._recipe.run.output_dir}: result.json cannot be written ({error.strerror}); "
@@ -215,7 +215,7 @@ class ResultRecorder:
     def record_failure(self, message: str) -> None:
         """Write result.json with the last step and the error, on rank 0."""
         try:
-            self._write_result("failed", self._loop.read_step, self._loop.metrics, message)
+            self._write_result("failed", self._loop.step, self._loop.metrics, message)
         except OSError as error:  # the disk may be full
             log.error("result.json cannot be written: %s", error.strerror)
 

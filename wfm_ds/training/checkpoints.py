@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Resumable(Protocol):
     """A training loop, as seen by its checkpoints."""
 
-    read_step: int  # the last completed step
+    step: int  # the last completed step
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state needed to resume, except the engine's. Identical on every rank. Collective."""
@@ -46,8 +46,8 @@ class Checkpoints:
         assert checkpoint is not None, "it was complete a moment ago"
         loop.load_state_dict(restore_state(self.job.engine, source, checkpoint.world_size))
         if source.parent == self.root:  # not for a checkpoint of another run
-            self._last_saved_step = loop.read_step
-        self.job.monitor.log_message(f"continues after step {loop.read_step} from {source}")
+            self._last_saved_step = loop.step
+        self.job.monitor.log_message(f"continues after step {loop.step} from {source}")
 
     @property
     def is_writing(self) -> bool:
@@ -62,14 +62,14 @@ class Checkpoints:
         """
         if not flags.writing:
             self.wait_for_save()
-        every, step = self.settings.every, loop.read_step
+        every, step = self.settings.every, loop.step
         is_scheduled = every > 0 and (step % every == 0 or step == self.job.recipe.run.steps)
         if is_scheduled or flags.save:
             self._start_save(loop)
 
     def save_at_stop(self, loop: Resumable) -> None:
         """Save regardless of the interval, and wait until the checkpoint is complete."""
-        if self._last_saved_step != loop.read_step:
+        if self._last_saved_step != loop.step:
             self._start_save(loop)
         self.wait_for_save()
 
@@ -96,11 +96,11 @@ class Checkpoints:
             }
             self._saving = CheckpointSave(
                 self.root,
-                loop.read_step,
+                loop.step,
                 job.world,
                 state.write_files,
                 metadata=facts,
                 keep=self.settings.keep,
                 protected_steps=tuple if job.mirror is None else job.mirror.list_unverified_steps,
             )
-        self._last_saved_step = loop.read_step
+        self._last_saved_step = loop.step

@@ -118,7 +118,7 @@ def count_rl_step(
         policies = [p for p in algorithm.references if p not in current | own_old]
         counts = {"policy": training, **{p: policy_forwards(p, references) for p in policies}}
         if algorithm.uses_group_statistics:
-            counts["survey"] = ForwardCount(calls, terms)
+            counts["group_statistics"] = ForwardCount(calls, terms)
         if "old" in counts and algorithm.uses_old_predictions:
             counts["old"] = ForwardCount(calls, terms)  # uses the batch size of training
         parts.append(counts)

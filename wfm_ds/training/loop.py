@@ -45,7 +45,7 @@ class TrainingLoop(ABC):
     ) -> None:
         self.job, self.validator, self.exporter, self.checkpoints = job, validator, exporter, checkpoints
         self.meter, self.nonfinite_limit = Meter(), NonFiniteLimit()
-        self.read_step = 0  # the last completed step, or the current one
+        self.step = 0  # the last completed step, or the current one
         self.metrics: Mapping[str, float] = {}  # metrics of the last completed step
 
     def run_to_end(self) -> RunOutcome:
@@ -57,9 +57,9 @@ class TrainingLoop(ABC):
             raise
         self.save_results()
         # Do not delay a requested stop by an evaluation.
-        evaluation = self.validator.evaluate_at_end(outcome.read_step) if outcome.status == "finished" else {}
+        evaluation = self.validator.evaluate_at_end(outcome.step) if outcome.status == "finished" else {}
         result = self.job.recipe.run.output_dir / "result.json"
-        self.job.monitor.log_message(f"{outcome.status} at step {outcome.read_step}; result in {result}")
+        self.job.monitor.log_message(f"{outcome.status} at step {outcome.step}; result in {result}")
         outcome = replace(outcome, metrics={**outcome.metrics, **evaluation})
         self.job.monitor.set_outcome(outcome.status, outcome.metrics)
         return outcome
@@ -67,38 +67,38 @@ class TrainingLoop(ABC):
     def save_results(self) -> None:
         """Complete a pending checkpoint and export the weights."""
         self.checkpoints.wait_for_save()
-        self.exporter.export_at_end(self.read_step)
+        self.exporter.export_at_end(self.step)
 
     def train_steps(self) -> RunOutcome:
         """Train to the recipe's last step, or until any rank gets a stop request; then save and return `preempted`."""
         job = self.job
         self.start()
         stop, is_first = job.should_stop(), True
-        while self.read_step < job.recipe.run.steps:
-            if stop or not self.wait_for_data(self.read_step + 1):
+        while self.step < job.recipe.run.steps:
+            if stop or not self.wait_for_data(self.step + 1):
                 self.checkpoints.save_at_stop(self)
-                return RunOutcome("preempted", self.read_step, self.metrics)
+                return RunOutcome("preempted", self.step, self.metrics)
             stop = self.run_step()
             if is_first:
                 job.monitor.log_message(f"first step completed {seconds_since_start():.0f} s after the start")
             is_first = False
-        return RunOutcome("finished", self.read_step, self.metrics)
+        return RunOutcome("finished", self.step, self.metrics)
 
     def run_step(self) -> bool:
         """Run the next step and everything scheduled after it. Returns True if any rank got a stop request."""
-        self.read_step += 1
-        report = self.train_step(self.read_step)
-        self.validator.after_step(self.read_step)
-        self.exporter.after_step(self.read_step)
-        agreed = finish_step(self.job, self.read_step, report, writing=self.checkpoints.is_writing)
+        self.step += 1
+        report = self.train_step(self.step)
+        self.validator.after_step(self.step)
+        self.exporter.after_step(self.step)
+        agreed = finish_step(self.job, self.step, report, writing=self.checkpoints.is_writing)
         self.metrics = report.last_metrics
         self.checkpoints.after_step(self, agreed)  # last, because a checkpoint includes the metrics of the step
         return agreed.stop
 
     def start(self) -> None:
         """Run the evaluation at the start if the recipe has one, and start the progress display."""
-        self.validator.evaluate_at_start(self.read_step)
-        self.job.monitor.update_progress(self.read_step, samples=0)
+        self.validator.evaluate_at_start(self.step)
+        self.job.monitor.update_progress(self.step, samples=0)
 
     @abstractmethod
     def wait_for_data(self, step: int) -> bool:
@@ -111,7 +111,7 @@ class TrainingLoop(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state needed to resume, except the engine's. Identical on every rank. Collective."""
         return {
-            "step": self.read_step,
+            "step": self.step,
             "metrics": dict(self.metrics),
             "nonfinite_in_a_row": self.nonfinite_limit.num_consecutive,
             "validator": self.validator.state_dict(),
@@ -120,7 +120,7 @@ class TrainingLoop(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        self.read_step, self.metrics = state["step"], state["metrics"]
+        self.step, self.metrics = state["step"], state["metrics"]
         self.nonfinite_limit.num_consecutive = state["nonfinite_in_a_row"]
         self.validator.load_state_dict(state["validator"])
         self.load_extra_state(state)

@@ -49,7 +49,7 @@ class RewardAlarm:
         suspects = set(falling) if total_rose else set()
         confirmed = {name: change for name in sorted(suspects & self._suspects) if (change := changes[name])}
         self._suspects, self.falling_rewards = suspects, confirmed
-        metrics = {f"val/judge/{name}/change": c.estimate.value for name, c in changes.items() if c and name}
+        metrics = {f"val/held_out/{name}/change": c.estimate.value for name, c in changes.items() if c and name}
         return metrics | ({} if total is None else {"val/alarm": float(bool(self.falling_rewards))})
 
     def summary(self) -> str:

@@ -70,7 +70,7 @@ class RlLoop(TrainingLoop):
         self.copies_updated_at = 0  # number of optimizer steps at the last update of the copies
 
     def start(self) -> None:
-        self.source.publish_policy(self.read_step)
+        self.source.publish_policy(self.step)
         super().start()
 
     def wait_for_data(self, step: int) -> bool:
@@ -116,7 +116,7 @@ class RlLoop(TrainingLoop):
         rewards = combine_scores(scores, self.reward)
         if not self.reward.shuffle:
             return rewards
-        order = draw_permutation(len(scores), self.job.recipe.run.seed, "reward_shuffle", self.read_step)
+        order = draw_permutation(len(scores), self.job.recipe.run.seed, "reward_shuffle", self.step)
         return rewards.reorder(order)
 
     def compute_advantages(
@@ -129,16 +129,16 @@ class RlLoop(TrainingLoop):
         valid = sum(value is not None for value in advantages.values)
         stats = reward_stats(scores, groups, self.reward.functions) | advantages.stats
         for warning in reward_warnings(stats, self.reward.functions, len(scores)):
-            log.warning("step %d: %s", self.read_step, warning)
+            log.warning("step %d: %s", self.step, warning)
         stats |= self.source.step_metrics()
-        return advantages, stats | {"rollout/samples": float(valid), "rollout/step": float(self.read_step)}
+        return advantages, stats | {"rollout/samples": float(valid), "rollout/step": float(self.step)}
 
     def check_failures(self, totals: Sequence[float | None], scores: Sequence[dict[str, Score]]) -> None:
         """Log failed samples. Raises RunError after MAX_FAILING_STEPS consecutive steps with too many of them."""
         failed = sum(total is None for total in totals)
         reasons = summarize_failures(scores)
         if failed:
-            log.warning("step %d: %d of %d samples failed: %s", self.read_step, failed, len(totals), reasons)
+            log.warning("step %d: %d of %d samples failed: %s", self.step, failed, len(totals), reasons)
         too_many = failed / len(totals) > self.reward.max_failed_fraction
         self.failing_steps = self.failing_steps + 1 if too_many else 0
         if self.failing_steps >= MAX_FAILING_STEPS:
@@ -267,12 +267,12 @@ class RlLoop(TrainingLoop):
         if not self.algorithm.uses_group_statistics:
             return [None] * len(micros)
         device, groups_by_micro, contributions = self.job.world.device, list[Sequence[str]](), list[Tensor]()
-        with self.job.timer("survey_forward"):
+        with self.job.timer("group_statistics_forward"):
             # Use the batch size of training, as in `predict_with_old_weights`.
             for i, micro in enumerate(micros.iterate(release=False)):
                 predictions = {name: copy_to_device(tensors[i], device) for name, tensors in references.items()}
                 groups, values_B = self.algorithm.group_statistics(
-                    micros.splits[i][0], self.predict_velocity("survey", micro), micro.batch, predictions
+                    micros.splits[i][0], self.predict_velocity("group_statistics", micro), micro.batch, predictions
                 )
                 groups_by_micro.append(groups)
                 contributions.append(torch.where(micro.batch.weight > 0, values_B, 0))
@@ -308,7 +308,7 @@ class RlLoop(TrainingLoop):
     def update_policy_copies(self) -> dict[str, float]:
         """Move the policy copies towards the trained weights. Called once per RL step; returns metrics."""
         engine, metrics = self.job.engine, {}
-        decays = self.algorithm.policy_decays(self.read_step, engine.num_updates)
+        decays = self.algorithm.policy_decays(self.step, engine.num_updates)
         weights_changed = (
             engine.num_updates > self.copies_updated_at
         )  # by an applied step since the last update of the copies
@@ -317,7 +317,7 @@ class RlLoop(TrainingLoop):
                 engine.update_policy(policy, decay)
                 self.equal_policies |= {policy} if decay == 0 else set()
             metrics[f"{self.algorithm.area}/{policy}_decay"] = decay
-            if self.read_step % DISTANCE_EVERY == 0:
+            if self.step % DISTANCE_EVERY == 0:
                 metrics[f"weights/{policy}_distance"] = engine.policy_distance(policy)
         if decays:
             self.copies_updated_at = engine.num_updates

@@ -111,7 +111,7 @@ class SftLoop(TrainingLoop):
         job = self.job
         rows = split_into_chunks(range(len(samples)), job.recipe.engine.micro_batch_size)
         # All ranks must train the same experts, because the collectives of an expert involve all ranks.
-        experts = draw_experts(self.bands, job.recipe.run.seed, self.read_step, job.run_sizes.accumulation)
+        experts = draw_experts(self.bands, job.recipe.run.seed, self.step, job.run_sizes.accumulation)
         cuts = [(self.make_terms(samples, part, expert), expert) for expert, part in zip(experts, rows, strict=True)]
         cache_bytes = (
             free_memory(job.world.device, GPU_BUFFER_FRACTION, HOST_CACHE_BYTES)

@@ -256,11 +256,11 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Return `val/reward/<f>/mean`, `ci95` (half of the 95 % interval over prompts) and `failed`, over scored samples.
 
-    Held-out rewards use the prefix `val/judge/<f>/`. samples: prompt-major.
+    Held-out rewards use the prefix `val/held_out/<f>/`. samples: prompt-major.
     """
     metrics: dict[str, float] = {}
     for tag, values in sorted(scores_by_reward(samples, num_seeds).items()):
-        kind = "judge" if any(tag == name or tag.startswith(f"{name}/") for name in held_out_rewards) else "reward"
+        kind = "held_out" if any(tag == name or tag.startswith(f"{name}/") for name in held_out_rewards) else "reward"
         mean = estimate_mean(values)
         if mean is not None:
             metrics[f"val/{kind}/{tag}/mean"] = mean.value

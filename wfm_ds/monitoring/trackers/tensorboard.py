@@ -18,8 +18,8 @@ CHART_LAYOUT: Mapping[str, Mapping[str, tuple[str, list[str]]]] = {
         "loss": ("", ["((val|sft|dpo|vlm)/)?loss(/total)?$"]),
     },
     "2 held-out rewards": {
-        "held-out rewards": (HELD_OUT_KEY, ["val/judge/.+/mean"]),
-        "change since the start": (HELD_OUT_KEY, ["val/judge/.+/change"]),
+        "held-out rewards": (HELD_OUT_KEY, ["val/held_out/.+/mean"]),
+        "change since the start": (HELD_OUT_KEY, ["val/held_out/.+/change"]),
     },
     "3 policy": {
         "ratio": (RL_KEY, ["policy/ratio_.+"]),
