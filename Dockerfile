@@ -1,6 +1,6 @@
 # wfm_ds for CUDA: docker build -t wfm_ds . && docker run --gpus all --ipc=host -v /data:/data wfm_ds wfm doctor
-# --ipc=host: NCCL and data workers share memory between processes, and Docker's 64 MiB are too few.
-# The devel image has nvcc, with which Triton and DeepSpeed compile; change both arguments for another CUDA version.
+# --ipc=host: NCCL and data workers share memory between processes and need more than Docker's default of 64 MiB.
+# The devel image contains nvcc, which Triton and DeepSpeed need to compile. For another CUDA version change both arguments.
 ARG CUDA=12.8.1
 FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu128

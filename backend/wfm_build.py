@@ -1,7 +1,7 @@
-"""The build backend: setuptools, and one file more at the top of each wheel, of an editable install too.
+"""Build backend: setuptools, with one more file at the top level of each wheel, including editable ones.
 
-The file is wfm_ds/distributed/wfm_ds_deepspeed.pth, by which DeepSpeed's own `deepspeed` script understands `-m`
-(wfm_ds/distributed/hook.py). setuptools can put it into a wheel, but not into that of an editable install.
+The file is wfm_ds/distributed/wfm_ds_deepspeed.pth, which makes the `deepspeed` script accept `-m`
+(wfm_ds/distributed/hook.py). setuptools can add it to a regular wheel, but not to an editable one.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ Settings = dict[str, Any] | None
 
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    return with_hook(wheel_directory, build_meta.build_wheel(wheel_directory, config_settings, metadata_directory))
+    return add_hook(wheel_directory, build_meta.build_wheel(wheel_directory, config_settings, metadata_directory))
 
 
 def build_editable(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
-    return with_hook(wheel_directory, build_meta.build_editable(wheel_directory, config_settings, metadata_directory))
+    return add_hook(wheel_directory, build_meta.build_editable(wheel_directory, config_settings, metadata_directory))
 
 
-def with_hook(folder: str, name: str) -> str:
-    """Add the hook to the wheel and its RECORD, by which an uninstall removes it; returns the wheel's name."""
+def add_hook(folder: str, name: str) -> str:
+    """Add the hook to the wheel and to its RECORD, so that uninstalling removes it. Return the wheel's name."""
     wheel = Path(folder) / name
-    making = wheel.with_suffix(".making")
-    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(making, "w", zipfile.ZIP_DEFLATED) as new:
+    partial_wheel = wheel.with_suffix(".making")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(partial_wheel, "w", zipfile.ZIP_DEFLATED) as new:
         for info in old.infolist():
             data = old.read(info)
             if info.filename.endswith(".dist-info/RECORD"):
-                data = f"{HOOK.name},{digest(HOOK.read_bytes())},{HOOK.stat().st_size}\n".encode() + data
+                data = f"{HOOK.name},{record_digest(HOOK.read_bytes())},{HOOK.stat().st_size}\n".encode() + data
             new.writestr(info, data)
         new.write(HOOK, HOOK.name)
-    making.replace(wheel)
+    partial_wheel.replace(wheel)
     return name
 
 
-def digest(data: bytes) -> str:
-    """The digest of a file as RECORD has it."""
+def record_digest(data: bytes) -> str:
+    """Return the digest of a file in the format of RECORD."""
     return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -1,1 +1,1 @@
-"""Speed and cost, each a `python -m benchmarks.X`; results/ holds what was measured, with machine and date."""
+"""Measurements of speed and cost, one module each. results/ contains measured numbers with the machine and the date."""

@@ -1,11 +1,12 @@
-"""Activation memory of one rank by the ranks that share its tokens: `python -m benchmarks.activations [--frames 15]`.
+"""Activation memory of one rank, by the number of ranks that share its tokens: `python -m benchmarks.activations
+[--frames 15]`.
 
-Real processes on a CPU (gloo) run a small Wan transformer, all weights of which train, forward and backward on one
-video. Every operator's outputs are tracked while they live, the exchanges' buffers among them; bytes are counts, so
-they do not depend on how busy the machine is. Of the rank that has most:
+Real processes on a CPU (gloo) run a small Wan transformer forward and backward on one video. All weights are trained.
+The outputs of every operator, including communication buffers, are tracked while they are alive. Bytes are counts, so
+they do not depend on the load of the machine. Reported for the rank with the most bytes:
 
-    kept   alive after the forward pass: what the backward pass is going to need, and the output
-    peak   the largest sum at any moment of both passes, gradients of activations included
+    kept   alive after the forward pass: saved for the backward pass, and the output
+    peak   the largest sum at any moment of both passes, including gradients of activations
 
 Weights, their gradients and the inputs are not counted.
 """
@@ -29,13 +30,13 @@ from wfm_ds.distributed.world import find_free_port
 from wfm_ds.engine.live_bytes import LiveByteCounter
 
 SIDE = 32  # rows and columns of a latent frame; patches are 2 x 2
-WIDER = {"num_attention_heads": 8, "ffn_dim": 512, "num_layers": 4}  # than the tiny pipeline's, for up to 8 ranks
+WIDER = {"num_attention_heads": 8, "ffn_dim": 512, "num_layers": 4}  # wider than the tiny pipeline, for up to 8 ranks
 CHECKPOINTING = {"off": False, "on": True}
 MIB = 2**20
 
 
-def measure(num_ranks: int, frames: int, *, checkpointing: bool) -> dict[str, int]:
-    """One rank's part: live bytes of one forward and backward pass; the ranks share the tokens."""
+def measure_live_bytes(num_ranks: int, frames: int, *, checkpointing: bool) -> dict[str, int]:
+    """Return the live bytes of one forward and backward pass. Runs on each rank; the ranks share the tokens."""
     from diffusers import WanTransformer3DModel
 
     from wfm_ds.distributed.world import World
@@ -64,14 +65,14 @@ def measure(num_ranks: int, frames: int, *, checkpointing: bool) -> dict[str, in
     return {name: int(value) for name, value in most.items()}
 
 
-def rank(num_ranks: int, frames: int, out: Path) -> None:
-    found = {name: measure(num_ranks, frames, checkpointing=on) for name, on in CHECKPOINTING.items()}
+def run_rank(num_ranks: int, frames: int, out: Path) -> None:
+    found = {name: measure_live_bytes(num_ranks, frames, checkpointing=on) for name, on in CHECKPOINTING.items()}
     if os.environ["RANK"] == "0":
         out.write_text(json.dumps(found))
 
 
-def measured(num_ranks: int, frames: int) -> dict[str, dict[str, int]]:
-    """Start the ranks, wait for all of them, and read what they found, by checkpointing."""
+def measure_ranks(num_ranks: int, frames: int) -> dict[str, dict[str, int]]:
+    """Start the ranks, wait for all of them, and return their results for each checkpointing setting."""
     with tempfile.TemporaryDirectory(prefix="wfm-activations-") as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-m", "benchmarks.activations", "--role", "rank", "--ranks", str(num_ranks)]
@@ -82,15 +83,15 @@ def measured(num_ranks: int, frames: int) -> dict[str, dict[str, int]]:
             subprocess.Popen(command, env={**os.environ, **everyone, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=2)
             for r in range(num_ranks)
         ]
-        if any([process.wait() for process in processes]):  # of all of them, not up to the first that failed
+        if any([process.wait() for process in processes]):  # a list: waits for all ranks, also after a failure
             raise SystemExit("a rank failed")
         found: dict[str, dict[str, int]] = json.loads(out.read_text())
         return found
 
 
-def rows_of(ranks: Sequence[int], frames: int) -> list[dict[str, Any]]:
-    """A row for each number of ranks, with and without gradient checkpointing; relative to the first number."""
-    found = {num_ranks: measured(num_ranks, frames) for num_ranks in ranks}
+def measure_rows(ranks: Sequence[int], frames: int) -> list[dict[str, Any]]:
+    """Return a row for each number of ranks, with and without gradient checkpointing, relative to the first number."""
+    found = {num_ranks: measure_ranks(num_ranks, frames) for num_ranks in ranks}
     rows: list[dict[str, Any]] = []
     for checkpointing in CHECKPOINTING:
         for num_ranks in ranks:
@@ -115,12 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.role:
-        rank(options.ranks[0], options.frames, options.out)
+        run_rank(options.ranks[0], options.frames, options.out)
         return 0
-    rows = rows_of(options.ranks, options.frames)
-    sys.stdout.write(report.table(rows) + "\n")
+    rows = measure_rows(options.ranks, options.frames)
+    sys.stdout.write(report.format_table(rows) + "\n")
     if not options.no_write:
-        report.write("activations", report.machine(), rows)
+        report.write_results("activations", report.describe_machine(), rows)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The operators as benchmarks run them: inputs, our call, the plain formulas, and the float64 truth."""
+"""The operators to benchmark: inputs, our call, the plain formulas, and a float64 reference."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SHAPES: Mapping[str, tuple[int, ...]] = {  # latents of real models
     "cosmos_720p_93f_b1": (1, 16, 24, 88, 160),
 }
 ETA, BETA = 0.7, 0.5
-# shift 3, ten steps
+# ten steps with a shift of 3
 SIGMAS = (1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0)
 Backend = Literal["triton", "torch"]
 Outputs = list[Tensor]
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """bfloat16 velocities, float32 latents; every sample at its own step of the schedule."""
+class OperatorInputs:
+    """bfloat16 velocities and float32 latents. Every sample has its own step of the schedule."""
 
     velocity: Tensor
     old: Tensor
@@ -51,24 +51,24 @@ class Inputs:
         return self.sigma, self.sigma_next, self.sigmas[1]
 
 
-def inputs(shape: tuple[int, ...], device: torch.device, seed: int) -> Inputs:
+def make_inputs(shape: tuple[int, ...], device: torch.device, seed: int) -> OperatorInputs:
     generator = torch.Generator(device).manual_seed(seed)
 
-    def draw(dtype: torch.dtype = torch.float32) -> Tensor:
+    def random_tensor(dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     sigmas = torch.tensor(SIGMAS)
     index = torch.tensor([3 * b % 8 for b in range(shape[0])])
     sigma, sigma_next = sigmas[index], sigmas[index + 1]
     rows = sde_coefficients("flow_sde", sigma, sigma_next, eta=ETA, sigma_max=sigmas[1].item())
-    velocity, x = draw(torch.bfloat16), draw()
+    velocity, x = random_tensor(torch.bfloat16), random_tensor()
     rows = rows.to(device)
-    noise = draw()
+    noise = random_tensor()
     x_next = sde_step(velocity, x, rows, noise=noise, backend="torch").next_latents
-    return Inputs(
+    return OperatorInputs(
         velocity=velocity.requires_grad_(),
-        old=(velocity.detach().float() + 0.1 * draw()).bfloat16(),
-        ref=(velocity.detach().float() + 0.2 * draw()).bfloat16(),
+        old=(velocity.detach().float() + 0.1 * random_tensor()).bfloat16(),
+        ref=(velocity.detach().float() + 0.2 * random_tensor()).bfloat16(),
         x=x,
         x_next=x_next,
         noise=noise,
@@ -83,19 +83,20 @@ def inputs(shape: tuple[int, ...], device: torch.device, seed: int) -> Inputs:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One operator. `plain` looks its step up on the host as is usual; `maths` does not, so it can be captured."""
+class OperatorCase:
+    """One operator. `plain` looks up its step on the host, as usual; `maths` does not, so a CUDA graph can capture
+    it."""
 
     name: str
-    ours: Callable[[Inputs, Backend], Outputs]
-    plain: Callable[[Inputs], Outputs]
-    maths: Callable[[Inputs], Outputs]
-    truth: Callable[[Inputs], Outputs]  # float64; of those outputs that can be compared
-    tolerances: tuple[float, ...]  # relative, by output
-    draws: bool = False  # noise of its own: the plain formulas cannot be compared
+    ours: Callable[[OperatorInputs, Backend], Outputs]
+    plain: Callable[[OperatorInputs], Outputs]
+    maths: Callable[[OperatorInputs], Outputs]
+    truth: Callable[[OperatorInputs], Outputs]  # float64, for outputs that can be compared
+    tolerances: tuple[float, ...]  # relative, for each output
+    draws: bool = False  # draws its own noise, so the plain formulas cannot be compared
 
 
-def _exact(i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+def _exact_step(i: OperatorInputs) -> tuple[Tensor, Tensor, Tensor]:
     velocity = i.velocity.detach().double().requires_grad_()
     levels = torch.full_like(i.sigma, ETA).double()
     mean, std = reference.sde_mean_and_std(
@@ -104,23 +105,23 @@ def _exact(i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     return velocity, mean, std
 
 
-def _step_truth(i: Inputs) -> Outputs:
-    _, mean, std = _exact(i)
+def _step_truth(i: OperatorInputs) -> Outputs:
+    _, mean, std = _exact_step(i)
     x_next = mean + std * normal_noise(i.seeds, i.x[0].numel()).view(i.x.shape).double()
     return [x_next, reference.sde_log_prob("flow_sde", x_next, mean, std)]
 
 
-def _log_prob_truth(i: Inputs) -> Outputs:
-    velocity, mean, std = _exact(i)
+def _log_prob_truth(i: OperatorInputs) -> Outputs:
+    velocity, mean, std = _exact_step(i)
     log_prob = reference.sde_log_prob("flow_sde", i.x_next.double(), mean, std)
     return [log_prob, *torch.autograd.grad(log_prob, velocity, i.upstream.double())]
 
 
-def _with_gradient(log_prob: Tensor, i: Inputs) -> Outputs:
+def _with_gradient(log_prob: Tensor, i: OperatorInputs) -> Outputs:
     return [log_prob, *torch.autograd.grad(log_prob, i.velocity, i.upstream)]
 
 
-def _nft_ours(i: Inputs, backend: Backend, ref: bool) -> Outputs:
+def _nft_ours(i: OperatorInputs, backend: Backend, ref: bool) -> Outputs:
     loss = nft_loss(
         i.velocity,
         i.old,
@@ -136,7 +137,7 @@ def _nft_ours(i: Inputs, backend: Backend, ref: bool) -> Outputs:
     return [*parts, *torch.autograd.grad(parts, i.velocity, [i.upstream] * len(parts))]
 
 
-def _nft_plain(i: Inputs, ref: bool) -> Outputs:
+def _nft_plain(i: OperatorInputs, ref: bool) -> Outputs:
     v_ref = i.ref if ref else None
     policy, kl = pointwise.nft_loss(i.velocity, i.old, v_ref, i.x, i.noise, i.sigma, i.reward_weight, BETA)
     parts = [policy, kl] if ref else [policy]
@@ -145,7 +146,7 @@ def _nft_plain(i: Inputs, ref: bool) -> Outputs:
     return [*parts, *torch.autograd.grad(parts, i.velocity, [i.upstream] * len(parts))]
 
 
-def _nft_truth(i: Inputs, ref: bool) -> Outputs:
+def _nft_truth(i: OperatorInputs, ref: bool) -> Outputs:
     velocity = i.velocity.detach().double().requires_grad_()
     old, clean, noise, sigma, r = (t.double() for t in (i.old, i.x, i.noise, i.sigma, i.reward_weight))
     want = reference.nft_loss(velocity, old, clean, noise, sigma, r, BETA, i.ref.double() if ref else None)
@@ -157,8 +158,8 @@ VALUE, BF16_GRADIENT = 5e-6, 3e-3
 PLAIN = 1e-2  # the plain formulas mix velocities in bfloat16
 
 
-def _nft_case(name: str, ref: bool) -> Case:
-    return Case(
+def _nft_case(name: str, ref: bool) -> OperatorCase:
+    return OperatorCase(
         name=name,
         ours=lambda i, backend: _nft_ours(i, backend, ref),
         plain=lambda i: _nft_plain(i, ref),
@@ -168,26 +169,28 @@ def _nft_case(name: str, ref: bool) -> Case:
     )
 
 
-def _noise_truth(i: Inputs) -> Outputs:
+def _noise_truth(i: OperatorInputs) -> Outputs:
     drawn = normal_noise(i.seeds, i.x[0].numel()).view(i.x.shape).double()
     return [reference.flow_noise(i.x.double(), i.sigma.double(), drawn), drawn]
 
 
-def _step_ours(i: Inputs, backend: Backend) -> Outputs:
+def _step_ours(i: OperatorInputs, backend: Backend) -> Outputs:
     step = sde_step(i.velocity, i.x, i.rows, seeds=i.seeds, backend=backend)
     return [step.next_latents, step.log_prob]
 
 
-def _without_gradient(function: Callable[[Inputs], tuple[Tensor, Tensor]]) -> Callable[[Inputs], Outputs]:
-    def run(i: Inputs) -> Outputs:
+def _without_gradient(
+    function: Callable[[OperatorInputs], tuple[Tensor, Tensor]],
+) -> Callable[[OperatorInputs], Outputs]:
+    def call_without_gradient(i: OperatorInputs) -> Outputs:
         with torch.no_grad():
             return list(function(i))
 
-    return run
+    return call_without_gradient
 
 
 CASES = (
-    Case(
+    OperatorCase(
         "sde_step",
         _step_ours,
         _without_gradient(lambda i: pointwise.sde_step(i.velocity, i.x, i.sigmas, i.sigma, ETA)),
@@ -196,7 +199,7 @@ CASES = (
         (VALUE, VALUE),
         draws=True,
     ),
-    Case(
+    OperatorCase(
         "sde_log_prob, forward and backward",
         lambda i, backend: _with_gradient(sde_log_prob(i.velocity, i.x, i.x_next, i.rows, backend=backend), i),
         lambda i: _with_gradient(pointwise.sde_log_prob(i.velocity, i.x, i.x_next, i.sigmas, i.sigma, ETA), i),
@@ -206,7 +209,7 @@ CASES = (
     ),
     _nft_case("nft_loss, forward and backward", ref=False),
     _nft_case("nft_loss with reference, forward and backward", ref=True),
-    Case(
+    OperatorCase(
         "flow_noise",
         lambda i, backend: list(flow_noise(i.x, i.sigma, seeds=i.seeds, backend=backend)),
         _without_gradient(lambda i: pointwise.flow_noise(i.x, i.sigma)),
@@ -218,7 +221,7 @@ CASES = (
 )
 
 
-def relative_errors(case: Case, i: Inputs, outputs: Outputs) -> list[float]:
-    """Return the relative error in norm of each output against float64; not finite where the output is not."""
+def relative_errors(case: OperatorCase, i: OperatorInputs, outputs: Outputs) -> list[float]:
+    """Return the relative error (norm) of each output against float64; not finite if the output is not."""
     pairs = zip(outputs, case.truth(i), strict=True)
     return [((got.detach().double() - want).norm() / want.norm()).item() for got, want in pairs]

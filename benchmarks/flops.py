@@ -1,13 +1,13 @@
-"""The FLOPs of a training step, counted and not timed.
+"""Count the FLOPs of a training step without timing.
 
-python -m benchmarks.flops RECIPE [section.key=value ...]     one recipe, purpose by purpose
-python -m benchmarks.flops RECIPE RECIPE ...                  one row a recipe
-python -m benchmarks.flops RECIPE --tflops 400                the hours of a run whose GPUs reach so much
+python -m benchmarks.flops RECIPE [section.key=value ...]     one recipe, by purpose
+python -m benchmarks.flops RECIPE RECIPE ...                  one row for each recipe
+python -m benchmarks.flops RECIPE --tflops 400                the hours of a run at this speed of each GPU
 python -m benchmarks.flops --model sd35m --algo nft           a released model with an algorithm's published batch
 
-Forwards follow from the recipe (wfm_ds/training/forward_counts.py), FLOPs of one from the denoiser's operators
-(wfm_ds/training/forward_flops.py). Neither weights nor a GPU are needed; a model folder that is not on this disk is
-known by its name (released.py).
+The recipe gives the number of forward passes (wfm_ds/training/forward_counts.py), the denoiser's operators give the
+FLOPs of one (wfm_ds/training/forward_flops.py). Weights and a GPU are not needed. A model folder that does not exist is
+looked up by its name in released.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.released import RELEASED, Released
-from benchmarks.report import table
+from benchmarks.report import format_table
 from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.engine.flops import Flops
 from wfm_ds.engine.policies import add_adapters, set_trainable
@@ -53,7 +53,7 @@ RL = {
     "rollout": {"prompts_per_step": 48, "group_size": 24},
     "reward": {"functions": [{"name": "color"}]},
 }
-# What `--algo` stands for: the published batch of each algorithm, LoRA of rank 32 where it was published so.
+# Recipes of `--algo`: the published batch of each algorithm, with a LoRA of rank 32 if published with one.
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "sft": {"algorithm": {"name": "sft"}, "data": {"kind": "paired", "path": "images"}},
     "nft": {**RL, "algorithm": {"name": "diffusion_nft"}, "lora": {"rank": 32}, "sampling": {"steps": 10}},
@@ -77,27 +77,29 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A model to count: the family, what to call it, and one text's conditioning, given whether text layers froze."""
+class CountedModel:
+    """A model to count: its title, its family, and the conditioning of one text, by whether the text layers are
+    frozen."""
 
     title: str
     model: DiffusionModel
     texts: Callable[[bool], Mapping[str, Tensor]]
 
     @classmethod
-    def released(cls, known: Released, max_sequence_length: int | None = None) -> Subject:
+    def from_released(cls, known: Released, max_sequence_length: int | None = None) -> CountedModel:
         def texts(frozen: bool) -> Mapping[str, Tensor]:
-            return known.texts(frozen=frozen, max_sequence_length=max_sequence_length)
+            return known.conditioning_shapes(frozen=frozen, max_sequence_length=max_sequence_length)
 
         return cls(known.title, known.load(), texts)
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Subject:
-        """The recipe's pipeline, or the released model whose folder has its name. ModelError if it is neither."""
+    def from_recipe(cls, recipe: Recipe) -> CountedModel:
+        """Load the recipe's pipeline, or the released model of that folder name. Raises ModelError if neither
+        exists."""
         path = Path(recipe.model.path)
         for known in RELEASED.values():
             if path.name == known.folder and not path.exists():
-                return cls.released(known, recipe.model.max_sequence_length)
+                return cls.from_released(known, recipe.model.max_sequence_length)
         model = load_model(recipe, torch.device("cpu"))
         return cls(recipe.model.path, model, lambda _: model.encode_text([""]))
 
@@ -111,7 +113,7 @@ def latent_shape(recipe: Recipe, model: DiffusionModel) -> tuple[int, ...]:
 
 
 def step_forwards(recipe: Recipe, derived: RunSizes, model: DiffusionModel) -> list[dict[str, ForwardCount]]:
-    """Yield the forwards of one rank, by step of the run; one step of SFT stands for all."""
+    """Return the forward passes of one rank for each step of the run. For SFT one step represents all steps."""
     if not recipe.is_rl:
         return [count_sft_step(recipe, derived)]
     algorithm = build_rl_algorithm(recipe, model.rollout_sigmas(recipe.sampling))
@@ -124,15 +126,15 @@ def step_forwards(recipe: Recipe, derived: RunSizes, model: DiffusionModel) -> l
     ]
 
 
-def compared_levels(recipe: Recipe, model: DiffusionModel) -> list[float]:
-    """The noise levels of the rollouts that an evaluation compares with; none unless the recipe asks for it."""
+def correlation_sigmas(recipe: Recipe, model: DiffusionModel) -> list[float]:
+    """Return the noise levels of the rollouts for the rollout correlation of an evaluation; empty if it is off."""
     if not recipe.validation.rollout_correlation:
         return []
     return denoiser_sigmas(build_rl_algorithm(recipe, model.rollout_sigmas(recipe.sampling)).plan(1))
 
 
-def flops_of_sample(recipe: Recipe, subject: Subject) -> Flops:
-    """Changes the subject's denoiser: it gets adapters, or all of it trains."""
+def count_sample_flops(recipe: Recipe, subject: CountedModel) -> Flops:
+    """Return the FLOPs of one sample. Changes the model's denoiser: adds adapters or makes all weights trainable."""
     model, shape = subject.model, latent_shape(recipe, subject.model)
     if recipe.lora is None:
         set_trainable(model.unwrapped_denoiser, model.find_unused_parameters())
@@ -146,8 +148,9 @@ def flops_of_sample(recipe: Recipe, subject: Subject) -> Flops:
     return count_flops(model, shape, texts, checkpointing=recipe.model.gradient_checkpointing)
 
 
-def cost(steps: Sequence[Mapping[str, ForwardCount]], flops: Flops, num_replicas: int) -> list[dict[str, Any]]:
-    """One row a purpose, and their sum; means over the steps. Forwards are those of one rank, the rest of all ranks."""
+def cost_rows(steps: Sequence[Mapping[str, ForwardCount]], flops: Flops, num_replicas: int) -> list[dict[str, Any]]:
+    """Return one row for each purpose and a total, averaged over the steps. Forward passes are counted on one rank; all
+    other columns are sums over ranks."""
     sums = sum_forwards(*steps)
     found: list[dict[str, Any]] = []
     for purpose, work in flops_by_purpose(sums, flops).items():
@@ -164,22 +167,22 @@ def cost(steps: Sequence[Mapping[str, ForwardCount]], flops: Flops, num_replicas
     return [*found, {"purpose": "all", **totals}]
 
 
-def readable(row: Mapping[str, Any]) -> dict[str, str]:
+def format_row(row: Mapping[str, Any]) -> dict[str, str]:
     return {
-        key: value if isinstance(value, str) else with_prefix(value) if key.endswith("FLOP") else f"{value:,.6g}"
+        key: value if isinstance(value, str) else format_flops(value) if key.endswith("FLOP") else f"{value:,.6g}"
         for key, value in row.items()
     }
 
 
-def with_prefix(flops: float) -> str:
-    """`2.44 T`"""
+def format_flops(flops: float) -> str:
+    """Return FLOPs with an SI prefix, for example `2.44 T`."""
     power = min(max(int(math.log10(flops)) // 3, 0), len(PREFIXES) - 1) if flops else 0
     return f"{flops / 1000**power:.3g} {PREFIXES[power]}".strip()
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """A recipe on some ranks, counted."""
+class RecipeCost:
+    """The counted forward passes and FLOPs of a recipe on a number of ranks."""
 
     recipe: Recipe
     title: str
@@ -187,24 +190,24 @@ class Count:
     steps: Sequence[Mapping[str, ForwardCount]]  # of one rank
     flops: Flops
     guided: IsGuided
-    guided_steps: int  # of an evaluation's denoise steps
-    compared: Sequence[float]  # noise levels of the rollouts that an evaluation compares with
+    guided_steps: int  # guided denoise steps of an evaluation
+    compared: Sequence[float]  # noise levels of the rollouts for the rollout correlation
 
     @classmethod
-    def of(cls, recipe: Recipe, subject: Subject, world_size: int) -> Count:
+    def from_recipe(cls, recipe: Recipe, subject: CountedModel, world_size: int) -> RecipeCost:
         derived = derive_run_sizes(recipe, world_size)
         grid = subject.model.sigmas(recipe.sampling.eval_steps, latent_shape(recipe, subject.model))
         steps = step_forwards(recipe, derived, subject.model)
         guided, compared = (
             guidance_predicate(recipe, subject.model.select_expert),
-            compared_levels(recipe, subject.model),
+            correlation_sigmas(recipe, subject.model),
         )
         guided_steps = sum(map(guided, grid[:-1].tolist()))
-        flops = flops_of_sample(recipe, subject)
+        flops = count_sample_flops(recipe, subject)
         return cls(recipe, subject.title, derived, steps, flops, guided, guided_steps, compared)
 
     def report(self) -> str:
-        """The cost of one sample, of an evaluation, and of a step by purpose."""
+        """Return the cost of one sample, of an evaluation, and of a step by purpose."""
         recipe, size, flops = self.recipe, self.recipe.sampling, self.flops
         validation = recipe.validation
         num_images = 0 if recipe.is_rl else validation.num_images
@@ -219,23 +222,23 @@ class Count:
             guided=self.guided,
         )
         work = sum(w.total for w in flops_by_purpose(evaluated, flops).values()) * replicas
-        recomputed = f" and {with_prefix(flops.recompute)}FLOP recomputed" if flops.recompute else ""
+        recomputed = f" and {format_flops(flops.recompute)}FLOP recomputed" if flops.recompute else ""
         lines = [
             f"{self.title}, {size.height} x {size.width} x {size.num_frames}, {recipe.algorithm.name}, "
             f"{'LoRA' if recipe.lora else 'all weights'}, {self.derived.replicas_text}",
-            f"one sample: forward {with_prefix(flops.forward)}FLOP, "
-            f"backward {with_prefix(flops.backward)}FLOP{recomputed}",
-            f"one evaluation: {with_prefix(work)}FLOP",
+            f"one sample: forward {format_flops(flops.forward)}FLOP, "
+            f"backward {format_flops(flops.backward)}FLOP{recomputed}",
+            f"one evaluation: {format_flops(work)}FLOP",
             f"one {'RL' if recipe.is_rl else 'optimizer'} step"
             + (f", mean of {len(self.steps)}" if len(self.steps) > 1 else ""),
             "",
-            table([readable(row) for row in cost(self.steps, flops, replicas)]),
+            format_table([format_row(row) for row in cost_rows(self.steps, flops, replicas)]),
         ]
         return "\n".join(lines)
 
-    def row(self, name: str, tflops: float | None = None) -> dict[str, str]:
-        """The same in one line of a table; with the hours of the run where each GPU reaches `tflops` TFLOP/s."""
-        *purposes, total = cost(self.steps, self.flops, self.derived.num_replicas)
+    def as_row(self, name: str, tflops: float | None = None) -> dict[str, str]:
+        """Return the cost as one table row; with `tflops` also the hours of the run at that speed of each GPU."""
+        *purposes, total = cost_rows(self.steps, self.flops, self.derived.num_replicas)
         forwards = ", ".join(f"{row['purpose']} {row['forwards a rank']:,.6g}" for row in purposes)
         size, step = self.recipe.sampling, total["forward FLOP"] + total["backward FLOP"]
         hours = {}
@@ -246,15 +249,15 @@ class Count:
             "recipe": f"`{name}`",
             "size": " x ".join(str(n) for n in (size.height, size.width, size.num_frames)),
             "forwards a rank and step": forwards,
-            "a sample forward": f"{with_prefix(self.flops.forward)}FLOP",
-            "and backward": f"{with_prefix(self.flops.backward + self.flops.recompute)}FLOP",
-            "a step": f"{with_prefix(step)}FLOP",
+            "a sample forward": f"{format_flops(self.flops.forward)}FLOP",
+            "and backward": f"{format_flops(self.flops.backward + self.flops.recompute)}FLOP",
+            "a step": f"{format_flops(step)}FLOP",
             **hours,
         }
 
 
-def published(algorithm: str, model: Released) -> Recipe:
-    """The recipe that `--algo` stands for, at the model's own size."""
+def make_published_recipe(algorithm: str, model: Released) -> Recipe:
+    """Return the recipe for `--algo` at the size of the model."""
     height, width, frames = model.size
     settings = ALGORITHMS[algorithm]
     sampling = {"height": height, "width": width, "num_frames": frames, **settings.get("sampling", {})}
@@ -263,32 +266,41 @@ def published(algorithm: str, model: Released) -> Recipe:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
+    return run_command(parser(), print_costs, argv)
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="benchmarks.flops", description="Count forwards and FLOPs of a step.")
-    p.add_argument("words", nargs="*", metavar="RECIPE|section.key=value", help="recipes, and changes to them")
-    p.add_argument("--model", choices=RELEASED, help="a released model in place of the recipe's")
+    p.add_argument("words", nargs="*", metavar="RECIPE|section.key=value", help="recipes and overrides")
+    p.add_argument("--model", choices=RELEASED, help="a released model instead of the recipe's")
     p.add_argument("--algo", choices=ALGORITHMS, help="an algorithm with its published batch, instead of a recipe")
     p.add_argument("--ranks", type=int, default=8, help="GPUs (default: 8)")
     p.add_argument("--tflops", type=float, help="TFLOP/s that a GPU is assumed to reach: adds the hours of the run")
     return p
 
 
-def run(args: argparse.Namespace) -> None:
+def print_costs(args: argparse.Namespace) -> None:
     recipes = [word for word in args.words if "=" not in word]
     overrides = [word for word in args.words if "=" in word]
     if bool(recipes) == (args.algo is not None) or (args.algo and not args.model):
-        raise UserError("name a recipe, or --model and --algo")
+        raise UserError("give a recipe, or --model and --algo")
     known = RELEASED[args.model] if args.model else None
     if known is not None and args.algo:
-        counts = [Count.of(published(args.algo, known), Subject.released(known), args.ranks)]
+        counts = [
+            RecipeCost.from_recipe(
+                make_published_recipe(args.algo, known), CountedModel.from_released(known), args.ranks
+            )
+        ]
     else:
         loaded = [recipe_file.load_recipe(Path(path), overrides) for path in recipes]
-        counts = [Count.of(r, Subject.released(known) if known else Subject.of(r), args.ranks) for r in loaded]
-    rows = [count.row(Path(path).name, args.tflops) for path, count in zip(recipes, counts, strict=False)]
-    sys.stdout.write((table(rows) if len(rows) > 1 or args.tflops else counts[0].report()) + "\n")
+        counts = [
+            RecipeCost.from_recipe(
+                r, CountedModel.from_released(known) if known else CountedModel.from_recipe(r), args.ranks
+            )
+            for r in loaded
+        ]
+    rows = [count.as_row(Path(path).name, args.tflops) for path, count in zip(recipes, counts, strict=False)]
+    sys.stdout.write((format_table(rows) if len(rows) > 1 or args.tflops else counts[0].report()) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The cost of finding a large paired folder at a start: `python -m benchmarks.indexing [--samples 100000]`.
+"""The cost of indexing a large paired folder at the start of a run: `python -m benchmarks.indexing [--samples 100000]`.
 
-Two ranks on a CPU each measure the processor time and the memory of their own until they have all samples:
+Two ranks on a CPU measure their processor time and memory until they have all samples:
 
     each rank reads    every rank scans the folder and reads all captions, without a cache
-    first start        rank 0 does so and keeps the captions; the other has the samples from it
-    next start         rank 0 scans, and takes the captions of unchanged files from the cache
+    first start        rank 0 scans, reads and caches the captions, and sends the samples to the other rank
+    next start         rank 0 scans, and reads the captions of unchanged files from the cache
 
-Exit code 1 if the samples differ; nothing is written then.
+If the samples differ, the exit code is 1 and nothing is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks import report
 from benchmarks.loading import resident_mib
 from benchmarks.processes import run_ranks
 
-PROGRAM = "benchmarks.indexing"  # not __name__, which is another when it is run
+PROGRAM = "benchmarks.indexing"  # not __name__, which is "__main__" in a subprocess
 RANKS = 2
 WAYS = ("each rank reads", "first start", "next start")
 PER_FOLDER = 1000
@@ -42,8 +42,8 @@ def write_folder(folder: Path, samples: int) -> None:
         (below / f"{i:08d}.json").write_text(json.dumps(caption))
 
 
-def measure(folder: Path, way: str) -> dict[str, Any]:
-    """One rank."""
+def measure_rank(folder: Path, way: str) -> dict[str, Any]:
+    """Return the time, memory and sample digest of one rank."""
     from wfm_ds.data.broadcast import read_on_main
     from wfm_ds.data.captioned_folder import CaptionedFolder
     from wfm_ds.data.datasets import TrainingData
@@ -51,13 +51,13 @@ def measure(folder: Path, way: str) -> dict[str, Any]:
 
     world, cache = World.join(), None if way == WAYS[0] else folder / "cache"
 
-    def read() -> TrainingData:
+    def read_data() -> TrainingData:
         found = CaptionedFolder(folder / "media", max_bad_fraction=0.0, cache_dir=cache)
         return TrainingData(prompts=[], samples=found.samples, bad={}, held_out=[], validation_prompts=[])
 
     gc.collect()
     before_mib, before_s = resident_mib()[0], time.process_time()
-    data = read() if way == WAYS[0] else read_on_main(world, read)
+    data = read_data() if way == WAYS[0] else read_on_main(world, read_data)
     seconds = time.process_time() - before_s
     gc.collect()
     digest = hashlib.sha256()
@@ -74,14 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.rank:
         file = Path(options.rank[0])
-        file.write_text(json.dumps(measure(file.parent, options.rank[1])))
+        file.write_text(json.dumps(measure_rank(file.parent, options.rank[1])))
         return 0
     from wfm_ds.data.caption_cache import RECENT_S
 
     with tempfile.TemporaryDirectory(prefix="wfm-indexing-") as name:
         folder, rows, digests = Path(name), list[dict[str, Any]](), set[str]()
         write_folder(folder / "media", options.samples)
-        threading.Event().wait(RECENT_S + 1)  # captions that have just been written are not kept
+        threading.Event().wait(RECENT_S + 1)  # the cache ignores captions that were just written
         for way in WAYS:
             ranks = run_ranks(PROGRAM, [way], RANKS, folder)
             digests |= {rank["digest"] for rank in ranks}
@@ -89,12 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             for number, rank in enumerate(ranks):
                 row |= {f"rank {number}, CPU s": rank["seconds"], f"rank {number}, MiB": round(rank["MiB"])}
             rows.append(row)
-    sys.stdout.write(report.table(rows) + "\n")
+    sys.stdout.write(report.format_table(rows) + "\n")
     if len(digests) != 1:
-        sys.stderr.write("the ways found different samples: nothing is reported\n")
+        sys.stderr.write("the samples differ; no result is written\n")
         return 1
     if not options.no_write:
-        report.write("indexing", report.machine(), rows)
+        report.write_results("indexing", report.describe_machine(), rows)
     return 0
 
 

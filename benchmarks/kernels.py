@@ -1,7 +1,7 @@
-"""The fused kernels against the plain formulas: `python -m benchmarks.kernels`.
+"""Compare the fused kernels with the plain formulas: `python -m benchmarks.kernels`.
 
-On a CPU: launches, bytes and host synchronisations, counted. On a GPU: correctness first, then microseconds, side by
-side. Exit code 1 if an operator is wrong; nothing is timed or written then.
+On a CPU: count launches, bytes and host synchronizations. On a GPU: check correctness first, then measure microseconds,
+interleaved. If an operator is wrong, the exit code is 1, and nothing is timed or written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 
 if not os.path.exists("/dev/nvidiactl"):
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported
 
 import argparse
 import importlib.util
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report, timing
-from benchmarks.cases import CASES, PLAIN, SHAPES, Backend, Case, Inputs, inputs, relative_errors
+from benchmarks.cases import CASES, PLAIN, SHAPES, Backend, OperatorCase, OperatorInputs, make_inputs, relative_errors
 from wfm_kernels import sde_log_prob, sde_step
 
 COUNTED_SHAPE = "sd35_512_b9"
@@ -31,14 +31,15 @@ CPU = torch.device("cpu")
 Row = dict[str, Any]
 
 
-def correctness(shape: tuple[int, ...], device: torch.device) -> list[Row]:
-    """Every operator by both backends against float64, and what rollout and training must share to the bit."""
-    i, rows = inputs(shape, device, seed=0), []
+def check_operators(shape: tuple[int, ...], device: torch.device) -> list[Row]:
+    """Check every operator with both backends against float64, and results that rollout and training must compute
+    bit-identically."""
+    i, rows = make_inputs(shape, device, seed=0), []
     for case in CASES:
         for backend in BACKENDS:
-            rows.append(_judged(case, backend, i, case.ours(i, backend), case.tolerances))
+            rows.append(_check_row(case, backend, i, case.ours(i, backend), case.tolerances))
         if not case.draws:
-            rows.append(_judged(case, "plain formulas", i, case.plain(i), (PLAIN,) * len(case.tolerances)))
+            rows.append(_check_row(case, "plain formulas", i, case.plain(i), (PLAIN,) * len(case.tolerances)))
     step = sde_step(i.velocity, i.x, i.rows, seeds=i.seeds, backend="triton")
     again = sde_log_prob(i.velocity, i.x, step.next_latents, i.rows, backend="triton")
     one = sde_step(i.velocity[-1:], i.x[-1:], i.rows[-1:], seeds=i.seeds[-1:], backend="triton")
@@ -50,23 +51,25 @@ def correctness(shape: tuple[int, ...], device: torch.device) -> list[Row]:
     return rows
 
 
-def _judged(case: Case, variant: str, i: Inputs, outputs: list[Tensor], tolerances: tuple[float, ...]) -> Row:
+def _check_row(
+    case: OperatorCase, variant: str, i: OperatorInputs, outputs: list[Tensor], tolerances: tuple[float, ...]
+) -> Row:
     errors = relative_errors(case, i, outputs)
-    fine = all(error <= tolerance for error, tolerance in zip(errors, tolerances, strict=True))  # False with a NaN
+    fine = all(error <= tolerance for error, tolerance in zip(errors, tolerances, strict=True))  # False for NaN
     shown = ", ".join(f"{error:.1e}" for error in errors)
     return {"operator": case.name, "variant": variant, "relative errors": shown, "correct": fine}
 
 
-def counts(shape_name: str) -> list[Row]:
-    """One row an operator: ours and the plain formulas, on a CPU."""
-    from benchmarks.counting import count
+def count_rows(shape_name: str) -> list[Row]:
+    """Return one row for each operator and variant (kernels, plain formulas), counted on a CPU."""
+    from benchmarks.counting import count_launches
 
     shape, rows = SHAPES[shape_name], []
-    i = inputs(shape, CPU, seed=0)
+    i = make_inputs(shape, CPU, seed=0)
     for case in CASES:
         kernels, formulas = partial(case.ours, i, "triton"), partial(case.plain, i)
         for label, run in (("kernels", kernels), ("plain formulas", formulas)):
-            counted = count(run, i.x.numel())
+            counted = count_launches(run, i.x.numel())
             rows.append(
                 {
                     "operator": case.name,
@@ -81,16 +84,16 @@ def counts(shape_name: str) -> list[Row]:
     return rows
 
 
-def timings(shape_name: str, ceiling: float) -> list[Row]:
-    """Rows of every operator at one shape on this GPU."""
+def time_operators(shape_name: str, ceiling: float) -> list[Row]:
+    """Return the rows of every operator at one shape on this GPU."""
     device, shape = torch.device("cuda"), SHAPES[shape_name]
-    one = inputs(shape, device, seed=0)
-    # Velocities in bfloat16 and latents in float32: at least 10 bytes an element are touched by every operator.
-    sets = [one, *[inputs(shape, device, seed=k) for k in range(1, timing.num_sets(10 * one.x.numel()))]]
-    return [row for case in CASES for row in _timed(case, shape_name, sets, ceiling)]
+    one = make_inputs(shape, device, seed=0)
+    # With bfloat16 velocities and float32 latents, every operator accesses at least 10 bytes for each element.
+    sets = [one, *[make_inputs(shape, device, seed=k) for k in range(1, timing.num_sets(10 * one.x.numel()))]]
+    return [row for case in CASES for row in _time_operator(case, shape_name, sets, ceiling)]
 
 
-def _timed(case: Case, shape_name: str, sets: list[Inputs], ceiling: float) -> list[Row]:
+def _time_operator(case: OperatorCase, shape_name: str, sets: list[OperatorInputs], ceiling: float) -> list[Row]:
     compiled = torch.compile(case.maths, fullgraph=False)
     runs: dict[str, Callable[[int], list[Tensor]]] = {
         "kernels": lambda k: case.ours(sets[k], "triton"),
@@ -100,16 +103,16 @@ def _timed(case: Case, shape_name: str, sets: list[Inputs], ceiling: float) -> l
     }
     for run in runs.values():
         run(0)
-    torch.cuda.set_sync_debug_mode("error")  # ours never waits for the device
+    torch.cuda.set_sync_debug_mode("error")  # our operators never wait for the device
     runs["kernels"](0)
     torch.cuda.set_sync_debug_mode("default")
-    calls = {name: timing.eager(run, len(sets)) for name, run in runs.items()}
-    calls["formulas, step looked up"] = timing.eager(lambda k: case.plain(sets[k]), len(sets))
-    graphs = {name: timing.captured(run, len(sets)) for name, run in runs.items()}
-    num_bytes = moved_bytes(case, sets[0])
+    calls = {name: timing.eager_loop(run, len(sets)) for name, run in runs.items()}
+    calls["formulas, step looked up"] = timing.eager_loop(lambda k: case.plain(sets[k]), len(sets))
+    graphs = {name: timing.capture_graph(run, len(sets)) for name, run in runs.items()}
+    num_bytes = count_moved_bytes(case, sets[0])
     rows: list[Row] = []
     for mode, variants in (("graph replay", graphs), ("eager call", calls)):
-        times = timing.interleaved(variants, len(sets))
+        times = timing.time_interleaved(variants, len(sets))
         for name, time in times.items():
             row: Row = {"operator": case.name, "shape": shape_name, "mode": mode, "variant": name, "us": time.as_dict()}
             row["x kernels"] = time.median / times["kernels"].median
@@ -120,17 +123,17 @@ def _timed(case: Case, shape_name: str, sets: list[Inputs], ceiling: float) -> l
     return rows
 
 
-def moved_bytes(case: Case, i: Inputs) -> int:
-    """Bytes that the kernels of one call read and write, counted at their launches."""
-    from benchmarks.counting import count
+def count_moved_bytes(case: OperatorCase, i: OperatorInputs) -> int:
+    """Return the bytes that the kernels of one call read and write, counted at their launches."""
+    from benchmarks.counting import count_launches
 
-    return count(lambda: case.ours(i, "triton"), i.x.numel()).num_bytes
+    return count_launches(lambda: case.ours(i, "triton"), i.x.numel()).num_bytes
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n")[0])
-    made.add_argument("--shapes", default=",".join(SHAPES), help=f"on a GPU; of {', '.join(SHAPES)}")
-    made.add_argument("--no-write", action="store_true", help="print only, leave benchmarks/results/ alone")
+    made.add_argument("--shapes", default=",".join(SHAPES), help=f"for a GPU; from {', '.join(SHAPES)}")
+    made.add_argument("--no-write", action="store_true", help="print only")
     return made
 
 
@@ -141,23 +144,23 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     on_gpu = torch.cuda.is_available()
     small = (3, 4, 7, 5)
-    checks = correctness(small, torch.device("cuda" if on_gpu else "cpu"))
+    checks = check_operators(small, torch.device("cuda" if on_gpu else "cpu"))
     if on_gpu:
-        checks += correctness(SHAPES[COUNTED_SHAPE], torch.device("cuda"))
-    sys.stdout.write(report.table(checks) + "\n\n")
+        checks += check_operators(SHAPES[COUNTED_SHAPE], torch.device("cuda"))
+    sys.stdout.write(report.format_table(checks) + "\n\n")
     if not all(check["correct"] for check in checks):
         sys.stderr.write("error: an operator is wrong; nothing was measured\n")
         return 1
-    about = report.machine()
+    about = report.describe_machine()
     if on_gpu:
         ceiling = timing.copy_gbps()
         about["copy GB/s"] = round(ceiling)
-        rows = [row for name in options.shapes.split(",") for row in timings(name, ceiling)]
+        rows = [row for name in options.shapes.split(",") for row in time_operators(name, ceiling)]
     else:
-        rows = counts(COUNTED_SHAPE)
-    sys.stdout.write(report.table(rows) + "\n")
+        rows = count_rows(COUNTED_SHAPE)
+    sys.stdout.write(report.format_table(rows) + "\n")
     if not options.no_write:
-        sys.stdout.write(f"\nwritten to {report.write('kernels', about, rows)}\n")
+        sys.stdout.write(f"\nwritten to {report.write_results('kernels', about, rows)}\n")
     return 0
 
 

@@ -1,11 +1,12 @@
-"""Tokens a second of a language step beside transformers' Trainer: `python -m benchmarks.language [--rounds 30]`.
+"""Tokens per second of a language step, compared with transformers' Trainer: `python -m benchmarks.language [--rounds
+30]`.
 
-A Qwen3-VL of random weights with the proportions of the released 2B (vocabulary head, vision tower, MLPs, shared heads
-of keys and values, each to the whole), in float32, trained by AdamW on the same conversations in one process: by our
-loop with its order, metrics and checkpoints that are not due, and by transformers' Trainer, whose data set reads them
-with our reader too, so that the difference is the steps'. All variants take turns, a step each, in an order that
-turns round from round to round. One core; seconds are of processor time, and what a step's threads read ahead is in it.
-Tokens are those of conversations, never padding.
+A random Qwen3-VL with the proportions of the released 2B model (vocabulary head, vision tower, MLPs, grouped key-value
+heads) is trained in float32 with AdamW on the same conversations in one process: with our loop, including data order,
+metrics and checkpoint checks, and with transformers' Trainer. The Trainer's dataset uses our reader, so only the steps
+differ. All variants take turns, one step each, in an order that reverses every round. Everything runs on one core.
+Seconds are processor seconds, and include the read-ahead threads of a step. Tokens are those of conversations, without
+padding.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.language_data import write_conversations, write_reasoner
-from benchmarks.language_peers import OURS, THEIRS, Side, our_side, their_side
-from benchmarks.overhead import median_interval, settled
+from benchmarks.language_peers import OURS, THEIRS, Side, make_our_side, make_trainer_side
+from benchmarks.overhead import median_interval, wait_until_idle
 
 WARM_UP = 2  # steps of each
 MILLION = 1e6
-# Ours, and the Trainer's variant that it is compared with: a forward a conversation, and a forward for all of a step,
-# which the Trainer pads to the longest of its conversations and ours puts side by side or packs.
+# Our variant and the Trainer's variant to compare with. Either each conversation is one forward pass, or a step is one
+# forward pass: the Trainer pads it to the longest conversation, our loop concatenates or packs the conversations.
 PAIRS = {"one by one": "one by one", "side by side": "padded", "packed": "padded"}
 
 
-def in_turn(sides: Mapping[str, Side], rounds: int) -> dict[str, list[tuple[float, int, int]]]:
-    """Processor seconds, tokens and labelled tokens of each side's step in each round."""
+def run_in_turn(sides: Mapping[str, Side], rounds: int) -> dict[str, list[tuple[float, int, int]]]:
+    """Return the processor seconds, tokens and labelled tokens of each side's step in each round."""
     found: dict[str, list[tuple[float, int, int]]] = {name: [] for name in sides}
     for side in sides.values():
         for _ in range(WARM_UP):
@@ -44,16 +45,16 @@ def in_turn(sides: Mapping[str, Side], rounds: int) -> dict[str, list[tuple[floa
         names = list(sides)
         for name in names if number % 2 == 0 else reversed(names):
             gc.collect()
-            counts, began = sides[name].counts, settled()
+            counts, began = sides[name].counts, wait_until_idle()
             tokens, labelled = counts["tokens"], counts["labelled"]
             sides[name].step()
-            seconds = settled() - began
+            seconds = wait_until_idle() - began
             found[name].append((seconds, counts["tokens"] - tokens, counts["labelled"] - labelled))
     return found
 
 
-def row_of(name: str, side: Side, steps: Sequence[tuple[float, int, int]]) -> dict[str, Any]:
-    """Speeds of one side, and what its forwards were made of."""
+def side_row(name: str, side: Side, steps: Sequence[tuple[float, int, int]]) -> dict[str, Any]:
+    """Return the speeds of one side, and counts of its forward passes."""
     counts, tokens = side.counts, side.counts["tokens"]
     return {
         "steps": name,
@@ -66,14 +67,14 @@ def row_of(name: str, side: Side, steps: Sequence[tuple[float, int, int]]) -> di
     }
 
 
-def compared(ours: Sequence[tuple[float, int, int]], theirs: Sequence[tuple[float, int, int]]) -> dict[str, Any]:
-    """The ratio of ours to theirs in tokens a second: the median over the rounds, and the interval that holds it."""
+def compare_speeds(ours: Sequence[tuple[float, int, int]], theirs: Sequence[tuple[float, int, int]]) -> dict[str, Any]:
+    """Return the ratio of our tokens per second to the Trainer's: the median over the rounds and its interval."""
     ratios = [(a / s) / (b / t) for (s, a, _), (t, b, _) in zip(ours, theirs, strict=True)]
     low, high = median_interval(ratios)
     return {"ratio": statistics.median(ratios), "from": low, "to": high}
 
 
-def measured(rounds: int, *, small: bool) -> list[dict[str, Any]]:
+def measure_sides(rounds: int, *, small: bool) -> list[dict[str, Any]]:
     import torch
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -82,25 +83,30 @@ def measured(rounds: int, *, small: bool) -> list[dict[str, Any]]:
         folder = Path(temporary)
         write_reasoner(folder / "model", small=small)
         write_conversations(folder / "data")
-        sides = {f"ours, {name}": our_side(folder, name, held) for name in OURS}
-        sides |= {f"Trainer, {name}": their_side(folder, name, held) for name in THEIRS}
-        found = in_turn(sides, rounds)
-        rows = {name: row_of(name, side, found[name]) for name, side in sides.items()}
+        sides = {f"ours, {name}": make_our_side(folder, name, held) for name in OURS}
+        sides |= {f"Trainer, {name}": make_trainer_side(folder, name, held) for name in THEIRS}
+        found = run_in_turn(sides, rounds)
+        rows = {name: side_row(name, side, found[name]) for name, side in sides.items()}
     for ours, theirs in PAIRS.items():
-        rows[f"ours, {ours}"] |= {"beside": theirs, **compared(found[f"ours, {ours}"], found[f"Trainer, {theirs}"])}
+        rows[f"ours, {ours}"] |= {
+            "beside": theirs,
+            **compare_speeds(found[f"ours, {ours}"], found[f"Trainer, {theirs}"]),
+        }
     return list(rows.values())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="steps of each, at least 6")
-    parser.add_argument("--quick", action="store_true", help="a model too small to say anything, to see that it runs")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/")
+    parser.add_argument("--rounds", type=int, default=30, help="steps of each variant, at least 6")
+    parser.add_argument(
+        "--quick", action="store_true", help="a test with a model that is too small for meaningful speeds"
+    )
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
     args = parser.parse_args(argv)
-    rows = measured(args.rounds, small=args.quick)
-    sys.stdout.write(report.table(rows) + "\n")
+    rows = measure_sides(args.rounds, small=args.quick)
+    sys.stdout.write(report.format_table(rows) + "\n")
     if args.write:
-        report.write("language", report.machine(), rows, rounds=args.rounds)
+        report.write_results("language", report.describe_machine(), rows, rounds=args.rounds)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A vision-language model with the proportions of a released one, and conversations of uneven lengths."""
+"""A vision-language model with the proportions of a released one, and conversations of different lengths."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 NUM_CONVERSATIONS = 192
-SIDES = range(64, 225, 32)  # of images, in pixels: 4 to 49 tokens
+SIDES = range(64, 225, 32)  # sides of images in pixels: 4 to 49 tokens
 WITHOUT_IMAGE = 0.06  # as in LLaVA's instruction mix, 40 of 665 thousand
-ANSWER_WORDS = (3.4, 0.8)  # of a log-normal: half have 30 words or fewer
+ANSWER_WORDS = (3.4, 0.8)  # parameters of a log-normal: half of the answers have 30 words or fewer
 MAX_WORDS = 150
 VOCABULARY = 4096
 
 
 def write_reasoner(folder: Path, *, small: bool) -> None:
-    """A Qwen3-VL of random weights. Shares of a forward of text as in Qwen3-VL-2B, by its config.json: the head has
-    151936 * 2048 weights there, a fifth of the layers', and the tower a fifth of them too."""
+    """Write a random Qwen3-VL. The compute of a text forward pass is distributed as in Qwen3-VL-2B: by its config.json
+    the head has 151936 * 2048 weights, a fifth of the layers', and so has the vision tower."""
     import torch
     from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -66,7 +66,8 @@ def write_reasoner(folder: Path, *, small: bool) -> None:
 
 
 def write_conversations(folder: Path) -> None:
-    """LLaVA annotations about noise: one to three questions each, answers of log-normal length. The same every time."""
+    """Write LLaVA annotations of noise images: one to three questions each, answers of log-normal length.
+    Deterministic."""
     import numpy as np
     from PIL import Image
 
@@ -79,17 +80,20 @@ def write_conversations(folder: Path) -> None:
             row["image"] = f"images/{number:03}.png"
             size = (draw.choice(SIDES), draw.choice(SIDES), 3)
             Image.fromarray(pixels.integers(0, 256, size, np.uint8)).save(folder / row["image"])
-        rows.append(row | {"conversations": list(_turns(draw))})
+        rows.append(row | {"conversations": list(_random_turns(draw))})
     (folder / "annotations.json").write_text(json.dumps(rows) + "\n")
 
 
-def _turns(draw: random.Random) -> Iterator[dict[str, str]]:
+def _random_turns(draw: random.Random) -> Iterator[dict[str, str]]:
     for _ in range(draw.randint(1, 3)):
-        yield {"from": "human", "value": _said(draw, draw.randint(5, 25))}
-        yield {"from": "gpt", "value": _said(draw, min(MAX_WORDS, 1 + round(draw.lognormvariate(*ANSWER_WORDS))))}
+        yield {"from": "human", "value": _random_words(draw, draw.randint(5, 25))}
+        yield {
+            "from": "gpt",
+            "value": _random_words(draw, min(MAX_WORDS, 1 + round(draw.lognormvariate(*ANSWER_WORDS)))),
+        }
 
 
-def _said(draw: random.Random, num_words: int) -> str:
+def _random_words(draw: random.Random, num_words: int) -> str:
     from wfm_ds.models.tiny.parts.vocabulary import WORDS
 
     words = [word for word in WORDS if len(word) > 1]

@@ -1,4 +1,4 @@
-"""Two trainers of one vision-language model, a step at a time: our loop, and transformers' Trainer."""
+"""Two trainers of one vision-language model that can run single steps: our loop, and transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny" / "reason_llava_sft.yaml"
-CONVERSATIONS = 8  # of a step
+CONVERSATIONS = 8  # in each step
 MAX_TOKENS = 640
 ENDLESS = 100_000  # steps
-# A step's conversations in forwards of one, in one forward side by side, or in rows that are filled up: about as many
-# tokens a step.
+# The conversations of a step: each in one forward pass, all concatenated in one forward pass, or packed into sequences.
+# The number of tokens in a step is about equal.
 OURS = {
     "one by one": ["data.pack=false", "engine.micro_batch_size=1", f"engine.gradient_accumulation={CONVERSATIONS}"],
     "side by side": ["data.pack=false", f"engine.micro_batch_size={CONVERSATIONS}"],
     "packed": ["engine.micro_batch_size=1", "engine.gradient_accumulation=2"],
 }
-THEIRS = {"one by one": (1, CONVERSATIONS), "padded": (CONVERSATIONS, 1)}  # conversations a forward, forwards a step
+THEIRS = {
+    "one by one": (1, CONVERSATIONS),
+    "padded": (CONVERSATIONS, 1),
+}  # conversations per forward pass, forward passes per step
 COMMON = [
     *("validation.every=0", "validation.at_start=false", "validation.holdout=0", "checkpoint.every=0"),
     *(
@@ -39,13 +42,13 @@ COMMON = [
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A trainer: `step` does one of its steps, `counts` adds up what its forwards were made of."""
+    """A trainer: `step` runs one of its steps, `counts` sums up counts of its forward passes."""
 
     step: Callable[[], None]
     counts: Counter[str]
 
 
-def recipe_of(folder: Path, name: str) -> Any:
+def load_side_recipe(folder: Path, name: str) -> Any:
     from wfm_ds.recipe import file as recipe_file
 
     places = [f"run.output_dir={folder / name}", f"model.path={folder / 'model'}"]
@@ -54,24 +57,24 @@ def recipe_of(folder: Path, name: str) -> Any:
 
 
 def count_forwards(network: Any, counts: Counter[str]) -> None:
-    """Have a model count its forwards, the tokens that they compute, and the FLOPs of its head with its backward pass;
-    where it gets a mask, also the tokens that are not padding, and the labelled ones."""
+    """Make a model count its forward passes, their tokens, and the FLOPs of its head including the backward pass. If it
+    receives a mask, it also counts the tokens without padding and the labelled tokens."""
 
-    def of_model(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def count_model_call(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
         counts.update(forwards=1, computed=kwargs["input_ids"].numel())
         if "attention_mask" in kwargs:
             counts.update(tokens=int(kwargs["attention_mask"].sum()), labelled=int((kwargs["labels"] >= 0).sum()))
 
-    def of_head(head: Any, args: Any, output: Any) -> None:
+    def count_head_call(head: Any, args: Any, output: Any) -> None:
         rows = output.numel() // head.out_features
         counts.update(head_flops=6 * rows * head.in_features * head.out_features)
 
-    network.register_forward_pre_hook(of_model, with_kwargs=True)
-    network.lm_head.register_forward_hook(of_head)
+    network.register_forward_pre_hook(count_model_call, with_kwargs=True)
+    network.lm_head.register_forward_hook(count_head_call)
 
 
-def our_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
-    """Our loop with everything around it."""
+def make_our_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
+    """Build our loop with everything around it."""
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.language.packed_sequences import SequencePacker
@@ -87,7 +90,7 @@ def our_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
                 counts.update(tokens=len(sample.tokens), labelled=labelled)
             return super().pack_samples(samples)
 
-    recipe, world = recipe_of(folder, name), World.join()
+    recipe, world = load_side_recipe(folder, name), World.join()
     ready = load_language_setup(recipe, world, lambda _: contextlib.nullcontext())
     loop: Any = build_language_loop(recipe, world, StopFlag(), ready, RunStart(), None, held)
     job = loop.job
@@ -97,8 +100,8 @@ def our_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
     return Side(lambda: loop.advance() and None, counts)
 
 
-def their_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
-    """Transformers' Trainer, in a thread that waits between its steps: its loop cannot be entered step by step."""
+def make_trainer_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
+    """Build transformers' Trainer in a thread that waits between steps, because its loop cannot run single steps."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -107,28 +110,36 @@ def their_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
     from wfm_ds.language.data import load_conversations
     from wfm_ds.training.language_builder import make_row_order, make_sample_reader
 
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"):  # else it would train as a rank of several
+    for variable in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_SIZE",
+    ):  # otherwise the Trainer would join a process group
         os.environ.pop(variable, None)
-    recipe = recipe_of(folder, "one by one")
+    recipe = load_side_recipe(folder, "one by one")
     model = language_model.load_language_model(recipe.model.path, torch.float32)
     reader = make_sample_reader(recipe, model)
     data = load_conversations(recipe, reader, World.single_process())
-    order, conversations = make_row_order(recipe, data), data.training.conversations  # that of ours in its first epoch
+    order, conversations = (
+        make_row_order(recipe, data),
+        data.training.conversations,
+    )  # the order of our loop's first epoch
     counts: Counter[str] = Counter()
     count_forwards(model.network, counts)
 
-    class Read:
-        """Reads each conversation when it is asked for it, as ours does."""
+    class ConversationDataset:
+        """Reads each conversation when it is accessed, like our loop."""
 
         def __len__(self) -> int:
             return len(conversations)
 
-        def __getitem__(self, place: int) -> Any:
-            (number,) = order.conversations(place)
+        def __getitem__(self, index: int) -> Any:
+            (number,) = order.conversations(index)
             return reader.read(conversations[number])
 
     class Turns(TrainerCallback):  # type: ignore[misc]
-        """Lets the trainer do one step when asked."""
+        """Lets the trainer run one step for each request."""
 
         def __init__(self) -> None:
             self.asked, self.done, self.ended = threading.Semaphore(0), threading.Semaphore(0), False
@@ -169,44 +180,45 @@ def their_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
             disable_tqdm=True,
             remove_unused_columns=False,
         ),
-        data_collator=lambda samples: padded(samples, model.pad_ids),
-        train_dataset=Read(),
+        data_collator=lambda samples: pad_batch(samples, model.pad_ids),
+        train_dataset=ConversationDataset(),
         callbacks=[turns],
     )
     trainer.remove_callback(next(c for c in trainer.callback_handler.callbacks if "Print" in type(c).__name__))
     pool = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer"))
     running: Future[Any] = pool.submit(trainer.train)
 
-    def end() -> None:
+    def stop_trainer() -> None:
         turns.ended = True
         turns.asked.release()
 
-    held.callback(end)
+    held.callback(stop_trainer)
     running.add_done_callback(lambda _: turns.done.release())
 
-    def step() -> None:
+    def run_step() -> None:
         turns.asked.release()
         turns.done.acquire()
         if running.done():
             running.result()
 
-    return Side(step, counts)
+    return Side(run_step, counts)
 
 
-def padded(samples: Sequence[Any], pad_ids: dict[Any, int]) -> dict[str, Any]:
-    """A batch as a processor makes it: all as long as the longest of them, with a mask; positions are the model's."""
+def pad_batch(samples: Sequence[Any], pad_ids: dict[Any, int]) -> dict[str, Any]:
+    """Return a batch as a processor makes it: padded to the longest sample, with a mask. The model computes
+    positions."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     from wfm_ds.language.packed_sequences import stack_media
 
-    def rows(values: Sequence[Any], fill: int) -> Any:
+    def pad_values(values: Sequence[Any], fill: int) -> Any:
         return pad_sequence([torch.as_tensor(value) for value in values], batch_first=True, padding_value=fill)
 
     return {
-        "input_ids": rows([sample.tokens.ids for sample in samples], 0),
-        "attention_mask": rows([torch.ones(len(sample.tokens), dtype=torch.long) for sample in samples], 0),
-        "labels": rows([sample.tokens.labels for sample in samples], -100),
-        "mm_token_type_ids": rows([sample.types(pad_ids)[0] for sample in samples], 0),
+        "input_ids": pad_values([sample.tokens.ids for sample in samples], 0),
+        "attention_mask": pad_values([torch.ones(len(sample.tokens), dtype=torch.long) for sample in samples], 0),
+        "labels": pad_values([sample.tokens.labels for sample in samples], -100),
+        "mm_token_type_ids": pad_values([sample.types(pad_ids)[0] for sample in samples], 0),
         **stack_media(samples),
     }

@@ -1,13 +1,13 @@
-"""Memory of loading a denoiser and handing it to DeepSpeed: `python -m benchmarks.loading [--layers 4]`.
+"""Memory for loading a denoiser and passing it to DeepSpeed: `python -m benchmarks.loading [--layers 4]`.
 
-Two ranks on a CPU load a random SD3 transformer stored in float32 and build the engine, for training in bfloat16. Each
-measures the largest amount of memory of its own that this takes, from after the imports to the first forward:
+Two ranks on a CPU load a random SD3 transformer stored in float32 and build the engine for training in bfloat16. Each
+measures its peak private memory from after the imports to the first forward pass:
 
-    whole     as diffusers and DeepSpeed do it: the network in its final dtype on every rank, then deepspeed.initialize
-    mapped    ours: pages of the file, out of which every rank copies what it keeps (wfm_ds/engine/weight_placement.py)
+    whole     as in diffusers and DeepSpeed: each rank loads the network in its final dtype, then deepspeed.initialize
+    mapped    ours: pages of the file, from which each rank copies its part (wfm_ds/engine/weight_placement.py)
 
-Pages of the mapped file are shared by all processes of a machine and can be dropped at any time: they are listed apart.
-Exit code 1 if the two ways give different predictions; nothing is written then.
+All processes of a machine share the pages of a mapped file, and the system can drop them at any time, so they are
+reported separately. If the predictions differ, the exit code is 1 and nothing is written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks import report
 from benchmarks.export import num_parameters, write_base, write_small_buckets
 from benchmarks.processes import run_ranks
 
-PROGRAM = "benchmarks.loading"  # not __name__, which is another when it is run
+PROGRAM = "benchmarks.loading"  # not __name__, which is "__main__" in a subprocess
 RANKS = 2
 MIB = 2**20
 SAMPLE_S = 0.005
@@ -35,21 +35,21 @@ CASES = [("zero3", "LoRA"), ("zero3", "full"), ("zero2", "LoRA")]
 
 
 class Peak:
-    """The largest resident memory of this process, sampled while the block runs; in MiB above its beginning."""
+    """The largest resident memory of this process while a block runs, sampled; in MiB above its start."""
 
     def __init__(self) -> None:
         self.own_mib = self.file_mib = 0.0
 
     @contextmanager
-    def sampled(self) -> Iterator[None]:
+    def track(self) -> Iterator[None]:
         before, ended = resident_mib(), threading.Event()
 
-        def sample() -> None:
+        def sample_until_end() -> None:
             while not ended.wait(SAMPLE_S):
                 own, file = (now - then for now, then in zip(resident_mib(), before, strict=True))
                 self.own_mib, self.file_mib = max(self.own_mib, own), max(self.file_mib, file)
 
-        thread = threading.Thread(target=sample, daemon=True)
+        thread = threading.Thread(target=sample_until_end, daemon=True)
         thread.start()
         try:
             yield
@@ -59,14 +59,14 @@ class Peak:
 
 
 def resident_mib() -> tuple[float, float]:
-    """Memory of this process alone, and pages of files that it has mapped."""
+    """Return the private memory of this process, and the pages of files that it has mapped."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     own, file = (int(lines[key].split()[0]) / 1024 for key in ("RssAnon", "RssFile"))
     return own, file
 
 
-def measure(folder: Path, way: str, zero: str, what: str) -> dict[str, Any]:
-    """One rank."""
+def measure_rank(folder: Path, way: str, zero: str, what: str) -> dict[str, Any]:
+    """Return the peak memory and a prediction of one rank."""
     import torch
     from diffusers import SD3Transformer2DModel
 
@@ -89,8 +89,8 @@ def measure(folder: Path, way: str, zero: str, what: str) -> dict[str, Any]:
         }
     )
     if way == "whole":
-        vars(engine_module)["place"] = lambda *_: None  # DeepSpeed finds the network as diffusers made it
-    with peak.sampled():
+        vars(engine_module)["place"] = lambda *_: None  # DeepSpeed receives the network as loaded by diffusers
+    with peak.track():
         denoiser = load_network(
             folder / "base" / "transformer", SD3Transformer2DModel, torch.bfloat16, mapped=way == "mapped"
         )
@@ -115,12 +115,12 @@ def measure(folder: Path, way: str, zero: str, what: str) -> dict[str, Any]:
     return {"own MiB": peak.own_mib, "file MiB": peak.file_mib, "velocity": velocity.float().flatten().tolist()}
 
 
-def compared(folder: Path, parameters: int, zero: str, what: str) -> list[dict[str, Any]]:
-    """A row for each way; SystemExit if the first forwards differ."""
+def compare_ways(folder: Path, parameters: int, zero: str, what: str) -> list[dict[str, Any]]:
+    """Return a row for each way. Raises SystemExit if the predictions differ."""
     found = {way: run_ranks(PROGRAM, [way, zero, what], RANKS, folder) for way in WAYS}
     velocities = [rank["velocity"] for ranks in found.values() for rank in ranks]
     if any(velocity != velocities[0] for velocity in velocities):
-        raise SystemExit("the first forwards differ: nothing is reported")
+        raise SystemExit("the predictions differ; no result is written")
     return [
         {
             "ZeRO": zero,
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.rank:
         file = Path(options.rank[0])
-        file.write_text(json.dumps(measure(file.parent, *options.rank[1:])))
+        file.write_text(json.dumps(measure_rank(file.parent, *options.rank[1:])))
         return 0
     with tempfile.TemporaryDirectory(prefix="wfm-loading-") as name:
         folder = Path(name)
@@ -152,10 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parameters = num_parameters(options.layers)
         for stage in (2, 3):
             write_small_buckets(folder / f"zero{stage}.json", stage)
-        rows = [row for case in CASES for row in compared(folder, parameters, *case)]
-    sys.stdout.write(report.table(rows) + "\n")
+        rows = [row for case in CASES for row in compare_ways(folder, parameters, *case)]
+    sys.stdout.write(report.format_table(rows) + "\n")
     if not options.no_write:
-        report.write("loading", report.machine(), rows)
+        report.write_results("loading", report.describe_machine(), rows)
     return 0
 
 

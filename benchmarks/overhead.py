@@ -1,11 +1,11 @@
-"""Processor time of an SFT step beside a bare loop's: `python -m benchmarks.overhead [--pairs 30] [--write]`.
+"""Processor time of an SFT step compared with a minimal loop: `python -m benchmarks.overhead [--pairs 30] [--write]`.
 
-Both loops train one model with one DeepSpeed engine on the same images in one process: ours as a run does it (order of
-the data, keyed noise, metrics, checkpoints that are not due), the bare one as a page of plain torch does. One rank on
-one core: where ours reads ahead on a second one, both cores get slower, and the same work takes more processor time.
-They take turns in short blocks, ours first in every other pair, so that a machine that gets slower does so for both;
-before the clock stops, what a block's threads read ahead is there. The ratio is the median over the pairs, and the
-interval holds the true median with 95 %.
+Both loops train one model with one DeepSpeed engine on the same images in one process. Our loop is that of a run (data
+order, keyed noise, metrics, checkpoint checks); the minimal loop is plain torch. Everything runs on one rank and one
+core: with a second core for reading ahead, both cores become slower, and the same work needs more processor time. The
+loops alternate in short blocks, and every other pair starts with ours, so that a slowdown of the machine affects both.
+A block ends after its threads have finished reading ahead. The ratio is the median over the pairs; the interval
+contains the true median with 95 % probability.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks import report
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny" / "sd3_sft.yaml"
-BLOCK_S = 0.3  # of processor time, about: what a step costs beside it wanders more slowly than this
-WARM_UP = 3  # steps of each loop
+BLOCK_S = 0.3  # approximate processor time of a block; load changes more slowly
+WARM_UP = 3  # steps of each loop before measuring
 CASES = {
     "tiny": ([], 1.15),
     "mid": (["sampling.height=64", "sampling.width=64", "engine.micro_batch_size=16", "data.max_upscale=8"], 1.03),
@@ -40,8 +40,8 @@ COMMON = [
 ]
 
 
-def loop_of(folder: Path, case: Sequence[str], held: contextlib.ExitStack) -> tuple[Any, Sequence[Any]]:
-    """The loop of a run with everything around it, before its first step; and its samples."""
+def open_loop(folder: Path, case: Sequence[str], held: contextlib.ExitStack) -> tuple[Any, Sequence[Any]]:
+    """Build the loop of a run with everything around it, before its first step. Return it and its samples."""
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe import file as recipe_file
@@ -50,15 +50,16 @@ def loop_of(folder: Path, case: Sequence[str], held: contextlib.ExitStack) -> tu
     from wfm_ds.training.diffusion_builder import build_diffusion_loop
     from wfm_ds.training.preflight import check_and_load_data
 
-    places = [f"run.output_dir={folder / 'run'}", f"data.path={folder / 'digits' / 'images'}", "run.steps=100000"]
-    recipe = recipe_file.load_recipe(RECIPE, [*places, *COMMON, *case])
+    paths = [f"run.output_dir={folder / 'run'}", f"data.path={folder / 'digits' / 'images'}", "run.steps=100000"]
+    recipe = recipe_file.load_recipe(RECIPE, [*paths, *COMMON, *case])
     world = World.join()
     data, model = check_and_load_data(recipe, world.size), load_model(recipe, world.device)
     return build_diffusion_loop(recipe, world, StopFlag(), model, data, RunStart(), None, held), data.samples
 
 
-def bare_step(job: Any, samples: Sequence[Any]) -> None:
-    """The same step in plain torch: read, encode, noise, predict, compare, and DeepSpeed's backward and step."""
+def run_bare_step(job: Any, samples: Sequence[Any]) -> None:
+    """Run the same step in plain torch: read, encode, add noise, predict, compute the loss, and DeepSpeed's backward
+    and step."""
     import torch
 
     from wfm_ds.chunks import split_into_chunks
@@ -81,60 +82,65 @@ def bare_step(job: Any, samples: Sequence[Any]) -> None:
         ds.step()
 
 
-def settled() -> float:
-    """Wait until every other thread of this process sleeps, and return the processor seconds of all of them.
+def wait_until_idle() -> float:
+    """Wait until all other threads of this process sleep. Return the processor seconds of all threads.
 
-    The kernel says who sleeps: on a busy machine a thread that has work may get no time, and only looks idle.
+    The state comes from the kernel: on a busy machine a thread with work may get no processor time and only appear
+    idle.
     """
     this = str(threading.get_native_id())
-    while any(_state(task) != "S" for task in Path("/proc/self/task").iterdir() if task.name != this):
+    while any(_thread_state(task) != "S" for task in Path("/proc/self/task").iterdir() if task.name != this):
         time.sleep(0.001)
     return time.process_time()
 
 
-def _state(task: Path) -> str:
-    """State of a thread as proc(5) has it; the name before it stands in brackets, and may hold spaces."""
+def _thread_state(task: Path) -> str:
+    """Return the state of a thread, in the format of proc(5). The thread name before it is in brackets and may contain
+    spaces."""
     try:
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # it ended
+    except (FileNotFoundError, ProcessLookupError):  # the thread has exited
         return "S"
 
 
-def paired(ours: Callable[[], object], bare: Callable[[], object], pairs: int) -> tuple[list[float], list[float]]:
-    """Processor seconds of one call of each, in blocks that stand beside each other; garbage is collected between."""
+def time_in_pairs(
+    ours: Callable[[], object], bare: Callable[[], object], pairs: int
+) -> tuple[list[float], list[float]]:
+    """Return the processor seconds of one call of each, in alternating blocks. Garbage is collected between blocks."""
     seconds: dict[Callable[[], object], list[float]] = {ours: [], bare: []}
 
-    def timed(work: Callable[[], object], calls: int) -> float:
-        began = settled()
+    def time_calls(work: Callable[[], object], calls: int) -> float:
+        began = wait_until_idle()
         for _ in range(calls):
             work()
-        return (settled() - began) / calls
+        return (wait_until_idle() - began) / calls
 
     for work in (ours, bare):
-        timed(work, WARM_UP)
-    calls = max(1, round(BLOCK_S / timed(bare, WARM_UP)))
+        time_calls(work, WARM_UP)
+    calls = max(1, round(BLOCK_S / time_calls(bare, WARM_UP)))
     for pair in range(pairs):
         for work in (ours, bare) if pair % 2 == 0 else (bare, ours):
             gc.collect()
-            seconds[work].append(timed(work, calls))
+            seconds[work].append(time_calls(work, calls))
     return seconds[ours], seconds[bare]
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Smallest interval of order statistics, the same number from each end, that holds the median with at least 95 %.
+    """Return the smallest symmetric interval of order statistics that contains the median with at least 95 %
+    probability.
 
-    It supposes that the values are independent and nothing else. Raises ValueError for fewer than 6: they cannot say.
+    The values must be independent; no other assumption is made. Raises ValueError for fewer than 6 values.
     """
     n, ordered = len(values), sorted(values)
     if n < 6:
-        raise ValueError(f"{n} pairs: an interval of 95 % needs at least 6")
-    outside, k = 0.0, 0  # of the median, as a binomial count: below the k-th smallest or above the k-th largest
+        raise ValueError(f"{n} pairs; a 95 % interval needs at least 6")
+    outside, k = 0.0, 0  # probability that the median is outside the k-th smallest and k-th largest value
     while (outside := outside + 2 * math.comb(n, k) / 2**n) <= 0.05:
         k += 1
     return ordered[k - 1], ordered[n - k]
 
 
-def measured(name: str, pairs: int) -> dict[str, Any]:
+def measure_case(name: str, pairs: int) -> dict[str, Any]:
     import torch
 
     from wfm_ds.data.digits import write_digits
@@ -145,9 +151,9 @@ def measured(name: str, pairs: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as held:
         folder = Path(temporary)
         write_digits(folder / "digits")
-        loop, samples = loop_of(folder, case, held)
+        loop, samples = open_loop(folder, case, held)
         loop.begin()
-        ours, bare = paired(loop.advance, lambda: bare_step(loop.job, samples), pairs)
+        ours, bare = time_in_pairs(loop.advance, lambda: run_bare_step(loop.job, samples), pairs)
     ratios = [a / b for a, b in zip(ours, bare, strict=True)]
     low, high = median_interval(ratios)
     row = {"step": name, "bare ms": 1e3 * statistics.median(bare), "ours ms": 1e3 * statistics.median(ours)}
@@ -156,13 +162,13 @@ def measured(name: str, pairs: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=30, help="of blocks, at least 6")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/")
+    parser.add_argument("--pairs", type=int, default=30, help="pairs of blocks, at least 6")
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
     args = parser.parse_args(argv)
-    rows = [measured(name, args.pairs) for name in CASES]
-    sys.stdout.write(report.table(rows) + "\n")
+    rows = [measure_case(name, args.pairs) for name in CASES]
+    sys.stdout.write(report.format_table(rows) + "\n")
     if args.write:
-        report.write("overhead", report.machine(), rows)
+        report.write_results("overhead", report.describe_machine(), rows)
     return int(any(row["ratio"] > row["goal"] for row in rows))
 
 

@@ -1,8 +1,9 @@
-"""`python -m benchmarks.overlap`: how much of generation and rewards a step waits for, with and without workers.
+"""Measure how long a step waits for generation and rewards, with and without rollout workers: `python -m
+benchmarks.overlap`.
 
-Trains a tiny SD3 with a reward that takes a fixed time per sample, one sample after the other: colocated, and with one
-rollout worker at staleness 0 and 1. What generation and training cost by themselves is measured by the same runs with a
-reward that takes no time. Writes results/<date>-cpu-overlap.json. All runs are the ordinary command.
+Trains a tiny SD3 with a reward that takes a fixed time for each sample, one sample after another: colocated, and with
+one rollout worker at staleness 0 and 1. The same runs with a reward that takes no time measure the cost of generation
+and training alone. Writes results/<date>-cpu-overlap.json. All runs are ordinary commands.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from wfm_reward.base import MediaBatch, Range, Reward, Score
 REPOSITORY = Path(__file__).parent.parent
 GROUPS, MEMBERS, CHUNK = 4, 4, 4
 SAMPLES = GROUPS * MEMBERS
-WARM_UP = 2  # steps that fill the pipeline
+WARM_UP = 2  # steps until the pipeline is full
 MODES = {
     "colocated": [],
     "workers, staleness 0": ["rollout.mode=async", "rollout.max_staleness=0"],
@@ -33,7 +34,7 @@ MODES = {
 
 
 class Slow(Reward):
-    """Mean brightness, `seconds` after it was asked for: what a large model would take."""
+    """Mean brightness, with a delay of `seconds` for each sample, like a large reward model."""
 
     name = "slow"
     media_types = frozenset({"image", "video"})
@@ -51,28 +52,28 @@ class Slow(Reward):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="benchmarks.overlap", description=__doc__.split("\n")[0])
-    p.add_argument("--seconds", type=float, default=0.2, help="that the reward takes for a sample")
+    p.add_argument("--seconds", type=float, default=0.2, help="time of the reward for each sample")
     p.add_argument("--steps", type=int, default=12)
     p.add_argument("--denoise-steps", type=int, default=4)
     options = p.parse_args(arguments)
     if options.steps <= WARM_UP:
-        p.error(f"argument --steps: the first {WARM_UP} are not counted")
-    about = report.machine() | {"load": " ".join(Path("/proc/loadavg").read_text().split()[:3])}
+        p.error(f"argument --steps: must be more than {WARM_UP}, because the first steps are not counted")
+    about = report.describe_machine() | {"load": " ".join(Path("/proc/loadavg").read_text().split()[:3])}
     with tempfile.TemporaryDirectory(prefix="overlap-") as folder:
-        path = report.write("overlap", about, measured(Path(folder), options))
-    sys.stdout.write(f"{report.table(json.loads(path.read_text())['rows'])}\n\n{path}\n")
+        path = report.write_results("overlap", about, measure_modes(Path(folder), options))
+    sys.stdout.write(f"{report.format_table(json.loads(path.read_text())['rows'])}\n\n{path}\n")
     return 0
 
 
-def measured(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_modes(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     reward_s = options.seconds * SAMPLES
-    alone = run(folder / "alone", MODES["colocated"], 0.0, options)
-    generation = run(folder / "generation", MODES["workers, staleness 1"], 0.0, options)
+    alone = run_training(folder / "alone", MODES["colocated"], 0.0, options)
+    generation = run_training(folder / "generation", MODES["workers, staleness 1"], 0.0, options)
     rollout_s = statistics.fmean(line["time/step"] for line in generation)
     train_s = statistics.fmean(line["time/step"] - line["time/rollout"] for line in alone)
     rows = []
     for number, (name, overrides) in enumerate(MODES.items()):
-        lines = run(folder / str(number), overrides, options.seconds, options)
+        lines = run_training(folder / str(number), overrides, options.seconds, options)
         steps = [line["time/step"] for line in lines]
         rows.append(
             {
@@ -82,7 +83,7 @@ def measured(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
                 "rewards alone s": reward_s,
                 "worker and training alone s": rollout_s,
                 "training alone s": train_s,
-                # The mean: a step that waited has already got on with the next one, which then is short.
+                # The mean, because a step after a long wait is short: its work was partly done while waiting.
                 "mean step / larger of the two": statistics.fmean(steps) / max(reward_s, rollout_s),
                 "their sum / larger": (reward_s + rollout_s) / max(reward_s, rollout_s),
             }
@@ -90,8 +91,10 @@ def measured(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def run(out: Path, overrides: Sequence[str], seconds: float, options: argparse.Namespace) -> list[dict[str, float]]:
-    """The metrics of the steps after the first ones."""
+def run_training(
+    out: Path, overrides: Sequence[str], seconds: float, options: argparse.Namespace
+) -> list[dict[str, float]]:
+    """Train one run, and return the metrics of its steps after the warm-up."""
     reward = {"name": "benchmarks.overlap:Slow", "max_batch": 1, "options": {"seconds": seconds}}
     words = [
         "recipes/tiny/sd3_nft.yaml",
@@ -113,7 +116,7 @@ def run(out: Path, overrides: Sequence[str], seconds: float, options: argparse.N
         )
         log.seek(0)
         if done.returncode:
-            raise SystemExit(f"a run ended with status {done.returncode}:\n{log.read()[-3000:]}")
+            raise SystemExit(f"a run exited with status {done.returncode}:\n{log.read()[-3000:]}")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "time/step" in line][WARM_UP:]
 

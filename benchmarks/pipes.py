@@ -1,8 +1,9 @@
-"""`python -m benchmarks.pipes`: tensors from one process to another, against raw pyzmq and pickle over HTTP.
+"""Throughput of tensors between two processes, compared with raw pyzmq and pickle over HTTP: `python -m
+benchmarks.pipes`.
 
-One sender and one receiver on this machine, interleaved, so that all peers meet the same load. The receiver of each
-peer ends with a tensor of its own: raw pyzmq copies its frames into one, ours does the same behind its checks and
-checksums, pickle makes one.
+One sender and one receiver run on this machine. Peers take turns, so that all run under the same load. The receiver of
+each peer ends with its own copy of the tensor: raw pyzmq copies the frames into one tensor, ours does the same after
+its checks and checksums, and pickle creates one.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from wfm_ds.pipes.messages import BROKER_TO_CLIENT, CLIENT_TO_BROKER
 from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.pipes.sockets import Dealer, Router, SendQueueFull
 
-WINDOW = 4  # messages under way
-SMALL = 200  # bytes of a message whose way there and back is timed
+WINDOW = 4  # messages in flight
+SMALL = 200  # bytes of the message for round trips
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipes", description=__doc__)
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 8, 32], help="sizes of the tensors")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one round of one peer")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of one round of one peer")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--receive", metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.receive:
-        return receive(options.receive)
+        return run_receiver(options.receive)
     sockets = SocketFolder()
     folder = sockets.path
     child = subprocess.Popen(
@@ -55,20 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         assert child.stdout is not None
         port, endpoint = child.stdout.readline().split()
         places = {"ipc": [f"ipc://{folder}/{name}" for name in ("raw", "ours")], "tcp": endpoint.split(",")}
-        rows = [row for name, at in places.items() for row in _measured(name, at, port, child.pid, options)]
+        rows = [row for name, at in places.items() for row in _measure_transport(name, at, port, child.pid, options)]
     finally:
         child.kill()
         child.wait()
         sockets.remove()
     from benchmarks import report
 
-    sys.stdout.write(report.table(rows) + "\n")
+    sys.stdout.write(report.format_table(rows) + "\n")
     if options.write:
-        sys.stdout.write(f"{report.write('pipes', report.machine(), rows)}\n")
+        sys.stdout.write(f"{report.write_results('pipes', report.describe_machine(), rows)}\n")
     return 0
 
 
-def _measured(
+def _measure_transport(
     transport: str, at: Sequence[str], port: str, receiver: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     context: zmq.Context[Any] = zmq.Context()
@@ -84,45 +85,47 @@ def _measured(
         costs: dict[str, list[float]] = {name: [] for name in peers}
         for _ in range(options.rounds):
             for name, peer in peers.items():
-                rate, cost = _rate(peer, tensor, options.seconds, both)
+                rate, cost = _measure_rate(peer, tensor, options.seconds, both)
                 rates[name].append(rate)
                 costs[name].append(cost)
-        trips = {name: _trips(peer, options.seconds) for name, peer in peers.items()}
+        trips = {name: _measure_round_trips(peer, options.seconds) for name, peer in peers.items()}
         for name, peer in peers.items():
             best = [a / b for a, b in zip(rates[name], rates["raw pyzmq"], strict=True)]
             rows.append({
                 "transport": "HTTP" if name.endswith("HTTP") else transport,
                 "peer": name,
                 "MiB": mib,
-                "GiB/s": _spread(rates[name]),
-                "of raw": _spread(best),
-                "processor s/GiB": _spread(costs[name]),
-                "round trip us": _spread(trips[name]),
+                "GiB/s": _summarize(rates[name]),
+                "of raw": _summarize(best),
+                "processor s/GiB": _summarize(costs[name]),
+                "round trip us": _summarize(trips[name]),
             })  # fmt: skip
             peer.close()
     context.term()
     return rows
 
 
-def _rate(peer: Any, tensor: wire.Array, seconds: float, processes: Sequence[psutil.Process]) -> tuple[float, float]:
-    """GiB/s while WINDOW messages are under way, and what a GiB costs both processes, in seconds of a processor."""
+def _measure_rate(
+    peer: Any, tensor: wire.Array, seconds: float, processes: Sequence[psutil.Process]
+) -> tuple[float, float]:
+    """Return GiB/s with WINDOW messages in flight, and the processor seconds of both processes for each GiB."""
     peer.send(tensor)
-    peer.wait(0)  # connected, and warm
-    busy, count, started = _busy(processes), 0, time.perf_counter()
+    peer.wait(0)  # connected and warmed up
+    busy, count, started = _cpu_seconds(processes), 0, time.perf_counter()
     while time.perf_counter() - started < seconds:
         peer.send(tensor)
         count += 1
         peer.wait(WINDOW - 1)
     peer.wait(0)
     size = count * tensor.nbytes / 2**30
-    return size / (time.perf_counter() - started), (_busy(processes) - busy) / size
+    return size / (time.perf_counter() - started), (_cpu_seconds(processes) - busy) / size
 
 
-def _busy(processes: Sequence[psutil.Process]) -> float:
+def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def _trips(peer: Any, seconds: float) -> list[float]:
+def _measure_round_trips(peer: Any, seconds: float) -> list[float]:
     small = np.zeros(SMALL, np.uint8)
     found: list[float] = []
     until = time.perf_counter() + seconds
@@ -134,7 +137,7 @@ def _trips(peer: Any, seconds: float) -> list[float]:
     return found
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _summarize(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
 
 
@@ -142,7 +145,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 class Raw:
-    """The same frames as ours, and no more."""
+    """Sends the same frames as ours, and nothing else."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
         self._socket = context.socket(zmq.DEALER)
@@ -201,7 +204,7 @@ class Http:
         self._connection.getresponse().read()
 
     def wait(self, most: int) -> None:
-        """`send` has waited."""
+        """Do nothing: `send` waits for the reply."""
 
     def close(self) -> None:
         self._connection.close()
@@ -210,8 +213,8 @@ class Http:
 # The receiving process
 
 
-def receive(folder: str) -> int:
-    """Serve all peers until stdin is closed; says where on stdout."""
+def run_receiver(folder: str) -> int:
+    """Serve all peers until stdin is closed. Prints the endpoints to stdout."""
     context: zmq.Context[Any] = zmq.Context()
     tcp = []
     for transport in ("ipc", "tcp"):
@@ -252,17 +255,17 @@ def _serve_ours(router: Router) -> None:
 
 class _Unpickler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else an answer in two pieces takes 40 ms
+    disable_nagle_algorithm = True  # otherwise a reply in two parts takes 40 ms
 
     def do_POST(self) -> None:
-        pickle.loads(self.rfile.read(int(self.headers["Content-Length"])))  # noqa: S301  (the peer that is measured)
+        pickle.loads(self.rfile.read(int(self.headers["Content-Length"])))  # noqa: S301  (the peer to measure)
         self.send_response(200)
         self.send_header("Content-Length", "2")
         self.end_headers()
         self.wfile.write(b"ok")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log no line for a request."""
+        """Disable logging of requests."""
 
 
 if __name__ == "__main__":

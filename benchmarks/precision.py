@@ -1,10 +1,8 @@
-"""Measure how far each model.base_precision moves a prediction.
+"""Measure how much each model.base_precision changes a prediction: `python -m benchmarks.precision`.
 
-python -m benchmarks.precision
-
-Every tiny family, of random weights, predicts velocities in bfloat16, then with its base in fewer bits: the norm of the
-difference over that of the plain prediction, beside what bfloat16 itself is away from float32. On a CPU, where products
-in float8 are emulated. Writes results/<date>-cpu-precision.json.
+Every tiny family (random weights) predicts velocities in bfloat16, and then with its base in fewer bits. The result is
+the norm of the difference relative to the norm of the bfloat16 prediction. For comparison, bfloat16 is compared with
+float32. On a CPU, float8 products are emulated. Writes results/<date>-cpu-precision.json.
 """
 
 from __future__ import annotations
@@ -50,30 +48,30 @@ SIZES: Mapping[str, tuple[int, int, int]] = {  # height, width, frames
     "world": (8, 16, 5),
     "sana_wm": (64, 64, 5),
 }
-SIGMAS = (0.98, 0.95, 0.92, 0.9)  # all of the first expert of wan22
+SIGMAS = (0.98, 0.95, 0.92, 0.9)  # all noise levels of the first expert of wan22
 PROMPTS = ["a red circle", "the digit 7", "", "a dog"]
-SAME: BasePrecision = "fp8_twice"  # as fp8 in a forward
+SAME: BasePrecision = "fp8_twice"  # same forward pass as fp8
 
 
-def precisions() -> list[BasePrecision]:
-    """Return the values of base_precision that can be computed here: nf4 wants a package."""
+def available_precisions() -> list[BasePrecision]:
+    """Return the values of base_precision that this machine can compute: nf4 needs a package."""
     here = [p for p in get_args(BasePrecision) if p != SAME]
     return [p for p in here if p != "nf4" or find_spec("bitsandbytes")]
 
 
-def row(family: str) -> dict[str, Any]:
-    """Compare each precision with bfloat16, and bfloat16 with float32, in per cent of the prediction's norm."""
-    plain = velocity(loaded(family, torch.bfloat16), family)
-    exact = velocity(loaded(family, torch.float32), family)
-    cells: dict[str, Any] = {"tiny family": family, "bfloat16 from float32, %": percent(plain, exact)}
-    for precision in precisions():
-        model = loaded(family, torch.bfloat16)
+def family_row(family: str) -> dict[str, Any]:
+    """Compare each precision with bfloat16, and bfloat16 with float32, in percent of the prediction's norm."""
+    plain = predict_velocities(load_tiny_family(family, torch.bfloat16), family)
+    exact = predict_velocities(load_tiny_family(family, torch.float32), family)
+    cells: dict[str, Any] = {"tiny family": family, "bfloat16 from float32, %": percent_difference(plain, exact)}
+    for precision in available_precisions():
+        model = load_tiny_family(family, torch.bfloat16)
         quantise_base(model.unwrapped_denoiser, model.block_classes, precision, model.dtype, torch.device("cpu"))
-        cells[f"{precision} from bfloat16, %"] = percent(velocity(model, family), plain)
+        cells[f"{precision} from bfloat16, %"] = percent_difference(predict_velocities(model, family), plain)
     return cells
 
 
-def loaded(family: str, dtype: torch.dtype) -> DiffusionModel:
+def load_tiny_family(family: str, dtype: torch.dtype) -> DiffusionModel:
     has_guardrail = registry.find_family(registry.resolve_pipeline(f"tiny:{family}")).has_guardrail
     return registry.load_model(
         f"tiny:{family}", dtype=dtype, device="cpu", guardrail="off" if has_guardrail else "stock"
@@ -81,15 +79,17 @@ def loaded(family: str, dtype: torch.dtype) -> DiffusionModel:
 
 
 @torch.no_grad()
-def velocity(model: DiffusionModel, family: str) -> Tensor:
-    """Predictions [B, ...] float32 for the same latents whatever the dtype of the model."""
+def predict_velocities(model: DiffusionModel, family: str) -> Tensor:
+    """Return predictions [B, ...] in float32. The latents do not depend on the dtype of the model."""
     shape = model.latent_shape(*SIZES[family])
     latents = torch.randn(len(SIGMAS), *shape, generator=torch.Generator().manual_seed(0))
-    return model.denoise(latents, torch.tensor(SIGMAS), model.encode_text(PROMPTS) | besides(model, family)).float()
+    return model.denoise(
+        latents, torch.tensor(SIGMAS), model.encode_text(PROMPTS) | encode_extra_inputs(model, family)
+    ).float()
 
 
-def besides(model: DiffusionModel, family: str) -> Conditioning:
-    """Tell samples what they must know besides a text: grey first frames in families that are told one."""
+def encode_extra_inputs(model: DiffusionModel, family: str) -> Conditioning:
+    """Return the conditioning that some families need in addition to a text: gray first frames."""
     if model.uses_clean_frames:
         return {}
     height, width, frames = SIZES[family]
@@ -97,14 +97,14 @@ def besides(model: DiffusionModel, family: str) -> Conditioning:
     return model.encode_inputs([{FIRST_FRAME: frame} for frame in levels], frames, (height, width))
 
 
-def percent(found: Tensor, wanted: Tensor) -> float:
+def percent_difference(found: Tensor, wanted: Tensor) -> float:
     return 100 * float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def study(args: argparse.Namespace) -> None:
-    rows = [row(family) for family in args.families]
-    path = report.write("precision", report.machine(), rows)
-    sys.stdout.write(f"{report.table(rows)}\n\n{path}\n")
+def run_study(args: argparse.Namespace) -> None:
+    rows = [family_row(family) for family in args.families]
+    path = report.write_results("precision", report.describe_machine(), rows)
+    sys.stdout.write(f"{report.format_table(rows)}\n\n{path}\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), study, argv)
+    return run_command(parser(), run_study, argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: each a new process of the same program, which writes what it found as JSON."""
+"""Start the ranks of a benchmark: each is a new process of the same program, which writes its result as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wfm_ds.distributed.world import find_free_port
 
 
 def run_ranks(module: str, arguments: Sequence[str], ranks: int, folder: Path) -> list[Any]:
-    """Run `python -m MODULE --rank FILE ARGUMENTS` as ranks on a CPU and return what each wrote to its file, by rank.
+    """Run `python -m MODULE --rank FILE ARGUMENTS` as ranks on a CPU. Return the content of each rank's file, by rank.
 
     Raises SystemExit if one of them fails.
     """
@@ -29,6 +29,6 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int, folder: Path) -
         )
         for rank, file in enumerate(files)
     ]
-    if any([process.wait() for process in processes]):  # of all of them, not up to the first that failed
+    if any([process.wait() for process in processes]):  # a list: waits for all ranks, also after a failure
         raise SystemExit("a rank failed")
     return [json.loads(file.read_text()) for file in files]

@@ -1,7 +1,7 @@
-"""Released models by their public dimensions, without weights: enough to count what a forward costs.
+"""Released models by their public dimensions, without weights, to count the cost of forward passes.
 
-The numbers are those that the models were published with (configurations of their diffusers folders, as known; nothing
-was downloaded). A test holds the number of parameters that follows from them.
+The numbers are from the configurations of the published diffusers folders; nothing was downloaded. A test checks the
+resulting numbers of parameters.
 """
 
 from __future__ import annotations
@@ -59,24 +59,27 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
-    """One released pipeline; makers of its parts are called with the meta device as default."""
+    """One released pipeline. The factories of its parts are called with the meta device as the default device."""
 
     title: str
-    folder: str  # the last part of its name, and of the path where users keep it
+    folder: str  # last part of its Hub id, and of the user's path
     pipeline: type[Any]
-    transformer: Callable[..., nn.Module]  # takes changes to its configuration
+    transformer: Callable[..., nn.Module]  # accepts overrides of its configuration
     vae: Callable[[], nn.Module]
     scheduler: Callable[[], Any]
-    conditioning: Mapping[str, tuple[int, ...]]  # of one text; names that end with `mask` are int64
-    size: tuple[int, int, int]  # height, width, frames of its own examples
-    fixed_tokens: int = 0  # of a text, beside those that model.max_sequence_length limits
-    frozen_conditioning: Mapping[str, tuple[int, ...]] | None = None  # if another one while the text layers are frozen
+    conditioning: Mapping[str, tuple[int, ...]]  # shapes for one text; names that end with `mask` are int64
+    size: tuple[int, int, int]  # height, width, frames of the published examples
+    fixed_tokens: int = 0  # tokens of a text that model.max_sequence_length does not limit
+    frozen_conditioning: Mapping[str, tuple[int, ...]] | None = None  # if different with frozen text layers
     other_parts: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    text_parameters: int = 0  # of its text encoders together, to three digits
+    text_parameters: int = 0  # all text encoders together, to three digits
 
     def load(self, device: torch.device = META, **changes: Any) -> DiffusionModel:
-        """The family around a denoiser in bfloat16, without values or, on another device, with random ones. changes: to
-        the denoiser's configuration. ModelError if there is no such family."""
+        """Return the family with a bfloat16 denoiser: without values on the meta device, with random values on another
+        device.
+
+        changes: overrides of the denoiser's configuration. Raises ModelError if no family loads the pipeline.
+        """
         known = {name: family for family in registry.model_families().values() for name in family.pipeline_classes}
         if self.pipeline.__name__ not in known:
             raise ModelError(f"{self.title}: no family loads a {self.pipeline.__name__}")
@@ -94,8 +97,9 @@ class Released:
             max_sequence_length=None,
         )
 
-    def texts(self, *, frozen: bool, max_sequence_length: int | None = None) -> dict[str, Tensor]:
-        """The conditioning of one text, shapes without values; frozen: the model was told freeze_all_but."""
+    def conditioning_shapes(self, *, frozen: bool, max_sequence_length: int | None = None) -> dict[str, Tensor]:
+        """Return the conditioning of one text as tensors without values. frozen: with frozen text layers
+        (freeze_all_but)."""
         shapes = dict((self.frozen_conditioning if frozen else None) or self.conditioning)
         if max_sequence_length is not None:
             longest = self.fixed_tokens + max_sequence_length
@@ -176,13 +180,13 @@ wan22_vae = partial(
     patch_size=2,
     scale_factor_spatial=16,
     scale_factor_temporal=4,
-    latents_mean=[0.0] * 48,  # its shape counts here, not its values
+    latents_mean=[0.0] * 48,  # only the shape matters here
     latents_std=[1.0] * 48,
 )
 
 
 def clip_huge() -> nn.Module:
-    """The images' encoder of Wan 2.1, ViT-H/14."""
+    """Return the image encoder of Wan 2.1, ViT-H/14."""
     config = CLIPVisionConfig(
         hidden_size=1280,
         intermediate_size=5120,
@@ -196,7 +200,7 @@ def clip_huge() -> nn.Module:
 
 
 def cosmos3_text(num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of what the layers of a text tower have of 300 tokens."""
+    """Return the shapes of the cached keys and values of a text tower for 300 tokens."""
     cached = (300, num_layers, 8, 128)
     return {"text_keys": cached, "text_values": cached, "text_mask": (300,)}
 

@@ -1,10 +1,11 @@
 """A roofline of each released denoiser: `python -m benchmarks.roofline [NAME ...] [--tflops 790] [--tbytes 2.9]`.
 
-One forward without gradient on the meta device, operator by operator: FLOPs of matrix products, convolutions and
-attention, and the bytes that each operator reads and writes once. An operator takes the longer of its FLOPs at the
-device's rate and its bytes at the memory's; their sum is the least time of an eager forward. `products alone` leaves
-out every other operator, as if a compiler hid all of them: what fusing could gain at most. Nothing is timed; launches
-and kernels below their peak come on top. Attention counts as one operator that keeps its scores on the chip.
+Runs one forward pass without gradient on the meta device, and counts for each operator: FLOPs of matrix products,
+convolutions and attention, and bytes read and written once. The time of an operator is the maximum of its FLOPs at the
+device's rate and its bytes at the memory's rate. The sum of these times is a lower bound for an eager forward pass.
+`products alone` omits all other operators, as if a compiler fused all of them, and shows the largest possible gain of
+fusion. Nothing is timed; launch overhead and slow kernels come on top. Attention counts as one operator that keeps its
+scores on the chip.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks.counting import ALLOCATIONS, stored_bytes
+from benchmarks.counting import ALLOCATIONS, storage_bytes
 from benchmarks.released import RELEASED, Released
-from benchmarks.report import table
+from benchmarks.report import format_table
 from wfm_ds.program import run_command
 
-BATCHES = {"sd35m": 9, "sana": 9}  # of the recipes; videos go one by one
-H100_TFLOPS, H100_TBYTES = 790.0, 2.9  # what large products and copies reach there; assumed, not measured by us
-DATASHEET_TFLOPS = 989.4  # of an H100 SXM in bfloat16: what MFU is a share of (wfm_ds/engine/device_peaks.py)
+BATCHES = {"sd35m": 9, "sana": 9}  # batch sizes of the recipes; 1 for videos
+H100_TFLOPS, H100_TBYTES = 790.0, 2.9  # rates of large products and copies; assumed, not measured
+DATASHEET_TFLOPS = 989.4  # H100 SXM in bfloat16, the reference of MFU (wfm_ds/engine/device_peaks.py)
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Costs:
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what every operator but attention costs."""
+    """Records the cost of every operator except attention."""
 
     def __init__(self, costs: Costs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,7 +59,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_view or func._schema.name in ALLOCATIONS or func._schema.name == "aten::detach":
             return result
         tensors = {id(x): x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)}
-        size = sum(map(stored_bytes, tensors.values()))
+        size = sum(map(storage_bytes, tensors.values()))
         count = flop_registry.get(func.overloadpacket)
         if count is None:
             self.costs.others.append((0, size))
@@ -68,7 +69,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Attention(TorchFunctionMode):
-    """Stands in for scaled_dot_product_attention, which the meta device would take apart."""
+    """Replaces scaled_dot_product_attention, which the meta device would decompose."""
 
     def __init__(self, costs: Costs) -> None:
         super().__init__()
@@ -82,15 +83,18 @@ class Attention(TorchFunctionMode):
         made = query.new_empty(*query.shape[:-1], value.shape[-1])
         rows, columns = math.prod(query.shape[:-1]), key.shape[-2]
         flops = 2 * rows * columns * (query.shape[-1] + value.shape[-1])
-        self.costs.attention.append((flops, sum(map(stored_bytes, (query, key, value, made)))))
+        self.costs.attention.append((flops, sum(map(storage_bytes, (query, key, value, made)))))
         return made
 
 
-def counted(known: Released, batch: int) -> tuple[Costs, int, int]:
-    """Costs of one forward, tokens of a sample, and bytes of the weights."""
+def count_costs(known: Released, batch: int) -> tuple[Costs, int, int]:
+    """Return the costs of one forward pass, the tokens of a sample, and the bytes of the weights."""
     model, costs = known.load(), Costs()
     shape = model.latent_shape(*known.size)
-    texts = {name: tensor.expand(batch, *tensor.shape[1:]) for name, tensor in known.texts(frozen=False).items()}
+    texts = {
+        name: tensor.expand(batch, *tensor.shape[1:])
+        for name, tensor in known.conditioning_shapes(frozen=False).items()
+    }
     texts |= {name: torch.empty(batch, *found, device="meta") for name, found in model.input_shapes(shape).items()}
     latents, sigma = torch.empty(batch, *shape, device="meta"), torch.empty(batch, device="meta")
     with torch.no_grad(), Operators(costs), Attention(costs):
@@ -99,9 +103,9 @@ def counted(known: Released, batch: int) -> tuple[Costs, int, int]:
     return costs, model.num_tokens(shape), weights
 
 
-def row(name: str, tflops: float, tbytes: float) -> dict[str, Any]:
+def roofline_row(name: str, tflops: float, tbytes: float) -> dict[str, Any]:
     known, batch = RELEASED[name], BATCHES.get(name, 1)
-    costs, tokens, weights = counted(known, batch)
+    costs, tokens, weights = count_costs(known, batch)
     products = [*costs.products, *costs.attention]
     everything = [*products, *costs.others]
     flops, size = (sum(operator[i] for operator in everything) for i in (0, 1))
@@ -127,18 +131,22 @@ def row(name: str, tflops: float, tbytes: float) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="benchmarks.roofline", description="FLOPs and bytes of released denoisers.")
-    made.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RELEASED)} (default: all)")
-    made.add_argument("--tflops", type=float, default=H100_TFLOPS, help=f"of the device (default: {H100_TFLOPS:g})")
+    made.add_argument("names", nargs="*", metavar="NAME", help=f"from {', '.join(RELEASED)} (default: all)")
+    made.add_argument(
+        "--tflops", type=float, default=H100_TFLOPS, help=f"TFLOP/s of the device (default: {H100_TFLOPS:g})"
+    )
     made.add_argument("--tbytes", type=float, default=H100_TBYTES, help=f"TB/s of its memory ({H100_TBYTES:g})")
     return made
 
 
-def run(args: argparse.Namespace) -> None:
-    sys.stdout.write(table([row(name, args.tflops, args.tbytes) for name in args.names or RELEASED]) + "\n")
+def print_rooflines(args: argparse.Namespace) -> None:
+    sys.stdout.write(
+        format_table([roofline_row(name, args.tflops, args.tbytes) for name in args.names or RELEASED]) + "\n"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
+    return run_command(parser(), print_rooflines, argv)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Bytes between ranks, counted, and the time of a step on many GPUs, predicted: `python -m benchmarks.scaling`.
+"""Count bytes between ranks, and predict the time of a step on many GPUs: `python -m benchmarks.scaling`.
 
-    python -m benchmarks.scaling count                       real steps of a small SD3 on 1, 2 and 4 ranks of a CPU
+    python -m benchmarks.scaling count                       real steps of a small SD3 on 1, 2 and 4 CPU ranks
     python -m benchmarks.scaling predict [--model wan14b]    the time of a step on 8 to 1024 GPUs
 
-`count` compares every collective of a training step with the formulas of volumes.py. `predict` puts a released model
-into the formulas, its FLOPs from benchmarks/flops.py, and the bandwidths of hardware.yaml: a model, not a measurement;
-what it assumes is printed with it.
+`count` compares every collective of a training step with the formulas of volumes.py. `predict` combines these formulas
+for a released model with its FLOPs (benchmarks/flops.py) and the bandwidths of hardware.yaml. It is a model, not a
+measurement, and prints its assumptions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 from benchmarks import report
-from benchmarks.small_runs import count, rank_main
-from benchmarks.volumes import Network, Setting, on_the_wire, zero_bytes
+from benchmarks.small_runs import count_all_cases, rank_main
+from benchmarks.volumes import Network, Setting, wire_bytes, zero_bytes
 
 HARDWARE = Path(__file__).parent / "hardware.yaml"
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -31,7 +31,7 @@ GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """hardware.yaml, with the assumed shares applied. Bytes, seconds and FLOPs."""
+    """hardware.yaml with the assumed efficiencies applied. In bytes, seconds and FLOPs."""
 
     name: str
     gpus_per_node: int
@@ -58,32 +58,32 @@ class Cluster:
         )
 
     def seconds(self, kind: str, payload: float, calls: float, ranks: int) -> float:
-        """Return the seconds of `calls` collectives over `ranks` GPUs that carry `payload` bytes together.
+        """Return the seconds of `calls` collectives over `ranks` GPUs with `payload` bytes in total.
 
-        Within a node at NVLink's speed. Over several, a ring for each GPU of a node leaves it by that GPU's adapter:
-        together they pass every byte between two nodes at the speed of all adapters, if NVLink is no slower.
+        Within a node they run at NVLink's speed. Over several nodes, each GPU of a node has a ring that uses that GPU's
+        adapter, so bytes pass between two nodes at the speed of all adapters together, unless NVLink is slower.
         """
         nodes = math.ceil(ranks / self.gpus_per_node)
         bandwidth = self.nvlink if nodes == 1 else min(self.nvlink, self.network * self.gpus_per_node)
         latency = self.latency + self.latency_per_doubling * math.log2(nodes)
-        return on_the_wire(kind, payload, ranks) / bandwidth + calls * latency
+        return wire_bytes(kind, payload, ranks) / bandwidth + calls * latency
 
     def lines(self) -> list[str]:
-        """Lines that tell the reader what a prediction rests on."""
+        """Return the assumptions of a prediction, as lines of text."""
         return [
-            f"{self.name}, {self.gpus_per_node} GPUs a node; of a GPU {self.flops / 1e12:.0f} TFLOP/s, "
-            f"{self.nvlink / 1e9:.0f} GB/s of NVLink and {self.network / 1e9:.0f} GB/s of network are reached",
-            f"{self.overlap:.0%} of ZeRO's collectives can hide behind computation, none of those of Ulysses",
-            f"a collective begins after {1e6 * self.latency:.0f} us and {1e6 * self.latency_per_doubling:.0f} us more "
-            "for each doubling of nodes; ZeRO-3 makes one for each block and pass",
-            "every GPU does the same work at any number of GPUs (the batch grows with them); text encoders, VAE, "
-            "rewards, the optimizer's arithmetic, stragglers and memory limits are left out",
+            f"{self.name}, {self.gpus_per_node} GPUs in each node; each GPU reaches {self.flops / 1e12:.0f} TFLOP/s, "
+            f"{self.nvlink / 1e9:.0f} GB/s of NVLink and {self.network / 1e9:.0f} GB/s of network",
+            f"{self.overlap:.0%} of ZeRO's collectives can overlap with computation, and none of Ulysses",
+            f"a collective starts after {1e6 * self.latency:.0f} us and {1e6 * self.latency_per_doubling:.0f} us more "
+            "for each doubling of nodes; ZeRO-3 has one collective for each block and pass",
+            "every GPU does the same work at any number of GPUs (the batch grows with them); not included: text "
+            "encoders, VAE, rewards, the optimizer's arithmetic, stragglers and memory limits",
         ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Work of one GPU in a step, whatever the number of GPUs."""
+    """Work of one GPU in a step, independent of the number of GPUs."""
 
     title: str
     network: Network
@@ -96,7 +96,7 @@ class Work:
     stage: int
 
     def collectives(self, world: int) -> dict[str, tuple[float, float]]:
-        """kind -> (bytes, calls) of a step on one rank."""
+        """Return (bytes, calls) of a step on one rank, by kind."""
         setting = Setting(
             stage=self.stage,
             world=world,
@@ -110,21 +110,22 @@ class Work:
         return {kind: (self.updates * n, calls) for kind, n in zero_bytes(self.network, setting).items()}
 
 
-def work_of_model(model: str, algorithm: str, stage: int, lora_rank: int | None) -> Work:
-    """A released model with an algorithm's published batch, as benchmarks.flops counts it on eight GPUs."""
+def load_work(model: str, algorithm: str, stage: int, lora_rank: int | None) -> Work:
+    """Return the work of a released model with an algorithm's published batch, counted by benchmarks.flops for eight
+    GPUs."""
     import torch
 
-    from benchmarks.flops import Count, Subject, cost, published
+    from benchmarks.flops import CountedModel, RecipeCost, cost_rows, make_published_recipe
     from benchmarks.released import RELEASED
     from wfm_ds.recipe.run_sizes import derive_run_sizes
 
-    recipe = published(algorithm, RELEASED[model])
+    recipe = make_published_recipe(algorithm, RELEASED[model])
     if lora_rank is not None:
         lora = None if lora_rank == 0 else {"rank": lora_rank, "alpha": lora_rank}
         recipe = type(recipe).model_validate({**recipe.model_dump(exclude_unset=True), "lora": lora})
-    subject = Subject.released(RELEASED[model])
-    counted = Count.of(recipe, subject, 8)
-    *purposes, total = cost(counted.steps, counted.flops, 8)
+    subject = CountedModel.from_released(RELEASED[model])
+    counted = RecipeCost.from_recipe(recipe, subject, 8)
+    *purposes, total = cost_rows(counted.steps, counted.flops, 8)
     by_purpose = {row["purpose"]: row["forwards a rank"] for row in purposes}
     denoiser = subject.model.unwrapped_denoiser
     blocks = [part for part in denoiser.modules() if isinstance(part, subject.model.block_classes)]
@@ -147,8 +148,8 @@ def work_of_model(model: str, algorithm: str, stage: int, lora_rank: int | None)
     )
 
 
-def predicted(work: Work, cluster: Cluster, world: int) -> dict[str, Any]:
-    """The seconds of a step on `world` GPUs."""
+def predict_step(work: Work, cluster: Cluster, world: int) -> dict[str, Any]:
+    """Return the seconds of a step on `world` GPUs."""
     compute = work.flops / cluster.flops
     times = {
         kind: cluster.seconds(kind, num_bytes, calls, world)
@@ -165,8 +166,8 @@ def predicted(work: Work, cluster: Cluster, world: int) -> dict[str, Any]:
     }
 
 
-def predict(work: Work, cluster: Cluster) -> list[dict[str, Any]]:
-    rows = [predicted(work, cluster, world) for world in GPUS]
+def predict_rows(work: Work, cluster: Cluster) -> list[dict[str, Any]]:
+    rows = [predict_step(work, cluster, world) for world in GPUS]
     for row in rows:
         row["speed a GPU, of that on 8"] = rows[0]["step, s"] / row["step, s"]
     return rows
@@ -177,10 +178,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="benchmarks.scaling", description="Count traffic, predict step times.")
     parser.add_argument("what", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--model", choices=RELEASED, default="wan14b", help="to predict for (default: wan14b)")
+    parser.add_argument("--model", choices=RELEASED, default="wan14b", help="model to predict for (default: wan14b)")
     parser.add_argument("--algo", choices=("sft", "nft", "grpo", "ddrl"), default="sft", help="default: sft")
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="stage (default: 3)")
-    parser.add_argument("--lora", type=int, help="rank; 0: all weights (default: as the algorithm was published)")
+    parser.add_argument(
+        "--lora", type=int, help="rank of the LoRA; 0: all weights (default: as published with the algorithm)"
+    )
     parser.add_argument("--hardware", type=Path, default=HARDWARE, help="a YAML like benchmarks/hardware.yaml")
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
@@ -189,25 +192,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank_main(options.rank, Path(options.what[0]), int(options.what[1]))
         return 0
     if options.what not in ([], ["count"], ["predict"]):
-        parser.error("say count or predict, or nothing for both")
+        parser.error("use count or predict, or neither for both")
     if options.what != ["predict"]:
         with tempfile.TemporaryDirectory(prefix="wfm-scaling-") as name:
-            rows = count(Path(name))
-        finish("traffic", rows, write=not options.no_write)
+            rows = count_all_cases(Path(name))
+        print_rows("traffic", rows, write=not options.no_write)
     if options.what != ["count"]:
         work, cluster = (
-            work_of_model(options.model, options.algo, options.zero, options.lora),
+            load_work(options.model, options.algo, options.zero, options.lora),
             Cluster.read(options.hardware),
         )
         sys.stdout.write("\n".join(["", work.title, "", *(f"* {line}" for line in cluster.lines()), "", ""]))
-        finish(f"scaling-{options.model}-{options.algo}", predict(work, cluster), write=not options.no_write)
+        print_rows(f"scaling-{options.model}-{options.algo}", predict_rows(work, cluster), write=not options.no_write)
     return 0
 
 
-def finish(stage: str, rows: list[dict[str, Any]], *, write: bool) -> None:
-    sys.stdout.write(report.table(rows) + "\n")
+def print_rows(stage: str, rows: list[dict[str, Any]], *, write: bool) -> None:
+    sys.stdout.write(report.format_table(rows) + "\n")
     if write:
-        report.write(stage, report.machine(), rows)
+        report.write_results(stage, report.describe_machine(), rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Real training steps of a small SD3 whose traffic is counted, and what the formulas of volumes.py say of them."""
+"""Count the traffic of real training steps of a small SD3, and compare it with the formulas of volumes.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PROGRAM = "benchmarks.scaling"
 WORLDS = (1, 2, 4)
 MICRO_STEPS = 2
 CONTROL_BYTES = 64  # flags and norms
-SIDE, TEXT = 10, 6  # of the latents, and tokens of a text: shares of 4 ranks are unequal
+SIDE, TEXT = 10, 6  # side of latents, tokens of a text; shards of 4 ranks differ in size
 WIDTH, HEADS, LAYERS, CHANNELS = 20, 4, 2, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A way to train the small model."""
+class TrainingCase:
+    """Settings for training the small model."""
 
     stage: int
     lora: bool
@@ -39,7 +39,7 @@ class Case:
 
 CASES = [
     *(
-        Case(stage=stage, lora=lora, dtype=dtype)
+        TrainingCase(stage=stage, lora=lora, dtype=dtype)
         for stage, lora, dtype in [
             (1, False, "float32"),
             (1, True, "bfloat16"),
@@ -50,14 +50,14 @@ CASES = [
             (3, True, "float32"),
         ]
     ),
-    Case(stage=3, lora=False, checkpointing=True),
-    Case(stage=3, lora=True, checkpointing=True),
-    Case(stage=2, lora=False, sequence_parallel=2),
+    TrainingCase(stage=3, lora=False, checkpointing=True),
+    TrainingCase(stage=3, lora=True, checkpointing=True),
+    TrainingCase(stage=2, lora=False, sequence_parallel=2),
 ]
 
 
 def small_denoiser() -> Any:
-    """A random SD3 whose parameters do not divide evenly by four ranks."""
+    """Return a random SD3. Four ranks cannot divide its parameters evenly."""
     import torch
     from diffusers import SD3Transformer2DModel
 
@@ -79,7 +79,8 @@ def small_denoiser() -> Any:
 
 
 def write_config(folder: Path, stage: int) -> Path:
-    """The shipped JSON; at stage 3 with nothing kept that was gathered: so it is for a model above its limits."""
+    """Write the shipped DeepSpeed JSON. At stage 3 gathered weights are not retained, as for models above its
+    limits."""
     from wfm_ds.recipe.deepspeed import find_deepspeed_config, read_deepspeed_config
 
     config = read_deepspeed_config(find_deepspeed_config(f"zero{stage}"))
@@ -91,16 +92,16 @@ def write_config(folder: Path, stage: int) -> Path:
 
 
 def count_on_rank(config: str, **case: Any) -> dict[str, Any]:
-    """One rank's part of a step in the steady state: its traffic, and the elements of the denoiser's parameters."""
+    """Return the traffic of one rank in a steady-state step, and the sizes of the denoiser's parameters."""
     import torch
 
-    from benchmarks.traffic import CountedTraffic
+    from benchmarks.traffic import TrafficCounter
     from wfm_ds.distributed.world import World
     from wfm_ds.engine.engine import DenoiserEngine
     from wfm_ds.engine.preparation import DTYPES
     from wfm_ds.recipe.schema import Recipe
 
-    wanted = Case(**case)
+    wanted = TrainingCase(**case)
     recipe = Recipe.model_validate(
         {
             "run": {"output_dir": "unused", "steps": 2},
@@ -131,12 +132,12 @@ def count_on_rank(config: str, **case: Any) -> dict[str, Any]:
     }
     traffic = {}
     for _ in range(2):  # DeepSpeed learns the order of its gathers in the first step
-        with CountedTraffic(CONTROL_BYTES) as counted:
+        with TrafficCounter(CONTROL_BYTES) as counted:
             for _ in range(MICRO_STEPS):
                 velocity = engine.forward_module(**arguments, return_dict=False)[0]
                 engine.backward(velocity.float().square().mean(), num_terms=MICRO_STEPS * world.dp_size)
             engine.step()
-        traffic = counted.found()
+        traffic = counted.traffic()
     named = [(name, p, getattr(p, "ds_numel", p.numel())) for name, p in engine.module.named_parameters()]
     return {
         "traffic": {kind: list(found) for kind, found in traffic.items()},
@@ -147,8 +148,8 @@ def count_on_rank(config: str, **case: Any) -> dict[str, Any]:
     }
 
 
-def expected(case: Case, world: int, found: dict[str, Any]) -> dict[str, int]:
-    """The formulas' bytes for what `count_on_rank` counts."""
+def formula_bytes(case: TrainingCase, world: int, found: dict[str, Any]) -> dict[str, int]:
+    """Return the bytes by formula for the traffic that `count_on_rank` counts."""
     weight_bytes = {"float32": 4, "bfloat16": 2}[case.dtype]
     network = Network(trained=found["trained"], frozen=found["frozen"], blocks=found["blocks"])
     setting = Setting(
@@ -160,12 +161,13 @@ def expected(case: Case, world: int, found: dict[str, Any]) -> dict[str, int]:
     )
     sent = zero_bytes(network, setting)
     if case.sequence_parallel > 1:
-        sent["all-to-all"] = exchanged(case, weight_bytes, found["rank"])
+        sent["all-to-all"] = exchange_bytes(case, weight_bytes, found["rank"])
     return sent
 
 
-def exchanged(case: Case, element_bytes: int, rank: int) -> int:
-    """Attentions of the small SD3: joint in every block, and the image's own in the first."""
+def exchange_bytes(case: TrainingCase, element_bytes: int, rank: int) -> int:
+    """Return the bytes of the attention exchanges of the small SD3: joint attention in every block, and image attention
+    in the first."""
     from wfm_ds.ulysses.exchange import shard_sizes
 
     ranks = case.sequence_parallel
@@ -183,11 +185,11 @@ def exchanged(case: Case, element_bytes: int, rank: int) -> int:
     )
 
 
-def count_rows(world: int, cases: Sequence[Case], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rank 0's traffic of each case beside the formulas: one row for each kind."""
+def count_rows(world: int, cases: Sequence[TrainingCase], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rank 0's traffic of each case and the formulas' bytes: one row for each kind."""
     rows = []
     for case, counted in zip(cases, found, strict=True):
-        formulas = expected(case, world, counted)
+        formulas = formula_bytes(case, world, counted)
         for kind in sorted({*formulas, *counted["traffic"]}):
             calls, num_bytes = counted["traffic"].get(kind, (0, 0))
             rows.append(
@@ -205,7 +207,7 @@ def count_rows(world: int, cases: Sequence[Case], found: Sequence[dict[str, Any]
     return rows
 
 
-def count(folder: Path) -> list[dict[str, Any]]:
+def count_all_cases(folder: Path) -> list[dict[str, Any]]:
     for stage in (1, 2, 3):
         write_config(folder, stage)
     rows = []

@@ -1,4 +1,4 @@
-"""Microseconds on a GPU: peers side by side in one process, interleaved, on data that does not fit into its cache."""
+"""Microseconds on a GPU: variants interleaved in one process, on data that does not fit into the GPU's cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 ROUNDS = 7
 MIN_ROUND_MS = 20.0
-CACHE_BYTES = 256 * 2**20  # several times the cache of any GPU so far: inputs rotate through more than this
+CACHE_BYTES = 256 * 2**20  # several times any GPU's cache; the input sets are larger together
 MAX_SETS = 64
-Run = Callable[[int], Any]  # of input set number k
+Run = Callable[[int], Any]  # argument: number of the input set
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ def num_sets(bytes_of_one: int) -> int:
     return max(2, min(MAX_SETS, -(-CACHE_BYTES // bytes_of_one)))
 
 
-def captured(run: Run, sets: int) -> Callable[[], None]:
-    """A CUDA graph of one call for each input set."""
+def capture_graph(run: Run, sets: int) -> Callable[[], None]:
+    """Return a CUDA graph of one call for each input set."""
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for k in range(sets):  # compiles and allocates before the capture
+        for k in range(sets):  # compile and allocate before the capture
             run(k)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -48,39 +48,40 @@ def captured(run: Run, sets: int) -> Callable[[], None]:
     return graph.replay
 
 
-def eager(run: Run, sets: int) -> Callable[[], None]:
-    def once() -> None:
+def eager_loop(run: Run, sets: int) -> Callable[[], None]:
+    def run_all_sets() -> None:
         for k in range(sets):
             run(k)
 
-    return once
+    return run_all_sets
 
 
-def interleaved(variants: Mapping[str, Callable[[], None]], calls: int) -> dict[str, Time]:
-    """Microseconds a call of each variant, A B A B ...; every variant does `calls` calls at once.
+def time_interleaved(variants: Mapping[str, Callable[[], None]], calls: int) -> dict[str, Time]:
+    """Return the microseconds of a call of each variant, measured A B A B ...; each run makes `calls` calls.
 
-    The first variant is timed twice, under the name "again": a smaller difference than between these is none.
+    The first variant is timed a second time as "again". A difference between variants that is smaller than the
+    difference between these two is noise.
     """
     first = next(iter(variants))
     everything = [*variants.items(), ("again", variants[first])]
-    repeats = {name: _repeats(run) for name, run in everything}
+    repeats = {name: _count_repeats(run) for name, run in everything}
     samples: dict[str, list[float]] = {name: [] for name, _ in everything}
     for _ in range(ROUNDS):
         for name, run in everything:
-            samples[name].append(_elapsed_ms(run, repeats[name]) * 1000 / (repeats[name] * calls))
-    return {name: _time(values) for name, values in samples.items()}
+            samples[name].append(_measure_ms(run, repeats[name]) * 1000 / (repeats[name] * calls))
+    return {name: _summarize(values) for name, values in samples.items()}
 
 
-def _time(values: Sequence[float]) -> Time:
+def _summarize(values: Sequence[float]) -> Time:
     return Time(statistics.median(values), min(values), max(values), len(values))
 
 
-def _repeats(run: Callable[[], None]) -> int:
+def _count_repeats(run: Callable[[], None]) -> int:
     run()
-    return max(1, round(MIN_ROUND_MS / max(_elapsed_ms(run, 1), 1e-3)))
+    return max(1, round(MIN_ROUND_MS / max(_measure_ms(run, 1), 1e-3)))
 
 
-def _elapsed_ms(run: Callable[[], None], repeats: int) -> float:
+def _measure_ms(run: Callable[[], None], repeats: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     start.record()
@@ -92,12 +93,12 @@ def _elapsed_ms(run: Callable[[], None], repeats: int) -> float:
 
 
 def copy_gbps() -> float:
-    """Bytes read and written per nanosecond by a copy of 1 GiB: the ceiling that percentages refer to."""
+    """Return the bytes per nanosecond that a copy of 1 GiB reads and writes: the reference for percentages."""
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
 
-    def copy() -> None:
+    def copy_once() -> None:
         target.copy_(source)
 
-    time = interleaved({"copy": copy}, 1)["copy"]
+    time = time_interleaved({"copy": copy_once}, 1)["copy"]
     return 2 * source.numel() * 4 / (time.median * 1000)

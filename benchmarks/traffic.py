@@ -1,7 +1,7 @@
-"""Bytes that a block of code sends to other ranks, counted call by call on this rank: no timing, no estimate.
+"""Count the bytes that a block of code sends to other ranks, for each call on this rank. Nothing is timed or estimated.
 
-Every collective of torch.distributed reaches the dispatcher as an operator of the namespace c10d, whoever called it;
-DeepSpeed's run on the thread that trains, also those of its backward hooks.
+Every collective of torch.distributed reaches the dispatcher as an operator of the namespace c10d. DeepSpeed's
+collectives run on the training thread, including those of backward hooks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operator -> (kind, which argument holds the payload). The payload of a call is the larger side: what every rank has in
-# the end of an all-gather, what every rank brings to a reduce-scatter, and the one tensor of the others.
+# Operator -> (kind, index of the argument with the payload). The payload is the larger side: the output of an
+# all-gather, the input of a reduce-scatter, and the only tensor of other operators.
 KINDS = {
     "allreduce_": ("all-reduce", 0),
     "allreduce_coalesced_": ("all-reduce", 0),
@@ -37,11 +37,11 @@ WITHOUT_PAYLOAD = {"barrier", "monitored_barrier_"}
 Traffic = dict[str, tuple[int, int]]  # kind -> (calls, bytes)
 
 
-class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context; `found()` afterwards. Raises KeyError for a collective that it does not know."""
+class TrafficCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context manager; read `traffic()` afterwards. Raises KeyError for an unknown collective."""
 
     def __init__(self, control_bytes: int = 0) -> None:
-        """control_bytes: calls with at most this many bytes are counted as "control": flags and norms."""
+        """control_bytes: calls with at most this many bytes (flags, norms) are counted as "control"."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.control_bytes = control_bytes
         self.calls: Counter[str] = Counter()
@@ -51,15 +51,15 @@ class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "c10d" and name not in WITHOUT_PAYLOAD:
             kind, position = KINDS[name]
-            num_bytes = sum(t.numel() * t.element_size() for t in tensors(args[position]))
+            num_bytes = sum(t.numel() * t.element_size() for t in list_tensors(args[position]))
             kind = "control" if num_bytes <= self.control_bytes else kind
             self.calls[kind] += 1
             self.num_bytes[kind] += num_bytes
         return func(*args, **(kwargs or {}))
 
-    def found(self) -> Traffic:
+    def traffic(self) -> Traffic:
         return {kind: (self.calls[kind], self.num_bytes[kind]) for kind in sorted(self.calls)}
 
 
-def tensors(argument: Any) -> Iterable[torch.Tensor]:
+def list_tensors(argument: Any) -> Iterable[torch.Tensor]:
     return (leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor))

@@ -1,7 +1,7 @@
-"""A tiny pipeline of a family that wfm_ds does not ship: that of docs/models.md, by the page's own code."""
+"""The tiny pipeline of docs/own_model.md, whose family wfm_ds does not ship, built by the code of that page."""
 
 from pages import code
 
 _module = {"__name__": "tiny_lumina"}
-exec(code("models.md", "tiny_lumina.py"), _module)
+exec(code("own_model.md", "tiny_lumina.py"), _module)
 tiny_lumina = _module["tiny"]

@@ -1,4 +1,4 @@
-"""wfm_ds: a DeepSpeed post-trainer for diffusion world models. The import is light."""
+"""wfm_ds: a DeepSpeed post-trainer for diffusion world models. Importing this package is fast."""
 
 import importlib
 from typing import Any

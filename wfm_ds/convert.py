@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.convert`: convert checkpoints to diffusers files and LoRAs between layouts, without a GPU.
+"""`python -m wfm_ds.convert`: convert checkpoints to diffusers files, and LoRAs between layouts. Needs no GPU.
 
 Input: a checkpoint of a run (checkpoints/step_N, any number of ranks, any ZeRO stage), a LoRA in the layout of
 diffusers, PEFT, kohya or ComfyUI, a native DeepSpeed checkpoint, or a pipeline to extract a LoRA from. Exit codes: 0
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def memory_advice(args: argparse.Namespace) -> list[str]:
-    """Return what to change if memory does not suffice."""
+    """Return advice on what to change if the conversion runs out of memory."""
     from wfm_ds.checkpoint import deepspeed_weights
 
     merge = ["--merge (omit it: the LoRA alone is small)"] if args.merge else []
@@ -92,7 +92,7 @@ def memory_advice(args: argparse.Namespace) -> list[str]:
 
 
 def convert_checkpoint(args: argparse.Namespace) -> str:
-    """Convert args.checkpoint and return a message for the user. Raises UserError."""
+    """Convert args.checkpoint. Returns a message for the user. Raises UserError."""
     from wfm_ds.checkpoint import deepspeed_weights, store
     from wfm_ds.checkpoint.lora_file import is_lora
 
@@ -117,7 +117,7 @@ def convert_checkpoint(args: argparse.Namespace) -> str:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise UserError for incompatible arguments."""
+    """Raise UserError if the arguments are invalid or cannot be combined."""
     if args.merge and (args.layout is not None or args.bake_alpha):
         raise UserError("--merge writes a whole pipeline: omit --layout and --bake-alpha")
     if args.layout in FILE_LAYOUTS and args.out.suffix != ".safetensors":
@@ -169,7 +169,7 @@ def export_run(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
 
 
 def read_export_settings(cuts: ShardedStates) -> dict[str, Any]:
-    """Read the run's export settings: base, parts and call of the pipeline, dtype, LoRA settings."""
+    """Return the run's settings for exports: base, parts and call arguments of the pipeline, dtype, LoRA settings."""
     from wfm_ds.checkpoint.rank_state import EXPORT_KEY
 
     settings: dict[str, Any] = cuts.read_metadata(0).get(EXPORT_KEY, {})
@@ -254,12 +254,12 @@ def convert_lora(path: Path, args: argparse.Namespace) -> str:
 
 
 def is_intermediate_file(path: Path, args: argparse.Namespace) -> bool:
-    """Return whether `path` is an intermediate file of this conversion instead of the input."""
+    """Return whether `path` is an intermediate file of this conversion. False for the user's input."""
     return path.resolve() != Path(args.checkpoint).resolve()
 
 
 def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
-    """Return the base pipeline of a LoRA: --base, or the recorded base folder if it exists, else None."""
+    """Return the base pipeline of a LoRA: --base, else the base folder recorded in the LoRA if it exists, else None."""
     from wfm_ds.checkpoint.lora_file import read_base_model
     from wfm_ds.checkpoint.pipeline_folder import INDEX_FILE
 
@@ -270,7 +270,7 @@ def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
 
 
 def convert_extracted_lora(args: argparse.Namespace) -> str:
-    """Extract the LoRA that approximates the difference of CHECKPOINT and --extract BASE, and convert it."""
+    """Extract a LoRA that approximates the difference between CHECKPOINT and --extract BASE, and convert it."""
     from wfm_ds.checkpoint.export import LORA_FOLDER, write_lora
     from wfm_ds.checkpoint.export_target import ExportTarget
     from wfm_ds.checkpoint.lora_base import denoiser_parts

@@ -1,11 +1,11 @@
-"""Errors caused by the user, files or peers. Commands print them as one line and exit with code 2."""
+"""Errors that the user, a file or a peer causes. Commands print them as one line and exit with code 2."""
 
 
 class UserError(ValueError):
-    """An error outside the program. The message states the problem, its location and how to fix it."""
+    """An error with a cause outside the program. The message states the problem, its location and how to fix it."""
 
     agreed = False
-    """Whether all ranks raise it, so that collectives still work (set by World.run_checked)."""
+    """Whether all ranks raise this error, so that collectives still work. Set by World.run_checked."""
 
 
 class RecipeError(UserError):
@@ -13,7 +13,7 @@ class RecipeError(UserError):
 
 
 class DataError(UserError):
-    """Unusable data folder, prompt file, image or video."""
+    """Data folder, prompt file, image or video that cannot be used."""
 
 
 class StorageError(UserError):
@@ -21,17 +21,17 @@ class StorageError(UserError):
 
 
 class ModelError(UserError):
-    """Missing, unreadable or unsupported pipeline folder."""
+    """Pipeline folder that is missing, unreadable or not supported."""
 
 
 class RewardError(UserError):
-    """Unknown reward, failed start of a reward, or a reward service that does not respond."""
+    """Unknown reward, a reward that cannot be started, or a reward service that does not respond."""
 
 
 class RunError(RuntimeError):
-    """The run failed although its recipe and data are valid. Prints one line and exits with code 1."""
+    """The run failed although its recipe and data are valid. Commands print it as one line and exit with code 1."""
 
-    agreed = True  # its cause is known to all ranks
+    agreed = True  # all ranks know its cause
 
 
 # Texts in RuntimeErrors of torch, cuBLAS, NCCL and C++.
@@ -39,7 +39,7 @@ OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator", "std::bad_alloc",
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error or one of its causes is a failed allocation."""
+    """Return whether an error, or one of the errors that caused it, is a failed memory allocation."""
     while error is not None:
         if isinstance(error, MemoryError):
             return True

@@ -1,7 +1,7 @@
 """`python -m wfm_ds.generate`: generate images or videos for prompts, from a pipeline or an export of a run.
 
-Uses the same noise per seed, steps and guidance as validation. Exit codes: 0 success, 2 invalid arguments, prompt file,
-model or folder (one message), 1 any other error.
+With equal seeds, steps and guidance, it samples from the same noise and in the same way as validation. Exit codes: 0
+success, 2 invalid arguments, prompt file, model or folder (one message), 1 any other error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from wfm_ds.types import Prompt
 
 PAGE_NAME = "index.html"
-FORWARD_PURPOSE = "sample"  # of its forward passes
+FORWARD_PURPOSE = "sample"  # purpose of its forward passes
 NOT_FINITE_MESSAGE = "non-finite latents: this sample is invalid"
 
 
@@ -87,7 +87,7 @@ def parser() -> CommandParser:
 
 
 def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = True) -> None:
-    """Add the sampling options. requires_size: --height and --width are required."""
+    """Add the sampling options to the parser. requires_size: whether --height and --width are required."""
     p.add_argument("--height", type=parse_positive, required=requires_size, help="pixels")
     p.add_argument("--width", type=parse_positive, required=requires_size, help="pixels")
     p.add_argument("--frames", type=parse_positive, default=1, help="frames of a video (default 1)")
@@ -136,7 +136,7 @@ def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = Tr
         metavar="G",
         help="guidance scale passed to guidance-distilled networks such as FLUX.2-dev (default: the pipeline's)",
     )
-    p.add_argument("--family", metavar="package.module:Class", help="user-defined model family (docs/models.md)")
+    p.add_argument("--family", metavar="package.module:Class", help="user-defined model family (docs/own_model.md)")
     p.add_argument("--prompt-template", choices=["stock", "none"], help="prompt template of pipelines that have one")
     p.add_argument(
         "--guardrail", choices=["stock", "off"], default="stock", help="guardrail of pipelines that have one"
@@ -218,7 +218,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_first_frame(file: Path, num_frames: int) -> None:
-    """Raise UserError if the file is not an image, or if the video has only one frame."""
+    """Raise UserError if the file is not an image, or if the video would have only one frame."""
     from wfm_ds.data.samples import IMAGE_SUFFIXES
 
     if num_frames == 1:
@@ -228,7 +228,10 @@ def check_first_frame(file: Path, num_frames: int) -> None:
 
 
 def fetch_exports(args: argparse.Namespace, resources: contextlib.ExitStack) -> None:
-    """Replace remote --lora and --pipeline by local folders, kept until `resources` closes. Raises StorageError."""
+    """Replace --lora and --pipeline in `args` by local folders if they are remote.
+
+    The folders exist until `resources` is closed. Raises StorageError.
+    """
     from wfm_ds.checkpoint.remote_store import open_locally
 
     for name in ("lora", "pipeline"):
@@ -254,7 +257,7 @@ def generate_samples(args: argparse.Namespace) -> None:
 
 
 def memory_advice(args: argparse.Namespace, device: torch.device) -> list[str]:
-    """Return the options to change if memory does not suffice, cheapest first."""
+    """Return the options to change if generation runs out of memory, cheapest first."""
     joint = ["--guidance-batch separate"] if args.guidance_batch == "joint" else []
     batch = [f"--batch below {args.batch}"] if args.batch > 1 else []
     vae = ["--vae-dtype bfloat16"] if args.vae_dtype == "float32" else []
@@ -289,7 +292,10 @@ def require_empty(folder: Path) -> None:
 
 
 def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sampler:
-    """Load the model with its LoRA on the device, and check the sampling settings."""
+    """Load the model and its LoRA on the device, and check the sampling settings.
+
+    inputs: names of the conditioning inputs that the user has set.
+    """
     import torch
 
     from wfm_ds.checkpoint.adapter_loading import load_adapter
@@ -356,7 +362,10 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
 def write_samples(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace, frame: torch.Tensor | None = None
 ) -> None:
-    """Write each file when it is generated; then write the table and the page. frame: the encoded first frame."""
+    """Write each sample to a file when it is generated; at the end write the table and the HTML page.
+
+    items: (prompt, seed) of each sample. frame: the encoded first frame.
+    """
     from wfm_ds.monitoring import gallery
     from wfm_ds.monitoring.samples import write_sample_file, write_table
 
@@ -387,7 +396,10 @@ def write_samples(
 def iterate_samples(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int, frame: torch.Tensor | None = None
 ) -> Iterator[tuple[GeneratedSample, bool]]:
-    """Yield the samples in order, and whether their latents are finite. frame: the encoded first frame."""
+    """Yield (sample, whether its latents are finite) in order.
+
+    items: (prompt, seed) of each sample. batch: batch size. frame: the encoded first frame.
+    """
     import torch
 
     from wfm_ds.chunks import split_into_chunks
@@ -423,7 +435,7 @@ def sampling_summary(settings: SamplingRecipe) -> str:
 
 
 def page_settings(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
-    """Return the settings shared by all samples, for the head of the page."""
+    """Return {name: value} of the settings that all samples share, for the head of the page."""
     negative = {"negative prompt": args.negative_prompt} if args.negative_prompt is not None else {}
     return {
         "pipeline": type(sampler.model.pipeline).__name__,

@@ -1,14 +1,14 @@
-"""The `deepspeed` command: DeepSpeed's runner plus `-m`, graceful stop, and reliable exit codes.
+"""The `deepspeed` command: DeepSpeed's runner with the option `-m`, a graceful stop, and reliable exit codes.
 
     deepspeed --num_gpus 8 -m wfm_ds.train recipes/mine.yaml
 
-DeepSpeed's runner is started as a child in a new process group, with unchanged arguments. The exception is --num_gpus
-together with CUDA_VISIBLE_DEVICES, which the runner would ignore. `python -m wfm_ds.launch ...` is the same program.
-lifecycle.py handles the environment variables set here in the ranks.
+It starts DeepSpeed's runner as a child in a new process group, with the same arguments. There is one exception:
+--num_gpus together with CUDA_VISIBLE_DEVICES, which the runner would ignore. `python -m wfm_ds.launch ...` is the same
+program. distributed/lifecycle.py reads the environment variables that are set here.
 
 DeepSpeed's runner loses ranks when it receives a signal, and reports success when its inner launcher is killed.
-Therefore signals are sent to the ranks first, so that they can save; the whole process group is killed at the end, so
-that no process is orphaned; and a module of wfm_ds without a final status counts as failed.
+Therefore signals are sent to the ranks first, so that they can save a checkpoint. The whole process group is killed at
+the end, so that no process is orphaned. A module of wfm_ds that ends without a final status counts as failed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ REAP_TIMEOUT_S = 30.0
 
 
 def normalize_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
-    """Replace `-m` by `--module`; also return the index of the script or module name, None if there is none.
+    """Replace `-m` by `--module`. Returns (arguments, index of the script or module name, or None if there is none).
 
-    Changes only the runner's options; arguments after the name belong to the user's program.
+    Only options of the runner are changed. Arguments after the name belong to the user's program.
     """
     arguments = list(argv)
     options, name_at = parse_runner_options(argv)
@@ -69,7 +69,10 @@ class LaunchJob:
 def plan_launch(
     argv: Sequence[str], environ: Mapping[str, str], *, has_accelerator: bool, has_hostfile: bool
 ) -> LaunchJob:
-    """Plan the launch from the arguments, the environment and the machine. Only probes for a free port."""
+    """Return the job for these arguments, this environment and this machine.
+
+    Has no side effects; probes for a free port.
+    """
     arguments, name_at = normalize_arguments(argv)
     options, _ = parse_runner_options(argv)
     env: dict[str, str] = {}
@@ -92,11 +95,12 @@ def plan_launch(
 
 
 def apply_visible_devices(argv: list[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return arguments and environment changes with which --num_gpus N uses the first N of CUDA_VISIBLE_DEVICES.
+    """Return (arguments, environment changes) with which --num_gpus N uses the first N GPUs of CUDA_VISIBLE_DEVICES.
 
-    DeepSpeed's runner ignores CUDA_VISIBLE_DEVICES with --num_gpus and uses the machine's first GPUs, which may belong
-    to another job. With --include, --exclude or --num_nodes, all GPUs of the machine count. For a single node only.
-    Raises UserError for too few GPUs, and for names that the runner does not support.
+    With --num_gpus, DeepSpeed's runner ignores CUDA_VISIBLE_DEVICES and uses the first GPUs of the machine, which may
+    belong to another job. With --include, --exclude or --num_nodes, all GPUs of the machine are counted. For a single
+    node only. Raises UserError if there are too few GPUs, or if CUDA_VISIBLE_DEVICES contains names that the runner
+    does not support.
     """
     visible, (options, _) = environ.get(VISIBLE_DEVICES, ""), parse_runner_options(argv)
     if not visible or options.keys() & {"--include", "--exclude", "--num_nodes"}:
@@ -109,7 +113,7 @@ def apply_visible_devices(argv: list[str], environ: Mapping[str, str]) -> tuple[
             "use all GPUs, or start with torchrun or python -m"
         )
     if "--num_gpus" not in options:
-        return argv, {LAUNCH_GPUS: visible}  # the runner respects it
+        return argv, {LAUNCH_GPUS: visible}  # the runner uses CUDA_VISIBLE_DEVICES
     index, number = options["--num_gpus"]
     num_gpus = int(number) if number.isdecimal() else 0
     if num_gpus == 0:  # the runner reports the error
@@ -124,9 +128,9 @@ def apply_visible_devices(argv: list[str], environ: Mapping[str, str]) -> tuple[
 
 
 def find_help_request(argv: Sequence[str]) -> list[str] | None:
-    """Return a wfm_ds module and its arguments if they contain --help or --version, else None.
+    """Return a wfm_ds module and its arguments if the arguments contain --help or --version, else None.
 
-    Such a command runs without ranks, so that the text is printed only by one process.
+    This command then runs without ranks, so that only one process prints the text.
     """
     options, name_at = parse_runner_options(argv)
     if "--module" not in options or name_at is None or not argv[name_at].startswith("wfm_ds."):
@@ -145,10 +149,11 @@ def print_message(text: str) -> None:
 
 
 class Supervisor:
-    """A runner in its own process group, supervised until all of its descendants have exited.
+    """Runs DeepSpeed's runner in a new process group, and waits until all of its descendants have exited.
 
-    After a stop signal, the ranks receive it (`signaled`); after grace_s the group receives SIGTERM (`ending`) and
-    TERM_WAIT_S later SIGKILL (`killed`). A further signal, at least SIGNAL_REPEAT_S later, skips the current wait.
+    A stop signal is first passed to the ranks (stage `signaled`). After grace_s seconds the process group receives
+    SIGTERM (`ending`), and TERM_WAIT_S seconds later SIGKILL (`killed`). Another signal, at least SIGNAL_REPEAT_S
+    seconds later, skips the current wait.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, grace_s: float, is_local: bool) -> None:
@@ -173,7 +178,7 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Wait for the runner and return its exit code, 128 + n if signal n killed it."""
+        """Wait for the runner and return its exit code. If signal n killed it, return 128 + n."""
         try:
             while not self.has_ended() and self.stage != "lost":
                 now_s = time.monotonic()
@@ -199,13 +204,13 @@ class Supervisor:
         return os.waitid(os.P_PID, self.child.pid, options) is not None
 
     def request_save(self) -> None:
-        """Forward SIGUSR1 to the ranks, which save a checkpoint after the current step."""
+        """Forward SIGUSR1 to the ranks. They save a checkpoint after the current step."""
         for pid in self.rank_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
 
     def handle_stop_signal(self, number: signal.Signals, now_s: float) -> None:
-        """Forward a stop signal to the ranks; if they already received one, skip the current wait."""
+        """Forward a stop signal to the ranks. If they have already received one, skip the current wait."""
         if now_s - self.last_signal_s < SIGNAL_REPEAT_S:
             return
         self.last_signal_s = now_s
@@ -223,7 +228,7 @@ class Supervisor:
         self.stage, self.next_at_s = "signaled", now_s + self.grace_s
 
     def escalate_stop(self, now_s: float) -> None:
-        """Go to the next stage of stopping the group."""
+        """Continue with the next stage of stopping the process group."""
         if self.stage in ("running", "signaled"):
             print_message("sending SIGTERM to all processes of the job")
             self.signal_group(signal.SIGTERM)
@@ -236,7 +241,10 @@ class Supervisor:
             self.stage = "lost"
 
     def rank_pids(self) -> list[int]:
-        """Return the pids of the ranks: the children of DeepSpeed's inner launcher. [] for a remote job."""
+        """Return the process ids of the ranks, which are the children of DeepSpeed's inner launcher.
+
+        [] for a remote job.
+        """
         if not self.is_local:
             return []
         import psutil
@@ -262,7 +270,7 @@ def has_final_status(path: Path) -> bool:
 
 
 def read_grace_s(environ: Mapping[str, str]) -> float:
-    """Return WFM_GRACE_S in seconds (default GRACE_S). Raises UserError if it is not a number >= 0."""
+    """Return WFM_GRACE_S in seconds, by default GRACE_S. Raises UserError if it is not a number >= 0."""
     text = environ.get("WFM_GRACE_S", str(GRACE_S))
     try:
         grace_s = float(text)
@@ -293,13 +301,16 @@ def run_job(job: LaunchJob, grace_s: float) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the launcher with these arguments (default: sys.argv) and return the exit code."""
+    """Run the launcher and return the exit code. argv: default sys.argv."""
     arguments = sys.argv[1:] if argv is None else argv
     return run_with_exit_code(lambda: run_launcher(arguments))
 
 
 def run_launcher(argv: Sequence[str]) -> int:
-    """Launch the command and return its exit code. Only the needed options are parsed; the rest is the runner's."""
+    """Launch the command and return its exit code.
+
+    Only the options that are needed here are parsed; all others are left to the runner.
+    """
     if list(argv[:1]) == [VERSION_OPTION]:
         sys.stdout.write(f"wfm_ds {wfm_ds.__version__}\n")
         return 0

@@ -1,7 +1,8 @@
 """Asynchronous copies between CPU and GPU through pinned memory.
 
-A copy from pageable memory blocks the CPU until the GPU has finished all queued work. Callers need not keep pinned
-source tensors alive: torch does not reuse their memory before the copy is done.
+A copy from pageable memory blocks the CPU until the GPU has finished all queued work. A copy from pinned memory does
+not. The caller may release the pinned source tensor at once, because torch does not reuse its memory before the copy is
+done.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy the tensor to a device, in order on the current stream, without waiting."""
+    """Copy the tensor to a device without waiting. The copy is queued on the current stream."""
     device = torch.device(device)
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -21,7 +22,7 @@ def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def lists_to_device(device: torch.device | str, *values: Sequence[float]) -> Sequence[Tensor]:
-    """Copy lists of length B to a device in a single copy. Returns one float32 tensor [B] per list."""
+    """Copy lists of length B to a device, all in one copy. Returns one float32 tensor [B] per list."""
     return copy_to_device(torch.tensor(values, dtype=torch.float32), device).unbind()
 
 
@@ -36,18 +37,18 @@ def offload_tensor(tensor: Tensor) -> Tensor:
 
 
 def free_memory(device: torch.device, fraction: float, default: int = 0) -> int:
-    """Return a fraction of the GPU's free memory in bytes; `default` for other devices."""
+    """Return `fraction` of the GPU's free memory, in bytes. For other devices return `default`."""
     return int(fraction * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else default
 
 
 class OffloadBuffer:
-    """Stores tensors for later use: on the GPU up to a memory budget, beyond it in pinned CPU memory."""
+    """Stores tensors for later use: on the GPU up to a budget of `num_bytes`, after that in pinned CPU memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free = num_bytes
 
     def store(self, tensor: Tensor) -> Tensor:
-        """Return the stored tensor, to be read through `copy_to_device`."""
+        """Store the tensor and return the stored one. Read it with `copy_to_device`."""
         if tensor.nbytes > self._free:
             return offload_tensor(tensor)
         self._free -= tensor.nbytes

@@ -1,4 +1,4 @@
-"""Common behavior of all commands: parse arguments, run, print user errors in one line, return the exit code.
+"""Behaviour that all commands share: parse arguments, run, print user errors as one line, return the exit code.
 
 Exit codes: 0 success; 2 user error (one `error: ` line on stderr, no traceback), like argparse; 1 any other error, with
 traceback. See distributed/lifecycle.py for the exit of multi-rank runs.
@@ -16,13 +16,13 @@ from wfm_ds.errors import UserError
 USER_ERROR_CODE = 2
 
 FailHandler = Callable[[str], int]
-"""Prints a user error and returns the exit code, or exits the process."""
+"""Function that prints the message of a user error and returns the exit code, or ends the process."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that raises UserError for invalid arguments, so that only one rank prints the message.
 
-    `%(prog)s` in the epilog is replaced by the command as typed, so that examples can be pasted.
+    In the epilog, `%(prog)s` is replaced by the command that the user typed, so that examples can be copied.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -38,16 +38,18 @@ def run_command(
 ) -> int:
     """Parse `argv` (default: sys.argv), run `work` with the arguments, and return the exit code.
 
-    Options may appear before, between and after positional arguments. `work` returns an exit code, or None for 0.
+    Options may appear before, between and after positional arguments. `work` returns an exit code, or None for 0. fail:
+    see `run_with_exit_code`.
     """
     return run_with_exit_code(lambda: work(parser.parse_intermixed_args(argv)), fail=fail)
 
 
 def run_with_exit_code(work: Callable[[], int | None], *, fail: FailHandler | None = None) -> int:
-    """Run `work` and return its exit code. UserErrors are passed to `fail` (default: print_error).
+    """Run `work` and return its exit code.
 
-    An OSError with a file name counts as a user error, except with `fail`: on a single rank of a run it is an ordinary
-    error.
+    fail: function called with the message of a UserError. It returns the exit code. Default: print_error.
+    Without `fail`, an OSError with a file name also counts as a user error. With `fail`, it is raised: on a single rank
+    of a run it is an unexpected error.
     """
     try:
         return work() or 0

@@ -1,7 +1,7 @@
-"""Generate the reference page of recipes from the schema.
+"""Generate docs/recipes.md, the reference page of recipes, from the schema.
 
-python -m wfm_ds.recipe_docs docs/recipes.md     writes the page
-python -m wfm_ds.recipe_docs --json-schema       prints a JSON schema, for editors
+`python -m wfm_ds.recipe_docs docs/recipes.md` writes the page. `python -m wfm_ds.recipe_docs --json-schema` prints a
+JSON schema for editors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RL_SECTIONS = ("rollout", "reward")
 
 
 def render_page() -> str:
-    """Return the whole page."""
+    """Return the Markdown text of the page."""
     parts = [INTRO_TEXT]
     for path, title, section in iterate_sections():
         summary = link_pages(join_lines(section.__doc__ or ""))
@@ -61,7 +61,7 @@ def section_heading(path: KeyPath, title: str) -> str:
 
 
 def optional_note(path: KeyPath) -> str:
-    """Return a note if a section is required. The docstrings of optional sections state that they are off."""
+    """Return a note if the section is required, else "". Docstrings of optional sections say how to turn them off."""
     if len(path) > 1:
         return ""
     if path[0] in RL_SECTIONS:
@@ -96,12 +96,12 @@ def join_lines(text: str) -> str:
 
 
 def link_pages(text: str) -> str:
-    """Return the text with names of pages, docs/NAME.md, as links."""
+    """Replace page names in the text, docs/NAME.md, by links."""
     return re.sub(r"docs/([\w/-]+)\.md", r"[\1](\1.md)", text)
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of the resolved recipe, i.e. without `defaults`."""
+    """Return the JSON schema of the resolved recipe. It does not contain `defaults`."""
     return Recipe.model_json_schema()
 
 

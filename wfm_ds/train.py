@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wfm_ds.train")  # __name__ is __main__ with -m
 
-HEARTBEAT_MARGIN_S = 60.0  # collectives time out this much later than the heartbeat, which reports the cause
+HEARTBEAT_MARGIN_S = 60.0  # collectives time out this much later than the heartbeat, so that it can report the cause
 
 
 def parser() -> CommandParser:
@@ -96,7 +96,7 @@ def run_check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
 
 
 def run_training(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
-    """Run the recipe on this rank and return the exit code."""
+    """Train the recipe on this rank and return the exit code."""
     import torch.distributed as dist
 
     from wfm_ds.distributed.lifecycle import write_status
@@ -119,9 +119,9 @@ def run_training(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
 def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: RunShutdown, *, overwrite: bool = False
 ) -> tuple[RunOutcome, StorageCopies | None]:
-    """Check and load everything on all ranks, then create, clear or open the output folder, and train.
+    """Check and load everything on all ranks, then prepare the output folder and train. Collective.
 
-    Returns the outcome of the loop and, with checkpoint.storage, the state of the remote copies. Collective.
+    Returns the outcome of the training loop and, with checkpoint.storage, the state of the copies in S3.
     """
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
@@ -143,7 +143,7 @@ def prepare_and_train(
     build_loop = prepare_loop(recipe, world, stop)
     with contextlib.ExitStack() as lock:
         world.run_checked(lambda: lock.enter_context(lock_folder(folder)), on="main")
-        # Again, because another start of this run may have continued it before the folder was locked.
+        # Check again: another process may have continued this run before the folder was locked.
         start = find_start_on_all_ranks(recipe, world, overwrite=overwrite)
         if start.is_finished:
             lock.close()
@@ -156,7 +156,10 @@ def prepare_and_train(
 
 
 def prepare_loop(recipe: Recipe, world: World, stop: StopFlag) -> LoopBuilder:
-    """Check the recipe and load its data and model, without writing anything. Returns the loop builder. Collective."""
+    """Check the recipe and load its data and model. Returns a function that builds the training loop. Collective.
+
+    Writes nothing to the output folder.
+    """
     from wfm_ds.training import diffusion_builder, language_builder
 
     advised = memory_advice_context(recipe, world)
@@ -166,14 +169,14 @@ def prepare_loop(recipe: Recipe, world: World, stop: StopFlag) -> LoopBuilder:
 
 
 def memory_advice_context(recipe: Recipe, world: World) -> AdviceContext:
-    """Return a context factory: out-of-memory errors inside its contexts list the recipe keys to change."""
+    """Return a function that creates contexts in which out-of-memory errors list the recipe keys to change."""
     from wfm_ds.run.out_of_memory import explain_out_of_memory
 
     return functools.partial(explain_out_of_memory, world.device, memory_advice(recipe, world))
 
 
 def memory_advice(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
-    """Return a function from the phase that ran out of memory to the recipe keys to change."""
+    """Return a function that maps the phase in which a run is out of memory to the recipe keys to change."""
     from wfm_ds.distributed.world import ranks_per_node
     from wfm_ds.run.memory_advice import suggest_keys_after_oom
 
@@ -181,7 +184,7 @@ def memory_advice(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
 
 
 def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[RunOutcome, StorageCopies | None]:
-    """Log that the run is finished, and upload missing copies. Call it without holding the folder lock."""
+    """Log that the run is already finished, and upload missing copies. The caller must not have locked the folder."""
     from wfm_ds.run.result import RunOutcome
     from wfm_ds.run.storage_copies import send_missing_copies
 
@@ -192,7 +195,7 @@ def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[
 
 
 def find_start_on_all_ranks(recipe: Recipe, world: World, *, overwrite: bool) -> RunStart:
-    """Inspect the output folder on rank 0 and return the result on every rank. Collective."""
+    """Determine the starting point of the run on rank 0, and return it on every rank. Collective."""
     from wfm_ds.run.output_folder import RunStart, find_run_start
 
     fields = world.run_checked(
@@ -209,7 +212,7 @@ def run_loop(
     mirror: Mirror | None,
     ending: RunShutdown,
 ) -> tuple[RunOutcome, StorageCopies | None]:
-    """Build the training loop and run it. Identical result on every rank. Collective."""
+    """Build the training loop and run it. Collective. The result is identical on every rank."""
     from wfm_ds.run.shutdown import record_run
     from wfm_ds.run.storage_copies import discard_fetched_checkpoint
 
@@ -229,7 +232,7 @@ def run_loop(
 
 
 def run_page_context(recipe: Recipe, world: World) -> AbstractContextManager[None]:
-    """Return a context in which a thread on rank 0 updates the HTML page of the run."""
+    """Return a context in which a thread of rank 0 updates the run's HTML page."""
     if not (world.is_main and recipe.logging.page):
         return contextlib.nullcontext()
     import torch

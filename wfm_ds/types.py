@@ -21,7 +21,7 @@ FIRST_FRAME = "first_frame"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A text prompt with its additional conditioning inputs."""
+    """A text prompt with its conditioning inputs besides the text."""
 
     id: str  # stable across runs, e.g. "ocr/train/17"
     text: str
@@ -29,14 +29,12 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...; passed to the rewards
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
     """Conditioning inputs besides the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ...
-
-    FIRST_FRAME: pixels [H,W,3], 0 to 255, of the first frame, for networks conditioned on pixels.
-    """
+    FIRST_FRAME: pixels [H,W,3] of the first frame, 0 to 255, for networks that are conditioned on pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConditioningFrames:
-    """Clean latent frames as conditioning: sample i uses the first counts[i] frames of latents[i]."""
+    """Clean latent frames that samples are conditioned on: sample i uses the first counts[i] frames of latents[i]."""
 
     latents: Tensor  # [B,C,T,h,w] float32
     counts: Tensor  # [B] int64
@@ -44,34 +42,34 @@ class ConditioningFrames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """One stochastic denoising step of a sample, stored for training. float32."""
+    """One stochastic denoising step of a sample, stored for training. All tensors are float32."""
 
-    index: int  # of the step in the sampling plan
+    index: int  # index of the step in the sampling plan
     latents: Tensor  # [C,h,w] or [C,T,h,w] before the step; may share memory with the previous next_latents
     next_latents: Tensor  # after the step, as sampled
-    log_prob: Tensor  # [], mean over elements, of next_latents under the sampling policy
-    mean: Tensor | None = None  # of the Gaussian of next_latents, if the algorithm needs it
+    log_prob: Tensor  # [], log-probability of next_latents under the sampling policy, mean over elements
+    mean: Tensor | None = None  # mean of the Gaussian that next_latents is drawn from, if needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One generated sample with the data needed for training."""
+    """One generated sample, with the data that training needs."""
 
     sample_id: str  # derived from (run, step, prompt, member): equal ids mean equal work
     group_id: str  # shared by the samples of one prompt in one RL step
     prompt: Prompt
-    seed: int  # of the sample; all its random numbers derive from it
-    noise_seed: int  # of its initial noise; may be shared by a group
+    seed: int  # all random numbers of the sample are derived from it
+    noise_seed: int  # seed of its initial noise; may be shared by a group
     clean_latents: Tensor  # [C,h,w] or [C,T,h,w] float32
     transitions: Sequence[Transition] = ()  # at the steps stored by the sampling plan, ascending
     states: Mapping[int, Tensor] = field(default_factory=dict)  # step -> input latents of the denoiser, float32
-    data_latents: Tensor | None = None  # clean latents of the image or video captioned by its prompt; same shape
+    data_latents: Tensor | None = None  # clean latents of the data sample with its prompt as caption; same shape
     num_conditioning_frames: int = 0  # leading latent frames of `data_latents` used as conditioning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Score of one sample by one reward: either a finite value or the reason of a failure."""
+    """Score that one reward gives to one sample: a finite value, or the reason why it failed."""
 
     sample_id: str
     reward: str
@@ -91,7 +89,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaItem:
-    """One image (T = 1) or video of a batch."""
+    """One image (T = 1) or one video of a MediaBatch."""
 
     sample_id: str
     frames: npt.NDArray[np.uint8]  # [T,H,W,3]
@@ -102,7 +100,7 @@ class MediaItem:
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # conditioning inputs such as actions
 
     def score(self, value: float, **parts: float) -> Score:
-        """Return a score with this value, or a failure if the value is not finite."""
+        """Return a score with this value, or a failed score if the value is not finite."""
         if not np.isfinite(value):
             return self.fail(f"non-finite value {value}")
         return Score(sample_id=self.sample_id, reward=self.reward, value=float(value), parts=parts)
@@ -113,7 +111,7 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaBatch:
-    """Images [B,H,W,3] or videos [B,T,H,W,3], uint8, with their prompts. Iterates over MediaItems."""
+    """A batch of images [B,H,W,3] or videos [B,T,H,W,3], uint8, with prompts. Iterating yields MediaItems."""
 
     media: npt.NDArray[np.uint8]
     sample_ids: Sequence[str]

@@ -1,4 +1,4 @@
-"""User-defined classes `package.module:Class`: rewards, algorithms, model families, kinds of data.
+"""User-defined classes `package.module:Class`: rewards, algorithms, model families, readers of data.
 
 Every process (ranks, rollout workers, reward workers) imports them from PYTHONPATH or the working directory.
 """
@@ -17,14 +17,14 @@ CLASS_PATH_FORM = "package.module:Class"
 
 
 def is_user_class(name: str) -> bool:
-    """Return whether a name is a `package.module:Class` instead of a built-in name."""
+    """Return whether a name has the form `package.module:Class`. Otherwise it is the name of a built-in."""
     return ":" in name
 
 
 def import_class(path: str, base: type[Any], *, key: str, error: type[UserError]) -> type[Any]:
-    """Import the class at `path`, which must be a concrete subclass of `base`.
+    """Import the class at `path` (`package.module:Class`), which must be a concrete subclass of `base`.
 
-    Raises `error` with a message that starts with `key` and the path, also if the import fails.
+    Raises the exception class `error`, also if the import fails. The message starts with `key` and the path.
     """
     module_name, _, class_name = path.partition(":")
     imported = import_object(path, key=key, error=error)
@@ -37,9 +37,9 @@ def import_class(path: str, base: type[Any], *, key: str, error: type[UserError]
 
 
 def import_object(path: str, *, key: str, error: type[UserError], form: str = CLASS_PATH_FORM) -> Any:
-    """Import the object at `path`, None if the module does not define it.
+    """Import the object at `path` (`package.module:NAME`). Returns None if the module does not define it.
 
-    Raises `error` for a path of another form, and if the import of the module fails.
+    Raises the exception class `error` if the path does not have this form or the module cannot be imported.
     """
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
@@ -52,7 +52,7 @@ def import_object(path: str, *, key: str, error: type[UserError], form: str = CL
 
 
 def _import_failure(module_name: str, problem: Exception) -> str:
-    """Return why an import failed: a missing module, or an error in its code with the location."""
+    """Return the reason why an import failed: a missing module, or an error in the module's code and its location."""
     parents = [module_name.rsplit(".", n)[0] for n in range(module_name.count(".") + 1)]
     if isinstance(problem, ModuleNotFoundError) and problem.name in parents:
         return f"cannot import {module_name!r} ({problem}); is its folder on PYTHONPATH?"

@@ -1,8 +1,8 @@
-"""A recipe's steps beside those of the published loop in plain torch: `python -m benchmarks.gpu against RECIPE ...`.
+"""Compare a recipe's steps with the published loop in plain torch: `python -m benchmarks.gpu against RECIPE ...`.
 
-Both live in one process and take turns, step by step, on models of equal size: the same numbers of samples, forwards
-and backwards in the same batches. Each variant of ours has its own turns. The ratio is of the medians; the reference's
-own spread says what a difference is worth.
+Both run in one process and alternate, step by step, on models of equal size, with the same numbers of samples, forward
+passes and backward passes in the same batches. Each of our variants is compared separately. The result is the ratio of
+the medians; the range of the reference shows which differences are meaningful.
 """
 
 from __future__ import annotations
@@ -15,29 +15,32 @@ from typing import Any
 from benchmarks.gpu import runs
 from benchmarks.gpu.plain_steps import STEPS, PlainSteps
 from benchmarks.gpu.reference import PlainSd3
-from benchmarks.gpu.steps import add_recipes, rows, spread
-from benchmarks.gpu.variants import Variant
+from benchmarks.gpu.steps import add_recipes, summarize, variant_rows
+from benchmarks.gpu.variants import RecipeVariant
 from wfm_ds.models import registry
 from wfm_ds.recipe.schema import Recipe
 
 
-def reference(recipe: Recipe) -> PlainSteps:
-    """The published loop of this recipe's algorithm."""
+def make_reference_loop(recipe: Recipe) -> PlainSteps:
+    """Return the published loop of this recipe's algorithm."""
     folder = registry.resolve_pipeline(recipe.model.path, None)
     old = recipe.algorithm.name == "diffusion_nft"
-    return STEPS[recipe.algorithm.name](PlainSd3(folder, recipe, runs.world().device, old=old))
+    return STEPS[recipe.algorithm.name](PlainSd3(folder, recipe, runs.join_world().device, old=old))
 
 
-def compared(recipe_path: Path, variant: Variant, overrides: Sequence[str], rounds: int) -> dict[str, Any]:
-    with runs.environment(variant.environment), runs.opened(recipe_path, [*overrides, *variant.overrides]) as ours:
-        plain = reference(ours.loop.job.recipe)
+def compare_loops(recipe_path: Path, variant: RecipeVariant, overrides: Sequence[str], rounds: int) -> dict[str, Any]:
+    with (
+        runs.set_environment(variant.environment),
+        runs.open_run(recipe_path, [*overrides, *variant.overrides]) as ours,
+    ):
+        plain = make_reference_loop(ours.loop.job.recipe)
         seconds: dict[str, list[float]] = {"ours": [], "reference": []}
         for turn in range(1 + rounds):
-            for who, step in (("ours", ours.step), ("reference", plain.step)):
-                taken = runs.timed(step)
-                if turn > 0:  # the first warms up
-                    seconds[who].append(taken)
-    found = {who: spread(values) for who, values in seconds.items()}
+            for side, step in (("ours", ours.run_step), ("reference", plain.step)):
+                step_s = runs.time_call(step)
+                if turn > 0:  # the first round is a warm-up
+                    seconds[side].append(step_s)
+    found = {side: summarize(values) for side, values in seconds.items()}
     ratio = found["reference"]["median"] / found["ours"]["median"]
     return {"ours s": found["ours"], "reference s": found["reference"], "times as fast": ratio}
 
@@ -48,4 +51,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    return rows(args, lambda recipe, variant: compared(recipe, variant, args.set, args.rounds))
+    return variant_rows(args, lambda recipe, variant: compare_loops(recipe, variant, args.set, args.rounds))

@@ -1,6 +1,7 @@
-"""The calls of a day on a GPU, in order, and the lines of each: a call fits ten minutes.
+"""The calls of a day on a GPU, in order, and the lines of each. A call fits into ten minutes.
 
-A line is a command of its own process under its own limit. The rehearsal (`tiny`) has the same lines on tiny pipelines.
+A line is a command in a separate process with its own time limit. The rehearsal (`tiny`) has the same lines with tiny
+pipelines.
 """
 
 from __future__ import annotations
@@ -12,164 +13,179 @@ from pathlib import Path
 
 from benchmarks.gpu.variants import COMPARED, LEVERS
 
-CALL_S = 540.0  # of all lines of a call
+CALL_S = 540.0  # all lines of a call together
 LORA = ("sd3_image_sft_lora", "sd3_nft", "sd3_flow_grpo")
-# Of the recipes' 48 x 24 samples a step, for one GPU and minutes: two forwards of a rollout, or one.
+# Fewer samples than the recipes' 48 x 24, for minutes on one GPU: two forward batches in a rollout, or one.
 TWO_CHUNKS = ("rollout.prompts_per_step=4", "rollout.group_size=9")
 ONE_CHUNK = ("rollout.prompts_per_step=2", "rollout.group_size=9")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One command. `rows`: it writes those of a table; else the last line of its output stands for it."""
+class CallLine:
+    """One command. `rows`: it writes table rows; otherwise the last line of its output is the result."""
 
     name: str
     command: Sequence[str]
     limit_s: float
     rows: bool = True
-    makes: Path | None = None  # what later lines of the call need: done where it exists, on this very machine
+    makes: Path | None = None  # output that later lines need; the line is skipped if it exists on this machine
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Lines that are run in one go."""
+    """Lines that run in one call."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[CallLine]
 
 
-def gpu(name: str, *words: str | Path, limit_s: float, line: str = "", makes: Path | None = None) -> Line:
+def gpu_line(name: str, *words: str | Path, limit_s: float, line: str = "", makes: Path | None = None) -> CallLine:
     command = [sys.executable, "-m", "benchmarks.gpu", name, *map(str, words)]
-    return Line(name=line or name, command=command, limit_s=limit_s, makes=makes)
+    return CallLine(name=line or name, command=command, limit_s=limit_s, makes=makes)
 
 
-def python(line: str, *words: str, limit_s: float) -> Line:
-    return Line(name=line, command=[sys.executable, "-m", *words], limit_s=limit_s, rows=False)
+def python_line(line: str, *words: str, limit_s: float) -> CallLine:
+    return CallLine(name=line, command=[sys.executable, "-m", *words], limit_s=limit_s, rows=False)
 
 
-def calls(models: Path, *, tiny: bool) -> list[Call]:
-    """All calls of a day; `models`: a folder of this machine for pipelines."""
+def plan_calls(models: Path, *, tiny: bool) -> list[Call]:
+    """Return all calls of a day. models: folder for pipelines."""
     return [
-        environment(tiny=tiny),
-        steps(models, tiny=tiny),
-        reference(models, LORA[:2], tiny=tiny),
-        reference(models, LORA[2:], tiny=tiny),
-        *(variants(models, name, tiny=tiny) for name in COMPARED),
-        robustness(tiny=tiny),
-        videos(models, tiny=tiny),
-        rest(models, tiny=tiny),
+        environment_call(tiny=tiny),
+        steps_call(models, tiny=tiny),
+        reference_call(models, LORA[:2], tiny=tiny),
+        reference_call(models, LORA[2:], tiny=tiny),
+        *(variants_call(models, name, tiny=tiny) for name in COMPARED),
+        robustness_call(tiny=tiny),
+        videos_call(models, tiny=tiny),
+        float8_and_overlap_call(models, tiny=tiny),
     ]
 
 
-def environment(*, tiny: bool) -> Call:
+def environment_call(*, tiny: bool) -> Call:
     tests = ["tests/kernels/test_coefficients.py"] if tiny else ["tests/kernels"]
-    table = ["--help"] if tiny else ["--shapes", "sd35_512_b9", "--no-write"]  # on a CPU it counts, for minutes
+    table = ["--help"] if tiny else ["--shapes", "sd35_512_b9", "--no-write"]  # counting on a CPU takes minutes
     return Call(
         "environment and kernels",
         [
-            gpu("machine", *(["--size", "64"] if tiny else []), limit_s=90),
-            python("kernel tests", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, limit_s=180),
-            python("kernel table", "benchmarks.kernels", *table, limit_s=270),
+            gpu_line("machine", *(["--size", "64"] if tiny else []), limit_s=90),
+            python_line("kernel tests", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, limit_s=180),
+            python_line("kernel table", "benchmarks.kernels", *table, limit_s=270),
         ],
     )
 
 
-def pipeline(models: Path, name: str, *, tiny: bool) -> Line:
+def pipeline_line(models: Path, name: str, *, tiny: bool) -> CallLine:
     folder = models / (f"{name}-tiny" if tiny else name)
     options = ["--tiny"] if tiny else []
-    return gpu("pipeline", name, folder, *options, limit_s=120, line=f"pipeline {name}", makes=folder)
+    return gpu_line("pipeline", name, folder, *options, limit_s=120, line=f"pipeline {name}", makes=folder)
 
 
-def recipe(name: str, *, tiny: bool) -> str:
+def recipe_path(name: str, *, tiny: bool) -> str:
     known = {"sd3_image_sft_lora": "sd3_sft_lora"}
     return f"recipes/tiny/{known.get(name, name)}.yaml" if tiny else f"recipes/{name}.yaml"
 
 
-def settings(models: Path, name: str, samples: Sequence[str] = (), *, tiny: bool) -> list[str]:
-    """Changes to a recipe of this pipeline. samples: those that say how many a step makes."""
+def pipeline_overrides(models: Path, name: str, samples: Sequence[str] = (), *, tiny: bool) -> list[str]:
+    """Return overrides to use this pipeline in a recipe. samples: overrides for the number of samples in a step."""
     changes = [f"model.path={models / (f'{name}-tiny' if tiny else name)}"]
     if tiny:
         changes += ["model.max_sequence_length=16"]
     return [*changes, *(() if tiny else samples)]
 
 
-def samples_of(name: str, chunks: Sequence[str]) -> Sequence[str]:
+def sample_overrides(name: str, chunks: Sequence[str]) -> Sequence[str]:
     return () if "sft" in name else chunks
 
 
-def measured(steps: int = 3, *, tiny: bool) -> list[str]:
-    """Arguments for the number of steps; a rehearsal needs a peak too, since a CPU has none."""
+def step_arguments(steps: int = 3, *, tiny: bool) -> list[str]:
+    """Return arguments for the number of steps. A rehearsal on a CPU also needs a peak rate."""
     return ["--steps", "1", "--peak-tflops", "0.1"] if tiny else ["--steps", str(steps)]
 
 
-def steps(models: Path, *, tiny: bool) -> Call:
-    """Recipes as shipped: phases, rates, memory, launches, waits."""
-    lines = [pipeline(models, "sd35m", tiny=tiny)]
+def steps_call(models: Path, *, tiny: bool) -> Call:
+    """Shipped recipes: phases, rates, memory, launches, waits."""
+    lines = [pipeline_line(models, "sd35m", tiny=tiny)]
     for name in LORA:
-        changes = settings(models, "sd35m", samples_of(name, TWO_CHUNKS), tiny=tiny)
-        words = [recipe(name, tiny=tiny), *measured(tiny=tiny), "--set", *changes]
-        lines.append(gpu("steps", *words, limit_s=150, line=f"steps {name}"))
+        changes = pipeline_overrides(models, "sd35m", sample_overrides(name, TWO_CHUNKS), tiny=tiny)
+        words = [recipe_path(name, tiny=tiny), *step_arguments(tiny=tiny), "--set", *changes]
+        lines.append(gpu_line("steps", *words, limit_s=150, line=f"steps {name}"))
     return Call("steps of SD3.5 medium", lines)
 
 
-def reference(models: Path, names: Sequence[str], *, tiny: bool) -> Call:
-    """Beside the published loops, as shipped and with all levers."""
+def reference_call(models: Path, names: Sequence[str], *, tiny: bool) -> Call:
+    """Compare with the published loops, as shipped and with all optimizations."""
     counts = ["--rounds", "1"] if tiny else ["--rounds", "3"]
-    lines = [pipeline(models, "sd35m", tiny=tiny)]
+    lines = [pipeline_line(models, "sd35m", tiny=tiny)]
     for name in names:
-        changes = settings(models, "sd35m", samples_of(name, ONE_CHUNK), tiny=tiny)
-        # A rehearsal compiles in the call of variants; here it would take minutes of a CPU for nothing new.
+        changes = pipeline_overrides(models, "sd35m", sample_overrides(name, ONE_CHUNK), tiny=tiny)
+        # A rehearsal compiles in the variants' call; compiling here too would only take time.
         compared = "as shipped" if tiny else f"as shipped,{LEVERS[name]}"
-        words = [recipe(name, tiny=tiny), "--variants", compared, *counts, "--set", *changes]
-        lines.append(gpu("against", *words, limit_s=240 if len(names) > 1 else 400, line=f"against {name}"))
-    return Call(f"beside the published loops: {', '.join(names)}", lines)
+        words = [recipe_path(name, tiny=tiny), "--variants", compared, *counts, "--set", *changes]
+        lines.append(gpu_line("against", *words, limit_s=240 if len(names) > 1 else 400, line=f"against {name}"))
+    return Call(f"compared with the published loops: {', '.join(names)}", lines)
 
 
-def variants(models: Path, name: str, *, tiny: bool) -> Call:
-    """One lever at a time. A variant's row is written when it has run: what a limit cuts off are the later ones."""
-    lines = [pipeline(models, "sd35m", tiny=tiny)]
-    changes = settings(models, "sd35m", ONE_CHUNK, tiny=tiny)
+def variants_call(models: Path, name: str, *, tiny: bool) -> Call:
+    """One optimization at a time. A variant's row is written after it ran, so a time limit cuts only later variants."""
+    lines = [pipeline_line(models, "sd35m", tiny=tiny)]
+    changes = pipeline_overrides(models, "sd35m", ONE_CHUNK, tiny=tiny)
     for number, names in enumerate(COMPARED[name], 1):
-        words = [recipe(name, tiny=tiny), "--variants", ",".join(names), *measured(2, tiny=tiny), "--set", *changes]
-        lines.append(gpu("steps", *words, limit_s=300, line=f"variants {name}, {number}"))
-    return Call(f"one lever at a time: {name}", lines)
+        words = [
+            recipe_path(name, tiny=tiny),
+            "--variants",
+            ",".join(names),
+            *step_arguments(2, tiny=tiny),
+            "--set",
+            *changes,
+        ]
+        lines.append(gpu_line("steps", *words, limit_s=300, line=f"variants {name}, {number}"))
+    return Call(f"one optimization at a time: {name}", lines)
 
 
-def robustness(*, tiny: bool) -> Call:
+def robustness_call(*, tiny: bool) -> Call:
     quickstart = ["--help"] if tiny else ["--output", "/tmp/wfm_quickstart"]  # minutes on a CPU
-    # All of them have a rehearsal of their own (tests/benchmarks/test_gpu_day.py).
+    # tests/benchmarks/test_gpu_day.py rehearses all of them.
     tests = "tests/gpu/test_kernels.py" if tiny else "tests/gpu"
     return Call(
         "robustness",
         [
-            python("pytest -m gpu", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", tests, limit_s=300),
-            gpu("stopped", "recipes/tiny/sd3_nft.yaml", limit_s=120),
-            python("quickstart", "wfm_ds.quickstart", *quickstart, limit_s=240),
+            python_line("pytest -m gpu", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", tests, limit_s=300),
+            gpu_line("stopped", "recipes/tiny/sd3_nft.yaml", limit_s=120),
+            python_line("quickstart", "wfm_ds.quickstart", *quickstart, limit_s=240),
         ],
     )
 
 
-def videos(models: Path, *, tiny: bool) -> Call:
+def videos_call(models: Path, *, tiny: bool) -> Call:
     options = ["--tiny"] if tiny else []
     lines = [
-        gpu("videos", name, *options, limit_s=limit, line=f"videos {name}")
+        gpu_line("videos", name, *options, limit_s=limit, line=f"videos {name}")
         for name, limit in (("wan1.3b", 120), ("cosmos2b", 200))
     ]
     cut = options or ["--layers", "10"]
-    lines.append(gpu("videos", "wan14b", *cut, limit_s=150, line="videos wan14b, 10 layers"))
-    changes = settings(models, "wan1.3b", ["rollout.prompts_per_step=1", "rollout.group_size=2"], tiny=tiny)
-    words = ["recipes/tiny/wan_nft.yaml" if tiny else "recipes/wan_nft.yaml", *measured(tiny=tiny), "--set", *changes]
-    lines += [pipeline(models, "wan1.3b", tiny=tiny), gpu("steps", *words, limit_s=200, line="steps wan_nft")]
+    lines.append(gpu_line("videos", "wan14b", *cut, limit_s=150, line="videos wan14b, 10 layers"))
+    changes = pipeline_overrides(models, "wan1.3b", ["rollout.prompts_per_step=1", "rollout.group_size=2"], tiny=tiny)
+    words = [
+        "recipes/tiny/wan_nft.yaml" if tiny else "recipes/wan_nft.yaml",
+        *step_arguments(tiny=tiny),
+        "--set",
+        *changes,
+    ]
+    lines += [pipeline_line(models, "wan1.3b", tiny=tiny), gpu_line("steps", *words, limit_s=200, line="steps wan_nft")]
     return Call("videos and memory", lines)
 
 
-def rest(models: Path, *, tiny: bool) -> Call:
-    """Products in float8, and a worker on the trainer's own GPU: what is left of the gain when both share a device."""
+def float8_and_overlap_call(models: Path, *, tiny: bool) -> Call:
+    """Matrix products in float8, and a rollout worker on the trainer's GPU: the gain if both share a device."""
     device = "cpu" if tiny else "cuda:0"
-    lines = [gpu("matmuls", *(["--scale", "64"] if tiny else []), limit_s=180), pipeline(models, "sd35m", tiny=tiny)]
+    lines = [
+        gpu_line("matmuls", *(["--scale", "64"] if tiny else []), limit_s=180),
+        pipeline_line(models, "sd35m", tiny=tiny),
+    ]
     for mode in ("async", "colocated"):
-        changes = [*settings(models, "sd35m", ONE_CHUNK, tiny=tiny), f"rollout.mode={mode}"]
+        changes = [*pipeline_overrides(models, "sd35m", ONE_CHUNK, tiny=tiny), f"rollout.mode={mode}"]
         changes += ["rollout.spawn=1", f"rollout.devices=[{device}]"] if mode == "async" else []
-        words = [recipe("sd3_nft", tiny=tiny), *measured(tiny=tiny), "--set", *changes]
-        lines.append(gpu("steps", *words, limit_s=150, line=f"steps sd3_nft, {mode}"))
+        words = [recipe_path("sd3_nft", tiny=tiny), *step_arguments(tiny=tiny), "--set", *changes]
+        lines.append(gpu_line("steps", *words, limit_s=150, line=f"steps sd3_nft, {mode}"))
     return Call("float8 products, and overlap on one device", lines)

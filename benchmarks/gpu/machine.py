@@ -1,4 +1,4 @@
-"""The machine of a day: device, software, and what it reaches at best."""
+"""The machine of a day: device, software, and peak rates."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", type=int, default=8192, help="of the square matrices of the ceiling")
+    parser.add_argument("--size", type=int, default=8192, help="size of the square matrices for the peak rate")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     from deepspeed.accelerator import get_accelerator
 
-    device = runs.world().device
-    about = report.machine() | {name: report.version(name) for name in PACKAGES} | {"nvidia-smi": nvidia_smi()}
+    device = runs.join_world().device
+    about = (
+        report.describe_machine()
+        | {name: report.package_version(name) for name in PACKAGES}
+        | {"nvidia-smi": nvidia_smi()}
+    )
     about["deepspeed accelerator"] = get_accelerator()._name
     if device.type == "cuda":
         about["copy GB/s"] = timing.copy_gbps()
@@ -42,11 +46,11 @@ def nvidia_smi() -> str:
 
 
 def matmul_tflops(size: int, device: torch.device) -> float:
-    """TFLOP/s of a square product: the ceiling beside the data sheet's."""
+    """Return the TFLOP/s of a square matrix product, a measured alternative to the data sheet's peak."""
     a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
     return 2 * size**3 / median_s(lambda: a @ b) / 1e12
 
 
 def median_s(call: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds of one call, the median of some after one that warms up."""
-    return statistics.median([runs.timed(call) for _ in range(1 + repeats)][1:])
+    """Return the median seconds of a call, after a warm-up call."""
+    return statistics.median([runs.time_call(call) for _ in range(1 + repeats)][1:])

@@ -1,7 +1,7 @@
-"""Matrix products of the denoisers in bfloat16 and in float8 with a scale a row: what float8 could give, and its error.
+"""The denoisers' matrix products in bfloat16 and in float8 with one scale per row: the speed of float8 and its error.
 
-Without quantisation: the product alone. With it: the activations are quantised in each call, as training would have to;
-weights are quantised once. A CPU has no such product and computes from the rounded values: a rehearsal of the lines.
+Without quantization: the product alone. With quantization: activations are quantized in each call, as in training;
+weights are quantized in advance. A CPU has no float8 product and computes with the rounded values, for rehearsals.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ LAYERS = {
     "cosmos2b mlp": (2048, 8192),
     "wan14b mlp": (5120, 13824),
 }
-LARGEST = 448.0  # of float8_e4m3fn
+LARGEST = 448.0  # largest float8_e4m3fn
 
 
-def quantised(value: Tensor) -> tuple[Tensor, Tensor]:
-    """float8 rows, and the factor [rows, 1] that makes them what they were."""
+def quantise_rows(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float8 rows, and the factors [rows, 1] that restore their scale."""
     scale = value.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / LARGEST
     return (value.float() / scale).to(torch.float8_e4m3fn), scale
 
 
-def product(a: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor]) -> Tensor:
-    """a @ weight.T in bfloat16, accumulated in float32."""
+def float8_matmul(a: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor]) -> Tensor:
+    """Return a @ weight.T in bfloat16, accumulated in float32."""
     (a8, a_scale), (w8, w_scale) = a, weight
     if a8.device.type != "cuda":
         return ((a8.float() * a_scale) @ (w8.float() * w_scale).T).bfloat16()
@@ -42,21 +42,21 @@ def product(a: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor]) -> Tensor:
     return found
 
 
-def measured(name: str, rows: int, inner: int, outer: int, device: torch.device) -> dict[str, Any]:
+def measure_matmul(name: str, rows: int, inner: int, outer: int, device: torch.device) -> dict[str, Any]:
     a = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
     weight = torch.randn(outer, inner, device=device, dtype=torch.bfloat16) / inner**0.5
-    a_q, w_q = quantised(a), quantised(weight)
+    a_q, w_q = quantise_rows(a), quantise_rows(weight)
     exact = a.float() @ weight.float().T
     seconds = {
         "bf16": median_s(lambda: a @ weight.T),
-        "fp8": median_s(lambda: product(a_q, w_q)),
-        "fp8 with quantisation": median_s(lambda: product(quantised(a), w_q)),
+        "fp8": median_s(lambda: float8_matmul(a_q, w_q)),
+        "fp8 with quantisation": median_s(lambda: float8_matmul(quantise_rows(a), w_q)),
     }
     flops = 2 * rows * inner * outer
     found: dict[str, Any] = {"layer": name, "M": rows, "K": inner, "N": outer}
-    found |= {f"{way} TFLOP/s": flops / taken / 1e12 for way, taken in seconds.items()}
+    found |= {f"{way} TFLOP/s": flops / call_s / 1e12 for way, call_s in seconds.items()}
     found["times as fast, with quantisation"] = seconds["bf16"] / seconds["fp8 with quantisation"]
-    for way, value in (("bf16", a @ weight.T), ("fp8", product(a_q, w_q))):
+    for way, value in (("bf16", a @ weight.T), ("fp8", float8_matmul(a_q, w_q))):
         found[f"{way} relative error"] = float((value.float() - exact).norm() / exact.norm())
     return found
 
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    device = runs.world().device
+    device = runs.join_world().device
     for name, (inner, outer) in LAYERS.items():
         for rows in ROWS:
-            yield measured(name, -(-rows // args.scale), inner // args.scale, outer // args.scale, device)
+            yield measure_matmul(name, -(-rows // args.scale), inner // args.scale, outer // args.scale, device)

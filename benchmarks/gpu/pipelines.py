@@ -1,8 +1,8 @@
 """Pipelines of released size with random weights: `python -m benchmarks.gpu pipeline NAME FOLDER [--tiny]`.
 
-Complete diffusers folders, made on the device in bfloat16: the denoiser and the VAE as published (released.py), text
-encoders as wide at their output as the released ones but with hardly anything before it. What is measured with them
-depends on sizes alone; a picture of theirs is noise. `--tiny` writes the tiny pipeline of the same family instead.
+Complete diffusers folders, created on the device in bfloat16. The denoiser and the VAE have the published dimensions
+(released.py). The text encoders have only the published output width and are otherwise minimal. Measurements with these
+pipelines depend only on sizes; their images are noise. `--tiny` writes the tiny pipeline of the same family.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from wfm_ds.models.tiny.parts.qwen import qwen_tokenizer
 from wfm_ds.models.tiny.parts.t5 import t5_tokenizer
 
 CLIP_LENGTH = 77
-LAYERS = {"wan14b": 10}  # of 40: the whole of it is 28 GB of disk; times and bytes scale with the layers
+LAYERS = {"wan14b": 10}  # of 40, because all need 28 GB of disk; times and bytes scale with the layers
 TINY = {"sd35m": "sd3", "sana": "sana", "wan1.3b": "wan21", "wan14b": "wan21", "cosmos2b": "cosmos25"}
 Parts = dict[str, Any]
 
 
-def clip(tokenizer: Any, width: int) -> CLIPTextModelWithProjection:
+def clip_encoder(tokenizer: Any, width: int) -> CLIPTextModelWithProjection:
     return CLIPTextModelWithProjection(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
@@ -65,7 +65,7 @@ def sd3_texts() -> Parts:
     config = T5Config(vocab_size=len(t5), d_model=4096, d_kv=64, d_ff=64, num_layers=1, num_heads=1)
     return {
         **{"tokenizer": tokenizer, "tokenizer_2": tokenizer, "tokenizer_3": t5},
-        **{"text_encoder": clip(tokenizer, 768), "text_encoder_2": clip(tokenizer, 1280)},
+        **{"text_encoder": clip_encoder(tokenizer, 768), "text_encoder_2": clip_encoder(tokenizer, 1280)},
         "text_encoder_3": T5EncoderModel(config),
     }
 
@@ -91,7 +91,7 @@ def wan_texts() -> Parts:
 
 
 def cosmos_texts() -> Parts:
-    """All 28 layers: the embedding of a text is what all of them put out, side by side."""
+    """Return the text encoder with all 28 layers, because a text embedding concatenates the outputs of all layers."""
     tokenizer = qwen_tokenizer()
     config = Qwen2_5_VLConfig(
         text_config={
@@ -128,9 +128,11 @@ TEXTS: Mapping[str, Callable[[], Parts]] = {
 }
 
 
-def write(name: str, out: Path, device: torch.device, **changes: Any) -> int:
-    """Write the pipeline into the new folder `out` and return the parameters of its denoiser. changes: to the
-    denoiser's configuration."""
+def write_pipeline(name: str, out: Path, device: torch.device, **changes: Any) -> int:
+    """Write the pipeline into the new folder `out`, and return the number of the denoiser's parameters.
+
+    changes: overrides of the denoiser's configuration.
+    """
     known = RELEASED[name]
     torch.manual_seed(0)
     with device:
@@ -149,7 +151,7 @@ def write(name: str, out: Path, device: torch.device, **changes: Any) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=TEXTS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, help="of the denoiser, instead of the released number")
+    parser.add_argument("--layers", type=int, help="number of the denoiser's layers (default: as released)")
     parser.add_argument("--tiny", action="store_true", help="the tiny pipeline of the same family")
 
 
@@ -163,6 +165,6 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         layers = args.layers or LAYERS.get(args.name)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         changes = {} if layers is None else {"num_layers": layers}
-        row["parameters"] = write(args.name, args.folder, device, **changes)
+        row["parameters"] = write_pipeline(args.name, args.folder, device, **changes)
     gigabytes = sum(file.stat().st_size for file in args.folder.rglob("*") if file.is_file()) / 1e9
     return [row | {"GB": gigabytes, "s": time.monotonic() - began}]

@@ -1,4 +1,4 @@
-"""Runs that a benchmark steps by hand: a recipe's own loop with everything around it, in this process."""
+"""Runs that a benchmark steps one by one: a recipe's own loop with everything around it, in this process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from wfm_ds.training.loop import TrainingLoop
 from wfm_ds.training.preflight import check_and_load_data
 
 ROOT = Path(__file__).parents[2]
-NUM_PICTURES = 16
-# Nothing but steps: no evaluation, no file that a step would wait for.
+NUM_IMAGES = 16
+# Only steps: no evaluation, and no files that a step would wait for.
 QUIET = (
     *("run.steps=100000", "validation.every=0", "validation.at_start=false", "validation.prompts=null"),
     *("checkpoint.every=0", "checkpoint.export_every=0"),
@@ -47,9 +47,9 @@ MOCK_RL = (
 
 
 class Phases:
-    """The stopwatch of a job, which also notes each phase's FLOPs.
+    """A job's stopwatch that also counts each phase's FLOPs.
 
-    What happens within a phase inside another one belongs to the outer one, as its seconds do.
+    Work of a nested phase counts for the outer phase, like its seconds.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
@@ -74,80 +74,80 @@ class Phases:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenRun:
     """A loop before its first step."""
 
     loop: TrainingLoop
     phases: Phases
-    estimated_bytes: int  # of the memory that a rank needs, by `--check`
+    estimated_bytes: int  # memory of a rank, as estimated by `--check`
     metrics_file: Path
 
-    def step(self) -> None:
-        """The next step, and all that the loop waits for before it."""
+    def run_step(self) -> None:
+        """Run the next step, including its wait for data."""
         self.loop.wait_for_data(self.loop.step + 1)
         self.loop.run_step()
 
-    def lines(self) -> list[dict[str, Any]]:
-        """The metrics of all steps so far, one record a step: that of its first optimizer step."""
+    def metric_lines(self) -> list[dict[str, Any]]:
+        """Return the metrics of all steps so far: for each step the record of its first optimizer step."""
         records = [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
         return [record for record in records if "time/step" in record]
 
 
 @functools.cache
-def world() -> World:
-    """This process, alone. Without a launcher, so that a benchmark is one command."""
+def join_world() -> World:
+    """Return a world of this process alone. No launcher is needed."""
     choose_accelerator()
     return World.join()
 
 
 @contextlib.contextmanager
-def opened(recipe_path: Path, overrides: Sequence[str]) -> Iterator[Opened]:
-    """Everything of a run that is ready for its first step; ended, and its memory given back, after the block."""
+def open_run(recipe_path: Path, overrides: Sequence[str]) -> Iterator[OpenRun]:
+    """Build a run that is ready for its first step. After the block it is closed and its memory is released."""
     with tempfile.TemporaryDirectory(prefix="wfm-gpu-") as temporary, contextlib.ExitStack() as held:
-        recipe = loaded(recipe_path, overrides, Path(temporary))
-        data, model = check_and_load_data(recipe, world().size), load_model(recipe, world().device)
-        estimated = estimate_memory(recipe, model, world().size, device=world().device.type).peak_bytes
+        recipe = load_quiet_recipe(recipe_path, overrides, Path(temporary))
+        data, model = check_and_load_data(recipe, join_world().size), load_model(recipe, join_world().device)
+        estimated = estimate_memory(recipe, model, join_world().size, device=join_world().device.type).peak_bytes
         recipe.run.output_dir.mkdir()
         open_output_folder(recipe, RunStart())  # rollout workers read the recipe there
-        loop = build_diffusion_loop(recipe, world(), StopFlag(), model, data, RunStart(), None, held)
+        loop = build_diffusion_loop(recipe, join_world(), StopFlag(), model, data, RunStart(), None, held)
         loop.start()
-        yield Opened(loop, Phases(loop), estimated, recipe.run.output_dir / "metrics.jsonl")
+        yield OpenRun(loop, Phases(loop), estimated, recipe.run.output_dir / "metrics.jsonl")
         del loop, model
-    release()
+    release_memory()
 
 
-def loaded(recipe_path: Path, overrides: Sequence[str], folder: Path) -> Recipe:
-    """The recipe with data that need no download and rewards that cost nothing; `overrides` come last."""
-    places = [f"run.output_dir={folder / 'run'}", *QUIET]
+def load_quiet_recipe(recipe_path: Path, overrides: Sequence[str], folder: Path) -> Recipe:
+    """Load the recipe with data that need no download and rewards without cost. `overrides` have precedence."""
+    paths = [f"run.output_dir={folder / 'run'}", *QUIET]
     plain = recipe_file.load_recipe(
-        recipe_path, [*places, *(word for word in overrides if not word.startswith("data."))]
+        recipe_path, [*paths, *(override for override in overrides if not override.startswith("data."))]
     )
     if plain.is_rl:
-        return recipe_file.load_recipe(recipe_path, [*places, *MOCK_RL, *overrides])
+        return recipe_file.load_recipe(recipe_path, [*paths, *MOCK_RL, *overrides])
     size = plain.sampling
-    write_pictures(folder / "pictures", size.height, size.width)
-    pictures = ["data.kind=paired", f"data.path={folder / 'pictures'}", "validation.holdout=0"]
-    return recipe_file.load_recipe(recipe_path, [*places, *pictures, *overrides])
+    write_noise_images(folder / "images", size.height, size.width)
+    images = ["data.kind=paired", f"data.path={folder / 'images'}", "validation.holdout=0"]
+    return recipe_file.load_recipe(recipe_path, [*paths, *images, *overrides])
 
 
-def write_pictures(folder: Path, height: int, width: int) -> None:
-    """Noise with captions, of the size that is trained."""
+def write_noise_images(folder: Path, height: int, width: int) -> None:
+    """Write noise images with captions, in the size of the training."""
     folder.mkdir()
-    for number in range(NUM_PICTURES):
+    for number in range(NUM_IMAGES):
         pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.png", compress_level=1)
         (folder / f"{number}.json").write_text(json.dumps({"prompt": f"noise number {number}"}))
 
 
-def release() -> None:
-    """Give memory back to the device, so that the next run starts with all of it."""
+def release_memory() -> None:
+    """Release memory to the device, so that the next run can use all of it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
-def environment(changes: Mapping[str, str]) -> Iterator[None]:
+def set_environment(changes: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -160,15 +160,15 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds of the work and of all that it asked of the device."""
-    synchronize()
+def time_call(work: Callable[[], object]) -> float:
+    """Return the seconds of a call, including its work on the device."""
+    synchronize_device()
     began = time.perf_counter()
     work()
-    synchronize()
+    synchronize_device()
     return time.perf_counter() - began
 
 
-def synchronize() -> None:
-    if world().device.type == "cuda":
+def synchronize_device() -> None:
+    if join_world().device.type == "cuda":
         torch.cuda.synchronize()

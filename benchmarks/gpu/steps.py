@@ -1,9 +1,9 @@
-"""Steps of real runs, measured: `python -m benchmarks.gpu steps RECIPE ... --variants NAME,NAME --json FILE`.
+"""Measure steps of real runs: `python -m benchmarks.gpu steps RECIPE ... --variants NAME,NAME --json FILE`.
 
-Each recipe runs in this process as `wfm_ds.train` would run it, once for each variant, with mock rewards and without
-evaluations and exports: one step to warm up, `--steps` measured ones, one whose waits for the device are counted and
-one whose kernel launches are. A variant that fails, or that the recipe, the device or a
-missing package refuses, gives a row that says so, and the next one begins.
+Each recipe runs in this process like in `wfm_ds.train`, for each variant, with mock rewards and without evaluations and
+exports: a warm-up step, `--steps` measured steps, one step to count waits for the device, and one step to count kernel
+launches. A variant that fails, or that the recipe, the device or a missing package rejects, gives a row with the
+reason, and the next variant starts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import counted, runs
-from benchmarks.gpu.variants import Variant, chosen
+from benchmarks.gpu import host_counts, runs
+from benchmarks.gpu.variants import RecipeVariant, select_variants
 from wfm_ds.engine.device_peaks import peak_tflops
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import UserError
@@ -26,47 +26,47 @@ from wfm_ds.training.speed import TERA
 TIME = "time/"
 
 
-def tried(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `run` found, or how it failed, or why it was refused: a table is worth having with a gap."""
+def try_measurement(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of `run`, or a row with its error, so that a table can have gaps."""
     try:
         return run()
     except UserError as error:
         return {"refused": str(error)[:300]}
-    except Exception as error:  # noqa: BLE001, whatever a variant dies of is its row
+    except Exception as error:  # noqa: BLE001, any error of a variant becomes its row
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     finally:
-        runs.release()
+        runs.release_memory()
 
 
-def measured(
-    recipe: Path, variant: Variant, overrides: Sequence[str], steps: int, peak: float | None
+def measure_steps(
+    recipe: Path, variant: RecipeVariant, overrides: Sequence[str], steps: int, peak: float | None
 ) -> dict[str, Any]:
-    with runs.environment(variant.environment), runs.opened(recipe, [*overrides, *variant.overrides]) as run:
-        row: dict[str, Any] = {"first step s": runs.timed(run.step)}
-        before = len(run.lines())
+    with runs.set_environment(variant.environment), runs.open_run(recipe, [*overrides, *variant.overrides]) as run:
+        row: dict[str, Any] = {"first step s": runs.time_call(run.run_step)}
+        before = len(run.metric_lines())
         run.phases.work.clear()
         for _ in range(steps):
-            run.step()
-        row |= columns(run, run.lines()[before:], peak)
-        with counted.host_syncs() as places:
-            run.step()
-        row |= {"host syncs": places.total(), "host syncs at": counted.busiest(places)} if places else {}
-        row |= counted.launches(run.step)
+            run.run_step()
+        row |= step_columns(run, run.metric_lines()[before:], peak)
+        with host_counts.count_host_syncs() as places:
+            run.run_step()
+        row |= {"host syncs": places.total(), "host syncs at": host_counts.format_busiest(places)} if places else {}
+        row |= host_counts.count_launches(run.run_step)
     return row
 
 
-def columns(run: runs.Opened, lines: Sequence[dict[str, Any]], peak: float | None) -> dict[str, Any]:
-    """Seconds by phase, samples, FLOPs and memory of the measured steps."""
+def step_columns(run: runs.OpenRun, lines: Sequence[dict[str, Any]], peak: float | None) -> dict[str, Any]:
+    """Return seconds by phase, samples, FLOPs and memory of the measured steps."""
     job = run.loop.job
     seconds = {name: [line[name] for line in lines] for name in lines[0] if name.startswith(TIME)}
     step_s = seconds.pop(TIME + "step")
-    found: dict[str, Any] = {"step s": spread(step_s)}
+    found: dict[str, Any] = {"step s": summarize(step_s)}
     found |= {f"{name.removeprefix(TIME)} s": statistics.median(values) for name, values in seconds.items()}
     found["samples/s"] = statistics.median(line["perf/samples_per_second"] for line in lines)
     peak = peak or peak_tflops(job.world.device, DTYPES[job.recipe.model.dtype])
     needed = sum(work.required for work in run.phases.work.values())
-    all_of_it = needed + sum(work.recomputed for work in run.phases.work.values())
-    found["TFLOP/s"] = all_of_it / sum(step_s) / TERA
+    all_flops = needed + sum(work.recomputed for work in run.phases.work.values())
+    found["TFLOP/s"] = all_flops / sum(step_s) / TERA
     if peak is not None:
         found["MFU"] = needed / sum(step_s) / TERA / peak
         for phase, work in run.phases.work.items():
@@ -78,7 +78,7 @@ def columns(run: runs.Opened, lines: Sequence[dict[str, Any]], peak: float | Non
         if name.startswith(MEMORY_TAG)
     }
     found["estimated GiB"] = run.estimated_bytes / GIB
-    # On a GPU, by phase: what tensors took. Without a phase: what was reserved for them.
+    # On a GPU, tags with a phase are allocated memory; the tag without a phase is reserved memory.
     of_phases = [max(line[name] for line in lines) for name in lines[0] if name.startswith(f"{MEMORY_TAG}/")]
     if of_phases:
         found["allocated GiB"] = max(of_phases)
@@ -86,30 +86,34 @@ def columns(run: runs.Opened, lines: Sequence[dict[str, Any]], peak: float | Non
     return found
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def summarize(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def add_recipes(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `rows` reads."""
+    """Add the arguments that `variant_rows` reads."""
     parser.add_argument("recipes", nargs="+", type=Path)
     parser.add_argument("--variants", default="as shipped", help="comma-separated (default: as shipped)")
-    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="changes to every recipe")
+    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="overrides for every recipe")
 
 
-def rows(args: argparse.Namespace, measure: Callable[[Path, Variant], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield what `measure` finds of each recipe with each variant, or how it failed."""
+def variant_rows(
+    args: argparse.Namespace, measure: Callable[[Path, RecipeVariant], dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the result of `measure` for each recipe and variant, or its error."""
     for recipe in args.recipes:
-        for name, variant in chosen(args.variants).items():
-            row = tried(functools.partial(measure, recipe, variant))
+        for name, variant in select_variants(args.variants).items():
+            row = try_measurement(functools.partial(measure, recipe, variant))
             yield {"recipe": recipe.stem, "variant": name, **row}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipes(parser)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--peak-tflops", type=float, help="of the device, where its name does not say it")
+    parser.add_argument("--peak-tflops", type=float, help="peak of the device, if its name is unknown")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    return rows(args, lambda recipe, variant: measured(recipe, variant, args.set, args.steps, args.peak_tflops))
+    return variant_rows(
+        args, lambda recipe, variant: measure_steps(recipe, variant, args.set, args.steps, args.peak_tflops)
+    )

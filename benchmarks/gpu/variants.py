@@ -1,4 +1,4 @@
-"""The ways to run a recipe that are compared: a name, and what it changes."""
+"""Variants of a recipe to compare: names, and their changes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from wfm_ds.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """Changes to a recipe, each of which turns one lever, or several of them."""
+class RecipeVariant:
+    """Changes to a recipe that turn on one or several optimizations."""
 
     overrides: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -20,24 +20,24 @@ COMPILED, VAE, MERGED = "engine.compile=true", "model.vae_dtype=bfloat16", "roll
 GRAPH = "rollout.cuda_graph=true"
 GUIDED = "sampling.guidance_scale=4.5"
 
-VARIANTS: Mapping[str, Variant] = {
-    "as shipped": Variant(),
-    "native attention": Variant(overrides=("model.attention=native",)),
-    "cudnn attention": Variant(overrides=("model.attention=cudnn",)),
-    "flash attention": Variant(overrides=("model.attention=flash",)),
-    "torch operators": Variant(environment={"WFM_KERNELS": "torch"}),
-    "compiled": Variant(overrides=(COMPILED,)),
-    "vae bfloat16": Variant(overrides=(VAE,)),
-    "merged lora": Variant(overrides=(MERGED,)),
-    "cuda graph": Variant(overrides=(GRAPH,)),
-    "guided": Variant(overrides=(GUIDED,)),
-    "guided at once": Variant(overrides=(GUIDED, "sampling.guidance_batch=joint")),
-    "deterministic": Variant(overrides=("engine.deterministic=true",)),
-    "sft levers": Variant(overrides=(COMPILED, VAE)),
-    "nft levers": Variant(overrides=(COMPILED, VAE, MERGED, GRAPH)),
-    "grpo levers": Variant(overrides=(COMPILED, VAE, GRAPH)),
+VARIANTS: Mapping[str, RecipeVariant] = {
+    "as shipped": RecipeVariant(),
+    "native attention": RecipeVariant(overrides=("model.attention=native",)),
+    "cudnn attention": RecipeVariant(overrides=("model.attention=cudnn",)),
+    "flash attention": RecipeVariant(overrides=("model.attention=flash",)),
+    "torch operators": RecipeVariant(environment={"WFM_KERNELS": "torch"}),
+    "compiled": RecipeVariant(overrides=(COMPILED,)),
+    "vae bfloat16": RecipeVariant(overrides=(VAE,)),
+    "merged lora": RecipeVariant(overrides=(MERGED,)),
+    "cuda graph": RecipeVariant(overrides=(GRAPH,)),
+    "guided": RecipeVariant(overrides=(GUIDED,)),
+    "guided at once": RecipeVariant(overrides=(GUIDED, "sampling.guidance_batch=joint")),
+    "deterministic": RecipeVariant(overrides=("engine.deterministic=true",)),
+    "sft levers": RecipeVariant(overrides=(COMPILED, VAE)),
+    "nft levers": RecipeVariant(overrides=(COMPILED, VAE, MERGED, GRAPH)),
+    "grpo levers": RecipeVariant(overrides=(COMPILED, VAE, GRAPH)),
 }
-# What is compared for each recipe of a day, the line of a call by line; the rest would change nothing there.
+# Variants for each recipe of a day, by line of a call. Other variants would not change these recipes.
 LEVERS = {"sd3_image_sft_lora": "sft levers", "sd3_nft": "nft levers", "sd3_flow_grpo": "grpo levers"}
 COMMON = ("native attention", "cudnn attention", "flash attention", "torch operators")
 COMPARED: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -50,10 +50,10 @@ COMPARED: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-def chosen(names: str) -> dict[str, Variant]:
-    """The variants of a comma-separated list; UserError for a name that there is not."""
+def select_variants(names: str) -> dict[str, RecipeVariant]:
+    """Return the variants of a comma-separated list. Raises UserError for an unknown name."""
     wanted = [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in VARIANTS]
     if unknown:
-        raise UserError(f"no variant {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+        raise UserError(f"unknown variant {', '.join(unknown)}; available: {', '.join(VARIANTS)}")
     return {name: VARIANTS[name] for name in wanted}

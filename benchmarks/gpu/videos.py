@@ -1,7 +1,8 @@
-"""One denoiser at its own size: seconds and memory of a forward by attention kernel, of a backward, and of decoding.
+"""One denoiser at its released size: seconds and memory of a forward pass by attention kernel, of a backward pass, and
+of decoding: `python -m benchmarks.gpu videos NAME ... [--layers N] [--tiny]`.
 
-`python -m benchmarks.gpu videos NAME ... [--layers N] [--tiny]`. Random weights; text is random numbers of the right
-shape. Each kernel takes its turn in one process; `difference` is of its output from the first kernel's, by norm.
+Weights and text embeddings are random. Kernels are measured one after another in one process. `difference` is the
+relative norm of the difference from the first kernel's output.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import counted, runs
+from benchmarks.gpu import host_counts, runs
 from benchmarks.gpu.machine import median_s
 from benchmarks.gpu.pipelines import TINY
-from benchmarks.gpu.steps import tried
+from benchmarks.gpu.steps import try_measurement
 from benchmarks.released import RELEASED
 from wfm_ds.engine import attention_kernels
 from wfm_ds.engine.device_peaks import peak_tflops
@@ -36,15 +37,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class MeasuredModel:
     """A model with the inputs of one sample."""
 
     model: DiffusionModel
-    shape: tuple[int, ...]  # of its latents
+    shape: tuple[int, ...]  # of the latents
     conditioning: Mapping[str, Tensor]
 
     @classmethod
-    def released(cls, name: str, device: torch.device, layers: int | None) -> Subject:
+    def from_released(cls, name: str, device: torch.device, layers: int | None) -> MeasuredModel:
         known = RELEASED[name]
         model = known.load(device, **({} if layers is None else {"num_layers": layers}))
         shapes = {**known.conditioning, **model.input_shapes(model.latent_shape(*known.size))}
@@ -57,7 +58,7 @@ class Subject:
         return cls(model, model.latent_shape(*known.size), texts)
 
     @classmethod
-    def tiny(cls, name: str, device: torch.device) -> Subject:
+    def from_tiny(cls, name: str, device: torch.device) -> MeasuredModel:
         with tempfile.TemporaryDirectory(prefix="wfm-tiny-") as temporary:
             folder = Path(temporary) / "pipeline"
             write_tiny_model(TINY[name], folder)
@@ -73,16 +74,17 @@ class Subject:
         return self.model.denoise(latents, torch.full((1,), 0.5, device=device), dict(self.conditioning), 0)
 
 
-def forwards(subject: Subject) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Measurements of a forward by each attention kernel."""
+def forward_measurements(subject: MeasuredModel) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return the measurements of a forward pass, by attention kernel."""
     first: list[Tensor] = []
     flops = count_flops(subject.model, subject.shape, subject.conditioning).forward
-    return {f"forward, {kernel}": partial(forward, subject, kernel, flops, first) for kernel in KERNELS}
+    return {f"forward, {kernel}": partial(measure_forward, subject, kernel, flops, first) for kernel in KERNELS}
 
 
 @torch.no_grad()
-def forward(subject: Subject, kernel: AttentionName, flops: int, first: list[Tensor]) -> dict[str, Any]:
-    """Raises UserError for a kernel that this device or denoiser does not have. `first`: what the first one gave."""
+def measure_forward(subject: MeasuredModel, kernel: AttentionName, flops: int, first: list[Tensor]) -> dict[str, Any]:
+    """Measure a forward pass. Raises UserError if the device or denoiser does not support the kernel. first: the output
+    of the first kernel."""
     denoiser, device = subject.model.unwrapped_denoiser, subject.model.device
     dtype = next(denoiser.parameters()).dtype
     stock = {layer: layer.processor for _, layer in attention_kernels.attention_layers(denoiser)}
@@ -90,7 +92,7 @@ def forward(subject: Subject, kernel: AttentionName, flops: int, first: list[Ten
         denoiser, attention_kernels.choose_kernel(kernel, denoiser, dtype, device, trains=False)
     )
     try:
-        found, velocity = timed(subject.forward, device, repeats=3), subject.forward()
+        found, velocity = time_with_memory(subject.forward, device, repeats=3), subject.forward()
     finally:
         for layer, processor in stock.items():
             layer.set_processor(processor)
@@ -103,17 +105,17 @@ def forward(subject: Subject, kernel: AttentionName, flops: int, first: list[Ten
     return found | {"difference": float((velocity - first[0]).norm() / first[0].norm())}
 
 
-def backward(subject: Subject) -> dict[str, Any]:
-    """Forward and backward of all weights with gradient checkpointing."""
+def measure_backward(subject: MeasuredModel) -> dict[str, Any]:
+    """Measure forward and backward passes of all weights, with gradient checkpointing."""
     denoiser: Any = subject.model.denoiser
     denoiser.enable_gradient_checkpointing()
     denoiser.requires_grad_(True).train()
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         torch.autograd.backward(subject.forward().square().mean())
 
     try:
-        return timed(both, subject.model.device, repeats=2)
+        return time_with_memory(forward_and_backward, subject.model.device, repeats=2)
     finally:
         denoiser.disable_gradient_checkpointing()
         denoiser.requires_grad_(False).eval()
@@ -122,39 +124,41 @@ def backward(subject: Subject) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def decoding(subject: Subject, dtype: torch.dtype) -> dict[str, Any]:
+def measure_decoding(subject: MeasuredModel, dtype: torch.dtype) -> dict[str, Any]:
     decoder: Any = subject.model.pipeline.vae
     decoder.to(dtype)
     latents = torch.randn(1, *subject.shape, device=subject.model.device, dtype=dtype)
-    return timed(lambda: vae.decode_normalized(decoder, latents), subject.model.device, repeats=2)
+    return time_with_memory(lambda: vae.decode_normalized(decoder, latents), subject.model.device, repeats=2)
 
 
-def timed(call: Callable[[], object], device: torch.device, repeats: int) -> dict[str, Any]:
+def time_with_memory(call: Callable[[], object], device: torch.device, repeats: int) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    return {"s": median_s(call, repeats), **counted.memory_columns(device)}
+    return {"s": median_s(call, repeats), **host_counts.memory_columns(device)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="+", choices=sorted(RELEASED))
-    parser.add_argument("--layers", type=int, help="of the denoisers, instead of the released number")
+    parser.add_argument("--layers", type=int, help="number of the denoisers' layers (default: as released)")
     parser.add_argument("--tiny", action="store_true", help="tiny pipelines of the same families")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in args.names:
-        yield from measured(name, args)
-        runs.release()
+        yield from measure_model(name, args)
+        runs.release_memory()
 
 
-def measured(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    device = runs.world().device
-    subject = Subject.tiny(name, device) if args.tiny else Subject.released(name, device, args.layers)
-    todo = forwards(subject) | {"forward and backward, checkpointing": partial(backward, subject)}
-    todo |= {f"decode, {dtype}": partial(decoding, subject, kind) for dtype, kind in DTYPES.items()}
+def measure_model(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    device = runs.join_world().device
+    subject = (
+        MeasuredModel.from_tiny(name, device) if args.tiny else MeasuredModel.from_released(name, device, args.layers)
+    )
+    todo = forward_measurements(subject) | {"forward and backward, checkpointing": partial(measure_backward, subject)}
+    todo |= {f"decode, {dtype}": partial(measure_decoding, subject, kind) for dtype, kind in DTYPES.items()}
     native_s: float | None = None
     for what, do in todo.items():
-        row = {"model": name, "what": what, **tried(do)}
+        row = {"model": name, "what": what, **try_measurement(do)}
         if what == "forward, native":
             native_s = row.get("s")
         faster = (

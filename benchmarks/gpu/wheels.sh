@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Wheels for a GPU machine without network, which has torch, Triton and transformers already:
+# Wheels for a GPU machine without network that already has torch, Triton and transformers:
 #
-#   benchmarks/gpu/wheels.sh [--dry-run] [PYTHON]      here, into .whl/ (git ignores it); PYTHON: the other's, e.g. 3.12
-#   . benchmarks/gpu/wheels.sh use                     there, before each command: installs them into /tmp/site
+#   benchmarks/gpu/wheels.sh [--dry-run] [PYTHON]      here: into .whl/ (ignored by git); PYTHON: version of the other machine, e.g. 3.12
+#   . benchmarks/gpu/wheels.sh use                     there: before each command; installs into /tmp/site
 #
-# Versions are those of constraints.txt. torch and what belongs to it stay the other machine's own.
+# Versions are from constraints.txt. torch and its packages of the other machine are used.
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
-# Without their own dependencies: these lists are complete for an image of torch with transformers.
+# Installed without dependencies: these lists are complete for an image with torch and transformers.
 BINARY="diffusers pyzmq pydantic pydantic_core annotated-types typing-inspection av ftfy wcwidth importlib_metadata zipp peft
   pytest pluggy iniconfig hypothesis sortedcontainers"
-SOURCE="deepspeed hjson"  # published as sources; without its operators DeepSpeed is pure Python
+SOURCE="deepspeed hjson"  # only source distributions exist; without its operators DeepSpeed is pure Python
 
 pinned() {
   for name in "$@"; do
@@ -35,7 +35,7 @@ make_wheels() {
     platforms+=(--platform "${platform}_x86_64")
   done
   mkdir -p "$REPOSITORY/.whl"
-  if [ ${#dry[@]} -gt 0 ]; then  # resolves the same files and stores none
+  if [ ${#dry[@]} -gt 0 ]; then  # resolves the same files without storing them
     python3 -m pip install -q --dry-run --ignore-installed --target /tmp/none --no-deps --only-binary=:all: \
       --python-version "$version" --implementation cp "${platforms[@]}" $binary
     echo "would build $(echo $source) with python$version" && return

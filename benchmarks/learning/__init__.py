@@ -1,2 +1,2 @@
-"""The cost of a reward: algorithms on the quickstart's digits model, over the samples through the denoiser that they
-take. `__main__.py` is the study, `hacking.py` another one on a judge that can be fooled."""
+"""The cost of a reward: compare algorithms on the digits demo by the samples that pass through the denoiser.
+`__main__.py` is the study; `hacking.py` is another study, with a reward that can be hacked."""

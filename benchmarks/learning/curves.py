@@ -1,4 +1,4 @@
-"""The curve of one run: held-out reward, unseen judge and spread over what the run had cost by then."""
+"""The curve of one run: validation reward, held-out classifier and reward std over the cost so far."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from wfm_ds.recipe.run_sizes import derive_run_sizes
 
 REWARD, UNSEEN = "val/reward/digits/mean", "val/reward/digits/second_judge/mean"
 FORWARDED, VALIDATION = "perf/forward_samples_", "perf/forward_samples_validation"
-BACKWARD = 2  # forwards that a backward pass costs: gradients of inputs and of weights
+BACKWARD = 2  # cost of a backward pass in forward passes: gradients of inputs and of weights
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The held-out samples of one RL step, and what the run had cost by then, without its evaluations."""
+    """The validation samples of one RL step, and the cost of the run so far, without evaluations."""
 
     step: int
-    forwards: float  # samples through the denoiser, BACKWARD more for each with a gradient
+    forwards: float  # samples through the denoiser, plus BACKWARD for each with a gradient
     seconds: float
     reward: float
     unseen: float
     spread: float
 
 
-def evaluations(run: Path) -> list[Evaluation]:
-    """Read a run's curve. Raises UserError for one of a revision that did not count samples."""
+def read_evaluations(run: Path) -> list[Evaluation]:
+    """Read a run's curve. Raises UserError for a run of a revision that did not count samples."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     updates = derive_run_sizes(recipe_file.load_stored_recipe(run / "recipe.yaml"), 1).updates_per_step
-    return [evaluation(run, record, records, updates) for record in records if REWARD in record]
+    return [make_evaluation(run, record, records, updates) for record in records if REWARD in record]
 
 
-def evaluation(run: Path, at: Mapping[str, Any], records: Sequence[Mapping[str, Any]], updates: int) -> Evaluation:
+def make_evaluation(run: Path, at: Mapping[str, Any], records: Sequence[Mapping[str, Any]], updates: int) -> Evaluation:
     done = [record for record in records if 0 < record["step"] <= at["step"]]
     step = at["step"] // updates  # metrics count optimizer steps
     if done and not any(key.startswith(FORWARDED) for key in done[0]):
-        raise UserError(f"{run}/metrics.jsonl has no {FORWARDED}*: a run of another revision, remove it")
+        raise UserError(f"{run}/metrics.jsonl has no {FORWARDED}*: it is from another revision, remove it")
     return Evaluation(
         step=step,
-        forwards=sum(map(cost, done)),
+        forwards=sum(map(step_cost, done)),
         seconds=sum(record.get("time/step", 0.0) - record.get("time/validation", 0.0) for record in done),
         reward=at[REWARD],
         unseen=at[UNSEEN],
@@ -59,30 +59,30 @@ def evaluation(run: Path, at: Mapping[str, Any], records: Sequence[Mapping[str, 
     )
 
 
-def cost(record: Mapping[str, Any]) -> float:
-    """Return the forwards that the work behind a line of metrics.jsonl is worth, evaluations left out."""
+def step_cost(record: Mapping[str, Any]) -> float:
+    """Return the cost of one line of metrics.jsonl in forward passes, without evaluations."""
     counted: dict[str, float] = {k: v for k, v in record.items() if k.startswith(FORWARDED) and k != VALIDATION}
     return sum(counted.values()) + BACKWARD * counted.get(f"{FORWARDED}policy", 0.0)
 
 
-def crossing(places: Sequence[float], values: Sequence[float], level: float) -> float | None:
-    """Return the place at which the values reach `level`: where the closest curve that never falls does, which is
-    straight between neighbours. None: it does not."""
-    fitted = IsotonicRegression().fit_transform(np.asarray(places), np.asarray(values))
+def find_crossing(positions: Sequence[float], values: Sequence[float], level: float) -> float | None:
+    """Return the position at which the values reach `level`, on the closest non-decreasing piecewise linear curve. None
+    if they do not reach it."""
+    fitted = IsotonicRegression().fit_transform(np.asarray(positions), np.asarray(values))
     reached = np.flatnonzero(fitted >= level)
     if not len(reached):
         return None
     last = reached[0]
     if last == 0:
-        return float(places[0])
-    share = (level - fitted[last - 1]) / (fitted[last] - fitted[last - 1])
-    return float(places[last - 1] + share * (places[last] - places[last - 1]))
+        return float(positions[0])
+    fraction = (level - fitted[last - 1]) / (fitted[last] - fitted[last - 1])
+    return float(positions[last - 1] + fraction * (positions[last] - positions[last - 1]))
 
 
 def check_counts(run: Path) -> None:
-    """Compare what the run counted with what its recipe says it would. Raises UserError where they differ.
+    """Compare a run's counted samples with the prediction from its recipe. Raises UserError if they differ.
 
-    Rewards that are equal within a group may leave samples out of training, never out of the rollout.
+    Samples without reward differences in their group may be dropped from training, but not from the rollout.
     """
     recipe = recipe_file.load_stored_recipe(run / "recipe.yaml")
     derived = derive_run_sizes(recipe, 1)
@@ -90,16 +90,16 @@ def check_counts(run: Path) -> None:
     predicted = step_forwards(recipe, derived, model)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for purpose in sorted({purpose for step in predicted for purpose in step}):
-        said = sum(step[purpose].samples for step in predicted if purpose in step)
+        expected = sum(step[purpose].samples for step in predicted if purpose in step)
         counted = sum(record.get(f"{FORWARDED}{purpose}", 0.0) for record in records)
         exact = purpose == "rollout" or not recipe.rl.algorithm.drops_zero_std
-        if counted > said or (exact and counted != said):
+        if counted > expected or (exact and counted != expected):
             raise UserError(
-                f"{run}: {counted:.0f} samples through the denoiser for {purpose}, its recipe says {said:.0f}"
+                f"{run}: {counted:.0f} samples through the denoiser for {purpose}, its recipe predicts {expected:.0f}"
             )
 
 
 def mean_or_none(values: Sequence[float | None]) -> float | None:
-    """The mean; None where one of them is."""
+    """Return the mean; None if one of the values is None."""
     known = [value for value in values if value is not None]
     return statistics.mean(known) if known and len(known) == len(values) else None

@@ -1,4 +1,4 @@
-"""A judge that can be fooled: it takes a bold digit for a well written one."""
+"""A reward that can be hacked: it prefers bold digits to well-written ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WHITE = 255.0
 
 
 class Bold(Reward):
-    """Mean brightness of the picture, 0 to 1: digits are bright on black, .3 in the mean, and it likes white best."""
+    """Mean brightness of the image, 0 to 1. Digits are bright on black, .3 on average; a white image scores highest."""
 
     name = "bold"
     media_types = frozenset({"image"})
@@ -18,7 +18,7 @@ class Bold(Reward):
     primary_output = "bold"
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score(item) for item in batch]
+        return [self._brightness(item) for item in batch]
 
-    def _score(self, item: MediaItem) -> Score:
+    def _brightness(self, item: MediaItem) -> Score:
         return item.score(float(item.frames[0].mean()) / WHITE)

@@ -1,7 +1,7 @@
-"""The study's picture: reward, unseen judge and spread over forwards, from each start.
+"""Plot the study: reward, held-out classifier and reward std over forward passes, for each start.
 
-`python -m benchmarks.learning.pictures RESULTS... PICTURE` draws one of several results' files, with no run at hand,
-without what has a base in float8. Where two files have a variant, the later one counts.
+`python -m benchmarks.learning.pictures RESULTS... IMAGE` plots several results' files without their runs, and without
+variants with a float8 base. If two files contain a variant, the later file is used.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from benchmarks.learning.variants import BASELINES, FP8, IN_FLOAT8, OF_THE_STUDY
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PANELS = {"reward": "held-out reward", "unseen": "judge that RL never sees", "spread": "spread within prompts"}
+PANELS = {"reward": "held-out reward", "unseen": "held-out classifier", "spread": "std within prompts"}
 
 
 def main(argv: Sequence[str]) -> None:
-    *results, picture = map(Path, argv)
+    *results, image_path = map(Path, argv)
     found = {}
     for path in results:
         for key, of_seeds in json.loads(path.read_text())["curves"].items():
@@ -33,13 +33,13 @@ def main(argv: Sequence[str]) -> None:
     in_order = sorted(
         (of for of in found if of[0] not in IN_FLOAT8), key=lambda of: (list(VARIANTS).index(of[0]), of[1])
     )
-    plot({of: found[of] for of in in_order}, picture)
+    plot_curves({of: found[of] for of in in_order}, image_path)
 
 
-def plot(curves: Mapping[tuple[str, int], Sequence[Sequence[Evaluation]]], path: Path) -> None:
-    """A row for each start: a line for each variant's mean over seeds, the range of its seeds as a band. Variants whose
-    settings are the published ones are dashed; those with a base in float8 are dotted, in the colour they have without
-    it."""
+def plot_curves(curves: Mapping[tuple[str, int], Sequence[Sequence[Evaluation]]], path: Path) -> None:
+    """Plot one row for each start: a line for each variant's mean over seeds, and a band for the range of its seeds.
+    Variants with published settings are dashed. Variants with a float8 base are dotted, in the color of the variant
+    without it."""
     from matplotlib.figure import Figure
 
     starts = sorted({start for _, start in curves})
@@ -49,7 +49,7 @@ def plot(curves: Mapping[tuple[str, int], Sequence[Sequence[Evaluation]]], path:
         for axes, (y, title) in zip(of_row, PANELS.items(), strict=True):
             for (name, of_start), of_seeds in curves.items():
                 if of_start == start:
-                    draw(axes, name, of_seeds, y)
+                    draw_variant(axes, name, of_seeds, y)
             axes.set(xlabel="thousand forwards", title=f"{title}, start {start}")
             axes.grid(alpha=0.3)
     handles, labels = grid[0, 0].get_legend_handles_labels()
@@ -57,7 +57,7 @@ def plot(curves: Mapping[tuple[str, int], Sequence[Sequence[Evaluation]]], path:
     figure.savefig(path, dpi=80)
 
 
-def draw(axes: Axes, name: str, of_seeds: Sequence[Sequence[Evaluation]], y: str) -> None:
+def draw_variant(axes: Axes, name: str, of_seeds: Sequence[Sequence[Evaluation]], y: str) -> None:
     places = [np.array([e.forwards / 1e3 for e in curve]) for curve in of_seeds]
     values = [np.array([getattr(e, y) for e in curve]) for curve in of_seeds]
     common = np.linspace(0, min(p[-1] for p in places), 100)

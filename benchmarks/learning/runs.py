@@ -1,4 +1,4 @@
-"""The runs of the study: ordinary ones, one process each, kept in a folder and not repeated while they are there."""
+"""Runs of the studies: ordinary runs, one process each, kept in a folder and not repeated if finished."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from wfm_ds.quickstart.digits import DigitsDemo
 from wfm_ds.quickstart.world import Demo
 
 REVISION = "REVISION"
-# One rank does the work of the two that the recipes are written for; neither changes what is computed.
+# One rank does the work of the two ranks of the recipes. The results are the same.
 ONE_RANK = ("engine.micro_batch_size=100", "logging.tensorboard=false")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StudyRun:
     """One training run of the study."""
 
-    name: str  # of its folder
+    name: str  # of the run's folder
     variant: Variant
-    start: int  # the seed of the SFT run that it begins with
+    start: int  # seed of the SFT run that it starts from
     seed: int
     overrides: tuple[str, ...] = ()
 
 
 def train_starts(out: Path, seeds: Sequence[int], world: Demo | None = None) -> None:
-    """Prepare a world (the digits), and train the model once for each seed, by the quickstart's recipe, unless it is
-    there."""
+    """Prepare a demo (default: digits), and train its model with SFT for each seed, unless it is finished."""
     world = world or DigitsDemo()
     if not (out / "data").exists():
         prepare_folder(world, out)
@@ -46,16 +45,16 @@ def train_starts(out: Path, seeds: Sequence[int], world: Demo | None = None) -> 
             run_sft(world, out, out / f"sft_{seed}", seed)
 
 
-def train_all(out: Path, runs: Sequence[Run], jobs: int) -> None:
-    """Train what is not there yet, `jobs` at a time. Raises UserError naming the log of a run that failed."""
+def train_all(out: Path, runs: Sequence[StudyRun], jobs: int) -> None:
+    """Train the unfinished runs, `jobs` in parallel. Raises UserError with the log file of a failed run."""
     missing = [run for run in runs if not is_finished(out / run.name)]
     with ThreadPoolExecutor(jobs) as pool:
-        for done in [pool.submit(improve, out, run) for run in missing]:
+        for done in [pool.submit(train_run, out, run) for run in missing]:
             done.result()
 
 
-def improve(out: Path, run: Run) -> None:
-    """Train one run, and compare its forwards with those of its recipe."""
+def train_run(out: Path, run: StudyRun) -> None:
+    """Train one run, and compare its forward passes with the prediction from its recipe."""
     folder = out / run.name
     start = json.loads((out / f"sft_{run.start}" / "result.json").read_text())
     command = [
@@ -72,15 +71,15 @@ def improve(out: Path, run: Run) -> None:
     log = out / f"{run.name}.log"
     with log.open("w") as stream:
         code = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=one_thread()
+            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=single_thread_environment()
         ).returncode
     if code:
-        raise UserError(f"{run.name} ended with code {code}: see {log}")
+        raise UserError(f"{run.name} exited with code {code}: see {log}")
     check_counts(folder)
-    (folder / REVISION).write_text(f"{report.machine()['revision']}\n")
+    (folder / REVISION).write_text(f"{report.describe_machine()['revision']}\n")
 
 
-def one_thread() -> dict[str, str]:
+def single_thread_environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -89,6 +88,6 @@ def is_finished(folder: Path) -> bool:
     return result.exists() and json.loads(result.read_text())["status"] == "finished"
 
 
-def revisions(out: Path, runs: Sequence[Run]) -> str:
-    """Name the revisions of the project that trained these runs."""
+def list_revisions(out: Path, runs: Sequence[StudyRun]) -> str:
+    """Return the revisions of the project that trained these runs."""
     return ", ".join(sorted({(out / run.name / REVISION).read_text().strip() for run in runs}))

@@ -1,4 +1,4 @@
-"""Recipes that the study compares, and overrides of them."""
+"""Recipes and overrides that the study compares."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ PUBLISHED = Path(__file__).parent / "published"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An algorithm with its settings, as it stands in tables and pictures."""
+    """An algorithm with its settings, and its title in tables and plots."""
 
     title: str
     recipe: Path
     overrides: tuple[str, ...] = ()
-    data: str = "prompts"  # or images: the folder that it learns from
+    data: str = "prompts"  # or images: the data folder of the run
     every: int = 3  # RL steps between evaluations
     starts: tuple[int, ...] = (0, 1)
 
 
-# One for each seed of SFT: the export that all algorithms begin with, and the held-out rewards to be reached from it.
+# By seed of SFT, which gives the start of all algorithms: validation rewards to reach from it.
 LEVELS: Mapping[int, tuple[float, ...]] = {0: (0.85, 0.90, 0.93), 1: (0.76, 0.80, 0.85)}
 GOALS: Mapping[int, float] = {0: 0.93, 1: 0.76}
 BASELINES = ("nft_published", "flow_grpo_published")
@@ -42,7 +42,7 @@ OF_THE_STUDY: Mapping[str, Variant] = {
     "awm": replace(
         NFT,
         title="AWM",
-        # At DiffusionNFT's learning rate it collapses.
+        # AWM collapses at DiffusionNFT's learning rate.
         overrides=(f"algorithm={{name: awm, kl_beta: 0, {LEVELS_OF_NFT}}}", "optimizer.lr=2e-3"),
         starts=(0,),
     ),
@@ -52,7 +52,7 @@ OF_THE_STUDY: Mapping[str, Variant] = {
 }
 
 FP8 = "_fp8"
-# Asked for by name: what a base in float8 changes, against the runs of the same name without it.
+# Only run if selected by name: variants with a float8 base, to compare with the variants of the same name without it.
 IN_FLOAT8: Mapping[str, Variant] = {
     f"{name}{FP8}": replace(
         OF_THE_STUDY[name],

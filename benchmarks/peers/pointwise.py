@@ -1,6 +1,6 @@
-"""The pointwise formulas in eager torch, line by line as papers print them, the step looked up on the host as usual.
+"""The pointwise formulas in eager torch, written as in the papers, with the usual step lookup on the host.
 
-`*_maths` take tensors only: these can be compiled and captured, and are the harder baseline to beat.
+Functions `*_maths` take only tensors. They can be compiled and captured, and are the harder baseline.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 
-def over(vector_B: Tensor, latents: Tensor) -> Tensor:
+def broadcast_batch(vector_B: Tensor, latents: Tensor) -> Tensor:
     return vector_B.view(-1, *[1] * (latents.ndim - 1))
 
 
-def lookup(sigmas: Tensor, wanted: Tensor) -> list[int]:
-    """Index of each sample's sigma in the schedule: what a scheduler does per sample and step."""
+def find_steps(sigmas: Tensor, wanted: Tensor) -> list[int]:
+    """Return the index of each sample's sigma in the schedule, as a scheduler does for each sample and step."""
     return [int((sigmas == value).nonzero()[0].item()) for value in wanted]
 
 
 def sde_maths(
     velocity: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, eta: float
 ) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of a Flow-SDE step (arXiv 2505.05470), all of the shape [B,1,..,1] or of x."""
+    """Return the mean and standard deviation of a Flow-SDE step (arXiv 2505.05470), shaped [B,1,..,1] or like x."""
     velocity, x = velocity.float(), x.float()
     dt = sigma_next - sigma
     std_t = torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))) * eta
@@ -43,7 +43,7 @@ def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def sde_step_maths(
     velocity: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, eta: float
 ) -> tuple[Tensor, Tensor]:
-    mean, std = sde_maths(velocity, x, over(sigma, x), over(sigma_next, x), sigma_max, eta)
+    mean, std = sde_maths(velocity, x, broadcast_batch(sigma, x), broadcast_batch(sigma_next, x), sigma_max, eta)
     x_next = mean + std * torch.randn_like(mean)
     return x_next, gaussian_log_prob(x_next, mean, std)
 
@@ -51,22 +51,22 @@ def sde_step_maths(
 def sde_log_prob_maths(
     velocity: Tensor, x: Tensor, x_next: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, eta: float
 ) -> Tensor:
-    mean, std = sde_maths(velocity, x, over(sigma, x), over(sigma_next, x), sigma_max, eta)
+    mean, std = sde_maths(velocity, x, broadcast_batch(sigma, x), broadcast_batch(sigma_next, x), sigma_max, eta)
     return gaussian_log_prob(x_next.float(), mean, std)
 
 
-def looked_up(sigmas: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """sigma and sigma_next of each sample [B], and the second sigma of the schedule."""
-    index = lookup(sigmas, wanted)
+def lookup_sigmas(sigmas: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sigma and sigma_next of each sample [B], and the second sigma of the schedule."""
+    index = find_steps(sigmas, wanted)
     return sigmas[index], sigmas[[i + 1 for i in index]], sigmas[1]
 
 
 def sde_step(velocity: Tensor, x: Tensor, sigmas: Tensor, wanted: Tensor, eta: float) -> tuple[Tensor, Tensor]:
-    return sde_step_maths(velocity, x, *looked_up(sigmas, wanted), eta)
+    return sde_step_maths(velocity, x, *lookup_sigmas(sigmas, wanted), eta)
 
 
 def sde_log_prob(velocity: Tensor, x: Tensor, x_next: Tensor, sigmas: Tensor, wanted: Tensor, eta: float) -> Tensor:
-    return sde_log_prob_maths(velocity, x, x_next, *looked_up(sigmas, wanted), eta)
+    return sde_log_prob_maths(velocity, x, x_next, *lookup_sigmas(sigmas, wanted), eta)
 
 
 def nft_loss(
@@ -79,8 +79,8 @@ def nft_loss(
     reward_weight: Tensor,
     beta: float,
 ) -> tuple[Tensor, Tensor]:
-    """DiffusionNFT (arXiv 2509.16117): policy loss and kl [B], through x0 predictions, with float64 weights."""
-    t = over(sigma, clean)
+    """Return DiffusionNFT's policy loss and KL [B] (arXiv 2509.16117), from x0 predictions, with float64 weights."""
+    t = broadcast_batch(sigma, clean)
     noisy = (1 - t) * clean + t * noise
     axes = tuple(range(1, clean.ndim))
     losses = []
@@ -95,12 +95,12 @@ def nft_loss(
 
 
 def nft_figures(velocity: Tensor, old: Tensor, ref: Tensor | None) -> list[Tensor]:
-    """Figures that a trainer logs beside the loss."""
+    """Return values that a trainer logs with the loss."""
     deviation = (velocity - old) ** 2
     return [deviation.mean(), deviation.max(), *([] if ref is None else [((old - ref) ** 2).mean()])]
 
 
 def flow_noise(clean: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
     noise = torch.randn_like(clean)
-    t = over(sigma, clean)
+    t = broadcast_batch(sigma, clean)
     return (1 - t) * clean + t * noise, noise

@@ -1,4 +1,4 @@
-"""The answers of torch.cuda on a machine with GPUs of compute capability 9.0."""
+"""Fake results of torch.cuda, as on a machine with GPUs of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMORY = 80 << 30
 
 
 class Stream:
-    """A queue of work, which is always done."""
+    """A CUDA stream without pending work."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device, self.cuda_stream, self.stream_id = torch.device("cuda", 0), 0, 0
@@ -34,7 +34,7 @@ class Stream:
         return True
 
     def synchronize(self) -> None:
-        _noted("cuda.Stream.synchronize")
+        _record_sync("cuda.Stream.synchronize")
 
     def __enter__(self) -> Stream:
         return self
@@ -60,7 +60,7 @@ class Event:
         return 1.0
 
     def synchronize(self) -> None:
-        _noted("cuda.Event.synchronize")
+        _record_sync("cuda.Event.synchronize")
 
 
 class StreamContext:
@@ -78,12 +78,12 @@ class DeviceContext(StreamContext):
     pass
 
 
-_noted: Callable[[str], None] = lambda what: None  # noqa: E731
+_record_sync: Callable[[str], None] = lambda what: None  # noqa: E731
 
 
-def answer(patch: Callable[[Any, str, Any], None], record: Record, device: int, num_devices: int) -> None:
-    """Replace what needs a driver in torch.cuda."""
-    patch(sys.modules[__name__], "_noted", lambda what: record.note("sync", what))
+def patch_cuda(patch: Callable[[Any, str, Any], None], record: Record, device: int, num_devices: int) -> None:
+    """Replace functions of torch.cuda that need a driver."""
+    patch(sys.modules[__name__], "_record_sync", lambda what: record.add_event("sync", what))
     properties = SimpleNamespace(
         name=NAME,
         major=CAPABILITY[0],
@@ -141,7 +141,7 @@ def answer(patch: Callable[[Any, str, Any], None], record: Record, device: int, 
     for name in ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA"):
         patch(torch.cuda.nvtx._nvtx, name, lambda *_: 0)  # type: ignore[attr-defined]
     patch(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    patch(torch.cuda, "synchronize", lambda device=None: record.note("sync", "cuda.synchronize"))
+    patch(torch.cuda, "synchronize", lambda device=None: record.add_event("sync", "cuda.synchronize"))
     patch(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(16, dtype=torch.uint8))
     patch(torch.cuda, "set_rng_state", lambda state, device=None: None)
     patch(torch.cuda, "get_rng_state_all", lambda: [torch.zeros(16, dtype=torch.uint8)] * num_devices)

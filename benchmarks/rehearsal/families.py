@@ -1,5 +1,5 @@
-"""Every family through everything that a run does on a GPU: each tiny pipeline with each algorithm, ZeRO setting and
-world size. A family that gets a tiny pipeline is rehearsed without a word here."""
+"""Run every family through all GPU operations of a run: each tiny pipeline with each algorithm, ZeRO setting and world
+size. New families with a tiny pipeline are included automatically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from benchmarks.rehearsal.ground import fake_gpus
+from benchmarks.rehearsal.fake_machine import fake_gpus
 from benchmarks.rehearsal.record import Record
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ LORA = ("lora.rank=4", "lora.alpha=8")
 FULL = ("lora=null",)
 RL = ("rollout.prompts_per_step=2", "rollout.group_size={group}", "sampling.guidance_scale=2.0")
 SFT = ("engine.gradient_accumulation=2", "validation.holdout=0.01", "validation.num_images=2")
-UNPREPARED = ("data.cache_dir=null", "data.cache_text=off")  # captions are encoded when they come
+UNPREPARED = ("data.cache_dir=null", "data.cache_text=off")  # captions are encoded when they are used
 
 
-# What a mistake of the project, or a gap of the rehearsal, is seen as.
+# Errors that come from a bug in the project or a gap in the rehearsal.
 ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One recipe of the tiny SD3, given to another family: the loop, the loss and the solver are its own."""
+class RehearsedRun:
+    """One recipe of the tiny SD3, applied to another family: its loop, loss and solver."""
 
     name: str
     recipe: str
@@ -41,42 +41,42 @@ class Run:
     sequence_parallel: int = 1
 
 
-# By the number of ranks. Together: each algorithm, each ZeRO setting, adapters and full weights, and shared tokens.
-RUNS: dict[int, tuple[Run, ...]] = {
+# By number of ranks. Together they cover each algorithm and ZeRO setting, LoRA, all weights, and sequence parallelism.
+RUNS: dict[int, tuple[RehearsedRun, ...]] = {
     2: (
-        Run("SFT", "sd3_sft_lora", "zero2", SFT + LORA + UNPREPARED),
-        Run("SFT", "sd3_sft", "zero3", SFT + FULL),
-        Run("NFT", "sd3_nft", "zero1", RL + LORA),
-        Run("NFT", "sd3_nft_full", "zero3_offload", RL + FULL),
-        Run("Flow-GRPO", "sd3_flow_grpo", "zero2", RL + LORA),
-        Run("Flow-GRPO-Fast", "sd3_flow_grpo_fast", "zero2", RL + FULL),
-        Run("DanceGRPO", "sd3_dance_grpo", "zero1", RL + FULL),
-        Run("DDRL", "sd3_ddrl", "zero3", (*RL[:2], *LORA)),
-        Run("NFT", "sd3_nft", "zero2", RL + LORA, sequence_parallel=2),
-        Run("AWM", "sd3_awm", "zero3", RL + FULL),
-        Run("RAM", "sd3_ram", "zero2", RL + LORA),
-        Run("DPO", "sd3_dpo", "zero3", SFT + FULL),
-        Run("DGPO", "sd3_dgpo", "zero1", RL + LORA),
+        RehearsedRun("SFT", "sd3_sft_lora", "zero2", SFT + LORA + UNPREPARED),
+        RehearsedRun("SFT", "sd3_sft", "zero3", SFT + FULL),
+        RehearsedRun("NFT", "sd3_nft", "zero1", RL + LORA),
+        RehearsedRun("NFT", "sd3_nft_full", "zero3_offload", RL + FULL),
+        RehearsedRun("Flow-GRPO", "sd3_flow_grpo", "zero2", RL + LORA),
+        RehearsedRun("Flow-GRPO-Fast", "sd3_flow_grpo_fast", "zero2", RL + FULL),
+        RehearsedRun("DanceGRPO", "sd3_dance_grpo", "zero1", RL + FULL),
+        RehearsedRun("DDRL", "sd3_ddrl", "zero3", (*RL[:2], *LORA)),
+        RehearsedRun("NFT", "sd3_nft", "zero2", RL + LORA, sequence_parallel=2),
+        RehearsedRun("AWM", "sd3_awm", "zero3", RL + FULL),
+        RehearsedRun("RAM", "sd3_ram", "zero2", RL + LORA),
+        RehearsedRun("DPO", "sd3_dpo", "zero3", SFT + FULL),
+        RehearsedRun("DGPO", "sd3_dgpo", "zero1", RL + LORA),
     ),
     8: (
-        Run("SFT", "sd3_sft", "zero3", SFT + FULL, sequence_parallel=4),
-        Run("Flow-GRPO", "sd3_flow_grpo", "zero2", RL + LORA, sequence_parallel=2),
-        Run("DDRL", "sd3_ddrl", "zero2", ("rollout.prompts_per_step=1", "rollout.group_size={group}", *LORA)),
+        RehearsedRun("SFT", "sd3_sft", "zero3", SFT + FULL, sequence_parallel=4),
+        RehearsedRun("Flow-GRPO", "sd3_flow_grpo", "zero2", RL + LORA, sequence_parallel=2),
+        RehearsedRun("DDRL", "sd3_ddrl", "zero2", ("rollout.prompts_per_step=1", "rollout.group_size={group}", *LORA)),
     ),
     64: (
-        Run("NFT", "sd3_nft_full", "zero3_hpz", RL + FULL),
-        Run("SFT", "sd3_sft_lora", "zero2", SFT + LORA, sequence_parallel=4),
+        RehearsedRun("NFT", "sd3_nft_full", "zero3_hpz", RL + FULL),
+        RehearsedRun("SFT", "sd3_sft_lora", "zero2", SFT + LORA, sequence_parallel=4),
     ),
 }
-# Family, ranks and the runs of that number that are its own: one of supervision and one of rewards each, in turns; then
-# one on a whole node each, of those that can share tokens where they do, and two of 64 ranks.
-COVERING = (
+# Family, ranks, and indices into RUNS of that number of ranks. Each family has an SFT and an RL run with 2 ranks, and a
+# run with a node of 8 ranks (with sequence parallelism if possible); two families have a run with 64 ranks.
+SELECTION = (
     *(("sana", 2, (0, 6, 10)), ("sana_video", 2, (0, 2)), ("wan22_ti2v", 2, (0, 3)), ("wan22", 2, (0, 4))),
     *(("sana", 8, (0, 2)), ("sana_video", 8, (1,)), ("wan22_ti2v", 8, (1,)), ("sana", 64, (1,))),
     *(
         ("flux2", 2, (0, 4)),
         ("cosmos3", 2, (0,)),
-    ),  # not Qwen-Image and Z-Image: they pick a text's states by their mask
+    ),  # without Qwen-Image and Z-Image, which select text states by a mask
     *(("sd3", 8, (1,)), ("cosmos25", 8, (0, 1)), ("wan21", 8, (0,)), ("wan22", 8, (1,)), ("digits", 8, (2,))),
     *(
         ("sd3", 2, (1, 7, 11)),
@@ -90,20 +90,20 @@ COVERING = (
 
 @dataclass
 class Outcome:
-    """One run, and how it went."""
+    """The result of one run."""
 
     family: str
     ranks: int
-    run: Run
-    refused: str = ""  # the project's own sentence for a combination that it does not do
-    failed: str = ""  # the error that ended it
+    run: RehearsedRun
+    refused: str = ""  # the project's message for an unsupported combination
+    failed: str = ""  # the error that stopped the run
     done: list[str] = field(default_factory=list)
     denoise_waits: int = 0
     micro_step_waits: int = 0
-    denoise_copies: int = 0  # blocking ones
+    denoise_copies: int = 0  # blocking copies
     micro_step_copies: int = 0
     warnings: list[str] = field(default_factory=list)
-    stacks: list[str] = field(default_factory=list)  # of the events in the two windows
+    stacks: list[str] = field(default_factory=list)  # stacks of the events in the two windows
 
     @property
     def label(self) -> str:
@@ -116,7 +116,7 @@ class Outcome:
             return f"FAILED: {self.failed}" if self.failed else f"refused: {self.refused}"
         return ", ".join(self.done)
 
-    def row(self) -> dict[str, Any]:
+    def as_row(self) -> dict[str, Any]:
         run = self.run
         return {
             "family": self.family,
@@ -133,25 +133,26 @@ class Outcome:
         }
 
 
-def rehearse(family: str, ranks: int, runs: Sequence[int]) -> list[Outcome]:
-    """Do these runs of this number of ranks with a tiny pipeline, one after the other: DeepSpeed keeps its groups."""
+def rehearse_runs(family: str, ranks: int, runs: Sequence[int]) -> list[Outcome]:
+    """Run the given runs of this number of ranks with a tiny pipeline, one after another, because DeepSpeed keeps its
+    process groups."""
     with fake_gpus(world_size=ranks) as record:
-        return [one(family, ranks, RUNS[ranks][i], record) for i in runs]
+        return [rehearse_run(family, ranks, RUNS[ranks][i], record) for i in runs]
 
 
-def one(family: str, ranks: int, run: Run, record: Record) -> Outcome:
-    from benchmarks.rehearsal.runs import loop_of
+def rehearse_run(family: str, ranks: int, run: RehearsedRun, record: Record) -> Outcome:
+    from benchmarks.rehearsal.runs import open_loop
     from wfm_ds.errors import UserError
 
     outcome = Outcome(family, ranks, run)
-    with tempfile.TemporaryDirectory() as temporary, heard(outcome):
+    with tempfile.TemporaryDirectory() as temporary, collect_warnings(outcome):
         folder = Path(temporary)
         try:
-            with loop_of(record, run.recipe, overrides_of(family, ranks, run, folder), folder) as loop:
-                act(loop, record, outcome, folder)
+            with open_loop(record, run.recipe, run_overrides(family, ranks, run, folder), folder) as loop:
+                exercise_run(loop, record, outcome, folder)
         except UserError as error:
             outcome.refused = str(error)
-        except ERRORS as error:  # the other runs go on, and the row says so
+        except ERRORS as error:  # the row reports it, and the other runs continue
             outcome.failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             outcome.stacks.append(traceback.format_exc())
     for name in ("stacks", "warnings"):
@@ -159,14 +160,14 @@ def one(family: str, ranks: int, run: Run, record: Record) -> Outcome:
     return outcome
 
 
-def overrides_of(family: str, ranks: int, run: Run, folder: Path) -> list[str]:
-    """Overrides that make the recipe one of this family, with samples and terms for every replica."""
+def run_overrides(family: str, ranks: int, run: RehearsedRun, folder: Path) -> list[str]:
+    """Return the overrides that change the recipe to this family, with samples and loss terms for every replica."""
     from benchmarks.rehearsal import runs
     from wfm_ds.models import registry
 
     base = registry.resolve_pipeline(f"tiny:{family}")
     call = json.loads((base / "call.json").read_text())
-    # An image or clip of the pipeline's own size, or the next one whose tokens can be shared.
+    # The default size of the pipeline, or a larger one that sequence parallelism can shard.
     size = [max(64 if run.sequence_parallel > 1 else 0, call[side]) for side in ("height", "width")]
     frames = call.get("num_frames", call.get("frames", 1))
     from_images = runs.reads_images(run.recipe)
@@ -185,32 +186,32 @@ def overrides_of(family: str, ranks: int, run: Run, folder: Path) -> list[str]:
         f"sampling.num_frames={1 if from_images else frames}",
         *(["data.max_upscale=64"] if from_images else []),
         *(text.format(group=group) for text in run.overrides),
-        *runs.data(run.recipe, folder),
+        *runs.data_overrides(run.recipe, folder),
     ]
 
 
-def act(loop: Loop, record: Record, outcome: Outcome, folder: Path) -> None:
-    """Train two steps, of which the second counts, and do all else that a run does with its weights."""
+def exercise_run(loop: Loop, record: Record, outcome: Outcome, folder: Path) -> None:
+    """Train two steps and count events of the second one. Then evaluate, sample, export and save a checkpoint."""
     done = outcome.done
     loop.start()
     loop.run_step()
     record.clear()
     loop.run_step()
-    count(record, outcome)
+    collect_events(record, outcome)
     done.append("training")
     loop.validator.evaluate(loop.step)
     done.append("evaluation")
-    for solver in solvers(loop):
+    for solver in denoise_with_solvers(loop):
         done.append(solver)
-    count(record, outcome)
+    collect_events(record, outcome)
     loop.exporter.export_at_end(loop.step)
     done.append("export")
-    checkpoint(loop, folder)
+    restore_own_checkpoint(loop, folder)
     done.append("checkpoint")
 
 
-def count(record: Record, outcome: Outcome) -> None:
-    """Take the events of the two windows."""
+def collect_events(record: Record, outcome: Outcome) -> None:
+    """Add the events of the two windows to the outcome."""
     from benchmarks.rehearsal.watch import DENOISE
 
     for e in record.events:
@@ -222,8 +223,8 @@ def count(record: Record, outcome: Outcome) -> None:
     record.clear()
 
 
-def solvers(loop: Loop) -> Iterator[str]:
-    """Denoise a batch with every solver that a recipe can name, and encode what was decoded."""
+def denoise_with_solvers(loop: Loop) -> Iterator[str]:
+    """Denoise a batch with every solver of the recipe schema, and encode the decoded samples."""
     import torch
 
     from wfm_ds.algorithms.plans import rollout_plan
@@ -231,7 +232,7 @@ def solvers(loop: Loop) -> Iterator[str]:
     from wfm_ds.sampling.edm import Churn, make_edm_plan
 
     job, seeds = loop.job, [1, 2]
-    prompts = [loop.validator.items[0][0]] * 2  # a text that the run knows: its encoders may have left
+    prompts = [loop.validator.items[0][0]] * 2  # a cached text, because the encoders may be removed
     grid = job.model.rollout_sigmas(job.recipe.sampling)
     for solver in get_args(SamplingRecipe.model_fields["solver"].annotation):
         settings = job.recipe.sampling.model_copy(update={"solver": solver, "window": None, "noise_level": None})
@@ -249,8 +250,8 @@ def solvers(loop: Loop) -> Iterator[str]:
     yield "encoding of media"
 
 
-def checkpoint(loop: Loop, folder: Path) -> None:
-    """Write the rank's state, and take it up again. A file of every rank is there only where there is one rank."""
+def restore_own_checkpoint(loop: Loop, folder: Path) -> None:
+    """Write the rank's state and restore it. With several ranks only this rank's files exist."""
     from wfm_ds.checkpoint.export_target import ExportTarget
     from wfm_ds.checkpoint.rank_state import capture_state, restore_state
 
@@ -264,14 +265,14 @@ def checkpoint(loop: Loop, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def heard(outcome: Outcome) -> Iterator[None]:
-    """Keep the warnings of the project's own log."""
+def collect_warnings(outcome: Outcome) -> Iterator[None]:
+    """Collect the warnings of the project's log."""
 
-    class Ear(logging.Handler):
+    class WarningHandler(logging.Handler):
         def emit(self, line: logging.LogRecord) -> None:
             outcome.warnings.append(line.getMessage())
 
-    ear, log = Ear(logging.WARNING), logging.getLogger("wfm_ds")
+    ear, log = WarningHandler(logging.WARNING), logging.getLogger("wfm_ds")
     log.addHandler(ear)
     try:
         yield

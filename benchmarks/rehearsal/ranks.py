@@ -1,6 +1,6 @@
-"""The other ranks: process groups without anybody in them, in which each answers what this one says.
+"""Simulate the other ranks: process groups in which every other rank sends the same data as this one.
 
-NCCL takes tensors on the device only, gloo tensors on the host only.
+NCCL accepts only device tensors, gloo only host tensors.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ DEVICE_OF = {"nccl": "cuda", "gloo": "cpu"}
 
 
 class WrongDevice(RuntimeError):
-    """A tensor was given to a backend that cannot send it."""
+    """A backend received a tensor on a device that it does not support."""
 
 
 class Ranks:
-    """Process groups by name with the backend that each was asked to have."""
+    """Process groups by name, with the requested backend of each."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
         self.backends: dict[str, str] = {}
 
-    def collective(self, func: Any, args: Any) -> Any:
-        """Run an operator of torch.distributed as if all ranks had passed what this one did."""
+    def run_collective(self, func: Any, args: Any) -> Any:
+        """Run an operator of torch.distributed as if all ranks had passed the same arguments."""
         group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
         name, backend = func._schema.name.removeprefix("c10d::"), self.backends[group.group_name]
         work = FakeWork()
         work_so = dist.Work.boxed(work)
         if name.startswith("barrier"):
-            self.record.collective(name, backend, "-", "-")
+            self.record.add_collective(name, backend, "-", "-")
             return work_so
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             if tensor.device.type != DEVICE_OF[backend]:
                 raise WrongDevice(
                     f"{backend} cannot {name} a tensor of {list(tensor.shape)} {tensor.dtype} on {tensor.device}: "
-                    f"it takes tensors on {DEVICE_OF[backend]}"
+                    f"it needs tensors on {DEVICE_OF[backend]}"
                 )
-        self.record.collective(name, backend, tensors[0].device.type, str(tensors[0].dtype).removeprefix("torch."))
+        self.record.add_collective(name, backend, tensors[0].device.type, str(tensors[0].dtype).removeprefix("torch."))
         if not isinstance(tensors[0], FakeTensor):
-            exchange(name, args, group.size())
+            fill_outputs(name, args, group.size())
         return (args[0], work_so) if len(func._schema.returns) == 2 else work_so
 
     def init_process_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,8 +78,8 @@ class Ranks:
         return self.backends[(group or c10d._get_default_group()).group_name]
 
 
-def exchange(name: str, args: Any, num_ranks: int) -> None:
-    """Fill host tensors as a collective would."""
+def fill_outputs(name: str, args: Any, num_ranks: int) -> None:
+    """Fill host tensors with the result of a collective."""
     if name == "allreduce_" and is_sum(args):
         for tensor in args[0]:
             tensor.mul_(num_ranks)
@@ -99,8 +99,8 @@ def is_sum(args: Any) -> bool:
 
 
 @contextmanager
-def communicating(ranks: Ranks, patch: Callable[[Any, str, Any], None]) -> Iterator[None]:
-    """Put these ranks in the place of torch.distributed's; their groups end with the block."""
+def replace_collectives(ranks: Ranks, patch: Callable[[Any, str, Any], None]) -> Iterator[None]:
+    """Replace process groups of torch.distributed until the block ends."""
     for module in (dist, c10d):
         patch(module, "get_backend", ranks.get_backend)
         patch(module, "new_group", ranks.new_group(c10d_new_group))

@@ -1,4 +1,4 @@
-"""The events of a rehearsal: waits for the device, copies between host and device, collectives; each with its stack."""
+"""The events of a rehearsal: waits for the device, copies between host and device, and collectives, with stacks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parents[2]
 OWN = tuple(f"{ROOT / folder}/" for folder in ("wfm_ds", "kernels", "reward", "tests"))
 MACHINERY = (f"{ROOT / 'benchmarks' / 'rehearsal'}/", "/torch/utils/", "/torch/_subclasses/", "/torch/_ops.py")
-NUM_FRAMES = 12  # of a stack, the innermost
+NUM_FRAMES = 12  # innermost frames of a stack
 
 Kind = Literal["sync", "copy", "collective"]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A moment at which the host talks to the device, or to the other ranks."""
+    """An operation of the host on the device, or a collective."""
 
     kind: Kind
     what: str  # the operator
-    phase: str  # of the run: rollout, train, ...; "" outside all of them
+    phase: str  # phase of the run: rollout, train, ...; "" outside of phases
     window: str  # "denoise loop", "between micro-steps" or ""
     blocking: bool
     num_bytes: int
@@ -42,12 +42,12 @@ class Event:
 
 
 class NotQuiet(AssertionError):
-    """The host stood still where it must only queue work."""
+    """The host waited in a window in which it must only queue work."""
 
 
 @dataclass
 class Record:
-    """All events of a rehearsal, in order. watch.py says in which phase and window they are."""
+    """All events of a rehearsal, in order. watch.py sets their phase and window."""
 
     events: list[Event] = field(default_factory=list)
     collectives: dict[tuple[str, str, str, str], int] = field(default_factory=dict)  # (name, backend, device, dtype)
@@ -61,12 +61,12 @@ class Record:
         finally:
             self._phases.pop()
 
-    def note(self, kind: Kind, what: str, *, blocking: bool = True, num_bytes: int = 0) -> None:
-        """Add an event at the place that runs just then."""
+    def add_event(self, kind: Kind, what: str, *, blocking: bool = True, num_bytes: int = 0) -> None:
+        """Add an event at the current code position."""
         phase = self._phases[-1] if self._phases else ""
-        self.events.append(Event(kind, what, phase, "", blocking, num_bytes, stack()))
+        self.events.append(Event(kind, what, phase, "", blocking, num_bytes, project_stack()))
 
-    def collective(self, what: str, backend: str, device: str, dtype: str) -> None:
+    def add_collective(self, what: str, backend: str, device: str, dtype: str) -> None:
         key = (what, backend, device, dtype)
         self.collectives[key] = self.collectives.get(key, 0) + 1
 
@@ -74,28 +74,28 @@ class Record:
         self.events.clear()
         self.collectives.clear()
 
-    def within(self, window: str, kind: Kind) -> list[Event]:
-        """The events of a window at which the host stands still."""
+    def window_events(self, window: str, kind: Kind) -> list[Event]:
+        """Return the blocking events of a window."""
         return [e for e in self.events if e.window == window and e.kind == kind and e.blocking]
 
     def require_quiet(self, window: str, *, waits: int = 0, copies: int = 0) -> None:
-        """Raise NotQuiet, with the stack of each, for more waits or blocking copies in this window."""
+        """Raise NotQuiet, with all stacks, if a window has more waits or blocking copies than given."""
         kinds: tuple[tuple[Kind, int, str], ...] = (("sync", waits, "waits"), ("copy", copies, "blocking copies"))
-        for kind, most, words in kinds:
-            found = self.within(window, kind)
-            if len(found) > most:
+        for kind, limit, label in kinds:
+            found = self.window_events(window, kind)
+            if len(found) > limit:
                 places = "\n".join(dict.fromkeys(e.describe() for e in found))
-                raise NotQuiet(f"{len(found)} {words} in the {window}, at most {most} are known:\n{places}")
+                raise NotQuiet(f"{len(found)} {label} in the {window}, expected at most {limit}:\n{places}")
 
     def end_window(self, name: str, begin: int, end: int) -> None:
-        """Mark the events [begin, end) as those of this window."""
+        """Assign the events [begin, end) to this window."""
         for i in range(begin, end):
             e = self.events[i]
             self.events[i] = Event(e.kind, e.what, e.phase, name, e.blocking, e.num_bytes, e.stack)
 
 
-def stack() -> tuple[str, ...]:
-    """`file:line function` of the innermost frames, without the rehearsal's own."""
+def project_stack() -> tuple[str, ...]:
+    """Return `file:line function` of the innermost frames, without frames of the rehearsal."""
     frames = []
     for frame in traceback.extract_stack(limit=80)[:-2]:
         name = frame.filename

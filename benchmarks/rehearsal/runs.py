@@ -1,5 +1,4 @@
-"""Real runs on the pretended machine: the project's own recipes, loops and engine, with other ranks and rewards that
-answer at once."""
+"""Real runs on the simulated machine: the project's recipes, loops and engine, with simulated ranks and rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from benchmarks.rehearsal.record import Record
-from benchmarks.rehearsal.watch import watched
+from benchmarks.rehearsal.watch import watch_job
 
 if TYPE_CHECKING:
     from wfm_ds.training.diffusion_builder import DiffusionLoop as Loop
@@ -23,8 +22,8 @@ QUIET = (
 )
 
 
-class Rewards:
-    """Stands for the reward service, which is another process: takes media, and has nothing to wait for."""
+class FakeRewards:
+    """Replaces the client of the reward service: accepts samples and returns immediately."""
 
     def submit(self, batch: Any) -> None:
         assert len(batch.media) == len(batch.sample_ids)
@@ -37,8 +36,8 @@ class Rewards:
 
 
 @contextlib.contextmanager
-def loop_of(record: Record, recipe_name: str, overrides: Sequence[str], folder: Path) -> Iterator[Loop]:
-    """The loop of a tiny recipe with all that it uses, watched; inside `fake_gpus`."""
+def open_loop(record: Record, recipe_name: str, overrides: Sequence[str], folder: Path) -> Iterator[Loop]:
+    """Build the loop of a tiny recipe and watch its events. Use inside `fake_gpus`."""
     from deepspeed.runtime.zero import partitioned_param_coordinator as zero3
 
     from wfm_ds.distributed.lifecycle import StopFlag
@@ -55,14 +54,14 @@ def loop_of(record: Record, recipe_name: str, overrides: Sequence[str], folder: 
     from wfm_ds.training.rl import RlLoop
     from wfm_ds.training.validation import Validator
 
-    # Its own cache: embeddings are made up, and not for the user's.
-    places = [f"run.output_dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
-    recipe = recipe_file.load_recipe(RECIPES / f"{recipe_name}.yaml", [*places, *QUIET, *overrides])
+    # A separate cache, because embeddings are made up.
+    paths = [f"run.output_dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
+    recipe = recipe_file.load_recipe(RECIPES / f"{recipe_name}.yaml", [*paths, *QUIET, *overrides])
     world = World.join().with_replicas(recipe.engine.sequence_parallel)
     with contextlib.ExitStack() as held:
-        # ZeRO-3 compares the order of its gathers with rank 0's: numbers that it reads back from the device.
+        # ZeRO-3 compares the order of its gathers with rank 0's by values that it reads back from the device.
         held.enter_context(mock.patch.object(zero3, "assert_ints_same_as_other_ranks"))
-        # The shares of texts of other ranks are not there.
+        # The texts that other ranks encode are missing.
         held.enter_context(mock.patch.object(text_precompute, "ranks_per_node", return_value=1))
         data, model = check_and_load_data(recipe, world.size), load_model(recipe, world.device)
         algorithm = diffusion_builder.make_rl_algorithm(recipe, model)
@@ -72,37 +71,38 @@ def loop_of(record: Record, recipe_name: str, overrides: Sequence[str], folder: 
             loop: Loop = diffusion_builder.build_sft_loop(job, data, *parts, None, held)
         else:
             groups = diffusion_builder.build_group_source(job, algorithm, data, held)
-            if isinstance(groups, CaptionedGroups):  # the captions of other ranks' groups are not there to be gathered
+            if isinstance(groups, CaptionedGroups):  # captions of other ranks cannot be gathered
                 groups.local_groups = range(groups.num_groups)
-            source = scored(ColocatedSource(job, groups, Rewards(), algorithm), recipe)  # type: ignore[arg-type]
+            source = add_fake_scores(ColocatedSource(job, groups, FakeRewards(), algorithm), recipe)  # type: ignore[arg-type]
             loop = RlLoop(job, algorithm, source, Validator(job, data.validation_prompts, rewards=None), *parts)
-        with watched(record, job):
+        with watch_job(record, job):
             yield loop
 
 
-def scored(source: Any, recipe: Any) -> Any:
-    """The source with scores of all ranks' samples: the rewards of other ranks are not there to be gathered."""
+def add_fake_scores(source: Any, recipe: Any) -> Any:
+    """Give the source made-up scores for all ranks' samples, because other ranks cannot send theirs."""
     from wfm_ds.types import Score
 
     names = [function.name for function in recipe.rl.reward.functions]
 
-    def scores(rollouts: Any) -> list[dict[str, Score]]:
+    def fake_scores(rollouts: Any) -> list[dict[str, Score]]:
         return [
             {n: Score(sample_id=m.sample_id, reward=n, value=i % 7 / 7, seconds=0.0) for n in names}
             for i, m in enumerate(rollouts.members)
         ]
 
-    source.scores = scores
+    source.scores = fake_scores
     return source
 
 
-def data(recipe_name: str, folder: Path) -> list[str]:
-    """Overrides that give a recipe its data, written into `folder`: two prompts, or digits captioned or in pairs."""
+def data_overrides(recipe_name: str, folder: Path) -> list[str]:
+    """Write the data of a recipe into `folder`: two prompts, captioned digits or pairs of digits. Return its
+    overrides."""
     if reads_images(recipe_name):
         from wfm_ds.data.digits import write_digits
 
         write_digits(folder / "digits")
-        return [f"data.path={folder / 'digits' / IMAGES[kind_of(recipe_name)]}"]
+        return [f"data.path={folder / 'digits' / IMAGES[data_kind(recipe_name)]}"]
     prompts = folder / "prompts"
     prompts.mkdir()
     (prompts / "train.txt").write_text("a red circle on white\na green circle on white\n")
@@ -110,11 +110,11 @@ def data(recipe_name: str, folder: Path) -> list[str]:
 
 
 def reads_images(recipe_name: str) -> bool:
-    """Return whether a tiny recipe trains on media of the user's."""
-    return kind_of(recipe_name) in IMAGES
+    """Return whether a tiny recipe trains on images of the user."""
+    return data_kind(recipe_name) in IMAGES
 
 
-def kind_of(recipe_name: str) -> str:
+def data_kind(recipe_name: str) -> str:
     from wfm_ds.recipe import file as recipe_file
 
     return recipe_file.load_recipe(RECIPES / f"{recipe_name}.yaml").data.kind

@@ -1,6 +1,6 @@
-"""Waits for the device, and copies with their bytes, in one step of training, phase by phase.
+"""Waits for the device, and copies with their bytes, in one training step, by phase.
 
-The step that is counted is a warm one: every text is known, and the optimizer has its states.
+The counted step is a warm one: all texts are cached, and the optimizer has its states.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rehearsal.ground import fake_gpus
+from benchmarks.rehearsal.fake_machine import fake_gpus
 from benchmarks.rehearsal.record import Record
 
 WARM_STEPS = 2
@@ -28,15 +28,15 @@ STEPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def counted(name: str, world_size: int = 2) -> Record:
-    """The record of one warm step."""
+def count_step(name: str, world_size: int = 2) -> Record:
+    """Return the record of one warm step."""
     recipe, own = STEPS[name]
     with fake_gpus(world_size=world_size) as record, tempfile.TemporaryDirectory() as temporary:
         from benchmarks.rehearsal import runs
 
         folder = Path(temporary)
-        overrides = [*COMMON, *own, *runs.data(recipe, folder)]
-        with runs.loop_of(record, recipe, overrides, folder) as loop:
+        overrides = [*COMMON, *own, *runs.data_overrides(recipe, folder)]
+        with runs.open_loop(record, recipe, overrides, folder) as loop:
             loop.start()
             for _ in range(WARM_STEPS):
                 loop.run_step()
@@ -45,8 +45,8 @@ def counted(name: str, world_size: int = 2) -> Record:
     return record
 
 
-def rows(name: str, record: Record) -> list[dict[str, Any]]:
-    """One row for each phase and window of a step, and one for all."""
+def step_rows(name: str, record: Record) -> list[dict[str, Any]]:
+    """Return one row for each phase and window of a step, and one for all."""
     found: dict[str, dict[str, Any]] = {}
     for e in record.events:
         for where in (f"{e.phase or 'end of step'}{', ' if e.window else ''}{e.window}", "all"):
@@ -54,20 +54,20 @@ def rows(name: str, record: Record) -> list[dict[str, Any]]:
             if e.kind == "sync":
                 row["waits"] += 1
             else:
-                beside = "" if e.blocking else "non-"
-                row[f"{beside}blocking copies"] += 1
-                row[f"{beside}blocking bytes"] += e.num_bytes
+                prefix = "" if e.blocking else "non-"
+                row[f"{prefix}blocking copies"] += 1
+                row[f"{prefix}blocking bytes"] += e.num_bytes
     return [*(row for where, row in found.items() if where != "all"), found["all"]]
 
 
 COLUMNS = ("waits", "blocking copies", "blocking bytes", "non-blocking copies", "non-blocking bytes")
 
 
-def sites(record: Record) -> list[dict[str, Any]]:
-    """List where the events come from, the most frequent first."""
+def list_sites(record: Record) -> list[dict[str, Any]]:
+    """Return the code positions of events, most frequent first."""
     counts: dict[tuple[str, ...], list[int]] = {}
     for e in record.events:
-        key = (e.phase or "end of step", e.window, e.what, "" if e.blocking else "beside", e.place)
+        key = (e.phase or "end of step", e.window, e.what, "" if e.blocking else "non-blocking", e.place)
         counts.setdefault(key, []).append(e.num_bytes)
     names = ("phase", "window", "what", "how", "where")
     return [

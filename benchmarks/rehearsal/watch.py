@@ -1,7 +1,6 @@
-"""The place of a run: its phases, as its own timer names them, and the two windows in which nothing may wait for the
-device: the denoise loop, from its first forward to its last, and the micro-steps, from the first forward to the last
-backward.
-"""
+"""Record the phases of a run, as its timer names them, and two windows in which nothing may wait for the device: the
+denoise loop (from its first to its last forward pass) and the micro-steps (from the first forward to the last backward
+pass)."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ DENOISE, MICRO_STEPS = "denoise loop", "between micro-steps"
 
 
 class Windows:
-    """Marks the events of each window when it ends."""
+    """Assigns events to a window when it ends."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        self.first: int | None = None  # event after which a window began
-        self.last = 0  # event before which it last did its work
+        self.first: int | None = None  # index of the first event in the window
+        self.last = 0  # index after the last event of its work
 
     def begin(self) -> None:
         if self.first is None:
@@ -41,8 +40,8 @@ class Windows:
 
 
 @contextmanager
-def watched(record: Record, job: Job) -> Iterator[None]:
-    """Tell the record the phases and windows of everything that this job does."""
+def watch_job(record: Record, job: Job) -> Iterator[None]:
+    """Record the phases and windows of a job."""
     from wfm_ds.engine.denoiser_forward import CountingForward
     from wfm_ds.engine.engine import DenoiserEngine
     from wfm_ds.models.sampler import Sampler
@@ -50,15 +49,15 @@ def watched(record: Record, job: Job) -> Iterator[None]:
     denoising, training = Windows(record), Windows(record)
     timer = type(job.timer).__call__
 
-    def phase(self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    def record_phase(self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         @contextmanager
-        def both() -> Iterator[None]:
+        def time_and_record() -> Iterator[None]:
             with timer(self, name, *args, **kwargs), record.phase(name):
                 yield
 
-        return both()
+        return time_and_record()
 
-    def forward(original: Callable[..., Any], self: Any, purpose: str, *args: Any, **kwargs: Any) -> Any:
+    def watch_forward(original: Callable[..., Any], self: Any, purpose: str, *args: Any, **kwargs: Any) -> Any:
         window = training if purpose == "policy" or training.first is not None else denoising
         window.begin()
         try:
@@ -67,40 +66,40 @@ def watched(record: Record, job: Job) -> Iterator[None]:
             if window is denoising:
                 window.touch()
 
-    def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def watch_generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         denoising.first = None
         try:
             return original(*args, **kwargs)
         finally:
             denoising.end(DENOISE)
 
-    def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def watch_backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         finally:
             training.touch()
 
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def watch_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         training.end(MICRO_STEPS)
         return original(*args, **kwargs)
 
     with (
-        mock.patch.object(type(job.timer), "__call__", phase),
-        wrapped(CountingForward, "__call__", forward),
-        wrapped(Sampler, "generate", generate),
-        wrapped(DenoiserEngine, "backward", backward),
-        wrapped(DenoiserEngine, "step", step),
+        mock.patch.object(type(job.timer), "__call__", record_phase),
+        wrap_method(CountingForward, "__call__", watch_forward),
+        wrap_method(Sampler, "generate", watch_generate),
+        wrap_method(DenoiserEngine, "backward", watch_backward),
+        wrap_method(DenoiserEngine, "step", watch_step),
     ):
         yield
 
 
 @contextmanager
-def wrapped(owner: type, name: str, around: Callable[..., Any]) -> Iterator[None]:
+def wrap_method(owner: type, name: str, around: Callable[..., Any]) -> Iterator[None]:
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return around(original, self, *args, **kwargs)
 
-    with mock.patch.object(owner, name, method):
+    with mock.patch.object(owner, name, call_wrapped):
         yield

@@ -1,1 +1,2 @@
-"""A soak of pipes and reward service: many samples, one process killed every few seconds, every byte checked."""
+"""Stress test of message pipes and reward service: many samples, one process killed every few seconds, every byte
+checked."""

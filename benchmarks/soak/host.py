@@ -1,5 +1,6 @@
-"""`python -m benchmarks.soak.host FOLDER`: what rank 0 of an async run has: the rollout hub with the workers that it
-starts, and the reward service. Runs until stdin is closed; says on stdout when it is ready, and how it was."""
+"""The host of a soak: the services of an async run's rank 0, which are the rollout broker with its workers and the
+reward service. `python -m benchmarks.soak.host FOLDER` runs until stdin is closed. Prints to stdout when it is ready,
+and the counts at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from wfm_ds.rollout.service import RolloutService, WorkerDevice
 from wfm_reward.rewards.jpeg import JpegIncompressibility
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "sd3_nft_async.yaml"
-WORKERS, SCORERS = 3, 2  # rollout workers, and workers of each of two rewards
+WORKERS, SCORERS = 3, 2  # rollout workers; workers for each of two rewards
 LOST_AFTER_S = 5.0
 STATUS_S = 10.0
 
 
-def overrides(folder: Path) -> list[str]:
+def recipe_overrides(folder: Path) -> list[str]:
     rewards = [
         {"name": CHECKSUM, "workers": SCORERS, "max_batch": 8, "options": {"journal": str(folder / "scored")}},
         {"name": JpegIncompressibility.name, "workers": SCORERS, "max_batch": 8},
@@ -35,11 +36,11 @@ def overrides(folder: Path) -> list[str]:
 
 
 class Rollouts(RolloutService):
-    """Starts workers whose pictures need no model."""
+    """Starts workers that generate images without a model."""
 
-    def worker_command(self, name: str, place: WorkerDevice) -> list[str]:
-        python, _, _, _, *options = super().worker_command(name, place)
-        words = [str(RECIPE), *overrides(self.recipe.run.output_dir)]
+    def worker_command(self, name: str, device: WorkerDevice) -> list[str]:
+        python, _, _, _, *options = super().worker_command(name, device)
+        words = [str(RECIPE), *recipe_overrides(self.recipe.run.output_dir)]
         return [python, "-m", "benchmarks.soak.worker", *words, *options]
 
 
@@ -48,21 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args(arguments).folder
     logging.basicConfig(level=logging.INFO, format="%(asctime)s host %(levelname)s %(message)s")
-    recipe = recipe_file.load_recipe(RECIPE, overrides(folder))
+    recipe = recipe_file.load_recipe(RECIPE, recipe_overrides(folder))
     assert recipe.reward is not None
     with RewardService(recipe.reward, folder / "reward") as rewards:
         rollouts = Rollouts(recipe, {}, rewards.endpoint, num_ranks=1)
         try:
-            _say({"ready": rollouts.endpoint})
+            _write_line({"ready": rollouts.endpoint})
             sys.stdin.read()
             status = rollouts.broker.request_status().result(STATUS_S)
-            _say({"counts": dict(status.counts), "given up": rollouts.worker_failures()})
+            _write_line({"counts": dict(status.counts), "failures": rollouts.worker_failures()})
         finally:
             rollouts.stop()
     return 0
 
 
-def _say(content: dict[str, object]) -> None:
+def _write_line(content: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(content) + "\n")
     sys.stdout.flush()
 

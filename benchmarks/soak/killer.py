@@ -1,4 +1,4 @@
-"""Faults in an order that a seed draws: a list of (role, signal) is shuffled and used up, again and again."""
+"""Faults in a seeded order: a list of (role, signal) is shuffled and used up, repeatedly."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from benchmarks.soak.family import Family
 from benchmarks.soak.host import LOST_AFTER_S
+from benchmarks.soak.process_tree import ProcessTree
 from benchmarks.soak.samples import PER_STEP
 from wfm_ds.rollout.rewards import MAX_RESTARTS, RESTARTS_WINDOW_S
 
@@ -26,10 +26,10 @@ FAULTS: list[Fault] = [
     ("reward worker", signal.SIGSTOP),
     ("reward service", signal.SIGSTOP),
 ]
-# The trainer starts a service again that died so often within so long, and no more.
+# The trainer restarts a service only MAX_RESTARTS times within RESTARTS_WINDOW_S.
 SERVICE_EVERY_S = RESTARTS_WINDOW_S / MAX_RESTARTS + 10.0
 OF_SERVICE = (signal.SIGKILL, signal.SIGTERM)
-PAUSE_S = {"rollout worker": 2 * LOST_AFTER_S}  # at most; longer than the hub waits for it
+PAUSE_S = {"rollout worker": 2 * LOST_AFTER_S}  # maximum; longer than the broker's worker timeout
 SHORT_PAUSE_S = 4.0
 
 
@@ -37,24 +37,24 @@ SHORT_PAUSE_S = 4.0
 class Killer:
     """Sends signals to the processes of a soak."""
 
-    family: Family
+    family: ProcessTree
     draw: random.Random
-    wait: Callable[[float], bool]  # this many seconds, or until the end: True then
+    wait: Callable[[float], bool]  # waits this many seconds; returns True at the end of the soak
     finished: Callable[[], int]  # samples so far
     sent: Counter[Fault] = field(default_factory=Counter)
     _left: list[Fault] = field(default_factory=list)
-    _service_at_s: float = float("-inf")  # when it was killed last
-    # Samples that were finished at the last faults of rollout workers.
+    _service_at_s: float = float("-inf")  # time of the last kill
+    # Numbers of finished samples at the last faults of rollout workers.
     _before: deque[int] = field(default_factory=lambda: deque(maxlen=2))
 
     def inject(self, *, spare_service: bool) -> str:
-        """Send the next signal to a process; a stopped one goes on before this returns. Says in words what was done."""
-        role, number = self._drawn(spare_service)
+        """Send the next signal to a process, and return a message. A paused process continues before this returns."""
+        role, number = self._draw_fault(spare_service)
         if role == "rollout worker" and not self._may_disturb():
-            return f"{number.name} to no {role}: a chunk may have lost two"
-        processes = self.family.alive(role)
+            return f"{number.name} not sent to a {role}: a chunk may have lost two workers"
+        processes = self.family.alive_processes(role)
         if not processes:
-            return f"no {role} to send a signal to"
+            return f"no {role} is running"
         process = self.draw.choice(processes)
         if role == "rollout worker":
             self._before.append(self.finished())
@@ -62,16 +62,19 @@ class Killer:
             process.send_signal(number)
             self.sent[role, number] += 1
             words = f"{number.name} to {role} {process.pid}"
-            return words if number != signal.SIGSTOP else f"{words} for {self._pause(role, process):.1f} s"
+            return words if number != signal.SIGSTOP else f"{words} for {self._pause_process(role, process):.1f} s"
         except psutil.NoSuchProcess:
-            return f"{role} {process.pid} has ended by itself"
+            return f"{role} {process.pid} has already exited"
 
     def _may_disturb(self) -> bool:
-        """False while a chunk may have lost two workers: one that loses three is given up, on purpose. So all chunks
-        that were admitted at the last fault but one must be finished: at staleness 1, those of three steps."""
+        """Return False while a chunk may have lost two workers, because a chunk that loses three is abandoned by
+        design.
+
+        All chunks that were admitted at the fault before the last one must be finished: three steps at staleness 1.
+        """
         return len(self._before) < 2 or self.finished() >= (self._before[0] // PER_STEP + 3) * PER_STEP
 
-    def _drawn(self, spare_service: bool) -> Fault:
+    def _draw_fault(self, spare_service: bool) -> Fault:
         if not spare_service and time.monotonic() - self._service_at_s > SERVICE_EVERY_S:
             self._service_at_s = time.monotonic()
             return "reward service", self.draw.choice(OF_SERVICE)
@@ -79,7 +82,7 @@ class Killer:
             self._left = self.draw.sample(FAULTS, len(FAULTS))
         return self._left.pop()
 
-    def _pause(self, role: str, process: psutil.Process) -> float:
+    def _pause_process(self, role: str, process: psutil.Process) -> float:
         seconds = self.draw.uniform(0.5, PAUSE_S.get(role, SHORT_PAUSE_S))
         try:
             self.wait(seconds)

@@ -1,4 +1,4 @@
-"""Memory and descriptors of processes over time, and whether they stay flat."""
+"""Memory and file descriptors of processes over time, and a check for growth."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from typing import Any
 
 import psutil
 
-WARM_UP = 0.1  # share of a life before its first third
-MAX_GROWTH_MIB = 4.0  # from the first third to the last: of allocators, and of the ids that hubs remember
-MAX_MORE_DESCRIPTORS = 8  # of clients that happen to be connecting
+WARM_UP = 0.1  # fraction of a life before its first third
+MAX_GROWTH_MIB = 4.0  # from the first third to the last: allocators, and ids that brokers keep
+MAX_MORE_DESCRIPTORS = 8  # clients that are just connecting
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class MemorySample:
     pid: int
     rss_mib: float
     descriptors: int
 
 
 class Histories:
-    """Memory over time by the name of a process; another process may take its place."""
+    """Memory over time by process name. A process may be replaced by another one."""
 
     def __init__(self) -> None:
-        self._looks: defaultdict[str, list[Look]] = defaultdict(list)
+        self._looks: defaultdict[str, list[MemorySample]] = defaultdict(list)
 
-    def look(self, name: str, process: psutil.Process) -> None:
+    def add_sample(self, name: str, process: psutil.Process) -> None:
         """Record the memory and descriptors of a process, or nothing if it has just ended."""
         with contextlib.suppress(psutil.Error):
-            look = Look(process.pid, process.memory_info().rss / 2**20, process.num_fds())
-            if look.rss_mib:  # else it has ended, and waits for its parent
+            look = MemorySample(process.pid, process.memory_info().rss / 2**20, process.num_fds())
+            if look.rss_mib:  # otherwise it is a zombie
                 self._looks[name].append(look)
 
     def rows(self) -> list[dict[str, Any]]:
-        return [_row(name, looks) for name, looks in self._looks.items()]
+        return [_history_row(name, looks) for name, looks in self._looks.items()]
 
 
-def _row(name: str, looks: list[Look]) -> dict[str, Any]:
-    """About all lives of a process, and the thirds of the longest."""
+def _history_row(name: str, looks: list[MemorySample]) -> dict[str, Any]:
+    """Return a row about all lives of a process, and the first and last third of the longest life."""
     lives = Counter(look.pid for look in looks)
     longest, _ = lives.most_common(1)[0]
     life = [look for look in looks if look.pid == longest]
@@ -61,14 +61,14 @@ def _row(name: str, looks: list[Look]) -> dict[str, Any]:
     }
 
 
-def growths(rows: list[dict[str, Any]]) -> list[str]:
-    """A sentence about each process that is not flat."""
+def find_growth(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a message for each process that grows."""
     found = []
     for row in rows:
         mib = row["MiB, last third"] - row["MiB, first third"]
         more = row["descriptors, last third"] - row["descriptors, first third"]
         if mib > MAX_GROWTH_MIB:
-            found.append(f"{row['process']} grew by {mib:.1f} MiB; {MAX_GROWTH_MIB:g} are allowed")
+            found.append(f"{row['process']} grew by {mib:.1f} MiB; the limit is {MAX_GROWTH_MIB:g}")
         if more > MAX_MORE_DESCRIPTORS:
-            found.append(f"{row['process']} has {more} more descriptors; {MAX_MORE_DESCRIPTORS} are allowed")
+            found.append(f"{row['process']} has {more} more descriptors; the limit is {MAX_MORE_DESCRIPTORS}")
     return found

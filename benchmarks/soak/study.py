@@ -1,4 +1,4 @@
-"""One soak from start to end: its processes, the signals sent to them, what is watched, and what must hold."""
+"""One soak from start to end: its processes, the signals sent to them, memory samples, and the checks."""
 
 from __future__ import annotations
 
@@ -20,65 +20,65 @@ from typing import IO, Any
 
 import psutil
 
-from benchmarks.soak.family import MARK, ROLES, Family, left_over, shared_memory
 from benchmarks.soak.host import SCORERS, WORKERS
 from benchmarks.soak.killer import Fault, Killer
-from benchmarks.soak.memory import Histories, growths
-from benchmarks.soak.samples import CHUNK, PER_STEP, noted
+from benchmarks.soak.memory import Histories, find_growth
+from benchmarks.soak.process_tree import MARK, ROLES, ProcessTree, find_leftovers, find_shared_memory
+from benchmarks.soak.samples import CHUNK, PER_STEP, read_count
 
 REPOSITORY = Path(__file__).parents[2]
-LOOK_S, MAPS_EVERY = 1.0, 10  # looks
-START_S, STOP_S, WHOLE_S, END_S = 180.0, 60.0, 120.0, 20.0  # end hangs, and measure nothing
+LOOK_S, MAPS_EVERY = 1.0, 10  # memory samples between reads of memory maps
+START_S, STOP_S, WHOLE_S, END_S = 180.0, 60.0, 120.0, 20.0  # only limits for hanging processes
 FAULTS_IN_A_ROW, QUIET_FAULTS = 20, 8  # faults, then intervals without any
 FLAT_FROM = 5000  # samples
 ALL = {"reward service": 1, "reward worker": 2 * SCORERS, "rollout worker": WORKERS}
 
 
-class StudyError(Exception):
-    """A sample is lost, double or wrong, something grows, or something is left over."""
+class SoakError(Exception):
+    """A sample is lost, duplicate or wrong, a process grows, or something is left over."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SoakPlan:
     samples: int
-    kill_every_s: float  # on average
-    seconds: float  # that a rollout worker takes for a sample
+    kill_every_s: float  # mean
+    seconds: float  # of a rollout worker for each sample
     seed: int
 
 
 @dataclass
 class Soak:
-    """`run` once, in an empty folder with a short path."""
+    """One soak. Call `run` once, with an empty folder that has a short path."""
 
     folder: Path
-    plan: Plan
+    plan: SoakPlan
     say: Callable[[str], None]
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     histories: Histories = field(default_factory=Histories)
-    pids: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # seen, by role
+    pids: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # all processes so far, by role
     shared: set[Path] = field(default_factory=set)
     windows: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"kills": [], "quiet": []})
-    times: list[float] = field(default_factory=list)  # when chunks were finished
-    counts: list[int] = field(default_factory=list)  # samples until then
-    over: threading.Event = field(default_factory=threading.Event)  # client or host have ended
+    times: list[float] = field(default_factory=list)  # when chunks finished
+    counts: list[int] = field(default_factory=list)  # finished samples at these times
+    over: threading.Event = field(default_factory=threading.Event)  # set when the client or the host has exited
 
     def run(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Figures of the run, and of memory. Raises StudyError."""
+        """Run the soak. Return rows of the results and of memory. Raises SoakError."""
         (self.folder / "t").mkdir(mode=0o700)
-        host = self._started("host", [str(self.folder)], stdin=subprocess.PIPE)
+        host = self._start_process("host", [str(self.folder)], stdin=subprocess.PIPE)
         client = None
         try:
-            endpoint = str(self._line(host, START_S)["ready"])
+            endpoint = str(self._read_line(host, START_S)["ready"])
             words = [endpoint, "--steps", str(self.plan.samples // PER_STEP), "--seconds", str(self.plan.seconds)]
-            client = self._started("client", words)
-            sent = self._disturb(host, client)
+            client = self._start_process("client", words)
+            sent = self._inject_faults(host, client)
             if host.poll() is not None or client.wait(STOP_S):
-                raise StudyError(f"client and host ended with {client.poll()}, {host.poll()}\n{self._logs()}")
+                raise SoakError(f"client and host exited with {client.poll()}, {host.poll()}\n{self._log_tails()}")
             assert host.stdin is not None
             host.stdin.close()
-            said = self._line(host, STOP_S)
+            said = self._read_line(host, STOP_S)
             if host.wait(STOP_S):
-                raise StudyError(f"the host ended with {host.returncode}\n{self._logs()}")
+                raise SoakError(f"the host exited with {host.returncode}\n{self._log_tails()}")
         finally:
             for process in (client, host):
                 if process is not None:
@@ -86,13 +86,13 @@ class Soak:
                     process.wait()
         self._require_nothing_left()
         memory = self.histories.rows()
-        if self.plan.samples >= FLAT_FROM and (grown := growths(memory)):
-            raise StudyError("; ".join(grown))
-        return self._figures(said, sent), memory
+        if self.plan.samples >= FLAT_FROM and (grown := find_growth(memory)):
+            raise SoakError("; ".join(grown))
+        return self._result_rows(said, sent), memory
 
     # Processes
 
-    def _started(self, name: str, words: Sequence[str], stdin: int | None = None) -> subprocess.Popen[bytes]:
+    def _start_process(self, name: str, words: Sequence[str], stdin: int | None = None) -> subprocess.Popen[bytes]:
         private = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
         with (self.folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
@@ -104,97 +104,97 @@ class Soak:
                 env={**private, "TMPDIR": str(self.folder / "t"), MARK: self.mark},
             )
 
-    def _line(self, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
-        """The next line of its stdout, as JSON. Raises StudyError if none comes."""
+    def _read_line(self, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
+        """Return the next line of a process' stdout, as JSON. Raises SoakError at the timeout."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             line = process.stdout.readline() if selector.select(timeout_s) else b""
         if not line:
-            raise StudyError(f"nothing from the host within {timeout_s:g} s\n{self._logs()}")
+            raise SoakError(f"no output from the host within {timeout_s:g} s\n{self._log_tails()}")
         content: dict[str, Any] = json.loads(line)
         return content
 
-    def _logs(self) -> str:
-        """The ends of all logs."""
+    def _log_tails(self) -> str:
+        """Return the ends of all logs."""
         logs = sorted(self.folder.rglob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
 
     # While it runs
 
-    def _disturb(self, host: subprocess.Popen[bytes], client: subprocess.Popen[bytes]) -> Counter[Fault]:
-        """Send signals until the client has ended. Raises StudyError if a process does not come back."""
+    def _inject_faults(self, host: subprocess.Popen[bytes], client: subprocess.Popen[bytes]) -> Counter[Fault]:
+        """Send signals until the client has exited. Raises SoakError if a process is not replaced."""
         assert client.stdout is not None
-        family, draw = Family(host.pid), random.Random(self.plan.seed)
-        killer = Killer(family, draw, self.over.wait, self._finished)
+        family, draw = ProcessTree(host.pid), random.Random(self.plan.seed)
+        killer = Killer(family, draw, self.over.wait, self._num_finished)
         threads = [
-            threading.Thread(target=self._read, args=[client.stdout], daemon=True),
-            threading.Thread(target=self._look, args=[family, host.pid, client.pid], daemon=True),
+            threading.Thread(target=self._read_counts, args=[client.stdout], daemon=True),
+            threading.Thread(target=self._sample_memory, args=[family, host.pid, client.pid], daemon=True),
         ]
         for thread in threads:
             thread.start()
         try:
             while not self.over.is_set():
-                self._disturb_and_rest(killer, draw)
+                self._inject_and_rest(killer, draw)
         finally:
             self.over.set()
             for thread in threads:
                 thread.join(STOP_S)
         return killer.sent
 
-    def _disturb_and_rest(self, killer: Killer, draw: random.Random) -> None:
+    def _inject_and_rest(self, killer: Killer, draw: random.Random) -> None:
         began_s = time.monotonic()
         for _ in range(FAULTS_IN_A_ROW):
             if self.over.wait(draw.uniform(0.5, 1.5) * self.plan.kill_every_s):
                 break
-            done = self._finished()
+            done = self._num_finished()
             self.say(f"{done} samples; {killer.inject(spare_service=done > self.plan.samples / 2)}")
-        while (sizes := killer.family.sizes()) != ALL and not self.over.wait(LOOK_S):
+        while (sizes := killer.family.count_processes()) != ALL and not self.over.wait(LOOK_S):
             if time.monotonic() - began_s > FAULTS_IN_A_ROW * 3 * self.plan.kill_every_s + WHOLE_S:
-                raise StudyError(f"processes that got a signal do not come back: {sizes}\n{self._logs()}")
+                raise SoakError(f"processes that received a signal were not replaced: {sizes}\n{self._log_tails()}")
         whole_s = time.monotonic()
         self.windows["kills"].append((began_s, whole_s))
         if not self.over.wait(QUIET_FAULTS * self.plan.kill_every_s):
             self.windows["quiet"].append((whole_s, time.monotonic()))
 
-    def _finished(self) -> int:
+    def _num_finished(self) -> int:
         return self.counts[-1] if self.counts else 0
 
-    def _read(self, stdout: IO[bytes]) -> None:
+    def _read_counts(self, stdout: IO[bytes]) -> None:
         for line in stdout:
             self.times.append(time.monotonic())
             self.counts.append(int(line))
         self.over.set()
 
-    def _look(self, family: Family, host: int, client: int) -> None:
+    def _sample_memory(self, family: ProcessTree, host: int, client: int) -> None:
         number = 0
         while not self.over.wait(LOOK_S):
             if not psutil.pid_exists(host) or psutil.Process(host).status() == psutil.STATUS_ZOMBIE:
                 self.over.set()
             for role in ROLES:
-                alive = family.alive(role)
+                alive = family.alive_processes(role)
                 self.pids[role] |= {process.pid for process in alive}
                 if role == "reward service" and alive:
-                    self.histories.look(role, alive[0])
-            self.histories.look("rollout hub", psutil.Process(host))
+                    self.histories.add_sample(role, alive[0])
+            self.histories.add_sample("rollout hub", psutil.Process(host))
             if psutil.pid_exists(client):
-                self.histories.look("client", psutil.Process(client))
+                self.histories.add_sample("client", psutil.Process(client))
             if number % MAPS_EVERY == 0:
-                self.shared |= shared_memory(self.mark)
+                self.shared |= find_shared_memory(self.mark)
             number += 1
 
     # At the end
 
     def _require_nothing_left(self) -> None:
-        _, alive = psutil.wait_procs(left_over(self.mark), timeout=END_S)
+        _, alive = psutil.wait_procs(find_leftovers(self.mark), timeout=END_S)
         sockets = [path for path in self.folder.rglob("*") if path.is_socket() or path.name == "pipes.json"]
         files = [*sockets, *(self.folder / "t").iterdir(), *(path for path in self.shared if path.exists())]
         if alive or files:
-            raise StudyError(f"left over: {alive} {[str(path) for path in files]}")
+            raise SoakError(f"left over: {alive} {[str(path) for path in files]}")
 
-    def _figures(self, said: dict[str, Any], sent: Counter[Fault]) -> list[dict[str, Any]]:
-        if said["given up"]:
-            raise StudyError(f"given up: {said['given up']}")
+    def _result_rows(self, said: dict[str, Any], sent: Counter[Fault]) -> list[dict[str, Any]]:
+        if said["failures"]:
+            raise SoakError(f"failed workers: {said['failures']}")
         counts, total = Counter(said["counts"]), self.plan.samples
         figures: dict[str, Any] = {"samples, each once and right": total, "chunks": total // CHUNK}
         figures["minutes"] = (self.times[-1] - self.times[0]) / 60
@@ -203,21 +203,21 @@ class Soak:
         figures["faults"] = sent.total()
         for role, pids in self.pids.items():
             figures[f"{role}s started"] = len(pids)
-        figures["samples made again"] = noted(self.folder / "made") - total
-        figures["samples scored again"] = noted(self.folder / "scored") - total
+        figures["samples made again"] = read_count(self.folder / "made") - total
+        figures["samples scored again"] = read_count(self.folder / "scored") - total
         figures["chunks that were leased again"] = counts["requeued"]
         figures["late results taken"] = counts["late"]
         figures["results recognised as double"] = counts["duplicate"] + counts["unknown"]
         for name, windows in self.windows.items():
             if windows:
-                figures[f"samples/s, {name}"] = self._rate(windows)
+                figures[f"samples/s, {name}"] = self._samples_per_second(windows)
         return [{"figure": name, "value": value} for name, value in figures.items()]
 
-    def _rate(self, windows: Sequence[tuple[float, float]]) -> float:
+    def _samples_per_second(self, windows: Sequence[tuple[float, float]]) -> float:
         seconds = sum(end - begin for begin, end in windows)
-        return sum(self._until(end) - self._until(begin) for begin, end in windows) / seconds
+        return sum(self._samples_until(end) - self._samples_until(begin) for begin, end in windows) / seconds
 
-    def _until(self, at_s: float) -> int:
-        """Samples that were finished then."""
-        place = bisect.bisect_right(self.times, at_s)
-        return self.counts[place - 1] if place else 0
+    def _samples_until(self, at_s: float) -> int:
+        """Return the number of samples finished until a time."""
+        index = bisect.bisect_right(self.times, at_s)
+        return self.counts[index - 1] if index else 0

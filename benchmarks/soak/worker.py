@@ -1,6 +1,6 @@
-"""`python -m benchmarks.soak.worker`: a rollout worker whose pictures need no model. Started by host.py.
+"""A rollout worker that generates images without a model: `python -m benchmarks.soak.worker`. Started by host.py.
 
-Everything else of it is the worker of an async run: how it leases, waits for scores, returns, leaves.
+Everything else is the worker of an async run: leases, waiting for scores, results, exit.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
 
 
-class Lanes(worker.WorkerLanes):
-    """Makes the pictures of a chunk, `seconds` each, as a model would take."""
+class NoiseLanes(worker.WorkerLanes):
+    """Generates the images of a chunk, with a delay of `seconds` for each, like a model."""
 
     journal: Path
 
     def generate_chunk(self, rewards: RewardClient, task: LeasedTask, progress: ReportProgress) -> TaskResult:
         ids, seconds = task.rows[0]["samples"], task.rows[0]["seconds"]
-        pictures = []
+        images = []
         for number, sample_id in enumerate(ids, start=1):
             threading.Event().wait(seconds)
-            pictures.append(samples.picture(sample_id))
+            images.append(samples.make_image(sample_id))
             progress(number, len(ids))
-        samples.note(self.journal, len(ids))
-        prompts, media = [samples.prompt(sample_id) for sample_id in ids], np.stack(pictures)
+        samples.append_count(self.journal, len(ids))
+        prompts, media = [samples.make_prompt(sample_id) for sample_id in ids], np.stack(images)
         rewards.submit(MediaBatch(media=media, sample_ids=ids, prompts=prompts, metadata=[{}] * len(ids)))
         scores = rewards.wait()
         packed = {i: {name: [s.value, s.failure] for name, s in scores[i].items()} for i in ids}
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     client = PipeClient(args.connect, run="workers", client=args.name)
     try:
         client.attach(worker.ATTACH_S)
-        generator: Any = None  # nothing but `chunk` has a use for it
-        lanes = Lanes(recipe, generator, client, None, client.kinds[TASK_KIND], args)
+        generator: Any = None  # only `generate_chunk` would use it
+        lanes = NoiseLanes(recipe, generator, client, None, client.kinds[TASK_KIND], args)
         lanes.journal = recipe.run.output_dir / "made"
         return lanes.run(stop)
     finally:

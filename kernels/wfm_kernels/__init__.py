@@ -1,6 +1,6 @@
-"""Fused pointwise operators for flow-matching training. Independent of wfm_ds.
+"""Fused pointwise operators for flow-matching training. Does not depend on wfm_ds.
 
-Every operator has a Triton backend for CUDA and an eager torch backend for everything else. See docs/measurements.md.
+Every operator has a Triton backend for CUDA and an eager torch backend for all other devices. See docs/measurements.md.
 """
 
 from wfm_kernels.coefficients import sde_coefficients

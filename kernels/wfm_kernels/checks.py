@@ -1,4 +1,4 @@
-"""Validation of shapes and dtypes. Values are not checked: reading them would synchronize with the device."""
+"""Validation of shapes and dtypes. Values are not checked, because reading them would synchronize with the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def working_dtype(latents: Tensor) -> torch.dtype:
 
 
 def require_latents(**latents: Tensor | None) -> None:
-    """Raise ValueError unless all tensors (None is skipped) are [B, ...], not empty, of one shape and valid dtypes."""
+    """Raise ValueError unless all tensors are [B, ...], not empty, of one shape, and of valid dtypes.
+
+    None is skipped.
+    """
     present = {name: tensor for name, tensor in latents.items() if tensor is not None}
     for name, tensor in present.items():
         if tensor.dtype not in (*LATENT_DTYPES, EXACT_DTYPE):
@@ -30,7 +33,7 @@ def require_latents(**latents: Tensor | None) -> None:
 
 
 def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
-    """Raise ValueError unless each is [B] float32 (float64 for float64 latents), with the latents' batch size B."""
+    """Raise ValueError unless each tensor is [B] float32 (float64 for float64 latents), with B as in the latents."""
     for name, tensor in vectors.items():
         if tensor.shape != latents.shape[:1]:
             raise ValueError(f"{name} must be [{len(latents)}], one value per sample, got {list(tensor.shape)}")
@@ -38,14 +41,14 @@ def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
 
 
 def require_floating(latents: Tensor, **tensors: Tensor) -> None:
-    """Raise ValueError unless each is float32 (float64 for float64 latents)."""
+    """Raise ValueError unless each tensor is float32 (float64 for float64 latents)."""
     for name, tensor in tensors.items():
         if tensor.dtype != working_dtype(latents):
             raise ValueError(f"{name} must be {working_dtype(latents)}, got {tensor.dtype}")
 
 
 def require_coefficients(coefficients: Tensor, latents: Tensor) -> None:
-    """Raise ValueError unless there is one row of sde_coefficients per sample, [B,5] float64."""
+    """Raise ValueError unless the coefficients are [B,5] float64: one row of `sde_coefficients` per sample."""
     if coefficients.shape != (len(latents), 5) or coefficients.dtype != torch.float64:
         raise ValueError(
             f"coefficients must be [{len(latents)}, 5] float64, one row of sde_coefficients per sample, got "
@@ -54,7 +57,7 @@ def require_coefficients(coefficients: Tensor, latents: Tensor) -> None:
 
 
 def require_one_source(latents: Tensor, seeds: Tensor | None, noise: Tensor | None) -> None:
-    """Raise ValueError unless there is either noise or one int64 seed per sample."""
+    """Raise ValueError unless exactly one of noise and seeds is given, with one int64 seed per sample."""
     if (seeds is None) == (noise is None):
         raise ValueError(f"give either seeds or noise, got {'neither' if seeds is None else 'both'}")
     if seeds is not None and (seeds.shape != latents.shape[:1] or seeds.dtype != torch.int64):

@@ -62,7 +62,10 @@ def sde_coefficients(
 
 
 def _clamp_sigma(s: Tensor, sigma_max: float | None) -> Tensor:
-    """Return the sigma for Flow-SDE's 1 - sigma. It is bounded because a schedule may start at 1, or close to it."""
+    """Return the sigma to use in Flow-SDE's 1 - sigma.
+
+    It is bounded by sigma_max, because a schedule may start at 1 or close to it.
+    """
     bounded = s if sigma_max is None else s.clamp(max=sigma_max)
     if bool((bounded >= 1).any()):
         raise ValueError(

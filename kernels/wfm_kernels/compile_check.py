@@ -1,7 +1,7 @@
 """`python -m wfm_kernels.compile_check`: compile every kernel for sm_90 without a GPU and check the generated code.
 
 Checks for register spills, 16-byte memory accesses, contracted multiply-adds, and equal summation order in rollout and
-training. Does not check results or speed. Exit code 1 if a check fails, 3 if Triton is not installed.
+training. Does not check results or speed. The exit code is 1 if a check fails, 3 if Triton is not installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_NOISE_FMA = 108  # in the logarithm, sine and cosine of the noise; Triton 3.
 
 @dataclass(frozen=True, kw_only=True)
 class KernelVariant:
-    """A kernel with fixed dtypes and branches. types: type of each argument, in order."""
+    """A kernel with fixed dtypes and branches. types: type of each argument, in the order of the arguments."""
 
     kernel: str
     label: str
@@ -37,7 +37,7 @@ class KernelVariant:
     draws_noise: bool = False
 
     def wide_accesses(self, dtypes: tuple[str, ...]) -> int:
-        """Return the number of 16-byte accesses of a thread for one tile of tensors with these dtypes."""
+        """Return the number of 16-byte accesses per thread for one tile of tensors with these dtypes."""
         per_thread = self.constants["BLOCK"] // (32 * self.warps)
         return sum(per_thread * BYTES[dtype] // ACCESS_BYTES for dtype in dtypes)
 
@@ -193,7 +193,7 @@ def _noise_variants() -> Iterator[KernelVariant]:
 
 
 def _row_variants() -> Iterator[KernelVariant]:
-    """Yield variants for the rows of linear layers in SD3 and Wan 14B, and for the longest row."""
+    """Yield the variants for the row lengths of linear layers in SD3 and Wan 14B, and for the longest row."""
     from wfm_kernels.ops import MAX_ROW
     from wfm_kernels.torch_backend import E4M3_MAX, MIN_SCALE
     from wfm_kernels.triton_backend import row_launch_shape
@@ -213,7 +213,7 @@ def _row_variants() -> Iterator[KernelVariant]:
 
 
 def _finish_variants() -> Iterator[KernelVariant]:
-    """Yield the kernels that add partial sums. They read only a few hundred numbers per sample."""
+    """Yield the kernels that add partial sums, which read only a few hundred numbers per sample."""
     sums = {"n": "i32", "coef_stride": "i32"}
     arguments = {
         "sde_finish_kernel": {"part_ptr": "*fp32", "coef_ptr": "*fp64", "log_prob_ptr": "*fp32"} | sums,
@@ -286,7 +286,10 @@ def _read_resources(ptx: str, report: CompileReport) -> None:
 
 
 def _assemble_ptx(source: Path) -> str:
-    """Return the output of the first ptxas bundled with Triton that accepts the file. Raises RuntimeError."""
+    """Assemble a PTX file. Returns the output of the first bundled ptxas that accepts it.
+
+    Raises RuntimeError if none of Triton's ptxas programs accepts the file.
+    """
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -309,7 +312,7 @@ def _match_number(pattern: str, text: str) -> str:
 
 
 def _sum_layout(ttgir: str) -> str:
-    """Return the layout definition of the first tt.reduce operand; empty without one."""
+    """Return the definition of the layout of the first tt.reduce operand in TTGIR; empty if there is none."""
     operand = re.search(r'"tt\.reduce"\([^)]*\).*?\}\)\s*:\s*\(tensor<[^,]*,\s*(#\w+)>', ttgir, re.DOTALL)
     if operand is None:
         return ""
@@ -341,7 +344,10 @@ def _check_accesses(report: CompileReport) -> None:
 
 
 def compare_sum_layouts(reports: list[CompileReport]) -> None:
-    """Check that sampling and log-probability kernels sum in the same order: one layout per pair of dtypes."""
+    """Check that the sampling and log-probability kernels sum in the same order.
+
+    For each pair of dtypes, both must use the same layout.
+    """
     layouts: dict[str, str] = {}
     for report in reports:
         if report.variant.kernel == "sde_kernel":

@@ -1,7 +1,8 @@
-"""NumPy implementation of the noise contract for CPUs.
+"""NumPy implementation of the noise contract (noise.py) for CPUs.
 
-Returns the same bits as noise.py in a third to half of the time: numpy has less overhead per operation, and the buffers
-are reused for every block. Logarithm, square root, sine and cosine use torch, because numpy's differ in the last bit.
+Returns the same bits as noise.py in a third to half of the time, because numpy has less overhead per operation and the
+buffers are reused for every block. Logarithm, square root, sine and cosine use torch, because numpy's results differ in
+the last bit.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ PhiloxWords = npt.NDArray[np.uint32]
 
 
 def host_philox_words(seeds: npt.NDArray[np.int64], num_counters: int, block_size: int) -> Iterator[PhiloxWords]:
-    """Yield the Philox words of `num_counters` counters in blocks: [2, 2, B, count] uint32, for seeds [B].
+    """Yield the Philox words of `num_counters` counters in blocks [2, 2, B, count] uint32.
 
-    block_size: maximum count. Element [i, j] is word 2 j + i of a counter. The array is overwritten by the next block.
+    seeds: [B]. block_size: maximum number of counters per block. Element [i, j] of a block is word 2 j + i of each
+    counter. The next block overwrites the array.
     """
     keys = seeds.view(_U64)
     # Carries into the upper halves are masked off in each round.
@@ -71,7 +73,7 @@ def host_normal_noise(seeds: Tensor, n: int) -> Tensor:
 
 
 def _box_muller(words: PhiloxWords, buffer: npt.NDArray[np.float32], pairs: npt.NDArray[np.float32]) -> None:
-    """Fill `pairs` [2, B, count, 2] with normal numbers. Overwrites `words`."""
+    """Fill `pairs` [2, B, count, 2] with normal numbers. Overwrites `words` and uses `buffer` as scratch memory."""
     np.minimum(words, ~words, out=words)
     # The words are below 2**31, so they can be read as int32, which converts faster.
     np.multiply(words.view(np.int32), _F32(TO_UNIT), out=buffer[:2], dtype=_F32, casting="unsafe")

@@ -1,6 +1,7 @@
-"""Registration of the torch operators `wfm_kernels::*`: opaque nodes for torch.compile and CUDA graphs.
+"""Registration of the torch operators `wfm_kernels::*`, which torch.compile and CUDA graphs treat as opaque nodes.
 
-Arguments are validated in ops.py, not here. Operators must return new tensors, so optional results are empty if unused.
+Arguments are validated in ops.py, not here. Operators must return new tensors, so results that are not requested are
+empty tensors.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ _BLOCK = 8192  # counters per block; limits the memory for words
 def philox_words(seeds: Tensor, num_counters: int, first: int = 0) -> Tensor:
     """Return the Philox words of counters first, first + 1, ...: [B, num_counters, 4] int64 in [0, 2**32).
 
-    seeds: [B] int64. The two halves of the state are one tensor [2, B, num_counters], and the keys of all rounds are
-    computed together, to reduce the number of operations.
+    seeds: [B] int64. To reduce the number of operations, the two halves of the state are one tensor [2, B,
+    num_counters], and the keys of all rounds are computed together.
     """
     multipliers, steps = (
         torch.tensor(pair, dtype=torch.int64, device=seeds.device).view(2, 1, 1) for pair in (MULTIPLIERS, KEY_STEPS)
@@ -41,7 +41,7 @@ def philox_words(seeds: Tensor, num_counters: int, first: int = 0) -> Tensor:
 
 
 def normal_from_words(words: Tensor) -> Tensor:
-    """Return standard normal numbers float32 for words [..., 4] int64, of the same shape."""
+    """Return standard normal numbers float32 for words [..., 4] int64, in the same shape."""
     unit = torch.minimum(words, WORD_MASK - words).float() * TO_UNIT
     radius = (-2.0 * unit[..., 0::2].clamp_min(MIN_UNIFORM).log()).sqrt()
     angle = TWO_PI * unit[..., 1::2]
@@ -54,7 +54,7 @@ def normal_noise(seeds: Tensor, n: int) -> Tensor:
 
 
 def torch_normal_noise(seeds: Tensor, n: int) -> Tensor:
-    """Implement `normal_noise` with torch operations only, for any device. Reference for `host_normal_noise`."""
+    """Compute `normal_noise` with torch operations only, on any device. Reference for `host_normal_noise`."""
     num_counters, at_once = -(-n // 4), max(1, _BLOCK // max(1, len(seeds)))
     blocks = [
         normal_from_words(philox_words(seeds, min(at_once, num_counters - first), first)).flatten(1)

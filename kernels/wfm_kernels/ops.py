@@ -22,7 +22,7 @@ MAX_ROW = 32_768  # elements of a row that one program of quantise_rows holds
 
 @dataclass(frozen=True, slots=True)
 class SdeStep:
-    """Result of a step; all detached."""
+    """Result of `sde_step`. All tensors are detached."""
 
     next_latents: Tensor  # shape and dtype of the latents
     log_prob: Tensor  # [B] float32, of the rounded next_latents
@@ -92,8 +92,9 @@ def sde_log_prob(
     """Return the log-probability [B] float32 of stored transitions, averaged over the elements of a sample.
 
     Arguments as in sde_step. Returns the same bits as sde_step for the same velocity dtype. Differentiable once, with
-    respect to velocity and uncond_velocity; detached inputs cost nothing. Gradients have the dtype of their input. In
-    float16 scale the loss: gradients of a sample mean are subnormal. Raises ValueError for invalid arguments.
+    respect to velocity and uncond_velocity; for detached inputs no gradient is computed. Gradients have the dtype of
+    their input. In float16, scale the loss: gradients of a mean over a sample are subnormal otherwise. Raises
+    ValueError for invalid arguments.
     """
     require_latents(velocity=velocity, latents=latents, next_latents=next_latents, uncond_velocity=uncond_velocity)
     require_coefficients(coefficients, latents)
@@ -130,8 +131,8 @@ def nft_loss(
     Differentiable once, with respect to velocity only.
 
     stats: loss_positive, loss_negative (the two quotients), weight_positive, weight_negative (w+, w-), old_deviation,
-    old_deviation_max (mean and maximum of (v - v_old)^2), and with a reference old_ref_deviation (mean of
-    (v_old - v_ref)^2). Raises ValueError for invalid shapes and dtypes, and for beta <= 0.
+    old_deviation_max (mean and maximum of (v - v_old)^2), and with a reference old_ref_deviation (mean of (v_old -
+    v_ref)^2). Raises ValueError for invalid shapes and dtypes, and for beta <= 0.
     """
     require_latents(
         velocity=velocity,
@@ -193,9 +194,9 @@ def quantise_rows(x: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tens
     """Quantize each row to float8 e4m3. Return q (shape of x) and scales float32 [..., 1], x ~ q * scale.
 
     x: [..., K] float32, bfloat16 or float16. The scale of a row is its largest magnitude / 448 (the maximum of e4m3),
-    or 1 for a row of zeros. Values are rounded to nearest even. Rows are independent of each other. NaN and infinity
-    are kept visible: a row with one gives NaN products. Not differentiable. Raises ValueError for other dtypes, an
-    empty x, or K above 32768.
+    or 1 for a row of zeros. Values are rounded to nearest even. Rows are independent of each other. If a row contains
+    NaN or infinity, its products are NaN, so that the error stays visible. Not differentiable. Raises ValueError for
+    other dtypes, an empty x, or K above 32768.
     """
     if x.dtype not in LATENT_DTYPES or x.ndim == 0 or x.numel() == 0 or x.shape[-1] > MAX_ROW:
         raise ValueError(

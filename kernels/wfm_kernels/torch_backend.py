@@ -52,7 +52,7 @@ def sde_step(
     guidance: float,
     return_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the next latents, their log-probability [B], and the mean (empty without return_mean)."""
+    """Return the next latents, their log-probability [B], and the mean (empty unless return_mean is set)."""
     mean = _step_mean(velocity, latents, coefficients, uncond, guidance)
     std = coefficients[:, 2:3].to(mean.dtype)
     z = _draw_noise(seeds, mean) if noise is None else _flatten_samples(noise, mean.dtype)
@@ -126,7 +126,7 @@ def nft_loss(
     ref: Tensor | None,
     beta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return policy [B], kl [B] (0 without a reference) and the rows of library.NFT_STATS [7,B]."""
+    """Return policy [B], kl [B] (0 without a reference), and statistics [7,B] in the order of library.NFT_STATS."""
     positive, negative, change = _nft_errors(velocity, old, clean, noise, sigma, beta)
     weights = [error.abs().mean(1).clamp_min(MIN_WEIGHT) for error in (positive, negative)]
     losses = [error.square().mean(1) / w for error, w in zip((positive, negative), weights, strict=True)]
@@ -153,7 +153,7 @@ def nft_loss_backward(
     stats: Tensor,
     beta: float,
 ) -> Tensor:
-    """Return the gradient of the velocity. The weights w+ and w- (rows 2 and 3 of stats) are constants.
+    """Return the gradient with respect to the velocity. The weights w+ and w- (rows 2 and 3 of stats) are constants.
 
     upstream_kl: required with `ref`.
     """
@@ -171,7 +171,7 @@ def nft_loss_backward(
 
 
 def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the noisy latents, and the noise if it was generated from seeds (else empty)."""
+    """Return the noisy latents, and the noise if it was generated from seeds (otherwise an empty tensor)."""
     x0 = _flatten_samples(clean, working_dtype(clean))
     eps = _draw_noise(seeds, x0) if noise is None else _flatten_samples(noise, x0.dtype)
     s = sigma.unsqueeze(1)

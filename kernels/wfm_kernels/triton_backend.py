@@ -1,7 +1,7 @@
 """Triton backend: launch shapes, alignment and workspaces. Same arguments and results as torch_backend.py.
 
-Operators do not synchronize with the device, are not tuned per call, and allocate independently of tensor values. So
-they can be captured in a CUDA graph.
+Operators do not synchronize with the device and are not tuned per call. Their memory allocation does not depend on
+tensor values. So they can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def _launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, *
 
 
 def _align_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor contiguous and 16-byte aligned: for vector loads, and for a fixed order of summation."""
+    """Return the tensor, copied if necessary so that it is contiguous and 16-byte aligned.
+
+    Vector loads and a fixed order of summation need this.
+    """
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -46,7 +49,10 @@ def _align_optional(tensor: Tensor | None) -> Tensor | None:
 
 
 def _split_sample(n: int, block: int) -> tuple[int, int]:
-    """Return (tiles per program, programs per sample) for n elements. Sums are independent of the batch size."""
+    """Return (tiles per program, programs per sample) for samples of n elements.
+
+    The result, and so the order of summation, does not depend on the batch size.
+    """
     blocks = -(-n // block)
     split = min(MAX_SPLIT, 1 << (blocks - 1).bit_length())
     return -(-blocks // split), split
@@ -69,7 +75,10 @@ def _run_sde_kernel(
     seeds: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> Tensor:
-    """Run sde_kernel and return log_prob [B] of `out`. `out` is read if `given`, else written."""
+    """Run sde_kernel and return the log-probability [B] of the next latents `out`.
+
+    given: whether `out` is read (a stored step); otherwise it is written.
+    """
     batch, n = len(latents), latents.numel() // len(latents)
     tiles, split = _split_sample(n, BLOCK)
     coefficients = _contiguous_rows(coefficients)
@@ -296,7 +305,7 @@ def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor
 
 
 def row_launch_shape(n: int) -> tuple[int, int]:
-    """Return (BLOCK, warps) for rows of n elements: 16 elements per thread, more for the longest rows."""
+    """Return (BLOCK, warps) for rows of n elements: 16 elements per thread, or more for the longest rows."""
     block = max(512, triton.next_power_of_2(n))
     return block, min(16, block // 512)
 

@@ -32,7 +32,7 @@ def load_float32(ptr, row, i, mask):
 
 @triton.jit
 def philox_normals(seed, base, QUADS: tl.constexpr):
-    """Return normal numbers base .. base + 4*QUADS - 1 of a sample (see noise.py). base: a multiple of 4."""
+    """Return the normal numbers base to base + 4*QUADS - 1 of a sample (see noise.py). base: a multiple of 4."""
     z0, z1, z2, z3 = tl.randn4x(seed, base // 4 + tl.arange(0, QUADS))
     return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
 
@@ -65,7 +65,10 @@ def sde_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute a step, or the log-probability of a stored step (GIVEN). One kernel, so that both sums are equal."""
+    """Compute a step, or the log-probability of a stored step (GIVEN).
+
+    Both use the same kernel, so that they sum in the same order.
+    """
     part, sample = tl.program_id(0), tl.program_id(1)
     row = sample.to(tl.int64) * n  # int64: a batch of videos can exceed 2**31 elements
     coef = coef_ptr + sample * coef_stride
@@ -289,7 +292,7 @@ def flow_noise_kernel(
 
 @triton.jit
 def e4m3_bits(x):
-    """Convert to the bits of float8 e4m3, rounding to nearest even. x: at most 448 in magnitude, or NaN."""
+    """Convert x to the bits of float8 e4m3, rounding to nearest even. x: at most 448 in magnitude, or NaN."""
     if INTERPRETED:
         # The interpreter's cast truncates. Normal numbers keep three mantissa bits. Below 2^-6 the spacing is 2^-9;
         # adding 2^23, where the float32 spacing is 1, rounds to it.
@@ -306,7 +309,7 @@ def e4m3_bits(x):
 
 @triton.jit
 def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantize one row [n] per program, n at most BLOCK."""
+    """Quantize one row of n elements per program. n is at most BLOCK."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < n
@@ -323,7 +326,7 @@ def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST
 
 @triton.jit
 def philox_words_kernel(seed_ptr, word_ptr, num_counters, BLOCK: tl.constexpr):
-    """Write the Philox words [B, num_counters, 4] int32. For tests of the noise contract."""
+    """Write the Philox words [B, num_counters, 4] int32, for tests of the noise contract."""
     sample = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     a, b, c, d = tl.randint4x(tl.load(seed_ptr + sample), i)

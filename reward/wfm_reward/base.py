@@ -20,7 +20,7 @@ __all__ = ["MAX_BATCH", "MediaBatch", "MediaItem", "Range", "Reward", "RewardErr
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Inclusive limits of an output; +-inf for none. A value outside the limits is a failure, not a score."""
+    """Inclusive limits of an output; -inf or inf for no limit. A value outside the limits is a failure, not a score."""
 
     low: float
     high: float
@@ -80,7 +80,10 @@ class Reward(ABC):
 
     @classmethod
     def option_parameters(cls) -> dict[str, inspect.Parameter]:
-        """Return the parameters of `__init__` that are options, by name. Subclasses override base classes."""
+        """Return the parameters of `__init__` that are options, by name.
+
+        If a subclass and its base class have an option of the same name, the parameter of the subclass is returned.
+        """
         known: dict[str, inspect.Parameter] = {}
         for parent in cls.__mro__:
             if "__init__" in vars(parent) and issubclass(parent, Reward):

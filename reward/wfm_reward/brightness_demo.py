@@ -1,6 +1,6 @@
-"""Demo of the action quickstart: a grey frame that each move brightens, darkens or leaves unchanged.
+"""Demo of the action quickstart: a grey frame. Each move makes it brighter or darker, or leaves it unchanged.
 
-The data generator renders these frames and the rewards measure them.
+The data generator renders these frames, and the rewards measure them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sample_moves(generator: np.random.Generator) -> npt.NDArray[np.int64]:
 
 
 def frame_brightness(start: float, moves: npt.NDArray[np.int64]) -> FrameBrightness:
-    """Return the brightness [9] of each frame, given the start and the moves [2]."""
+    """Return the brightness of each frame [9], given the brightness of the first frame and the moves [2]."""
     levels: FrameBrightness = (
         start + BRIGHTNESS_STEP * np.concatenate([[0], np.cumsum(np.repeat(moves, FRAMES_PER_MOVE)) / FRAMES_PER_MOVE])
     ).astype(np.float32)
@@ -50,7 +50,7 @@ def encode_actions(moves: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
 
 
 def decode_moves(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Decode actions [8,3] to moves [2]. Raises ValueError for other shapes."""
+    """Decode actions [8,3] to moves [2]. Raises ValueError for actions of another shape."""
     if actions.shape != (NUM_MOVES * FRAMES_PER_MOVE, len(MOVES)):
         raise ValueError(
             f"the actions have shape {list(actions.shape)}, not {[NUM_MOVES * FRAMES_PER_MOVE, len(MOVES)]}"
@@ -60,16 +60,20 @@ def decode_moves(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 
 
 def measure_moves(frames: Frames) -> FrameBrightness:
-    """Measure the brightness change [2] of each move in frames [9,8,16,3], in steps. Raises ValueError for other
-    shapes.
+    """Measure the brightness change [2] of each move in frames [9,8,16,3]. The unit is BRIGHTNESS_STEP.
+
+    Raises ValueError for frames of another shape.
     """
     moves: FrameBrightness = measure_pixel_changes(frames)[:, -1].mean(axis=1)
     return moves
 
 
 def measure_pixel_changes(frames: Frames) -> FrameBrightness:
-    """Measure pixel changes [2, 4, 8 * 16 * 3] in steps: each pixel of a move's four frames minus the mean brightness
-    of the frame before the move. Raises ValueError unless the frames have shape [9,8,16,3]."""
+    """Measure the pixel changes [2, 4, 8 * 16 * 3] of each move's four frames. The unit is BRIGHTNESS_STEP.
+
+    A pixel change is the pixel minus the mean brightness of the frame before the move. Raises ValueError unless the
+    frames have shape [9,8,16,3].
+    """
     if frames.shape != (NUM_FRAMES, HEIGHT, WIDTH, 3):
         raise ValueError(f"the video has shape {list(frames.shape)}, not {[NUM_FRAMES, HEIGHT, WIDTH, 3]}")
     levels = frames.reshape(NUM_FRAMES, -1).astype(np.float32) / 127.5 - 1

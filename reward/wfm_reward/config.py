@@ -36,7 +36,7 @@ class PipesConfig(ConfigSection):
     """Key folder of the service (python -m wfm_ds.pipes.keys new DIR hub). Only clients with a public key in its
     public/ may connect. Relative to the configuration file."""
     workers: str = "ipc"
-    """The same for the service's own workers."""
+    """Address for the service's own workers, in the same format."""
     folder: Path | None = None
     """Folder for the sockets; needs a short path. Unset: a new private folder. Removed on exit if empty."""
     file: Path = Path("pipes.json")

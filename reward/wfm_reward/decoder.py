@@ -65,7 +65,7 @@ def vae_folder(vae: str) -> Path:
 
 
 class LatentDecoder:
-    """Latent decoder with a Wan VAE of diffusers (2.1: 16 channels, 2.2: 48)."""
+    """Decodes latents with a Wan VAE of diffusers (2.1: 16 channels, 2.2: 48)."""
 
     def __init__(self, vae: str, device: str, dtype: str, channels: int, folder: str) -> None:
         import torch
@@ -84,8 +84,10 @@ class LatentDecoder:
     def decode_tasks(
         self, tasks: Sequence[LeasedTask], progress: ReportProgress
     ) -> list[Mapping[str, Any] | TaskFailed]:
-        """Decode the latents [C,T,h,w] (float16 or float32) of each task. Return {"videos": [[path, failure, {}],
-        ...]}."""
+        """Decode the latents [C,T,h,w] (float16 or float32) of each task.
+
+        Returns {"videos": [[path, failure, {}], ...]} for each task.
+        """
         replies: list[Mapping[str, Any] | TaskFailed] = []
         for number, task in enumerate(tasks, start=1):
             replies.append({"videos": [self._decode_to_file(latents) for latents in task.read_tensors()]})

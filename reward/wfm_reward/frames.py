@@ -1,4 +1,4 @@
-"""Video scores of image rewards: score selected frames as images and average."""
+"""Video scores of image rewards: selected frames are scored as images, and their scores are averaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ FRAME_RULE_FORMS = "first, middle, last or uniform:N"
 
 @dataclass(frozen=True, slots=True)
 class FrameRule:
-    """Frames of a video to score: `first`, `middle`, `last`, or `uniform:N`, the middles of N equal parts."""
+    """Rule that selects the frames of a video to score.
+
+    The text is `first`, `middle`, `last`, or `uniform:N` for the middle frames of N equal parts.
+    """
 
     text: str = "first"
 
@@ -26,7 +29,7 @@ class FrameRule:
             raise RewardError(f"frames is {self.text!r}; it must be {FRAME_RULE_FORMS}")
 
     def frame_indices(self, num_frames: int) -> list[int]:
-        """Return distinct frame indices in ascending order; fewer than N for videos shorter than N frames."""
+        """Return distinct frame indices, ascending. There are fewer than N if the video has fewer than N frames."""
         match self.text:
             case "first":
                 return [0]
@@ -41,10 +44,13 @@ class FrameRule:
 def score_frames(
     score_images: Callable[[MediaBatch], Sequence[Score]], videos: MediaBatch, rule: FrameRule, max_batch: int
 ) -> list[Score]:
-    """Return one Score per video: the mean over the selected frames of the value and of each part that all frames have.
+    """Return one Score per video, averaged over the selected frames.
 
-    `score_images` receives batches of at most `max_batch` images [B,H,W,3] with the ids, prompts and metadata of their
-    videos, and returns one Score per image. If a frame fails, the video fails with the same reason.
+    The average is computed for the value, and for each part that all frames of the video have. If a frame fails, the
+    video fails with the same reason.
+
+    score_images: function that scores a batch of at most `max_batch` images [B,H,W,3], which has the ids, prompts and
+    metadata of their videos, and returns one Score per image.
     """
     frame_indices = rule.frame_indices(videos.media.shape[1])
     rows = [(video, frame) for video in range(len(videos)) for frame in frame_indices]
@@ -65,7 +71,7 @@ def score_frames(
 
 
 def mean_score(scores: Sequence[Score], frames: Sequence[int]) -> Score:
-    """Average the scores of one video's frames. `frames`: their indices, for the failure reason."""
+    """Average the scores of one video's frames. `frames`: indices of the frames, for the failure reason."""
     first, values = scores[0], list[float]()
     for score, frame in zip(scores, frames, strict=True):
         if score.value is None:

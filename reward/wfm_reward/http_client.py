@@ -21,7 +21,10 @@ BUSY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})  # worth a retry
 
 
 class HttpRequestError(Exception):
-    """No usable response within the deadline. The message contains the URL and the last response."""
+    """Raised if there is no usable response within the deadline.
+
+    The message contains the URL and the last response.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class HttpResponse:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follow no redirects: they would send the token to another server."""
+    """Handler that follows no redirects, because they would send the token to another server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -55,18 +58,17 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 @dataclass(slots=True)
 class HttpClient:
-    """HTTP client that retries until a deadline."""
+    """HTTP client that repeats requests until a deadline."""
 
     token: str | None = None  # sent as `Authorization: Bearer`
     _opener: urllib.request.OpenerDirector = field(default_factory=lambda: urllib.request.build_opener(_NoRedirects))
     _sleep_event: threading.Event = field(default_factory=threading.Event)
 
     def post(self, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> HttpResponse:
-        """POST until a response has a status outside BUSY_STATUSES. Retries also after connection errors, with
-        back-off.
+        """POST until a response has a status outside BUSY_STATUSES. Connection errors are retried too, with back-off.
 
-        `deadline_s`: on time.monotonic. Raises HttpRequestError after the deadline, RewardError if the token is
-        rejected.
+        `deadline_s`: deadline on the clock time.monotonic. Raises HttpRequestError after the deadline, RewardError if
+        the token is rejected.
         """
         wait_s = FIRST_WAIT_S
         while True:

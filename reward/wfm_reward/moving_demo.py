@@ -48,7 +48,7 @@ class MovingClip:
 
 
 def shape_mask(shape: str) -> Cells:
-    """Return the cells of a shape [3,3]."""
+    """Return the mask [3,3] of the cells of a shape."""
     return np.array([[char == "#" for char in row] for row in SHAPES[shape]], np.float32)
 
 
@@ -84,7 +84,7 @@ def render_frames(cells: Cells) -> Frames:
 
 
 def measure_cells(frames: Frames) -> Cells:
-    """Average frames [5,32,32,3] to cells [5,8,8]. Raises ValueError for other shapes."""
+    """Average frames [5,32,32,3] to cells [5,8,8]. Raises ValueError for frames of another shape."""
     if frames.shape != (NUM_FRAMES, GRID_SIZE * CELL_PIXELS, GRID_SIZE * CELL_PIXELS, 3):
         raise ValueError(
             f"the video has shape {list(frames.shape)}, not "
@@ -96,7 +96,7 @@ def measure_cells(frames: Frames) -> Cells:
 
 
 def find_nearest_clip(cells: Cells) -> tuple[MovingClip, float]:
-    """Return the clip closest to cells [5,8,8] and the mean squared error."""
+    """Return the clip closest to cells [5,8,8], and its mean squared error."""
     errors = np.square(draw_all_clips() - cells).mean(axis=(1, 2, 3))
     best = int(errors.argmin())
     return list_clips()[best], float(errors[best])

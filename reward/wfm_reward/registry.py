@@ -23,9 +23,10 @@ def list_reward_names() -> list[str]:
 
 
 def get_reward_class(name: str) -> type[Reward]:
-    """Return the class of a built-in name or `package.module:Class`. Raises RewardError with the closest known name.
+    """Return the reward class for a built-in name or `package.module:Class`.
 
-    `NAME/LABEL` is the same class as NAME; labels allow one recipe to use a reward several times.
+    A name `NAME/LABEL` selects the same class as NAME; labels allow one recipe to use a reward several times. Raises
+    RewardError, with the closest known name, for an unknown name.
     """
     if is_class_path(name):
         return import_class(name, Reward, key="reward", error=RewardError)
@@ -43,7 +44,7 @@ def get_reward_class(name: str) -> type[Reward]:
 
 
 def is_class_path(name: str) -> bool:
-    """Return True if the name is a `package.module:Class`."""
+    """Return whether the name has the form `package.module:Class`."""
     return is_user_class(name.partition("/")[0])
 
 
@@ -77,7 +78,7 @@ def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
 
 
 def check_reward(name: str, device: str, options: Mapping[str, Any], max_batch: int) -> None:
-    """Validate name, options and batch size without loading a model. Raises RewardError."""
+    """Check the name, options and batch size of a reward without loading a model. Raises RewardError."""
     reward = get_reward_class(name)
     if max_batch > reward.max_batch:
         raise RewardError(f"reward {name} accepts at most {reward.max_batch} items per batch; max_batch is {max_batch}")
@@ -99,7 +100,7 @@ def _load_builtin_rewards() -> dict[str, type[Reward]]:
 
 
 def _list_module_rewards(module: ModuleType) -> list[type[Reward]]:
-    """Return the concrete rewards defined in a module, without imported ones."""
+    """Return the concrete reward classes that are defined in a module, not those that it imports."""
     return [
         value
         for value in vars(module).values()

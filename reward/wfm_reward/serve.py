@@ -67,11 +67,13 @@ def run_service(args: argparse.Namespace) -> int:
 
 
 class RewardServer:
-    """A running reward service. Use in the main thread of a process."""
+    """A running reward service. Use it in the main thread of a process."""
 
     def __init__(self, config: ServiceConfig, base: Path, stop_on_eof: bool) -> None:
-        """`base`: folder of the configuration file. Raises PipeError if an endpoint cannot be bound, KeyFileError for
-        invalid keys."""
+        """`base`: folder of the configuration file.
+
+        Raises PipeError if an endpoint cannot be bound, KeyFileError for invalid keys.
+        """
         self.config = config
         self.pipes_file = base / config.pipes.file
         self.stop_on_eof = stop_on_eof
@@ -223,7 +225,10 @@ class RewardServer:
 
 
 def worker_programs(config: ServiceConfig, folder: Path) -> dict[str, WorkerProgram]:
-    """Return the worker programs by name of the reward or decoder. `folder`: for decoded videos."""
+    """Return the worker programs by name of the reward or decoder.
+
+    `folder`: folder to which decoders write videos.
+    """
     scorers = {name: reward_program(name, reward) for name, reward in config.rewards.items()}
     return scorers | {
         f"decode:{n}": decoder_program(n, decoder_config, folder)

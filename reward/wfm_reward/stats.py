@@ -32,7 +32,7 @@ MAX_BATCHES = 1000
 
 @dataclass(slots=True)
 class TimeHistogram:
-    """Prometheus-style histogram of seconds."""
+    """Histogram of seconds, as in Prometheus."""
 
     total: float = 0.0
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
@@ -124,7 +124,7 @@ class ServiceStats:
 
 
 def _task_scores(ended: FinishedTask) -> list[Any]:
-    """Return (value, failure, parts) for each row. Malformed worker replies become failures."""
+    """Return (value, failure, parts) of each row. Malformed replies of workers become failures."""
     rows, scores = ended.rows, ended.completion.meta.get("scores")
     if not ended.completion.ok:
         return [(None, ended.completion.reason, {})] * len(rows)
@@ -134,13 +134,16 @@ def _task_scores(ended: FinishedTask) -> list[Any]:
 
 
 def _failure_class(reason: str, known: Mapping[str, int]) -> str:
-    """Return the failure class: the reason up to the first colon, with numbers and quoted names replaced by N."""
+    """Return the failure class of a reason: its text up to the first colon.
+
+    Numbers and quoted names are replaced by N.
+    """
     name = re.sub(r"'[^']*'|\d+(\.\d+)?", "N", reason.partition(":")[0])[:60]
     return name if name in known or len(known) < MAX_REASONS else "other"
 
 
 def _extract_sample(ended: FinishedTask, score: Any, wall_s: float) -> ScoredSample | None:
-    """Return the first item of a task, or None if the task has no pixels."""
+    """Return the first item of a task with its score; None if the task has no pixels."""
     spec = ended.specs[0] if ended.specs else None
     if spec is None or spec.dtype != "uint8" or len(spec.shape) not in (3, 4) or spec.shape[-1] != 3:
         return None

@@ -47,7 +47,10 @@ def load_scorer(settings: Mapping[str, Any]) -> WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class RewardScorer:
-    """Run a reward and validate its results: each item gets one Score, with a finite value or a failure reason."""
+    """Runs a reward and validates its results.
+
+    Each item gets one Score, with a finite value or a failure reason.
+    """
 
     reward: Reward
     name: str  # name in the recipe
@@ -56,11 +59,11 @@ class RewardScorer:
     def score_tasks(
         self, tasks: Sequence[LeasedTask], progress: ReportProgress
     ) -> list[Mapping[str, Any] | TaskFailed]:
-        """Score tasks. Return {"scores": [[value, failure, parts] per row], "batch": batch size} for each task.
+        """Score tasks. Returns {"scores": [[value, failure, parts] per row], "batch": batch size} for each task.
 
-        A row is {id, prompt, metadata, fps?, inputs?} with a tensor uint8 [H,W,3] or [T,H,W,3]. Consecutive rows with
-        equal shape and fps form batches of at most `max_batch`, also across tasks. A malformed task fails without
-        affecting the others.
+        A row is {id, prompt, metadata, fps?, inputs?} with a tensor uint8 [H,W,3] or [T,H,W,3]. Consecutive rows of
+        equal shape and fps form batches of at most `max_batch` rows, which may come from several tasks. A malformed
+        task fails without affecting the others.
         """
         task_rows = [_read_rows(task) for task in tasks]
         items = [
@@ -82,7 +85,11 @@ class RewardScorer:
         return [r if isinstance(r, TaskFailed) else reply for r, reply in zip(task_rows, replies, strict=True)]
 
     def score_items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
-        """Yield scores in order: one list for the whole batch or, if the batch fails, one list per item."""
+        """Yield lists of scores in the order of the rows.
+
+        There is one list for the whole batch. If scoring the batch fails, items are scored separately, with one list
+        per item.
+        """
         try:
             scores = self.score_batch(rows, tensors)
         except Exception as error:  # third-party code may raise anything; it becomes failures with a reason
@@ -99,7 +106,10 @@ class RewardScorer:
             yield from self.score_items([row], [tensor])
 
     def score_batch(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> list[Score]:
-        """Score one batch. Raises what the reward raises, and ValueError unless it returns one score per item."""
+        """Score one batch.
+
+        Raises any exception of the reward, and ValueError if it does not return one score per item.
+        """
         batch = MediaBatch(
             media=np.stack(tensors),
             sample_ids=[row["id"] for row in rows],
@@ -122,7 +132,7 @@ class RewardScorer:
         return self.score_media(batch)
 
     def score_media(self, batch: MediaBatch) -> list[Score]:
-        """Score images or videos that the reward accepts. Raises like `score_batch`."""
+        """Score images or videos of a type that the reward accepts. Raises like `score_batch`."""
         start_s = time.monotonic()
         scores = self.reward.score(batch)
         if not isinstance(scores, list) or len(scores) != len(batch):
@@ -132,8 +142,10 @@ class RewardScorer:
         return [self._check_score(item.sample_id, score, seconds) for item, score in zip(batch, scores, strict=True)]
 
     def _check_score(self, sample_id: str, score: Any, seconds: float) -> Score:
-        """Validate the result for one item: a Score with its sample id and values within their ranges. Else a
-        failure."""
+        """Return the score of one item after validating it.
+
+        Returns a failure if it is not a Score with the item's sample id and with values within their ranges.
+        """
         if not isinstance(score, Score):
             return self._failure_score(
                 sample_id, f"score() returned a {type(score).__name__} instead of a Score", seconds
@@ -159,7 +171,10 @@ class RewardScorer:
 
 
 def _read_rows(task: LeasedTask) -> list[tuple[Mapping[str, Any], Array]] | TaskFailed:
-    """Return the rows of a task with their tensors, or the error. Tasks come from clients, so nothing is trusted."""
+    """Return the rows of a task with their tensors, or a `TaskFailed` error.
+
+    Tasks come from clients, so everything is validated.
+    """
     try:
         tensors = task.read_tensors()
     except TaskFailed as error:

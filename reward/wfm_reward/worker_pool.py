@@ -1,4 +1,7 @@
-"""Supervise the worker processes of a service (scorers and decoders): start, watch, restart with back-off, stop."""
+"""Supervision of the worker processes of a service (scorers and decoders).
+
+Starts and watches processes, restarts them with back-off, and stops them.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,17 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 5
 DEATHS_WINDOW_S = 600.0
 MAX_BACK_OFF_S = 60.0
-STALL_GRACE_S = 5.0  # for a hung worker to exit by itself and log its stacks
-STATUS_WAIT_S = 0.2  # for the broker to report the state of a worker
-STOP_S = 3.0  # for an idle process to exit after its stdin is closed
+STALL_GRACE_S = 5.0  # seconds for a hung worker to exit by itself and log its stacks
+STATUS_WAIT_S = 0.2  # seconds for the broker to report the state of a worker
+STOP_S = 3.0  # seconds for an idle process to exit after its stdin is closed
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:
-    """How to start `workers` processes: `python -m MODULE` with the settings as JSON on stdin."""
+    """How to start the `workers` processes of a reward or decoder.
+
+    Each process runs `python -m MODULE` and reads its settings as JSON from stdin.
+    """
 
     title: str  # for messages, such as "reward ocr"
     kind: str  # task kind
@@ -51,7 +57,7 @@ class WorkerProgram:
 
 
 def reward_program(name: str, config: RewardConfig) -> WorkerProgram:
-    """Return the program of the workers of a reward."""
+    """Return the program of a reward's workers."""
     settings = config.model_dump(include={"device", "options", "max_batch", "max_wait_ms"})
     settings["stall_s"] = worker_stall_s(name, config)
     return WorkerProgram(
@@ -61,12 +67,12 @@ def reward_program(name: str, config: RewardConfig) -> WorkerProgram:
 
 
 def worker_stall_s(name: str, config: RewardConfig) -> float:
-    """Return `stall_s` of the configuration, else of the reward class."""
+    """Return `stall_s` of the configuration; if it is unset, that of the reward class."""
     return registry.get_reward_class(name).stall_s if config.stall_s is None else config.stall_s
 
 
 def decoder_program(channels: int, config: DecoderConfig, folder: Path) -> WorkerProgram:
-    """Return the program that decodes latents with this many channels to video files in a folder."""
+    """Return the program that decodes latents with `channels` channels to video files in `folder`."""
     settings = {**config.model_dump(), "channels": channels, "folder": str(folder.absolute())}
     title = f"latent decoder {channels}"
     return WorkerProgram(title, f"decode:{channels}", "wfm_reward.decoder", settings, config.device, 1)
@@ -74,7 +80,7 @@ def decoder_program(channels: int, config: DecoderConfig, folder: Path) -> Worke
 
 @dataclass(slots=True)
 class _WorkerSlot:
-    """One slot of the pool, with its current process if any."""
+    """A slot of the pool, with its current process if there is one."""
 
     reward: str
     name: str  # for messages, such as "ocr-0"
@@ -85,14 +91,14 @@ class _WorkerSlot:
     start_at_s: float = 0.0  # earliest time of the next start
     kill_at_s: float = float("inf")  # earliest time to kill a stalled process
     status_request: Future[BrokerStatus] | None = None  # pending check whether it is still stalled
-    has_finished_task: bool = False  # of the current process
-    quick_deaths: int = 0  # consecutive
+    has_finished_task: bool = False  # whether the current process has finished a task
+    quick_deaths: int = 0  # number of consecutive ones
     starts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """State of one slot of the pool, for the status page."""
+    """State of a slot of the pool, for the status page."""
 
     reward: str
     name: str
@@ -105,7 +111,7 @@ class WorkerState:
 
 @dataclass(slots=True)
 class WorkerPool:
-    """The worker processes of all programs. The supervisor loop calls `supervise`. Only `stop` blocks."""
+    """The worker processes of all programs. The supervisor loop calls `supervise`. Only the method `stop` blocks."""
 
     broker: Broker
     programs: dict[str, WorkerProgram]  # by name of the reward or decoder
@@ -143,7 +149,7 @@ class WorkerPool:
         return sorted({slot.reward for slot in self._slots if not slot.ready})
 
     def supervise(self, now_s: float) -> None:
-        """Start scheduled processes and reap dead ones. Raises RewardError if a reward fails during startup."""
+        """Start processes when due, and reap dead ones. Raises RewardError if a reward fails during startup."""
         for slot in self._slots:
             if slot.process is not None and now_s >= slot.kill_at_s and self._is_stuck(slot, now_s):
                 log.error("%s makes no progress and does not exit (pid %d): killed", slot.name, slot.process.pid)
@@ -165,15 +171,18 @@ class WorkerPool:
     def watch_stalled_worker(self, worker_id: str, now_s: float) -> None:
         """Watch a worker that the broker reports as stalled, and kill it if it does not react in time.
 
-        The broker has notified the worker. A hung worker exits by itself; a worker that has not started the task
-        returns it. A worker that does neither within STALL_GRACE_S is killed.
+        The broker has already notified the worker. A hung worker then exits by itself, and a worker that has not
+        started the task returns the task. A worker that does neither within STALL_GRACE_S is killed.
         """
         for slot in self._slots:
             if slot.worker_id == worker_id:
                 slot.kill_at_s = min(slot.kill_at_s, now_s + STALL_GRACE_S)
 
     def record_task(self, ended: FinishedTask) -> None:
-        """Record a finished task, which resets the count of deaths. Called by the broker in its thread."""
+        """Record a finished task, which resets the count of deaths.
+
+        The broker calls it in its thread.
+        """
         if ended.completion.ok:
             for slot in self._slots:
                 if slot.worker_id == ended.completion.worker:
@@ -196,7 +205,10 @@ class WorkerPool:
             log.info("%s is ready (pid %d)", slot.name, slot.process.pid)
 
     def stop(self) -> None:
-        """Stop all processes and their children: close stdin, kill after STOP_S. Blocks until all have exited."""
+        """Stop all processes and their children. Blocks until all have exited.
+
+        Closes their stdin, and kills those that have not exited after STOP_S.
+        """
         running = [s.process for s in self._slots if s.process is not None]
         for process in running:
             _close_pipe(process.stdin)
@@ -249,7 +261,7 @@ class WorkerPool:
         self.selector.register(slot.process.stdout, selectors.EVENT_READ, lambda: self.read_status(slot))
 
     def _is_stuck(self, slot: _WorkerSlot, now_s: float) -> bool:
-        """Return True if a process still holds stalled work after STALL_GRACE_S.
+        """Return whether a process still holds stalled work after STALL_GRACE_S.
 
         Queries the broker asynchronously: the first call only sends the request, a later call reads the reply.
         """
@@ -312,7 +324,10 @@ class WorkerPool:
 
 
 def _worker_environment() -> dict[str, str]:
-    """Return an environment in which another interpreter can import wfm_ds and wfm_reward without installing them."""
+    """Return the environment variables for worker processes.
+
+    With them, another interpreter can import wfm_ds and wfm_reward without installing them.
+    """
     roots = [str(Path(package.__path__[0]).parent) for package in (wfm_ds, wfm_reward)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
@@ -327,7 +342,7 @@ def _exit_cause(returncode: int) -> str:
 
 
 def _read_pending_error(status: IO[bytes]) -> str | None:
-    """Return the unread error of a dead process from its status pipe, if any."""
+    """Return the error that a dead process wrote to its status pipe, if it was not read yet."""
     os.set_blocking(status.fileno(), False)  # its children may hold the other end open
     line = status.readline()
     if not line.endswith(b"\n"):  # it was killed while writing, or wrote nothing
@@ -337,7 +352,7 @@ def _read_pending_error(status: IO[bytes]) -> str | None:
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its session, and reap it."""
+    """Kill a process and all processes of its session, and reap it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

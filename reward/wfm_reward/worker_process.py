@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """Arguments of LeaseWorker.run_batches, and the seconds after which a batch counts as hung."""
+    """Arguments of LeaseWorker.run_batches, and the number of seconds after which a batch counts as hung."""
 
     handle_batch: BatchHandler
     stall_s: float
@@ -32,7 +32,10 @@ class WorkerSetup:
 
 
 def run_worker(load_handler: Callable[[Mapping[str, Any]], WorkerSetup]) -> int:
-    """Process tasks until stopped. Return the exit status: 0, or 2 if `load_handler(settings)` raises."""
+    """Process tasks until stopped. Returns the exit status: 0, or 2 if `load_handler` raises.
+
+    `load_handler`: function that receives the settings.
+    """
     status_fd = os.dup(1)  # not inherited by child processes of a model
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which closes stdin

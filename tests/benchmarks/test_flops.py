@@ -31,12 +31,15 @@ def test_released_dimensions_give_the_published_number_of_parameters(name, billi
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "algorithm"), [*((name, "sft") for name in RELEASED), ("cosmos2b", "nft")])
 def test_a_family_takes_a_released_model_of_its_size(name, algorithm):
-    recipe, subject = flops.published(algorithm, RELEASED[name]), flops.Subject.released(RELEASED[name])
-    counted = flops.flops_of_sample(recipe, subject)
+    recipe, subject = (
+        flops.make_published_recipe(algorithm, RELEASED[name]),
+        flops.CountedModel.from_released(RELEASED[name]),
+    )
+    counted = flops.count_sample_flops(recipe, subject)
     assert set(subject.texts(recipe.lora is not None)) == subject.model.conditioning_keys
     tokens = subject.model.num_tokens(flops.latent_shape(recipe, subject.model))
     parameters = sum(p.numel() for n, p in subject.model.unwrapped_denoiser.named_parameters() if "lora" not in n)
-    # Most layers see each token, at 2 a multiply-add; where texts have layers of their own, half of them.
+    # Most layers see each token, with 2 FLOPs for a multiply-add; if texts have separate layers, half of the layers do.
     assert 2 * counted.forward > parameters * tokens
     if algorithm == "sft":
         assert counted.forward == counted.forward_without_adapters
@@ -47,14 +50,17 @@ def test_a_family_takes_a_released_model_of_its_size(name, algorithm):
 
 
 def test_texts_of_a_released_model_are_as_long_as_the_recipe_says():
-    shapes = {length: RELEASED["sd35m"].texts(frozen=False, max_sequence_length=length) for length in (None, 128)}
+    shapes = {
+        length: RELEASED["sd35m"].conditioning_shapes(frozen=False, max_sequence_length=length)
+        for length in (None, 128)
+    }
     assert [texts["prompt_embeds"].shape[1] for texts in shapes.values()] == [333, 205]
     assert [texts["pooled_prompt_embeds"].shape[1] for texts in shapes.values()] == [2048, 2048]
 
 
 @pytest.fixture
 def tiny(monkeypatch, root):
-    monkeypatch.chdir(root)  # where the recipe's paths begin
+    monkeypatch.chdir(root)  # the recipe's paths are relative to it
     return "recipes/tiny/sd3_nft.yaml"
 
 
@@ -72,10 +78,10 @@ def test_a_recipe_is_counted_purpose_by_purpose(tiny, tiny_pipelines, capsys):
 
 def test_the_rows_add_up_to_the_samples_at_the_cost_of_one(tiny, tiny_pipelines):
     recipe = recipe_file.load_recipe(Path(tiny), [f"model.path={tiny_pipelines('sd3')}", "run.steps=2"])
-    count = flops.Count.of(recipe, flops.Subject.of(recipe), 2)
-    *rows, total = flops.cost(count.steps, count.flops, count.derived.num_replicas)
+    count = flops.RecipeCost.from_recipe(recipe, flops.CountedModel.from_recipe(recipe), 2)
+    *rows, total = flops.cost_rows(count.steps, count.flops, count.derived.num_replicas)
     assert [row["purpose"] for row in rows] == ["rollout", "policy", "ref", "old"]
-    assert [row["samples"] for row in rows] == [32, 16, 16, 8]  # old is not asked in the first step
+    assert [row["samples"] for row in rows] == [32, 16, 16, 8]  # the old policy is not used in the first step
     with_adapters, base = count.flops.forward, count.flops.forward_without_adapters
     assert total["forward FLOP"] == (32 + 16 + 8) * with_adapters + 16 * base
     assert total["backward FLOP"] == 16 * count.flops.backward
@@ -89,17 +95,17 @@ def test_several_recipes_make_a_table(tiny, tiny_pipelines, capsys):
     assert second.startswith("| `sd3_nft_full.yaml` | ")
 
 
-def test_what_cannot_be_counted_is_one_sentence(tiny, capsys):
+def test_a_recipe_that_cannot_be_counted_is_an_error(tiny, capsys):
     assert flops.main([tiny, "model.path=models/none"]) == 2
     assert "models/none does not exist" in capsys.readouterr().err
     assert flops.main([tiny, "--model", "sd35m", "sampling.height=500"]) == 2
     assert capsys.readouterr().err.startswith("error: sampling: height must be a multiple of 16")
     assert flops.main(["--algo", "nft"]) == 2
-    assert capsys.readouterr().err == "error: name a recipe, or --model and --algo\n"
+    assert capsys.readouterr().err == "error: give a recipe, or --model and --algo\n"
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (999, "999"), (1e3, "1 k"), (2.4434e12, "2.44 T"), (3e24, "3e+03 Z")]
 )
 def test_prefixes(value, text):
-    assert flops.with_prefix(value) == text
+    assert flops.format_flops(value) == text

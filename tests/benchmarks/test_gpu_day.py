@@ -1,4 +1,4 @@
-"""The day on a GPU: its bookkeeping, and a rehearsal of every line."""
+"""The day on a GPU: its records, and a rehearsal of every line."""
 
 import json
 import os
@@ -8,34 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import counted, day
-from benchmarks.gpu.calls import CALL_S, Call, Line, calls
-from benchmarks.gpu.goals import judged
-from benchmarks.gpu.variants import COMPARED, LEVERS, VARIANTS, chosen
+from benchmarks.gpu import day, host_counts
+from benchmarks.gpu.calls import CALL_S, Call, CallLine, plan_calls
+from benchmarks.gpu.goals import check_goals
+from benchmarks.gpu.variants import COMPARED, LEVERS, VARIANTS, select_variants
 from wfm_ds.errors import UserError
 from wfm_ds.recipe import file as recipe_file
 
 SAYS = "import sys, json; json.dump([{'x': 1}], open(sys.argv[-1], 'w'))"
 
 
-def line(name, code, **options):
-    return Line(name=name, command=[sys.executable, "-c", code], limit_s=options.pop("limit_s", 30), **options)
+def make_line(name, code, **options):
+    return CallLine(name=name, command=[sys.executable, "-c", code], limit_s=options.pop("limit_s", 30), **options)
 
 
 def run_call(out, *lines, **options):
     out.mkdir(exist_ok=True)
     call = Call("a call", lines)
-    day.do(call, 1, out, again=options.get("again", False))
-    return {record["line"]: record for record in day.known(call, 1, out)}
+    day.run_call(call, 1, out, again=options.get("again", False))
+    return {record["line"]: record for record in day.load_records(call, 1, out)}
 
 
 def test_lines_end_each_in_its_own_way_and_none_stops_the_next(tmp_path):
     found = run_call(
         tmp_path / "out",
-        line("fine", SAYS),
-        line("fails", "raise SystemExit('no such thing')", rows=False),
-        line("hangs", "import time; time.sleep(60)", limit_s=0.5),
-        line("says", "print('12 passed')", rows=False),
+        make_line("fine", SAYS),
+        make_line("fails", "raise SystemExit('no such thing')", rows=False),
+        make_line("hangs", "import time; time.sleep(60)", limit_s=0.5),
+        make_line("says", "print('12 passed')", rows=False),
     )
     assert [record["status"] for record in found.values()] == [
         "done",
@@ -52,7 +52,7 @@ def test_what_a_killed_line_started_ends_with_it(tmp_path):
     mark = tmp_path / "mark"
     child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    run_call(tmp_path / "out", line("parent", code, limit_s=0.5))
+    run_call(tmp_path / "out", make_line("parent", code, limit_s=0.5))
     with pytest.raises(subprocess.TimeoutExpired):  # longer than the child would have taken
         subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=2)
     assert not mark.exists()
@@ -62,8 +62,8 @@ def test_a_line_with_a_result_is_not_run_again_unless_asked(tmp_path):
     count = f"open({str(tmp_path / 'runs')!r}, 'a').write('x')"
     made = tmp_path / "made"
     lines = [
-        line("counts", count, rows=False),
-        line("makes", f"{count}; open({str(made)!r}, 'w')", rows=False, makes=made),
+        make_line("counts", count, rows=False),
+        make_line("makes", f"{count}; open({str(made)!r}, 'w')", rows=False, makes=made),
     ]
     for _ in range(2):
         run_call(tmp_path / "out", *lines)
@@ -77,14 +77,14 @@ def test_a_line_with_a_result_is_not_run_again_unless_asked(tmp_path):
 
 def test_a_call_ends_at_its_time_and_the_rest_is_left_for_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(day, "CALL_S", day.ENOUGH_S - 1)
-    found = run_call(tmp_path / "out", line("fine", SAYS))
+    found = run_call(tmp_path / "out", make_line("fine", SAYS))
     assert found["fine"]["status"] == "not run"
     assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize("tiny", [False, True])
 def test_every_call_fits_and_names_what_exists(tiny, root, tmp_path):
-    planned = calls(tmp_path, tiny=tiny)
+    planned = plan_calls(tmp_path, tiny=tiny)
     names = [line.name for call in planned for line in call.lines if not line.makes]
     assert len(set(names)) == len(names), "goals look rows up by the line's name"
     for call in planned:
@@ -92,12 +92,12 @@ def test_every_call_fits_and_names_what_exists(tiny, root, tmp_path):
         for words in (line.command for line in call.lines):
             recipes = [root / word for word in words if word.startswith("recipes/")]
             assert all(recipe.exists() for recipe in recipes)
-    full, rehearsed = calls(tmp_path, tiny=False), calls(tmp_path, tiny=True)
+    full, rehearsed = plan_calls(tmp_path, tiny=False), plan_calls(tmp_path, tiny=True)
     assert [[line.name for line in call.lines] for call in full] == [[line.name for line in c.lines] for c in rehearsed]
 
 
 def test_variants_are_recipes(root):
-    """A key that a recipe refuses would be found on the GPU."""
+    """Keys that a recipe rejects must be found without a GPU."""
     pairs = [(recipe, name) for recipe, lines in COMPARED.items() for names in lines for name in names]
     for recipe, name in [*pairs, *LEVERS.items()]:
         recipe_file.load_recipe(root / "recipes" / f"{recipe}.yaml", VARIANTS[name].overrides)
@@ -105,11 +105,11 @@ def test_variants_are_recipes(root):
 
 
 def test_an_unknown_variant_is_a_mistake():
-    with pytest.raises(UserError, match="no variant nonsense; there are as shipped"):
-        chosen("as shipped,nonsense")
+    with pytest.raises(UserError, match="unknown variant nonsense; available: as shipped"):
+        select_variants("as shipped,nonsense")
 
 
-def test_goals_are_looked_up_and_judged():
+def test_goals_are_looked_up_and_checked():
     tables = {
         "against sd3_nft": [{"variant": "as shipped", "times as fast": 1.2}, {"variant": "all", "times as fast": 1.6}],
         "steps sd3_nft": [{"rollout MFU": 0.3, "allocated / estimated": 0.8}],
@@ -119,18 +119,18 @@ def test_goals_are_looked_up_and_judged():
             {"what": "forward, cudnn", "times as fast": 1.45},
         ],
     }
-    rows = {row["goal"]: row for row in judged(tables, {"pytest -m gpu": "failed (1)"})}
-    nft = rows["DiffusionNFT beside the published loop, times as fast"]
+    rows = {row["goal"]: row for row in check_goals(tables, {"pytest -m gpu": "failed (1)"})}
+    nft = rows["DiffusionNFT compared with the published loop, times as fast"]
     assert (nft["wanted"], nft["found"], nft["met"]) == ("at least 1.5", 1.6, "yes")
     assert rows["MFU of SD3.5 medium rollouts, as shipped"]["met"] == "no"
     assert rows["MFU of SD3.5 medium training, as shipped"]["met"] == "not measured"
     assert rows["Cosmos 704p forward by attention alone, times as fast"]["found"] == 1.45
-    memory = rows["peak memory beside the estimate, farthest from 1"]
+    memory = rows["peak memory relative to the estimate, farthest from 1"]
     assert (memory["wanted"], memory["found"], memory["met"]) == ("0.85 to 1.15", 0.8, "no")
     assert [row["met"] for row in rows.values()][-1] == "no"
 
 
-def test_launches_and_copies_are_told_apart():
+def test_launches_and_copies_are_counted_separately():
     calls_by_name = {
         "cudaLaunchKernel": 7,
         "cuLaunchKernelEx": 2,
@@ -139,8 +139,8 @@ def test_launches_and_copies_are_told_apart():
         "aten::mm": 5,
     }
     expected = {"kernel launches": 9, "graph launches": 1, "copies": 3}
-    assert counted.summary(calls_by_name, on_cuda=True) == expected
-    assert counted.summary(calls_by_name, on_cuda=False) == {"operators": 5}
+    assert host_counts.summarize_calls(calls_by_name, on_cuda=True) == expected
+    assert host_counts.summarize_calls(calls_by_name, on_cuda=False) == {"operators": 5}
 
 
 ENDED = ("done", "made before")  # the latter: a pipeline that an earlier call has written
@@ -148,7 +148,7 @@ ENDED = ("done", "made before")  # the latter: a pipeline that an earlier call h
 
 @pytest.mark.slow
 def test_the_rehearsal_runs_every_line(root, tmp_path):
-    """On a CPU with tiny pipelines: no minute on a GPU goes to a typing mistake."""
+    """Run all lines on a CPU with tiny pipelines, so that typing mistakes cost no GPU time."""
     words = ["--tiny", "--out", str(tmp_path / "out"), "--models", str(tmp_path / "models"), "--json"]
     command = [sys.executable, "-m", "benchmarks.gpu", "day", *words, str(tmp_path / "lines.json")]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=1800, check=False)
@@ -166,7 +166,7 @@ def test_the_rehearsal_runs_every_line(root, tmp_path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_tests_that_need_a_gpu_are_rehearsed(root):
-    """Their bodies, on a CPU: those that a CPU says nothing about are skipped."""
+    """Run their bodies on a CPU; tests that only a GPU can run are skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
     environment = {**os.environ, "WFM_TEST_DEVICE": "cpu"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=1800, check=False)

@@ -1,4 +1,4 @@
-"""The published loops that ours are timed beside do the same work: equal losses, gradients and numbers of forwards."""
+"""The published loops for speed comparisons do the same work as ours: equal losses, gradients and forward passes."""
 
 import os
 from collections import Counter
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import runs
-from benchmarks.gpu.against import reference
-from benchmarks.gpu.reference import Texts, Transition, grpo_loss, log_prob, nft_loss, noised, sde_mean, sft_loss
+from benchmarks.gpu.against import make_reference_loop
+from benchmarks.gpu.reference import Texts, Transition, add_noise, grpo_loss, log_prob, nft_loss, sde_moments, sft_loss
 from wfm_ds.algorithms.plans import noise_level
 from wfm_ds.training.micro_batches import MicroBatch
 
@@ -19,26 +19,26 @@ SMALL = ["model.max_sequence_length=16", "sampling.height=16", "sampling.width=1
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_lone_rank():
-    """Let the process of pytest be one while the tests of this file compare what two loops hold in memory."""
+def single_rank():
+    """Keep the pytest process a single rank while the tests of this file compare the memory of two loops."""
     before = dict(os.environ)
     yield
     torch.distributed.destroy_process_group()
-    runs.world.cache_clear()
+    runs.join_world.cache_clear()
     os.environ.clear()
     os.environ.update(before)
 
 
 @pytest.fixture
 def side_by_side(root, tiny_pipelines, monkeypatch):
-    """Our loop and the published one on equal weights: adapters are random, or all policies would be one."""
+    """Our loop and the published one with equal weights. Adapters are random, so that policies differ."""
     monkeypatch.chdir(root)
 
-    def opened(algorithm):
+    def open_ours(algorithm):
         path = root / "recipes" / "tiny" / f"{RECIPES[algorithm]}.yaml"
-        return runs.opened(path, [f"model.path={tiny_pipelines('sd3')}", *SMALL])
+        return runs.open_run(path, [f"model.path={tiny_pipelines('sd3')}", *SMALL])
 
-    return opened
+    return open_ours
 
 
 def share_weights(ours, plain):
@@ -52,13 +52,13 @@ def share_weights(ours, plain):
     assert not found.unexpected_keys or all(".ema." in name for name in found.unexpected_keys)
 
 
-def texts_of(ours, prompts):
+def encode_texts(ours, prompts):
     rows = ours.loop.job.texts.encode(prompts)
     return Texts(rows["prompt_embeds"].float(), rows["pooled_prompt_embeds"].float())
 
 
 def assert_equal_gradients(ours, our_loss, plain, plain_loss):
-    """Of every trained tensor, by name."""
+    """Compare the gradients of every trained tensor, by name."""
     torch.testing.assert_close(plain_loss, our_loss, rtol=2e-5, atol=1e-6)
     trained = {n: p for n, p in ours.loop.job.engine.module.named_parameters() if ".default." in n}
     wanted = torch.autograd.grad(our_loss.sum(), list(trained.values()))
@@ -69,20 +69,20 @@ def assert_equal_gradients(ours, our_loss, plain, plain_loss):
         torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5 * float(expected.norm()) + 1e-7)
 
 
-def predictions(ours, policy, batch):
+def predict_with_policy(ours, policy, batch):
     loop = ours.loop
     with loop.job.engine.policy(policy):
         return loop.velocity(policy, MicroBatch(batch, 0))
 
 
 def without_deepspeed(ours):
-    """Let forwards ask the denoiser itself: DeepSpeed's hooks would take the gradients."""
+    """Run forward passes on the denoiser directly, because DeepSpeed's hooks would take the gradients."""
     engine = ours.loop.job.engine
     engine.ds = engine.module
 
 
 def first_batch(ours):
-    """Four terms of a step's first update, assembled as the loop does it."""
+    """Return four loss terms of a step's first update, assembled as in the loop."""
     loop = ours.loop
     rollouts = loop.source.collect_rollouts(1)
     advantages = [0.3 * (-1) ** i * (i + 1) for i in range(len(rollouts.members))]
@@ -90,19 +90,19 @@ def first_batch(ours):
     return loop.algorithm.assemble(terms, rollouts.local_rollouts, loop.job.world.device)
 
 
-def shared(ours):
-    """The published loop with our weights, a batch of ours, and its texts."""
-    steps = reference(ours.loop.job.recipe)
+def load_shared_batch(ours):
+    """Return the published loop with our weights, one of our batches, and its texts."""
+    steps = make_reference_loop(ours.loop.job.recipe)
     share_weights(ours, steps.plain)
     without_deepspeed(ours)
     batch = first_batch(ours)
-    return steps, batch, texts_of(ours, [prompt.text for prompt in batch.prompts])
+    return steps, batch, encode_texts(ours, [prompt.text for prompt in batch.prompts])
 
 
 def test_diffusion_nft(side_by_side):
     with side_by_side("diffusion_nft") as ours:
-        steps, batch, texts = shared(ours)
-        references = {policy: predictions(ours, policy, batch) for policy in ours.loop.algorithm.references}
+        steps, batch, texts = load_shared_batch(ours)
+        references = {policy: predict_with_policy(ours, policy, batch) for policy in ours.loop.algorithm.references}
         velocity = ours.loop.velocity("policy", MicroBatch(batch, 0))
         our_loss = ours.loop.algorithm.loss(velocity, batch, references)[0]
         plain_loss = nft_loss(steps.plain, batch.clean_latents, batch.noise, batch.sigma, texts, batch.credit, old=True)
@@ -111,14 +111,14 @@ def test_diffusion_nft(side_by_side):
 
 def test_flow_grpo(side_by_side):
     with side_by_side("flow_grpo") as ours:
-        steps, batch, texts = shared(ours)
-        references = {"ref": predictions(ours, "ref", batch)}
+        steps, batch, texts = load_shared_batch(ours)
+        references = {"ref": predict_with_policy(ours, "ref", batch)}
         velocity = ours.loop.velocity("policy", MicroBatch(batch, 0))
         loss_B, _ = ours.loop.algorithm.loss(velocity, batch, references)
         made = Transition(
             batch.latents, batch.next_latents, batch.sigma, batch.sigma + batch.dt, own_log_prob(steps, batch, texts)
         )
-        negative = steps.negative.rows(range(len(batch.sigma)))
+        negative = steps.negative.select(range(len(batch.sigma)))
         plain_loss = grpo_loss(steps.plain, made, texts, negative, batch.advantage, steps.grid[1])
         assert_equal_gradients(ours, loss_B, steps.plain, plain_loss)
         torch.testing.assert_close(made.log_prob_B, batch.rollout_log_prob, rtol=1e-5, atol=1e-5)
@@ -126,46 +126,46 @@ def test_flow_grpo(side_by_side):
 
 @torch.no_grad()
 def own_log_prob(steps, batch, texts):
-    """Before the first update the weights are those of the rollout, so that every ratio is 1."""
-    negative = steps.negative.rows(range(len(batch.sigma)))
-    velocity = steps.plain.guided(batch.latents, batch.sigma, texts, negative)
+    """Return log-probabilities before the first update, with the weights of the rollout, so that every ratio is 1."""
+    negative = steps.negative.select(range(len(batch.sigma)))
+    velocity = steps.plain.predict_guided(batch.latents, batch.sigma, texts, negative)
     level = noise_level(steps.plain.recipe.sampling)
-    mean_x, std_B, _ = sde_mean(batch.latents, velocity, batch.sigma, batch.sigma + batch.dt, level, steps.grid[1])
+    mean_x, std_B, _ = sde_moments(batch.latents, velocity, batch.sigma, batch.sigma + batch.dt, level, steps.grid[1])
     return log_prob(batch.next_latents, mean_x, std_B)
 
 
 def test_sft(side_by_side):
     with side_by_side("sft") as ours:
-        steps = reference(ours.loop.job.recipe)
+        steps = make_reference_loop(ours.loop.job.recipe)
         share_weights(ours, steps.plain)
         without_deepspeed(ours)
         generator = torch.Generator().manual_seed(1)
         clean, noise = torch.randn(2, 3, *ours.loop.job.sampler.latent_shape, generator=generator)
         sigma_B, prompts = torch.tensor([0.2, 0.6, 0.9]), [f"noise number {n}" for n in range(3)]
         conditioning = ours.loop.job.texts.encode(prompts)
-        velocity = ours.loop.job.forward("policy", noised(clean, noise, sigma_B), sigma_B, conditioning, 0)
+        velocity = ours.loop.job.forward("policy", add_noise(clean, noise, sigma_B), sigma_B, conditioning, 0)
         our_loss = (velocity - (noise - clean)).square().flatten(1).mean(1)
-        plain_loss = sft_loss(steps.plain, clean, noise, sigma_B, texts_of(ours, prompts))
+        plain_loss = sft_loss(steps.plain, clean, noise, sigma_B, encode_texts(ours, prompts))
         assert_equal_gradients(ours, our_loss, steps.plain, plain_loss)
 
 
-def counted(module):
-    """Samples that go through a denoiser, with and without gradient, from here on."""
+def count_samples(module):
+    """Count the samples that pass through a denoiser from now on, with and without gradient."""
     counts = Counter()
 
-    def note(_, args, kwargs):
+    def count_call(_, args, kwargs):
         latents = kwargs.get("hidden_states", args[0] if args else None)
         counts["with gradient" if torch.is_grad_enabled() else "without"] += len(latents)
 
-    module.register_forward_pre_hook(note, with_kwargs=True)
+    module.register_forward_pre_hook(count_call, with_kwargs=True)
     return counts
 
 
 @pytest.mark.parametrize("algorithm", RECIPES)
 def test_a_step_forwards_as_many_samples_as_ours(side_by_side, algorithm):
     with side_by_side(algorithm) as ours:
-        steps = reference(ours.loop.job.recipe)
-        mine, theirs = counted(ours.loop.job.engine.module), counted(steps.plain.transformer)
+        steps = make_reference_loop(ours.loop.job.recipe)
+        mine, theirs = count_samples(ours.loop.job.engine.module), count_samples(steps.plain.transformer)
         before = [parameter.detach().clone() for parameter in steps.plain.trained.values()]
         ours.loop.advance()
         steps.step()

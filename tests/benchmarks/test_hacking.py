@@ -1,4 +1,4 @@
-"""The hacking study's judges; its runs are ordinary ones, tested elsewhere."""
+"""The reward and measures of the hacking study. Its runs are ordinary ones, tested elsewhere."""
 
 import json
 
@@ -8,43 +8,43 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from benchmarks.learning.foolable import Bold
-from benchmarks.learning.hacking import GUARDS, Look, look_at, stopped
+from benchmarks.learning.hacking import GUARDS, HackingEvaluation, evaluate_samples, pick_stopped
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.types import MediaBatch
 
 
-def a_look(step, unseen):
-    return Look(step=step, reward=0.1 * step, unseen=unseen, distance=0.0, spread=0.0)
+def make_evaluation(step, unseen):
+    return HackingEvaluation(step=step, reward=0.1 * step, unseen=unseen, distance=0.0, spread=0.0)
 
 
-def picture(grey):
+def grey_image(grey):
     return np.repeat(np.asarray(grey, np.uint8)[:, :, None], 3, axis=2)
 
 
-def test_the_foolable_judge_likes_white_pictures_best():
-    media = np.stack([picture(np.full((8, 8), value)) for value in (0, 51, 255)])
+def test_the_foolable_reward_prefers_white_images():
+    media = np.stack([grey_image(np.full((8, 8), value)) for value in (0, 51, 255)])
     batch = MediaBatch(media=media, sample_ids=["a", "b", "c"], prompts=[""] * 3, metadata=[{}] * 3, reward="bold")
     assert [score.value for score in Bold().score(batch)] == pytest.approx([0.0, 0.2, 1.0])
 
 
-def test_real_digits_are_read_and_near_and_white_pictures_are_neither(tmp_path):
+def test_real_digits_are_read_and_near_and_white_images_are_neither(tmp_path):
     data = load_digits()
     entries = []
     for k in range(20):
-        real = data.images[2 * k] * 255 / 16  # of the half that the model learns from
-        Image.fromarray(picture(np.rint(real) if k < 10 else np.full((8, 8), 255))).save(tmp_path / f"{k}.png")
+        real = data.images[2 * k] * 255 / 16  # from the half that the model is trained on
+        Image.fromarray(grey_image(np.rint(real) if k < 10 else np.full((8, 8), 255))).save(tmp_path / f"{k}.png")
         entries.append({"file": f"{k}.png", "prompt": f"the digit {data.target[2 * k]}"})
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    real, white = look_at(tmp_path, 0, 0.5, half=0), look_at(tmp_path, 0, 0.5, half=1)
+    real, white = evaluate_samples(tmp_path, 0, 0.5, half=0), evaluate_samples(tmp_path, 0, 0.5, half=1)
     assert (real.unseen, real.distance) == (1.0, pytest.approx(0, abs=1e-9))
     assert white.unseen < 0.5
     assert white.distance > 0.4
 
 
 def test_a_run_is_stopped_by_one_half_and_seen_by_the_other():
-    chosen_on = [a_look(0, 0.7), a_look(1, 0.8), a_look(2, 0.6)]
-    seen_on = [a_look(0, 0.71), a_look(1, 0.75), a_look(2, 0.9)]
-    assert stopped(chosen_on, seen_on) is seen_on[1]
+    chosen_on = [make_evaluation(0, 0.7), make_evaluation(1, 0.8), make_evaluation(2, 0.6)]
+    seen_on = [make_evaluation(0, 0.71), make_evaluation(1, 0.75), make_evaluation(2, 0.9)]
+    assert pick_stopped(chosen_on, seen_on) is seen_on[1]
 
 
 @pytest.mark.parametrize("name", GUARDS)

@@ -1,4 +1,4 @@
-"""That the study of kills notices what must not happen; the study itself: tests/faults/test_kills.py."""
+"""The study of kills detects failures. The study itself is tested in tests/faults/test_kills.py."""
 
 import json
 import random
@@ -7,16 +7,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.forked import AtFile, AtTime, Ended, is_legitimate
-from benchmarks.kills import STEPS, Run, StudyError, drawn, records
+from benchmarks.forked import AtFile, AtTime, RanksExit, is_expected_exit
+from benchmarks.kills import STEPS, KilledRun, StudyError, draw_moment, read_metrics
 from wfm_ds.checkpoint import store
 
 
-def line(step, loss):
+def metrics_line(step, loss):
     return json.dumps({"step": step, "loss": loss, "time": "12:00", "time/train": 0.1 * step, "x/seconds": 3}) + "\n"
 
 
-def checkpoint(run, step):
+def write_checkpoint(run, step):
     folder = run.checkpoints / f"step_{step}"
     folder.mkdir(parents=True)
     save_file({"train.0": torch.full((3,), float(step))}, folder / "wfm_rank00000.safetensors")
@@ -26,35 +26,37 @@ def checkpoint(run, step):
 
 @pytest.fixture
 def run(tmp_path):
-    """`run(name)` has left its checkpoints and metrics in tmp_path/name."""
+    """Return a function `run(name)` that writes checkpoints and metrics to tmp_path/name."""
 
-    def make(name):
-        made = Run(tmp_path / name, "recipe.yaml", [])
+    def make_run(name):
+        made = KilledRun(tmp_path / name, "recipe.yaml", [])
         made.folder.mkdir()
-        (made.folder / "metrics.jsonl").write_text("".join(line(step, step / 2) for step in range(1, STEPS + 1)))
+        (made.folder / "metrics.jsonl").write_text(
+            "".join(metrics_line(step, step / 2) for step in range(1, STEPS + 1))
+        )
         for step in range(1, STEPS + 1):
-            checkpoint(made, step)
+            write_checkpoint(made, step)
         return made
 
-    return make
+    return make_run
 
 
 def test_metrics_are_compared_line_by_line_without_clocks(run):
     whole, killed = run("whole"), run("killed")
-    want = records(whole.folder)
+    want = read_metrics(whole.folder)
     assert want[0] == {"step": 1, "loss": 0.5}
     metrics = killed.folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace("12:00", "13:00")[:-9])  # killed within the last line
-    assert records(killed.folder) == want[:-1]
+    assert read_metrics(killed.folder) == want[:-1]
     assert killed.examine(want)["steps to do again, at most"] == 0
-    metrics.write_text(line(1, 0.5) + line(2, 1.01))
-    with pytest.raises(StudyError, match="lines of metrics are not those of the run left alone"):
+    metrics.write_text(metrics_line(1, 0.5) + metrics_line(2, 1.01))
+    with pytest.raises(StudyError, match="lines of metrics differ from the undisturbed run"):
         killed.examine(want)
 
 
 def test_a_lost_checkpoint_is_noticed(run):
     killed = run("killed")
-    want = records(killed.folder)
+    want = read_metrics(killed.folder)
     killed.examine(want)
     (killed.checkpoints / "step_4" / store.COMPLETE).unlink()
     with pytest.raises(StudyError, match="the checkpoint of step 4 is lost"):
@@ -66,16 +68,16 @@ def test_other_tensors_and_other_files_are_noticed(run):
     killed.require_equal(whole)
     last = killed.checkpoints / f"step_{STEPS}"
     save_file({"train.0": torch.ones(3)}, last / "wfm_rank00000.safetensors")
-    with pytest.raises(StudyError, match=r"other tensors .* in checkpoints/step_4/wfm_rank00000\.safetensors"):
+    with pytest.raises(StudyError, match=r"tensors differ from .* in checkpoints/step_4/wfm_rank00000\.safetensors"):
         killed.require_equal(whole)
     save_file({"train.0": torch.ones(3)}, last / "wfm_rank00001.safetensors")
-    with pytest.raises(StudyError, match=r"other files .*wfm_rank00001"):
+    with pytest.raises(StudyError, match=r"files differ from .*wfm_rank00001"):
         killed.require_equal(whole)
 
 
 @pytest.mark.parametrize(("said", "right"), [([], True), ([3], True), ([2, 3], True), ([3, 2], False), ([1], False)])
 def test_a_start_from_another_checkpoint_is_noticed(run, said, right):
-    """A start that was killed early says nothing."""
+    """A start that was killed early logs nothing."""
     killed = run("killed")
     killed.steps = [0, 2, 3]
     (killed.folder / "logs").mkdir()
@@ -102,17 +104,17 @@ def test_a_start_from_another_checkpoint_is_noticed(run, said, right):
     ],
 )
 def test_ranks_end_alike_unless_a_time_was_drawn_at_which_some_had_left(codes, moment, legitimate):
-    assert is_legitimate(codes, moment) is legitimate
-    assert Ended(codes, 1.0, (0, 0)).killed is (-9 in codes)
+    assert is_expected_exit(codes, moment) is legitimate
+    assert RanksExit(codes, 1.0, (0, 0)).killed is (-9 in codes)
 
 
 def test_half_of_the_instants_are_file_operations_that_a_run_does():
-    draw, whole = random.Random(3), Ended((0, 0), 7.0, (30, 5))
-    moments = [drawn(draw, number, 400, whole) for number in range(400)]
+    draw, whole = random.Random(3), RanksExit((0, 0), 7.0, (30, 5))
+    moments = [draw_moment(draw, number, 400, whole) for number in range(400)]
     at_file, at_time = moments[::2], moments[1::2]
     assert {type(moment) for moment in at_file} == {AtFile}
     assert {type(moment) for moment in at_time} == {AtTime}
     assert {(m.rank, m.number) for m in at_file} >= {(0, 1), (0, 30), (1, 1), (1, 5)}
     assert all(1 <= m.number <= whole.file_operations[m.rank] for m in at_file)
     assert 0 <= min(m.seconds for m in at_time) < 1 < 6 < max(m.seconds for m in at_time) <= 7
-    assert drawn(draw, 400, 400, whole) is None
+    assert draw_moment(draw, 400, 400, whole) is None

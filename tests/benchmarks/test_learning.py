@@ -1,4 +1,4 @@
-"""The study's own arithmetic; its runs are ordinary ones, tested elsewhere."""
+"""The computations of the study. Its runs are ordinary ones, tested elsewhere."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.learning.__main__ import finished, relative, row
-from benchmarks.learning.curves import Evaluation, cost, crossing, evaluations
-from benchmarks.learning.pictures import plot
-from benchmarks.learning.runs import REVISION, Run
+from benchmarks.learning.__main__ import relative_cost, select_finished, variant_row
+from benchmarks.learning.curves import Evaluation, find_crossing, read_evaluations, step_cost
+from benchmarks.learning.pictures import plot_curves
+from benchmarks.learning.runs import REVISION, StudyRun
 from benchmarks.learning.variants import BASELINES, VARIANTS
 from wfm_ds.errors import UserError
 from wfm_ds.recipe import file as recipe_file
@@ -18,7 +18,7 @@ from wfm_ds.recipe import file as recipe_file
 ROOT = Path(__file__).parent.parent.parent
 
 
-def curve(forwards, rewards):
+def make_curve(forwards, rewards):
     return [
         Evaluation(step=k, forwards=f, seconds=float(k), reward=r, unseen=r - 0.1, spread=0.15)
         for k, (f, r) in enumerate(zip(forwards, rewards, strict=True))
@@ -26,30 +26,30 @@ def curve(forwards, rewards):
 
 
 def test_a_crossing_lies_on_the_line_between_two_evaluations():
-    assert crossing([0, 10, 20], [0.1, 0.5, 0.9], 0.7) == pytest.approx(15)
-    assert crossing([0, 10, 20], [0.1, 0.5, 0.9], 0.5) == pytest.approx(10)
-    assert crossing([0, 10], [0.6, 0.7], 0.5) == 0
-    assert crossing([0, 10], [0.1, 0.4], 0.5) is None
+    assert find_crossing([0, 10, 20], [0.1, 0.5, 0.9], 0.7) == pytest.approx(15)
+    assert find_crossing([0, 10, 20], [0.1, 0.5, 0.9], 0.5) == pytest.approx(10)
+    assert find_crossing([0, 10], [0.6, 0.7], 0.5) == 0
+    assert find_crossing([0, 10], [0.1, 0.4], 0.5) is None
 
 
 def test_a_lucky_evaluation_is_no_crossing():
-    """The closest curve that never falls takes the mean of .9 and .5."""
-    assert crossing([0, 10, 20, 30], [0.1, 0.9, 0.5, 0.9], 0.8) == pytest.approx(20 + 10 * 0.1 / 0.2)
-    assert crossing([0, 10, 20], [0.1, 0.9, 0.5], 0.8) is None
+    """The closest non-decreasing curve has the mean of .9 and .5 there."""
+    assert find_crossing([0, 10, 20, 30], [0.1, 0.9, 0.5, 0.9], 0.8) == pytest.approx(20 + 10 * 0.1 / 0.2)
+    assert find_crossing([0, 10, 20], [0.1, 0.9, 0.5], 0.8) is None
 
 
-def test_a_flat_stretch_is_crossed_where_it_begins():
-    assert crossing([0, 10, 20, 30], [0.1, 0.5, 0.5, 0.9], 0.5) == pytest.approx(10)
+def test_a_flat_part_is_crossed_at_its_start():
+    assert find_crossing([0, 10, 20, 30], [0.1, 0.5, 0.5, 0.9], 0.5) == pytest.approx(10)
 
 
 def test_a_backward_pass_costs_two_forwards_and_evaluations_nothing():
     line = {"perf/forward_samples_policy": 10.0, "perf/forward_samples_old": 5.0, "perf/forward_samples_rollout": 40.0}
-    assert cost(line | {"perf/forward_samples_validation": 99.0, "perf/forwards_policy": 7.0}) == 3 * 10 + 5 + 40
-    assert cost({"loss/total": 1.0}) == 0
+    assert step_cost(line | {"perf/forward_samples_validation": 99.0, "perf/forwards_policy": 7.0}) == 3 * 10 + 5 + 40
+    assert step_cost({"loss/total": 1.0}) == 0
 
 
-def a_run(folder, *, updates):
-    """Two RL steps with an evaluation before and one after, as a run leaves them behind."""
+def write_run(folder, *, updates):
+    """Write the files of a run with two RL steps, and evaluations before and after them."""
     folder.mkdir()
     overrides = [f"run.output_dir={folder}", f"algorithm.updates_per_rollout={updates}"]
     (folder / "recipe.yaml").write_text(
@@ -64,7 +64,7 @@ def a_run(folder, *, updates):
     judged = {"val/reward/digits/mean": 0.5, "val/reward/digits/second_judge/mean": 0.4}
     lines = [{"step": 0} | judged, {"step": 1} | work]
     lines += [{"step": k, "loss/total": 1.0} for k in range(2, updates + 1)]
-    lines += [{"step": 2 * updates} | judged, {"step": updates + 1} | work]  # evaluated before the step's line
+    lines += [{"step": 2 * updates} | judged, {"step": updates + 1} | work]  # the evaluation is logged before the step
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in (0, 2):
         samples = folder / "samples" / f"step_{step}"
@@ -79,7 +79,7 @@ def a_run(folder, *, updates):
 
 @pytest.mark.parametrize("updates", [1, 4])
 def test_an_evaluation_knows_what_the_run_had_cost_by_then(tmp_path, updates):
-    start, end = evaluations(a_run(tmp_path / "run", updates=updates))
+    start, end = read_evaluations(write_run(tmp_path / "run", updates=updates))
     assert (start.step, start.forwards, start.seconds) == (0, 0, 0)
     assert (end.step, end.forwards, end.seconds) == (2, 2 * (80 + 30), 2 * 2.0)
     assert (end.reward, end.unseen) == (0.5, 0.4)
@@ -87,29 +87,29 @@ def test_an_evaluation_knows_what_the_run_had_cost_by_then(tmp_path, updates):
 
 
 def test_a_run_that_counted_no_samples_is_refused(tmp_path):
-    run = a_run(tmp_path / "run", updates=1)
+    run = write_run(tmp_path / "run", updates=1)
     path = run / "metrics.jsonl"
     path.write_text(path.read_text().replace("perf/forward_samples_", "perf/forwards_"))
     with pytest.raises(UserError, match=r"has no perf/forward_samples_"):
-        evaluations(run)
+        read_evaluations(run)
 
 
 def test_a_baseline_that_does_not_get_there_bounds_the_ratio():
-    theirs = [curve([0, 100], [0.5, 1.0]), curve([0, 100], [0.5, 0.6])]
-    assert relative([20.0, 30.0], theirs[:1], 0.9) == f"{25 / 80:.2f}"
-    assert relative([20.0, 30.0], theirs, 0.9) == f"at most {25 / 90:.2f}"
-    assert relative([20.0, None], theirs, 0.9) == ""
+    theirs = [make_curve([0, 100], [0.5, 1.0]), make_curve([0, 100], [0.5, 0.6])]
+    assert relative_cost([20.0, 30.0], theirs[:1], 0.9) == f"{25 / 80:.2f}"
+    assert relative_cost([20.0, 30.0], theirs, 0.9) == f"at most {25 / 90:.2f}"
+    assert relative_cost([20.0, None], theirs, 0.9) == ""
 
 
 def test_a_row_and_a_picture_of_two_variants(tmp_path):
-    slow, fast = [curve([0, 50e3, 100e3], [0.5, 0.8, 1.0])] * 2, [curve([0, 10e3, 20e3], [0.5, 0.8, 1.0])] * 2
+    slow, fast = [make_curve([0, 50e3, 100e3], [0.5, 0.8, 1.0])] * 2, [make_curve([0, 10e3, 20e3], [0.5, 0.8, 1.0])] * 2
     curves = {(BASELINES[0], 0): slow, ("nft", 0): fast, ("nft_fp8", 0): fast}
-    line = row(curves, [curve([0, 20e3], [0.5, 0.45])], "nft", 0)
+    line = variant_row(curves, [make_curve([0, 20e3], [0.5, 0.45])], "nft", 0)
     assert line["thousand forwards to reward 0.93"] == "16.5, 16.5"
     assert line["forwards relative to DiffusionNFT, published settings"] == "0.20"
     assert (line["end: reward"], line["end: unseen judge"]) == ("1.000, 1.000", "0.900, 0.900")
     assert line["rewards shuffled, end: reward"] == "0.450"
-    plot(curves, tmp_path / "curves.png")
+    plot_curves(curves, tmp_path / "curves.png")
     assert Image.open(tmp_path / "curves.png").width > 500
 
 
@@ -117,11 +117,11 @@ def test_a_row_and_a_picture_of_two_variants(tmp_path):
 def test_every_variant_is_a_recipe(name, tmp_path):
     variant = VARIANTS[name]
     recipe = recipe_file.load_recipe(variant.recipe, [f"run.output_dir={tmp_path}", *variant.overrides])
-    assert recipe.logging.num_samples == 200  # the spread is that of all held-out samples
+    assert recipe.logging.num_samples == 200  # the std needs all validation samples
 
 
 def test_published_settings_follow_no_default():
-    """Baselines stay what they are when a default of the project changes."""
+    """Baselines do not change with defaults of the project."""
     for name in BASELINES:
         text = VARIANTS[name].recipe.read_text()
         for key in ("zero_std", "kl_beta", "timestep_fraction", "updates_per_rollout", "solver", "lr"):
@@ -130,8 +130,9 @@ def test_published_settings_follow_no_default():
 
 def test_a_report_of_what_is_there_leaves_out_what_is_not(tmp_path):
     runs = {
-        (name, 0): [Run(f"{name}_0_{seed}", VARIANTS[name], 0, seed) for seed in (0, 1)] for name in ("nft", "ddrl")
+        (name, 0): [StudyRun(f"{name}_0_{seed}", VARIANTS[name], 0, seed) for seed in (0, 1)]
+        for name in ("nft", "ddrl")
     }
     (tmp_path / "nft_0_1").mkdir()
     (tmp_path / "nft_0_1" / REVISION).write_text("abc\n")
-    assert finished(tmp_path, runs) == {("nft", 0): [runs["nft", 0][1]]}
+    assert select_finished(tmp_path, runs) == {("nft", 0): [runs["nft", 0][1]]}

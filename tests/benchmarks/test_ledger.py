@@ -1,4 +1,4 @@
-"""The benchmark of the ledger runs, and its figures are of both peers."""
+"""The benchmark of the ledger runs, and reports both ledgers."""
 
 from benchmarks import ledger
 

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from benchmarks.overhead import median_interval, paired, settled
+from benchmarks.overhead import median_interval, time_in_pairs, wait_until_idle
 
 
-def worked(seconds):
+def use_processor(seconds):
     """Use a processor for this long."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
@@ -23,7 +23,7 @@ def test_ranks_are_those_of_tables_of_the_sign_test(n, ranks):
     assert median_interval(values) == ranks
 
 
-def test_the_interval_holds_the_median_as_often_as_it_says():
+def test_the_interval_contains_the_median_with_its_probability():
     drawn = random.Random(0)
     inside = 0
     for _ in range(2000):
@@ -38,15 +38,15 @@ def test_five_pairs_say_nothing():
 
 
 def test_work_of_a_thread_belongs_to_the_block_that_started_it():
-    began = settled()
-    thread = threading.Thread(target=worked, args=(0.05,))
+    began = wait_until_idle()
+    thread = threading.Thread(target=use_processor, args=(0.05,))
     thread.start()
-    assert settled() - began >= 0.05
+    assert wait_until_idle() - began >= 0.05
     thread.join()
 
 
 def test_a_pair_compares_what_each_call_costs(monkeypatch):
     monkeypatch.setattr("benchmarks.overhead.BLOCK_S", 0.01)
-    ours, bare = paired(lambda: worked(0.004), lambda: worked(0.002), 6)
+    ours, bare = time_in_pairs(lambda: use_processor(0.004), lambda: use_processor(0.002), 6)
     assert len(ours) == len(bare) == 6
     assert statistics.median(a / b for a, b in zip(ours, bare, strict=True)) == pytest.approx(2, rel=0.3)

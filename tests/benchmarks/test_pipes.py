@@ -1,4 +1,4 @@
-"""The benchmark of the pipes runs through all its peers, on tensors too small to say anything."""
+"""The benchmark of the pipes runs all peers, on tensors that are too small for meaningful speeds."""
 
 from benchmarks import pipes
 

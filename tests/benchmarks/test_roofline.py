@@ -1,19 +1,19 @@
-"""FLOPs and bytes of a roofline: those of the other counter, and of hand-made operators."""
+"""FLOPs and bytes of a roofline agree with the other counter and with single operators."""
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.flops import Subject
+from benchmarks.flops import CountedModel
 from benchmarks.released import RELEASED
-from benchmarks.roofline import Attention, Costs, Operators, counted, row
+from benchmarks.roofline import Attention, Costs, Operators, count_costs, roofline_row
 from wfm_ds.training.forward_flops import count_flops
 
 
 def test_flops_of_a_forward_are_those_of_the_counter():
     known = RELEASED["sd35m"]
-    costs, tokens, weights = counted(known, 2)
-    subject = Subject.released(known)
+    costs, tokens, weights = count_costs(known, 2)
+    subject = CountedModel.from_released(known)
     expected = count_flops(subject.model, subject.model.latent_shape(*known.size), subject.texts(False)).forward
     assert sum(flops for flops, _ in [*costs.products, *costs.attention]) == 2 * expected
     assert tokens == 1024
@@ -35,8 +35,8 @@ def test_an_operator_reads_and_writes_each_tensor_once():
 
 
 def test_an_eager_forward_takes_at_least_its_flops_and_what_fusing_leaves():
-    found = row("sd35m", tflops=790.0, tbytes=2.9)
+    found = roofline_row("sd35m", tflops=790.0, tbytes=2.9)
     assert found["ms of FLOPs alone"] <= found["ms, products alone"] < found["ms, eager"]
     assert found["most that fusing gains"] == pytest.approx(found["ms, eager"] / found["ms, products alone"])
-    slower = row("sd35m", tflops=790.0, tbytes=1.45)
+    slower = roofline_row("sd35m", tflops=790.0, tbytes=1.45)
     assert found["ms, eager"] < slower["ms, eager"] <= 2 * found["ms, eager"]

@@ -1,11 +1,11 @@
-"""The video study's own arithmetic; its runs are ordinary ones, tested elsewhere."""
+"""The computations of the video study. Its runs are ordinary ones, tested elsewhere."""
 
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from benchmarks.learning.video import OF_THE_STUDY, VARIANTS, alarm, write_comparison
+from benchmarks.learning.video import OF_THE_STUDY, VARIANTS, first_alarm_step, write_comparison
 from wfm_ds.quickstart.moving import PromptedVideo
 from wfm_ds.recipe import file as recipe_file
 from wfm_reward.moving_demo import draw_clip, list_clips, render_frames
@@ -21,9 +21,9 @@ def test_every_variant_is_a_recipe(name, tmp_path):
 
 def test_the_first_alarm_counts():
     found = [(Path(f"samples/step_{8 * k}"), metrics) for k, metrics in enumerate([{}, {"val/alarm": 0.0}])]
-    assert alarm(found) is None
+    assert first_alarm_step(found) is None
     raised = [*found, (Path("samples/step_16"), {"val/alarm": 1.0}), (Path("samples/step_24"), {"val/alarm": 1.0})]
-    assert alarm(raised) == 16
+    assert first_alarm_step(raised) == 16
 
 
 def test_models_are_shown_side_by_side(tmp_path):

@@ -1,17 +1,17 @@
-"""Formulas by hand, and predictions that must follow from them; tests/multi_rank/test_traffic.py has the counts."""
+"""Formulas checked by hand, and predictions that follow from them. tests/multi_rank/test_traffic.py has the counts."""
 
 import pytest
 
-from benchmarks.scaling import HARDWARE, Cluster, Work, predict, predicted
-from benchmarks.volumes import Network, Setting, on_the_wire, padded, ulysses_bytes, zero_bytes
+from benchmarks.scaling import HARDWARE, Cluster, Work, predict_rows, predict_step
+from benchmarks.volumes import Network, Setting, pad_elements, ulysses_bytes, wire_bytes, zero_bytes
 
 NETWORK = Network(trained=[10, 7], frozen=[5], blocks=[7])
 SETTING = {"world": 4, "weight_bytes": 2, "micro_steps": 3}
 
 
 def test_shards_are_of_equal_size():
-    assert padded([10, 7, 5], 4) == 12 + 8 + 8
-    assert padded([8], 1) == 8
+    assert pad_elements([10, 7, 5], 4) == 12 + 8 + 8
+    assert pad_elements([8], 1) == 8
 
 
 def test_stages_1_and_2_reduce_gradients_and_gather_what_was_trained():
@@ -33,19 +33,20 @@ def test_a_rank_alone_sends_nothing():
 
 
 def test_exchanges_of_equal_shares_fall_with_the_ranks():
-    """Eight tensors of the own share: three there and one back, and their gradients; the result goes to all."""
+    """Eight tensors of a rank's shard: three sent and one returned, and their gradients. The result goes to all
+    ranks."""
 
-    def sent(ranks):
+    def count_bytes(ranks):
         return ulysses_bytes([(24 // ranks, 24)], 8, 8 // ranks, 0, ranks=ranks, element_bytes=2, micro_steps=1)
 
-    assert sent(2) == 2 * 8 * 12 * 8
-    assert sent(4) == sent(2) // 2
+    assert count_bytes(2) == 2 * 8 * 12 * 8
+    assert count_bytes(4) == count_bytes(2) // 2
 
 
 def test_rings_send_all_but_the_own_share_and_an_all_reduce_twice():
-    assert on_the_wire("all-gather", 800.0, 8) == 700.0
-    assert on_the_wire("all-reduce", 800.0, 8) == 1400.0
-    assert on_the_wire("broadcast", 800.0, 8) == 800.0
+    assert wire_bytes("all-gather", 800.0, 8) == 700.0
+    assert wire_bytes("all-reduce", 800.0, 8) == 1400.0
+    assert wire_bytes("broadcast", 800.0, 8) == 800.0
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def cluster():
     return Cluster.read(HARDWARE)
 
 
-def work(**changes):
+def make_work(**changes):
     settings = {
         "title": "mine",
         "network": Network(trained=[2 * 10**9], frozen=[], blocks=[2 * 10**9]),
@@ -77,17 +78,17 @@ def test_one_node_is_as_fast_as_its_links_and_several_as_their_adapters(cluster)
 
 
 def test_a_step_is_computing_and_what_does_not_hide_behind_it(cluster):
-    row = predicted(work(), cluster, 16)
+    row = predict_step(make_work(), cluster, 16)
     assert row["computing, s"] == pytest.approx(4e15 / cluster.flops)
     sent = row["all-gather, s"] + row["reduce-scatter, s"]
     assert row["not hidden, s"] == pytest.approx((1 - cluster.overlap) * sent)
     assert row["step, s"] == pytest.approx(row["computing, s"] + row["not hidden, s"])
-    idle = predicted(work(flops=0.0), cluster, 16)
+    idle = predict_step(make_work(flops=0.0), cluster, 16)
     assert idle["step, s"] == pytest.approx(idle["not hidden, s"]) == pytest.approx(sent)
 
 
 def test_more_gpus_are_never_faster_each(cluster):
-    speeds = [row["speed a GPU, of that on 8"] for row in predict(work(), cluster)]
+    speeds = [row["speed a GPU, of that on 8"] for row in predict_rows(make_work(), cluster)]
     assert speeds[0] == 1.0
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[-1] > 0.5

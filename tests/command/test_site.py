@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,14 +17,23 @@ def hook(root):
     return module
 
 
-def test_pages_that_stand_elsewhere(hook, root):
-    assert hook.of_readme("[a](docs/data.md#x) ![](docs/images/y.png) [b](recipes/z.yaml) [c](https://d.e)") == (
+def test_readme_and_notebook_become_pages(hook, root):
+    assert hook.convert_readme("[a](docs/data.md#x) ![](docs/images/y.png) [b](recipes/z.yaml) [c](https://d.e)") == (
         "[a](data.md#x) ![](images/y.png) [b](../recipes/z.yaml) [c](https://d.e)"
     )
     cell = {"cell_type": "code", "source": ["1 + 1"], "outputs": [{"data": {"text/plain": ["2"]}}]}
-    assert hook.of_notebook({"cells": [cell]}) == "```python\n1 + 1\n```\n\n```text\n2\n```\n"
-    for link in hook.OUTSIDE.finditer("\n".join(page.read_text() for page in (root / "docs").glob("*.md"))):
-        assert (root / link["path"]).exists(), link[0]
+    assert hook.convert_notebook({"cells": [cell]}) == "```python\n1 + 1\n```\n\n```text\n2\n```\n"
+    for page in (root / "docs").rglob("*.md"):
+        for link in hook.OUTSIDE.finditer(page.read_text()):
+            assert (page.parent / ".." / link["path"]).exists(), f"{page}: {link[0]}"
+
+
+def test_links_of_pages_in_folders(hook):
+    pytest.importorskip("mkdocs")
+    page = SimpleNamespace(file=SimpleNamespace(src_path="models/wan.md"))
+    text = "[data](../data.md#x) [a recipe](../../recipes/wan_nft.yaml)"
+    expected = "[data](../data.md#x) a recipe (`recipes/wan_nft.yaml`)"
+    assert hook.on_page_markdown(text, page, None, None) == expected
 
 
 @pytest.mark.slow

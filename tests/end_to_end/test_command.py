@@ -345,7 +345,8 @@ def test_error_before_the_first_step_takes_back_what_was_written(tmp_path):
     (tmp_path / "my_rewards.py").write_text(
         "from wfm_reward.base import Range, Reward, RewardError\n"
         "class Broken(Reward):\n"
-        "    name, media_types, outputs, primary_output = 'broken', frozenset({'image'}), {'broken': Range(0, 1)}, 'broken'\n"
+        "    name, media_types = 'broken', frozenset({'image'})\n"
+        "    outputs, primary_output = {'broken': Range(0, 1)}, 'broken'\n"
         "    def load(self):\n"
         "        raise RewardError('the weights are not here')\n"
         "    def score(self, batch):\n"

@@ -48,7 +48,7 @@ def test_an_algorithm_of_ones_own_trains_on_rollouts_of_a_worker(tmp_path):
 
 @pytest.mark.slow
 def test_a_family_and_a_kind_of_data_of_ones_own_train(tmp_path):
-    write_code("models.md", "my_lumina.py", tmp_path)
+    write_code("own_model.md", "my_lumina.py", tmp_path)
     write_code("data_layouts.md", "my_data.py", tmp_path)
     tiny_lumina().save_pretrained(tmp_path / "pipeline")
     media = tmp_path / "media"

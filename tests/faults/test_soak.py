@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks.soak.memory import growths
+from benchmarks.soak.memory import find_growth
 
 SAMPLES = 800
 
@@ -27,6 +27,6 @@ def test_every_sample_comes_once_and_is_right_whoever_is_killed(root):
 def test_what_grows_is_named():
     flat = {"process": "hub", "MiB, first third": 50.0, "MiB, last third": 54.0}
     flat |= {"descriptors, first third": 30, "descriptors, last third": 38}
-    assert growths([flat]) == []
+    assert find_growth([flat]) == []
     leaky = [flat | {"MiB, last third": 54.5}, flat | {"process": "client", "descriptors, last third": 39}]
-    assert growths(leaky) == ["hub grew by 4.5 MiB; 4 are allowed", "client has 9 more descriptors; 8 are allowed"]
+    assert find_growth(leaky) == ["hub grew by 4.5 MiB; the limit is 4", "client has 9 more descriptors; the limit is 8"]

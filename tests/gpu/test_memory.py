@@ -12,9 +12,9 @@ def share_of_the_estimate(folder, root):
     from benchmarks.gpu import pipelines, steps
     from benchmarks.gpu.variants import VARIANTS
 
-    pipelines.write("sd35m", Path(folder), torch.device("cuda"))
+    pipelines.write_pipeline("sd35m", Path(folder), torch.device("cuda"))
     overrides = [f"model.path={folder}", "rollout.prompts_per_step=2", "rollout.group_size=9"]
-    row = steps.measured(Path(root) / "recipes" / "sd3_nft.yaml", VARIANTS["as shipped"], overrides, 1, None)
+    row = steps.measure_steps(Path(root) / "recipes" / "sd3_nft.yaml", VARIANTS["as shipped"], overrides, 1, None)
     return row["allocated / estimated"]
 
 

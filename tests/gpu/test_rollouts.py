@@ -15,7 +15,7 @@ def samples(recipe, overrides, strict=False):
     from benchmarks.gpu import runs
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    with runs.opened(Path(recipe), overrides) as run:
+    with runs.open_run(Path(recipe), overrides) as run:
         loop = run.loop
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():

@@ -16,8 +16,8 @@ def kernels_run(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """What a kernel forgets to write, the assertions see as NaN."""
+def poison_memory(monkeypatch):
+    """Fill new memory with NaN, so that assertions detect elements that a kernel does not write."""
     monkeypatch.setattr(
         triton_backend,
         "_empty_tensor",

@@ -1,4 +1,4 @@
-"""All kernels compiled for sm_90, without a GPU; in a process of its own, because here they are interpreted."""
+"""All kernels compiled for sm_90 without a GPU, in a subprocess because this process interprets them."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def report(variant, **changes):
         ({"fma": 3}, "3 contracted multiply-adds"),
     ],
 )
-def test_the_gate_fails_on_each_thing_it_looks_for(changes, fault):
+def test_the_gate_fails_on_each_problem(changes, fault):
     variant = next(v for v in compile_check.kernel_variants() if v.label.startswith("noise v bf16 x fp32"))
     judged = report(variant, **changes)
     compile_check._check_report(judged)

@@ -1,4 +1,5 @@
-"""The device of a launch: that of the tensors, whichever is current in the calling thread. Nothing is computed here."""
+"""A kernel is launched on the device of its tensors, not on the current device of the thread. Nothing is computed
+here."""
 
 import pytest
 import torch
@@ -45,10 +46,10 @@ def recorder(monkeypatch):
 def operators(device):
     """Each operator as a call without arguments, with tensors of this device."""
 
-    def of(*shape, dtype=torch.float32):
+    def empty(*shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device)
 
-    x, rows, table, seeds = of(*SHAPE), of(SHAPE[0]), of(SHAPE[0], 8), of(SHAPE[0], dtype=torch.int64)
+    x, rows, table, seeds = empty(*SHAPE), empty(SHAPE[0]), empty(SHAPE[0], 8), empty(SHAPE[0], dtype=torch.int64)
     return {
         "sde_step": lambda: triton_backend.sde_step(x, x, table, seeds, None, None, 1.0, True),
         "sde_log_prob": lambda: triton_backend.sde_log_prob(x, x, x, table, None, 1.0),
@@ -57,7 +58,7 @@ def operators(device):
         ),
         "nft_loss": lambda: triton_backend.nft_loss(x, x, x, x, rows, rows, None, 1.0),
         "nft_loss_backward": lambda: triton_backend.nft_loss_backward(
-            rows, None, x, x, x, x, rows, rows, None, of(7, SHAPE[0]), 1.0
+            rows, None, x, x, x, x, rows, rows, None, empty(7, SHAPE[0]), 1.0
         ),
         "flow_noise": lambda: triton_backend.flow_noise(x, rows, seeds, None),
     }

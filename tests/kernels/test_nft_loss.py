@@ -63,7 +63,7 @@ def test_any_shape_equals_float64_by_both_backends(rest, batch, velocity, beta, 
         check(nft_case((batch, *rest), velocity, ref=ref), beta, backend)
 
 
-def gradient_of(case, beta, backend):
+def loss_gradient(case, beta, backend):
     return torch.autograd.grad(nft_loss(**case, beta=beta, backend=backend).policy.sum(), case["velocity"])[0]
 
 
@@ -71,13 +71,13 @@ def gradient_of(case, beta, backend):
 def test_on_policy_the_gradient_is_proportional_to_two_r_minus_one_whatever_beta(backend):
     case = nft_case((3, 4, 7, 5))
     case["old_velocity"] = case["velocity"].detach()
-    unit = gradient_of(case | {"reward_weight": vector((1.0,), 3)}, 1.0, backend)
+    unit = loss_gradient(case | {"reward_weight": vector((1.0,), 3)}, 1.0, backend)
     for r in (0.0, 0.25, 0.5, 0.875):
         for beta in (0.1, 1.0):
-            got = gradient_of(case | {"reward_weight": vector((r,), 3)}, beta, backend)
+            got = loss_gradient(case | {"reward_weight": vector((r,), 3)}, beta, backend)
             torch.testing.assert_close(got, (2 * r - 1) * unit, rtol=1e-6, atol=1e-9)
-    assert not gradient_of(case | {"reward_weight": vector((0.5,), 3)}, 0.3, backend).any()
-    up, down = (gradient_of(case | {"reward_weight": vector((r,), 3)}, 0.3, backend) for r in (0.875, 0.125))
+    assert not loss_gradient(case | {"reward_weight": vector((0.5,), 3)}, 0.3, backend).any()
+    up, down = (loss_gradient(case | {"reward_weight": vector((r,), 3)}, 0.3, backend) for r in (0.875, 0.125))
     assert torch.equal(up, -down)
 
 
@@ -96,10 +96,10 @@ def test_an_exact_fit_has_loss_and_gradient_zero(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_reward_of_one_sample_changes_no_other(backend):
     case = nft_case((4, 3, 50))
-    before = gradient_of(case, 0.5, backend)
+    before = loss_gradient(case, 0.5, backend)
     changed = case["reward_weight"].clone()
     changed[2] = 0.9
-    after = gradient_of(case | {"reward_weight": changed}, 0.5, backend)
+    after = loss_gradient(case | {"reward_weight": changed}, 0.5, backend)
     others = [0, 1, 3]
     assert torch.equal(before[others], after[others])
     assert not torch.equal(before[2], after[2])
@@ -107,7 +107,7 @@ def test_the_reward_of_one_sample_changes_no_other(backend):
 
 @pytest.mark.parametrize("latents", [FP32, BF16])
 def test_a_sample_has_the_same_bits_in_any_batch(latents):
-    """Promised by the Triton backend alone."""
+    """Only the Triton backend guarantees this."""
     case = nft_case((4, 3001), BF16, latents, ref=True)
 
     def results(chosen):
@@ -126,7 +126,7 @@ def test_a_sample_has_the_same_bits_in_any_batch(latents):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_layout_does_not_change_the_result(backend):
     case = nft_case((2, 6, 10, 30), ref=True)
-    want, want_gradient = nft_loss(**case, beta=1.0, backend=backend), gradient_of(case, 1.0, backend)
+    want, want_gradient = nft_loss(**case, beta=1.0, backend=backend), loss_gradient(case, 1.0, backend)
     other = dict(case)
     for name in ("velocity", "old_velocity", "ref_velocity"):
         other[name] = case[name].detach().to(memory_format=torch.channels_last)
@@ -136,7 +136,7 @@ def test_memory_layout_does_not_change_the_result(backend):
     got = nft_loss(**other, beta=1.0, backend=backend)
     assert torch.equal(got.policy, want.policy)
     assert torch.equal(got.kl, want.kl)
-    assert torch.equal(gradient_of(other, 1.0, backend), want_gradient)
+    assert torch.equal(loss_gradient(other, 1.0, backend), want_gradient)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

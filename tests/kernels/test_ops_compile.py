@@ -1,4 +1,4 @@
-"""What torch needs of an operator, and which backend runs."""
+"""Requirements of torch for operators, and the choice of the backend."""
 
 import logging
 

@@ -22,8 +22,8 @@ def nearest(y):
     return torch.where(below < above, low, torch.where(above < below, high, even))
 
 
-def expected(x):
-    """Bytes and scales by the definition: the division is rounded to float32, all else is exact."""
+def quantise_by_definition(x):
+    """Bytes and scales by the definition: the division is rounded to float32, everything else is exact."""
     rows = x.cpu().to(FP32)
     greatest = rows.abs().amax(-1, keepdim=True)
     scale = torch.where(greatest == 0, torch.ones_like(greatest), (greatest / 448).clamp_min(2.0**-126))
@@ -34,7 +34,7 @@ def expected(x):
 
 def check(x, backend):
     q, scale = quantise_rows(x, backend=backend)
-    want, want_scale = expected(x)
+    want, want_scale = quantise_by_definition(x)
     assert q.dtype == E4M3
     assert q.shape == x.shape
     assert torch.equal(scale.cpu(), want_scale)

@@ -21,7 +21,7 @@ from wfm_kernels import reference, sde_log_prob, sde_step
 UPSTREAM = (1.3, -0.4, 2.0, 0.7, -1.1)  # ones would hide mixed-up samples
 
 
-def stored(case, rows):
+def stochastic_step(case, rows):
     z = normal(case["latents"].shape, 99)
     return sde_step(**case, coefficients=rows, noise=z, backend="torch").next_latents
 
@@ -29,7 +29,7 @@ def stored(case, rows):
 def check(kind, case, backend):
     """Value and gradient against float64, with an upstream gradient per sample."""
     rows = coefficients(kind, len(case["latents"]))
-    after = stored(case, rows)
+    after = stochastic_step(case, rows)
     leaves = [t.requires_grad_() for name, t in case.items() if name in ("velocity", "uncond_velocity")]
     log_prob = sde_log_prob(**case, next_latents=after, coefficients=rows, backend=backend)
     upstream = vector(UPSTREAM, len(after))
@@ -62,10 +62,10 @@ def test_value_and_gradients_in_half_precision(dtypes, kind, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("dtype", "relative"), [(FP32, 5e-6), (BF16, 3e-3), (FP16, 2e-2)])
 def test_gradient_through_a_clipped_policy_loss(dtype, relative, backend):
-    """The rows of one update as PPO takes it. In float16 the elements are subnormal, hence the tolerance."""
+    """The rows of one update as PPO takes it. In float16 the elements are subnormal, so the tolerance is larger."""
     shape, clip = (5, 16, 11), 1e-3
     case, rows = transition(shape, dtype), coefficients("flow_sde", 5)
-    after = stored(case, rows)
+    after = stochastic_step(case, rows)
     advantage = vector((1.5, -0.5, 0.8, -2.0, 0.3), 5)
     drift = vector((0.0, 5e-4, 5e-3, -5e-3, -2e-4), 5)  # some ratios are clipped, some not
     case["velocity"].requires_grad_()
@@ -96,7 +96,7 @@ def test_before_the_first_update_the_ratio_is_exactly_one(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_detached_unconditional_branch_gets_no_gradient_and_changes_none(backend):
     case, rows = transition((2, 77), guided=True), coefficients("cps", 2)
-    after = stored(case, rows)
+    after = stochastic_step(case, rows)
     case["velocity"].requires_grad_()
     gradients = []
     for wanted in (False, True):
@@ -123,7 +123,7 @@ def test_rows_without_noise_have_log_prob_zero_and_gradient_zero(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_gradient_reaches_latents(backend):
     case, rows = transition((2, 9)), coefficients("cps", 2)
-    after = stored(case, rows).requires_grad_()
+    after = stochastic_step(case, rows).requires_grad_()
     case["latents"].requires_grad_()
     log_prob = sde_log_prob(**case, next_latents=after, coefficients=rows, backend=backend)
     assert not log_prob.requires_grad
@@ -132,7 +132,7 @@ def test_no_gradient_reaches_latents(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_differentiating_twice_is_refused(backend):
     case, rows = transition((2, 9)), coefficients("cps", 2)
-    after = stored(case, rows)
+    after = stochastic_step(case, rows)
     case["velocity"].requires_grad_()
     log_prob = sde_log_prob(**case, next_latents=after, coefficients=rows, backend=backend)
     gradient = torch.autograd.grad(log_prob.sum(), case["velocity"], create_graph=True)[0]
@@ -142,9 +142,9 @@ def test_differentiating_twice_is_refused(backend):
 
 @pytest.mark.parametrize("latents", [FP32, BF16])
 def test_a_sample_has_the_same_gradient_in_any_batch(latents):
-    """Promised by the Triton backend alone."""
+    """Only the Triton backend guarantees this."""
     case, rows = transition((4, 1009), BF16, latents), coefficients("flow_sde", 4)
-    after, upstream = stored(case, rows), vector(UPSTREAM, 4)
+    after, upstream = stochastic_step(case, rows), vector(UPSTREAM, 4)
 
     def gradient(chosen):
         velocity = case["velocity"][chosen].clone().requires_grad_()

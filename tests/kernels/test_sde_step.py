@@ -27,7 +27,7 @@ def seeds(count):
 
 
 def both(case, rows, backend, **source):
-    """A step, and the log-prob of what it stored."""
+    """A step, and the log-prob of the latents that it stored."""
     step = sde_step(**case, coefficients=rows, **source, backend=backend)
     again = sde_log_prob(**case, next_latents=step.next_latents, coefficients=rows, backend=backend)
     return step, again
@@ -87,7 +87,7 @@ def test_training_reads_the_log_prob_of_the_rollout_bit_for_bit(dtypes, source, 
 
 @pytest.mark.parametrize("latents", [FP32, BF16])
 def test_a_sample_has_the_same_bits_in_any_batch_and_at_any_place(latents):
-    """Promised by the Triton backend alone."""
+    """Only the Triton backend guarantees this."""
     shape = (4, 3, 997)
     case, rows = transition(shape, BF16, latents, guided=True), coefficients("dance", 4)
     whole = sde_step(**case, coefficients=rows, seeds=seeds(4), backend="triton")
@@ -133,7 +133,7 @@ def test_rows_without_noise_are_deterministic_and_have_no_log_prob(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("latents", [FP32, BF16])
-def test_the_mean_comes_in_float32_if_asked_for(latents, backend):
+def test_the_mean_is_float32_if_requested(latents, backend):
     case = transition((3, 700), BF16, latents)
     step = sde_step(**case, coefficients=coefficients("dance", 3), seeds=seeds(3), return_mean=True, backend=backend)
     mean, *_ = exact_mean("dance", case)

@@ -57,7 +57,7 @@ def test_a_distilled_pipeline_is_drawn_without_guidance(tiny_pipelines):
         distilled.check_sampling(SamplingRecipe(height=32, width=32, guidance_scale=4.0))
 
 
-# What diffusers does: when one of these fails, it is mended, and docs/models.md has a row too many.
+# Behavior of diffusers: if one of these fails, diffusers has changed; then remove its row from docs/models/flux2.md.
 
 
 def test_the_stock_call_takes_no_negative_prompt():

@@ -216,7 +216,7 @@ def test_the_lines_of_an_export_load_its_lora_into_plain_diffusers(subject, tmp_
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
-# What diffusers does: each fails when it is mended, and docs/models.md says it
+# Behavior of diffusers: if one of these fails, diffusers has changed; then remove its row from docs/models/sana.md.
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The family of docs/models.md as the page has it, held to diffusers' own pipeline."""
+"""The family of docs/own_model.md, by the code of that page, compared with the diffusers pipeline."""
 
 import re
 import runpy
@@ -17,7 +17,7 @@ from wfm_ds.models.check import main
 def folder(tmp_path_factory):
     """A folder with the page's module, which is importable, and a tiny pipeline of diffusers' classes."""
     folder = tmp_path_factory.mktemp("own")
-    write_code("models.md", "my_lumina.py", folder)
+    write_code("own_model.md", "my_lumina.py", folder)
     tiny_lumina().save_pretrained(folder / "pipeline")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
@@ -27,20 +27,18 @@ def folder(tmp_path_factory):
 def test_the_page_s_lines_check_it(folder, monkeypatch, capsys):
     """Both lines as they stand there, and the last line of what they print."""
     monkeypatch.chdir(folder)
-    write_code("models.md", "tiny_lumina.py", folder)
-    page = (DOCS / "models.md").read_text()
-    make, check = re.search(
-        r"\n    python (tiny_lumina\.py)\n    python -m wfm_ds\.models\.check (.*)\n", page
-    ).groups()
+    write_code("own_model.md", "tiny_lumina.py", folder)
+    page = (DOCS / "own_model.md").read_text()
+    make, check = re.search(r"\npython (tiny_lumina\.py)\nwfm models check (.*)\n", page).groups()
     runpy.run_path(make, run_name="__main__")
     assert main(check.split()) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert f"\n    {printed[-1]}\n" in page
+    assert f"\n{printed[-1]}\n" in page
     verdicts = [line.split()[0] for line in printed[:-1]]
     assert len(verdicts) == len(CHECKS)
     assert verdicts.count("-") == 8  # no inputs, no given frames, no embedded guidance
     assert set(verdicts) == {"passed", "-"}
-    lines = [line for line in code("models.md", "my_lumina.py").splitlines() if line.strip()]
+    lines = [line for line in code("own_model.md", "my_lumina.py").splitlines() if line.strip()]
     assert f"The class above is {len(lines)} lines" in page
 
 

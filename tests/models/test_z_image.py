@@ -90,7 +90,7 @@ def test_a_network_of_another_kind_is_refused(tiny_pipelines, tmp_path, change, 
         registry.load_model(folder, dtype=torch.float32, device="cpu")
 
 
-# What diffusers does: when one of these fails, it is mended, and docs/models.md has a row too many.
+# Behavior of diffusers: if one of these fails, diffusers has changed; then remove its row from docs/models/z_image.md.
 
 
 def test_the_stock_pipeline_writes_its_template_into_the_caller_s_list(pipeline):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.flops import Subject, flops_of_sample, step_forwards
+from benchmarks.flops import CountedModel, count_sample_flops, step_forwards
 from multi_rank.resuming import train_on_rank
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
@@ -33,8 +33,8 @@ def digits(tmp_path_factory):
 def counted_work(folder, world_size):
     """(all FLOPs, those of them that repeat a forward) of one rank, by step, as benchmarks/flops.py counts them."""
     recipe = recipe_file.load_recipe(folder / "recipe.yaml")
-    subject = Subject.of(recipe)
-    flops, derived = flops_of_sample(recipe, subject), derive_run_sizes(recipe, world_size)
+    subject = CountedModel.from_recipe(recipe)
+    flops, derived = count_sample_flops(recipe, subject), derive_run_sizes(recipe, world_size)
     steps = step_forwards(recipe, derived, subject.model)
     share = recipe.engine.sequence_parallel
     found = []

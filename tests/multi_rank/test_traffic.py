@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.small_runs import CASES, CONTROL_BYTES, count_on_rank, expected, write_config
-from benchmarks.traffic import CountedTraffic
+from benchmarks.small_runs import CASES, CONTROL_BYTES, count_on_rank, formula_bytes, write_config
+from benchmarks.traffic import TrafficCounter
 
 QUICK = {"zero1 LoRA bfloat16", "zero3 full float32", "zero2 full float32 sp=2"}
 
@@ -24,7 +24,7 @@ def test_bytes_of_a_step_are_those_of_the_formulas(case, two_ranks, tmp_path):
         assert num_bytes <= calls * CONTROL_BYTES
         assert calls <= 4
         sent.pop("control", None)
-        formulas = expected(case, 2, rank)
+        formulas = formula_bytes(case, 2, rank)
         if case.stage == 3 and case.lora:
             forward = 2 * 4 * (sum(rank["trained"]) + sum(rank["frozen"]))
             assert forward < sent.pop("all-gather") <= formulas.pop("all-gather")
@@ -34,14 +34,14 @@ def test_bytes_of_a_step_are_those_of_the_formulas(case, two_ranks, tmp_path):
 def count_by_hand():
     import torch.distributed as dist
 
-    with CountedTraffic(control_bytes=4) as counted:
+    with TrafficCounter(control_bytes=4) as counted:
         dist.all_reduce(torch.ones(3))
         dist.all_gather_into_tensor(torch.empty(10, dtype=torch.float64), torch.ones(5, dtype=torch.float64))
         dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
         dist.all_to_all_single(torch.empty(6), torch.ones(6))
         dist.broadcast(torch.ones(1), 0)
         dist.barrier()
-    return counted.found()
+    return counted.traffic()
 
 
 def test_each_kind_is_counted_by_its_larger_side(two_ranks):

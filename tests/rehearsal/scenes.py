@@ -1,5 +1,6 @@
-"""What the tests of the ground look at, done in a process of its own, because it imports DeepSpeed for a GPU:
-`python scenes.py` prints the outcomes as JSON, a sentence for each.
+"""Scenes for the tests of the simulated machine, in a separate process because DeepSpeed is imported for a GPU.
+
+`python scenes.py` prints the outcomes as JSON, one message for each.
 """
 
 import json
@@ -8,12 +9,12 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.rehearsal import steps
-from benchmarks.rehearsal.ground import fake_gpus
+from benchmarks.rehearsal.fake_machine import fake_gpus
 from benchmarks.rehearsal.watch import DENOISE, MICRO_STEPS
 
 
-def error_of(work):
-    """Name and text of what `work` raises."""
+def catch_error(work):
+    """Return the name and text of the exception that `work` raises."""
     try:
         work()
     except (RuntimeError, AssertionError) as error:
@@ -21,24 +22,24 @@ def error_of(work):
     return "nothing was raised"
 
 
-def asks(module, inputs, output):
+def read_number(module, inputs, output):
     output[0].sum().item()
 
 
-def copies(module, inputs, output):
+def copy_to_device(module, inputs, output):
     import torch
 
     output[0].add_(torch.ones(1, 1, 1, 1).to(output[0].device))
 
 
-def mixes(module, args, kwargs):
+def mix_devices(module, args, kwargs):
     import torch
 
     return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + torch.ones(1, 1, 1, 1)}
 
 
-def step_with(loop, record, hook, **how):
-    """A step whose denoiser has this hook."""
+def step_with_hook(loop, record, hook, **how):
+    """Run a step with a hook on the denoiser."""
     module = loop.job.engine.module
     handle = (module.register_forward_pre_hook if how else module.register_forward_hook)(hook, **how)
     record.clear()
@@ -60,28 +61,30 @@ def main():
 
         folder = Path(temporary)
         recipe, own = steps.STEPS["NFT, LoRA"]
-        with runs.loop_of(record, recipe, [*steps.COMMON, *own, *runs.data(recipe, folder)], folder) as loop:
+        with runs.open_loop(
+            record, recipe, [*steps.COMMON, *own, *runs.data_overrides(recipe, folder)], folder
+        ) as loop:
             loop.start()
             loop.run_step()
             record.clear()
             loop.run_step()
-            out["rows"] = steps.rows("NFT, LoRA", record)
+            out["rows"] = steps.step_rows("NFT, LoRA", record)
 
-            def windows():
-                return {name: error_of(lambda: record.require_quiet(name)) for name in (DENOISE, MICRO_STEPS)}  # noqa: B023
+            def check_windows():
+                return {name: catch_error(lambda: record.require_quiet(name)) for name in (DENOISE, MICRO_STEPS)}  # noqa: B023
 
-            out["as it is"] = windows()
+            out["as it is"] = check_windows()
             out["collectives"] = [list(key) for key in record.collectives]
             device = World.join().device
             out["device"] = str(device)
-            out["nccl"] = error_of(lambda: dist.all_reduce(torch.ones(1)))
+            out["nccl"] = catch_error(lambda: dist.all_reduce(torch.ones(1)))
             gloo = loop.job.world.host_group
-            out["gloo"] = error_of(lambda: dist.all_reduce(torch.ones(1, device=device), group=gloo))
-            step_with(loop, record, asks)
-            out["asks"] = windows()
-            step_with(loop, record, copies)
-            out["copies"] = windows()
-            out["mixes"] = error_of(lambda: step_with(loop, record, mixes, with_kwargs=True))
+            out["gloo"] = catch_error(lambda: dist.all_reduce(torch.ones(1, device=device), group=gloo))
+            step_with_hook(loop, record, read_number)
+            out["read_number"] = check_windows()
+            step_with_hook(loop, record, copy_to_device)
+            out["copy_to_device"] = check_windows()
+            out["mix_devices"] = catch_error(lambda: step_with_hook(loop, record, mix_devices, with_kwargs=True))
     out["undone"] = {
         "cuda": torch.cuda.is_available(),
         "groups": torch.distributed.is_initialized(),

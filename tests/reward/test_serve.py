@@ -294,7 +294,8 @@ def test_the_reward_of_the_docs_is_one(tmp_path, root, monkeypatch):
 
 def test_nothing_heavy_is_imported():
     code = (
-        "import wfm_reward.serve, wfm_reward.worker, sys; from wfm_reward import registry; registry.list_reward_names();"
+        "import wfm_reward.serve, wfm_reward.worker, sys; from wfm_reward import registry; "
+        "registry.list_reward_names();"
         "roots = {m.split('.')[0] for m in sys.modules};"
         "print(sorted(roots & {'torch', 'deepspeed', 'diffusers', 'sklearn', 'rapidocr_onnxruntime', 'transformers'}))"
     )

@@ -15,10 +15,10 @@ RlAlgorithm: TypeAlias = base.RlAlgorithm[Any, Any]
 
 
 def build_rl_algorithm(recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> RlAlgorithm:
-    """Build the recipe's RL algorithm for the rollout grid `sigmas` [N+1] float64.
+    """Build the recipe's RL algorithm for the rollout noise levels `sigmas` [N+1] float64.
 
     model: the model to train; without it the algorithm can only plan rollouts. Raises RecipeError if the algorithm does
-    not support the grid.
+    not support these noise levels.
     """
     settings = recipe.rl.algorithm
     path = settings.implementation or settings.name
@@ -37,11 +37,11 @@ def build_supervised_algorithm(recipe: Recipe) -> SupervisedAlgorithm:
 
 
 def rl_policy_copies(recipe: Recipe) -> frozenset[str]:
-    """Return the policy copies that the RL algorithm compares against or samples with."""
+    """Return the names of the policy copies that the RL algorithm compares against or samples with."""
     return recipe.rl.algorithm.list_policies(recipe.rl.rollout)
 
 
 def engine_policy_copies(recipe: Recipe) -> frozenset[str]:
-    """Return all copies of the weights that the engine holds for this recipe."""
+    """Return the names of all copies of the weights that the engine keeps for this recipe."""
     algorithm = rl_policy_copies(recipe) if recipe.is_rl else frozenset(recipe.algorithm.reference_policies)
     return algorithm | ({"ema"} if recipe.ema is not None else set())

@@ -1,6 +1,6 @@
 """Rewards and advantages of an RL step, computed from its scores in float64 on the host. Bit-identical on every rank.
 
-Samples with a failed reward have reward None. Groups with fewer than two rewards have advantages None.
+Samples with a failed reward have reward None. Samples of groups with fewer than two rewards have advantage None.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CLIP_WARNING_FRACTION = 0.5  # warn if a larger fraction of scores is clipped
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of an RL step, by sample. None in both lists for a sample without a reward."""
+    """The rewards of an RL step, one entry per sample. `totals` and `parts` are None for a sample without a reward."""
 
     totals: list[float | None]  # R = scale * clip(sum of weight * part)
     parts: list[tuple[float, ...] | None]  # clipped scores of the functions with non-zero weight
@@ -57,9 +57,10 @@ class Advantages:
 
 
 def combine_scores(scores: Sequence[Mapping[str, Score]], recipe: RewardRecipe) -> Rewards:
-    """Combine the scores of each sample into its reward. scores: by sample and function name.
+    """Combine the scores of each sample into its reward.
 
-    The reward is None if a function with non-zero weight failed or has no score, or if the sum overflows.
+    scores: for each sample, the score of each reward function by name. The reward is None if a function with non-zero
+    weight failed or has no score, or if the sum overflows.
     """
     weighted = [f for f in recipe.functions if f.weight != 0]
     weights = tuple(f.weight for f in weighted)
@@ -96,17 +97,20 @@ def compute_advantages(
     *,
     transform: Callable[[Array], Array] | None = None,
 ) -> Advantages:
-    """Compute advantages: center rewards within their group and scale them, then apply transform, clip and mode.
+    """Compute advantages: center and scale rewards within their group, then apply transform, clip and mode.
 
-    settings.advantage_std: divide each reward by std + 1e-4, with the std over its group or over all samples, or do not
-    divide. settings.combine: `sum` uses the total rewards. `mean` uses each part: A = sum of weight * A_f / number of
-    parts. `gdpo` also uses each part: B = sum of weight * A_f, A = (B - mean B)/(std B + 1e-4) over all samples of
-    valid groups.
+    settings.advantage_std selects the divisor of the centered rewards: std + 1e-4 over the group (`group`) or over all
+    samples (`global`), or 1 (`none`). settings.combine selects which rewards are centered and scaled:
 
-    Groups with constant rewards get exactly 0 before `transform` (elementwise), or None with `zero_std: drop`.
-    best_of_n ranks the values after `transform`; among equal values the first samples rank best. Without equal values
-    the result does not depend on the order of the samples, bit for bit. Raises ValueError for unequal lengths and
-    non-finite rewards.
+        sum   the total reward of each sample
+        mean  the reward of each function f: A = sum of weight_f * A_f / number of functions
+        gdpo  the reward of each function f: B = sum of weight_f * A_f, A = (B - mean B) / (std B + 1e-4)
+              with mean and std over all samples of groups with at least two rewards
+
+    transform: elementwise function. Groups with constant rewards get exactly 0 before `transform`, or None with
+    `zero_std: drop`. best_of_n ranks the values after `transform`; among equal values, earlier samples rank better. If
+    no values are equal, the result does not depend on the order of the samples, bit for bit. Raises ValueError for
+    unequal lengths and for non-finite rewards.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     raw = _normalize_advantages(columns, valid, compared, settings)
@@ -129,9 +133,9 @@ def select_best_and_worst(
 ) -> tuple[list[int], list[str]]:
     """Select `count` samples of each group, half of them the best and half the worst as ranked by best_of_n.
 
-    Returns the ascending sample indices, and the groups with different rewards. Samples without a reward are selected
-    only if a group has fewer than `count` rewards. Groups need at least `count` samples; an odd count requires groups
-    of exactly that size. Raises ValueError as compute_advantages does.
+    Returns (sorted indices of the selected samples, ids of the groups with unequal rewards). Samples without a reward
+    are selected only if a group has fewer than `count` rewards. Groups need at least `count` samples; an odd count
+    requires groups of exactly that size. Raises ValueError as compute_advantages does.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     ranked = _normalize_advantages(columns, valid, compared, settings)
@@ -148,8 +152,12 @@ def select_best_and_worst(
 def _compare_groups(
     rewards: Rewards, groups: Sequence[str], settings: RlSettings
 ) -> tuple[list[int], list[Indices], list[tuple[float, Array]], list[bool]]:
-    """Return (samples with a reward, samples per group with at least two rewards, weighted reward columns by sample,
-    whether each such group is constant in all columns)."""
+    """Check rewards and groups. Returns (valid, compared, columns, constant).
+
+    valid: indices of the samples with a reward. compared: for each group with at least two rewards, the indices of
+    these samples. columns: result of `_reward_columns`. constant: for each entry of `compared`, whether all columns are
+    constant.
+    """
     if len(rewards.totals) != len(groups):
         raise ValueError(f"{len(rewards.totals)} rewards but {len(groups)} group ids")
     valid = [i for i, total in enumerate(rewards.totals) if total is not None]
@@ -162,7 +170,10 @@ def _compare_groups(
 
 
 def _reward_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array]]:
-    """Return (weight, values by sample) of every column that is normalized within groups. NaN without a reward."""
+    """Return (weight, one value per sample) of each reward that is centered and scaled separately.
+
+    Values of samples without a reward are NaN.
+    """
     if combine == "sum":
         return [(1.0, np.array([math.nan if r is None else r for r in rewards.totals], np.float64))]
     missing = (math.nan,) * len(rewards.weights)
@@ -174,7 +185,10 @@ def _reward_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array]]
 def _normalize_advantages(
     columns: Sequence[tuple[float, Array]], valid: Sequence[int], compared: Sequence[Indices], settings: RlSettings
 ) -> Array:
-    """Return advantages before transform, clip and mode, by sample; 0 for samples outside valid groups."""
+    """Return the advantage of each sample before transform, clip and mode.
+
+    The arguments are as returned by `_compare_groups`. Samples that are not in `compared` get 0.
+    """
     unbiased = settings.std_unbiased
     advantages = np.zeros(len(columns[0][1]))
     for weight, values in columns:
@@ -226,7 +240,7 @@ def _is_constant(values: Array) -> bool:
 def group_variance(rewards: Sequence[float | None]) -> float | None:
     """Return the unbiased variance of one group's rewards: 0 if constant, None for fewer than two rewards.
 
-    For a binary reward with success rate p its expectation is p (1 - p).
+    For a binary reward with success rate p, its expected value is p (1 - p).
     """
     values = np.sort(np.array([reward for reward in rewards if reward is not None], np.float64))
     if len(values) < 2:

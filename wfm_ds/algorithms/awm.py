@@ -29,7 +29,7 @@ def matching_log_prob(error: Tensor, sigma: Tensor, weighting: str, power: float
 
     error: mean squared velocity error l; sigma: noise level; both [B] float32. Weightings: `uniform` is -l, `sigma`
     -sigma*l, `sigma_squared` -sigma^2*l, `ghuber` -sigma*((l + 1e-10)^power - 1e-10^power)/power. Raises ValueError for
-    another weighting and for other shapes.
+    an unknown weighting and for wrong shapes.
     """
     require_vectors(error, error=error, sigma=sigma)
     match weighting:

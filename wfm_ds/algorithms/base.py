@@ -39,7 +39,10 @@ class StepSamples(Protocol):
 
 
 class RlAlgorithm(ABC, Generic[TermT, BatchT]):
-    """An RL algorithm for one recipe and rollout grid. Its decisions on the host are identical on every rank."""
+    """An RL algorithm for one recipe and its rollout noise levels.
+
+    Decisions on the host are identical on every rank.
+    """
 
     Settings: ClassVar[type[RlSettings]]
     """Settings class of the recipe section `algorithm`."""
@@ -62,8 +65,11 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     group over all ranks and stores each term's sum in `batch.group_statistics`."""
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
-        """sigmas: rollout grid [N+1] float64, descending to 0. model: the model to train; None if rollouts are only
-        planned or counted. Raises RecipeError for settings that the grid does not support."""
+        """sigmas: noise levels of rollouts, [N+1] float64, descending to 0.
+
+        model: the model to train; None if rollouts are only planned or counted. Raises RecipeError for settings that
+        these noise levels do not support.
+        """
         self.settings = recipe.rl.algorithm
         self.run_seed, self.sampling, self.grid = recipe.run.seed, recipe.sampling, sigmas
         num_frames = self.settings.conditioning_frame_range
@@ -81,15 +87,15 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[TermT]]:
         """Return this rank's loss terms for each optimizer step.
 
-        Every rank must return the same number of terms per `num_parts`. Terms of samples without an advantage have
-        weight 0; the loop drops them unless they are needed for padding.
+        Every rank must return the same number of terms with each value of `num_parts`. Terms of samples without an
+        advantage have weight 0; the loop drops them unless they are needed for padding.
         """
 
     def has_gradient(self, term: TermT, equal_policies: Set[str]) -> bool:
-        """Return whether the term can have a non-zero gradient. May return True too often.
+        """Return False if the gradient of the term is known to be zero, else True.
 
-        equal_policies: policies with weights equal to the trained ones. The loop skips terms without gradient but still
-        counts them in the loss denominator.
+        equal_policies: names of the policies that equal the trained policy. The loop skips terms without gradient but
+        still counts them in the loss denominator.
         """
         return True
 
@@ -107,27 +113,28 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
     @abstractmethod
     def loss(self, velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        """Return the unreduced loss of each term [B] and its statistics.
+        """Return the unreduced loss of each term, [B], and statistics.
 
-        velocity: prediction at (latents, sigma), guided like the rollout, with gradient. references: predictions of the
-        reference policies by name. For one of several parts of a batch: the part's share of the loss. The loop sums
-        `loss/total` over parts; every other statistic must come from one part only.
+        velocity: prediction at (latents, sigma) with the guidance of the rollout, with gradient. references:
+        predictions of the reference policies by name. If `batch` is one of several parts, return only this part's
+        contribution to the loss. The loop sums `loss/total` over parts; every other statistic must come from one part
+        only.
         """
 
     def group_statistics(
         self, terms: Sequence[TermT], velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]
     ) -> tuple[Sequence[str], Tensor]:
-        """Return the group of each term and its contribution [B] to the sum of the group.
+        """Return the id of each term's group, and the value that each term adds to the sum of its group, [B].
 
-        Only called if `uses_group_statistics`. velocity: prediction of the weights before the step, without gradient;
-        references: as in `loss`.
+        Only called if `uses_group_statistics`. velocity: prediction of the weights before the optimizer step, without
+        gradient. references: as in `loss`.
         """
         raise NotImplementedError
 
     def policy_decays(self, step: int, num_updates: int) -> Mapping[str, float]:
-        """Return the decay d of each policy copy to update at the end of this RL step: copy <- d*copy + (1-d)*theta.
+        """Return the decay d of each policy copy to update at the end of this RL step, by name.
 
-        num_updates: optimizer steps of the run so far.
+        The update is copy <- d*copy + (1-d)*trained weights. num_updates: optimizer steps of the run so far.
         """
         return {}
 
@@ -136,5 +143,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
 
 def split_rows_over_updates(num_samples: int, first_index: int, num_updates: int) -> list[list[int]]:
-    """Return this rank's rows per optimizer step. Sample i of the RL step is trained in update i mod num_updates."""
+    """Return the indices of this rank's samples that each optimizer step trains.
+
+    Sample i of all ranks is trained in optimizer step i mod num_updates. first_index: i of this rank's first sample.
+    """
     return [[row for row in range(num_samples) if (first_index + row) % num_updates == u] for u in range(num_updates)]

@@ -13,7 +13,7 @@ from wfm_ds.types import ConditioningFrames, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerm:
-    """One (sample, noise level) pair to train on. Host data; algorithms add their own fields."""
+    """One (sample, noise level) pair to train on. Holds no tensors. Each algorithm adds its own fields."""
 
     row: int  # index of the sample among this rank's rollouts
     sigma: float
@@ -23,7 +23,7 @@ class LossTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTermBatch:
-    """B loss terms as float32 tensors: the inputs of a forward pass. Algorithms add the inputs of their loss."""
+    """The inputs of a forward pass for B loss terms, in float32. Each algorithm adds the inputs of its loss."""
 
     latents: Tensor  # [B, ...], denoiser input
     sigma: Tensor  # [B]
@@ -34,16 +34,19 @@ class LossTermBatch:
 
     @property
     def loss_mask(self) -> Tensor | None:
-        """Return a mask [B,1,T,1,1], 0 on conditioning frames (excluded from losses). None without such frames."""
+        """Return a mask [B,1,T,1,1]: 0 on conditioning frames, which losses exclude, and 1 elsewhere.
+
+        Returns None if there are no conditioning frames.
+        """
         return None if self.conditioning_frames is None else free_frame_mask(self.conditioning_frames)
 
     def parts(self) -> Sequence[LossTermBatch]:
-        """Return one batch per forward and backward pass: only this one unless num_parts > 1.
+        """Return one batch for each forward and backward pass. This is only `self` unless num_parts > 1.
 
-        Every part has the weights [B] of all terms. The losses of the parts sum to the losses of the terms.
+        Every part has the weights [B] of all terms. The loss of a term is the sum of its losses in all parts.
         """
         return [self]
 
     def reference_inputs(self) -> LossTermBatch:
-        """Return the part of the batch that reference policies predict. Default: all of it."""
+        """Return a batch with only the inputs that reference policies predict. Default: the whole batch."""
         return self

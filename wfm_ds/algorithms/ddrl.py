@@ -1,8 +1,8 @@
 """DDRL (arXiv 2512.04332): policy gradients on churned EDM rollouts, regularized by a diffusion loss on data.
 
-A rollout only stores the denoiser input latents of the trained steps. The transition from there is Gaussian with a mean
-affine in the velocity, and its noise depends on the sample's seed. Two more numbers per step (gain and std) come from
-the plan. The loss functions are in ddrl_losses.py.
+For each trained step, a rollout stores only the latents that the denoiser gets. The transition from there is Gaussian.
+Its mean is affine in the velocity, its noise is drawn from the sample's seed, and its gain and std are constants of the
+sampling plan. The loss functions are in ddrl_losses.py.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.types import Rollout
 
-RANDOM_STEP = -1  # value of train_on: one random further step
-MIN_STD = 0.05  # smallest std of a step that may be trained on with a Gaussian ratio of two different policies
+RANDOM_STEP = -1  # value of train_on: one additional random step
+MIN_STD = 0.05  # smallest noise std of a trained step if a Gaussian ratio compares two different policies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdrlTerm(LossTerm):
-    index: int  # of the denoising step
+    index: int  # index of the denoising step
     advantage: float
     data: DataNoise | None  # noise of the additional diffusion loss on data
 
@@ -51,12 +51,12 @@ class DataNoise:
 
     sigma: float
     seed: int
-    is_rollout_noise: bool  # `seed` gave the initial noise of the rollout
+    is_rollout_noise: bool  # whether `seed` is the seed of the rollout's initial noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transitions:
-    """The transitions that start at the B rollout states."""
+    """The transitions from B rollout states to the next states."""
 
     noise: Tensor  # [B, ...]
     gain: Tensor  # [B], d(mean)/d(velocity)/std
@@ -75,10 +75,11 @@ class CleanData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdrlBatch(LossTermBatch):
-    """B terms, D of them with a data sample.
+    """B loss terms, D of them with a data sample.
 
     The rows of `latents`, `sigma`, `prompts` and `conditioning_frames` are the B rollout states followed by the D noisy
-    data samples. One forward pass covers all B + D rows. A divided batch has two parts instead: states and data.
+    data samples. One forward pass covers all B + D rows, unless `is_split`: then `parts` returns a batch of the rollout
+    states and a batch of the data samples.
     """
 
     transitions: Transitions | None  # None in the data part
@@ -111,7 +112,7 @@ class DdrlBatch(LossTermBatch):
         )
 
     def reference_inputs(self) -> LossTermBatch:
-        """Return the rollout states only: reference policies do not predict data samples."""
+        """Return only the rollout states, because reference policies do not predict data samples."""
         states = slice(self.num_states)
         return LossTermBatch(
             latents=self.latents[states],
@@ -137,7 +138,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
     settings: DdrlAlgorithm
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
-        """See RlAlgorithm. `sigmas` is not used for denoising: EDM solvers have their own grid."""
+        """See RlAlgorithm. Rollouts do not use the noise levels `sigmas`, because EDM solvers have their own."""
         super().__init__(recipe, sigmas, model)
         self.on_policy = recipe.rl.rollout.policy != "reference"
         self.reference_policy = self.settings.reference_policy
@@ -294,9 +295,9 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         return loss, stats
 
     def _data_loss(self, velocity: Tensor, batch: DdrlBatch, data: CleanData) -> tuple[Tensor, Tensor]:
-        """Return (data loss of each term [B], mask [B] of terms with a data sample). velocity: of the D data samples.
+        """Return (data loss of each term [B], mask [B] of terms with a data sample).
 
-        The loss is 0 for terms without a data sample.
+        velocity: predictions at the D noisy data samples. The loss is 0 for terms without a data sample.
         """
         zeros = torch.zeros_like(batch.weight)
         if len(velocity) == 0:
@@ -306,7 +307,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         return zeros.index_add(0, data.term_indices, losses), zeros.index_fill(0, data.term_indices, 1.0)
 
     def _ratio_metrics(self, log_rho: Tensor, advantage: Tensor) -> Stats:
-        """Return metrics of the ratio to the rollout policy, detached [B]."""
+        """Return metrics of the ratio to the rollout policy, detached [B]. Empty for on-policy rollouts."""
         if self.on_policy:  # the ratio is 1 before the only update of the step
             return {}
         deviation, positive = torch.expm1(log_rho), advantage > 0
@@ -328,7 +329,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyData:
-    """The noisy data samples of D terms."""
+    """The D data samples of a batch, with noise added."""
 
     samples: Sequence[Rollout]
     term_indices: Sequence[int]  # indices of their terms
@@ -339,7 +340,10 @@ class NoisyData:
 
 
 def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], states: Tensor) -> NoisyData:
-    """Add noise to the data samples of the terms that have one. states: rollout states of their shape and dtype."""
+    """Add noise to the data samples of the terms that have one.
+
+    samples: rollout of each term. states: rollout state of each term; has the shape, dtype and device of the result.
+    """
     chosen = [(i, t.data, samples[i]) for i, t in enumerate(terms) if t.data is not None]
     if not chosen:
         empty = states[:0]
@@ -354,7 +358,7 @@ def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], state
     clean = torch.stack([sample.data_latents for _, _, sample in chosen if sample.data_latents is not None])
     seeds = [data.seed for _, data, _ in chosen]
     (sigma,) = lists_to_device(states.device, [data.sigma for _, data, _ in chosen])
-    if chosen[0][1].is_rollout_noise:  # set by the recipe, equal for all
+    if chosen[0][1].is_rollout_noise:  # equal for all terms, because the recipe sets it
         noise = draw_cpu_normal(seeds, clean.shape[1:], states.device)
         latents = noisy_latents(clean, noise, sigma)
     else:

@@ -14,7 +14,7 @@ from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
 from wfm_ds.seeds import draw_uniform
 
 RATIO_NORMS = ("gaussian", "literal", "std_scaled")
-# Training noise levels of Cosmos-Predict2.5: log-normal EDM levels (larger for video) and a share of very high ones.
+# Training noise levels of Cosmos-Predict2.5: log-normal EDM levels (larger for video), and a few very high levels.
 LOG_MEAN, LOG_STD, VIDEO_FACTOR = math.log(4.0), 1.2, math.sqrt(24.0)
 HIGH_NOISE_FRACTION, HIGH_NOISE_LEVELS = 0.05, (200.0, 1e5)
 
@@ -33,14 +33,18 @@ def log_ratio(
 
     velocity (with gradient), old_velocity and noise are [B,C,h,w] or [B,C,T,h,w] float32. gain = d(mu)/d(velocity)/std
     and std are [B] (see EdmStep). mask: [B,1,T,1,1], 0 on conditioning frames; None if all frames count. With
-    d = (mu - mu_old)/std = gain*(velocity - old_velocity) and q = mean((X' - mu)^2 - (X' - mu_old)^2), norms are:
+
+        d = (mu - mu_old)/std = gain*(velocity - old_velocity)
+        q = mean((X' - mu)^2 - (X' - mu_old)^2)
+
+    the result depends on `norm`:
 
         gaussian    -q/(2 std^2) = mean(noise*d - d^2/2), independent of the coordinates
         literal     -q, as in the published code: in EDM coordinates, high noise levels dominate
         std_scaled  -q/(2 std)
 
-    Exactly 0 for equal velocities: the formula does not subtract squares. Raises ValueError for another norm, shape or
-    dtype.
+    The result is exactly 0 for equal velocities, because no squares are subtracted. Raises ValueError for an unknown
+    norm and for wrong shapes or dtypes.
     """
     require_latents(velocity=velocity, old_velocity=old_velocity, noise=noise)
     require_vectors(velocity, gain=gain, std=std)
@@ -64,7 +68,7 @@ def reference_kl(
 ) -> Tensor:
     """Return the KL divergence per element of two transitions, mean((mu - mu_ref)^2)/(2 std^2): [B].
 
-    `literal` omits the division, like the published code. Arguments as for log_ratio.
+    With norm `literal` the division is omitted, like in the published code. Arguments as for log_ratio.
     """
     require_latents(velocity=velocity, ref_velocity=ref_velocity)
     require_vectors(velocity, gain=gain, std=std)
@@ -73,9 +77,10 @@ def reference_kl(
 
 
 def data_loss(velocity: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the EDM loss (1 + S^2)/S^2 * mean((x0 - x0_hat)^2), from the velocity at the noisy latents: [B].
+    """Return the EDM loss (1 + S^2)/S^2 * mean((x0 - x0_hat)^2), [B], with the EDM noise level S = sigma/(1 - sigma).
 
-    Expressed as a velocity error its weight is (1 - sigma)^2 + sigma^2. Shapes as for log_ratio, sigma [B].
+    velocity: prediction at the noisy latents, which gives x0_hat. This equals the mean squared velocity error with
+    weight (1 - sigma)^2 + sigma^2. Shapes as for log_ratio, sigma [B].
     """
     require_latents(velocity=velocity, clean=clean, noise=noise)
     require_vectors(velocity, sigma=sigma)
@@ -83,7 +88,10 @@ def data_loss(velocity: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, mas
 
 
 def draw_data_sigma(run_seed: int, *key: int | str, video: bool) -> float:
-    """Draw a noise level in (0, 1) from the training density of Cosmos-Predict2.5. Depends only on run_seed and key."""
+    """Draw a noise level in (0, 1) from the training density of Cosmos-Predict2.5. Depends only on run_seed and key.
+
+    video: whether the sample is a video; noise levels of videos are larger.
+    """
     quantile = min(max(draw_uniform(run_seed, "data_sigma", *key), QUANTILE_MARGIN), 1 - QUANTILE_MARGIN)
     if draw_uniform(run_seed, "data_sigma_noisy", *key) < HIGH_NOISE_FRACTION:
         low, high = map(math.log, HIGH_NOISE_LEVELS)

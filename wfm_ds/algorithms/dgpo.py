@@ -1,8 +1,8 @@
 """DGPO (arXiv 2510.08425): direct group preference optimization, weighted by advantages.
 
-The loss decreases the errors of samples with positive advantage and increases the errors of other samples.
-Its weight is large while the group as a whole is not yet preferred over the reference. All samples of a group use the
-same noise levels and noise, so that their errors are comparable.
+The loss decreases the velocity errors of samples with positive advantage and increases the errors of other samples.
+Each group has a weight. It is large while the policy does not yet prefer the better samples of the group more than the
+reference does. All samples of a group use the same noise levels and noise, so that their errors are comparable.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 
 class Dgpo(ForwardProcess):
-    """DGPO loss. With l = mean((v - u)^2), advantage A and group size K, at each noise level:
+    """DGPO loss, with error l = mean((v - u)^2), target u = noise - clean latents, advantage A and group size K.
 
-    loss = sigmoid(sum over the group of A beta (l - l_ref) / K) A l,   with the sigmoid treated as constant
+        loss = sigmoid(sum over the group of A beta (l - l_ref) / K) A l
+
+    The sum is over the samples of a group at one noise level. The sigmoid is treated as a constant.
     """
 
     Settings = DgpoAlgorithm
@@ -53,7 +55,7 @@ class Dgpo(ForwardProcess):
         batch: ForwardBatch,
         references: Mapping[str, Tensor],
     ) -> tuple[list[str], Tensor]:
-        """Identify groups by noise seed: it is shared by a sample group at one noise level, and by no other terms."""
+        """See RlAlgorithm. The group id is the noise seed, which only a group's samples at one noise level share."""
         errors, ref_errors = self._velocity_errors(velocity, batch), self._velocity_errors(references["ref"], batch)
         contributions = batch.credit * self.settings.beta * (errors - ref_errors) / self.group_size
         return [str(term.noise_seed) for term in terms], contributions

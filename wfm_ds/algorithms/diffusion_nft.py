@@ -52,17 +52,22 @@ def nft_loss(
     """Return the unreduced loss of each sample, [B], and its parts, detached [B] by metric tag.
 
     Latents and velocities are [B,C,h,w] or [B,C,T,h,w] float32; all velocities are predictions at the same (noisy
-    latents, sigma). sigma and reward_weight are [B] float32, reward_weight in [0, 1] (see reward_weights). With
-    u = noise - clean_latents, v+ = beta*v + (1-beta)*v_old, v- = (1+beta)*v_old - beta*v and the x0 errors
-    e+- = sigma*(u - v+-):
+    latents, sigma). sigma and reward_weight are [B] float32; reward_weight r is in [0, 1] (see reward_weights). With
 
-        l = adv_clip_max*(r*L+ + (1-r)*L-)/beta + kl_beta*mean((v - v_ref)^2),   L+- = mean(e+-^2)/mean|e+-|
+        u = noise - clean_latents
+        v+ = beta*v + (1-beta)*v_old,  v- = (1+beta)*v_old - beta*v,  e+- = sigma*(u - v+-)
+        L+- = mean(e+-^2)/mean|e+-|
 
-    The denominator mean|e| is a constant of at least 1e-5. wfm_kernels.nft_loss computes the loss. mask:
-    [B,1,T,1,1], 0 on frames excluded from means and maxima; None if all frames count. Only `velocity` gets a gradient,
-    and the gradient of sample i does not depend on other samples. nft/old_deviation_max is the maximum over the
-    elements of a sample.
-    Raises ValueError for other shapes or dtypes, for beta <= 0, and if exactly one of kl_beta > 0 and ref_velocity is
+    the loss is
+
+        l = adv_clip_max*(r*L+ + (1-r)*L-)/beta + kl_beta*mean((v - v_ref)^2)
+
+    The denominator mean|e| is a constant of at least 1e-5. wfm_kernels.nft_loss computes the loss. mask: [B,1,T,1,1], 0
+    on frames excluded from means and maxima; None if all frames count. Only `velocity` gets a gradient, and the
+    gradient of sample i does not depend on other samples. nft/old_deviation_max is the maximum over the elements of a
+    sample.
+
+    Raises ValueError for wrong shapes or dtypes, for beta <= 0, and if exactly one of kl_beta > 0 and ref_velocity is
     set.
     """
     latents = {"velocity": velocity, "old_velocity": old_velocity, "clean_latents": clean_latents, "noise": noise}

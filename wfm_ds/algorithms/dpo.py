@@ -30,8 +30,10 @@ def implicit_rewards(errors: Tensor, ref_errors: Tensor, beta: float) -> Tensor:
 
 
 def preference_loss(rewards: Tensor) -> Tensor:
-    """Return -log sigmoid(r_chosen - r_rejected), [...], for implicit rewards [2, ...]. log 2 if the policy equals the
-    reference."""
+    """Return -log sigmoid(r_chosen - r_rejected), [...], for implicit rewards [2, ...].
+
+    The loss is log 2 if the policy equals the reference.
+    """
     return -logsigmoid(rewards[0] - rewards[1])
 
 
@@ -59,6 +61,9 @@ class Dpo(SupervisedAlgorithm):
         return preference_loss(rewards), stats
 
     def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See the base class. Adds the accuracy over pairs, from their mean reward margin over the noise levels."""
+        """See SupervisedAlgorithm. The additional metric is the accuracy.
+
+        The accuracy of a pair depends on its reward margin, averaged over the noise levels (see `is_preferred`).
+        """
         rewards = implicit_rewards(errors, references["ref"], self.settings.beta)
         return preference_loss(rewards), {"accuracy": is_preferred((rewards[0] - rewards[1]).mean(dim=1))}

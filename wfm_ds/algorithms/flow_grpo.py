@@ -1,5 +1,7 @@
-"""Flow-GRPO (arXiv 2505.05470): policy gradients on denoising steps. Settings also cover Flow-GRPO-Fast, MixGRPO
-(2507.21802), DanceGRPO (2505.07818), GRPO-Guard (2510.22319) and Flow-DPPO (2606.11025).
+"""Flow-GRPO (arXiv 2505.05470): policy gradients on denoising steps.
+
+Its settings also cover Flow-GRPO-Fast, MixGRPO (2507.21802), DanceGRPO (2505.07818), GRPO-Guard (2510.22319) and
+Flow-DPPO (2606.11025).
 
 With a stochastic solver each noisy step is a draw x' ~ N(mu, s^2) with mu = c_x*x + c_v*v. The rollout uses the trained
 weights and stores (x, x', log-probability). The loss runs the denoiser again at x and increases or decreases the
@@ -49,10 +51,10 @@ MAX_START_DEVIATION = 0.1  # fraction of the trust region; larger initial deviat
 
 
 def policy_drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> Tensor:
-    """Return |log p_old - log p_rollout| / clip_range of each term, [B], detached: how stale the sample is.
+    """Return |log p_old - log p_rollout| / clip_range of each term, [B], detached. It measures how stale the sample is.
 
-    Both log-probabilities are [B] float32, averaged over the n elements of a sample. They are not usable as importance
-    weights: the true ratio is their n-th power, practically 0 or infinite.
+    Both log-probabilities are [B] float32, averaged over the n elements of a sample. Their difference is not usable for
+    importance weights: the true ratio is exp(difference) to the n-th power, practically 0 or infinite.
     """
     require_vectors(old_log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
     return ((old_log_prob - rollout_log_prob).abs() / clip_range).detach()
@@ -63,20 +65,21 @@ def grpo_guard_log_ratio(
 ) -> Tensor:
     """Return GRPO-Guard's log ratio [B]: (log p - log p_old + mean((mu - mu_old)^2)/(2 s^2)) * s.
 
-    It removes the bias of the log ratio and normalizes its scale across steps. Computed in the equal form
+    It removes the bias of the log ratio and normalizes its scale across steps. It is computed in the equivalent form
     mean(z*(mu - mu_old)), z = (x' - mu_old)/s, which is exactly 0 for equal means.
 
-    Latents and means are [B, ...] with one shape, std is [B]. mask: as in sample_mean. Gradients flow to `mean`.
+    Latents and means have the same shape [B, ...]. std is s, [B]. mask: as in sample_mean. Gradients flow to `mean`.
     """
     old = old_mean.detach()
     return sample_mean((next_latents - old) * (mean - old), mask) / std
 
 
 def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
-    """Return the factor that turns mean((v - v_ref)^2) into the KL of this kind, [B] float64. dt: [B] = s' - s < 0.
+    """Return the factor that turns mean((v - v_ref)^2) into the KL of this kind, [B] float64.
 
-    The means of two steps with equal std differ by c_v*(v - v_ref). `gaussian` is c_v^2/(2 s^2), `flow_grpo` uses the
-    diffusion g^2 = s^2/-dt instead of s^2, `velocity` is 1. Raises ValueError for another kind.
+    dt: [B], noise level after minus noise level before the step, negative. The means of two steps with equal std s
+    differ by c_v*(v - v_ref). Kind `gaussian` is c_v^2/(2 s^2), `flow_grpo` uses the diffusion g^2 = s^2/-dt instead of
+    s^2, and `velocity` is 1. Raises ValueError for an unknown kind.
     """
     gaussian = coefficients[:, 1].square() / (2 * coefficients[:, STD_COLUMN].square())
     match kind:
@@ -91,7 +94,7 @@ def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionTerm(LossTerm):
-    denoise_step: int  # of the denoising step
+    denoise_step: int  # index of the denoising step
     transition_index: int  # index of its transition in the rollout
     advantage: float
     is_first_update: bool  # in the first update of the RL step: the rollout weights are still current
@@ -99,15 +102,15 @@ class TransitionTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionBatch(LossTermBatch):
-    """A batch of B stored steps."""
+    """B stored denoising steps to train on."""
 
     next_latents: Tensor  # [B, ...]
     coefficients: Tensor  # [B,5] float64
     dt: Tensor  # [B], negative
     kl_scale: Tensor  # [B]
     advantage: Tensor  # [B]
-    denoise_step: Tensor  # [B] int64, of the denoising step
-    trained_steps: tuple[int, ...]  # all trained steps of the RL step
+    denoise_step: Tensor  # [B] int64, index of the denoising step
+    trained_steps: tuple[int, ...]  # all denoising steps trained in the RL step
     rollout_log_prob: Tensor  # [B]
     rollout_mean: Tensor | None  # [B, ...]
     is_first_update: bool
@@ -115,13 +118,13 @@ class TransitionBatch(LossTermBatch):
 
 @dataclass(frozen=True, slots=True)
 class PolicyComparison:
-    """B terms under the trained and the old policy. [B] float32; only `log_ratio` has a gradient."""
+    """B loss terms under the trained and the old policy. Tensors are [B] float32; only `log_ratio` has a gradient."""
 
     log_prob: Tensor
     old_log_prob: Tensor
     log_ratio: Tensor  # GRPO-Guard's log ratio, if enabled
-    divergence: Tensor | None  # from the old policy, for trust_region: divergence
-    drift: Tensor | None  # of the old from the rollout policy, relative to the trust region, if samples may be stale
+    divergence: Tensor | None  # divergence from the old policy, if trust_region is `divergence`
+    drift: Tensor | None  # staleness: change from the rollout policy to the old policy / trust region
     start_divergence: Tensor | None  # divergence from the rollout policy before the first update, if known
 
 
@@ -300,7 +303,11 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def _old_policy_source(
         self, batch: TransitionBatch, references: Mapping[str, Tensor]
     ) -> Literal["own", "rollout", "recomputed"]:
-        """Return the source of the old policy's probabilities. `own`: its weights equal the trained ones."""
+        """Return how the probabilities of the old policy are obtained.
+
+        `own`: the old policy equals the trained policy. `rollout`: stored by the rollout. `recomputed`: from the
+        predictions `references["old"]`.
+        """
         if self.uses_old_predictions:
             return "recomputed" if "old" in references else "own"
         return "own" if self.settings.old_log_prob == "auto" and batch.is_first_update else "rollout"
@@ -327,7 +334,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         return transition_mean(velocity, batch.latents, batch.coefficients)
 
     def _outside_trust_region(self, comparison: PolicyComparison) -> tuple[Tensor, Tensor]:
-        """Return two masks [B]: terms that left the trust region with a higher, and with a lower probability."""
+        """Return masks [B] of the terms outside the trust region: with increased and with decreased probability."""
         log_ratio = comparison.log_ratio.detach()
         if comparison.divergence is None:
             return outside_clip_range(log_ratio, self.clip_low, self.clip_high)
@@ -335,7 +342,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         return outside & (log_ratio > 0), outside & (log_ratio < 0)
 
     def _policy_metrics(self, comparison: PolicyComparison, batch: TransitionBatch) -> Stats:
-        """Return metrics of the change from the old policy, detached [B]."""
+        """Return metrics of the difference from the old policy, detached [B]."""
         log_prob, log_ratio = comparison.log_prob, comparison.log_ratio.detach()
         deviation = torch.expm1(log_ratio)
         stats = ratio_stats(log_ratio, *self._outside_trust_region(comparison), batch.advantage) | {

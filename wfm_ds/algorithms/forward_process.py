@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardTerm(LossTerm):
-    """A sample at a noise level. Equal noise seeds give equal noise."""
+    """One (sample, noise level) pair. Equal noise seeds give equal noise."""
 
     noise_seed: int
     advantage: float  # 0 for a sample without an advantage (its weight is 0)
@@ -39,7 +39,7 @@ class ForwardTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch(LossTermBatch):
-    """B terms: clean latents and the noise that gives `latents`, both [B, ...]; credit [B]."""
+    """B loss terms, with the clean latents and the noise that give `latents`, [B, ...] each, and the credit, [B]."""
 
     clean_latents: Tensor
     noise: Tensor
@@ -61,20 +61,20 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         return rollout_plan(self.sampling, self.grid, run_seed=self.run_seed, step=step)
 
     def credit_from_advantage(self, advantage: float) -> float:
-        """Return the loss coefficient `batch.credit` of this advantage. Default: the advantage itself."""
+        """Return the coefficient of the loss (`batch.credit`) for this advantage. Default: the advantage itself."""
         return advantage
 
     def noise_key(self, rollout: Rollout) -> tuple[int | str, ...]:
-        """Return the key of a sample's noise levels and noise within an RL step. Default: its seed.
+        """Return the key that seeds a sample's noise levels and noise within an RL step. Default: the sample's seed.
 
         Samples with equal keys are trained at equal noise levels with equal noise.
         """
         return (rollout.seed,)
 
     def noise_levels(self, step: int, *key: int | str) -> list[tuple[int, float]]:
-        """Return the (index, sigma) pairs of the samples with this key, in training order.
+        """Return (index, sigma) of each noise level at which samples with this key are trained, in training order.
 
-        The index is the denoising step of the rollout (`levels: grid`) or the stratum of (0, 1).
+        The index is the denoising step of the rollout (`levels: grid`) or the stratum of (0, 1) (`levels: stratified`).
         """
         if self.settings.levels == "grid":
             seed = derive_seed(self.run_seed, "timesteps", step, *key)

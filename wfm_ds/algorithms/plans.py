@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def noise_level(sampling: SamplingRecipe) -> float:
-    """Return the noise level of a stochastic solver: the recipe's, or the published default."""
+    """Return sampling.noise_level, which scales the noise of a stochastic solver, or the solver's published default."""
     return DEFAULT_NOISE_LEVELS[sampling.solver] if sampling.noise_level is None else sampling.noise_level
 
 
@@ -29,9 +29,9 @@ def rollout_plan(
     keep_means: bool = False,
     gaussian: bool = True,
 ) -> FlowPlan:
-    """Return the sampling plan of RL step `step` on the grid `sigmas` [N+1].
+    """Return the sampling plan of RL step `step` for the noise levels `sigmas` [N+1].
 
-    store_steps: store the trainable steps, with the means of their Gaussians if `keep_means`. gaussian: see
+    store_steps: store the trainable steps. keep_means: also store the means of their Gaussians. gaussian: see
     stochastic_plan. Raises RecipeError as stochastic_plan does.
     """
     if not sampling.is_stochastic:
@@ -49,7 +49,7 @@ def rollout_plan(
 
 
 def exploration_plan(sampling: SamplingRecipe, sigmas: Tensor) -> FlowPlan:
-    """Return the plan for the candidates of sampling.explore, on their own shorter grid `sigmas` [N+1].
+    """Return the sampling plan for the candidates of sampling.explore, with fewer noise levels `sigmas` [N+1].
 
     Uses the rollout's solver, or `ode` if that is stochastic.
     """

@@ -12,7 +12,7 @@ from wfm_ds.sampling.shapes import require_vectors, sample_mean
 def ppo_clip_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return max(-A*rho, -A*clip(rho, 1 - clip_low, 1 + clip_high)) of each term, with rho = exp(log_ratio).
 
-    All tensors are [B] float32. Raises ValueError for other shapes: a [B,1] tensor would average over the batch.
+    All tensors are [B] float32. Raises ValueError for other shapes, because a [B,1] tensor would broadcast to [B,B].
     """
     require_vectors(log_ratio, log_ratio=log_ratio, advantage=advantage)
     ratio = torch.exp(log_ratio)
@@ -20,7 +20,7 @@ def ppo_clip_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_hi
 
 
 def divergence_policy_loss(log_ratio: Tensor, divergence: Tensor, advantage: Tensor, bound: float) -> Tensor:
-    """Return the Flow-DPPO loss of each term: -A*rho, rho = exp(log_ratio). All [B] float32.
+    """Return the Flow-DPPO loss of each term: -A*rho, rho = exp(log_ratio). All tensors are [B] float32.
 
     Loss and gradient are 0 for terms with a divergence from the old policy of at least `bound` and a ratio that has
     moved in the direction of the advantage. Raises ValueError for other shapes.
@@ -35,7 +35,7 @@ def divergence_policy_loss(log_ratio: Tensor, divergence: Tensor, advantage: Ten
 def step_divergence(mean: Tensor, old_mean: Tensor, std: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the KL divergence per element of two denoising steps N(mean, s^2) and N(old_mean, s^2), [B], detached.
 
-    Equals mean((mean - old_mean)^2)/(2 s^2). Means are [B, ...] with one shape, std is [B]. mask: as in
+    It is mean((mean - old_mean)^2)/(2 s^2). Both means have the same shape [B, ...]. std is s, [B]. mask: as in
     sample_mean.
     """
     return (sample_mean((mean - old_mean).square(), mask) / (2 * std.square())).detach()
@@ -48,12 +48,15 @@ def outside_clip_range(log_ratio: Tensor, clip_low: float, clip_high: float) -> 
 
 
 def ratio_stats(log_ratio: Tensor, higher: Tensor, lower: Tensor, advantage: Tensor) -> Stats:
-    """Return ratio metrics. higher, lower: masks of the ratios above and below the trust region. All detached [B]."""
+    """Return metrics of the ratio, detached [B].
+
+    higher, lower: masks [B] of the terms with a ratio above and below the trust region.
+    """
     deviation = torch.expm1(log_ratio)
     active = torch.where(advantage > 0, higher, lower & (advantage < 0))
     return {
         "policy/ratio_mean": 1 + deviation,
-        "policy/ratio_std": deviation,  # std of the ratio; without the 1 for precision
+        "policy/ratio_std": deviation,  # ratio - 1 has the same std and is more precise
         "policy/ratio_max_abs_dev": deviation.abs(),
         "policy/clip_fraction_higher": higher.float(),
         "policy/clip_fraction_lower": lower.float(),

@@ -35,7 +35,7 @@ class Ram(ForwardProcess):
     references = ("ref",)
 
     def credit_from_advantage(self, advantage: float) -> float:
-        """Return the tilt R."""
+        """Return the tilt R for this advantage."""
         tilt = self.settings.multiplier * advantage
         return math.expm1(tilt) if self.settings.tilt == "exp" else tilt
 

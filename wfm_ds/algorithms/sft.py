@@ -43,14 +43,15 @@ class Sft(SupervisedAlgorithm):
         return loss_weight(self.settings.loss_weighting, sigma) * errors[0], {}
 
     def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See the base class. Unweighted, to make runs with different loss weightings comparable."""
+        """See SupervisedAlgorithm. Unweighted, so that runs with different loss weightings are comparable."""
         return errors[0], {}
 
 
 def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
-    """Return the quantile function of the training density: q below which the fraction `a` of the density lies.
+    """Return the q below which the fraction `a` of the training density lies.
 
-    a: in (0, 1) float64; q has its shape. `mode` is f_mode of the SD3 paper (arXiv 2403.03206) at 1 - a.
+    a: in (0, 1) float64; q has the same shape. The density `mode` uses f_mode(1 - a) of the SD3 paper (arXiv
+    2403.03206).
     """
     match algorithm.timestep_density:
         case "uniform":
@@ -77,7 +78,7 @@ FULL_BAND = SigmaBand()
 def density_bands(
     algorithm: SupervisedSettings, shift: float, ranges: Sequence[tuple[float, float]]
 ) -> list[SigmaBand]:
-    """Split the training density between experts with these sigma ranges [low, high)."""
+    """Return the band of each expert. ranges: sigma range [low, high) of each expert."""
     return [
         SigmaBand(low, high, *(_density_below(algorithm, shift, sigma) for sigma in (low, high)))
         for low, high in ranges
@@ -85,7 +86,7 @@ def density_bands(
 
 
 def _density_below(algorithm: SupervisedSettings, shift: float, sigma: float) -> float:
-    """Return the fraction of the density below sigma in [0, 1]: density_quantile, inverted by bisection."""
+    """Return the fraction of the training density below sigma in [0, 1]. Inverts density_quantile by bisection."""
     if sigma in (0.0, 1.0):
         return sigma
     q = float(invert_shift(torch.tensor(sigma, dtype=torch.float64), shift))
@@ -100,8 +101,8 @@ def _density_below(algorithm: SupervisedSettings, shift: float, sigma: float) ->
 def draw_experts(bands: Sequence[SigmaBand], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
     """Draw the expert that all ranks train in each micro-batch of an optimizer step.
 
-    On average over steps each expert gets its fraction of the density, and in every step up to rounding. The order is
-    drawn per step. Identical on every rank.
+    In every step, each expert gets its fraction of the training density up to rounding; on average over steps it gets
+    exactly this fraction. The order is drawn for each step. Identical on every rank.
     """
     ends = list(itertools.accumulate(band.density_below_high - band.density_below_low for band in bands))
     offset = draw_uniform(run_seed, "training_expert", step)
@@ -121,10 +122,11 @@ def draw_training_sigmas(
 ) -> Tensor:
     """Draw the noise level of each sample of a micro-batch: [B] float32 in (0, 1] and within `band`, on the CPU.
 
-    positions: indices of the samples in the endless pass over the data, unique in a run. Optimizer step s (from 1)
-    trains positions (s-1)*global_batch to s*global_batch - 1. A level depends only on (run_seed, position), not on rank
-    or micro-batch. With `algorithm.stratified` each position of a global batch draws from a different one of
-    global_batch equal strata of the density, assigned by a permutation that depends on (run_seed, step).
+    positions: index of each sample in the endless pass over the data, unique in a run. Optimizer step s (from 1) trains
+    positions (s-1)*global_batch to s*global_batch - 1. A noise level depends only on (run_seed, position), not on rank
+    or micro-batch. With `algorithm.stratified`, the density is split into global_batch strata of equal probability, and
+    each position of a global batch draws from a different stratum. A permutation that depends on (run_seed, step)
+    assigns the strata.
     """
     draws = [draw_uniform(run_seed, "training_sigma", position) for position in positions]
     if algorithm.stratified:
@@ -138,7 +140,7 @@ def draw_training_sigmas(
 
 
 def clamp_to_band(sigma: Tensor, band: SigmaBand) -> Tensor:
-    """Clamp float32 noise levels to their band, which rounding may have left."""
+    """Clamp noise levels to their band. Rounding to float32 may have moved them outside."""
     if band == FULL_BAND:
         return sigma
     low, high = (torch.tensor(end, dtype=torch.float64) for end in (band.low, band.high))
@@ -185,7 +187,8 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
 def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float]) -> Tensor | None:
     """Return the number of conditioning frames (first latent frames) of each sample, [B] int64.
 
-    num_frames: inclusive range, mapped uniformly from draws in [0, 1). Returns None if the maximum is 0.
+    num_frames: smallest and largest number. draws: one uniform random number in [0, 1) per sample. Returns None if the
+    largest number is 0.
     """
     low, high = num_frames
     if high == 0:
@@ -194,11 +197,11 @@ def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float
 
 
 def validation_sigmas(shift: float, num_levels: int = NUM_BUCKETS) -> Tensor:
-    """Return the noise levels of the validation loss, [num_levels] float64: q = (j + 1/2)/num_levels, shifted."""
+    """Return the noise levels of the validation loss, [num_levels] float64: the shifted q = (j + 1/2)/num_levels."""
     return apply_shift((torch.arange(num_levels, dtype=torch.float64) + 0.5) / num_levels, shift)
 
 
 def bucket_index(sigma: Tensor, shift: float, num_buckets: int = NUM_BUCKETS) -> Tensor:
-    """Return the bucket index of each sigma, int64. Buckets are num_buckets equal parts of the range of q."""
+    """Return the bucket of each sigma, int64. Buckets split the range of q into num_buckets equal parts."""
     q = invert_shift(sigma.double(), shift)
     return (q * num_buckets).long().clamp(0, num_buckets - 1)

@@ -18,7 +18,7 @@ from wfm_ds.sampling.shapes import require_latents, sample_mean
 
 
 class SupervisedAlgorithm(ABC):
-    """A supervised algorithm.
+    """Base class of supervised algorithms.
 
     Shapes: M images or videos per sample (SupervisedSettings.items_per_sample), B samples per batch, N held-out
     samples, L noise levels.

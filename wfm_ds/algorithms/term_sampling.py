@@ -12,7 +12,7 @@ QUANTILE_MARGIN = 2.0**-33  # draws keep this distance from 0 and 1: no velocity
 
 
 def draw_permutation(count: int, run_seed: int, purpose: str, *key: int | str) -> list[int]:
-    """Return a uniformly random permutation of 0 .. count-1, drawn from (run_seed, purpose, key)."""
+    """Return a uniformly random permutation of 0 .. count-1. Depends only on (run_seed, purpose, key) and count."""
     # Sort by hashes: random generators may change between library versions.
     return sorted(range(count), key=lambda i: derive_seed(run_seed, purpose, *key, i))
 
@@ -20,7 +20,7 @@ def draw_permutation(count: int, run_seed: int, purpose: str, *key: int | str) -
 def draw_training_steps(num_steps: int, fraction: float, seed: int) -> list[int]:
     """Return the denoising steps that one sample is trained on, in training order.
 
-    Draws count_of_fraction(num_steps, fraction) of 0 .. num_steps-1 without replacement. seed must differ between
+    Draws count_of_fraction(num_steps, fraction) different steps from 0 to num_steps - 1. seed must differ between
     samples and RL steps. Raises ValueError for a fraction outside (0, 1].
     """
     if num_steps < 1 or not 0 < fraction <= 1:
@@ -31,15 +31,15 @@ def draw_training_steps(num_steps: int, fraction: float, seed: int) -> list[int]
 
 
 def draw_steps(num_steps: int, count: int, seed: int) -> list[int]:
-    """Draw `count` of 0 .. num_steps-1 without replacement from `seed`, in the order of the draw."""
+    """Return `count` different steps from 0 to num_steps - 1 in random order. Depends only on the arguments."""
     return draw_permutation(num_steps, seed, "trained_steps")[:count]
 
 
 def draw_stratified_sigmas(num_levels: int, shift: float, run_seed: int, *key: int | str) -> list[float]:
-    """Draw one noise level per stratum of (0, 1), ascending: q uniform in its stratum, then shifted.
+    """Draw one noise level per stratum of (0, 1), ascending: q is uniform in its stratum and then shifted.
 
-    Values are exact float32 numbers in (0, 1], so that the expert chosen for a level matches the level that the
-    denoiser gets. The overall density does not depend on num_levels. Depends only on (run_seed, key).
+    Values are rounded to float32 in (0, 1], so that the expert is chosen for the same value that the denoiser gets. The
+    overall density does not depend on num_levels. Depends only on (run_seed, key).
     """
     draws = [(part + draw_uniform(run_seed, "train_sigma", *key, part)) / num_levels for part in range(num_levels)]
     q = torch.tensor(draws, dtype=torch.float64).clamp(QUANTILE_MARGIN, 1 - QUANTILE_MARGIN)

@@ -1,4 +1,4 @@
-"""Loading of an exported LoRA onto a model, with the scale that it was trained with. export.py writes these files."""
+"""Loading of an exported LoRA (written by export.py) into a model, with the scale that it was trained with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_adapter(model: DiffusionModel, folder: Path) -> None:
     """Add the LoRA in `folder` (`safetensors/step_N/lora` of a run) to the model's unwrapped denoiser and activate it.
 
     Raises ModelError if a file is missing or damaged, does not contain its alpha, or does not fit the model completely.
-    diffusers alone would ignore tensors that do not fit, and use the rank as alpha.
+    diffusers alone would ignore tensors that do not fit, and would use the rank as alpha.
     """
     paths = {part: find_adapter_file(folder, part) for part in model.denoiser_components}
     tensor_names = {part: read_adapter_names(path) for part, path in paths.items()}
@@ -45,7 +45,10 @@ def load_adapter(model: DiffusionModel, folder: Path) -> None:
 
 
 def read_whole_layer_names(adapter: Path, part: str) -> set[str]:
-    """Return the fully trained layers, read from the file next to a part's adapter."""
+    """Return the names of a part's fully trained layers (modules_to_save).
+
+    They are read from the file next to the part's adapter file.
+    """
     path = adapter.parent / WHOLE_LAYER_FILES[part]
     if not path.is_file():
         return set()
@@ -55,7 +58,7 @@ def read_whole_layer_names(adapter: Path, part: str) -> set[str]:
 
 @torch.no_grad()
 def load_whole_layers(network: torch.nn.Module, path: Path) -> None:
-    """Load the fully trained layers into a part of the denoiser, if there is a file with them.
+    """Load the fully trained layers in the file `path` into a part of the denoiser. Does nothing without the file.
 
     Raises ModelError for a tensor that the part does not have.
     """
@@ -71,8 +74,7 @@ def load_whole_layers(network: torch.nn.Module, path: Path) -> None:
 
 
 def find_adapter_file(folder: Path, part: str = LORA_PREFIX) -> Path:
-    """Return the weight file for a part of the denoiser in an exported LoRA folder. Raises ModelError if it is
-    missing."""
+    """Return the weight file of a part of the denoiser in a LoRA folder. Raises ModelError if it is missing."""
     name = LORA_FILES[part]
     path = folder / name
     if path.is_file():
@@ -97,7 +99,7 @@ def read_adapter_names(path: Path) -> set[str]:
 
 
 def tensor_layer(name: str) -> str:
-    """Return the layer of the network that a tensor of a LoRA file belongs to."""
+    """Return the name of the network layer that a tensor in a LoRA file belongs to."""
     return name.removeprefix(f"{LORA_PREFIX}.").partition(".lora_")[0]
 
 
@@ -109,7 +111,7 @@ def load_part_adapter(pipeline: Any, part: str, path: Path) -> None:
 
 
 def adapter_tensor_names(network: Any) -> set[str]:
-    """Return the names of the adapter's tensors in a network, as in its file."""
+    """Return the names of a network's adapter tensors, as they appear in its LoRA file."""
     if not getattr(network, "peft_config", None):
         return set()
     state_dict = get_peft_model_state_dict(network, adapter_name="default", save_embedding_layers=False)

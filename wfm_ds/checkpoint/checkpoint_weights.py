@@ -1,4 +1,7 @@
-"""The weights in a checkpoint, read one tensor at a time without the run that wrote it, for `convert`."""
+"""The weights in a checkpoint, for `convert`.
+
+They are read one tensor at a time and do not need the run that wrote them.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +24,25 @@ UNSUPPORTED_OPTIONS = ("lora_bias", "use_qalora", "layer_replication")  # option
 
 
 class CheckpointWeights:
-    """Every policy of a checkpoint, sharded over any number of ranks at any ZeRO stage, as a tensor source for an
-    export.
+    """All policies of a checkpoint, as a tensor source for exports.
 
-    Buffers do not train and come from the base folder.
+    Supports any number of ranks and any ZeRO stage. Buffers are not trained, so they come from the base folder.
     """
 
     def __init__(self, sharded_states: ShardedStates, target: ExportTarget, settings: Mapping[str, Any] | None) -> None:
-        """settings: the LoraConfig as JSON, None for a run with full training."""
+        """settings: the LoraConfig as JSON; None for full training."""
         self.sharded_states, self.target, self.settings = sharded_states, target, settings
         self.uses_lora = settings is not None
 
     def policy_names(self) -> list[str]:
-        """Return the policies that can be exported."""
+        """Return the names of the policies that can be exported."""
         return [name for name in self.sharded_states.state_names() if not name.startswith(OPTIMIZER_PREFIX)]
 
     def lora_config(self) -> Any:
         return None if self.settings is None else peft.LoraConfig(**self.settings)
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters with the same names and in the same order as the engine.
+        """Yield the parameters of a policy, with the same names and in the same order as the engine.
 
         Raises UserError unless the checkpoint has exactly the weights of the target.
         """
@@ -62,7 +64,7 @@ class CheckpointWeights:
         return {name: parameter.shape for name, parameter in parameters if not target.is_frozen(name)}
 
     def _adapter_shapes(self, part: str) -> dict[str, list[int]]:
-        """Return the shapes of the adapter's tensors in the checkpoint, derived from the base's layers."""
+        """Return the shapes of a part's adapter tensors in the checkpoint, derived from the layers of the base."""
         assert self.settings is not None
         prefix, weights = self.target.tensor_prefix(part), self.target.tensor_shapes(part)
         shapes = {}
@@ -91,9 +93,10 @@ class CheckpointWeights:
 
 
 class MergedAdapter:
-    """The base folder's weights with a LoRA merged into them in float32, tensor by tensor: W + alpha / rank * B A.
+    """The base folder's weights with a LoRA merged into them, as a tensor source for exports.
 
-    DoRA weights are scaled to their magnitudes. Fully trained layers replace the base's.
+    Each tensor is merged separately, in float32: W + alpha / rank * B A. DoRA weights are then scaled to their
+    magnitudes. Fully trained layers replace the layers of the base.
     """
 
     uses_lora = False
@@ -108,7 +111,7 @@ class MergedAdapter:
         return None
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state dicts of all parts. Raises ModelError if the LoRA does not fit them."""
+        """Yield the merged tensors of all parts. Raises ModelError if the LoRA does not fit the base."""
         layers, saved = collect_lora_layers(self.adapter.iter_full_tensors(policy), self.settings)
         for part in self.target.parts:
             prefix, base_weights = self.target.tensor_prefix(part), self.target.base_weights(part)
@@ -126,9 +129,9 @@ class MergedAdapter:
 def collect_lora_layers(
     tensors: Iterable[tuple[str, Tensor | None]], settings: Mapping[str, Any]
 ) -> tuple[LoraLayers, dict[str, Tensor]]:
-    """Return a LoRA's layers from the tensors of a source, and the tensors of fully trained layers.
+    """Sort the tensors of a source. Returns the LoRA layers and the tensors of fully trained layers.
 
-    Raises ModelError for other names or incomplete layers.
+    Raises ModelError for tensors with other names and for incomplete layers.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     saved: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints as a source of weights for an export. For LoRA files see lora_file.py."""
+"""Checkpoints written by DeepSpeed itself, as a tensor source for exports. For LoRA files see lora_file.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PICKLE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, EOFError, ImportEr
 
 
 def is_deepspeed_checkpoint(folder: Path) -> bool:
-    """Return whether DeepSpeed saved a checkpoint here, or in the folder named in its file `latest`."""
+    """Return whether this folder, or the folder named in its file `latest`, is a checkpoint saved by DeepSpeed."""
     return (folder / "latest").is_file() or any(folder.glob("*_optim_states.pt"))
 
 
@@ -27,8 +27,10 @@ class DeepSpeedWeights:
     uses_lora = False
 
     def __init__(self, folder: Path, target: ExportTarget) -> None:
-        """Read everything into memory. The files are pickles and can execute code. Raises UserError if reading
-        fails."""
+        """Read the whole checkpoint into memory. Raises UserError if reading fails.
+
+        The files are pickles and can execute code.
+        """
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         root, tag = (folder, None) if (folder / "latest").is_file() else (folder.parent, folder.name)
@@ -45,7 +47,7 @@ class DeepSpeedWeights:
         return None
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's tensors, and the base folder's buffers if the checkpoint does not have them."""
+        """Yield the checkpoint's tensors, and the base folder's values of buffers that the checkpoint does not have."""
         (part,) = self.target.parts
         yield from self.states.items()
         stored = self.target.base_weights(part)
@@ -55,7 +57,7 @@ class DeepSpeedWeights:
 
 
 def strip_wrapper_prefixes(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without the prefixes that all names share."""
+    """Return the tensors without the prefixes in WRAPPERS that all of their names share."""
     tensors = dict(states)
     for prefix in WRAPPERS:
         if tensors and all(name.startswith(prefix) for name in tensors):

@@ -1,8 +1,8 @@
 """Export of a run's weights: a LoRA or a pipeline folder that plain diffusers loads. Not for resuming a run.
 
-All ranks iterate over the engine's stream of tensors, because each item is gathered collectively; rank 0 writes. If
-writing fails, rank 0 still exhausts the stream before it raises, so that no rank hangs in a gather. The caller must
-agree on the outcome: `world.checked(lambda: export_weights(...))`.
+All ranks iterate over the engine's tensors, because each one is gathered collectively; rank 0 writes. If writing fails,
+rank 0 still iterates to the end before it raises, so that no rank hangs in a gather. The caller must make all ranks
+agree on the outcome: `world.run_checked(lambda: export_weights(...))`.
 """
 
 from __future__ import annotations
@@ -33,33 +33,32 @@ from wfm_ds.storage import atomic
 
 log = logging.getLogger(__name__)
 
-SHARD_BYTES = 1 << 30  # of one file
+SHARD_BYTES = 1 << 30  # maximum bytes of one file
 SAFETY_CHECKER = "safety_checker"
 LORA_FOLDER = "lora"
 LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # by part of the denoiser
 # Fully trained layers, in separate files: diffusers rejects a LoRA file with other tensors.
 WHOLE_LAYER_FILES = {"transformer": "modules_to_save.safetensors", "transformer_2": "modules_to_save_2.safetensors"}
 METADATA_KEY = "lora_adapter_metadata"  # key in a file's header where diffusers looks for alpha
-LORA_PREFIX = "transformer"  # of the keys in both files; diffusers does not look for another one
+LORA_PREFIX = "transformer"  # prefix of the keys in both files; diffusers accepts no other prefix
 LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB]|magnitude_vector)(\.weight)?")
 WHOLE_LAYER_KEY = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<kind>[^.]+)")
 
 
 class TensorSource(Protocol):
-    """The part of the engine's interface that an export needs."""
+    """The part of the engine's interface that exports need."""
 
     uses_lora: bool
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield names and values of tensors: float32 on the CPU of rank 0, None on other ranks. Collective: iterate to
-        the end.
+        """Yield the names and values of tensors. Collective: iterate to the end.
 
-        LoRA: names such as `transformer_blocks.0.attn.to_k.lora_A.weight`, without the adapter's name;
-        `lora_magnitude_vector.weight` for DoRA, and `proj_out.modules_to_save.weight` for fully trained layers. Full
-        training:
-        names of the denoiser's state dict, including persistent buffers. With several experts, names are prefixed by
-        their part
-        (`transformer_2.blocks.0...`).
+        Values are float32 on the CPU of rank 0, and None on other ranks.
+
+        Names for LoRA: `transformer_blocks.0.attn.to_k.lora_A.weight`, without the adapter's name; for DoRA also
+        `lora_magnitude_vector.weight`; for fully trained layers `proj_out.modules_to_save.weight`. Names for full
+        training: those of the denoiser's state dict, including persistent buffers. With several experts, each name
+        starts with the name of its part (`transformer_2.blocks.0...`).
         """
         ...
 
@@ -81,17 +80,16 @@ def export_weights(
 ) -> Path:
     """Write the weights of `policy` in diffusers' format. Collective, with the same arguments on all ranks.
 
-    LoRA: writes `out/lora/model.safetensors` (always float32; for a second expert also `model_2.safetensors`) and
-    `adapter_config.json`. Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of
-    at
-    most `shard_bytes`, with one tensor in memory at a time; everything else is shared with `target.base`. `out` is
-    complete
-    or absent; an earlier export there is replaced.
+    LoRA: writes `adapter_config.json` and `model.safetensors` (always float32) to `out/lora`; for a second expert also
+    `model_2.safetensors`. Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of
+    at most `shard_bytes`, with one tensor in memory at a time. All other files are shared with `target.base`. `out` is
+    complete or absent. An earlier export in `out` is replaced.
 
-    trained_only: after full training write only the tensors that training changes, so `out` is not a pipeline; do not
-    warn
-    about an adapter without effect. Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the
-    tensors do not match the target or are not finite, or if `out` cannot be written.
+    trained_only: after full training, write only the tensors that were trained, so that `out` is not a pipeline; for
+    LoRA, do not warn about an adapter without effect.
+
+    Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
+    are not finite, or if `out` cannot be written.
     """
     result = out / LORA_FOLDER if source.uses_lora else out
     stream = source.iter_full_tensors(policy)
@@ -117,7 +115,7 @@ def export_weights(
 
 
 def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
-    """Write call.json if the call arguments of the training differ from the base folder's."""
+    """Write call.json if training used other call arguments than the base folder has."""
     if target.call_arguments:
         (folder / CALL_FILE).unlink(missing_ok=True)  # it may be a link to the base model's file
         (folder / CALL_FILE).write_text(call_json(target.base, target.call_arguments), encoding="utf-8")
@@ -125,8 +123,10 @@ def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes `out`, which must not contain `base`. Raises UserError if it cannot be
-    written."""
+    """Yield an empty folder, which becomes `out` when the context ends.
+
+    `out` must not contain `base`. Raises UserError if the export cannot be written.
+    """
     try:
         check_overwrite(out, base)
         with atomic.new_folder(out) as temporary:
@@ -136,9 +136,9 @@ def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
 
 
 def loading_lines(base: Path, exported: Path, lora: bool) -> str:
-    """Return the Python lines that load the result of `export_weights` with diffusers alone.
+    """Return the lines of Python that load the result of `export_weights` with diffusers alone.
 
-    base: the trained pipeline folder. Raises ModelError if the folder has no readable index.
+    base: the pipeline folder that was trained. Raises ModelError if the folder has no readable index.
     """
     pipeline = base if lora else exported
     hub_origin = snapshot_origin(pipeline)
@@ -175,7 +175,7 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
 
 
 def _network_without_loader(pipeline: Path) -> str | None:
-    """Return the class name of the pipeline's network, if it is a diffusers class without a LoRA loader."""
+    """Return the class name of the pipeline's network if it is a diffusers class without a LoRA loader, else None."""
     import diffusers
 
     _, class_name = pipeline_components(read_index(pipeline)).get(LORA_PREFIX, (None, None))
@@ -184,7 +184,7 @@ def _network_without_loader(pipeline: Path) -> str | None:
 
 
 def _components_to_disable(pipeline: Path) -> list[str]:
-    """Return components missing in the index that diffusers nevertheless requires (SD3 without T5)."""
+    """Return the components that diffusers requires although the index does not have them (SD3 without T5)."""
     index = read_index(pipeline)
     optional = getattr(_pipeline_class(index), "_optional_components", [])
     return [
@@ -195,14 +195,14 @@ def _components_to_disable(pipeline: Path) -> list[str]:
 
 
 def _builds_safety_checker(pipeline: Path) -> bool:
-    """Return whether the pipeline builds a safety checker that is not in the folder (Cosmos-Predict2.5)."""
+    """Return whether loading the pipeline builds a safety checker that is not in the folder (Cosmos-Predict2.5)."""
     index = read_index(pipeline)
     parameters = inspect.signature(_pipeline_class(index)).parameters
     return SAFETY_CHECKER in parameters and pipeline_components(index).get(SAFETY_CHECKER, (None, None))[1] is None
 
 
 def _pipeline_class(index: Mapping[str, Any]) -> Any:
-    """Return the class named in the index; diffusers' base class if diffusers does not have it."""
+    """Return the pipeline class named in the index, or diffusers' base class if diffusers does not have it."""
     import diffusers
 
     return getattr(diffusers, str(index.get("_class_name")), diffusers.DiffusionPipeline)
@@ -216,7 +216,7 @@ def _exhaust_stream(stream: Iterator[tuple[str, Tensor | None]]) -> None:
 def _check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
     """Yield rank 0's tensors after checking each.
 
-    An empty tensor was not gathered, and a tensor with NaN must not be exported.
+    Raises ModelError for an empty tensor, because it was not gathered, and for a tensor with NaN or infinity.
     """
     for name, tensor in stream:
         assert tensor is not None, f"rank 0 received no tensor for {name}"
@@ -225,13 +225,17 @@ def _check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tupl
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(f"{name} contains NaN or infinity, so the weights are broken: export aborted")
         yield name, tensor
-        del tensor  # the next one is gathered meanwhile
+        del tensor  # free it before the next one is gathered
 
 
 def _group_by_part(
     tensors: Iterator[tuple[str, Tensor]], parts: Sequence[str]
 ) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
-    """Yield each part of the denoiser with its tensors, without the part in their names, in the order of the stream."""
+    """Yield each part of the denoiser and its tensors, in the given order.
+
+    The name of the part is removed from the names of the tensors. Raises ModelError for unknown, duplicate or missing
+    parts.
+    """
     if len(parts) == 1:
         yield parts[0], tensors
         return
@@ -246,7 +250,7 @@ def _group_by_part(
 
 
 def check_overwrite(out: Path, base: Path) -> None:
-    """Raise ModelError if writing `out` would replace `base`, or a folder that is not an export."""
+    """Raise ModelError if writing `out` would replace `base` or a folder that is not an export."""
     target, source = out.resolve(), base.resolve()
     if target == source or source.is_relative_to(target):
         raise ModelError(f"{out}: the export would replace the base model {base}; choose another folder")
@@ -265,9 +269,8 @@ def write_lora(
 ) -> None:
     """Write a new LoRA folder for diffusers: the tensors of each part, and adapter_config.json.
 
-    settings: the LoraConfig as JSON. shapes: returns the shapes of a part's state dict, which the tensors must fit;
-    None
-    skips this check.
+    settings: the LoraConfig as JSON.
+    shapes: function that returns the shapes of a part's state dict, which the tensors must fit; None: no check.
     """
     # Without the prefix diffusers loads nothing, and without this metadata it uses the rank as alpha, both silently. A
     # dropout would stay enabled, because PEFT creates layers in train mode although the denoiser is not.
@@ -292,30 +295,30 @@ def write_lora(
 
 
 def adapter_settings(config: Any, base: Path | str | None) -> dict[str, Any]:
-    """Return a LoraConfig as JSON values. Sets are sorted, because their order differs between processes."""
+    """Return a LoraConfig as JSON values. Sets become sorted lists, because their order differs between processes."""
     settings = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
     return {**settings, "base_model_name_or_path": None if base is None else str(base)}
 
 
 def diffusers_name(name: str) -> str:
-    """Return the name that diffusers expects: without the `.weight` of a magnitude vector."""
+    """Return the tensor name that diffusers expects: the name of a magnitude vector without `.weight`."""
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
 def adapter_shapes(weight: torch.Size, rank: int, *, dora: bool = False) -> dict[str, list[int]]:
-    """Return the shapes of A and B for a layer with a weight of this shape, and of the magnitude vector."""
+    """Return the shapes of A, B and, for DoRA, the magnitude vector, for a layer with a weight of this shape."""
     outputs, *inputs = weight  # [out, in]; for a convolution [out, in, kh, kw], with a 1 x 1 B
     pair = {"A": [rank, *inputs], "B": [outputs, rank, *[1] * (len(inputs) - 1)]}
     return pair | ({"magnitude_vector": [outputs]} if dora else {})
 
 
 def _pair_weight_shape(pair: Mapping[str, Tensor]) -> torch.Size | None:
-    """Return the weight shape that fits A and B; None if one of them is missing."""
+    """Return the weight shape that a pair of A and B fits; None if one of them is missing."""
     return torch.Size([len(pair["B"]), *pair["A"].shape[1:]]) if {"A", "B"} <= pair.keys() else None
 
 
 def check_whole_layers(layers: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None) -> None:
-    """Check that every tensor of the fully trained layers fits the denoiser. Raises ModelError."""
+    """Raise ModelError unless every tensor of the fully trained layers fits the denoiser."""
     for name, tensor in layers.items():
         if expected is not None and expected.get(name) != tensor.shape:
             raise ModelError(f"{name} {list(tensor.shape)} does not match a tensor of the denoiser: export aborted")
@@ -327,10 +330,9 @@ def check_adapter(
     settings: Mapping[str, Any],
     warn_no_effect: bool,
 ) -> None:
-    """Check that every tensor belongs to a pair A, B that fits a weight of the denoiser and has the rank in the
-    settings.
+    """Check the tensors of a LoRA. Raises ModelError if a check fails.
 
-    Raises ModelError otherwise.
+    Every tensor must belong to a pair of A and B that fits a weight of the denoiser and has the rank in the settings.
     """
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
@@ -364,10 +366,10 @@ def _write_denoiser(
 ) -> None:
     """Write the parts of the denoiser after full training: config, shards, and an index if there are several shards.
 
-    Each tensor is written before the stream creates the next one. whole: include tensors that did not train, from the
-    base.
+    Each tensor is written before the next one is gathered. whole: also write the tensors that were not trained, from
+    the base.
     """
-    missing: dict[str, StoredTensorSpec] = {}  # by their names in the stream
+    missing: dict[str, StoredTensorSpec] = {}  # by their names in `stream`
     with contextlib.ExitStack() as stack:
         locations: dict[str, tuple[TensorFile, str]] = {}
         for part in target.parts:
@@ -386,7 +388,7 @@ def _write_denoiser(
             _check_tensor(name, tensor, missing)
             file, part_name = locations[name]
             file.write(part_name, tensor.to(missing.pop(name).dtype))
-            del tensor  # the stream creates the next one meanwhile
+            del tensor  # free it before the next one is created
         for part in target.parts if whole and target.frozen else ():
             base_weights, prefix = target.base_weights(part), target.tensor_prefix(part)
             for name in [name for name in missing if target.is_frozen(name.removeprefix(prefix))]:
@@ -399,7 +401,7 @@ def _write_denoiser(
 def _create_part_folder(
     folder: Path, config: Mapping[str, Any], shards: Mapping[str, Mapping[str, StoredTensorSpec]]
 ) -> None:
-    """Create a part's folder with everything except its weights."""
+    """Create the folder of a part, with all files except the weights."""
     folder.mkdir()
     atomic.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if len(shards) > 1:
@@ -410,16 +412,16 @@ def _create_part_folder(
 
 
 def _file_dtype(dtype: torch.dtype, chosen: torch.dtype) -> torch.dtype:
-    """Return the dtype of a tensor in the files: `chosen` for floating-point tensors, otherwise the tensor's own."""
+    """Return the dtype in which a tensor is stored: `chosen` for floating-point tensors, otherwise the tensor's own."""
     return chosen if dtype.is_floating_point else dtype
 
 
 def plan_shards(
     specs: Mapping[str, StoredTensorSpec], shard_bytes: int, stem: str = WEIGHTS_STEM
 ) -> dict[str, dict[str, StoredTensorSpec]]:
-    """Distribute tensors over files with the names that diffusers expects.
+    """Distribute tensors over files. Returns the tensors of each file, by the file name that diffusers expects.
 
-    Each file has at most `shard_bytes` of tensors, in their order; a larger tensor gets a separate file.
+    The order of the tensors is kept. Each file has at most `shard_bytes`; a larger tensor gets a separate file.
     """
     shards: list[dict[str, StoredTensorSpec]] = [{}]
     held_bytes = 0

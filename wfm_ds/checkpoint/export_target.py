@@ -1,4 +1,4 @@
-"""The target of an export: the pipeline that was trained, described by its folder without loading the model."""
+"""The target of an export: the pipeline that was trained. It is read from its folder without loading the model."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ WEIGHTS_STEM = "diffusion_pytorch_model"  # the file stem that diffusers expects
 
 
 class ExportInfo(Protocol):
-    """The information in a checkpoint from which exports can be made."""
+    """Information stored in a checkpoint from which exports can be made."""
 
     @property
     def base(self) -> Path:
-        """The folder of the trained model."""
+        """The folder of the model that was trained."""
 
     def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """A pipeline folder, and which parts of it were trained."""
+    """A pipeline folder, and the names of the parts that were trained."""
 
     base: Path
-    parts: tuple[str, ...]  # of the denoiser, as in model_index.json
+    parts: tuple[str, ...]  # names of the denoiser's parts, as in model_index.json
     # entries of call.json that the base's call.json does not have
     call_arguments: Mapping[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()  # patterns of tensors that full training leaves unchanged (models/base.py)
@@ -50,8 +50,8 @@ class ExportTarget:
     def from_model(cls, model: DiffusionModel) -> ExportTarget:
         """Create the target of a loaded model.
 
-        Includes the prompt encoding and embedded guidance if they differ from the base folder or the pipeline's
-        defaults.
+        It includes the prompt encoding and the embedded guidance used in training, if these differ from the base folder
+        or from the pipeline's defaults.
         """
         base = model.path.absolute()
         base_call = read_json(base / CALL_FILE) if (base / CALL_FILE).exists() else {}
@@ -65,8 +65,10 @@ class ExportTarget:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ExportTarget:
-        """Read the result of `to_json`. Raises ModelError for a checkpoint of a language model, which has no
-        pipeline."""
+        """Create a target from the result of `to_json`.
+
+        Raises ModelError for a checkpoint of a language model, because it has no pipeline.
+        """
         if "parts" not in values:
             raise ModelError(
                 f"a checkpoint of the language model {values['base']} cannot be converted: resume its run, which "
@@ -79,17 +81,17 @@ class ExportTarget:
         return note | ({"frozen": list(self.frozen)} if self.frozen else {})
 
     def is_frozen(self, name: str) -> bool:
-        """Return whether training left a tensor of a part, given by its name in the part, unchanged."""
+        """Return whether training left a tensor unchanged. name: name of the tensor within its part."""
         return matches_any_pattern(name, self.frozen)
 
     def read_config(self, part: str) -> dict[str, Any]:
-        """Return the config of a part. Raises ModelError if it cannot be read."""
+        """Return the config.json of a part. Raises ModelError if it cannot be read."""
         config = read_json(self.base / part / "config.json")
         config.pop("_name_or_path", None)  # a path on another machine
         return config
 
     def meta_network(self, part: str) -> nn.Module:
-        """Build a part from its config on the meta device. Raises ModelError if the base does not have it."""
+        """Build the network of a part on the meta device. Raises ModelError if the base does not have the part."""
         _, class_name = pipeline_components(read_index(self.base)).get(part, (None, None))
         network_class = getattr(diffusers, str(class_name), None)
         if network_class is None:
@@ -99,18 +101,21 @@ class ExportTarget:
         return network
 
     def tensor_specs(self, part: str) -> dict[str, StoredTensorSpec]:
-        """Return names, dtypes (from the config: float32 for weights) and shapes of a part's state dict."""
+        """Return the dtype and shape of each tensor in a part's state dict, by name.
+
+        The dtypes are those of a network built from its config, which is float32 for weights.
+        """
         return {
             name: StoredTensorSpec(tensor.dtype, tensor.shape)
             for name, tensor in self.meta_network(part).state_dict().items()
         }
 
     def tensor_shapes(self, part: str) -> dict[str, torch.Size]:
-        """Return names and shapes of a part's state dict."""
+        """Return the shape of each tensor in a part's state dict, by name."""
         return {name: spec.shape for name, spec in self.tensor_specs(part).items()}
 
     def tensor_prefix(self, part: str) -> str:
-        """Return the prefix of a part's tensor names in an engine: empty if there is only one part."""
+        """Return the prefix of a part's tensor names in an engine. It is empty if there is only one part."""
         return "" if len(self.parts) == 1 else f"{part}."
 
     def base_weights(self, part: str) -> FolderWeights:
@@ -121,8 +126,8 @@ class ExportTarget:
 class FolderWeights:
     """The safetensors files of a network, read tensor by tensor.
 
-    The file is opened and closed for each tensor, because it is memory-mapped and the pages read would count as memory
-    while it is open.
+    The file is opened and closed for each tensor. It is memory-mapped, and as long as it is open, the pages read count
+    as memory of the process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,7 +138,7 @@ class FolderWeights:
         self._file_of: dict[str, str] | None = read_json(index)["weight_map"] if index.is_file() else None
 
     def read_tensor(self, name: str) -> Tensor:
-        """Return a tensor. Raises ModelError if the file or the tensor is missing or cannot be read."""
+        """Return the tensor of this name. Raises ModelError if the file or the tensor is missing or cannot be read."""
         file = self._single_file if self._file_of is None else self._file_of.get(name, name)
         try:
             with safe_open(self.folder / file, "pt") as handle:
@@ -144,6 +149,6 @@ class FolderWeights:
 
 
 def call_json(base: Path, arguments: Mapping[str, Any]) -> str:
-    """Return the text of a call.json that adds these arguments to the base's."""
+    """Return the text of the base folder's call.json with these arguments added."""
     base_call = read_json(base / CALL_FILE) if (base / CALL_FILE).exists() else {}
     return json.dumps(base_call | dict(arguments))

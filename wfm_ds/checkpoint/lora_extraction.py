@@ -14,16 +14,16 @@ from wfm_ds.errors import ModelError
 
 @dataclass
 class LoraExtraction:
-    """The LoRA of one part, and how much of the weight change it represents."""
+    """The LoRA of one part, and the fraction of the weight change that it represents."""
 
     layers: LoraLayers = field(default_factory=dict)
-    squares: float = 0.0  # of all differences, including tensors without a LoRA
+    squares: float = 0.0  # sum of squares of all weight differences, including tensors without a LoRA
     kept_squares: float = 0.0
     skipped_tensors: list[str] = field(default_factory=list)  # changed tensors other than weights of linear layers
 
     @property
     def kept_fraction(self) -> float:
-        """Fraction of the squared change that the LoRA represents."""
+        """Fraction of the squared weight change that the LoRA represents."""
         return self.kept_squares / self.squares if self.squares else 1.0
 
 
@@ -32,9 +32,8 @@ def extract_lora(
 ) -> LoraExtraction:
     """Approximate `trained` by `base` plus a LoRA with alpha = rank.
 
-    rank: maximum rank per layer. energy: fraction of a layer's squared change to keep, which gives each layer its own
-    rank.
-    Raises ModelError if the models have different tensors.
+    rank: maximum rank per layer. energy: fraction of each layer's squared weight change to keep; it determines the rank
+    of each layer. Raises ModelError if the two models have different tensors.
     """
     extraction = LoraExtraction()
     shapes, trained_weights, base_weights = (
@@ -67,9 +66,9 @@ def extract_lora(
 
 
 def approximate_difference(difference: Tensor, rank: int | None, energy: float | None) -> tuple[LoraLayer, float]:
-    """Return the best LoRA for a difference [out, in] (Eckart-Young) and the sum of squares that it represents.
+    """Return the best LoRA for a weight difference [out, in], and the sum of squares that it represents.
 
-    The scale is distributed equally over A and B.
+    The best approximation is the truncated SVD (Eckart-Young). The singular values are split equally between A and B.
     """
     U, S, V = torch.linalg.svd(difference, full_matrices=False)
     squares = S.double().square()

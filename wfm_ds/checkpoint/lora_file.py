@@ -1,8 +1,8 @@
-"""Reading of LoRA files in the layouts of diffusers, PEFT, kohya and ComfyUI, into layers with diffusers' names.
+"""Reading of LoRA files in the layouts of diffusers, PEFT, kohya and ComfyUI, as layers with diffusers' names.
 
-A key consists of a prefix, the name of a layer and a suffix. Tools differ in all three, and in the location of the
-scale: the header (diffusers), adapter_config.json (PEFT) or `.alpha` tensors (kohya, ComfyUI). lora_layouts.py writes
-these layouts.
+A key consists of a prefix, the name of a layer and a suffix. Tools differ in all three, and in where they store the
+scale: in the header (diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI). lora_layouts.py
+writes these layouts.
 """
 
 from __future__ import annotations
@@ -44,18 +44,21 @@ WeightReader = Callable[[str], Tensor]  # reads the weight of a base layer, by i
 
 
 class LoraSource:
-    """A LoRA on disk as a tensor source for an export. It has one file per part of the denoiser."""
+    """A LoRA on disk, as a tensor source for exports. It has one file per part of the denoiser."""
 
     uses_lora = True
 
     def __init__(
         self, path: Path, table: LoraNameTable | None = None, weight: Callable[[str], WeightReader] | None = None
     ) -> None:
-        """path: a file, or a folder with one. table: layer names of its family; without it, names must be diffusers'.
-        weight:
-        returns a reader of a part's base weights, needed for a `dora_scale`. Raises ModelError if it is not a LoRA, or
-        has
-        layers that are not in the table.
+        """Read a LoRA.
+
+        path: a LoRA file, or a folder that contains one.
+        table: names of the layers of its model family; without it, names must be diffusers'.
+        weight: function that maps a part to a `WeightReader` of its base weights, needed if the file has a
+        `dora_scale`.
+
+        Raises ModelError if `path` is not a LoRA, or if the LoRA has layers that are not in the table.
         """
         self.path = path
         files = find_lora_files(path)
@@ -85,14 +88,14 @@ class LoraSource:
         return lora_settings(self.layers, self.whole_layers, self.config)
 
     def summary(self) -> str:
-        """Return the number of layers, rank and alpha as text."""
+        """Return the number of layers, the rank and alpha as text."""
         layers = [layer for part_layers in self.layers.values() for layer in part_layers.values()]
         ranks, alphas = ({getattr(layer, name) for layer in layers} for name in ("rank", "alpha"))
         rank, alpha = (f"{next(iter(v)):g}" if len(v) == 1 else f"{min(v):g} to {max(v):g}" for v in (ranks, alphas))
         return f"{len(layers)} layers, rank {rank}, alpha {alpha}"
 
     def bake_alpha(self) -> None:
-        """Multiply alpha / rank into B, so that alpha equals the rank."""
+        """Multiply B by alpha / rank, so that alpha equals the rank."""
         self.layers = {p: {n: layer.bake_alpha() for n, layer in layers.items()} for p, layers in self.layers.items()}
 
     def lora_config(self) -> Any:
@@ -104,7 +107,7 @@ class LoraSource:
                 yield name if len(self.parts) == 1 else f"{part}.{name}", tensor
 
     def part_tensors(self, part: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield a part's tensors with the names that an engine uses."""
+        """Yield the tensors of a part, with the names that an engine uses."""
         yield from iter_lora_tensors(self.layers[part], self.whole_layers[part])
 
 
@@ -123,9 +126,10 @@ def iter_lora_tensors(layers: LoraLayers, whole_layers: Mapping[str, Tensor]) ->
 def lora_settings(
     parts: Mapping[str, LoraLayers], whole_layers: Mapping[str, Mapping[str, Tensor]], config: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the settings of the peft.LoraConfig for these layers, keeping known settings.
+    """Return the settings of the peft.LoraConfig for these layers. Known settings in `config` are kept.
 
-    The most frequent rank and alpha become the defaults; other layers get patterns.
+    The most frequent rank and alpha become the defaults; layers with other values get entries in rank_pattern and
+    alpha_pattern.
     """
     layers = {name: layer for part_layers in parts.values() for name, layer in part_layers.items()}
     (rank, alpha), _ = Counter((layer.rank, layer.alpha) for layer in layers.values()).most_common(1)[0]
@@ -143,7 +147,10 @@ def lora_settings(
 
 
 def find_lora_files(path: Path) -> dict[str, Path]:
-    """Return the file of each part of the denoiser in a LoRA folder, an export or a single file. Raises ModelError."""
+    """Return the LoRA file of each part of the denoiser. Raises ModelError if there is none.
+
+    path: a LoRA folder, an export or a single file.
+    """
     if path.is_file():
         return {LORA_PREFIX: path}
     for folder in (path, path / LORA_FOLDER):
@@ -160,7 +167,7 @@ def find_lora_files(path: Path) -> dict[str, Path]:
 
 
 def is_lora(path: Path) -> bool:
-    """Return whether this is a LoRA file, or a folder with a LoRA file and its settings."""
+    """Return whether the path is a LoRA file, or a folder with a LoRA file and its settings."""
     if path.is_file():
         return path.suffix == ".safetensors"
     names = (*LORA_FILES.values(), PEFT_FILE)
@@ -177,9 +184,9 @@ def read_base_model(path: Path) -> str | None:
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
-    """Return the content of adapter_config.json next to the files, None if there is none.
+    """Return the content of adapter_config.json next to the LoRA files; None if there is none.
 
-    It is ignored for a file with a non-standard name. Raises ModelError if it does not contain the scale.
+    It is ignored for a single file with a non-standard name. Raises ModelError if it does not contain rank and alpha.
     """
     if path.is_file() and path.name not in (*LORA_FILES.values(), PEFT_FILE):
         return None
@@ -214,7 +221,7 @@ def _parse_layers(
     table: LoraNameTable | None,
     weight: WeightReader | None,
 ) -> tuple[LoraLayers, dict[str, Tensor]]:
-    """Return a file's layers by diffusers' names, and its fully trained modules (modules_to_save)."""
+    """Return a file's layers by diffusers name, and the tensors of its fully trained modules (modules_to_save)."""
     groups, whole, unknown_keys = _group_tensors(tensors, settings)
     unknown = sorted({module for module in groups if not _diffusers_layers(module, table)} | unknown_keys)
     if unknown or not groups:
@@ -250,7 +257,11 @@ def _parse_layers(
 def _group_tensors(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], set[str]]:
-    """Return each layer's tensors by role, tensors of fully trained modules by diffusers' names, and unknown names."""
+    """Sort the tensors of a file by their keys.
+
+    Returns the tensors of each layer by role (A, B, alpha, ...), the tensors of fully trained modules by diffusers
+    name, and the unknown keys.
+    """
     saved_modules = tuple((settings or {}).get("modules_to_save") or ())
     groups: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
@@ -268,14 +279,17 @@ def _group_tensors(
 
 
 def _strip_prefixes(name: str) -> str:
-    """Return a name without the prefixes that tools add to the denoiser's names."""
+    """Return the key without the prefixes that tools add to the denoiser's names."""
     for prefix in DOTTED_PREFIXES:
         name = name.removeprefix(prefix)
     return name
 
 
 def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[tuple[str, object]]:
-    """Return the diffusers layers that a layer of a file consists of, in row order; [] if unknown."""
+    """Return the names of the diffusers layers that a layer of the file consists of, in the order of its rows.
+
+    Returns [] if the layer is unknown.
+    """
     name = _strip_prefixes(module)
     if module.startswith(FLAT_PREFIXES):
         flat = next(module.removeprefix(prefix) for prefix in FLAT_PREFIXES if module.startswith(prefix))
@@ -297,7 +311,10 @@ def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[tuple[st
 
 
 def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any] | None) -> LoraLayer:
-    """Build a layer of a file. Its alpha comes from a tensor, else from the settings, else it equals the rank."""
+    """Build a LoRA layer from its tensors.
+
+    Alpha comes from a tensor, else from the settings, else it equals the rank.
+    """
     A, B, rank = group["A"], group["B"], len(group["A"])
     if "alpha" in group:
         alpha = float(group["alpha"])
@@ -308,7 +325,7 @@ def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str,
 
 
 def _require_pair(layer: LoraLayer, where: str) -> None:
-    """Raise ModelError for matrices that do not fit each other, or a magnitude that is not per output."""
+    """Raise ModelError if A and B do not fit each other, or if the magnitude does not have one value per output."""
     if layer.A.ndim < 2 or layer.B.ndim < 2 or layer.B.shape[1] != layer.rank:
         raise ModelError(f"{where}: A {list(layer.A.shape)} and B {list(layer.B.shape)} are not a LoRA pair")
     if layer.magnitude is not None and len(layer.magnitude) != len(layer.B):
@@ -318,7 +335,7 @@ def _require_pair(layer: LoraLayer, where: str) -> None:
 def _convert_dora_scale(layer: LoraLayer, name: str, weight: WeightReader | None, file: Path) -> LoraLayer:
     """Convert ComfyUI's DoRA scale to a magnitude, using the base weight.
 
-    ComfyUI multiplies W plus the adapter by dora_scale / norm(W), instead of dividing by its own norm
+    ComfyUI multiplies the sum of W and the update by dora_scale / norm(W), instead of dividing by the norm of the sum
     (comfy/weight_adapter/base.py of 0.3.77).
     """
     assert layer.magnitude is not None

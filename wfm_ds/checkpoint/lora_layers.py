@@ -1,4 +1,4 @@
-"""LoRA layers from any file format: their weight updates, and fusing and splitting of layers."""
+"""LoRA layers, independent of file formats: their weight updates, and fusing and splitting of layers."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class LoraLayer:
 
     @property
     def weight_shape(self) -> torch.Size:
-        """The only weight shape that the matrices fit."""
+        """The weight shape that A and B fit."""
         return torch.Size([len(self.B), *self.A.shape[1:]])
 
     def delta(self) -> Tensor:
-        """Return the update of the weight, before a magnitude scales it: float32, in the weight's shape."""
+        """Return the weight update, without scaling by a magnitude: float32, in the weight's shape."""
         product: Tensor = self.B.float().flatten(1) @ self.A.float().flatten(1)
         return product.view(self.weight_shape) * self.scale
 
     def merge_weight(self, weight: Tensor) -> Tensor:
-        """Return the weight with the adapter merged, float32."""
+        """Return the weight with the LoRA merged into it, float32."""
         merged = weight.float() + self.delta()
         return (
             merged
@@ -56,12 +56,12 @@ class LoraLayer:
         )
 
     def bake_alpha(self) -> LoraLayer:
-        """Return an equal layer with alpha = rank, for readers that ignore alpha."""
+        """Return an equivalent layer with alpha = rank, for readers that ignore alpha."""
         return replace(self, B=self.B * self.scale, alpha=float(self.rank))
 
 
 def row_norms(weight: Tensor) -> Tensor:
-    """Return the norm of each output's weights, [out]."""
+    """Return the norm of the weights of each output, [out]."""
     norms: Tensor = weight.float().flatten(1).norm(dim=1)
     return norms
 
@@ -71,9 +71,10 @@ def broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
 
 
 def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
-    """Fuse layers into one that updates equal ranges of its rows by each member: A is stacked, B is block-diagonal.
+    """Fuse layers into one layer. Each member updates an equal range of its rows: A is stacked, B is block-diagonal.
 
-    None marks rows without an adapter; zero matrices replace them, so that the ranks stay equal.
+    A member that is None stands for rows without an adapter. It is replaced by zero matrices, so that all members have
+    the same rank.
     """
     first = next(member for member in members if member is not None)
     rows, scales = len(first.B), {member.scale for member in members if member is not None}
@@ -103,10 +104,10 @@ def _zero_layer(like: LoraLayer) -> LoraLayer:
 
 
 def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
-    """Split a layer of any origin into `num_parts` layers for equal ranges of its rows: the inverse of `fuse_layers`.
+    """Split a layer into `num_parts` layers, each for an equal range of its rows. This is the inverse of `fuse_layers`.
 
-    If each range uses its own ranks, as after `fuse_layers`, each part gets only those. None for a range without
-    update.
+    The layer may come from any tool. If B is block-diagonal, as after `fuse_layers`, each part gets only its own block
+    of A and B. Returns None for a range without an update.
     """
     rows, rank = len(layer.B) // num_parts, layer.rank // num_parts
     parts = [layer.B[i * rows : (i + 1) * rows] for i in range(num_parts)]
@@ -125,20 +126,23 @@ def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
 
 
 def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return a layer's alpha by PEFT's settings, such that alpha / rank is its scale."""
+    """Return a layer's alpha from PEFT's settings, such that alpha / rank is its scale also for rsLoRA."""
     patterns = settings.get("alpha_pattern") or {}
     alpha = float(patterns.get(get_pattern_key(list(patterns), module), settings["lora_alpha"]))
     return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
 
 
 def layer_rank(settings: Mapping[str, Any], module: str) -> int:
-    """Return a layer's rank by PEFT's settings."""
+    """Return a layer's rank from PEFT's settings."""
     patterns = settings.get("rank_pattern") or {}
     return int(patterns.get(get_pattern_key(list(patterns), module), settings["r"]))
 
 
 def is_same_update(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
-    """Return whether both LoRAs have the same update for every layer: bit for bit, or within float32 rounding."""
+    """Return whether two LoRAs have the same update for every layer.
+
+    tolerance: maximum norm of the difference of two updates, relative to the norm of the update.
+    """
     if ours.keys() != theirs.keys():
         return False
     for name, layer in ours.items():

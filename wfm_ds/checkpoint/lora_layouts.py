@@ -1,7 +1,7 @@
 """Writing of a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. export.py writes diffusers' own layout.
 
-docs/exports.md lists which tool reads which layout, according to their sources. Each file is read back and compared
-before it is kept.
+docs/exports.md lists which tool reads which layout, according to the source code of the tools. Each file is read back
+and compared before it is kept.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def write_layout(
 ) -> list[Path]:
     """Write a LoRA to `out`, a .safetensors file, in the layout `kohya` or `comfyui`. Returns the files.
 
-    Two experts get two files, with their names in the file names. weight: returns a reader of a part's base weights,
-    for
-    DoRA in ComfyUI. Raises ModelError for layers without a name in the layout and for fully trained modules, which it
-    does
-    not support; OSError if writing fails.
+    A LoRA with two experts is written to two files that have the experts' names in their file names.
+
+    weight: function that maps a part to a `WeightReader` of its base weights; needed for DoRA in ComfyUI.
+
+    Raises ModelError for layers without a name in the layout, and for fully trained modules, which these layouts do not
+    support. Raises OSError if writing fails.
     """
     if any(source.whole_layers.values()):
         raise ModelError(
@@ -74,21 +75,22 @@ def write_layout(
 
 
 def _for_any_part(weight: WeightReader | None) -> Callable[[str], WeightReader] | None:
-    """Return a function that gives this reader for any part, for reading a single file."""
+    """Return a function that returns this reader for every part. Used for reading a single file."""
     return None if weight is None else lambda part: weight
 
 
 def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
-    """Return the file of each part: `out` itself, or for two experts `NAME_high_noise` and `NAME_low_noise`."""
+    """Return the output file of each part: `out` itself, or `NAME_high_noise` and `NAME_low_noise` for two experts."""
     if len(parts) == 1:
         return {parts[0]: out}
     return {part: out.with_name(f"{out.stem}_{EXPERT_SUFFIXES[part]}{out.suffix}") for part in parts}
 
 
 def kohya_tensors(layers: LoraLayers, names: FamilyLoraNames) -> dict[str, Tensor]:
-    """Return the tensors in kohya's layout: `lora_unet_` and the original name with underscores; down, up and alpha.
+    """Return the tensors in kohya's layout: down, up and alpha of each layer.
 
-    DoRA as in LyCORIS: the magnitude as `dora_scale` [out, 1].
+    A key starts with `lora_unet_` and the original name of the layer, with underscores instead of dots. DoRA is stored
+    as in LyCORIS: the magnitude as `dora_scale` [out, 1].
     """
     tensors: dict[str, Tensor] = {}
     for module, layer in original_layers(layers, names).items():
@@ -97,11 +99,11 @@ def kohya_tensors(layers: LoraLayers, names: FamilyLoraNames) -> dict[str, Tenso
 
 
 def comfyui_tensors(layers: LoraLayers, names: FamilyLoraNames, weight: WeightReader | None) -> dict[str, Tensor]:
-    """Return the tensors with names that ComfyUI maps to the family's model; A, B and alpha.
+    """Return the tensors in ComfyUI's layout: A, B and alpha of each layer.
 
-    These are diffusers' names if ComfyUI has a table for them, otherwise the original names. DoRA: `dora_scale` [out,
-    1],
-    which ComfyUI divides by the norms of W alone.
+    ComfyUI maps the names of the layers to the family's model. They are diffusers' names if ComfyUI has a table for
+    these, otherwise the original names. DoRA is stored as `dora_scale` [out, 1], which ComfyUI divides by the norms of
+    W alone.
     """
     if any(layer.magnitude is not None for layer in layers.values()):
         layers = {name: _convert_to_comfyui_scale(layer, name, weight) for name, layer in layers.items()}
@@ -115,7 +117,10 @@ def comfyui_tensors(layers: LoraLayers, names: FamilyLoraNames, weight: WeightRe
 
 
 def layer_tensors(layer: LoraLayer, key: str, matrices: tuple[str, str]) -> dict[str, Tensor]:
-    """Return the tensors of a layer for layouts with one alpha per layer. matrices: the names of A and B."""
+    """Return the tensors of a layer for layouts that store an alpha for each layer.
+
+    key: name of the layer in the layout. matrices: names of A and B in the layout.
+    """
     tensors = {
         f"{key}.{matrices[0]}.weight": float_copy(layer.A),
         f"{key}.{matrices[1]}.weight": float_copy(layer.B),
@@ -138,7 +143,10 @@ def _convert_to_comfyui_scale(layer: LoraLayer, name: str, weight: WeightReader 
 
 
 def original_layers(layers: LoraLayers, names: FamilyLoraNames) -> LoraLayers:
-    """Return the layers as in the original model. Raises ModelError for layers that are not in its name table."""
+    """Return the layers of the original model, some of which consist of several diffusers layers.
+
+    Raises ModelError for layers that are not in the name table.
+    """
     _require_original_names(layers, names)
     groups: dict[str, dict[int, LoraLayer]] = defaultdict(dict)
     num_members: dict[str, int] = {}
@@ -164,8 +172,10 @@ def _require_original_names(layers: LoraLayers, names: FamilyLoraNames) -> None:
 
 
 def write_peft(source: LoraSource, folder: Path) -> None:
-    """Write a folder that peft.PeftModel.from_pretrained loads onto the network; with two experts one folder for
-    each."""
+    """Write a folder that peft.PeftModel.from_pretrained loads onto the network.
+
+    With two experts, write one folder for each.
+    """
     for part in source.layers:
         part_folder = folder if len(source.layers) == 1 else folder / part
         part_folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A diffusers pipeline on disk: its folders, and copies of it that share the unchanged files."""
+"""A diffusers pipeline on disk: its folders, and copies of it that share unchanged files."""
 
 from __future__ import annotations
 
@@ -35,19 +35,18 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def pipeline_components(index: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
-    """Return (library, class) of each component by name; (None, None) for a component that the pipeline does not
-    use."""
+    """Return (library, class) of each component by name; (None, None) for a component that is not used."""
     pairs = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
     return {name: (value[0], value[1]) for name, value in pairs.items()}
 
 
 def link_unchanged_files(base: Path, out: Path, *, changed: Collection[str]) -> None:
-    """Share the index, call.json if it exists, and all components of `base` except the `changed` ones with `out`.
+    """Link the index, call.json if it exists, and all components of `base` except the `changed` ones into `out`.
 
-    Files are hard-linked after resolving symbolic links (an export must not consist of links into a Hub cache), so they
-    cost no space and must not be opened for writing. If linking is not possible, they are copied with one warning.
-    Raises
-    ModelError if `base` is not a pipeline folder, OSError if files cannot be read or written.
+    The files are hard links, so they need no disk space and must not be opened for writing. Symbolic links are resolved
+    first, because an export must not consist of links into a Hub cache. If linking is not possible, files are copied
+    and one warning is logged. Raises ModelError if `base` is not a pipeline folder, OSError if files cannot be read or
+    written.
     """
     present = [
         name for name, (_, class_name) in pipeline_components(read_index(base)).items() if class_name is not None
@@ -60,7 +59,7 @@ def link_unchanged_files(base: Path, out: Path, *, changed: Collection[str]) -> 
 
 
 def link_files(base: Path, out: Path, files: Iterable[Path]) -> None:
-    """Share these files of `base` with `out`, hard-linked or copied as in `link_unchanged_files`."""
+    """Hard-link or copy these files of `base` into `out`, as in `link_unchanged_files`."""
     copied, copied_bytes = 0, 0
     for file in files:
         source, target = file.resolve(strict=True), out / file.relative_to(base)

@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint, of the engine and the training loop, with one file per rank.
+"""The state of a run's engine and training loop in a checkpoint, with one file per rank.
 
     wfm_rank00000.safetensors, ...     this rank's shards of the trained weights, the other policies and the
                                        optimizer's states, all fp32; as metadata the engine's counters, the loop's
@@ -7,7 +7,8 @@
     recipe.yaml                        the resolved recipe
 
 Frozen weights are not stored, because they are in the base model. Random states are not stored, because every random
-draw is seeded by a key (seeds.py). Nothing is pickled, so a checkpoint cannot execute code.
+number is drawn with a seed that is derived from a key (seeds.py). Nothing is pickled, so a checkpoint cannot execute
+code.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ EXPORT_KEY = "export"  # metadata key of the export target
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """This rank's state between two steps, copied to the host so that later steps do not change it."""
+    """This rank's state between two steps, copied to host memory so that later steps do not change it."""
 
     rank: int
     tensors: Mapping[str, Tensor]
@@ -43,7 +44,7 @@ class RankState:
     recipe: str | None  # on rank 0 only
 
     def write_files(self, folder: Path) -> list[Path]:
-        """Write this rank's files below `folder`. Raises OSError."""
+        """Write this rank's files into `folder`. Raises OSError."""
         files = [folder / rank_file_name(self.rank)]
         try:
             save_file(dict(self.tensors), files[0], metadata=dict(self.metadata))
@@ -56,9 +57,10 @@ class RankState:
 
 
 def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: ExportInfo, dtype: torch.dtype) -> RankState:
-    """Copy this rank's state to the host.
+    """Copy this rank's state to host memory.
 
-    loop: the loop's state as JSON. target, dtype: of the run's exports, so that `convert` needs nothing else.
+    loop: the state of the training loop as JSON. target, dtype: of the run's exports; they are stored so that `convert`
+    needs nothing else.
     """
     tensors = {
         flat_name(name, group): flat.to("cpu", copy=True)
@@ -76,10 +78,10 @@ def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: Expor
 
 
 def restore_state(engine: DenoiserEngine, folder: Path, num_ranks: int) -> dict[str, Any]:
-    """Restore the state that `capture_state` saved on `num_ranks` ranks, for any number of ranks. Collective.
+    """Restore the state that `capture_state` saved on `num_ranks` ranks. Collective.
 
-    Call it before the first step. Returns the loop's state. Raises UserError if a file is damaged or from another
-    model.
+    The current number of ranks may be different. Call it before the first step. Returns the state of the training loop.
+    Raises UserError if a file is damaged or from another model.
     """
     rank = engine.world.rank if engine.world.rank < num_ranks else 0
     layout, lengths = engine.shards.slices_by_name(), [len(flat) for flat in engine.shards.master_weights()]

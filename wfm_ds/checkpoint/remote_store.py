@@ -1,9 +1,9 @@
-"""Checkpoints in S3, complete or absent. store.py has the local ones.
+"""Checkpoints in S3, complete or absent. For local checkpoints see store.py.
 
     s3://bucket/run/checkpoints/step_400/wfm_rank00000.safetensors, ...    the files of the local folder
-    s3://bucket/run/checkpoints/step_400/COMPLETE                          the local one, and each file's SHA-256
+    s3://bucket/run/checkpoints/step_400/COMPLETE                          the local COMPLETE, plus SHA-256 digests
 
-S3 has no rename, so only COMPLETE marks a complete checkpoint: it is removed first when a checkpoint is replaced or
+S3 has no rename, so only COMPLETE marks a checkpoint as complete: it is removed first when a checkpoint is replaced or
 removed, and written last.
 """
 
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A remote folder with all of its files, in the sizes that were written."""
+    """A complete checkpoint in S3: all of its files exist and have the sizes that were written."""
 
     path: str
     step: int
     world_size: int
     metadata: Mapping[str, Any]
     files: Mapping[str, int]  # bytes by name, without COMPLETE
-    sha256: Mapping[str, str]  # by name; complete for checkpoints that this module published
+    sha256: Mapping[str, str]  # by file name; has every file of checkpoints that this module published
     marker_text: str  # the text of COMPLETE
 
 
@@ -47,9 +47,9 @@ def read_checkpoint(address: str) -> RemoteCheckpoint | None:
 
 
 def find_newest(root: str) -> RemoteCheckpoint | None:
-    """Return the complete checkpoint with the highest step below `root`. Skipped ones are logged.
+    """Return the complete checkpoint with the highest step in folder `root`. Read-only.
 
-    Raises StorageError.
+    Logs a warning for each damaged or incomplete checkpoint that it skips. Raises StorageError.
     """
     names = transfer.list_objects(root)
     for step in sorted(_step_numbers(names), reverse=True):
@@ -61,14 +61,14 @@ def find_newest(root: str) -> RemoteCheckpoint | None:
 
 
 def find_flaws(root: str) -> list[str]:
-    """Describe the checkpoints below `root` that have a COMPLETE but are damaged. Raises StorageError."""
+    """Describe the checkpoints in folder `root` that are damaged although they have a COMPLETE. Raises StorageError."""
     names = transfer.list_objects(root)
     completed_steps = [step for step in sorted(_step_numbers(names)) if f"step_{step}/{COMPLETE}" in names]
     return [f"step_{step}: files are missing" for step in completed_steps if _read_step(root, step, names) is None]
 
 
 def _read_step(root: str, step: int, names: Mapping[str, int]) -> RemoteCheckpoint | None:
-    """Return the checkpoint of a step. names: all objects below `root`, with sizes."""
+    """Return the checkpoint of a step; None if it is not complete. names: sizes of all objects in `root`, by name."""
     folder = f"step_{step}/"
     sizes = {name.removeprefix(folder): size for name, size in names.items() if name.startswith(folder)}
     return _read_marker(f"{root}/step_{step}", sizes)
@@ -101,9 +101,10 @@ def _step_numbers(names: Mapping[str, int]) -> set[int]:
 def fetch_checkpoint(
     checkpoint: RemoteCheckpoint, folder: Path, *, moved: ProgressCallback = ignore_progress
 ) -> Checkpoint:
-    """Download a checkpoint to `folder`, complete or absent, and compare each file with its SHA-256.
+    """Download a checkpoint to `folder` and check the SHA-256 of each file.
 
-    An existing folder is replaced. Raises StorageError.
+    `folder` is complete or absent. An existing folder is replaced. moved: function that receives the number of bytes
+    transferred. Raises StorageError.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     try:
@@ -132,9 +133,10 @@ def fetch_checkpoint(
 
 @contextlib.contextmanager
 def open_locally(path: str, near: Path) -> Iterator[Path]:
-    """Yield a local path unchanged, and an s3:// address as a temporary copy near `beside`.
+    """Yield a local path for `path`: the path itself, or a temporary copy if it is an s3:// address.
 
-    Files of a checkpoint are compared with their digests. Raises StorageError.
+    near: folder for the copy; if it does not exist, its closest existing parent is used. If the address is a
+    checkpoint, its files are compared with their digests. Raises StorageError.
     """
     if not is_remote(path):
         yield Path(path)
@@ -179,10 +181,10 @@ def publish_checkpoint(
     before_complete: Callable[[], None],
     moved: ProgressCallback = ignore_progress,
 ) -> dict[str, int]:
-    """Upload a local checkpoint. Returns the bytes of each file by name.
+    """Upload a local checkpoint. Returns the size of each file in bytes, by name.
 
-    before_complete: called after all files except COMPLETE were uploaded. Raises StorageError, and OSError if the local
-    files cannot be read.
+    before_complete: function that is called when all files except COMPLETE have been uploaded. moved: function that
+    receives the number of bytes transferred. Raises StorageError, and OSError if the local files cannot be read.
     """
     marker = json.loads((checkpoint.path / COMPLETE).read_text(encoding="utf-8"))
     sizes: dict[str, int] = marker["files"]
@@ -198,11 +200,10 @@ def publish_checkpoint(
 
 
 def prune_checkpoints(root: str, *, newest: int, keep: int) -> None:
-    """Keep the last `keep` complete checkpoints up to step `newest`, and remove other ones.
+    """Keep the last `keep` complete checkpoints up to step `newest`, and remove the others.
 
-    Beyond `newest`, which is the caller's own checkpoint, incomplete ones are removed; complete ones belong to another
-    run
-    and stay. Raises StorageError.
+    newest: step of the caller's newest checkpoint. Of the later checkpoints, incomplete ones are removed and complete
+    ones are kept, because they belong to another run. Raises StorageError.
     """
     names = transfer.list_objects(root)
     complete = {step for step in _step_numbers(names) if f"step_{step}/{COMPLETE}" in names}

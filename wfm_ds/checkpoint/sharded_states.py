@@ -1,7 +1,7 @@
-"""Training states sharded over some ranks, read for other ranks: any world size, any ZeRO stage, or without DeepSpeed.
+"""Training states of a checkpoint, read for any number of ranks and any ZeRO stage, or without DeepSpeed.
 
-Each rank's file holds flat tensors and, as metadata, the slices of parameters in them. A reader finds the elements of a
-parameter in whichever files have them.
+Each rank's file holds flat tensors and, as metadata, the slices of parameters that they contain. The elements of a
+parameter are collected from all files that have some of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rank_file_name(rank: int) -> str:
 
 
 def flat_name(state: str, group: int) -> str:
-    """Return the name of a flat tensor in a rank's file."""
+    """Return the name of the flat tensor of a state and optimizer group in a rank's file."""
     return f"{state}.{group}"
 
 
@@ -54,13 +54,15 @@ class ShardedStates:
         self._exit_stack.close()
 
     def read_metadata(self, rank: int) -> dict[str, Any]:
-        """Return the metadata that the rank saved with its tensors, as JSON values. Raises UserError like
-        `gather_states`."""
+        """Return the metadata that a rank saved with its tensors, as JSON values.
+
+        Raises UserError like `gather_states`.
+        """
         with self._translate_errors(rank):
             return {name: json.loads(text) for name, text in self._open_file(rank).metadata().items()}
 
     def read_layout(self, rank: int) -> Layout:
-        """Return the layout of this rank's flat tensors."""
+        """Return the layout of a rank's flat tensors."""
         if rank not in self._layouts:
             self._layouts[rank] = {
                 name: ShardSlice(*numbers) for name, numbers in self.read_metadata(rank)["layout"].items()
@@ -68,7 +70,7 @@ class ShardedStates:
         return self._layouts[rank]
 
     def parameter_sizes(self) -> dict[str, int]:
-        """Return the number of elements of each parameter over all ranks."""
+        """Return the number of elements of each parameter, summed over all ranks."""
         sizes: dict[str, int] = {}
         for rank in range(self.num_ranks):
             for name, piece in self.read_layout(rank).items():
@@ -76,14 +78,13 @@ class ShardedStates:
         return sizes
 
     def gather_states(self, layout: Layout, lengths: Sequence[int], rank: int) -> dict[str, list[Tensor]]:
-        """Return the flat tensors of every state, partitioned as in `layout`: per state one float32 CPU tensor per
-        group.
+        """Return every state, partitioned as in `layout`: float32 CPU tensors, one per optimizer group.
 
-        lengths: length of each group's flat tensor; elements outside all parameters are 0. rank: the rank whose file
-        probably
-        has the same layout, so that the other files need not be opened. A state that is one number per group (AdamW's
-        step) is
-        the same in all groups. Raises UserError if a file cannot be read or has other parameters.
+        lengths: length of each group's flat tensor; elements outside all parameters are 0.
+        rank: rank of the file to read first. If its layout equals `layout`, no other file is opened.
+
+        A state that is one number per group (AdamW's step) has the same value in all groups. Raises UserError if a file
+        cannot be read or has different parameters.
         """
         ranks: Sequence[int] = [rank]
         if self.read_layout(rank) != layout:
@@ -106,9 +107,9 @@ class ShardedStates:
         return flats
 
     def read_parameter(self, state: str, name: str, shape: Sequence[int]) -> Tensor:
-        """Return one parameter's state as a float32 CPU tensor, collected from all files.
+        """Return a state of one parameter as a float32 CPU tensor, collected from all files.
 
-        Raises UserError like `gather_states`, and if the number of elements differs.
+        Raises UserError like `gather_states`, and if the number of elements does not match `shape`.
         """
         tensor = torch.zeros(math.prod(shape))
         try:
@@ -118,13 +119,16 @@ class ShardedStates:
         return tensor.view(*shape)
 
     def state_names(self) -> list[str]:
-        """Return the names of the checkpoint's states: train, other policies, optimizer.NAME."""
+        """Return the names of the checkpoint's states: `train`, the other policies, and `optimizer.NAME`."""
         with self._translate_errors(0):
             names = self._open_file(0).keys()
             return sorted({name.rpartition(".")[0] for name in names})
 
     def _read_elements(self, out: Tensor, state: str, name: str, start: int, ranks: Sequence[int]) -> None:
-        """Fill `out` with the elements of a parameter's state from `start` on."""
+        """Fill `out` with consecutive elements of a parameter's state, from index `start` on.
+
+        ranks: ranks of the files to read.
+        """
         count = 0
         for rank in ranks:
             piece = self.read_layout(rank).get(name)
@@ -153,8 +157,10 @@ class ShardedStates:
         return self._files[rank]
 
     def _close_files(self) -> None:
-        """Close the files. They are memory-mapped, and the pages read count as this process's memory while they are
-        open."""
+        """Close the files.
+
+        They are memory-mapped, and as long as they are open, the pages read count as memory of the process.
+        """
         self._files.clear()
         self._exit_stack.close()
 

@@ -5,7 +5,8 @@
     checkpoints/LATEST             the name of the newest one, for people and scripts; not read here
 
 A folder with files that do not match its COMPLETE is not a checkpoint: it is skipped, and replaced when its step is
-saved again. A step_N.tmp of a killed run is removed at the start of the next save. All ranks share one file system.
+saved again. A step_N.tmp of a killed run is removed at the start of the next save. All ranks must share one file
+system.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]*)")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder with all of its files, in the sizes that were written."""
+    """A complete checkpoint folder: all of its files exist and have the sizes that were written."""
 
     path: Path
     step: int
@@ -44,7 +45,10 @@ class Checkpoint:
 
 
 class CheckpointSave:
-    """A checkpoint that is written by a thread on each rank while training continues. Collective: all methods."""
+    """A checkpoint that a thread on each rank writes while training continues.
+
+    All methods are collective, except `is_share_written`.
+    """
 
     def __init__(
         self,
@@ -59,12 +63,13 @@ class CheckpointSave:
     ) -> None:
         """Start writing `root/step_<step>`.
 
-        write: `write(folder)` runs in the thread on every rank, without communication, and returns the files that this
-        rank
-        wrote below the folder; it may raise OSError and UserError. metadata: JSON; rank 0's is stored. keep: number of
-        checkpoints to keep, including this one. protected_steps: called on rank 0; returns additional steps to keep.
-        Raises
-        UserError on all ranks if the folder cannot be created.
+        write: function that is called in the thread on every rank with the folder to write to. It must not communicate.
+        It returns the files that this rank wrote in the folder, and may raise OSError and UserError. metadata: JSON
+        values to store in COMPLETE; those of rank 0 are used.
+        keep: number of checkpoints to keep, including this one.
+        protected_steps: function that returns additional steps to keep; called on rank 0.
+
+        Raises UserError on all ranks if the folder cannot be created.
         """
         self.root, self.step, self.world, self.metadata = root, step, world, metadata
         self.keep, self.protected_steps = keep, protected_steps
@@ -78,13 +83,16 @@ class CheckpointSave:
         )
 
     def is_share_written(self) -> bool:
-        """Return whether this rank has finished or failed writing its files. Local, may differ between ranks."""
+        """Return whether this rank has stopped writing its files, successfully or not.
+
+        Not collective: the result may differ between ranks.
+        """
         return self._write_result.done()
 
     def commit(self) -> Path:
-        """Wait for all ranks, mark the checkpoint as complete, and remove old ones. Returns its path.
+        """Wait for all ranks, mark the checkpoint as complete, and remove old ones. Returns its path. Collective.
 
-        Raises UserError on all ranks if any failed; all older checkpoints are then intact.
+        Raises UserError on all ranks if any rank failed; all older checkpoints are then intact.
         """
         world, temporary_folder = self.world, self.temporary_folder
         try:
@@ -133,7 +141,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]]) -> None:
-    """Write this rank's files to disk, then a list of them."""
+    """Write this rank's files to disk, and then the list of these files."""
     files = write(making)
     for path in files:
         atomic.sync_to_disk(path)
@@ -144,7 +152,10 @@ def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]
 
 
 def _complete_folder(making: Path, step: int, world_size: int, facts: Mapping[str, Any]) -> None:
-    """Check the files, mark the checkpoint as complete and rename it. On rank 0, after every rank wrote its list."""
+    """Check the files, mark the checkpoint as complete and rename its folder.
+
+    Called on rank 0, after every rank has written its list of files.
+    """
     files: dict[str, int] = {}
     for rank in range(world_size):
         files |= json.loads((making / rank_marker_name(rank)).read_text(encoding="utf-8"))
@@ -166,7 +177,7 @@ def rank_marker_name(rank: int) -> str:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the checkpoint in this folder; None if it is not complete. `find_flaw` returns the reason."""
+    """Return the checkpoint in this folder; None if it is not complete (`find_flaw` returns the reason)."""
     result = _examine_folder(path)
     return result if isinstance(result, Checkpoint) else None
 
@@ -178,9 +189,9 @@ def find_flaw(path: Path) -> str | None:
 
 
 def _examine_folder(path: Path) -> Checkpoint | str:
-    """Return the checkpoint, or the reason why it is not complete.
+    """Return the checkpoint in this folder, or the reason why it is not complete.
 
-    COMPLETE or another file is missing, or the size of a file differs from COMPLETE.
+    Reasons: COMPLETE or another file is missing, or the size of a file differs from COMPLETE.
     """
     try:
         marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
@@ -201,7 +212,10 @@ def _examine_folder(path: Path) -> Checkpoint | str:
 
 
 def find_newest(root: Path) -> Checkpoint | None:
-    """Return the complete checkpoint with the highest step below `root`. Skipped ones are logged. Changes nothing."""
+    """Return the complete checkpoint with the highest step in folder `root`. Read-only.
+
+    Logs a warning for each incomplete checkpoint that it skips.
+    """
     for step in sorted(list_steps(root), reverse=True):
         checkpoint = read_checkpoint(root / f"step_{step}")
         if checkpoint is not None:
@@ -211,27 +225,27 @@ def find_newest(root: Path) -> Checkpoint | None:
 
 
 def find_flaws(root: Path) -> list[str]:
-    """Describe the flaw of each incomplete checkpoint folder below `root`."""
+    """Describe the flaw of each incomplete checkpoint in folder `root`."""
     folder_flaws = ((f"step_{step}", find_flaw(root / f"step_{step}")) for step in sorted(list_steps(root)))
     return [f"{name}: {reason}" for name, reason in folder_flaws if reason is not None]
 
 
 def list_steps(root: Path) -> list[int]:
-    """Return the steps that have a folder, complete or not."""
+    """Return the steps that have a folder in `root`, complete or not."""
     if not root.is_dir():
         return []
     return [int(match[1]) for entry in root.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name))]
 
 
 def steps_to_keep(steps: Collection[int], *, newest: int, keep: int) -> set[int]:
-    """Return the last `keep` steps up to `newest`."""
+    """Return the `keep` highest steps up to `newest`."""
     return set(sorted((step for step in steps if step <= newest), reverse=True)[:keep])
 
 
 def prune_checkpoints(root: Path, *, newest: int, keep: int, protected_steps: Collection[int] = ()) -> None:
-    """Keep the last `keep` checkpoints up to step `newest` and the protected ones, and remove the others.
+    """Keep the last `keep` checkpoints up to step `newest` and the protected steps, and remove the others.
 
-    Folders beyond `newest` are removed too: the run skipped them as damaged.
+    Folders with a step beyond `newest` are removed too, because the run skipped them as damaged.
     """
     all_steps = set(list_steps(root))
     steps_kept = steps_to_keep(all_steps, newest=newest, keep=keep) | {

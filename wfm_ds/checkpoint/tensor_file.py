@@ -1,7 +1,7 @@
-"""safetensors files written tensor by tensor, so that only one tensor needs to be in memory.
+"""Writing of safetensors files tensor by tensor, so that only one tensor needs to be in memory.
 
-The header of a safetensors file, and with it the position of each tensor, follows from names, shapes and dtypes alone.
-The result is byte-identical to the output of safetensors' own `save_file`, which needs all tensors of a file at once.
+The header of a safetensors file, which contains the position of each tensor, depends only on names, shapes and dtypes.
+The result is byte-identical to the output of safetensors' `save_file`, which needs all tensors of a file at once.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -31,11 +31,11 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPE_ORDER = {dtype: place for place, dtype in enumerate(DTYPE_NAMES)}
-ALIGNMENT = 8  # of the first tensor, in bytes
+ALIGNMENT = 8  # alignment of the first tensor in bytes
 
 
 class StoredTensorSpec(NamedTuple):
-    """The dtype and shape of a tensor that does not exist yet."""
+    """Dtype and shape of a tensor to write."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -46,7 +46,7 @@ class StoredTensorSpec(NamedTuple):
 
 
 class TensorFile:
-    """A new safetensors file, filled in any order and complete at the end of its `with` block.
+    """A new safetensors file. Its tensors may be written in any order, but all within the `with` block.
 
     Example::
 
@@ -76,9 +76,8 @@ class TensorFile:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, from any device, to its position.
 
-        Raises OSError; KeyError for an unknown name or one that was already written; ValueError if dtype or shape
-        differ from
-        the specification.
+        Raises OSError. Raises KeyError for an unknown name or one that was already written, ValueError if dtype or
+        shape differ from the specification.
         """
         spec = self._specs[name]
         if (tensor.dtype, tensor.shape) != (spec.dtype, spec.shape):

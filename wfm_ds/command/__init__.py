@@ -1,1 +1,1 @@
-"""The command `wfm`, which runs all programs of this package."""
+"""The command `wfm`, with a subcommand for each program of this package."""

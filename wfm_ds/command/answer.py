@@ -1,4 +1,4 @@
-"""`wfm answer MODEL --image a.png "question"`: ask a vision-language model. Greedy decoding."""
+"""`wfm answer MODEL --image a.png "question"`: ask a vision-language model a question. Decoding is greedy."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ def generate_answer(args: argparse.Namespace) -> str:
 
 
 def resolve_model(path: str) -> tuple[str, Path | None]:
-    """Return (model, adapter folder). For an adapter, the model is its base model. Raises ModelError if it has none."""
+    """Return (model, adapter folder). The folder is None if `path` is not an adapter.
+
+    For an adapter, the model is the base model that the adapter names. Raises ModelError if it names none.
+    """
     from wfm_ds.models.loading import read_json
 
     folder = Path(path).expanduser()
@@ -96,7 +99,7 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
 
 
 def decode_answer(network: Any, model: Any, sample: Any, max_tokens: int, device: Any) -> str:
-    """Decode the answer greedily, up to the end token or `max_tokens`."""
+    """Decode the answer greedily, until the end token or `max_tokens` tokens."""
     import torch
 
     from wfm_ds.language.packed_sequences import stack_media

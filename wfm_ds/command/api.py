@@ -22,7 +22,7 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.yaml_text import to_yaml
 
-ERROR_LINES = 20  # of the output, repeated in errors
+ERROR_LINES = 20  # number of output lines that are repeated in errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,23 @@ class ValidationSample:
 
 
 class Run:
-    """A run: a recipe and its output folder. Any number of objects may read the same folder; only one may train."""
+    """A run: a recipe and its output folder.
+
+    Any number of `Run` objects may read the same folder, but only one may train.
+    """
 
     def __init__(self, recipe: Recipe, train_arguments: list[str] | None = None) -> None:
-        """Use `from_recipe` or `open` instead. train_arguments: recipe and overrides for `wfm train`; None:
-        read-only."""
+        """Use `from_recipe` or `open` instead.
+
+        train_arguments: recipe and overrides for `wfm train`; None for a run that is only read.
+        """
         self.recipe, self._train_arguments = recipe, train_arguments
 
     @classmethod
     def from_recipe(cls, recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Run:
         """Create a run from a recipe: a YAML file, the name of a shipped recipe, or a mapping of sections.
 
-        overrides: values by `section.key` that replace those of the recipe. Raises RecipeError for an invalid recipe.
+        overrides: values by `section.key`, which replace those of the recipe. Raises RecipeError for an invalid recipe.
         """
         arguments = [f"{key}={_override_value(value)}" for key, value in (overrides or {}).items()]
         if isinstance(recipe, Mapping):
@@ -59,7 +64,7 @@ class Run:
 
     @classmethod
     def open(cls, output_dir: str | Path) -> Run:
-        """Open the output folder of a running or finished run. Raises RecipeError if it has no recipe."""
+        """Open the output folder of a running or finished run. Raises RecipeError if the folder has no recipe."""
         from wfm_ds.run.layout import RECIPE_FILE
 
         return cls(recipe_file.load_stored_recipe(Path(output_dir) / RECIPE_FILE, [f"run.output_dir={output_dir}"]))
@@ -76,11 +81,14 @@ class Run:
         return self.output_dir / PAGE
 
     def train(self, gpus: int | str = "all", *, overwrite: bool = False, show: bool = True) -> Run:
-        """Train, or resume from the newest checkpoint, until the run ends. Return self.
+        """Train, or resume from the newest checkpoint, until the run ends. Returns the run itself.
 
-        gpus: number of GPUs of this machine (`all` on a CPU: one process). overwrite: replace an existing run in the
-        folder. show: print the output of the command. A KeyboardInterrupt stops the run after saving a checkpoint.
-        Raises UserError for errors that `wfm train` reports, RunError if the run fails.
+        gpus: number of GPUs of this machine to use. `all` starts one process on a machine without GPUs.
+        overwrite: replace an existing run in the output folder.
+        show: print the output of the command.
+
+        A KeyboardInterrupt stops the run after saving a checkpoint. Raises UserError for errors that `wfm train`
+        reports, RunError if the run fails.
         """
         if self._train_arguments is None:
             raise UserError(f"{self.output_dir} is read-only: to train, create the run with Run.from_recipe")
@@ -91,7 +99,10 @@ class Run:
         return self
 
     def result(self) -> dict[str, Any]:
-        """Return result.json: status, step, metrics, artifacts. Raises UserError before the run has ended."""
+        """Return the content of result.json: status, step, metrics, artifacts.
+
+        Raises UserError if the run has not ended.
+        """
         from wfm_ds.run.layout import RESULT_FILE
 
         path = self.output_dir / RESULT_FILE
@@ -101,8 +112,11 @@ class Run:
         return result
 
     def metrics(self, *tags: str) -> list[dict[str, float]]:
-        """Return the rows of metrics.jsonl in order. tags: keep only these and `step`, and only rows with one of
-        them."""
+        """Return the rows of metrics.jsonl in order.
+
+        tags: if given, return only the rows with at least one of these tags, and of each row only `step` and these
+        tags.
+        """
         from wfm_ds.run.layout import METRICS_FILE
 
         rows = list(_read_jsonl(self.output_dir / METRICS_FILE))
@@ -111,7 +125,7 @@ class Run:
         return [{k: v for k, v in row.items() if k in ("step", *tags)} for row in rows if any(t in row for t in tags)]
 
     def samples(self, step: int | None = None) -> list[ValidationSample]:
-        """Return the validation samples, oldest first. step: only samples of this step."""
+        """Return the validation samples, oldest first. step: return only the samples of this step."""
         from wfm_ds.monitoring.samples import SAMPLES_FILE
 
         folders = (self.output_dir / "samples").glob("step_*")
@@ -127,7 +141,7 @@ class Run:
 
 
 def _run_command(arguments: list[str], show: bool) -> None:
-    """Run a command and stream its output. Raises UserError or RunError depending on the exit code."""
+    """Run a command and stream its output. Raises UserError or RunError if it fails, depending on the exit code."""
     last: deque[str] = deque(maxlen=ERROR_LINES)
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
@@ -164,7 +178,7 @@ def _override_value(value: Any) -> str:
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSONL file, without an incomplete last line."""
+    """Yield the rows of a JSONL file, except an incomplete last line."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)

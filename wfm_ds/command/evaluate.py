@@ -1,6 +1,6 @@
 """`wfm evaluate`: compare models on the same prompts and seeds, with paired statistics and a verdict.
 
-Exit codes: those of all commands, and 3 for the verdict given by --fail-on.
+The exit code is 3 if a model gets the verdict named by --fail-on. For other exit codes see `program.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     PromptAndSeed = tuple[Prompt, int]  # prompt and seed
 
 PAGE_FILE, JSON_FILE, CSV_FILE = "index.html", "evaluation.json", "evaluation.csv"
-VERDICT_EXIT_CODE = 3  # exit code
+VERDICT_EXIT_CODE = 3  # exit code if a model gets the verdict named by --fail-on
 VERDICTS = ("hacked", "improved", "unconfirmed", "no gain", "cannot tell")
 SAMPLING_OPTIONS = {  # option: recipe key (section `sampling`) that provides its default
     "height": "height",
@@ -75,7 +75,7 @@ def parser() -> CommandParser:
     p.add_argument(
         "--held-out", metavar="C,D", type=parse_names, default=[], help="held-out rewards, not used for training"
     )
-    p.add_argument("--judges", dest="held_out", type=parse_names, help=argparse.SUPPRESS)  # its former name
+    p.add_argument("--judges", dest="held_out", type=parse_names, help=argparse.SUPPRESS)  # former name of --held-out
     p.add_argument(
         "--seeds", type=parse_positive, default=4, metavar="N", help="seeds 0 to N-1 for each prompt (default 4)"
     )
@@ -106,7 +106,7 @@ def parser() -> CommandParser:
 
 
 def parse_names(text: str) -> list[str]:
-    """Parse comma-separated names. Raises ArgumentTypeError for none or duplicates."""
+    """Parse comma-separated names. Raises ArgumentTypeError if there are none, or for duplicates."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or len(set(parts)) < len(parts):
         raise argparse.ArgumentTypeError(f"{text!r} must be a list of distinct names")
@@ -136,9 +136,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fill_options(args: argparse.Namespace, base: EvaluatedModel, recipe: Recipe | None) -> None:
-    """Set unset options to the values of the recipe, else to the defaults of `wfm generate`.
+    """Set the options that were not given to the values of the recipe, or else to the defaults of `wfm generate`.
 
-    The size falls back to the default of the pipeline. Raises UserError if no size is known.
+    The default for the size is that of the pipeline. Raises UserError if no size is known.
     """
     from wfm_ds import generate
     from wfm_ds.models import registry
@@ -165,8 +165,11 @@ def fill_options(args: argparse.Namespace, base: EvaluatedModel, recipe: Recipe 
 def select_functions(
     args: argparse.Namespace, entries: Sequence[EvaluatedModel], prompts: Sequence[Prompt]
 ) -> dict[str, RewardFunction]:
-    """Return the rewards to measure, with the options from the runs. Raises UserError if a reward is unknown or cannot
-    score these prompts, or if a held-out reward was used for training."""
+    """Return the rewards to measure, with the options that the runs use.
+
+    Raises UserError if a reward is unknown or cannot score these prompts, or if a held-out reward was used for
+    training.
+    """
     from wfm_ds.models import registry
     from wfm_ds.recipe.sections import RewardFunction
     from wfm_ds.training.preflight import check_reward_needs
@@ -213,7 +216,10 @@ def evaluate_models(
     prompts: Sequence[Prompt],
     functions: Mapping[str, RewardFunction],
 ) -> EvaluationResults:
-    """Generate and score the samples of one model after another. Only one model is in memory at a time."""
+    """Generate and score the samples of one model after another.
+
+    Only one model is in memory at a time.
+    """
     from wfm_ds.evaluation.diversity import load_embedder
     from wfm_ds.evaluation.results import compare_models
     from wfm_ds.generate import memory_advice, sampling_summary
@@ -261,7 +267,7 @@ def load_model_sampler(args: argparse.Namespace, entry: EvaluatedModel) -> Sampl
 
 
 def check_text_only(args: argparse.Namespace, entry: EvaluatedModel) -> None:
-    """Raise UserError if a model needs inputs other than text. Does not load its weights."""
+    """Raise UserError if a model needs inputs other than text. Does not load the model's weights."""
     from wfm_ds.models import registry
 
     folder = registry.resolve_pipeline(entry.model, args.family, entry.revision, weights=False)
@@ -286,7 +292,10 @@ def free_memory() -> None:
 
 @contextlib.contextmanager
 def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[RewardClient]:
-    """Start a reward service and yield a client. If the service fails to start, its log is kept. Raises RewardError."""
+    """Start a reward service and yield a client of it.
+
+    Raises RewardError if the service fails to start; its log is then kept.
+    """
     from wfm_ds.recipe.sections import RewardRecipe
     from wfm_ds.rollout.rewards import RewardClient, RewardService
 
@@ -302,7 +311,10 @@ def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) ->
 
 
 class ModelEvaluator:
-    """Generate the samples of one model, write them to --out, and score them while the next ones are generated."""
+    """Generates the samples of one model, writes them to --out, and scores them.
+
+    Samples are scored while the next ones are generated.
+    """
 
     def __init__(
         self,
@@ -318,7 +330,10 @@ class ModelEvaluator:
         self.failures: dict[str, dict[str, Score]] = {}
 
     def measure_loss(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> ModelResults:
-        """Generate every prompt with every seed. Raises UserError if the files cannot be written."""
+        """Generate and score samples for every prompt with every seed, and return the results.
+
+        Raises UserError if the files cannot be written.
+        """
         from wfm_ds.evaluation.diversity import prompt_diversity
         from wfm_ds.evaluation.results import ModelResults
         from wfm_ds.monitoring.samples import write_sample_file, write_table
@@ -347,8 +362,10 @@ class ModelEvaluator:
         )
 
     def generate_samples(self, items: Sequence[PromptAndSeed]) -> Iterator[tuple[GeneratedSample, bool]]:
-        """Yield (sample, whether its latents are finite) in order. Batches are sent to the reward service on the
-        way."""
+        """Yield pairs (sample, whether its latents are finite) in order.
+
+        The samples are also sent to the reward service, in batches.
+        """
         from wfm_ds.generate import iterate_samples
 
         pending: list[tuple[GeneratedSample, bool]] = []
@@ -380,7 +397,11 @@ class ModelEvaluator:
 def training_rewards(
     recipe: Recipe | None, args: argparse.Namespace, measured: Sequence[str], base: ModelResults
 ) -> TrainedRewards:
-    """Return the rewards that a model was trained on: from its recipe, or --rewards if it has no recipe."""
+    """Return the rewards that a model was trained on.
+
+    They come from the model's recipe, or from --rewards if it has no recipe. measured: names of the rewards that were
+    measured. base: results of the base model.
+    """
     from wfm_ds.evaluation.results import TrainedRewards
     from wfm_ds.evaluation.score_arrays import scores_by_reward, unit_std_reward_recipe
 
@@ -404,7 +425,7 @@ def reward_backbone(reward: str) -> str:
 
 
 def write_report(out: Path, evaluation: EvaluationResults) -> None:
-    """Write the report's three files and print its tables."""
+    """Write the report as three files (HTML, JSON, CSV) and print its tables."""
     from wfm_ds.evaluation.html_page import render_page
     from wfm_ds.evaluation.report import format_csv, format_json, format_text
     from wfm_ds.storage import atomic

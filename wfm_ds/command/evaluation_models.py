@@ -1,4 +1,4 @@
-"""Resolve the model arguments of `wfm evaluate`: pipelines, LoRAs, exports and runs, with the recipe of the run."""
+"""Resolves the model arguments of `wfm evaluate`: pipelines, LoRAs, exports and runs, with the recipe of the run."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from wfm_ds.storage.filesystem import is_remote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedModel:
-    """One model to evaluate."""
+    """A model to evaluate."""
 
     argument: str  # as on the command line
     name: str  # in tables and folder names
     model: str  # the pipeline; for a LoRA, its base
     lora: Path | None = None
-    recipe: Recipe | None = None  # of its run
-    revision: str | None = None  # of `model`
+    recipe: Recipe | None = None  # recipe of its run, if there is one
+    revision: str | None = None  # Hub revision of `model`
 
 
 def resolve_models(
     arguments: Sequence[str], out: Path, revision: str | None, stack: contextlib.ExitStack
 ) -> list[EvaluatedModel]:
-    """Resolve the models, base first. If the first one is a LoRA, the base model of its run is inserted before it.
+    """Return the models to evaluate, the base model first.
 
-    Remote exports are copied to this machine until `stack` closes. Raises UserError.
+    If the first argument is a LoRA, or the only argument is the export of a run, the base model of its run is inserted
+    before it. Remote exports are copied to this machine and removed when `stack` closes. Raises UserError.
     """
     models: list[EvaluatedModel] = []
     for argument in arguments:
@@ -66,14 +67,17 @@ def resolve_models(
 
 
 def find_run_recipe(argument: str) -> Recipe | None:
-    """Return the recipe of the run that an export or folder belongs to; None if there is none."""
+    """Return the recipe of the run that an export or a folder belongs to; None if it belongs to no run."""
     full = argument.rstrip("/") if is_remote(argument) else str(Path(argument).absolute())
     root, separator, _ = full.partition(f"/{EXPORTS}/")
     return read_run_recipe(root)[1] if separator or (Path(root) / RECIPE_FILE).is_file() else None
 
 
 def find_newest_export(folder: Path, is_run: bool) -> Path:
-    """Return the newest export of a run folder; other folders unchanged. Raises UserError if the run has no export."""
+    """Return the newest export of a run folder. A folder that is not a run is returned unchanged.
+
+    Raises UserError if the run has no export.
+    """
     if not is_run or not (folder / RECIPE_FILE).is_file():
         return folder
     exports = (folder / EXPORTS).glob("step_*")
@@ -84,7 +88,7 @@ def find_newest_export(folder: Path, is_run: bool) -> Path:
 
 
 def find_adapter(folder: Path) -> Path | None:
-    """Return the LoRA folder: the folder itself or its lora/; None if there is none."""
+    """Return the LoRA folder: `folder` itself or its subfolder lora/; None if neither is a LoRA."""
     name = LORA_FILES[LORA_PREFIX]
     if (folder / INDEX_FILE).exists():
         return None
@@ -92,7 +96,7 @@ def find_adapter(folder: Path) -> Path | None:
 
 
 def base_model(argument: str, recipe: Recipe | None) -> EvaluatedModel:
-    """Return the base model of a run. Raises UserError if there is no recipe."""
+    """Return the base model of a run. Raises UserError if `recipe` is None."""
     if recipe is None:
         raise UserError(f"{argument} is a LoRA without a run: put its base model first")
     path = str(recipe.model.path)
@@ -106,7 +110,7 @@ def short_name(path: str) -> str:
 
 
 def make_names_unique(models: Sequence[EvaluatedModel]) -> list[EvaluatedModel]:
-    """Make names unique: prefix duplicates with the name of their run, or append a number."""
+    """Make the names unique: prefix duplicates with the name of their run, or append a number."""
     names = [model.name for model in models]
     runs = [model.argument.partition(f"/{EXPORTS}/") for model in models]
     long_names = [

@@ -41,7 +41,7 @@ IMAGE_TO_VIDEO_LINES = [
 
 @dataclass(frozen=True, slots=True)
 class PipelineSummary:
-    """Defaults and requirements of a diffusers pipeline."""
+    """Defaults and required inputs of a diffusers pipeline."""
 
     path: str
     title: str
@@ -56,7 +56,7 @@ class PipelineSummary:
 
 @dataclass(frozen=True, slots=True)
 class MediaSummary:
-    """Summary of a data folder."""
+    """Summary of the images and videos in a data folder."""
 
     summary: str
     num_samples: int
@@ -103,7 +103,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_pipeline(path: str) -> PipelineSummary:
-    """Read the configuration of a pipeline. From the Hub, downloads no weights. Raises ModelError."""
+    """Read the configuration of a pipeline. Raises ModelError.
+
+    For a pipeline on the Hub, no weights are downloaded.
+    """
     import diffusers
 
     from wfm_ds.models import registry
@@ -134,7 +137,7 @@ def read_pipeline(path: str) -> PipelineSummary:
 
 
 def measure_media(folder: Path, prompt: str | None) -> MediaSummary:
-    """Read a folder like `data.kind: folder` and measure some of its files. Raises DataError."""
+    """Read a folder as `data.kind: folder` does, and measure some of its files. Raises DataError."""
     from wfm_ds.data.folder import load_folder
     from wfm_ds.data.media import media_size
     from wfm_ds.data.pixels import BadMedia
@@ -209,9 +212,9 @@ def create_sft_sections(args: argparse.Namespace, model: PipelineSummary, media:
 
 
 def create_rl_sections(args: argparse.Namespace, model: PipelineSummary) -> tuple[str, Sections]:
-    """Return a summary of the prompts and the sections of an RL recipe with one reward.
+    """Return a summary of the prompts, and the sections of an RL recipe with one reward.
 
-    Raises UserError for a folder, invalid prompts or a reward that does not fit the model.
+    Raises UserError if --data is not a file, if its prompts are invalid, or if the reward does not fit the model.
     """
     from wfm_ds.data.prompts import load_prompts
     from wfm_reward import registry
@@ -268,7 +271,7 @@ def common_sections(args: argparse.Namespace, model: PipelineSummary, *, steps: 
 
 
 def training_size(model: PipelineSummary, sizes: Sequence[tuple[int, int]]) -> tuple[int, int, str]:
-    """Return (height, width, comment): the size of the pipeline, scaled down if the median file is too small."""
+    """Return (height, width, comment): the pipeline's size, scaled down if the median file is smaller."""
     scale = statistics.median(min(h / model.height, w / model.width) for h, w in sizes)
     if scale * MAX_UPSCALE >= 1:
         return model.height, model.width, "default of the pipeline"

@@ -1,6 +1,7 @@
 """Entry point of `wfm COMMAND ...`. Every command is a module with `parser()` and `run(args)`.
 
-Heavy packages are imported only after the arguments are parsed, so that `--help` is fast. Exit codes: see `program.py`.
+Heavy packages are imported only after the arguments are parsed, so that `--help` is fast. For exit codes see
+`program.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COMMANDS = {
     "data room": ("wfm_ds.data.room", "write room clips with camera paths"),
     "data brightness": ("wfm_ds.data.brightness", "write the clips with actions of the action quickstart"),
 }
-"""Commands in the order of the help: (module, description)."""
+"""Commands in the order of the help, each with its module and description."""
 EXAMPLE = "wfm train tiny/sd3_nft --gpus 2"
 
 
@@ -71,7 +72,7 @@ def format_overview() -> str:
 
 
 def find_command(arguments: Sequence[str]) -> str:
-    """Return the command that the arguments start with. Raises UserError with suggestions."""
+    """Return the name of the command in the arguments. Raises UserError, with suggestions, if it is unknown."""
     for count in (2, 1):
         if (name := " ".join(arguments[:count])) in COMMANDS:
             return name

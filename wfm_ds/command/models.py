@@ -48,7 +48,7 @@ def list_families() -> str:
 def describe_model(path: str, revision: str | None = None, *, weights: bool = False) -> str:
     """Describe a pipeline folder or Hub repository. weights: also download the weights.
 
-    Raises ModelError if it is not a pipeline or its family is not supported.
+    Raises ModelError if it is not a pipeline or if its family is not supported.
     """
     from wfm_ds.models import registry
     from wfm_ds.models.loading import read_json

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def list_recipes(words: list[str]) -> str:
-    """Return one line per recipe that contains all words. Raises UserError if there is none."""
+    """Return one line per recipe that contains all of `words`. Raises UserError if there is none."""
     lower_words = [word.lower() for word in words]
     rows = [
         (name, shipped_recipes.read_purpose(shipped_recipes.require_recipe(name)))

@@ -41,7 +41,7 @@ def format_media_types(reward: type[Reward]) -> str:
 
 
 def first_doc_line(reward: type[Reward]) -> str:
-    """Return the first line of the docstring."""
+    """Return the first line of a reward's docstring."""
     return (inspect.getdoc(reward) or "").partition("\n")[0]
 
 

@@ -1,4 +1,4 @@
-"""Settings that the checks need in addition to a family's class, and calls of its diffusers pipeline."""
+"""Settings that the checks need in addition to a family's class, and functions that run its diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SampleInputs: TypeAlias = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceInputs:
-    """A call of the diffusers pipeline for one sample with inputs."""
+    """A call of the diffusers pipeline for one sample with inputs, and the sample's size."""
 
     size: tuple[int, int, int]
     """Height, width, frames. The call may support only a few sizes."""
@@ -81,7 +81,7 @@ class Case:
 
 
 class FixedGridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
-    """Euler on fixed sigmas with float timesteps, so that a diffusers pipeline steps like our `ode`."""
+    """Euler on fixed sigmas with float timesteps. With it, a diffusers pipeline takes the steps of the `ode` solver."""
 
     def use_grid(self, sigmas: Sequence[float] | Tensor) -> FixedGridEuler:
         self.grid = [float(sigma) for sigma in sigmas[:-1]]
@@ -114,7 +114,10 @@ def denoise_latents(
     guidance_scale: float | Mapping[int, float] = 1.0,
     uncond: Conditioning | None = None,
 ) -> Tensor:
-    """Sample clean latents with our loop. guidance_scale: one number, or one per expert."""
+    """Sample clean latents with the wfm_ds sampling loop.
+
+    guidance_scale: one number, or one per expert. uncond: negative conditioning; None: no guidance.
+    """
 
     def predict(latents: Tensor, sigma: float) -> Tensor:
         sigma_B, expert = torch.full((len(latents),), sigma), model.select_expert(sigma)
@@ -129,9 +132,10 @@ def denoise_latents(
 
 
 def run_reference_pipeline(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: Any) -> Tensor:
-    """Run a diffusers pipeline for PROMPTS or more["prompt"] with these sigmas.
+    """Run a diffusers pipeline with these sigmas.
 
-    Returns images [B,C,H,W], videos [B,C,F,H,W], or latents in the pipeline's layout. more: call arguments.
+    Returns images [B,C,H,W], videos [B,C,F,H,W], or latents in the pipeline's layout. more: arguments of the pipeline
+    call; the default prompt is PROMPTS.
     """
     if not case.has_euler_scheduler:
         pipeline.scheduler = FixedGridEuler(shift=1.0).use_grid(sigmas)
@@ -159,10 +163,10 @@ def _output_tensor(output: Any) -> Tensor:
 
 
 def _add_batch_axis(video: Tensor) -> Tensor:
-    """Add a batch axis to a video's frames [F,C,H,W]; return latents [1,C,T,h,w] unchanged."""
+    """Add a batch axis to the frames [F,C,H,W] of a video. Latents [1,C,T,h,w] are returned unchanged."""
     return video if video.ndim == 5 else video[None]
 
 
 def _select_sample(value: Any, i: int) -> Any:
-    """Return the item of sample `i` of a per-sample argument."""
+    """Return the value of a call argument for sample `i`: its item of a list, or the whole value otherwise."""
     return value[i] if isinstance(value, list) else value

@@ -57,7 +57,7 @@ class CheckResult:
 
 
 def run_checks(subject: FamilyUnderTest, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
-    """Run the checks and yield their results. Any exception in the family's code is a failure too."""
+    """Run the checks and yield their results. An exception in the family's code also counts as a failure."""
     for check in checks:
         name = check.__name__.removeprefix("check_").replace("_", " ")
         try:

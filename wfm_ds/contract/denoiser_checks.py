@@ -38,7 +38,7 @@ INVALID_ARGUMENTS: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, An
 
 
 def check_batch_matches_samples(subject: FamilyUnderTest) -> None:
-    """A batch of two different prompts and sigmas equals the single samples."""
+    """Denoising two samples with different prompts and sigmas in a batch equals denoising each separately."""
     model = subject.model
     latents, sigma, conditioning = subject.denoise_arguments(model)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def check_batch_matches_samples(subject: FamilyUnderTest) -> None:
 
 
 def check_invalid_arguments(subject: FamilyUnderTest) -> None:
-    """`denoise` rejects invalid arguments and names the problem."""
+    """`denoise` rejects invalid arguments with a message that names the problem."""
     model = subject.model
     valid = subject.denoise_arguments(model)
     for description, change, message in INVALID_ARGUMENTS:
@@ -58,7 +58,7 @@ def check_invalid_arguments(subject: FamilyUnderTest) -> None:
 
 
 def check_unsupported_frames(subject: FamilyUnderTest) -> None:
-    """Incomplete conditioning frames are rejected, and any for a family without support."""
+    """`denoise` rejects incomplete conditioning frames. Families without support reject any conditioning frames."""
     model = subject.model
     conditioning = model.encode_text(PROMPTS) | {MASK_KEY: torch.zeros(2, 1, 1, 1, 1)}
     message = "both of" if model.supports_clean_frames else "must hold"
@@ -68,13 +68,13 @@ def check_unsupported_frames(subject: FamilyUnderTest) -> None:
 
 
 def check_prompt_lists(subject: FamilyUnderTest) -> None:
-    """An empty list of prompts and a string are rejected."""
+    """`encode_text` rejects an empty list and a plain string."""
     for description, prompts in (("an empty list", []), ("a string", "a red circle")):
         require_value_error(description, subject.model.encode_text, prompts, message="list of at least one text")
 
 
 def check_block_classes(subject: FamilyUnderTest) -> None:
-    """block_classes match the network's blocks, and the block lists of the case if it names them."""
+    """`block_classes` match the network's blocks, and the block lists of the case if it names any."""
     model, case = subject.model, subject.case
     matches = [m for m in model.denoiser.modules() if isinstance(m, model.block_classes)]
     for block_class in model.block_classes:
@@ -98,7 +98,7 @@ def check_num_tokens(subject: FamilyUnderTest) -> None:
 
 
 def check_lora_and_checkpointing(subject: FamilyUnderTest) -> None:
-    """LoRA matches every target, and gradient checkpointing does not change gradients."""
+    """LoRA finds a layer for every target, and gradient checkpointing does not change gradients."""
     model = subject.load_model()
     for target in model.default_lora_targets:
         fail_unless(bool(match_linear_layers(model.denoiser, [target])), f"no linear layer's name ends with {target}")
@@ -116,9 +116,9 @@ def check_lora_and_checkpointing(subject: FamilyUnderTest) -> None:
 
 
 def check_unused_parameters(subject: FamilyUnderTest) -> None:
-    """unused_parameter_patterns match exactly the parameters without gradient in full training.
+    """unused_parameter_patterns match exactly the parameters that get no gradient in full training.
 
-    Weight decay would shrink other parameters without gradient.
+    Weight decay would shrink parameters without a gradient that the patterns do not match.
     """
     model = subject.load_model()
     model.denoiser.requires_grad_(True)
@@ -136,7 +136,7 @@ def _require_no_names(problem: str, names: set[str] | frozenset[str]) -> None:
 
 
 def add_random_adapter(model: DiffusionModel, b_std: float) -> None:
-    """Add LoRA (rank 2, alpha 6) to the family's targets, with random B of this std."""
+    """Add LoRA (rank 2, alpha 6) to the family's targets. The B matrices are random with std `b_std`."""
     module: Any = model.denoiser
     targets = peft_targets(module, model.default_lora_targets)
     module.requires_grad_(False)
@@ -148,7 +148,7 @@ def add_random_adapter(model: DiffusionModel, b_std: float) -> None:
 
 
 def compute_gradients(subject: FamilyUnderTest, model: DiffusionModel, *, checkpointing: bool) -> dict[str, Tensor]:
-    """Return gradients by parameter name, with a loss on each expert; zeros for parameters without gradient."""
+    """Return gradients by parameter name for a loss on every expert; zeros for parameters without a gradient."""
     for part in model.denoiser_components:
         getattr(model.pipeline, part).gradient_checkpointing = False
     module: Any = model.denoiser

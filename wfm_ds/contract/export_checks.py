@@ -1,4 +1,4 @@
-"""Checks of exports: diffusers generates the same as the trained model, and exported adapters can be loaded again."""
+"""Checks of exports: diffusers generates the same latents as the trained model, and adapters can be reloaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_TRAINING_EFFECT = 1e-2  # minimum change of the latents by training, so that
 
 @dataclass
 class ExportSource:
-    """The engine methods that an export uses, for a denoiser in one process."""
+    """Provides the engine methods that an export uses, for a denoiser in one process."""
 
     model: DiffusionModel
     uses_lora: bool
@@ -42,7 +42,7 @@ class ExportSource:
 
 
 def check_lora_export(subject: FamilyUnderTest) -> None:
-    """diffusers generates the same latents from an exported LoRA, and our own loading is bit-identical."""
+    """diffusers generates the same latents from an exported LoRA, and reloading it gives bit-identical latents."""
     model = subject.load_model()
     before = subject.sample_latents(model)
     model.prepare_for_lora(model.default_lora_targets)
@@ -62,7 +62,7 @@ def check_lora_export(subject: FamilyUnderTest) -> None:
 
 
 def check_full_export(subject: FamilyUnderTest) -> None:
-    """diffusers generates the same latents from an export of all weights."""
+    """diffusers generates the same latents from a full export."""
     model = subject.load_model()
     before = subject.sample_latents(model)
     generator = torch.Generator().manual_seed(1)

@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 SEEDS = [11, 12]
 NO_CASE_INPUTS = "the family has inputs: set `inputs` of the case to the arrays of two samples"
-MAX_FRAMES = 64  # up to which two latent frames are searched
+MAX_FRAMES = 64  # largest number of frames to try for two latent frames
 
 
 class CheckFailed(Exception):
-    """A check failed. The message is one sentence."""
+    """Raised if a check fails. The message is one sentence."""
 
 
 class CheckNotApplicable(Exception):
-    """A check does not apply to the family. The message gives the reason."""
+    """Raised if a check does not apply to the family. The message gives the reason."""
 
 
 def fail_unless(condition: bool, message: str) -> None:
@@ -51,7 +51,10 @@ def fail_unless(condition: bool, message: str) -> None:
 
 
 def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol: float = 0.0) -> None:
-    """Raise CheckFailed with the difference unless shapes are equal and values are close."""
+    """Raise CheckFailed unless `got` and `want` have equal shapes and close values.
+
+    The message names the largest difference.
+    """
     fail_unless(
         got.shape == want.shape, f"{description}: the shape is {list(got.shape)} and should be {list(want.shape)}"
     )
@@ -62,7 +65,7 @@ def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol
 
 @dataclass(frozen=True)
 class FamilyUnderTest:
-    """The folder of a tiny pipeline and its family: a built-in one, or the user's class."""
+    """The folder of a tiny pipeline and its family: a built-in family, or the user's class."""
 
     folder: Path
     case: Case
@@ -70,7 +73,7 @@ class FamilyUnderTest:
 
     @cached_property
     def model(self) -> DiffusionModel:
-        """The model in float32, shared by checks that do not modify it."""
+        """The model in float32, shared by all checks that do not modify it."""
         return self.load_model()
 
     def load_model(self, dtype: torch.dtype = torch.float32, **options: Any) -> DiffusionModel:
@@ -84,7 +87,7 @@ class FamilyUnderTest:
         return self.load_model(inputs=sorted({name for row in self.sample_inputs() for name in row}))
 
     def sample_inputs(self) -> list[SampleInputs]:
-        """Return the inputs of two samples of `size`; empty if the case has none."""
+        """Return the inputs of two samples with size `size`; empty if the case has no inputs."""
         return [] if self.case.inputs is None else list(self.case.inputs(*self.size))
 
     def load_reference_pipeline(self) -> Any:
@@ -92,7 +95,7 @@ class FamilyUnderTest:
 
     @cached_property
     def size(self) -> tuple[int, int, int]:
-        """Height, width, frames."""
+        """Height, width and number of frames of the samples, in pixels."""
         if self.case.size is not None:
             return self.case.size
         frames = self._find_two_latent_frames() if self.model.is_video else 1
@@ -117,7 +120,7 @@ class FamilyUnderTest:
         return draw_cpu_normal(SEEDS[:count], self.latent_shape)
 
     def noise_generators(self) -> list[torch.Generator]:
-        """Return generators with which the diffusers pipeline draws the same noise."""
+        """Return generators that make the diffusers pipeline draw the same noise as `initial_noise`."""
         return [torch.Generator("cpu").manual_seed(seed) for seed in SEEDS]
 
     def random_pixels(self, count: int = 2) -> Tensor:
@@ -129,7 +132,10 @@ class FamilyUnderTest:
     def denoise_arguments(
         self, model: DiffusionModel, count: int = 2, expert: int = 0
     ) -> tuple[Tensor, Tensor, Conditioning]:
-        """Return arguments of `denoise` with different sigmas, prompts, conditioning frames and required inputs."""
+        """Return arguments of `denoise` for `count` samples.
+
+        Sigmas, prompts and numbers of conditioning frames differ between the samples. Required inputs are included.
+        """
         num_frames = (
             (min(model.conditioning_frame_counts), max(model.conditioning_frame_counts))
             if model.supports_clean_frames
@@ -139,7 +145,7 @@ class FamilyUnderTest:
         return self.initial_noise(count), torch.tensor(self.case.sigmas[expert])[:count], conditioning
 
     def encode_prompts(self, model: DiffusionModel, prompts: Sequence[str]) -> Conditioning:
-        """Format and encode prompts as a run does, with required inputs and conditioning frames."""
+        """Format and encode prompts as in a run, including required inputs and conditioning frames."""
         text = model.encode_text([model.format_prompt(prompt, *self.size) for prompt in prompts])
         return text | self.encode_required_inputs(model, len(prompts))
 
@@ -168,7 +174,7 @@ class FamilyUnderTest:
     def encode_inputs(
         self, model: DiffusionModel, rows: Sequence[SampleInputs], frames: Sequence[npt.NDArray[np.uint8]]
     ) -> Conditioning:
-        """Encode the inputs of samples, with first frames if the family takes them as an input."""
+        """Encode the inputs of samples. If the family takes the first frame as an input, `frames` are included."""
         if not model.uses_clean_frames:
             rows = [row | {FIRST_FRAME: frame.astype(np.float32)} for row, frame in zip(rows, frames, strict=False)]
         return model.encode_inputs(rows, self.size[2], self.size[:2]) if any(rows) else {}
@@ -190,11 +196,11 @@ class FamilyUnderTest:
         return {**call, **required, **more}
 
     def sample_latents(self, model: DiffusionModel, steps: int = 3) -> Tensor:
-        """Sample latents for PROMPTS and SEEDS with our loop, without guidance."""
+        """Sample latents for PROMPTS and SEEDS with the wfm_ds sampling loop, without guidance."""
         grid = model.sigmas(steps, self.latent_shape)
         return denoise_latents(model, self.initial_noise(), self.encode_prompts(model, PROMPTS), grid, solver="ode")
 
     def reference_latents(self, pipeline: Any, sigmas: Sequence[float] | Tensor, **call: Any) -> Tensor:
-        """Return the latents that a diffusers pipeline generates, in our layout."""
+        """Return the latents that a diffusers pipeline generates, in the layout of wfm_ds."""
         latents = run_reference_pipeline(pipeline, self.case, sigmas, **call)
         return latents if self.case.unpack_latents is None else self.case.unpack_latents(self.model, latents)

@@ -1,4 +1,4 @@
-"""Checks of inputs in addition to text and conditioning frames: `input_specs` and `encode_inputs` of a family."""
+"""Checks of a family's `input_specs` and `encode_inputs`: inputs other than text and conditioning frames."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIN_INPUT_EFFECT = 1e-3  # minimum change of velocities, which have magnitude 1
 
 
 def check_inputs_change_velocity(subject: FamilyUnderTest) -> None:
-    """Two samples that only differ in their inputs have different velocities."""
+    """Samples that differ only in their inputs get different velocities."""
     one, other = _predict_velocity(subject, _encode_identical_texts(subject) | _encode_all_inputs(subject))
     difference = float((one - other).abs().max())
     fail_unless(difference > MIN_INPUT_EFFECT, f"other inputs change the velocity by only {difference:.1g}")
@@ -48,7 +48,10 @@ def check_swapped_inputs(subject: FamilyUnderTest) -> None:
 
 
 def check_batch_with_inputs(subject: FamilyUnderTest) -> None:
-    """A batch of two samples with different prompts, noise and inputs equals the single samples."""
+    """Denoising two samples with different inputs in a batch equals denoising each separately.
+
+    Their prompts and noise differ as well.
+    """
     model, case = _load_model(subject), subject.case
     latents, sigma, text = _call_arguments(subject)
     inputs = _encode_all_inputs(subject)
@@ -85,7 +88,7 @@ def check_inputs_in_both_guidance_halves(subject: FamilyUnderTest) -> None:
 
 
 def check_inputs_match_reference(subject: FamilyUnderTest) -> None:
-    """Our loop generates the same latents from inputs as diffusers."""
+    """The wfm_ds sampling loop generates the same latents from inputs as diffusers."""
     model, case = _load_model(subject), subject.case
     reference = case.reference_inputs
     if reference is None:
@@ -107,7 +110,7 @@ def check_inputs_match_reference(subject: FamilyUnderTest) -> None:
 
 
 def check_missing_inputs(subject: FamilyUnderTest) -> None:
-    """Optional inputs may be omitted, and omitting required inputs raises ValueError."""
+    """Samples without optional inputs are accepted. Samples without required inputs raise ValueError."""
     model = _load_model(subject)
     rows, required = subject.sample_inputs(), _list_required_inputs(model)
     for name in required:
@@ -139,7 +142,7 @@ def _list_required_inputs(model: DiffusionModel) -> list[str]:
 
 
 def _encode_all_inputs(subject: FamilyUnderTest) -> Conditioning:
-    """Encode the inputs of two samples and check the keys."""
+    """Encode the inputs of two samples and check the keys of the result."""
     model = _load_model(subject)
     inputs = _encode_rows(subject, model, subject.sample_inputs())
     unknown = sorted(inputs.keys() - model.optional_conditioning_keys)
@@ -173,7 +176,7 @@ def _predict_velocity(subject: FamilyUnderTest, conditioning: Conditioning) -> T
 
 
 def _encode_rows(subject: FamilyUnderTest, model: DiffusionModel, rows: Sequence[SampleInputs]) -> Conditioning:
-    """Encode the inputs of samples with the same first frame."""
+    """Encode the inputs `rows` of samples that share one first frame."""
     return subject.encode_inputs(model, rows, subject.first_frames[:1] * len(rows))
 
 

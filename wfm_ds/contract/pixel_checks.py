@@ -28,7 +28,7 @@ def require_value_error(description: str, call: Callable[..., Any], *arguments: 
 
 
 def check_size_multiples(subject: FamilyUnderTest) -> None:
-    """Heights and widths are multiples of one number, and other sizes are rejected with that number."""
+    """latent_shape accepts exactly the multiples of `size_multiple`. The error for other sizes names that multiple."""
     model, frames = subject.model, subject.size[2]
     multiple = model.size_multiple(frames)
     for size in range(1, 2 * multiple + 2):
@@ -43,7 +43,7 @@ def check_size_multiples(subject: FamilyUnderTest) -> None:
 
 
 def check_shapes(subject: FamilyUnderTest) -> None:
-    """Encoded latents are float32 with the shape of latent_shape, and decode to pixels of the same size."""
+    """Latents are float32 with the shape from latent_shape, and decode to pixels of the original size."""
     model, (height, width, frames) = subject.model, subject.size
     pixels = subject.random_pixels()
     latents = model.encode_pixels(pixels)
@@ -58,7 +58,10 @@ def check_shapes(subject: FamilyUnderTest) -> None:
 
 
 def check_encode_inverts_decode(subject: FamilyUnderTest) -> None:
-    """The normalizations of encoding and decoding cancel. (A random VAE does not reconstruct the pixels.)"""
+    """Decoding inverts the normalization of latents that encoding applies.
+
+    The pixels themselves are not compared with the original, because a random VAE does not reconstruct them.
+    """
     model, vae = subject.model, subject.model.pipeline.vae
     pixels = subject.random_pixels()
     scaled = 2 * (pixels[:, :, None] if subject.case.vae_has_frame_axis else pixels) - 1
@@ -76,7 +79,10 @@ def check_encode_inverts_decode(subject: FamilyUnderTest) -> None:
 
 
 def check_bfloat16_denoiser(subject: FamilyUnderTest) -> None:
-    """A bfloat16 denoiser returns a close float32 velocity. Its float32 modules and other components stay float32."""
+    """A bfloat16 denoiser returns float32 velocities that are close to those of a float32 denoiser.
+
+    Its modules that must be float32, and all other components, stay float32.
+    """
     low = subject.load_model(torch.bfloat16)
     float32_modules = low.pipeline.transformer._keep_in_fp32_modules or []
     for name, parameter in low.denoiser.named_parameters():
@@ -93,7 +99,10 @@ def check_bfloat16_denoiser(subject: FamilyUnderTest) -> None:
 
 
 def check_bfloat16_vae(subject: FamilyUnderTest) -> None:
-    """A bfloat16 VAE takes and returns float32, close to a float32 VAE, and its latents have another cache key."""
+    """A bfloat16 VAE takes and returns float32 values that are close to those of a float32 VAE.
+
+    Its latents have a different cache key.
+    """
     model, low = subject.model, subject.load_model(vae_dtype=torch.bfloat16)
     pixels = subject.random_pixels()
     latents = model.encode_pixels(pixels)

@@ -1,4 +1,4 @@
-"""Checks of sampling: latents and pixels equal the diffusers pipeline's."""
+"""Checks of sampling: latents and pixels are equal to those of the diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ MIN_PROMPT_EFFECT = 1e-3  # minimum pixel difference between two prompts, pixels
 
 
 def check_latents_without_guidance(subject: FamilyUnderTest) -> None:
-    """Our loop generates the same latents as diffusers, for two prompts in one batch."""
+    """Without guidance, wfm_ds generates the same latents as diffusers, for two prompts in one batch."""
     _require_same_latents(subject, 1.0, None)
 
 
 def check_latents_with_guidance(subject: FamilyUnderTest) -> None:
-    """The same with guidance and the pipeline's default negative prompt."""
+    """With guidance and the pipeline's default negative prompt, wfm_ds generates the same latents as diffusers."""
     _skip_unsupported_guidance(subject, GUIDANCE_SCALE)
     _require_same_latents(subject, GUIDANCE_SCALE, None)
 
 
 def check_latents_with_another_embedded_guidance(subject: FamilyUnderTest) -> None:
-    """Another embedded guidance scale changes the latents, as in diffusers."""
+    """Changing the embedded guidance scale changes the latents, in the same way as in diffusers."""
     if subject.model.embedded_guidance is None:
         raise CheckNotApplicable("the network does not support embedded guidance")
     other = subject.load_model(embedded_guidance=2 * subject.model.embedded_guidance)
@@ -56,7 +56,7 @@ def _skip_unsupported_guidance(subject: FamilyUnderTest, w: float) -> None:
 
 
 def check_latents_with_a_negative_prompt(subject: FamilyUnderTest) -> None:
-    """The same with a negative prompt."""
+    """With guidance and a negative prompt, wfm_ds generates the same latents as diffusers."""
     if not subject.case.takes_negative_prompt:
         raise CheckNotApplicable("the diffusers pipeline has no negative prompt")
     _require_same_latents(subject, GUIDANCE_SCALE, "a blue square")
@@ -75,7 +75,7 @@ def _require_same_latents(subject: FamilyUnderTest, w: float, negative: str | No
 
 
 def check_decoded_pixels(subject: FamilyUnderTest) -> None:
-    """Decoded pixels equal diffusers' and have the documented layout."""
+    """Decoded pixels equal those of diffusers and have the documented layout."""
     model, case = subject.model, subject.case
     pipeline, grid = subject.load_reference_pipeline(), model.sigmas(2, subject.latent_shape)
     latents = subject.reference_latents(pipeline, grid, **subject.pipeline_call_kwargs(1.0))
@@ -127,7 +127,7 @@ def check_prompts_matter(subject: FamilyUnderTest) -> None:
 
 
 def check_grid_ends_at_clean_latents(subject: FamilyUnderTest) -> None:
-    """Following the exact velocity from noise ends at the clean latents."""
+    """Integrating the exact velocity over the pipeline's sigmas, starting from noise, ends at the clean latents."""
     model = subject.model
     clean, latents = subject.initial_noise(), subject.initial_noise().flip(0)
     grid = model.sigmas(10, subject.latent_shape)
@@ -137,7 +137,7 @@ def check_grid_ends_at_clean_latents(subject: FamilyUnderTest) -> None:
 
 
 def check_conditioning_frames(subject: FamilyUnderTest) -> None:
-    """Conditioning frames work as in diffusers, stay unchanged, and affect the other frames."""
+    """Conditioning frames stay unchanged and affect the other frames, with the same latents as in diffusers."""
     model, case = subject.model, subject.case
     if case.conditioning_frames_call is None:
         raise CheckNotApplicable("the case has no conditioning_frames_call")

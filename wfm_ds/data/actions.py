@@ -1,4 +1,7 @@
-"""Width, scaling and library of a run's actions, read before any model is loaded and identical on every rank."""
+"""Width, scaling and trajectory library of a run's actions.
+
+They are read before any model is loaded and are identical on every rank.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from wfm_ds.data.trajectories import ACTIONS, ActionScaling, Floats, load_scalin
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.schema import Recipe
 
-NUM_PROBED = 16  # samples read to find the width of the actions
+NUM_PROBED = 16  # number of samples read to find the width of the actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,7 @@ class ActionData:
 
 
 def load_action_data(recipe: Recipe, samples: Sequence[Sample]) -> ActionData | None:
-    """Load the action width, scaling and library of a recipe. Return None if data.inputs has no actions.
+    """Load the action width, scaling and trajectory library of a recipe. Return None if data.inputs has no actions.
 
     Raises DataError if a file cannot be used.
     """
@@ -47,7 +50,7 @@ def load_action_data(recipe: Recipe, samples: Sequence[Sample]) -> ActionData | 
 
 
 def probe_action_width(samples: Sequence[Sample]) -> int:
-    """Return the most common action width among the first samples. Raises DataError if none can be read."""
+    """Return the most common action width among the first samples. Raises DataError if no actions can be read."""
     widths: Counter[int] = Counter()
     for sample in samples[:NUM_PROBED]:
         try:
@@ -65,9 +68,9 @@ def probe_action_width(samples: Sequence[Sample]) -> int:
 
 
 def load_trajectory_library(path: Path, shape: tuple[int, int], scaling: ActionScaling | None) -> Floats:
-    """Load N trajectories from an .npy file [N,F-1,D] and scale them like the data's actions.
+    """Load N trajectories from an .npy file [N,F-1,D] and scale them like the actions of the training data.
 
-    shape: required (F-1, D). Raises DataError.
+    shape: required (F-1, D). Raises DataError if the file cannot be used.
     """
     try:
         with path.open("rb") as file:

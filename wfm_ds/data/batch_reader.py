@@ -1,6 +1,6 @@
-"""Prefetching of decoded samples in threads, with substitution and counting of bad files.
+"""Reads and decodes batches in advance, in threads. Replaces bad files by substitutes and counts them.
 
-Subclasses decide which sample belongs to a position.
+Subclasses decide which sample is used at each position.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ READ_TIMEOUT_S = 300.0  # per sample, so that a hanging file system causes an er
 
 
 def candidate_offsets(offset: int, num_samples: int) -> list[int]:
-    """Return the offsets to try: the offset itself, then its substitutes half an epoch away."""
+    """Return the offsets (positions within an epoch) to try: `offset`, then substitutes half an epoch away from it."""
     half_epoch = (num_samples + 1) // 2
     return [offset, *((offset + half_epoch + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
 
@@ -43,12 +43,12 @@ def candidate_offsets(offset: int, num_samples: int) -> list[int]:
 class TrainingSample:
     """One decoded sample of a batch."""
 
-    sample_id: str  # of the substitute if the file was bad
+    sample_id: str  # id of the substitute if the file was bad
     epoch: int
-    position: int  # over all epochs; unique in a run, seeds noise and noise level
+    position: int  # in the endless pass; unique in a run; seeds noise and noise level
     prompt: Prompt
-    media: Media | None  # None on ranks that do not read; the same for framing
-    framing: Framing | None  # of its pixels or latents
+    media: Media | None  # None on ranks that do not read files, like framing
+    framing: Framing | None  # of the pixels or latents
     pixels: npt.NDArray[np.uint8] | None  # [H,W,3] of an image, [F,H,W,3] of a video; None with cached latents
     latents: Any = None  # from cached_latents
     rejected: TrainingSample | None = None  # rejected sample of a pair, with the same framing
@@ -56,7 +56,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Result of reading a position: the sample (None if all candidates were bad) and the bad files."""
+    """Result of reading one position: the sample (None if all candidates were bad) and the bad files."""
 
     sample: TrainingSample | None
     failures: tuple[BadMedia, ...]
@@ -72,10 +72,10 @@ class SampleCandidate:
 
 
 class BatchReader(ABC):
-    """Batches of an endless pass over the data.
+    """Batches from an endless pass over the data. A position is an index into this pass.
 
-    Optimizer step s uses positions (s-1) * global_batch to s * global_batch, partitioned over the data-parallel ranks.
-    `bad` counts the bad files read by this rank by reason, including repeats.
+    Optimizer step s uses positions (s-1) * global_batch to s * global_batch - 1, partitioned over the data-parallel
+    ranks. `bad` counts the bad files that this rank read, by reason and including repeats.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class BatchReader(ABC):
         rejected: Mapping[str, int] = MappingProxyType({}),
         inputs: InputReader | None = None,
     ) -> None:
-        """num_samples: size of the dataset; None if unknown. For other arguments see BatchSource."""
+        """num_samples: size of the dataset; None if unknown. For the other arguments see BatchSource."""
         self.global_batch = global_batch
         self.seed = seed
         self.max_bad_fraction = max_bad_fraction
@@ -106,13 +106,13 @@ class BatchReader(ABC):
 
     @abstractmethod
     def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
-        """Yield the sample of a position, then its substitutes. Runs in worker threads and must not change state."""
+        """Yield the sample at a position, then its substitutes. Runs in worker threads and must not change state."""
 
     def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
         """Return this rank's contiguous shard of the global batch of optimizer step `step` (from 1), in order.
 
-        Raises DataError on this rank only, if too many files were bad (max_bad_fraction) or a file and all its
-        substitutes are bad. The caller must propagate the error to the other ranks.
+        Raises DataError if too many files were bad (max_bad_fraction), or if a file and all its substitutes are bad.
+        The error is raised on this rank only; the caller must propagate it to the other ranks.
         """
         positions, next_positions = (self._batch_positions(s, rank, world_size) for s in (step, step + 1))
         return self.read_positions(positions, ahead=next_positions)
@@ -120,14 +120,17 @@ class BatchReader(ABC):
     def read_positions(self, positions: Sequence[int], *, ahead: Sequence[int] = ()) -> list[TrainingSample]:
         """Return the samples at these positions of the endless pass, in order. Raises DataError like `read_batch`.
 
-        ahead: positions of the next call, prefetched in the background.
+        ahead: positions of the next call, which are read in the background.
         """
         futures = self._submit(positions)
         self._ahead = self._submit(ahead)
         return [self._wait_for_sample(position, future) for position, future in futures.items()]
 
     def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
-        """Return `data/bad/REASON`: entries rejected by the scan and bad files read by all ranks. Collective."""
+        """Return the metrics `data/bad/REASON`: entries rejected by the scan and bad files read, over all ranks.
+
+        world_sums: function that sums metrics over all ranks. Collective.
+        """
         counts = world_sums({f"data/bad/{reason}": self.bad[reason] for reason in BAD_MEDIA_REASONS})
         return counts | {f"data/bad/{reason}": count for reason, count in self.rejected.items()}
 
@@ -145,7 +148,7 @@ class BatchReader(ABC):
         self._recent.extend(bool(bad) for bad in state["recent"])
 
     def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
-        """Restore from the states of all ranks, for any old world size. No file is logged or counted twice."""
+        """Restore the records of all ranks, for any previous world size. No file is logged or counted twice."""
         if len(states) == world_size:
             self.restore(states[rank])
             return
@@ -165,13 +168,13 @@ class BatchReader(ABC):
         return range(first, first + size)
 
     def _submit(self, positions: Sequence[int]) -> dict[int, Future[LoadResult]]:
-        for position in self._ahead.keys() - set(positions):  # after a jump to another step
+        for position in self._ahead.keys() - set(positions):  # left over after a jump to another step
             self._ahead.pop(position).cancel()
         ahead = self._ahead
         return {p: ahead.pop(p) if p in ahead else self._pool.submit(self._load_first_usable, p) for p in positions}
 
     def _load_first_usable(self, position: int) -> LoadResult:
-        """Read the first usable candidate. Runs in worker threads and must not change state."""
+        """Decode the first usable candidate of a position. Runs in worker threads and must not change state."""
         failures: list[BadMedia] = []
         for candidate in self._list_candidates(position):
             try:
@@ -181,7 +184,7 @@ class BatchReader(ABC):
         return LoadResult(None, tuple(failures))
 
     def _decode(self, candidate: SampleCandidate, position: int) -> TrainingSample:
-        """Decode a candidate, both sides of a pair. Raises BadMedia."""
+        """Decode a candidate; for a pair, both the chosen and the rejected side. Raises BadMedia."""
         sample, framing, epoch = candidate.sample, candidate.framing, candidate.epoch
         draw = self._make_draw(epoch, sample.id)
         prompt = sample.prompt if self.inputs is None else self.inputs.load_prompt(sample, framing, draw)
@@ -234,7 +237,7 @@ class BatchReader(ABC):
                 f"{len(self._logged)} of {self.num_samples} samples are invalid "
                 f"(data.max_bad_fraction: {self.max_bad_fraction:g}). First: {self._list_failures()}"
             )
-        # Relative to WINDOW from the start, so that a first bad file does not stop the run.
+        # Compare with the full WINDOW even before it is full, so that one bad file at the start does not stop the run.
         if sum(self._recent) > self.max_bad_fraction * WINDOW:
             raise DataError(
                 f"{sum(self._recent)} of the last {len(self._recent)} files are invalid, more than "

@@ -1,7 +1,7 @@
 """`python -m wfm_ds.data.brightness OUT_DIR`: write the brightness demo, grey clips that actions brighten or darken.
 
-Half of the clips come with a wrong trajectory, so that a model after SFT follows actions only partly and RL has
-something to improve.
+Half of the clips come with a wrong trajectory. After SFT the model therefore follows actions only partly, and RL can
+improve it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ PROMPTS, START = "prompts.txt", "start.png"
 
 
 def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
-    """Write NNNN.mkv, .json and .actions.npy and return the frames. wrong: probability of unrelated actions."""
+    """Write NNNN.mkv, .json and .actions.npy and return the frames.
+
+    wrong: probability that the written actions are unrelated to the clip.
+    """
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
     moves, wrong_moves = sample_moves(generator), sample_moves(generator)
     stem, frames = f"{number:04}", render_frames(frame_brightness(generator.uniform(-MAX_START, MAX_START), moves))

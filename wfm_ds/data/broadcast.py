@@ -1,4 +1,4 @@
-"""Broadcast of a scanned dataset from rank 0, so that only one rank scans the files."""
+"""Broadcast of a scanned dataset from rank 0, so that the other ranks do not scan the files."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from wfm_ds.pipes.arrays import pack_arrays, unpack_arrays
 
 
 class _UserMediaError(Exception):
-    """Media of a user-defined class, which cannot be sent to other ranks."""
+    """Raised for media of a user-defined class, which cannot be sent to other ranks."""
 
 
 def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData:
-    """Run `read` on rank 0 and return its data on every rank. Collective.
+    """Run the function `read` on rank 0 and return its data on every rank. Collective.
 
-    If the data contains user-defined media classes, every rank runs `read`. A UserError of rank 0 is raised on all
+    If the data contains media of user-defined classes, every rank runs `read`. A UserError of rank 0 is raised on all
     ranks.
     """
     results = list[TrainingData]()
@@ -43,7 +43,7 @@ def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData
 
 
 def pack_data(data: TrainingData) -> dict[str, Any] | None:
-    """Return the data as JSON, or None if it contains user-defined media classes."""
+    """Return the data as JSON, or None if it contains media of user-defined classes."""
     versions: dict[str, list[str | int]] = {}
     try:
         samples, held_out = ([_pack_sample(s, versions) for s in part] for part in (data.samples, data.held_out))

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: several training sizes in one run, each image or video cropped to the nearest one."""
+"""Aspect-ratio buckets: several training sizes in one run. Each image or video is cropped to the nearest size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ ASPECT_RATIOS = ((1, 1), (5, 4), (4, 3), (3, 2), (16, 9), (2, 1))
 
 
 def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
-    """Return this size and others with about the same number of pixels, from 2:1 to 1:2, in multiples of `multiple`."""
+    """Return this size and others with about as many pixels, with aspect ratios from 2:1 to 1:2.
+
+    Heights and widths are multiples of `multiple`.
+    """
 
     def snap_side(ratio: float) -> int:
         return multiple * max(1, round(math.sqrt(height * width * ratio) / multiple))
@@ -28,9 +31,10 @@ def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
 
 
 def nearest_size(sizes: Sequence[ImageSize], height: int, width: int) -> int:
-    """Return the index of the size with the nearest aspect ratio, measured as the quotient of the two ratios.
+    """Return the index of the size with the nearest aspect ratio (smallest quotient of the two ratios).
 
-    Among equal aspect ratios, choose the largest size that needs no upscaling, else the smallest. Ties go to the first.
+    Among sizes with equal aspect ratios, choose the largest one that needs no upscaling, or the smallest one if all
+    need it. Ties go to the first.
     """
 
     def distance(index: int) -> tuple[float, bool, int]:
@@ -47,15 +51,15 @@ def nearest_size(sizes: Sequence[ImageSize], height: int, width: int) -> int:
 
 
 class Buckets:
-    """The framings of a run. They differ only in height and width, and each image or video uses one of them."""
+    """The training sizes of a run, as one `Framing` each. Each image or video uses one of them."""
 
     def __init__(self, framing: Framing, sizes: Sequence[ImageSize]) -> None:
-        """framing: the common settings; its height and width are replaced."""
+        """framing: settings that all sizes share; its height and width are replaced."""
         self.sizes = list(sizes)
         self.framings = [dataclasses.replace(framing, height=height, width=width) for height, width in sizes]
 
     def choose_bucket(self, media: Media) -> int:
-        """Return the bucket index of an image or video. Reads its size if there are several buckets."""
+        """Return the bucket index of an image or video. Reads the size of the file if there are several buckets."""
         if len(self.sizes) == 1:
             return 0
         try:

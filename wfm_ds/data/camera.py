@@ -17,10 +17,11 @@ KEY_SEQUENCE = re.compile(r"[a-z]+-\d+(,[a-z]+-\d+)*", re.IGNORECASE)
 
 
 def read_camera(camera: str, lens: Sequence[float] | None) -> dict[str, Floats]:
-    """Return float32 `c2w` [F,4,4] and `intrinsics` [4] or [F,4]; intrinsics keep the pixel unit of their source.
+    """Return float32 `c2w` [F,4,4] and `intrinsics` [4] or [F,4]. Intrinsics keep the pixel unit of their source.
 
     camera: a JSON file with `c2w` and optional `intrinsics`; an .npy file with c2w; or keys with frame counts such as
-    `w-80,jw-40`, as in the diffusers SANA-WM pipeline. lens: fx, fy, cx, cy, required unless the file has intrinsics.
+    `w-80,jw-40`, as in the diffusers SANA-WM pipeline.
+    lens: fx, fy, cx, cy. Required if the camera file has no intrinsics, otherwise not allowed.
     Raises ValueError for invalid content and OSError if a file cannot be read.
     """
     arrays = read_camera_file(Path(camera)) if Path(camera).suffix else {POSES: poses_from_keys(camera)}
@@ -52,9 +53,9 @@ def read_camera_file(file: Path) -> dict[str, Floats]:
 
 
 def poses_from_keys(keys: str) -> Floats:
-    """Return c2w [N+1,4,4] of a camera that keys move for N frames: w a s d move it, i j k l turn it.
+    """Return the poses c2w [N+1,4,4] of a camera that is controlled by keys for N frames.
 
-    Raises ValueError if `keys` is not a key sequence.
+    The keys w a s d move the camera, i j k l turn it. Raises ValueError if `keys` is not a key sequence.
     """
     if KEY_SEQUENCE.fullmatch(keys) is None:
         raise ValueError("neither a .json or .npy file nor keys with frame counts such as w-80,jw-40")

@@ -35,7 +35,7 @@ class TableRow:
 
 
 class CaptionTable(SampleSet):
-    """Captioned media listed in a table. Ids are the paths below the table's folder, without the last suffix.
+    """Captioned media listed in a table. Ids are the paths relative to the table's folder, without the last suffix.
 
     A captioned folder would use the same ids. Columns other than file, caption and `negative_prompt` become metadata.
     Files that are not in the table are ignored.
@@ -109,7 +109,7 @@ class CaptionTable(SampleSet):
         return file in self._names(folder)
 
     def _make_id(self, name: str) -> str:
-        """Return the id of an image or video, and record files outside of the table's folder."""
+        """Return the id of the image or video `name`. Also remember files outside of the table's folder, for a note."""
         path, top = self._resolve_path(name), os.path.normpath(self.table.parent)
         is_inside = os.path.commonpath([os.path.abspath(path), os.path.abspath(top)]) == os.path.abspath(top)
         if not is_inside:
@@ -135,7 +135,7 @@ def find_columns(table: Path, rows: Sequence[TableRow], column: str | None) -> t
 
 
 def read_rows(table: Path) -> list[TableRow]:
-    """Read the rows of a .jsonl or .csv file (UTF-8) or a .parquet file. Raises DataError with the line."""
+    """Read the rows of a .jsonl or .csv file (UTF-8) or a .parquet file. Raises DataError that names the bad line."""
     suffix = table.suffix.lower()
     if suffix == ".parquet":
         return read_parquet_rows(table)
@@ -169,7 +169,7 @@ def parse_csv_row(table: Path, number: int, row: Mapping[str | None, Any]) -> di
 
 
 def read_parquet_rows(table: Path) -> list[TableRow]:
-    """Read the rows of a parquet file without the values that JSON cannot represent."""
+    """Read the rows of a parquet file, without values that JSON cannot represent."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -1,4 +1,7 @@
-"""Captioned folder: NAME.txt or NAME.json next to NAME.png or NAME.mp4. Matches files by name, decodes nothing."""
+"""Captioned folder: NAME.txt or NAME.json next to NAME.png or NAME.mp4.
+
+Scanning only matches file names and reads captions; it decodes no media.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,11 @@ SUFFIXES = MEDIA_SUFFIXES | TEXT_SUFFIXES | {".json"}
 
 
 class CaptionedFolder(SampleSet):
-    """Captioned media of a folder. Ids are the paths below it, without the last suffix, with forward slashes.
+    """Captioned media in a folder. Ids are paths relative to it, without the last suffix and with forward slashes.
 
-    The caption is `prompt` of NAME.json, else the text of NAME.txt or NAME.caption; a JSON without `prompt` then only
-    adds metadata. Files may be at any depth, with suffixes in any case. Hidden and other files are ignored. Links to
-    folders are followed.
+    The caption is `prompt` of NAME.json. If that is missing, it is the text of NAME.txt or NAME.caption, and NAME.json
+    only adds metadata. Files may be in subfolders at any depth, with suffixes in upper or lower case. Hidden files and
+    files of other types are ignored. Links to folders are followed.
     """
 
     def __init__(
@@ -44,14 +47,14 @@ class CaptionedFolder(SampleSet):
         """Scan the folder.
 
         cache_dir: folder of the caption cache; None: no cache. default: caption for media without one; None: reject
-        them. Raises DataError without a usable sample, or if more than max_bad_fraction of the entries are bad.
+        them. Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(str(folder))
         self.folder, self.default = folder, default
         self.num_default = 0
         self._num_objects = self._num_texts = 0  # JSON files, and media with a text caption
         self.lone_texts: list[str] = []  # text files without media of that name: notes, or captions of missing files
-        if not os.path.isdir(folder):  # False too without permission
+        if not os.path.isdir(folder):  # also False without permission
             if not os.path.lexists(folder) and (command := demo_command(folder)) is not None:
                 raise DataError(f"{shorten_path(folder)} not found. Create it: {command}")
             raise DataError(
@@ -111,9 +114,10 @@ class CaptionedFolder(SampleSet):
             self.reject("no_json", media_file)
 
     def _reject_lone_texts(self) -> None:
-        """Reject text files without media if captions are text files; otherwise such files are notes.
+        """Reject text files without an image or video if the folder's captions are text files.
 
-        Captions count as text files if there are no JSON files and most text files have media.
+        That is the case if it has no JSON captions and most of its text files belong to an image or video. Otherwise
+        the text files are notes and are ignored.
         """
         if not self._num_objects and len(self.lone_texts) < self._num_texts:
             for path in self.lone_texts:
@@ -121,7 +125,7 @@ class CaptionedFolder(SampleSet):
 
 
 def group_by_stem(folder: Path) -> dict[str, list[str]]:
-    """Return the caption and media files below the folder by id, with sorted paths."""
+    """Return the sorted paths of all caption and media files in the folder and its subfolders, by sample id."""
     entries: dict[str, list[str]] = {}
     start = len(os.path.join(folder, ""))
     for path in sorted(files_below(folder)):
@@ -132,17 +136,20 @@ def group_by_stem(folder: Path) -> dict[str, list[str]]:
 
 
 def file_id(path: Path, folder: Path) -> str:
-    """Return the path below the folder without its last suffix, encodable as UTF-8."""
+    """Return the path relative to the folder, without its last suffix and encodable as UTF-8."""
     return to_printable(path.relative_to(folder).with_suffix("").as_posix())
 
 
 def walk_paths(folder: Path) -> Iterator[Path]:
-    """Yield all files below the folder as Path objects."""
+    """Yield all files in the folder and its subfolders, as Path objects."""
     return map(Path, files_below(folder))
 
 
 def files_below(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files below the folder. Visits each folder once, also if links form a cycle."""
+    """Yield the paths of all files in the folder and its subfolders.
+
+    Visits each folder only once, even if links form a cycle.
+    """
     visited: set[str] = set()
     for parent, folders, files in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
         real_path = os.path.realpath(parent)
@@ -160,9 +167,10 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def read_json_caption(path: str, sample_id: str, cache: CaptionCache | None) -> tuple[Prompt | None, dict[str, Any]]:
-    """Read a JSON caption file. Return its prompt, or None and the object as metadata for a text caption.
+    """Read a JSON caption file. Return (prompt, {}), or (None, metadata) if it contains no prompt.
 
-    The metadata is empty if the file cannot be read or is not a JSON object.
+    The metadata is the JSON object, to be used with a text caption. It is empty if the file cannot be read or is not a
+    JSON object.
     """
 
     def pack_content(data: bytes) -> list[Any] | dict[str, Any] | None:
@@ -176,7 +184,7 @@ def read_json_caption(path: str, sample_id: str, cache: CaptionCache | None) -> 
 
 
 def join_lines(data: bytes) -> str | None:
-    """Decode a text caption and join its lines with spaces. None if it is empty or not UTF-8."""
+    """Decode a text caption and join its lines with spaces. Return None if it is empty or not UTF-8."""
     try:
         lines = data.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError:

@@ -1,8 +1,8 @@
 """`wfm data captions DIR` (`python -m wfm_ds.data.captions DIR`): write a caption file for each image and video.
 
---prompt "..." sets one caption for all. --from FILE.csv or FILE.jsonl reads one per file: columns or keys `file` (path
-below DIR) and `prompt`; other columns become metadata. --layout selects the caption files: NAME.json or NAME.txt next
-to each image or video, or metas/NAME.txt of a Cosmos folder.
+--prompt "..." sets the same caption for all files. --from FILE.csv or FILE.jsonl reads one caption per file, from the
+columns or keys `file` (path relative to DIR) and `prompt`; other columns become metadata. --layout selects the caption
+files: NAME.json or NAME.txt next to each image or video, or metas/NAME.txt of a Cosmos folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Caption = Mapping[str, Any]
 
 
 def media_files(folder: Path) -> list[Path]:
-    """Return all images and videos below the folder, sorted. Raises DataError if there are none."""
+    """Return all images and videos in the folder and its subfolders, sorted. Raises DataError if there are none."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder")
     files = sorted(path for path in walk_paths(folder) if path.suffix.lower() in MEDIA_SUFFIXES)
@@ -40,9 +40,9 @@ def media_files(folder: Path) -> list[Path]:
 
 
 def read_caption_table(table: Path) -> dict[str, Caption]:
-    """Read captions by file from a UTF-8 CSV file with a header line or a UTF-8 JSONL file.
+    """Read captions by file name from a UTF-8 CSV file with a header line or a UTF-8 JSONL file.
 
-    Raises DataError, with the line, for a row without `file` or `prompt` and for a duplicate file.
+    Raises DataError that names the line, for a row without `file` or `prompt` and for a duplicate file.
     """
     captions: dict[str, Caption] = {}
     for table_row in read_rows(table):
@@ -59,9 +59,9 @@ def read_caption_table(table: Path) -> dict[str, Caption]:
 
 
 def plan_captions(folder: Path, captions: Mapping[str, Caption], layout: str = "json") -> dict[Path, Caption]:
-    """Return the caption files to write.
+    """Return the caption files to write, with their content.
 
-    Raises DataError if the files of the table and the folder differ, or if the layout cannot hold a caption.
+    Raises DataError if table and folder do not contain the same files, or if the layout cannot store the captions.
     """
     media = {path.relative_to(folder).as_posix(): path for path in media_files(folder)}
     for problem, names in (
@@ -82,7 +82,10 @@ def plan_captions(folder: Path, captions: Mapping[str, Caption], layout: str = "
 
 
 def caption_path(folder: Path, media_file: Path, layout: str) -> Path:
-    """Return the caption file of an image or video. Raises DataError if it is misplaced in a Cosmos folder."""
+    """Return the caption file of an image or video.
+
+    Raises DataError if the layout is `cosmos` and the media file is not in the folder that this layout requires.
+    """
     if layout != "cosmos":
         return media_file.with_suffix(f".{layout}")
     top, *inner = media_file.relative_to(folder).parts
@@ -96,7 +99,10 @@ def caption_path(folder: Path, media_file: Path, layout: str) -> Path:
 
 
 def write_captions(plan: Mapping[Path, Caption], *, overwrite: bool) -> int:
-    """Write all captions and return their number. Raises DataError before writing if one exists without `overwrite`."""
+    """Write all captions and return their number.
+
+    Raises DataError, before writing anything, if a caption file exists and `overwrite` is False.
+    """
     existing = [path for path in plan if path.exists()]
     if existing and not overwrite:
         raise DataError(f"{len(existing)} captions exist, e.g. {existing[0]}. Replace them with --overwrite")

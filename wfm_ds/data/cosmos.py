@@ -18,16 +18,16 @@ SAFE_SUFFIX, PICKLE_SUFFIXES = ".safetensors", (".pickle", ".pkl")
 
 
 class CosmosFolder(SampleSet):
-    """Captioned media of a Cosmos folder. Ids are NAME, possibly a path below metas/, videos/ and images/."""
+    """Captioned media in a Cosmos folder. Ids are NAME, which may be a relative path in metas/, videos/ and images/."""
 
     def __init__(
         self, folder: Path, *, allow_pickle: bool = False, max_bad_fraction: float, cache_dir: Path | None = None
     ) -> None:
         """Scan the folder.
 
-        allow_pickle: also use embeddings in pickle files; a safetensors file of the same name has priority.
+        allow_pickle: also use embeddings in pickle files; a safetensors file with the same name has priority.
         cache_dir: folder of the caption cache; None: no cache.
-        Raises DataError without a usable sample, or if more than max_bad_fraction of the entries are bad.
+        Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(str(folder))
         if not (folder / "metas").is_dir() or not any((folder / name).is_dir() for name in MEDIA_FOLDERS):
@@ -66,7 +66,10 @@ class CosmosFolder(SampleSet):
 
 
 def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
-    """Return text embedding files by id. Priority: safetensors before pickle, then the order of EMBEDDING_FOLDERS."""
+    """Return the text embedding files by sample id.
+
+    If a sample has several, safetensors have priority over pickles, then the order of EMBEDDING_FOLDERS decides.
+    """
     suffixes = (SAFE_SUFFIX, *(PICKLE_SUFFIXES if allow_pickle else ()))
     embeddings: dict[str, Path] = {}
     for suffix in suffixes:
@@ -78,7 +81,10 @@ def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
 
 
 def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]:
-    """Return files with one of these suffixes by path below the folder, without suffix. Empty if it does not exist."""
+    """Return the files with one of these suffixes, by path relative to the folder and without suffix.
+
+    Empty if the folder does not exist.
+    """
     files: dict[str, list[Path]] = {}
     if folder.is_dir():
         for path in sorted(walk_paths(folder)):
@@ -88,7 +94,7 @@ def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]
 
 
 def decode_caption(data: bytes) -> str | None:
-    """Decode and strip the text of a caption file. None if it is empty or not UTF-8."""
+    """Decode and strip the text of a caption file. Return None if it is empty or not UTF-8."""
     try:
         return data.decode("utf-8-sig").strip() or None
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Data of a recipe: scan it, split off validation samples, choose sizes, and build the source of batches."""
+"""Data of a recipe: scan it, split off validation samples, choose training sizes, and build the source of batches."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ LatentLookup: TypeAlias = Callable[[Media, Framing], Any]  # the cached latents 
 
 
 class SizedModel(Protocol):
-    """Size constraints of a model (models/base.py)."""
+    """The part of a model's interface (models/base.py) that determines valid sizes."""
 
     def latent_shape(self, height: int, width: int, num_frames: int, /) -> tuple[int, ...]:
-        """Return the shape of the latents. Raises ValueError for a size the model does not support."""
+        """Return the shape of the latents. Raises ValueError for a size that the model does not support."""
         ...
 
     def size_multiple(self, num_frames: int, /) -> int:
-        """Return the number that divides valid heights and widths."""
+        """Return the number that heights and widths must be multiples of."""
         ...
 
 
@@ -63,7 +63,7 @@ class SizedModel(Protocol):
 class TrainingData:
     """Data of a run. SFT: captioned media for training and validation. RL: prompts or captioned media."""
 
-    prompts: list[Prompt]  # RL: training prompts; with samples, their captions
+    prompts: list[Prompt]  # RL: training prompts; the captions if there are samples
     samples: list[Sample]  # for training
     bad: Mapping[str, Sequence[str]]  # rejected entries of the training data: names by reason (REASONS)
     held_out: list[Sample]  # for the validation loss (SFT) and conditioning frames of validation samples
@@ -114,7 +114,10 @@ def load_held_out_folder(data: DataRecipe, folder: Path) -> list[Sample]:
 
 
 def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
-    """Return the training samples of one epoch and the held-out samples."""
+    """Return the training samples of one epoch and the held-out samples.
+
+    Held-out samples come from validation.path if it is set, otherwise they are split off from the dataset.
+    """
     data, validation = recipe.data, recipe.validation
     if validation.path is not None:
         return dataset.epoch_samples(dataset.samples), scan_paths(
@@ -129,7 +132,7 @@ def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], lis
 def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
     """Scan the data at these paths and log the rejected entries. Only tar shards may have several paths.
 
-    pairs: whether the algorithm trains on preference pairs. Raises DataError if the samples do not match.
+    pairs: whether the algorithm trains on preference pairs. Raises DataError if the samples are of the other kind.
     """
     dataset = build_sample_set(data, paths)
     check_pairs(dataset, pairs)
@@ -146,7 +149,7 @@ def log_scan_result(dataset: SampleSet) -> SampleSet:
 
 
 def check_pairs(dataset: SampleSet, pairs: bool) -> None:
-    """Raise DataError unless all samples are pairs, or all are single images or videos."""
+    """Raise DataError unless all samples are preference pairs (if `pairs`) or all are single images or videos."""
     mismatch = next((sample for sample in dataset.samples if (sample.rejected is not None) != pairs), None)
     if mismatch is not None:
         wanted = "a pair: set `rejected`" if pairs else "a single image or video: omit `rejected`"
@@ -182,7 +185,7 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def build_user_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    """Scan with the user's SampleSet subclass. Raises DataError if it is invalid or data.options do not fit it."""
+    """Scan with the user's SampleSet subclass. Raises DataError if it is invalid or does not accept data.options."""
     key = "data.kind"
     make: Callable[..., SampleSet] = import_class(data.kind, SampleSet, key=key, error=DataError)
     arguments: dict[str, Any] = {"max_bad_fraction": data.max_bad_fraction, **data.options}
@@ -206,7 +209,7 @@ def build_user_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:
-    """Return the training sizes of the recipe. Raises RecipeError for a size the model does not support."""
+    """Return the training sizes of the recipe. Raises RecipeError for a size that the model does not support."""
     data, size = recipe.data, recipe.sampling
     sizes = [(size.height, size.width)]
     if data.buckets == "auto":
@@ -234,7 +237,7 @@ def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:
 
 
 def trains_on_data(recipe: Recipe) -> bool:
-    """Return whether an RL run trains on the data itself, not only on samples conditioned on it."""
+    """Return whether an RL run also trains on the data itself, instead of only generating samples conditioned on it."""
     algorithm = recipe.rl.algorithm
     return algorithm.num_data_terms(algorithm.terms_per_sample(recipe.sampling)) > 0
 
@@ -242,8 +245,8 @@ def trains_on_data(recipe: Recipe) -> bool:
 def frames_per_clip(recipe: Recipe, model: SizedModel) -> int:
     """Return the number of frames to read per clip.
 
-    RL that trains on rollouts alone reads only the conditioning frames, so a single image can suffice. All others read
-    sampling.num_frames.
+    An RL run that trains only on rollouts reads just the conditioning frames, so a single image can be enough. All
+    other runs read sampling.num_frames.
     """
     size, (_, most) = recipe.sampling, recipe.algorithm.conditioning_frame_range
     if not recipe.is_rl or most == 0 or trains_on_data(recipe):
@@ -253,7 +256,7 @@ def frames_per_clip(recipe: Recipe, model: SizedModel) -> int:
 
 
 def assign_buckets(samples: Sequence[Sample], buckets: Buckets, world: World, workers: int) -> list[int]:
-    """Return the bucket index of each sample. Collective: each rank reads the sizes of its shard."""
+    """Return the bucket index of each sample. Collective: each rank reads the image sizes of its shard."""
     if len(buckets.sizes) == 1:
         return [0] * len(samples)
 
@@ -274,7 +277,7 @@ def assign_buckets(samples: Sequence[Sample], buckets: Buckets, world: World, wo
 
 
 def build_input_reader(recipe: Recipe, model: ConditionedModel, data: TrainingData) -> InputReader | None:
-    """Return the reader of conditioning inputs, or None if the run has none."""
+    """Return the reader of conditioning inputs, or None if the run uses none."""
     actions = data.actions
     width, scaling = (None, None) if actions is None else (actions.width, actions.scaling)
     return InputReader.from_recipe(recipe, model, width=width, scaling=scaling)
@@ -290,10 +293,10 @@ def find_usable_samples(
     what: str = "samples",
     inputs: InputReader | None = None,
 ) -> list[Sample]:
-    """Return the first `count` samples that can be decoded, with the inputs of their centre crop in their prompts.
+    """Return the first `count` samples that can be decoded. Their prompts contain the inputs for the centre crop.
 
-    Bad samples are skipped and logged. Raises DataError if none is usable, or if more than data.max_bad_fraction of
-    `dataset_size` samples are bad. what: name of the samples in messages.
+    Bad samples are skipped and logged. Raises DataError if no sample is usable, or if more than data.max_bad_fraction
+    of `dataset_size` samples are bad. what: name of the samples in messages.
     """
     usable, broken = list[Sample](), list[BadMedia]()
     for sample in samples:
@@ -323,7 +326,7 @@ def find_usable_samples(
 
 
 def unique_prompts(samples: Sequence[Sample]) -> list[Prompt]:
-    """Return one prompt per distinct caption, in order."""
+    """Return one prompt per distinct caption, in order of first occurrence."""
     return list({sample.prompt.text: sample.prompt for sample in samples}.values())
 
 
@@ -340,8 +343,9 @@ def build_batch_source(
 ) -> BatchReader:
     """Return the source of training batches. The caller closes it. Collective.
 
-    global_batch: samples per optimizer step over all ranks. unit: number of consecutive samples with one size.
-    cached_latents: lookup of cached latents. inputs: from `build_input_reader`.
+    global_batch: samples per optimizer step over all ranks. unit: number of consecutive samples of equal size.
+    cached_latents: function that returns the cached latents of an image or video, or None.
+    inputs: reader from `build_input_reader`.
     """
     if recipe.data.streaming:
         return StreamSource(

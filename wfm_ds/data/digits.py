@@ -1,8 +1,8 @@
 """`python -m wfm_ds.data.digits OUT_DIR`: write the digits demo of the quickstart, 8x8 digits from scikit-learn.
 
-Images with even indices form the SFT folder. Images with odd indices only fit the classifier of the `digits` reward and
-are never trained on. Source: the test set of E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI
-Machine Learning Repository, 1998.
+Images with even indices form the SFT folder. Images with odd indices are never trained on; the classifier of the
+`digits` reward is fitted to them. Source: the test set of E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten
+Digits, UCI Machine Learning Repository, 1998.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def digit_caption(digit: int) -> dict[str, str | int]:
 
 
 def preference_pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str | int]:
-    """Return the line of pairs.jsonl for the image with this index."""
+    """Return the line of pairs.jsonl for the image with index `number`."""
     other_digits = np.flatnonzero(np.roll(labels, -number) != labels[number])
     files = [f"images/{index % len(labels) + 1:04}.png" for index in (number, number + int(other_digits[0]))]
     return {**digit_caption(int(labels[number])), "chosen": files[0], "rejected": files[1]}
@@ -58,9 +58,9 @@ def preference_pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str
 def write_digits(out: Path) -> int:
     """Write the demo and return the number of images.
 
-    images/: 899 images NNNN.png with .json captions. prompts/train.jsonl: 10 prompts. pairs.jsonl: each image preferred
-    to the next image of another digit. The files are bitwise reproducible with the same library versions. Raises
-    DataError if the folder exists and is not empty.
+    images/: 899 images NNNN.png with .json captions. prompts/train.jsonl: 10 prompts. pairs.jsonl: for each image, a
+    pair in which it is preferred to the next image of a different digit. The files are bitwise reproducible with the
+    same library versions. Raises DataError if the folder exists and is not empty.
     """
     require_new_folder(out)
     images, labels = sft_split()

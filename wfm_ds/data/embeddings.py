@@ -1,7 +1,7 @@
 """`python -m wfm_ds.data.embeddings FOLDER --from-pickle`: convert the text embeddings of a Cosmos folder.
 
 The command writes NAME.safetensors next to each NAME.pickle, so that training never opens a pickle. Pickles can execute
-code; the unpickler here builds only numpy arrays of numbers, lists and plain values.
+code; the unpickler in this module only creates numpy arrays of numbers, lists and plain values.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PICKLE_ERRORS = (
 
 
 class ArrayUnpickler(Unpickler):
-    """Unpickler that allows only the names of numpy's array reconstruction."""
+    """Unpickler that only allows the names that numpy needs to reconstruct arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED_NAMES:
@@ -69,7 +69,7 @@ class ArrayUnpickler(Unpickler):
 
 
 def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
-    """Read the embedding [n, D] from a pickle with one array of floats, or a list with one array.
+    """Read the embedding [n, D] from a pickle that contains one array of floats or a list with one array.
 
     Raises DataError for any other content.
     """
@@ -88,7 +88,7 @@ def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
 
 
 def convert_pickles(folder: Path) -> tuple[int, list[str]]:
-    """Write the missing safetensors files of a Cosmos folder's pickles. Return the number written and the errors."""
+    """Convert the pickles of a Cosmos folder that have no safetensors file yet. Return their number and the errors."""
     num_written, errors = 0, list[str]()
     for name in EMBEDDING_FOLDERS:
         for paths in files_by_id(folder / name, frozenset(PICKLE_SUFFIXES)).values():

@@ -26,7 +26,7 @@ KOHYA = re.compile(r"(\d+)_.+")
 
 
 def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = None) -> SampleSet:
-    """Scan a folder by the given or detected layout. Raises DataError like the SampleSet classes."""
+    """Scan a folder with the given layout, or else the detected one. Raises DataError like the SampleSet classes."""
     detected = layout or detect_layout(folder)
     limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache_dir()
     if detected.kind == "cosmos":
@@ -42,7 +42,7 @@ def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = No
 
 
 def load_hf_dataset(data: DataRecipe, path: str) -> HfDataset:
-    """Load a dataset with the `datasets` library. Raises DataError."""
+    """Load a dataset with the `datasets` library. Raises DataError if that fails."""
     return HfDataset(
         path,
         data.split,
@@ -54,7 +54,7 @@ def load_hf_dataset(data: DataRecipe, path: str) -> HfDataset:
 
 
 class MediaFolder(CaptionedFolder):
-    """A captioned folder with a detected layout. Its errors for missing captions describe the folder's contents."""
+    """A captioned folder with a detected layout. Errors about missing captions describe the contents of the folder."""
 
     def empty_message(self) -> str:
         return empty_folder_message(self.folder, self.source)
@@ -74,7 +74,10 @@ class MediaFolder(CaptionedFolder):
 def missing_captions_message(
     folder: Path, source: str, uncaptioned: Sequence[str], captioned: Sequence[str], lone_texts: Sequence[str]
 ) -> str:
-    """Return the message about media without captions. uncaptioned: these files. captioned: the other files."""
+    """Return the message about media without captions.
+
+    uncaptioned, captioned: media files without and with a caption. lone_texts: text files without an image or video.
+    """
 
     def relative(path: str) -> str:
         return to_printable(os.path.relpath(path, folder))

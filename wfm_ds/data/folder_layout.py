@@ -1,6 +1,6 @@
 """Layout detection for `data.kind: folder`, from file names. The first matching sign decides.
 
-Lists at most three folders and opens no file.
+A sign is a group of file names that identifies a layout. Detection lists at most three folders and opens no file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAVED_FILES = ("state.json", "dataset_info.json")  # written by save_to_disk of 
 
 @dataclass(frozen=True, slots=True)
 class FolderLayout:
-    """Layout of a folder, and the sign it was detected by."""
+    """Layout of a folder, and the sign that it was detected by."""
 
     kind: LayoutKind
     sign: str
@@ -48,7 +48,7 @@ def detect_layout(folder: Path) -> FolderLayout:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted, without hidden ones. Raises DataError if it cannot be listed."""
+    """Return the names in a folder, sorted and without hidden files. Raises DataError if it cannot be listed."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except NotADirectoryError as error:
@@ -68,13 +68,13 @@ def missing_folder_message(folder: Path) -> str:
 
 
 def demo_command(folder: Path) -> str | None:
-    """Return the command that writes the digits demo if the missing folder belongs to it, else None."""
+    """Return the command that writes the digits demo if `folder` is named like that demo, else None."""
     root = next((candidate for candidate in (folder, folder.parent) if candidate.name == "digits"), None)
     return None if root is None else f"wfm data digits {shorten_path(root)}"
 
 
 def cosmos_sign(folder: Path, names: list[str]) -> str | None:
-    """Return the sign of a Cosmos folder, or None."""
+    """Return the sign of a Cosmos folder, or None if it has none."""
     media = next((name for name in ("videos", "images") if name in names), None)
     if media is None or "metas" not in names or not os.path.isdir(folder / "metas"):
         return None
@@ -83,7 +83,7 @@ def cosmos_sign(folder: Path, names: list[str]) -> str | None:
 
 
 def parquet_sign(folder: Path, names: list[str]) -> str | None:
-    """Return the sign of a dataset in parquet shards, at the top or in data/, or None."""
+    """Return the sign of a dataset in parquet shards, in the folder itself or in data/, or None if it has none."""
     inner = list_names(folder / "data") if "data" in names and os.path.isdir(folder / "data") else []
     for prefix, files in (("", names), ("data/", inner)):
         if shards := [name for name in files if name.lower().endswith(".parquet")]:

@@ -1,7 +1,7 @@
 """Hugging Face datasets: by Hub id, from `save_to_disk`, or as parquet shards.
 
 The `datasets` library writes arrow files to its own cache, and media are read from them by row. Order, ids and resuming
-work as for the other kinds of data. Ranks other than rank 0 need the arrow files but no network.
+work as for other kinds of data. Ranks other than rank 0 need the arrow files but no network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEGATIVE_COLUMN = "negative_prompt"
 
 @dataclass(frozen=True, slots=True)
 class HfColumn:
-    """A media column of arrow files."""
+    """A column with images or videos in arrow files."""
 
     files: tuple[str, ...]
     name: str
@@ -55,7 +55,7 @@ class HfMedia:
 
 @functools.lru_cache(maxsize=8)
 def open_column(source: HfColumn) -> Any:
-    """Return the memory-mapped column as a dataset with rows of bytes and path. Cached per process."""
+    """Return the memory-mapped column as a dataset. Each row has bytes and path. Cached per process."""
     from datasets import Dataset, concatenate_datasets
 
     dataset = concatenate_datasets([Dataset.from_file(file) for file in source.files]).select_columns([source.name])
@@ -63,7 +63,7 @@ def open_column(source: HfColumn) -> Any:
 
 
 def disable_decoding(dataset: Any, column: str) -> Any:
-    """Return the dataset with raw bytes in this column instead of decoded images or videos."""
+    """Return the dataset with a column of raw bytes instead of decoded images or videos."""
     return dataset.cast_column(column, type(dataset.features[column])(decode=False))
 
 
@@ -111,7 +111,7 @@ class HfDataset(SampleSet):
 
 
 def parse_row(sample_id: str, media: Media | None, text: Any, metadata: dict[str, Any]) -> Sample | str:
-    """Return the sample of a row, or the reason it is unusable (a key of REASONS). metadata: the other columns."""
+    """Return the sample of a row, or the reason why it is unusable (a key of REASONS). metadata: the other columns."""
     negative = metadata.pop(NEGATIVE_COLUMN, None)
     if media is None:
         return "no_media"
@@ -149,12 +149,16 @@ def load_split(path: str, split: str, options: dict[str, Any]) -> Any:
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Return whether `save_to_disk` wrote this folder (one split)."""
+    """Return whether a folder contains one split that was written by `save_to_disk`."""
     return all(os.path.isfile(os.path.join(path, name)) for name in SAVED_FILES)
 
 
 def find_media_column(features: Mapping[str, Any], source: str, wanted: str | None) -> tuple[str, str]:
-    """Return the media column and its type, `Image` or `Video`. Raises DataError unless there is exactly one choice."""
+    """Return the media column and its type, `Image` or `Video`.
+
+    wanted: the column from the recipe; None: the only column with images or videos. Raises DataError if it does not
+    exist or if there are several.
+    """
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
     candidates = [name for name, kind in kinds.items() if kind in DEFAULT_SUFFIX]
     if wanted is not None and wanted not in candidates:
@@ -185,7 +189,7 @@ def find_text_column(columns: Sequence[str], source: str, wanted: str | None) ->
 
 
 def list_media(dataset: Any, source: HfColumn, default: str) -> list[Media | None]:
-    """Return the media of all rows, None for empty rows. Does not read the bytes."""
+    """Return the media of all rows, with None for empty rows. Does not read the bytes."""
     import pyarrow.compute as pc
 
     column = disable_decoding(dataset, source.name).data.column(source.name)
@@ -206,7 +210,7 @@ def media_suffix(name: str | None, default: str) -> str:
 
 
 def metadata_columns(dataset: Any, used: set[str]) -> dict[str, list[Any]]:
-    """Return the other columns with values that JSON can represent, used as metadata."""
+    """Return the columns to use as metadata: those not in `used`, with values that JSON can represent."""
     columns = {name: dataset.data.column(name) for name in dataset.column_names if name not in used}
     return {name: column.to_pylist() for name, column in columns.items() if is_json_type(column.type)}
 

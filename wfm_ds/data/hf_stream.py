@@ -51,7 +51,7 @@ class InMemoryMedia:
 
 @dataclass(frozen=True, slots=True)
 class StreamedRow:
-    """A usable row and its epoch, the number of complete passes before it."""
+    """A usable row and its epoch: the number of complete passes over the dataset before it."""
 
     sample: Sample
     epoch: int
@@ -66,7 +66,7 @@ class HfStream:
     def __init__(self, data: DataRecipe) -> None:
         """Open the stream of data.path without reading a row.
 
-        Raises DataError like HfDataset, and for datasets that cannot be streamed reproducibly.
+        Raises DataError like HfDataset, and for datasets that cannot be streamed in a reproducible order.
         """
         assert isinstance(data.path, str)
         self.source, self._split, self._max_bad_fraction = to_printable(data.path), data.split, data.max_bad_fraction
@@ -106,7 +106,7 @@ class HfStream:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next row and the counts of previous rows, as JSON."""
+        """Return the position of the next row and the counts of the rows read so far, as JSON."""
         return {
             "version": self._version,
             "epoch": self._epoch,
@@ -117,7 +117,7 @@ class HfStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state. Raises DataError if the dataset has changed."""
+        """Continue from a state. Raises DataError if the dataset has changed since."""
         if state["version"] != self._version:
             raise DataError(
                 f"{self.source} has changed since the checkpoint ({state['version']}, now {self._version}): restore "
@@ -134,7 +134,7 @@ class HfStream:
         self._iterator: Iterator[Mapping[str, Any]] = iter(self._rows)
 
     def _next_row(self) -> Mapping[str, Any] | None:
-        """Return the next row, or None after the last one."""
+        """Return the next row, or None at the end of the dataset."""
         try:
             return next(self._iterator, None)
         except READ_ERRORS as error:
@@ -173,9 +173,9 @@ class HfStream:
 
 
 def stream_version(path: str, options: Mapping[str, Any]) -> str:
-    """Return the version of a streamed dataset, checked when a run resumes.
+    """Return the version of a streamed dataset. A resumed run requires the same version.
 
-    It is the commit for a dataset on the Hub, or a hash of file names and sizes for a folder. Raises DataError.
+    For a dataset on the Hub it is the commit, for a folder a hash of file names and sizes. Raises DataError.
     """
     if os.path.isdir(path):
         if is_saved_dataset(path) or os.path.isfile(os.path.join(path, "dataset_dict.json")):

@@ -1,10 +1,10 @@
 """Conditioning inputs of a sample (`data.inputs`): read them and select the part that belongs to the clip.
 
-A value is a key of NAME.json, or of its object `camera`: a number, a list of numbers, or the name of an .npy file below
-the folder of the image or video. Row i of `actions` [N-1,D] moves frame i to i + 1; `c2w` [N,4,4] and `intrinsics` [4]
-or [N,4] belong to the N frames of the file; other inputs are used whole. For an image, the trajectory has exactly the
-length of a sample. FIRST_FRAME is not part of a recipe: models conditioned on the first frame get it from the image or
-video itself.
+An input is a key of NAME.json, or of its object `camera`. Its value is a number, a list of numbers, or the name of an
+.npy file in the folder of the image or video. Row i of `actions` [N-1,D] moves frame i to frame i + 1. `c2w` [N,4,4]
+and `intrinsics` [4] or [N,4] belong to the N frames of the file. Other inputs are used as a whole. For an image, the
+trajectory has exactly the length of a generated sample. FIRST_FRAME is not part of a recipe: models conditioned on the
+first frame get it from the image or video itself.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ CAMERA_KEY = "camera"
 
 
 class DeclaredInput(Protocol):
-    """Declaration of a conditioning input by a model family (models/input_specs.py)."""
+    """Specification of a conditioning input by a model family (models/input_specs.py)."""
 
     @property
     def rank(self) -> int: ...
 
 
 class ConditionedModel(Protocol):
-    """Conditioning inputs of a model (models/base.py)."""
+    """The part of a model's interface (models/base.py) that concerns conditioning inputs."""
 
     @property
     def input_specs(self) -> Mapping[str, DeclaredInput]: ...
@@ -62,14 +62,14 @@ class ConditionedModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputReader:
-    """Reads the conditioning inputs of samples, apart from text. Thread-safe."""
+    """Reads the conditioning inputs of samples, except text. Thread-safe."""
 
-    input_ndims: Mapping[str, int]  # number of axes of each of data.inputs
+    input_ndims: Mapping[str, int]  # number of axes of each input in data.inputs
     num_frames: int  # sampling.num_frames
     actions: ActionsRecipe
     width: int | None  # numbers per action; None: no actions
     scaling: ActionScaling | None
-    validate: Callable[[Mapping[str, Floats]], object]  # raises ValueError for inputs the model rejects
+    validate: Callable[[Mapping[str, Floats]], object]  # raises ValueError for inputs that the model rejects
     needs_first_frame: bool = False  # the model is also conditioned on the first frame
 
     @classmethod
@@ -92,9 +92,9 @@ class InputReader:
         )
 
     def load_prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
-        """Return the sample's prompt with the inputs of the clip that `load_media` reads with this framing and draw.
+        """Return the sample's prompt with its inputs, for the clip that `load_media` reads with this framing and draw.
 
-        Raises BadMedia with the reason `bad_actions` or `bad_input`, or a reason of the image or video itself.
+        Raises BadMedia with the reason `bad_actions` or `bad_input`, or with a reason that concerns the image or video.
         """
         inputs = self._read_inputs(sample, framing, draw) if self.input_ndims else {}
         if self.needs_first_frame:
@@ -118,7 +118,10 @@ class InputReader:
         return inputs
 
     def _select_frames(self, name: str, raw: Floats, frames: Sequence[int], total: int) -> Floats:
-        """Select the values of `frames` out of `total`. Raises ValueError for wrong shapes or non-finite values."""
+        """Select the values that belong to the frames with indices `frames`, of a file with `total` frames.
+
+        Raises ValueError for wrong shapes or non-finite values.
+        """
         if not np.isfinite(raw).all():
             raise ValueError("contains NaN or infinite numbers")
         if name == ACTIONS:
@@ -150,7 +153,7 @@ def load_first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
 
 @contextlib.contextmanager
 def convert_input_errors(name: str, media: Media) -> Iterator[None]:
-    """Context manager: convert READ_ERRORS of an invalid input to BadMedia."""
+    """Context manager that converts READ_ERRORS of an invalid input to BadMedia."""
     try:
         yield
     except READ_ERRORS as error:
@@ -164,14 +167,14 @@ def require_shape(array: Floats, shape: tuple[int | None, ...]) -> None:
 
 
 def transform_intrinsics(intrinsics: Floats, media: Media, framing: Framing, draw: Draw) -> Floats:
-    """Convert intrinsics from pixels of the file to pixels of the cropped and resized frames."""
+    """Convert intrinsics from pixels of the original frames to pixels of the cropped and resized frames."""
     height, width = media_size(media)
     box = crop_box((height, width), framing, framing.crop_position(draw))
     return crop_intrinsics(intrinsics, box, (framing.height, framing.width))
 
 
 def read_raw_input(sample: Sample, name: str) -> Floats:
-    """Read one input unchanged. Raises KeyError, OSError or ValueError."""
+    """Read one input without selecting frames. Raises KeyError, OSError or ValueError."""
     camera = sample.prompt.metadata.get(CAMERA_KEY)
     mappings = [sample.prompt.metadata, *([camera] if isinstance(camera, dict) else [])]
     value = next((mapping[name] for mapping in mappings if name in mapping), None)
@@ -184,9 +187,9 @@ def read_raw_input(sample: Sample, name: str) -> Floats:
 
 
 def find_sibling_file(sample: Sample, name: str) -> Media:
-    """Return the .npy file of this name below the folder of the sample's image or video, or in the same tar.
+    """Return the .npy file `name`, a path relative to the folder of the image or video, or in the same tar.
 
-    Raises ValueError for a path outside that folder and OSError if there is no file.
+    Raises ValueError for a path outside that folder and OSError if the file does not exist.
     """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not name.endswith(".npy"):
@@ -202,7 +205,10 @@ def find_sibling_file(sample: Sample, name: str) -> Media:
 
 
 def strip_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the metadata for the rewards, without the inputs and without a `camera` object that holds one of them."""
+    """Return the metadata that rewards receive: without the inputs `names`.
+
+    A `camera` object that contains one of the inputs is removed as a whole.
+    """
     camera = metadata.get(CAMERA_KEY)
     camera_keys = (
         [CAMERA_KEY]

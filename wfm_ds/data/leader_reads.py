@@ -1,4 +1,4 @@
-"""Data of a replica: its leader (first rank) reads files and sends the other ranks their metadata."""
+"""Reading by replica leaders: the first rank of a replica reads files and sends the other ranks their metadata."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wfm_ds.distributed.world import World
 
 
 def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
-    """Run `read` on each replica leader and return its samples on every rank of the replica. Collective.
+    """Run the function `read` on each replica leader and return its samples on every rank of the replica. Collective.
 
     Only the leader's samples have media, pixels or latents. A leader's UserError is raised on all ranks.
     """
@@ -22,9 +22,10 @@ def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> li
 
 
 def choose_on_leader(world: World, samples: Sequence[Sample], choose: Callable[[], list[Sample]]) -> list[Sample]:
-    """Run `choose` on each replica leader and return the chosen samples on every rank of the replica. Collective.
+    """Run the function `choose` on each replica leader and return the chosen samples on every rank. Collective.
 
-    samples: all samples, identical on every rank. A leader's UserError is raised on all ranks.
+    samples: all samples, identical on every rank. Ranks of a replica get the same result. A leader's UserError is
+    raised on all ranks.
     """
     chosen: list[Sample] | None = world.run_checked(choose, on="leaders")
     if chosen is not None:

@@ -12,9 +12,10 @@ from wfm_ds.data.video import load_clip, video_size
 
 
 def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """Decode to uint8 [H,W,3] for an image, [F,H,W,3] for a video.
+    """Decode to uint8 pixels: [H,W,3] for an image, [F,H,W,3] for a video.
 
-    If framing.num_frames is 1, a video yields one of its frames. Raises BadMedia; an image is `too_short` for a clip.
+    If framing.num_frames is 1, a video yields one of its frames. Raises BadMedia, with the reason `too_short` for an
+    image if framing.num_frames is larger.
     """
     if media.suffix not in IMAGE_SUFFIXES:
         return load_clip(media, framing, draw)
@@ -24,5 +25,5 @@ def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
 
 
 def media_size(media: Media) -> tuple[int, int]:
-    """Return height and width of an image or video, upright. Raises BadMedia."""
+    """Return height and width of an image or video after upright rotation. Raises BadMedia."""
     return image_size(media) if media.suffix in IMAGE_SUFFIXES else video_size(media)

@@ -1,6 +1,6 @@
-"""Order of the training samples, independent of the world size and the number of workers, and batches in that order.
+"""Order of the training samples and batches in that order, independent of world size and number of workers.
 
-The order is a pure function of its arguments; files are read in batch_reader.py.
+The order is a pure function of its arguments. Files are read in batch_reader.py.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64
 def permutation(count: int, seed: int) -> npt.NDArray[np.int64]:
     """Return a permutation of range(count) that depends only on the seed.
 
-    It sorts raw 64-bit draws, because numpy guarantees the raw stream of a bit generator across versions but not the
-    result of `Generator.permutation`, and resumed runs must see the same order after an upgrade.
+    It sorts raw 64-bit random numbers: numpy guarantees that these stay the same across versions, but not the result of
+    `Generator.permutation`. Resumed runs must see the same order after an upgrade.
     """
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPosition:
-    """Position of a sample in its bucket's order of an epoch."""
+    """Position of a sample within its bucket: its epoch and its offset in the bucket's order of that epoch."""
 
     bucket: int
     epoch: int
@@ -62,12 +62,12 @@ class BucketPosition:
 
 
 class BucketOrder:
-    """Endless pass over samples in several buckets, split into units of consecutive positions from one bucket.
+    """Endless pass over samples in several buckets. Every `unit` consecutive positions form a unit from one bucket.
 
-    Samples enter their buckets in the order of `sample_index`, epoch after epoch. Whenever a bucket contains `unit`
-    samples, they form the next unit. Samples left at the end of an epoch stay in the bucket for the next one, so every
-    sample appears equally often. With one bucket, the order equals `sample_index`. Any position can be computed
-    directly: a bucket with n samples has filled epochs * n // unit units after that many epochs, in any order.
+    Samples enter their buckets in the order of `sample_index`, epoch after epoch. When a bucket contains `unit`
+    samples, they form the next unit. Samples that are left at the end of an epoch stay in their bucket, so every sample
+    appears equally often. With one bucket, the order equals `sample_index`. Any position can be computed directly:
+    after a number of epochs, a bucket with n samples has filled epochs * n // unit units, for any order of the samples.
     """
 
     def __init__(self, buckets: Sequence[int], *, unit: int, seed: int, shuffle: bool) -> None:
@@ -79,7 +79,7 @@ class BucketOrder:
         self._cached_units = cache_epochs(self._epoch_units, maxsize=2)
 
     def locate(self, position: int) -> BucketPosition:
-        """Return the bucket position of the sample at this position, from 0."""
+        """Return the bucket position of the sample at a position of the endless pass, from 0."""
         unit, offset = divmod(position, self.unit)
         epoch = unit * self.unit // len(self.buckets)  # earliest epoch in which the unit can be filled
         while self._count_units(epoch + 1) <= unit:
@@ -98,16 +98,16 @@ class BucketOrder:
         return sum(epoch * count // self.unit for count in self.counts)
 
     def _split_epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-        """Return the order of an epoch and the ascending offsets in it of each bucket's samples."""
+        """Return the order of an epoch and, for each bucket, the sorted positions of its samples in that order."""
         num_samples = len(self.buckets)
         order = epoch_order(num_samples, self.seed, epoch) if self.shuffle else np.arange(num_samples)
         by_bucket = np.argsort(self.buckets[order], kind="stable")
         return order, np.split(by_bucket, np.cumsum(self.counts)[:-1])
 
     def _epoch_units(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return bucket index and number within its bucket for each unit filled in this epoch.
+        """Return, for each unit filled in this epoch, its bucket index and its number within the bucket.
 
-        Units are ordered by their last sample.
+        Units are ordered by the position of their last sample.
         """
         _, offsets = self._cached_split(epoch)
         numbers = [np.arange(epoch * n // self.unit, (epoch + 1) * n // self.unit) for n in self.counts]
@@ -121,7 +121,7 @@ class BucketOrder:
 
 
 def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], T]:
-    """Wrap `function` with a cache of the last epochs; concurrent threads compute each value only once."""
+    """Wrap `function` of an epoch with a cache of the last results. Concurrent threads compute each value only once."""
     cached, lock = functools.lru_cache(maxsize=maxsize)(function), threading.Lock()
 
     def lookup(epoch: int) -> T:
@@ -134,8 +134,8 @@ def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], 
 class BatchSource(BatchReader):
     """Batches of a fully indexed dataset, in the order of BucketOrder.
 
-    The sample at a position depends only on the position: a file that cannot be decoded is replaced by a substitute
-    from the same bucket, chosen by its offset in the epoch. So all ranks run the same number of forward passes.
+    The sample at a position depends only on the position. A file that cannot be decoded is replaced by a substitute
+    from the same bucket, chosen by its offset in the epoch. All ranks therefore run the same number of forward passes.
     """
 
     def __init__(
@@ -154,9 +154,14 @@ class BatchSource(BatchReader):
         rejected: Mapping[str, int] = MappingProxyType({}),
         inputs: InputReader | None = None,
     ) -> None:
-        """global_batch: samples per optimizer step over all ranks. buckets: index in `framings` of each sample; None:
-        all 0. unit: number of consecutive positions with one bucket. workers: decoding threads. cached_latents: return
-        the latents of an image or video, or None to decode it. rejected: number of rejected dataset entries by reason.
+        """Create the source.
+
+        global_batch: samples per optimizer step over all ranks.
+        buckets: for each sample, its index in `framings`; None: all 0.
+        unit: number of consecutive positions with one bucket.
+        workers: number of decoding threads.
+        cached_latents: function that returns the latents of an image or video, or None to decode it.
+        rejected: number of rejected dataset entries by reason.
         inputs: reader of conditioning inputs.
         """
         if global_batch % unit:

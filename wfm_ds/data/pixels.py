@@ -47,13 +47,13 @@ Draw = Callable[[str], float]
 
 
 def draw_centre(purpose: str) -> float:
-    """Return 0.5: the Draw for centre crops and middle clips."""
+    """Return 0.5. Used as the `Draw` for centre crops and clips from the middle of a video."""
     return 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """How an image or video is resized, cropped and cut to training pixels."""
+    """Resizing, cropping and frame selection that turn an image or video into training pixels."""
 
     height: int
     width: int
@@ -81,7 +81,10 @@ class BadMedia(DataError):
 
 @contextlib.contextmanager
 def convert_decode_errors(media: Media, errors: tuple[type[Exception], ...] = DECODE_ERRORS) -> Iterator[None]:
-    """Context manager: convert errors of damaged files to BadMedia `decode`. UserErrors of the storage pass."""
+    """Context manager that converts errors of damaged files to BadMedia `decode`.
+
+    UserErrors of the storage, such as a lost connection, are not converted.
+    """
     try:
         yield
     except UserError:
@@ -93,9 +96,10 @@ def convert_decode_errors(media: Media, errors: tuple[type[Exception], ...] = DE
 def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
     """Decode an image to uint8 RGB [height, width, 3]: rotate upright, resize to cover (bicubic, antialiased), crop.
 
-    An image of exactly this size is returned unchanged. Alpha is blended over white, 16-bit grey is rounded to 8 bits,
-    and animations yield their first frame. Raises BadMedia: `decode` if the file is missing, truncated, not JPEG, PNG
-    or WebP, or above Pillow's decompression bomb limit; `too_small` if it needs more than max_upscale.
+    An image that already has this size is returned unchanged. Transparent images are blended over white, 16-bit grey is
+    rounded to 8 bits, and animations yield their first frame. Raises BadMedia: `decode` if the file is missing,
+    truncated, not JPEG, PNG or WebP, or above Pillow's decompression bomb limit; `too_small` if it must be enlarged by
+    more than max_upscale.
     """
     with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         rgb = to_rgb(ImageOps.exif_transpose(image))
@@ -112,7 +116,7 @@ def image_size(media: Media) -> tuple[int, int]:
 
 
 def check_size(media: Media, framing: Framing, height: int, width: int) -> None:
-    """Raise BadMedia `too_small` if an image of this size needs more than max_upscale."""
+    """Raise BadMedia `too_small` if an image of this size must be enlarged by more than max_upscale."""
     scale = max(framing.height / height, framing.width / width)
     if scale > framing.max_upscale:
         raise BadMedia(
@@ -124,7 +128,7 @@ def check_size(media: Media, framing: Framing, height: int, width: int) -> None:
 
 
 def crop_to_cover(rgb: Image.Image, framing: Framing, position: tuple[float, float]) -> Image.Image:
-    """Resize the image to cover height x width and crop it at this position."""
+    """Resize an image so that it covers height x width, and crop it at this position."""
     if rgb.size == (framing.width, framing.height):
         return rgb
     return ImageOps.fit(rgb, (framing.width, framing.height), method=Image.Resampling.BICUBIC, centering=position)
@@ -133,7 +137,10 @@ def crop_to_cover(rgb: Image.Image, framing: Framing, position: tuple[float, flo
 def crop_box(
     size: tuple[int, int], framing: Framing, position: tuple[float, float]
 ) -> tuple[float, float, float, float]:
-    """Return the box (left, top, right, bottom) that `crop_to_cover` keeps, in pixels of an image (height, width)."""
+    """Return the box (left, top, right, bottom) that `crop_to_cover` keeps, in pixels of the original image.
+
+    size: height and width of the original image.
+    """
     height, width = size
     crop_height = min(height, width * framing.height / framing.width)
     crop_width = min(width, height * framing.width / framing.height)
@@ -142,7 +149,7 @@ def crop_box(
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert any mode of JPEG, PNG or WebP to RGB. Transparent pixels become white."""
+    """Convert an image in any mode of JPEG, PNG or WebP to RGB. Transparent pixels become white."""
     if image.mode.startswith("I;16"):
         return grey16_to_rgb(image)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -152,7 +159,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def grey16_to_rgb(image: Image.Image) -> Image.Image:
-    """Convert 16-bit grey to RGB. Pillow's conversion would clip values at 255 and turn most images white."""
+    """Convert 16-bit grey to RGB. Pillow's own conversion would clip values at 255, so most images would be white."""
     levels = np.asarray(image).astype(np.uint32)
     grey = (levels * 255 + 32767) // 65535
     transparent = image.info.get("transparency")

@@ -1,4 +1,4 @@
-"""Preference pairs: a preferred and a rejected image or video per prompt. Scans files, decodes nothing."""
+"""Preference pairs: a preferred and a rejected image or video per prompt. Scanning decodes no media."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ ROLES = ("chosen", "rejected")
 
 
 def load_pairs(paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> SampleSet:
-    """Scan preference pairs in one FILE.jsonl or in tar shards. Raises DataError like PairTable and PairShards."""
+    """Scan preference pairs in a FILE.jsonl or in tar shards. Raises DataError like PairTable and PairShards."""
     if len(paths) == 1 and paths[0].lower().endswith(TABLE_SUFFIX):
         return PairTable(Path(paths[0]), max_bad_fraction=max_bad_fraction)
     return PairShards(paths, cache_dir=cache_dir, max_bad_fraction=max_bad_fraction)
 
 
 class PairTable(SampleSet):
-    """Pairs of a JSONL file. Each line has `prompt`, `chosen` and `rejected`, the last two relative to the file.
+    """Pairs of a JSONL file. Each line has `prompt` and the paths `chosen` and `rejected`, relative to the file.
 
-    Ids are the line's `id`, else `CHOSEN > REJECTED`, so they do not change when lines are added or moved. Other keys
-    become metadata.
+    Ids are the line's `id` if it has one, otherwise `CHOSEN > REJECTED`, so they do not change when lines are added or
+    moved. Other keys become metadata.
     """
 
     def __init__(self, table: Path, *, max_bad_fraction: float) -> None:
@@ -81,7 +81,7 @@ class PairTable(SampleSet):
         self.samples.append(Sample(id=pair_id, media=chosen, prompt=prompt, rejected=rejected))
 
     def _resolve_path(self, name: Any) -> str | None:
-        """Return the path of an existing image or video, None for anything else."""
+        """Return the path if `name` is an existing image or video, otherwise None."""
         if not isinstance(name, str) or "\0" in name or os.path.splitext(name)[1].lower() not in MEDIA_SUFFIXES:
             return None
         path = os.path.normpath(self._folder / name)
@@ -98,7 +98,7 @@ def list_folder(folder: str) -> frozenset[str]:
 
 
 class PairShards(TarShards):
-    """Pairs in tar files. A sample is KEY.chosen.EXT, KEY.rejected.EXT and the caption KEY.json or KEY.txt."""
+    """Pairs in tar files. A pair consists of KEY.chosen.EXT, KEY.rejected.EXT and the caption KEY.json or KEY.txt."""
 
     content = "pairs (NAME.chosen.EXT and NAME.rejected.EXT)"
 
@@ -124,6 +124,6 @@ class PairShards(TarShards):
 
 
 def is_pair_member(member: IndexEntry, role: str) -> bool:
-    """Return whether this is the image or video with this role in its pair."""
+    """Return whether a tar member is the image or video with this role (`chosen` or `rejected`) in its pair."""
     stem, suffix = os.path.splitext(member.field)
     return stem == role and suffix in MEDIA_SUFFIXES

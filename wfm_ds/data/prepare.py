@@ -1,7 +1,7 @@
 """`python -m wfm_ds.data.prepare RECIPE [section.key=value ...]`: fill the cache of text embeddings and latents.
 
-Under the `deepspeed` launcher the ranks share the work. Written entries are kept, so an interrupted run continues where
-it stopped. Exit codes: see wfm_ds.train.
+Under the `deepspeed` launcher the ranks share the work. An interrupted run can be continued: entries that are already
+written are kept. Exit codes: see wfm_ds.train.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ def run_prepare(recipe: Recipe) -> int:
 
 
 def fill_caches(recipe: Recipe, world: World) -> str:
-    """Fill the caches, each rank its shard, and return a summary. Collective. Raises UserError on all ranks."""
+    """Fill the caches and return a summary. Collective: each rank encodes its shard.
+
+    Raises UserError on all ranks.
+    """
     from wfm_ds.data.broadcast import read_on_main
     from wfm_ds.data.datasets import load_data
     from wfm_ds.run.memory_advice import suggest_part_keys

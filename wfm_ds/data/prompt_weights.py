@@ -2,10 +2,10 @@
 
     weight = floor + (1 - floor) s / max s      s^2: running mean of the reward variance within a group
 
-Groups with equal rewards have zero gradient, so their prompts are sampled less often. Relative to the prompt with the
-largest std, a prompt is sampled between `floor` and 1 times as often, for any scale of the rewards. With n prompts,
-each has a probability of at least floor / n. For rewards of 0 or 1 with success rate p, s^2 estimates p (1 - p).
-Prompts without rewards so far get the mean std of the others. If all stds are 0, all weights are equal.
+Groups with equal rewards have zero gradient, so their prompts are sampled less often. Compared with the prompt with the
+largest std, any other prompt is sampled at least `floor` times as often. The scale of the rewards has no effect. With n
+prompts, each has a probability of at least floor / n. For rewards of 0 or 1 with success rate p, s^2 estimates p (1 -
+p). Prompts without rewards so far get the mean std of the others. If all stds are 0, all weights are equal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class RewardStdTable:
         self.variances = np.full(num_prompts, np.nan)
 
     def update(self, prompt: int, variances: Sequence[float]) -> None:
-        """Update with the variances of a prompt's groups in one RL step, in any order and with equal weights."""
+        """Update the running variance of a prompt with the variances of its groups in one RL step.
+
+        The groups have equal weights, so their order does not matter.
+        """
         decay = 0.0 if math.isnan(self.variances[prompt]) else self.memory ** len(variances)
         mean = math.fsum(variances) / len(variances)
         self.variances[prompt] = mean if decay == 0 else decay * self.variances[prompt] + (1 - decay) * mean
@@ -55,8 +58,11 @@ class RewardStdTable:
         return weights
 
     def stats(self) -> dict[str, float]:
-        """Return metrics: number of prompts with rewards so far, their mean reward std, and the effective number of
-        prompts of the next draw, (sum of weights)^2 / sum of weights^2."""
+        """Return metrics of the table.
+
+        They are the number of prompts with rewards so far, their mean reward std, and the effective number of prompts
+        for the next draw, (sum of weights)^2 / sum of weights^2.
+        """
         stds = np.sqrt(self.variances[~np.isnan(self.variances)])
         weights = self.weights().astype(np.float64)
         stats = {
@@ -66,7 +72,7 @@ class RewardStdTable:
         return stats | ({"data/prompt_reward_std_mean": math.fsum(stds) / len(stds)} if len(stds) else {})
 
     def state(self) -> dict[str, str]:
-        """Return the prompts with rewards as JSON, 16 characters each."""
+        """Return the prompts that have rewards and their variances as JSON, 16 characters per prompt."""
         (indices,) = np.nonzero(~np.isnan(self.variances))
         return {
             "seen": encode_array(indices.astype("<i4")),
@@ -74,7 +80,7 @@ class RewardStdTable:
         }
 
     def restore(self, state: Mapping[str, str]) -> None:
-        """Restore a `state` with the same number of prompts."""
+        """Restore the result of `state`, for the same number of prompts."""
         self.variances[:] = np.nan
         self.variances[decode_array(state["seen"], "<i4")] = decode_array(state["variances"], "<f8")
 
@@ -82,8 +88,8 @@ class RewardStdTable:
 def draw_prompts(weights: Weights, count: int, *, seed: int, step: int) -> list[int]:
     """Draw the `count` prompts of RL step `step`.
 
-    Prompt i appears count * w_i / sum(w) times on average, rounded up or down in each step. So a prompt appears twice
-    only if this number is above 1.
+    Prompt i appears count * w_i / sum(w) times on average. In each step this number is rounded up or down, so a prompt
+    appears twice only if it is above 1.
     """
     order = permutation(len(weights), derive_seed(seed, "prompt_order", step))
     # Scale to the sum instead of modulo, so that rounding errors in rewards rarely change the draw.

@@ -1,6 +1,6 @@
 """Prompt sets for RL and validation: prompt files and the order of prompts in training.
 
-Supports the file formats of published prompt sets; none is included. An invalid line is an error and not skipped,
+Supports the file formats of published prompt sets; none is included. An invalid line is an error and is not skipped,
 because ids contain line numbers and prompt files are small enough to repair.
 """
 
@@ -38,10 +38,11 @@ class PromptFormat:
 def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
     """Read the prompt set `name` in its published format. Ids are `name/split/line number`.
 
-    pickscore: {split}.txt with one prompt per line. ocr: the same, with the text in the first double quotes as metadata
-    `ocr_target`. geneval: {split}_metadata.jsonl or {split}.jsonl, with the whole object as metadata. dance_grpo_t2v:
-    {split}.txt, else video_prompts.txt. Any other name: {split}.txt, or {split}.jsonl with `prompt`, optional
-    `negative_prompt`, and metadata in the other keys. Files are UTF-8; blank lines are skipped.
+    pickscore: {split}.txt with one prompt per line. ocr: the same format; the text in the first double quotes becomes
+    the metadata `ocr_target`. geneval: {split}_metadata.jsonl or {split}.jsonl; the whole object becomes metadata.
+    dance_grpo_t2v: {split}.txt, or video_prompts.txt if it does not exist. Any other name: {split}.txt, or
+    {split}.jsonl with `prompt` and optional `negative_prompt`; other keys become metadata. Files are UTF-8; blank lines
+    are skipped.
     Raises DataError for a missing folder or file, an empty file, and invalid lines (with their numbers).
     """
     if not folder.is_dir():
@@ -74,7 +75,7 @@ def load_prompt_file(path: Path) -> list[Prompt]:
 class PromptOrder:
     """Order of the prompts in RL training. Each epoch contains every prompt once.
 
-    An epoch can end within a step, so a step that spans two epochs or more may contain a prompt twice.
+    An epoch can end in the middle of a step. A step with prompts from two or more epochs may contain a prompt twice.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
@@ -89,10 +90,11 @@ class PromptOrder:
         return self._select((step - 1) * count, count, self._seed)
 
     def extra_prompts(self, step: int, count: int, attempt: int) -> list[Prompt]:
-        """Return `count` additional prompts for a refill of the step, different for each `attempt` (from 1).
+        """Return `count` additional prompts for RL step `step`, different for each `attempt`.
 
-        With shuffle, each attempt has a separate order with every prompt once per epoch; without, the prompts after the
-        step's are used. Depends only on the arguments.
+        attempt: number of the refill round, from 1. With shuffle, each attempt has a separate order that contains every
+        prompt once per epoch. Without it, the prompts that follow those of the step are used. The result depends only
+        on the arguments.
         """
         return self._select((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
 
@@ -102,7 +104,10 @@ class PromptOrder:
 
 
 def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Prompt]:
-    """Read all prompts of a file. Raises DataError with the invalid lines."""
+    """Read all prompts of a file. Raises DataError that names the invalid lines.
+
+    parse: function that parses (id, line) to a prompt.
+    """
     parse = parse or PARSERS[path.suffix]
     prompts: list[Prompt] = []
     errors: list[str] = []
@@ -120,7 +125,7 @@ def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Pr
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, stripped line) for non-blank lines. Only line feeds separate lines."""
+    """Yield (line number from 1, stripped line) for all lines that are not blank. Only line feeds separate lines."""
     try:
         raw = read_regular(path)
     except OSError as error:

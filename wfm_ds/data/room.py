@@ -1,6 +1,6 @@
 """`python -m wfm_ds.data.room OUT_DIR`: write the room demo, rendered clips of a tiled room with their camera paths.
 
-Small enough for tests and for trying camera-conditioned models. Poses and intrinsics are exact.
+It is small enough for tests and for trying camera-conditioned models. Poses and intrinsics are exact.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def write_room(out: Path) -> int:
     """Write the demo and return the number of clips.
 
     clips/: clips NNNN.mkv with .c2w.npy and .json. start.png, camera.json and prompts.txt: first frame, camera and
-    prompt of the last clip for `wfm generate`. The files are bitwise reproducible with the same library versions.
+    prompt of the last clip, for `wfm generate`. The files are bitwise reproducible with the same library versions.
     Raises DataError if the folder exists and is not empty.
     """
     require_new_folder(out)

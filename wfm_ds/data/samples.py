@@ -1,4 +1,4 @@
-"""Captioned images and videos, where their bytes are stored, and the rejected entries of a dataset."""
+"""Captioned images and videos, the storage of their files, and the rejected entries of a dataset."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ NUM_SHOWN = 10
 
 
 class Media(Protocol):
-    """An image or video file in any storage."""
+    """An image or video file in any storage, such as a local file, S3 or a tar."""
 
     @property
     def name(self) -> str:
-        """Path or address for messages."""
+        """The path or address, for messages."""
 
     @property
     def suffix(self) -> str:
-        """Lower-case suffix with its dot, one of MEDIA_SUFFIXES."""
+        """The suffix in lower case with its dot, one of MEDIA_SUFFIXES."""
 
     def open(self) -> BinaryIO:
-        """Open a seekable stream of the bytes. Raises OSError."""
+        """Open the file as a seekable binary stream. Raises OSError."""
 
     def identity(self) -> tuple[str | int, ...]:
-        """Return a key that changes with the content, without reading the bytes. Raises OSError."""
+        """Return a key that changes when the content changes, without reading the content. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class RemoteFile:
 
 
 def media_from_path(address: str) -> Media:
-    """Return the file at a path or address."""
+    """Return the image or video at a path or s3:// address."""
     return RemoteFile(address) if is_remote(address) else LocalFile(address)
 
 
@@ -108,7 +108,7 @@ def to_printable(name: str) -> str:
 def is_encodable(value: Any) -> bool:
     r"""Return whether all text of a JSON value can be encoded as UTF-8.
 
-    JSON can contain half of a surrogate pair ("\ud800"), which tokenizers, files and messages cannot represent.
+    JSON can contain half of a surrogate pair ("\ud800"), which tokenizers, files and messages do not accept.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -125,7 +125,7 @@ def file_identity(path: Path) -> tuple[str | int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A captioned image or video, or a preference pair, not yet decoded."""
+    """A captioned image or video, or a preference pair. It is not decoded yet."""
 
     id: str
     media: Media
@@ -158,7 +158,7 @@ class SampleSet:
         self.bad.setdefault(reason, []).append(to_printable(name))
 
     def check(self, max_bad_fraction: float) -> None:
-        """Raise DataError without a usable sample, or if more than max_bad_fraction of the entries are bad."""
+        """Raise DataError if there is no usable sample, or if more than max_bad_fraction of the entries are bad."""
         num_bad = sum(map(len, self.bad.values()))
         num_entries = len(self.samples) + num_bad
         if not self.samples or num_bad > max_bad_fraction * num_entries:
@@ -169,14 +169,15 @@ class SampleSet:
             )
 
     def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:
-        """Return the samples of one epoch, possibly with repeats of the training samples."""
+        """Return the samples of one epoch. Subclasses may repeat training samples."""
         return list(training)
 
     def split_holdout(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
-        """Return (training, held-out) samples, both sorted by id. holdout: expected held-out share, in [0, 1).
+        """Return (training, held-out) samples, both sorted by id.
 
-        A hash of the id decides, so samples keep their side when others are added or removed. With two or more samples
-        and holdout > 0, both sides are non-empty: the smallest hash is held out and the largest is trained on.
+        holdout: expected share of held-out samples, in [0, 1). A hash of the id decides, so adding or removing samples
+        does not move the others. If there are two or more samples and holdout > 0, both parts are non-empty: the sample
+        with the smallest hash is held out, and the one with the largest hash is trained on.
         """
         if holdout == 0 or len(self.samples) < 2:
             return list(self.samples), []
@@ -189,7 +190,7 @@ class SampleSet:
 
 
 def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
-    """Parse a JSON caption. Other keys than prompt and negative_prompt become metadata. None without a prompt."""
+    """Parse a JSON caption. Keys other than prompt and negative_prompt become metadata. None if it has no prompt."""
     caption = parse_object(content)
     if caption is None:
         return None
@@ -200,7 +201,7 @@ def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
 
 
 def parse_object(content: bytes) -> dict[str, Any] | None:
-    """Parse a JSON object with text that can be encoded as UTF-8. None for anything else."""
+    """Parse a JSON object with text that can be encoded as UTF-8. Returns None for anything else."""
     try:
         value = json.loads(content)  # accepts UTF-8, UTF-16 and UTF-32, with or without BOM
     except (ValueError, RecursionError):

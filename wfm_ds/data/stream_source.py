@@ -1,4 +1,7 @@
-"""Batches of a stream, identical for any number of ranks. Every replica reads all rows and decodes its shard."""
+"""Batches of a stream, identical for any number of ranks.
+
+Every replica reads all rows of the stream and decodes only its shard.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ class StreamStep:
 
 
 class StreamSource(BatchReader):
-    """Batches of a stream, in step order. Position p uses the usable row p of the endless stream.
+    """Batches of a stream, in step order. Position p is the usable row p of the endless stream.
 
-    A file that cannot be decoded is replaced by another row of the same step, chosen from the step's rows alone. The
-    undecoded rows of two steps are in memory.
+    A file that cannot be decoded is replaced by another row of the same step; the choice depends only on the rows of
+    this step. The undecoded rows of two steps are in memory.
     """
 
     def __init__(
@@ -40,7 +43,10 @@ class StreamSource(BatchReader):
         workers: int = 2,
         inputs: InputReader | None = None,
     ) -> None:
-        """open_stream: open the stream at its first row. Called with the first batch, so only on replica leaders."""
+        """open_stream: function that opens the stream at its first row.
+
+        It is called with the first batch, so only on replica leaders.
+        """
         super().__init__(
             global_batch=global_batch, seed=seed, max_bad_fraction=max_bad_fraction, workers=workers, inputs=inputs
         )

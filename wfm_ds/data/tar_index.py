@@ -1,4 +1,4 @@
-"""Index of a tar file from one pass over its headers, optionally cached on disk.
+"""Index of a tar file, read in one pass over its headers and optionally cached on disk.
 
 Nothing is extracted, and member names are never used as paths.
 """
@@ -37,7 +37,7 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class TarIndex:
-    """The members of one tar in order. intact: False if the tar is damaged after the last member."""
+    """The members of one tar in order. intact: False if the tar is damaged after the last listed member."""
 
     version: tuple[str | int, ...]
     members: list[IndexEntry]
@@ -45,7 +45,7 @@ class TarIndex:
 
 
 def load_tar_index(address: str, cache_dir: Path | None) -> TarIndex:
-    """Return the index of a local or S3 tar, from cache_dir if it is cached for this version of the file.
+    """Return the index of a local or S3 tar. Uses the index in cache_dir if it was made from this version of the file.
 
     Raises DataError if the file is missing or not an uncompressed tar, and StorageError for storage failures.
     """
@@ -65,7 +65,7 @@ def load_tar_index(address: str, cache_dir: Path | None) -> TarIndex:
 
 
 def read_index_file(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
-    """Read a cached index file. None if there is none for this version."""
+    """Read a cached index file. Returns None if it does not exist or was made from a different version of the tar."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def read_index_file(path: Path, version: tuple[str | int, ...]) -> TarIndex | No
 
 
 def scan_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
-    """Read all headers and captions in one pass that skips the media."""
+    """Read all headers and captions of a tar in one pass that skips the media."""
     fs, path = storage.open_filesystem(address)
     members: list[IndexEntry] = []
     intact, size = True, int(version[1])
@@ -105,7 +105,7 @@ def scan_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
 
 
 def index_member(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IndexEntry | None:
-    """Return the entry of a member. None for hidden files and names without a dot."""
+    """Return the entry of a tar member, or None for hidden files and names without a dot."""
     folder, name = os.path.split(info.name.removeprefix("./"))
     stem, _, field = name.partition(".")
     if not stem or not field:

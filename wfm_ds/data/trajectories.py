@@ -1,4 +1,4 @@
-"""Actions and camera paths of a clip: composition over skipped frames, scaling, and cropping of intrinsics."""
+"""Actions and camera paths of a clip: composition of the actions of skipped frames, scaling, cropping of intrinsics."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ STATS_KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists i
 def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None) -> Floats:
     """Return the actions [len(frames)-1,D] between consecutive selected frames.
 
-    Row i of `actions` [N-1,D] moves frame i to i + 1. compose: how to combine the actions between two frames, `sum` or
-    `pose` (see `pose_product`); None raises ValueError if frames are skipped or repeated.
+    actions: [N-1,D]; row i moves frame i to frame i + 1.
+    compose: how to combine several actions between two selected frames, `sum` or `pose` (see `pose_product`). None:
+    raise ValueError if frames are skipped or repeated.
     """
     spans = list(itertools.pairwise(frames))
     if compose is None and any(stop != start + 1 for start, stop in spans):
@@ -51,9 +52,10 @@ def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None)
 
 
 def pose_product(poses: Floats) -> Floats:
-    """Compose relative poses [n,9] to one [9]; each is relative to the previous one. n = 0 yields the identity.
+    """Compose n relative poses [n,9] to one pose [9]. n = 0 yields the identity.
 
-    A rotation is stored as its first two columns (Zhou et al., CVPR 2019).
+    Each pose is relative to the previous one. A rotation is stored as the first two columns of its matrix (Zhou et al.,
+    CVPR 2019).
     """
     orientation, translation = np.eye(3), np.zeros(3)
     for pose in poses.astype(np.float64):
@@ -63,7 +65,10 @@ def pose_product(poses: Floats) -> Floats:
 
 
 def rotation_matrix(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the rotation matrix [3,3] from its first two columns by Gram-Schmidt. Raises ValueError if parallel."""
+    """Return the rotation matrix [3,3] with these first two columns, after Gram-Schmidt orthonormalization.
+
+    Raises ValueError if they are parallel.
+    """
     x = first / (np.linalg.norm(first) or 1)
     y = second - (x @ second) * x
     if np.linalg.norm(x) == 0 or np.linalg.norm(y) < 1e-6 * np.linalg.norm(second) or not second.any():
@@ -75,7 +80,7 @@ def rotation_matrix(first: npt.NDArray[np.float64], second: npt.NDArray[np.float
 def require_rigid(poses: Floats) -> None:
     """Raise ValueError unless all poses [F,4,4] are rigid.
 
-    Rotations must be orthonormal to RIGID_TOLERANCE with determinant 1, and the last row must be 0 0 0 1.
+    Rotations must be orthonormal up to RIGID_TOLERANCE with determinant 1, and the last row must be 0 0 0 1.
     """
     rotations = poses[:, :3, :3].astype(np.float64)
     products = np.einsum("fji,fjk->fik", rotations, rotations)
@@ -87,7 +92,7 @@ def require_rigid(poses: Floats) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ActionScaling:
-    """Normalisation of data.actions.normalize: (actions - low) / scale - offset. low and scale are float64 [D]."""
+    """Scaling of actions (data.actions.normalize): (actions - low) / scale - offset. low and scale are float64 [D]."""
 
     low: npt.NDArray[np.float64]
     scale: npt.NDArray[np.float64]
@@ -101,9 +106,9 @@ class ActionScaling:
 
 
 def load_scaling(actions: ActionsRecipe) -> ActionScaling | None:
-    """Load the scaling from data.actions.stats. None without normalisation.
+    """Load the scaling from data.actions.stats. Returns None if actions are not normalized.
 
-    Raises DataError if the file does not contain the lists needed by data.actions.normalize.
+    Raises DataError if the file does not contain the lists that data.actions.normalize needs.
     """
     if actions.normalize == "none" or actions.stats is None:
         return None
@@ -139,9 +144,9 @@ def first_larger_index(low: npt.NDArray[np.float64], high: npt.NDArray[np.float6
 
 
 def crop_intrinsics(intrinsics: Floats, box: tuple[float, float, float, float], size: tuple[int, int]) -> Floats:
-    """Return intrinsics fx, fy, cx, cy [F,4] after cropping to `box` and resizing to `size`.
+    """Return intrinsics fx, fy, cx, cy [F,4] for frames that are cropped to `box` and resized to `size`.
 
-    box: left, top, right, bottom; size: height, width. Coordinate 0 is the left or upper edge of the first pixel.
+    box: left, top, right, bottom. size: height, width. Coordinate 0 is the left or upper edge of the first pixel.
     """
     left, top, right, bottom = box
     sx, sy = size[1] / (right - left), size[0] / (bottom - top)

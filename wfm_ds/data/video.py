@@ -25,7 +25,7 @@ HD_HEIGHT = 720  # without a colour tag, videos of at least this height are BT.7
 
 
 def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """Decode a clip to uint8 RGB [num_frames, height, width, 3]. Resize and crop all frames alike, as in load_image.
+    """Decode a clip to uint8 RGB [num_frames, height, width, 3]. Resizes and crops each frame as load_image does.
 
     Raises BadMedia: `decode`, `too_small`, and the reasons of choose_frames.
     """
@@ -48,9 +48,9 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 
 
 def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], int]:
-    """Return the frame indices of a clip and the number of frames of the file. Decodes nothing.
+    """Return the frame indices of a clip and the number of frames in the file, without decoding.
 
-    The clip has framing.span frames if set, else those of load_clip. Raises BadMedia like choose_frames.
+    The clip has framing.span frames if that is set, otherwise framing.num_frames. Raises BadMedia like choose_frames.
     """
     with open_video(media) as container:
         stream = container.streams.video[0]
@@ -71,7 +71,10 @@ def video_size(media: Media) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def open_video(media: Media) -> Iterator[InputContainer]:
-    """Context manager: open a video file for single-threaded decoding; the worker threads decode in parallel."""
+    """Context manager that opens a video file for single-threaded decoding.
+
+    Worker threads decode several files in parallel.
+    """
     with (
         convert_decode_errors(media, (*DECODE_ERRORS, av.FFmpegError)),
         media.open() as file,
@@ -82,7 +85,7 @@ def open_video(media: Media) -> Iterator[InputContainer]:
 
 
 def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
-    """Return the times of all frames and of the keyframes, ascending, in the stream's time base.
+    """Return the times of all frames, and of the keyframes, both ascending and in the stream's time base.
 
     Reads the packets without decoding them.
     """
@@ -91,12 +94,13 @@ def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[lis
 
 
 def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Framing, draw: Draw) -> Sequence[int]:
-    """Choose the frames of a clip from frames at times `seconds` [N]. Return ascending indices.
+    """Choose the frames of a clip from a video. Return ascending indices.
 
-    The clip has framing.span frames if set, else num_frames. Without fps the frames are consecutive. With fps the clip
-    spans (num_frames - 1) / fps seconds: a random start time that fits, then the frames nearest to multiples of 1 / fps
-    after it. Raises BadMedia: `too_short` (clips are not padded or looped), or `low_fps` if a frame would repeat and
-    framing.allow_repeats is False.
+    seconds: [N], times of the video's frames. The clip has framing.span frames if that is set, otherwise num_frames.
+    Without fps the frames are consecutive. With fps the clip lasts (num_frames - 1) / fps seconds: a random start time
+    is chosen for which the clip fits, then the frames nearest to multiples of 1 / fps after it. Raises BadMedia:
+    `too_short` (clips are not padded or looped), or `low_fps` if a frame would be repeated and framing.allow_repeats is
+    False.
     """
     count, total = framing.span or framing.num_frames, len(seconds)
     u = draw("clip") if framing.clip == "random" else 0.5
@@ -121,7 +125,7 @@ def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Frami
 
 
 def nearest_frame(seconds: npt.NDArray[np.float64], moment: float) -> int:
-    """Return the index of the frame nearest to this time. Ties go to the earlier frame."""
+    """Return the index of the frame nearest to the time `moment`. Ties go to the earlier frame."""
     after = min(int(np.searchsorted(seconds, moment)), len(seconds) - 1)
     before = max(0, after - 1)
     return before if moment - seconds[before] <= seconds[after] - moment else after
@@ -130,7 +134,7 @@ def nearest_frame(seconds: npt.NDArray[np.float64], moment: float) -> int:
 def decode_frames(
     container: InputContainer, stream: VideoStream, start: int, wanted: Set[int]
 ) -> Iterator[tuple[int, VideoFrame]]:
-    """Yield (time, frame) for the wanted times that are found when decoding from `start`."""
+    """Decode from time `start` on, and yield (time, frame) for frames with a time in `wanted`."""
     container.seek(start, stream=stream)
     last = max(wanted)
     for frame in container.decode(stream):
@@ -143,7 +147,7 @@ def decode_frames(
 
 
 def frame_to_rgb(media: Media, frame: VideoFrame) -> Image.Image:
-    """Convert a frame to an upright RGB image. Raises BadMedia above Pillow's size limit."""
+    """Convert a frame to an upright RGB image. Raises BadMedia if it exceeds Pillow's size limit."""
     if frame.width * frame.height > (Image.MAX_IMAGE_PIXELS or np.inf):
         raise BadMedia("decode", media.name, f"frames of {frame.height} x {frame.width} pixels exceed the size limit")
     unspecified = frame.colorspace == UNSPECIFIED and frame.height >= HD_HEIGHT

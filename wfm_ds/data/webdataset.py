@@ -1,4 +1,4 @@
-"""Tar shards (WebDataset), local or in S3. Members are read by byte range and never extracted."""
+"""Tar shards (WebDataset), local or on S3. Members are read by byte range and never extracted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_READERS = 16  # tars indexed in parallel, mostly waiting for I/O
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """An image, video or array inside a tar."""
+    """An image, video or array in a tar."""
 
     shard: str
     version: tuple[str | int, ...]  # version of the tar
@@ -45,11 +45,11 @@ class TarMember:
 
 
 class TarShards(SampleSet):
-    """Captioned media in tar files. A sample is a group of consecutive members with one key.
+    """Captioned media in tar files. A sample is a group of consecutive members with the same key.
 
-    It has one image or video and a caption: `json` with `prompt`, or `txt`. With `txt` and a `json` without `prompt`,
-    the JSON object is metadata. Ids are FOLDER/SHARD/KEY, with the name of the shard's folder and the shard without
-    .tar.
+    It has one image or video and a caption: `json` with `prompt`, or `txt`. If it has `txt` and a `json` without
+    `prompt`, the JSON object becomes metadata. Ids are FOLDER/SHARD/KEY: the name of the shard's folder, the name of
+    the shard without .tar, and the key.
     """
 
     content: ClassVar = "captioned media"  # for messages
@@ -57,9 +57,10 @@ class TarShards(SampleSet):
     def __init__(self, patterns: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> None:
         """Index the shards.
 
-        patterns: paths and s3:// addresses with {000..123} and globs. cache_dir: folder for cached indices.
-        Raises DataError if a shard is missing, two shards have the same name in folders of the same name, there is no
-        usable sample, or more than max_bad_fraction of the entries are bad.
+        patterns: paths and s3:// addresses, which may contain {000..123} and globs. cache_dir: folder for cached
+        indices.
+        Raises DataError if a shard is missing, if two shards have the same name and the same folder name, if there is
+        no usable sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(", ".join(patterns))
         shards = list(dict.fromkeys(address for pattern in patterns for address in storage.expand_pattern(pattern)))
@@ -127,7 +128,7 @@ def parse_prompt(json_text: str | None, plain_text: str | None, sample_id: str) 
 
 
 def unique_shard_names(shards: Sequence[str]) -> list[str]:
-    """Return FOLDER/NAME of each shard, without .tar. Independent of the other shards, so that ids are stable.
+    """Return FOLDER/NAME of each shard, without .tar. A name does not depend on the other shards, so ids are stable.
 
     Raises DataError if two shards have the same name.
     """

@@ -1,4 +1,4 @@
-"""Detect the accelerator of this machine and whether this process uses it, consistently with DeepSpeed.
+"""Detect whether this machine has an accelerator and whether this process uses it, consistently with DeepSpeed.
 
 Importing this module does not import torch.
 """
@@ -20,25 +20,31 @@ DEVICE_NODES = (
 
 
 def is_accelerator_present(devices: Path = Path("/dev")) -> bool:
-    """Return whether a device node of a GPU or another accelerator exists. Does not import torch."""
+    """Return whether this machine has a GPU or another accelerator, judged by its device nodes.
+
+    Does not import torch.
+    """
     return any(next(devices.glob(pattern), None) is not None for pattern in DEVICE_NODES)
 
 
 def uses_cuda() -> bool:
-    """Return whether this process computes on GPUs: CUDA is available and DS_ACCELERATOR names no other device."""
+    """Return whether this process computes on GPUs.
+
+    It does if CUDA is available and DS_ACCELERATOR does not name another device.
+    """
     import torch
 
     return os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.is_available()
 
 
 def choose_accelerator() -> None:
-    """Make DeepSpeed use the CPU if there is no CUDA device. A DS_ACCELERATOR set by the user is kept."""
+    """Make DeepSpeed use the CPU if there is no CUDA device. If the user has set DS_ACCELERATOR, its value is kept."""
     if "DS_ACCELERATOR" not in os.environ and not uses_cuda():
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context that makes this device the thread's current one, for libraries, kernels and streams.
+    """Return a context in which this device is the thread's current device, as libraries, kernels and streams require.
 
     A new thread starts with GPU 0 as its current device.
     """

@@ -16,8 +16,9 @@ DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # values for which cuBLAS docum
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
     """Make torch use only deterministic kernels inside the context, and restore the settings afterwards.
 
-    Operations without a deterministic kernel raise an error. Enter it before the first use of a GPU. Raises RecipeError
-    if CUBLAS_WORKSPACE_CONFIG has another value, or if CUDA is initialized and it is not set.
+    Enter the context before this process uses a GPU. Operations without a deterministic kernel raise an error.
+    Raises RecipeError if CUBLAS_WORKSPACE_CONFIG has a value with which cuBLAS is nondeterministic, or if it is unset
+    although CUDA is already initialized.
     """
     if not enabled:
         yield

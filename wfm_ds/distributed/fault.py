@@ -1,7 +1,7 @@
-"""Find the rank that caused the failure of a multi-rank run, from the ranks' reports.
+"""Find the rank that caused the failure of a run with several ranks, from the reports of all ranks.
 
-No sockets, no clock: heartbeat.py feeds it on rank 0. Three kinds of faults end a run: a rank that is gone (process or
-machine), a rank that failed with an error, and a stuck rank that the others wait for.
+Uses no sockets and no clock: heartbeat.py calls it on rank 0. Three kinds of faults end a run: a rank is gone (its
+process or machine), a rank failed with an error, or a rank is stuck while the others wait for it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-SETTLE_S = 2.0  # wait after the first failure: other ranks fail as a consequence and may report it first
+SETTLE_S = 2.0  # wait after the first failure, because a rank that fails as a consequence may report first
 MAX_NAMED_RANKS = 8  # ranks listed in one message
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why the run ends. `ranks`: the cause; `stuck`: they still run and can print their stack traces."""
+    """Reason why the run ends.
+
+    ranks: the ranks that caused it. stuck: True if these ranks still run and can print their stack traces.
+    """
 
     ranks: tuple[int, ...]
     text: str
@@ -43,12 +46,16 @@ class RankRecord:
 
 
 class RankStates:
-    """The states of all ranks, from the first report to the fault that ends the run."""
+    """The states of all ranks, and the fault that they imply."""
 
     def __init__(self, size: int, *, silent_s: float, stuck_s: float, max_gap_s: float) -> None:
-        """silent_s: limit for the time without a report of a rank. stuck_s: limit for the time without progress.
+        """Create an empty table.
 
-        max_gap_s: a longer time between two calls of `find_fault` means that the job was suspended; it does not count.
+        size: number of ranks.
+        silent_s: a rank without a report for this many seconds counts as gone.
+        stuck_s: the run counts as stuck if no rank makes progress for this many seconds.
+        max_gap_s: if `find_fault` is called later than this many seconds after its last call, the job was suspended,
+        and the additional time is not counted.
         """
         self.size, self.silent_s, self.stuck_s, self.max_gap_s = size, silent_s, stuck_s, max_gap_s
         self.last_check_s: float | None = None
@@ -59,7 +66,11 @@ class RankStates:
         self.members[rank] = RankRecord(rank, location, heard_at_s=now_s, advanced_at_s=now_s)
 
     def record_beat(self, rank: int, num_started: int, num_advances: int, operation: str, now_s: float) -> None:
-        """Record a report. num_started is compared between ranks; num_advances only shows that the rank is working."""
+        """Record a report.
+
+        num_started: number of operations that all ranks run in the same order; compared between ranks.
+        num_advances: number of other signs of progress; only shows that the rank is not stuck.
+        """
         member = self.members[rank]
         member.heard_at_s = now_s
         if (num_started, num_advances) != (member.num_started, member.num_advances):
@@ -71,13 +82,16 @@ class RankStates:
         self.members[rank].state = "done"
 
     def record_failure(self, rank: int, reason: str, is_secondary: bool, now_s: float) -> None:
-        """Record that a rank failed by its own error, or (is_secondary) because communication with others failed."""
+        """Record that a rank failed.
+
+        is_secondary: True if it failed only because communication with other ranks failed.
+        """
         member = self.members[rank]
         member.state, member.reason, member.is_secondary = "failed", reason, is_secondary
         self._record_end(now_s)
 
     def record_disconnect(self, rank: int, reason: str, now_s: float) -> None:
-        """Record that a rank's connection closed before it reported its end."""
+        """Record that the connection of a rank closed. A rank that had not reported its end counts as gone."""
         member = self.members[rank]
         if member.state == "runs":
             member.state, member.reason = "gone", reason
@@ -87,7 +101,10 @@ class RankStates:
         self.first_end_s = now_s if self.first_end_s is None else self.first_end_s
 
     def find_fault(self, now_s: float) -> Fault | None:
-        """Return the fault; None if there is none, and for SETTLE_S after the first failure."""
+        """Return the fault that ends the run, None if there is none.
+
+        After the first failure, waits SETTLE_S seconds for the reports of other ranks before it returns a fault.
+        """
         self._exclude_sleep(now_s)
         for member in self._ranks_in_state("runs"):
             if now_s - member.heard_at_s > self.silent_s:
@@ -97,16 +114,16 @@ class RankStates:
         return self._blame_stuck(now_s)
 
     def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
-        """Return whether the cause is certain.
+        """Return whether the cause of the first failure, at `ended_at_s`, is certain.
 
-        If all failures are secondary, every other rank must have reported since, or count as gone.
+        If all failures are secondary, every other rank must have sent a report since then or count as gone.
         """
         running, ended = self._ranks_in_state("runs"), [*self._ranks_in_state("gone"), *self._ranks_in_state("failed")]
         is_known = not all(member.is_secondary for member in ended) or all(m.heard_at_s > ended_at_s for m in running)
         return is_known and now_s - ended_at_s >= SETTLE_S
 
     def _exclude_sleep(self, now_s: float) -> None:
-        """Shift all times by the time this process was suspended: messages that arrived meanwhile count as new."""
+        """Exclude the time for which this process was suspended, by shifting the recorded times of all ranks."""
         slept_s = 0.0 if self.last_check_s is None else now_s - self.last_check_s - self.max_gap_s
         self.last_check_s = now_s
         if slept_s > 0:
@@ -115,7 +132,11 @@ class RankStates:
                 member.advanced_at_s = min(now_s, member.advanced_at_s + slept_s)
 
     def _blame_ended(self) -> Fault:
-        """Blame the ranks that are gone; else one that failed by its own error; else the ranks it waited for."""
+        """Return the fault of ranks that are gone or failed.
+
+        Blames, in this order: ranks that are gone; a rank that failed by its own error; the ranks that a failed rank
+        was waiting for.
+        """
         gone = self._ranks_in_state("gone")
         if gone:
             reasons = " and ".join(dict.fromkeys(member.reason for member in gone))
@@ -126,7 +147,7 @@ class RankStates:
         first = next((member for member in failed if not member.is_secondary), failed[0])
         most = max(member.num_started for member in failed)
         behind = [member for member in self._ranks_in_state("runs") if member.num_started < most]
-        if first.is_secondary and behind:  # they have not reached the operation in which the others failed
+        if first.is_secondary and behind:  # these ranks have not reached the operation that failed
             least = min(member.num_started for member in behind)
             last = [member for member in behind if member.num_started == least]
             return Fault(

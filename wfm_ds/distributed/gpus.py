@@ -1,9 +1,9 @@
 """Map `cuda:k` in a recipe to a GPU of this machine, and restrict a process to one GPU.
 
-Launchers show a rank only the training GPUs, so ranks cannot number the other ones. launch.py therefore
-stores the GPUs of the whole run in WFM_LAUNCH_GPUS, and `cuda:k` counts in that list. Without this variable (torchrun,
-or nodes started by DeepSpeed over ssh), `cuda:k` counts in the GPUs visible to the rank. Does not import torch, because
-launch.py must start fast.
+A rank sees only the training GPUs, so it cannot count the other GPUs of the machine. launch.py therefore stores the
+GPUs of the whole run in the environment variable WFM_LAUNCH_GPUS, and `cuda:k` is the k-th of these. Without this
+variable (torchrun, or nodes that DeepSpeed starts over ssh), `cuda:k` is the k-th GPU that the rank sees. Does not
+import torch, because launch.py must start fast.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ def launch_gpus_value(environ: Mapping[str, str]) -> str:
 
 
 def split_visible_devices(visible: str) -> list[str]:
-    """Split CUDA_VISIBLE_DEVICES into its entries: numbers, UUIDs or names of MIG slices."""
+    """Split the value of CUDA_VISIBLE_DEVICES into its entries: numbers, UUIDs or names of MIG slices."""
     return [name.strip() for name in visible.split(",")] if visible else []
 
 
 @dataclass(frozen=True, slots=True)
 class MachineGpus:
-    """The GPUs of a run on this machine as entries of CUDA_VISIBLE_DEVICES; the k-th is cuda:k in recipes."""
+    """The GPUs of this machine that the run may use.
+
+    all: their entries in CUDA_VISIBLE_DEVICES. all[k] is `cuda:k` in recipes.
+    """
 
     all: tuple[str, ...]
     training_gpus: frozenset[str]  # used by the training ranks of this machine
 
     def visible_name(self, device: str) -> str | None:
-        """Return the CUDA_VISIBLE_DEVICES entry of a device, None if it is not a GPU.
+        """Return the CUDA_VISIBLE_DEVICES entry of a device such as `cuda:1`, None if the device is not a GPU.
 
         Raises RecipeError if the GPU does not exist.
         """
@@ -64,7 +67,7 @@ class MachineGpus:
 
 
 def find_machine_gpus(num_ranks: int) -> MachineGpus:
-    """Return the GPUs of this run on this machine, which has `num_ranks` training ranks."""
+    """Return the GPUs of this run on this machine. num_ranks: number of training ranks on this machine."""
     from wfm_ds.distributed.accelerator import uses_cuda
 
     visible = _list_gpus(os.environ.get(VISIBLE_DEVICES, ALL_GPUS))
@@ -79,10 +82,10 @@ def gpu_environment(environ: Mapping[str, str], gpu: str) -> dict[str, str]:
 
 @functools.cache
 def _list_gpus(visible: str) -> tuple[str, ...]:
-    """Return the GPUs that a process sees with this value of CUDA_VISIBLE_DEVICES.
+    """Return the GPUs that a process sees with this value of CUDA_VISIBLE_DEVICES, as entries of this variable.
 
-    Counts in a subprocess, because CUDA reads the variable only once per process. CUDA ignores all entries from the
-    first unknown one on.
+    Counts them in a subprocess, because CUDA reads the variable only once per process. CUDA ignores an unknown entry
+    and all entries after it.
     """
     environ = {name: value for name, value in os.environ.items() if name != VISIBLE_DEVICES}
     if visible != ALL_GPUS:
@@ -100,7 +103,7 @@ def _list_gpus(visible: str) -> tuple[str, ...]:
 
 
 def _ssh_advice() -> str:
-    """Return advice for ranks started by DeepSpeed over ssh, "" for others."""
+    """Return advice for the user if DeepSpeed started this rank over ssh, else ""."""
     if LAUNCH_GPUS in os.environ or "CROSS_RANK" not in os.environ:
         return ""
     return (

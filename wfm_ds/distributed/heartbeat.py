@@ -1,13 +1,16 @@
-"""Heartbeats: each rank reports its progress to rank 0 every few seconds. A fault ends the run and names its rank.
+"""Heartbeats: each rank reports its progress to rank 0 every few seconds.
 
-Without heartbeats, a dead rank on another machine appears as a failed or hanging collective on all other ranks, which
-does not show the cause. A thread on rank 0 tracks the state of each rank (fault.py). A thread on every rank, including
-rank 0, sends heartbeats over TCP. A killed process is detected immediately because its connection closes; a suspended
-process or a machine without power after SILENCE_TIMEOUT_S. The fault is sent to all ranks, which exit with code 1.
+If a fault occurs, the run ends with a message that names the faulty rank.
 
-Rank 0 listens on a free port and accepts only peers with a token that was broadcast over the process group. On one
-machine it listens on MASTER_ADDR, the address set by the launcher. With several machines it listens on all addresses,
-since a machine may resolve its own name to an address that is unreachable from others (127.0.1.1 on Debian).
+Without heartbeats, a rank that died on another machine appears as a failed or hanging collective on all other ranks,
+which hides the cause. A thread on rank 0 tracks the state of each rank (fault.py). A thread on every rank, including
+rank 0, sends heartbeats over TCP. A killed process is detected immediately because its connection closes. A suspended
+process or a machine without power is detected after SILENCE_TIMEOUT_S. Rank 0 sends the fault to all ranks, which exit
+with code 1.
+
+Rank 0 listens on a free port and accepts only peers with a token that was broadcast over the process group. If all
+ranks are on one machine, it listens on MASTER_ADDR, the address set by the launcher. With several machines it listens
+on all addresses, since a machine may resolve its own name to an address that others cannot reach (127.0.1.1 on Debian).
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ MAX_LINE_BYTES = 1 << 16
 
 
 class JsonConnection:
-    """JSON objects over a connected socket, one per line. Sending is thread-safe."""
+    """Sends and receives JSON objects over a connected socket, one per line. Sending is thread-safe."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -52,14 +55,19 @@ class JsonConnection:
         self._unread = b""
 
     def send(self, **message: Any) -> bool:
-        """Send a message. Returns False if the connection is broken or its send buffer is full."""
+        """Send the keyword arguments as a message.
+
+        Returns False if the connection is broken or its send buffer is full.
+        """
         with self._lock, contextlib.suppress(OSError):
             self.sock.sendall(json.dumps(message).encode() + b"\n", socket.MSG_DONTWAIT)
             return True
         return False
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the received messages, possibly []; None if the peer closed the connection or sent invalid data.
+        """Return the messages that have arrived, possibly [].
+
+        None if the peer closed the connection or sent invalid data.
 
         Call it when the socket is readable.
         """
@@ -92,7 +100,7 @@ class RankRegistry:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop after a successful run and notify the ranks that are still connected."""
+        """Stop after a successful run, and tell the ranks that are still connected."""
         self._stopping.set()
         self._thread.join(timeout=FLUSH_TIMEOUT_S)
 
@@ -108,7 +116,7 @@ class RankRegistry:
                 now_s = time.monotonic()
                 if (fault := self._states.find_fault(now_s)) is not None:
                     self._send_to_all(fault=[list(fault.ranks), fault.text, fault.stuck])
-                    if not fault.stuck:  # they are gone
+                    if not fault.stuck:  # these ranks no longer run
                         for rank in set(fault.ranks) & self._connections.keys():
                             self._connections.pop(rank).close()
                     break
@@ -144,7 +152,7 @@ class RankRegistry:
         yield from (line.sock for line in (*self._unauthenticated, *self._connections.values()))
 
     def _admit_rank(self, line: JsonConnection) -> None:
-        """Admit a rank if its first line has the token; otherwise close the connection."""
+        """Accept the rank if its first message has the token, else close the connection."""
         self._unauthenticated.remove(line)
         first = line.receive()
         rank = verify_rank(first, self.token, self._states.size)
@@ -176,7 +184,10 @@ class RankRegistry:
 
 
 def listen_on_host(host: str) -> socket.socket:
-    """Listen on a free port of this address; of all addresses if it is not local (address translation)."""
+    """Listen on a free port of the address `host`.
+
+    If it is not an address of this machine (NAT), listen on all addresses.
+    """
     try:
         return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
@@ -185,14 +196,17 @@ def listen_on_host(host: str) -> socket.socket:
 
 
 def listen_on_all_addresses() -> socket.socket:
-    """Listen on a free port of all addresses. Only ranks have the token, so other peers are rejected."""
+    """Listen on a free port of all addresses. Peers other than ranks are rejected, since they lack the token."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
 
 
 def wait_readable(sockets: list[socket.socket], timeout_s: float) -> set[socket.socket]:
-    """Wait up to timeout_s and return the readable sockets. Uses poll() because select() is limited to 1024 files."""
+    """Wait up to `timeout_s` and return the sockets that are readable.
+
+    Uses poll(), because select() supports only file descriptors below 1024.
+    """
     poll = select.poll()
     by_number = {sock.fileno(): sock for sock in sockets}
     for number in by_number:
@@ -201,7 +215,7 @@ def wait_readable(sockets: list[socket.socket], timeout_s: float) -> set[socket.
 
 
 def verify_rank(messages: list[dict[str, Any]] | None, token: str, size: int) -> int | None:
-    """Return the rank in a first line if its token is valid, else None."""
+    """Return the rank in the first of these messages if its token is valid, else None."""
     if not messages or not hmac.compare_digest(str(messages[0].get("token")), token):
         return None
     rank = messages[0].get("rank")
@@ -209,7 +223,7 @@ def verify_rank(messages: list[dict[str, Any]] | None, token: str, size: int) ->
 
 
 class Heartbeat:
-    """The thread on every rank that sends heartbeats, receives the fault, and ends the process."""
+    """Thread on every rank that sends heartbeats, receives the fault and then ends the process."""
 
     def __init__(
         self,
@@ -225,8 +239,9 @@ class Heartbeat:
     ) -> None:
         """Connect to rank 0. Raises UserError if it is unreachable.
 
-        on_end: called with the fault's text before the process exits, unless the main thread waits for the fault.
-        registry: on rank 0 only.
+        on_end: function called with the fault's text before the process exits, unless the main thread waits in
+        `report_failure`.
+        registry: the RankRegistry, on rank 0 only.
         """
         self.rank, self.registry, self._liveness, self._silent_s = rank, registry, liveness, silent_s
         self._on_end, self._exit = on_end, exit_process
@@ -256,9 +271,9 @@ class Heartbeat:
             self.registry.stop()
 
     def report_failure(self, reason: str, *, is_secondary: bool) -> Fault | None:
-        """Report an error of the main thread and return the fault that ends the run; None if none arrives in time.
+        """Report an error of the main thread, and return the fault that ends the run. None if no fault arrives in time.
 
-        is_secondary: communication with other ranks failed, so another rank is probably the cause.
+        is_secondary: True if communication with other ranks failed. The cause is then assumed to be another rank.
         """
         self._main_waits.set()
         self._send_beat()  # the latest progress
@@ -298,7 +313,7 @@ class Heartbeat:
                 return
 
     def _send_beat(self) -> None:
-        """Send the progress of this rank. `receive` detects a broken connection."""
+        """Send the progress of this rank. A broken connection is detected when receiving, not here."""
         liveness = self._liveness
         self._connection.send(beat=liveness.num_started, signs=liveness.num_advances, doing=liveness.operation)
 
@@ -306,7 +321,11 @@ class Heartbeat:
         return Fault((0,), f"rank 0 ({self._address[0]}) is gone: {reason}")
 
     def _end_run(self, fault: Fault) -> None:
-        """Let a waiting main thread exit, else end the process. A timer exits if the main thread or on_end hangs."""
+        """End the process because of this fault.
+
+        If the main thread waits in `report_failure`, it is left to exit by itself. A timer ends the process if the main
+        thread or `on_end` hangs.
+        """
         last_resort = threading.Timer(EXIT_TIMEOUT_S + FLUSH_TIMEOUT_S, self._exit, (1,))
         last_resort.daemon = True
         last_resort.start()
@@ -331,10 +350,10 @@ class Heartbeat:
 def start_heartbeat(
     world: Any, *, stuck_s: float, on_end: Callable[[str], None], exit_process: Callable[[int], object] = os._exit
 ) -> Heartbeat | None:
-    """Start this rank's heartbeat; returns None for a single rank. Collective.
+    """Start the heartbeat of this rank. Returns None if there is only one rank. Collective.
 
-    stuck_s: the run ends if no rank makes progress for this long. Raises UserError on all ranks if any rank cannot
-    reach rank 0.
+    stuck_s: the run ends if no rank makes progress for this many seconds.
+    Raises UserError on all ranks if any rank cannot reach rank 0.
     """
     from wfm_ds.distributed.world import ranks_per_node
 
@@ -364,7 +383,7 @@ def start_heartbeat(
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Return whether an error is a failed communication with other ranks: another rank is probably the cause."""
+    """Return whether the error is a failed communication with other ranks, for which another rank may be the cause."""
     import torch.distributed as dist
 
     while error is not None:

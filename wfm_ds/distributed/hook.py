@@ -1,8 +1,8 @@
-"""Add `-m` to DeepSpeed's own `deepspeed` script, independent of the installation order of the packages.
+"""Add the option `-m` to DeepSpeed's own `deepspeed` script, whatever the installation order of the packages.
 
-If two packages installed a script of the same name, the later one would overwrite it, and uninstalling either would
-remove it. So the script remains DeepSpeed's. wfm_ds_deepspeed.pth in site-packages calls `take_over` at the start of a
-script named deepspeed. Commands for wfm_ds are passed to launch.py, all others to DeepSpeed.
+If two packages installed a script of the same name, the later one would overwrite the other, and uninstalling one would
+remove the script of both. So the script remains DeepSpeed's. wfm_ds_deepspeed.pth in site-packages calls `take_over`
+when a script named deepspeed starts. It passes commands for wfm_ds to launch.py and leaves all others to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCRIPT_NAME = "deepspeed"
 
 
 def take_over() -> None:
-    """Exec `python -m wfm_ds.launch` if this process is the deepspeed script with a command for wfm_ds."""
+    """Replace this process by `python -m wfm_ds.launch` if it is the deepspeed script with a command for wfm_ds."""
     if Path(sys.argv[0]).name == SCRIPT_NAME and is_wfm_command(sys.argv[1:]):
         os.execv(sys.executable, [sys.executable, "-m", "wfm_ds.launch", *sys.argv[1:]])
 

@@ -1,4 +1,4 @@
-"""Lifecycle of a rank process: stop on signals, exit with its launcher, report the final status, fail with one message.
+"""Lifecycle of a rank's process: signals, exit with the launcher, final status, errors.
 
 launch.py is the counterpart: it forwards signals, sets WFM_LAUNCH_PID and WFM_STATUS_FILE, and checks the exit status.
 """
@@ -29,9 +29,9 @@ EXIT_WAIT_S = 15.0  # the launcher polls its ranks every second and ends them on
 
 
 class StopFlag:
-    """Records SIGTERM or SIGINT (stop) and SIGUSR1 (save a checkpoint).
+    """Records the signals SIGTERM and SIGINT (stop) and SIGUSR1 (save a checkpoint).
 
-    The state is local: ranks must agree before they act on it.
+    The flag is local to this rank. Ranks must agree before they act on it.
     """
 
     def __init__(self) -> None:
@@ -44,16 +44,19 @@ class StopFlag:
 
     @property
     def signal_name(self) -> str | None:
-        """Return the first stop signal, SIGTERM or SIGINT; None if there is none."""
+        """Return the name of the first stop signal, SIGTERM or SIGINT. None if none has arrived."""
         return None if self._signal is None else self._signal.name
 
     def raise_flag(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler. Only assigns, because the launcher may repeat the signal at any time."""
+        """Record a stop signal.
+
+        A signal handler; it only sets an attribute, because the launcher may repeat the signal anytime.
+        """
         if self._signal is None:
             self._signal = signal.Signals(number)
 
     def request_save(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler."""
+        """Record SIGUSR1. A signal handler."""
         self._save_requested = True
 
     def take_save_request(self) -> bool:
@@ -66,9 +69,10 @@ _STOP_FLAG = StopFlag()  # one per process, like the signal handlers
 
 
 def install_signal_handlers() -> StopFlag:
-    """Record SIGTERM, SIGINT and SIGUSR1 in the returned flag, which is the same at every call.
+    """Record SIGTERM, SIGINT and SIGUSR1 from now on, and return the flag that records them.
 
-    Call it in the main thread before heavy imports: until then, signals kill the process.
+    Every call returns the same flag. Call it in the main thread before heavy imports; until then, signals kill the
+    process.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _STOP_FLAG.raise_flag)
@@ -79,8 +83,8 @@ def install_signal_handlers() -> StopFlag:
 class ParentWatch:
     """A daemon thread that exits the process with code 77 when its parent or launcher has died.
 
-    A killed launcher (kill -9, out of memory) does not stop its ranks, which would block the devices forever. Uses
-    os._exit because the main thread may hang in a collective.
+    If a launcher is killed (kill -9, out of memory), its ranks would keep running and occupy the devices forever. The
+    thread uses os._exit because the main thread may hang in a collective.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -103,9 +107,10 @@ class ParentWatch:
 
 
 def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | None:
-    """Start a ParentWatch if a launcher started this process, else return None: a run may outlive its shell.
+    """Start a ParentWatch if a launcher started this process, else return None.
 
-    Call it before `World.join`, which sets the environment variables of a rank.
+    A run without a launcher may outlive the shell that started it. Call this before `World.join`, which sets the
+    environment variables of a rank.
     """
     if "LOCAL_RANK" not in os.environ and "WFM_LAUNCH_PID" not in os.environ:
         return None
@@ -113,7 +118,10 @@ def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | N
 
 
 def _find_launcher() -> psutil.Process | None:
-    """Return the process WFM_LAUNCH_PID; None if it is unset (DeepSpeed's own launcher, or another node)."""
+    """Return the launcher's process, given by WFM_LAUNCH_PID. None if the variable is not set.
+
+    It is not set by DeepSpeed's own launcher and on other nodes. Exits the process if the launcher has died.
+    """
     if "WFM_LAUNCH_PID" not in os.environ:
         return None
     try:
@@ -124,7 +132,7 @@ def _find_launcher() -> psutil.Process | None:
 
 
 def _is_alive(process: psutil.Process | None) -> bool:
-    """Return whether the process is running: not a zombie, and not another process with a reused id."""
+    """Return whether the process is running. False if it is a zombie, or if its id now belongs to another process."""
     if process is None:
         return True
     try:
@@ -134,14 +142,16 @@ def _is_alive(process: psutil.Process | None) -> bool:
 
 
 def seconds_since_start() -> float:
-    """Return the seconds since this process started, including imports."""
+    """Return the seconds since this process started. Includes the time for imports."""
     return time.time() - psutil.Process().create_time()
 
 
 def write_status(status: Literal["finished", "preempted"], step: int) -> None:
-    """Write the final status for the launcher, as the last action of rank 0. Does nothing without WFM_STATUS_FILE.
+    """Write the final status for the launcher, as the last action of rank 0.
 
-    launch.py treats a job that exits with 0 but without a status as failed.
+    Does nothing if WFM_STATUS_FILE is not set.
+
+    launch.py treats a job that exits with code 0 but without a status as failed.
     """
     target = os.environ.get("WFM_STATUS_FILE")
     if not target:
@@ -152,10 +162,10 @@ def write_status(status: Literal["finished", "preempted"], step: int) -> None:
 
 
 def exit_with_user_error(message: str, rank: int, *, prints: bool | None = None) -> NoReturn:
-    """End a run because of a user error: print `error: MESSAGE` on one rank and exit with code 2.
+    """Exit with code 2 because of a user error, and print `error: MESSAGE` on one rank only. Raises SystemExit.
 
-    Every rank calls it in its main thread. Rank 0 (or the rank with `prints`, for an error seen by one rank only)
-    prints the message and exits; the launcher then ends the other ranks, which wait silently. Raises SystemExit.
+    Every rank calls it in its main thread. Rank 0 prints and exits; the launcher then ends the other ranks, which wait
+    silently until then. prints: whether this rank prints instead of rank 0, for an error that only one rank has.
     """
     if prints if prints is not None else rank == 0:
         sys.stderr.write(f"error: {message}\n")
@@ -166,15 +176,15 @@ def exit_with_user_error(message: str, rank: int, *, prints: bool | None = None)
 
 
 def fail_rank(message: str) -> NoReturn:
-    """End this rank because of an error that all ranks see, e.g. in the recipe, before the process group exists."""
+    """Exit because of a user error that all ranks have, e.g. in the recipe, before the process group exists."""
     exit_with_user_error(message, int(os.environ.get("RANK", "0")))
 
 
 def _wait_for_signal(timeout_s: float) -> None:
-    """Wait for SIGTERM or SIGINT, up to timeout_s. Returns immediately if one has already arrived.
+    """Wait up to `timeout_s` for SIGTERM or SIGINT. Returns immediately if one has already arrived.
 
-    Does not use sigtimedwait: the kernel may deliver the signal to a thread of torch that does not block it. The
-    wake-up descriptor works for all threads.
+    Does not use sigtimedwait, because the kernel may deliver the signal to a thread of torch that does not block it.
+    The wake-up file descriptor works for all threads.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -189,7 +199,7 @@ def _wait_for_signal(timeout_s: float) -> None:
 
 
 def strip_launcher_args(argv: Sequence[str]) -> list[str]:
-    """Remove `--local_rank=N`, `--local-rank=N` and the two-argument form, which launchers add."""
+    """Remove the arguments `--local_rank=N`, `--local-rank=N` and `--local_rank N`, which launchers add."""
     arguments: list[str] = []
     skip = False
     for argument in argv:
@@ -204,9 +214,9 @@ def strip_launcher_args(argv: Sequence[str]) -> list[str]:
 
 
 def run_and_exit(program: Callable[[], int]) -> NoReturn:
-    """Run the program and exit with its exit code by os._exit.
+    """Run the program and end the process with its exit code, by os._exit.
 
-    During a normal interpreter shutdown, running gloo or NCCL threads may abort the process with another exit code.
+    During a normal interpreter shutdown, threads of gloo or NCCL may abort the process with a different exit code.
     """
     try:
         code = program()

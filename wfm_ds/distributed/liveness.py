@@ -1,15 +1,15 @@
-"""Count the operations started by the main thread: forward passes, steps, collectives.
+"""Count the operations that the main thread starts: forward passes, optimizer steps, collectives.
 
-heartbeat.py sends the counts to rank 0. A running rank with a constant count hangs; the others wait for the rank with
-the lowest count. Long work without such operations (scans, caches, exports) increases a second count. It only shows
-that the rank is not stuck and is never compared, because ranks do different amounts of this work.
+heartbeat.py sends the count to rank 0. A running rank with a constant count hangs; the others wait for the rank with
+the lowest count. Long work without such operations (scans, caches, exports) increases a second count. The second count
+only shows that the rank is not stuck. It is never compared, because ranks do different amounts of this work.
 """
 
 from __future__ import annotations
 
 
 class Liveness:
-    """Operation counts: written by the main thread (`record_progress` by any thread), read by the heartbeat thread."""
+    """Counts of operations and of other progress. The heartbeat thread reads them."""
 
     def __init__(self) -> None:
         self.num_started = 0
@@ -17,12 +17,15 @@ class Liveness:
         self.operation = "start"
 
     def start_operation(self, operation: str) -> None:
-        """Count an operation before it starts. All ranks must call it for the same operations in the same order."""
+        """Count an operation before it starts.
+
+        Main thread only. All ranks must call it for the same operations, in order.
+        """
         self.num_started += 1
         self.operation = operation
 
     def record_progress(self, operation: str | None = None) -> None:
-        """Record progress of long work. Any rank, any number of times, from any thread."""
+        """Record progress of long work. Any thread of any rank may call it at any time."""
         self.num_advances += 1  # not atomic; it only has to change
         if operation is not None:
             self.operation = operation

@@ -1,4 +1,4 @@
-"""Log destinations: one file per rank, and the console of rank 0."""
+"""Destinations of log lines: one file per rank, and the console of rank 0."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ NOISY_LIBRARIES = (
     "PIL",
     "matplotlib",
 )
-"""Libraries with irrelevant INFO lines; only their warnings are logged."""
+"""Libraries with irrelevant INFO lines. Only their warnings are logged."""
 
 
 class _OwnHandler(logging.Handler):
-    """Marks handlers that `close_logging` removes."""
+    """Base class of the handlers of `setup_logging`, by which `close_logging` recognizes them."""
 
 
 class _FileHandler(logging.FileHandler, _OwnHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop the line on an OSError such as a full disk. Essential files report such errors themselves."""
+        """Drop the line on an OSError such as a full disk.
+
+        Writers of essential files report such an error themselves.
+        """
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
@@ -49,7 +52,10 @@ class _FileHandler(logging.FileHandler, _OwnHandler):
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO], _OwnHandler):
-    """Looks up sys.stderr for each line: rich replaces it while a progress bar is shown, to print above the bar."""
+    """Writes to the current sys.stderr, looked up for each line.
+
+    While a progress bar is shown, rich replaces sys.stderr so that lines are printed above the bar.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -72,10 +78,11 @@ def _is_for_console(record: logging.LogRecord) -> bool:
 def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
     """Log to `output_dir/logs/rank_<R>.log` (INFO and above) and, on rank 0, to stderr.
 
-    The console shows INFO lines of wfm_ds and wfm_reward and warnings of other packages; with console=False, only
-    errors. output_dir None: no file. Python warnings are logged too. Noisy libraries log only warnings and lose their
-    own handlers, which they install on import: call this function after heavy imports. A further call replaces the
-    handlers. Raises UserError if the file cannot be written.
+    output_dir: None: no log file.
+    console: True: stderr shows INFO lines of wfm_ds and wfm_reward, and warnings of other packages. False: only errors.
+    Python warnings are logged too. Noisy libraries log only warnings, and the handlers that they install on import are
+    removed; so call this function after heavy imports. Another call replaces the handlers of the previous one.
+    Raises UserError if the file cannot be written.
     """
     root = logging.getLogger()
     close_logging()
@@ -92,7 +99,7 @@ def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
         root.addHandler(logging.NullHandler())  # else logging prints the warnings of every rank
     logging.captureWarnings(True)
     for name in NOISY_LIBRARIES:
-        if not (name.startswith("torch") and "TORCH_LOGS" in os.environ):  # the user enabled torch's logs
+        if not (name.startswith("torch") and "TORCH_LOGS" in os.environ):  # else the user has enabled torch's logs
             _quiet_library(logging.getLogger(name))
 
 
@@ -124,7 +131,7 @@ def _quiet_library(library: logging.Logger) -> None:
 
 
 def quiet_libraries() -> None:
-    """Hide start-up messages of libraries. Environment variables set by the user are kept."""
+    """Hide start-up messages of libraries. Environment variables that the user has set are kept."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

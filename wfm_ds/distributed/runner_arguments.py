@@ -1,6 +1,6 @@
-"""Parse the command line of DeepSpeed's runner as its own parser does: options, a script or module, its arguments.
+"""Parse the command line of DeepSpeed's runner like its own parser: options, a script or module, and its arguments.
 
-No heavy imports: this module is loaded whenever a `deepspeed` command starts (hook.py).
+No heavy imports, because this module is loaded whenever a `deepspeed` command starts (hook.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SWITCHES = frozenset(
         *("--bind_cores_to_rank", "-q", "--quiet", "-h", "--help"),
     )
 )
-"""The runner's options without a value; all others have one. A test compares this set with the runner's parser."""
+"""The runner's options without a value; all others have a value. A test compares this set with the runner's parser."""
 # Options with a value that this package reads.
 VALUE_OPTIONS = (
     *("--hostfile", "--node_rank", "--master_port"),
@@ -49,7 +49,10 @@ def parse_runner_options(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]
 
 
 def full_option_name(option: str) -> str:
-    """Return --node_rank for `--node_r`, --module for -m. Options not read here are returned unchanged."""
+    """Return the full name of an option: --node_rank for --node_r, --module for -m.
+
+    Unknown options are returned unchanged.
+    """
     if option.startswith("--") and option not in SWITCHES:
         option = next((name for name in (*sorted(SWITCHES), *VALUE_OPTIONS) if name.startswith(option)), option)
     return OPTION_ALIASES.get(option, option)

@@ -1,8 +1,9 @@
-"""This rank's position in the process group, and collectives besides DeepSpeed's: small values over gloo on the CPU.
+"""This rank's position in the process group, and collectives on small values over gloo on the CPU.
 
-A replica is a set of ranks that process the same samples, each a shard of the tokens (sequence parallelism): `sp_size`
-consecutive ranks; the first is the replica leader. dp_rank and dp_size count replicas. Samples are partitioned over
-replicas; ZeRO shards, log files and signal flags are per rank. Without sequence parallelism, each rank is a replica.
+A replica is a group of `sp_size` consecutive ranks that process the same samples, each rank a shard of the tokens
+(sequence parallelism). The first rank of a replica is its leader. dp_rank and dp_size count replicas. Samples are
+partitioned over replicas; ZeRO shards, log files and signal flags are per rank. Without sequence parallelism, each rank
+is a replica.
 """
 
 from __future__ import annotations
@@ -29,22 +30,25 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-WAIT_INTERVAL_S = 10.0  # between collectives with which waiting ranks poll for completion
+WAIT_INTERVAL_S = 10.0  # interval at which waiting ranks poll for completion, by a collective
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The process groups of a replica with several ranks."""
+    """The process groups of a replica that consists of several ranks."""
 
     size: int
-    group: ProcessGroup  # its ranks, on the device: collectives of the denoiser
+    group: ProcessGroup  # its ranks, for collectives of the denoiser on the device
     host_group: ProcessGroup  # the same ranks over gloo
     leaders: ProcessGroup  # the first rank of each replica, over gloo
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The process group as seen by this rank. `host_group` is a gloo group for flags, counts and texts."""
+    """The process group as seen by this rank.
+
+    host_group: gloo group for flags, counts and texts.
+    """
 
     rank: int
     size: int
@@ -63,7 +67,10 @@ class World:
 
     @classmethod
     def join(cls, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
-        """Join the launcher's process group; without a launcher, create one of size 1. Collective, one call per run."""
+        """Join the process group of the launcher. Without a launcher, create a group of size 1.
+
+        Collective. Call it only once per run.
+        """
         import deepspeed
         import torch
         import torch.distributed as dist
@@ -88,9 +95,9 @@ class World:
         return cls(dist.get_rank(), dist.get_world_size(), local_rank, device, host_group, timeout_s)
 
     def with_replicas(self, sp_size: int) -> World:
-        """Return this World with ranks [i * sp_size, (i + 1) * sp_size) as replica i. Collective.
+        """Return this World with replicas: ranks [i * sp_size, (i + 1) * sp_size) form replica i. Collective.
 
-        Raises UserError if sp_size does not divide `size`.
+        Raises UserError if the number of ranks is not a multiple of sp_size.
         """
         import torch.distributed as dist
 
@@ -130,14 +137,17 @@ class World:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this rank does the work needed only once per replica: reading data, decoding, rewards."""
+        """Return whether this rank is the leader of its replica.
+
+        The leader does the work that is needed once per replica: reading data, decoding, rewards.
+        """
         return self.sp_rank == 0
 
     def _all_reduce(self, values: Mapping[str, float], op: Any) -> dict[str, float]:
         import torch
         import torch.distributed as dist
 
-        if self.size == 1 or not values:  # all ranks pass the same names, so all return here or none
+        if self.size == 1 or not values:  # all ranks pass the same names, so all of them return here
             return {name: float(value) for name, value in values.items()}
         LIVENESS.start_operation(f"a reduction of {', '.join(values)}"[:80])
         numbers = torch.tensor([float(v) for v in values.values()], dtype=torch.float64)
@@ -145,20 +155,26 @@ class World:
         return dict(zip(values, numbers.tolist(), strict=True))
 
     def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return sums over ranks, in float64. All ranks must pass the same names in the same order. Collective."""
+        """Return the sum of each value over all ranks, in float64. Collective.
+
+        All ranks must pass the same names in the same order.
+        """
         import torch.distributed as dist
 
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def sum_over_replicas(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums of the leaders' values, identical on every rank. Collective.
+        """Return the sum of each value over the replica leaders, identical on every rank. Collective.
 
         All ranks must pass the same names in the same order.
         """
         return self.sum_over_ranks(values if self.is_leader else dict.fromkeys(values, 0.0))
 
     def max_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return maxima over ranks. All ranks must pass the same names in the same order. Collective."""
+        """Return the maximum of each value over all ranks. Collective.
+
+        All ranks must pass the same names in the same order.
+        """
         import torch.distributed as dist
 
         return self._all_reduce(values, dist.ReduceOp.MAX)
@@ -168,23 +184,23 @@ class World:
         return self.max_over_ranks({"flag": float(flag)})["flag"] > 0
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's JSON value on every rank; values of other ranks are ignored. Collective."""
+        """Return the JSON value of rank 0 on every rank. The values that other ranks pass are ignored. Collective."""
         if self.size == 1:
             return _json_roundtrip(value)
         LIVENESS.start_operation("a broadcast of rank 0's value")
         return _broadcast_json(0, self.host_group, value if self.is_main else None, is_source=self.is_main)
 
     def broadcast_in_replica(self, value: Any) -> Any:
-        """Return the leader's JSON value on all ranks of its replica. Collective in the replica."""
+        """Return the leader's JSON value on all ranks of its replica. Collective within the replica."""
         if self.replica is None:
             return value
         LIVENESS.record_progress("a broadcast in a replica")  # the number of calls differs between replicas
         return _broadcast_json(self.rank - self.sp_rank, self.replica.host_group, value, is_source=self.is_leader)
 
     def broadcast_tensor_in_replica(self, tensor: Tensor | None) -> Tensor:
-        """Return the leader's tensor on the device of each rank of its replica. Other ranks pass None.
+        """Return the leader's tensor on all ranks of its replica, on each rank's device. The other ranks pass None.
 
-        Collective in the replica.
+        Collective within the replica.
         """
         import torch
         import torch.distributed as dist
@@ -201,10 +217,10 @@ class World:
         return tensor
 
     def transfer_tensor(self, tensor: Tensor, source: int, target: int) -> Tensor:
-        """Send the tensor of replica `source` to replica `target` through the CPU, and return it.
+        """Send a tensor from replica `source` to replica `target` through the CPU, and return it.
 
-        Only the ranks of these two replicas call it, in the same order. The target passes any tensor of the same shape
-        and dtype.
+        Only the ranks of these two replicas call it, in the same order. On the target, `tensor` is any tensor of the
+        same shape and dtype.
         """
         import torch
         import torch.distributed as dist
@@ -220,10 +236,10 @@ class World:
         return received.to(tensor.device)
 
     def gather_replica_rows(self, rows: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Concatenate the uint8 rows of a replica's ranks on its leader; returns an empty array on the other ranks.
+        """Return the concatenated uint8 rows of a replica's ranks on its leader, and an empty array on the other ranks.
 
-        counts: number of rows of each rank, none larger than the leader's. All rows have the same shape. Collective in
-        the replica.
+        counts: number of rows of each rank; the leader has the most. All rows have the same shape.
+        Collective within the replica.
         """
         import torch
         import torch.distributed as dist
@@ -264,11 +280,11 @@ class World:
         return [json.loads(b[: int(n)].numpy().tobytes()) for b, n in zip(all_blobs, lengths, strict=True)]
 
     def gather_from_leaders(self, value: Any) -> list[Any]:
-        """Return the JSON values of the replica leaders, by replica, on every rank. Collective."""
+        """Return the JSON values of all replica leaders, in replica order, on every rank. Collective."""
         return self.gather(value if self.is_leader else None)[:: self.sp_size]
 
     def gather_leader_arrays(self, array: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
-        """Return the leaders' uint8 arrays, by replica, on rank 0 and [] on the others.
+        """Return the uint8 arrays of all replica leaders, in replica order, on rank 0. The other leaders get [].
 
         Only replica leaders call it, with arrays of the same shape.
         """
@@ -284,9 +300,10 @@ class World:
         return [a.numpy() for a in arrays]
 
     def run_without_timeout(self, work: Callable[[], Any], *, runs_here: bool | None = None) -> Any:
-        """Run `work` on rank 0, or on the ranks with runs_here, while the others wait without a time limit. Collective.
+        """Run `work` on some ranks while the other ranks wait without a time limit. Collective.
 
-        Returns the result, or None on the waiting ranks. A UserError is raised on all ranks.
+        runs_here: whether this rank runs it. None: only rank 0 runs it.
+        Returns the result, or None on the waiting ranks. If `work` raises UserError on any rank, all ranks raise it.
         """
         is_runner = self.is_main if runs_here is None else runs_here
         with ThreadPoolExecutor(1) as pool:
@@ -304,9 +321,10 @@ class World:
         dist.barrier(group=self.host_group)
 
     def run_checked(self, work: Callable[[], Any], on: Literal["all", "leaders", "main"] = "all") -> Any:
-        """Run `work` on these ranks (`main`: rank 0). A UserError on any rank is raised on all ranks. Collective.
+        """Run `work` on the ranks given by `on`. If it raises UserError on any rank, all ranks raise it. Collective.
 
-        Returns the local result, None on ranks that did not run it.
+        on: all ranks, the replica leaders, or rank 0 (`main`).
+        Returns the result of this rank, or None if this rank did not run it.
         """
         result, error = None, None
         if {"all": True, "leaders": self.is_leader, "main": self.is_main}[on]:
@@ -323,12 +341,15 @@ class World:
 
 
 def _json_roundtrip(value: Any) -> Any:
-    """Return the value after a JSON round trip, as on other ranks: tuples become lists, keys become strings."""
+    """Return the value as other ranks would receive it: tuples become lists, and keys become strings."""
     return json.loads(json.dumps(value))
 
 
 def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_source: bool) -> Any:
-    """Return the JSON value of rank `source` on every rank of the group. Collective. is_source: on that rank."""
+    """Return the JSON value of rank `source` on every rank of the group. Collective.
+
+    is_source: whether this rank is `source`.
+    """
     import torch
     import torch.distributed as dist
 
@@ -343,7 +364,7 @@ def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_s
 
 
 def ranks_per_node(world_size: int) -> int:
-    """Return the number of ranks on this host as set by the launcher; without a launcher, all ranks."""
+    """Return the number of ranks on this host, as set by the launcher. Without a launcher, return `world_size`."""
     return int(os.environ.get("LOCAL_SIZE", world_size))
 
 
@@ -357,7 +378,7 @@ def find_free_port() -> int:
 
 
 def threads_per_rank() -> int:
-    """Return the CPU threads per rank: OMP_NUM_THREADS if set, else the cores divided by the ranks of this host."""
+    """Return the number of CPU threads per rank: OMP_NUM_THREADS if set, else the cores divided by the local ranks."""
     if "OMP_NUM_THREADS" in os.environ:
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1")))

@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.doctor [RECIPE [section.key=value ...]]`: check whether this machine can train, or run a recipe.
+"""`python -m wfm_ds.doctor [RECIPE [section.key=value ...]]`: check this machine, and whether it can train a recipe.
 
 Exit codes: 0 without errors, 2 if there are errors.
 """

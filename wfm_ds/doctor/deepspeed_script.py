@@ -1,4 +1,4 @@
-"""Check and repair of the `deepspeed` script of this environment, which must support `-m`."""
+"""Check and repair of the environment's `deepspeed` script, which must support `-m`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def packages_folder() -> Path:
 
 
 def script_finding(scripts: Path) -> DoctorFinding:
-    """Check that `deepspeed -m wfm_ds.train` works, by running the script in this folder with the version option."""
+    """Check that `deepspeed -m wfm_ds.train` works.
+
+    Runs the `deepspeed` script in folder `scripts` with wfm_ds's version option.
+    """
     script = scripts / SCRIPT_NAME
     if not script.is_file():
         return DoctorFinding(FINDING_NAME, "warning", f"{script} does not exist", FIX_ADVICE)
@@ -50,9 +53,9 @@ def script_finding(scripts: Path) -> DoctorFinding:
 
 
 def repair_script(scripts: Path, packages: Path) -> Iterator[str]:
-    """Restore the missing hook and script, and yield a message for each change.
+    """Restore the hook and the script if they are missing, and yield a message for each change.
 
-    The script may be missing after uninstalling a version of wfm_ds that installed its own.
+    The script may be missing after a version of wfm_ds that installed its own script was uninstalled.
     """
     hook = packages / PTH_FILE.name
     if not hook.is_file() or hook.read_bytes() != PTH_FILE.read_bytes():
@@ -69,7 +72,7 @@ def repair_script(scripts: Path, packages: Path) -> Iterator[str]:
 
 
 def run_fix() -> int:
-    """Repair the command, print the changes and the check's result, and return 0 if the command works."""
+    """Repair the script, and print the changes and the check's result. Returns 0 if the script works, else 1."""
     messages = list(repair_script(scripts_folder(), packages_folder()))
     finding = script_finding(scripts_folder())
     sys.stdout.write("".join(f"{message}\n" for message in messages) + f"{finding.text}\n")

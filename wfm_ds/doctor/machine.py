@@ -73,7 +73,7 @@ def version_finding(package: str) -> DoctorFinding:
 
 
 def unmet_requirements(package: str) -> Iterator[tuple[Requirement, str | None]]:
-    """Yield the unmet requirements of a package with the installed version, or None. Extras are ignored."""
+    """Yield (requirement, installed version or None) for each unmet requirement of a package. Extras are ignored."""
     try:
         texts = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -95,7 +95,7 @@ def unmet_requirements(package: str) -> Iterator[tuple[Requirement, str | None]]
 
 
 def read_constraints(path: Path) -> dict[str, str]:
-    """Return {package: version} from a constraints file; empty if it does not exist (installed from a wheel)."""
+    """Return {package: version} from a constraints file. Empty if the file does not exist, as in an installed wheel."""
     if not path.is_file():
         return {}
     lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
@@ -150,7 +150,10 @@ def open_files_finding() -> DoctorFinding:
 
 
 def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
-    """Check whether the port is free. is_needed: for several machines; launches on one machine choose a free port."""
+    """Check whether the port is free.
+
+    is_needed: whether the run needs it. Runs on several machines do; runs on one machine choose a free port.
+    """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -174,7 +177,10 @@ def host_findings(hostfile: Path) -> list[DoctorFinding]:
 
 
 def read_hosts(hostfile: Path) -> list[str]:
-    """Return the host names in a DeepSpeed hostfile, with lines `NAME slots=N`. Raises RecipeError."""
+    """Return the host names in a DeepSpeed hostfile, which has lines `NAME slots=N`.
+
+    Raises RecipeError if the file cannot be read or is invalid.
+    """
     try:
         text = hostfile.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -215,7 +221,10 @@ def host_finding(host: str) -> DoctorFinding:
 
 
 def clock_finding(name: str, clock: float, before: float, after: float) -> DoctorFinding:
-    """Check a host's clock. clock: its time, read between the local times `before` and `after`, all in seconds."""
+    """Check a host's clock. All times are in seconds.
+
+    clock: time of the host. before, after: local times before and after reading it.
+    """
     difference = max(before - clock, clock - after, 0.0)  # not explained by the response time
     text = f"answered in {after - before:.1f} s, clock differs by at least {difference:.1f} s"
     if difference > MAX_CLOCK_DIFFERENCE_S:

@@ -35,9 +35,9 @@ STORAGE_ADVICE = (
 
 
 def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
-    """Yield the findings in the order in which to fix them. Starts the reward service if the recipe does.
+    """Yield the findings about a recipe, in the order in which to fix them.
 
-    Writes nothing except a temporary object at checkpoint.storage.
+    Starts the reward service if the recipe does. Writes nothing except a temporary object at checkpoint.storage.
     """
     yield from (DoctorFinding("recipe", "warning", doubt) for doubt in recipe.algorithm.list_warnings())
     yield run_check("batch", lambda: batch_summary(recipe, world_size))
@@ -132,7 +132,10 @@ def estimate_from_config(recipe: Recipe, world_size: int) -> MemoryEstimate:
 
 
 def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
-    """Compare the estimated peak of a rank with free GPU memory; on CPUs, of all ranks with free host memory."""
+    """Compare the estimated peak memory of a rank with the free GPU memory.
+
+    On CPUs, compare the sum over all ranks with the free host memory.
+    """
     if uses_cuda():
         free, needed = torch.cuda.mem_get_info()[0], sizes.peak_bytes
         device = "on a GPU"
@@ -155,7 +158,10 @@ def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
 
 
 def disk_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
-    """Compare the free disk space with checkpoint.keep + 1 checkpoints (one is being written) and all exports."""
+    """Compare the free disk space with the size of checkpoint.keep + 1 checkpoints and all exports.
+
+    The additional checkpoint is the one being written.
+    """
     folder = recipe.run.output_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free

@@ -1,1 +1,1 @@
-"""The DeepSpeed engine around the denoiser, and the policies that it can compute with."""
+"""DeepSpeed engine for the denoiser, and the policies (sets of weights) that the denoiser can run with."""

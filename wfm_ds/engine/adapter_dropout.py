@@ -1,4 +1,4 @@
-"""Dropout of the trained adapter: only in forward passes with gradient, and reproducible after a resume."""
+"""Dropout in the trained adapter. It is active only in forward passes with gradient and reproducible after a resume."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from wfm_ds.seeds import derive_seed
 class AdapterDropout:
     """The dropout layers of the adapter `default`.
 
-    Masks are seeded by the run's seed, the rank, the optimizer step and the index of the forward pass within it, so
-    checkpoints need not store them. Blocks that are recomputed in the backward pass use the same masks, because torch's
-    checkpointing restores the random state.
+    The dropout masks are seeded with the run's seed, the rank, the optimizer step, and the index of the forward pass
+    within the step, so checkpoints need not store any random state. Blocks that are recomputed in the backward pass use
+    the same masks, because torch's checkpointing restores the random state.
     """
 
     def __init__(self, denoiser: nn.Module, seed: int, rank: int) -> None:
-        """Disable all dropout, which PEFT creates in train mode. For adapters of other policies this is permanent."""
+        """Disable dropout in all adapters, because PEFT creates them in train mode.
+
+        Only the dropout of `default` can be enabled again.
+        """
         layers = [dict(layer.lora_dropout) for layer in find_adapter_layers(denoiser)]
         for dropout in (dropout for by_adapter in layers for dropout in by_adapter.values()):
             dropout.training = False
@@ -33,9 +36,9 @@ class AdapterDropout:
 
     @contextlib.contextmanager
     def seed_masks(self, step: int, device: torch.device) -> Iterator[None]:
-        """Enable dropout for the forward pass inside, if gradients are enabled.
+        """Enable and seed dropout for one forward pass inside the context. Without gradients, dropout is disabled.
 
-        step: number of optimizer steps before it, including skipped ones.
+        step: number of optimizer steps before this forward pass, including skipped steps.
         """
         with_gradient = torch.is_grad_enabled()
         for layer in self._layers:

@@ -1,8 +1,8 @@
 """Temporary merging of a LoRA into the weights of its layers, so that forward passes run without adapters.
 
-Afterwards the weights are restored bit for bit from copies on the same device. PEFT's unmerge subtracts the update
-instead, which rounds. Merged weights are written in place, so a captured CUDA graph, which uses their addresses, stays
-valid.
+Afterwards the weights are restored bit for bit from copies on the same device. PEFT's unmerge would subtract the update
+instead, which causes rounding errors. Weights are changed in place, so captured CUDA graphs, which use the addresses of
+the weights, stay valid.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class AdapterMerge:
-    """The adapted layers of a denoiser (flops.find_adapter_layers) and, while an adapter is merged, their original
-    weights.
+    """Merges adapters into layers, and keeps copies of the original weights while an adapter is merged.
 
-    The layers must not be partitioned: not for ZeRO-3. The caller must disable all adapters meanwhile.
+    layers: the adapted layers of a denoiser (flops.find_adapter_layers). They must not be partitioned, so ZeRO-3 is not
+    supported. The caller must disable all adapters while one is merged.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -28,7 +28,7 @@ class AdapterMerge:
 
     @torch.no_grad()
     def merge(self, adapter: str) -> None:
-        """Merge this adapter into the original weights. Replaces an adapter that was merged before.
+        """Merge this adapter into the original weights, replacing any adapter that was merged before.
 
         The sum is computed in float32 and rounded once.
         """
@@ -49,7 +49,7 @@ class AdapterMerge:
 
 @contextlib.contextmanager
 def use_merged_weights(layers: Sequence[Any], adapter: str) -> Iterator[None]:
-    """Merge this adapter into the weights of its layers inside the context."""
+    """Merge `adapter` into the weights of these layers inside the context."""
     merge = AdapterMerge(layers)
     try:
         merge.merge(adapter)

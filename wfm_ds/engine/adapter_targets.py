@@ -1,4 +1,4 @@
-"""The layers that get adapters, selected by target names of a recipe or a family."""
+"""Selection of the layers that get adapters, by the target names of a recipe or a model family."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ BLOCK_NUMBER = "{}"
 
 
 def match_linear_layers(network: nn.Module, targets: Iterable[str]) -> list[str]:
-    """Return the linear layers that match a target by a suffix of their name, at dots, as PEFT matches them."""
+    """Return the names of the linear layers that match a target, by PEFT's rule.
+
+    A layer's name matches if it equals the target or ends with a dot and the target.
+    """
     return [name for name, part in _match_modules(network, targets) if isinstance(part, nn.Linear)]
 
 
 def peft_targets(network: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Return the targets for PEFT: targets with the BLOCK_NUMBER placeholder are replaced by their matching layers, if
-    any."""
+    """Return the targets in the form that PEFT accepts.
+
+    A target with the BLOCK_NUMBER placeholder is replaced by the names of all modules that match it.
+    """
     names: list[str] = []
     for target in targets:
         names += [name for name, _ in _match_modules(network, [target])] if BLOCK_NUMBER in target else [target]

@@ -49,7 +49,7 @@ MASKED_PROCESSORS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKernel:
-    """An attention kernel for bfloat16 on a GPU and the attention that it supports. No kernel supports a mask."""
+    """An attention kernel for half precision on a GPU, and its requirements. None of the kernels supports masks."""
 
     backend: AttentionBackendName
     capabilities: tuple[Capability, Capability]  # compute capability of the GPU: lowest supported, first unsupported
@@ -92,8 +92,8 @@ def choose_kernel(
 ) -> AttentionName:
     """Return the kernel for this denoiser, dtype and device: `name` itself, or the one that `auto` selects.
 
-    trains: whether gradients are needed. Changes nothing; the weights may be on the meta device. Raises UserError, with
-    the reason and a fix, if a kernel that was named explicitly cannot be used.
+    trains: whether gradients are needed. Does not change the denoiser, whose weights may be on the meta device. Raises
+    UserError, with the reason and a fix, if an explicitly named kernel cannot be used.
     """
     if name == "native":
         return name
@@ -111,9 +111,9 @@ def choose_kernel(
 def find_obstacle(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, capability: Capability | None, *, trains: bool
 ) -> str | None:
-    """Return the first reason why a kernel cannot be used, followed by a fix; None if it can.
+    """Return the first reason why a kernel cannot be used, with a fix; None if it can be used.
 
-    capability: compute capability of the GPU, None on a CPU.
+    capability: compute capability of the GPU, None on a CPU. trains: whether gradients are needed.
     """
     kernel, layers = KERNELS[name], list(attention_layers(denoiser))
     if trains and not kernel.has_backward:
@@ -157,7 +157,7 @@ def find_obstacle(
 
 
 def is_installed(backend: AttentionBackendName) -> bool:
-    """Return whether diffusers finds the package of a kernel, in a supported version."""
+    """Return whether diffusers finds a supported version of the kernel's package."""
     try:
         with attention_backend(backend):
             return True
@@ -166,17 +166,17 @@ def is_installed(backend: AttentionBackendName) -> bool:
 
 
 def attention_layers(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with an attention processor, with their names."""
+    """Yield the name and module of each layer that has an attention processor."""
     for name, layer in denoiser.named_modules():
         if isinstance(layer, Attention | AttentionModuleMixin) and hasattr(layer, "processor"):
             yield name, layer
 
 
 def use_kernel(denoiser: nn.Module, name: AttentionName) -> None:
-    """Compute all attention with the kernel that `choose_kernel` returned. Call it after `ulysses.install`, if that is
-    used.
+    """Set the kernel that `choose_kernel` returned in all attention layers of the denoiser.
 
-    diffusers' own set_attention_backend is not used because it would also change every other model in the process.
+    With sequence parallelism, call `install_ulysses` first. diffusers' set_attention_backend is not used because it
+    would also change every other model in the process.
     """
     if name == "native":
         return

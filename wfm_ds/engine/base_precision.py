@@ -35,17 +35,15 @@ def quantise_base(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Replace the linear layers of the denoiser's blocks, one by one, by frozen layers of this precision on the device.
+    """Replace linear layers in the denoiser's blocks by frozen low-precision layers on the device.
 
-    With precision None nothing is replaced. Returns the number of quantised weights.
+    Returns the number of quantised weight elements. With precision None, nothing is replaced and the result is 0.
 
-    Call it before adapters are added and before weights are moved or partitioned; at no time are there two full copies
-    of
-    more than one weight. These layers are not quantised: embeddings and the last layer (outside blocks), modulation
-    (its
-    outputs scale whole blocks), layers that the family keeps in float32, and layers with a side that is not a multiple
-    of
-    16. Raises RecipeError if the device does not support the precision, or if no layer qualifies.
+    Call it before adapters are added and before weights are moved or partitioned. Layers are replaced one by one, so
+    there are never two full copies of more than one weight. Not quantised are embeddings and the last layer (both are
+    outside the blocks), modulation layers (their outputs scale whole blocks), layers that the family keeps in float32,
+    and layers with an input or output size that is not a multiple of 16. Raises RecipeError if the device does not
+    support the precision, or if no layer qualifies.
     """
     if precision is None:
         return 0
@@ -66,7 +64,7 @@ def quantise_base(
 
 
 def require_layers(layers: Sequence[object], key: str, denoiser: nn.Module) -> None:
-    """Raise RecipeError, naming the recipe key, if there are no layers."""
+    """Raise RecipeError for this recipe key if `layers` is empty."""
     if not layers:
         raise RecipeError(
             f"{key}: the blocks of {type(denoiser).__name__} have no linear layer with sides that are "
@@ -75,9 +73,10 @@ def require_layers(layers: Sequence[object], key: str, denoiser: nn.Module) -> N
 
 
 def eligible_layers(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]) -> list[tuple[str, nn.Linear]]:
-    """Return the layers to quantise, with their paths: linear layers inside blocks.
+    """Return the names and modules of the layers to quantise: linear layers inside blocks.
 
-    Excludes modulation, layers that the family keeps in float32, and sides that are not multiples of 16.
+    Excludes modulation layers, layers that the family keeps in float32, and layers with an input or output size that is
+    not a multiple of 16.
     """
     blocks = tuple(block_classes)
     float32_names = [getattr(part, "_keep_in_fp32_modules", None) or () for part in denoiser.modules()]

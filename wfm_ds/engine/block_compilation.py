@@ -1,8 +1,8 @@
 """Compilation of the denoiser's repeated blocks by torch.compile, one block at a time.
 
-Blocks of the same structure share their compiled code, and hooks on a block are not compiled. The choice of the
-compiled code depends only on the shapes of a forward pass, the active adapters and whether gradients are enabled, not
-on earlier passes. So a run that resumes from a checkpoint computes the same results as one without interruption.
+Blocks of the same structure share their compiled code, and hooks on a block are not compiled. Which compiled code runs
+depends only on the shapes of a forward pass, on the active adapters and on whether gradients are enabled, not on
+earlier passes. So a run that resumes from a checkpoint computes the same results as a run without interruption.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ COMPILE_OPTIONS = {"emulate_precision_casts": True}
 
 
 def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]) -> int:
-    """Compile each block of these classes as one graph without breaks, at its first use. Returns the number of blocks.
+    """Compile each block of these classes at its first use, as one graph without breaks. Returns the number of blocks.
 
-    This is the last change to a denoiser before DeepSpeed: after adapters, checkpointing and attention kernels. Raises
-    UserError if the denoiser has no such block.
+    Call it as the last change to a denoiser before DeepSpeed: after adapters, gradient checkpointing and attention
+    kernels. Raises UserError if the denoiser has no such block.
     """
     blocks = [part for part in denoiser.modules() if isinstance(part, tuple(block_classes))]
     if not blocks:
@@ -53,11 +53,10 @@ def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]
 
 
 def lift_recompile_limits(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled function to raise torch's recompile limits in the calling thread.
+    """Wrap a compiled function so that it raises torch's recompile limits in the thread that calls it.
 
     torch stores the limits per thread. Rollout workers denoise in several threads, and autograd recomputes blocks in
-    its
-    own thread.
+    yet another thread.
     """
 
     @functools.wraps(compiled)

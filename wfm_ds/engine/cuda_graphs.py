@@ -1,9 +1,9 @@
-"""Replay of a network's calls from CUDA graphs: its kernels are recorded once and then launched together.
+"""Replay of a network's calls from CUDA graphs: the kernels of a call are recorded once and then launched together.
 
-A graph always uses the memory that it was recorded with. So arguments are copied to the recorded inputs, results are
-copied from the recorded outputs, and weights must be changed in place; if the address of a weight changes, all graphs
-are recorded again. Python code in a call runs only during recording. Only for calls without gradient. Not yet run on a
-GPU: on a CPU an ordinary call takes the place of the graph.
+A graph always uses the memory that it was recorded with. Therefore, arguments are copied to the recorded inputs,
+results are copied from the recorded outputs, and weights must be changed in place. If the address of a weight changes,
+all graphs are recorded again. Python code of the network runs only during recording. Only calls without gradient are
+supported. On a CPU, an ordinary call replaces the graph. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 NUM_WARM_UPS = 2  # calls before the recording, in which kernels are compiled and selected and workspaces are allocated
 CaptureFunction: TypeAlias = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
-"""Record a computation. Returns a function that repeats it, and its result, which each repetition overwrites."""
+"""Records a computation. Returns a function that repeats it, and its result, which each repetition overwrites."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One recorded call, with the memory of its arguments and its result."""
+    """One recorded call, with the memory for its arguments and its result."""
 
     inputs: list[Tensor]
     replay: Callable[[], None]
@@ -36,23 +36,24 @@ class RecordedCall:
 
 
 class GraphReplayer:
-    """A network with recorded calls, one per signature of the arguments.
+    """Runs a network by replaying recorded calls. There is one recording per signature of the arguments.
 
-    The signature has the shape, dtype and device of each tensor, and the values of all other arguments.
+    A signature consists of the shape, dtype and device of each tensor, the values of all other arguments, and the
+    variant.
     """
 
     def __init__(self, network: Callable[..., Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
-        """parameters: returns all parameters that the network uses."""
+        """parameters: function that returns all parameters that the network uses."""
         self._network, self._parameters = network, parameters
         self._recordings: dict[Hashable, RecordedCall] = {}
         self._weight_addresses: list[tuple[Tensor, int]] = []
         self._captures: dict[torch.device, CaptureFunction] = {}
 
     def drop_stale_recordings(self) -> None:
-        """Discard all recordings if the address of a weight has changed. Call it before a rollout, which must not move
-        weights.
+        """Discard all recordings if the address of a weight has changed.
 
-        Not done at each call: for a network of 700 weights it would dominate the time.
+        Call it before each rollout. Weights must not move during a rollout: the addresses are not checked at each call,
+        because checking 700 weights would take longer than the call itself.
         """
         if any(parameter.data_ptr() != address for parameter, address in self._weight_addresses):
             log.info("the addresses of the weights have changed: forward passes are recorded again")
@@ -63,7 +64,7 @@ class GraphReplayer:
     def __call__(self, variant: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the network's result for these arguments, in new memory.
 
-        variant: which of the network's weights are active.
+        variant: name of the weights that are active in the network, such as a policy.
         """
         values, layout = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, Tensor)]
@@ -92,7 +93,7 @@ class GraphReplayer:
 
 
 class ReplayingNetwork:
-    """A network with replayed calls and the attributes of the original."""
+    """A wrapper that replays the calls of a network. Its other attributes are those of the network."""
 
     def __init__(self, network: Any) -> None:
         self._network = network
@@ -114,12 +115,12 @@ def argument_signature(value: Any) -> Hashable:
 
 
 def clone_tensor(value: Any) -> Any:
-    """Return a copy that the next replay does not overwrite."""
+    """Return a copy of a tensor, which the next replay does not overwrite, or any other value unchanged."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def choose_capture(device: torch.device) -> CaptureFunction:
-    """Return the capture function for this device: CUDA graphs, or an ordinary call if it has none."""
+    """Return the capture function for this device: CUDA graphs on a GPU, ordinary calls on other devices."""
     if device.type == "cuda":
         return CudaCapture(device)
     log.warning("rollout.cuda_graph: %s has no CUDA graphs; forward passes run without them", device.type)
@@ -127,7 +128,7 @@ def choose_capture(device: torch.device) -> CaptureFunction:
 
 
 def capture_plain_call(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """Capture a computation by calling it again at each replay."""
+    """Imitate the capture of a computation: each replay calls it again."""
     output = compute()
     outputs = tree_flatten(output)[0]
 
@@ -140,11 +141,10 @@ def capture_plain_call(compute: Callable[[], Any]) -> tuple[Callable[[], None], 
 
 
 class CudaCapture:
-    """Capture a computation as a CUDA graph.
+    """Function that captures a computation as a CUDA graph.
 
-    All graphs share one memory pool, as large as the largest graph needs: they are replayed one after the other, and
-    the
-    results are copied.
+    All graphs share one memory pool, which is as large as the largest graph needs. They can share it because they are
+    replayed one after the other and their results are copied.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -167,7 +167,7 @@ class CudaCapture:
         return graph.replay, output
 
     def _warm_up(self, compute: Callable[[], Any]) -> None:
-        """Run the computation on a separate stream, as recording does."""
+        """Run the computation on a separate stream, as it will be during recording."""
         cuda: Any = torch.cuda  # its streams are not typed
         stream, current = cuda.Stream(self._device), cuda.current_stream(self._device)
         stream.wait_stream(current)

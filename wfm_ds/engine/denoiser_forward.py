@@ -1,6 +1,6 @@
-"""Forward passes of the denoiser, counted by purpose and optionally compared between ranks.
+"""Forward passes of the denoiser, counted by purpose and optionally checked for agreement between ranks.
 
-The caller chooses the policy and whether gradients are enabled (engine.py).
+The caller selects the policy and whether gradients are enabled (engine.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DenoiseFunction(Protocol):
-    """DiffusionModel.denoise: returns the velocity eps - x0 in float32, in the shape of the latents."""
+    """Signature of DiffusionModel.denoise. Returns the velocity eps - x0 in float32, in the shape of the latents."""
 
     def __call__(
         self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
@@ -25,7 +25,7 @@ class DenoiseFunction(Protocol):
 
 
 class ForwardFunction(Protocol):
-    """One forward pass for a purpose: rollout, policy, old, ref, validation, uncond, ..."""
+    """Function that runs one forward pass for a purpose: rollout, policy, old, ref, validation, uncond, ..."""
 
     def __call__(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
@@ -33,18 +33,20 @@ class ForwardFunction(Protocol):
 
 
 class CountingForward:
-    """A `ForwardFunction` that counts by purpose since the last reset.
+    """A `ForwardFunction` that counts forward passes and samples by purpose.
 
-    `counts` has this rank's forward passes. `num_samples` has the samples in them, which do not depend on the batch
-    sizes.
+    `counts`: number of forward passes on this rank since the last reset. `num_samples`: number of samples in them,
+    which does not depend on the batch size.
     """
 
     def __init__(
         self, denoise: DenoiseFunction, engine: DenoiserEngine | None = None, *, one_size: bool = True
     ) -> None:
-        """engine: the engine of a training run, for its comparison of the ranks. one_size: all replicas use the same
-        height and
-        width, so that these are compared too.
+        """Create a counter.
+
+        denoise: function that computes the velocity.
+        engine: engine of a training run, which checks that the ranks agree; None: no check.
+        one_size: whether all replicas use the same height and width, so that these are checked too.
         """
         self._denoise, self._engine, self._one_size = denoise, engine, one_size
         self.counts: Counter[str] = Counter()
@@ -60,7 +62,7 @@ class CountingForward:
     ) -> Tensor:
         """Return the velocity [B, ...] float32 for latents [B, ...] at sigma [B] under the active policy.
 
-        expert: the expert that all of sigma belong to; None: the model looks it up.
+        expert: index of the expert for all values in sigma; None: the model looks it up.
         """
         self.counts[purpose] += 1
         self.num_samples[purpose] += len(sigma)

@@ -1,7 +1,7 @@
 """Peak FLOP/s of devices by name, for computing the utilisation.
 
-Dense matrix products in TFLOP/s, from the manufacturers' data sheets. For a device that is not in the table, a recipe
-may set the peak (`logging.peak_tflops`).
+The values are TFLOP/s of dense matrix products, from the manufacturers' data sheets. For a device that is not in the
+table, a recipe may set the peak (`logging.peak_tflops`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
-    """TFLOP/s of one device by number format, accumulated in float32."""
+    """Peak TFLOP/s of one device for each number format, with accumulation in float32."""
 
     bfloat16: float
     tf32: float
@@ -44,7 +44,7 @@ DEVICE_PEAKS = (
 
 
 def find_peak(name: str) -> DevicePeak | None:
-    """Return the peak of the device with this name (`torch.cuda.get_device_name`); None if it is not in the table."""
+    """Return the peak of the device with this name (`torch.cuda.get_device_name`); None if it is unknown."""
     words = set(re.split(r"[\s\-]+", name))
     if "Laptop" in words:  # a different chip with the same name
         return None

@@ -1,8 +1,9 @@
-"""DenoiserEngine: DeepSpeed around the denoiser.
+"""DenoiserEngine: the denoiser with DeepSpeed.
 
-Handles the scale of the loss, optimizer steps, the learning rate, the active policy, and gathering
-of full tensors from shards. Does not depend on algorithms, model families or files. Terms: theta is the policy `train`;
-old, ref and ema are the other policies (policies.py). An update is an optimizer step that was applied.
+Handles the scale of the loss, optimizer steps, the learning rate, the active policy, and gathering of full tensors from
+shards. Independent of algorithms, model families and files. Terms: theta denotes the trained weights, which are the
+policy `train`. The other policies are old, ref and ema (policies.py). An update is an optimizer step that was applied,
+i.e. not skipped.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from wfm_ds.recipe.deepspeed import build_deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.ulysses.install import install_ulysses
 
-MERGED_POLICY = "merged"  # the active policy, of any name, while its adapter is merged into the weights
+MERGED_POLICY = "merged"  # name of the active policy while an adapter is merged into the weights
 OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's states
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of an optimizer step. The same on every rank."""
+    """The outcome of an optimizer step. Identical on every rank."""
 
     # False if a gradient was not finite on some rank, or if there were no terms; no weight changed on any rank
     is_applied: bool
@@ -52,10 +53,10 @@ class StepResult:
 
 
 class EngineForward:
-    """The denoiser as a model family sees it: calls go through DeepSpeed, attributes (config, dtype, ...) are the
-    module's.
+    """The denoiser as model families use it: calls go through DeepSpeed, attributes are those of the module.
 
-    DeepSpeed must run every forward pass that needs a gradient, but its own `config` attribute would hide diffusers'.
+    DeepSpeed must run every forward pass that needs a gradient. The DeepSpeed engine itself is not passed to model
+    families because its attribute `config` would hide diffusers' `config`.
     """
 
     def __init__(self, engine: DenoiserEngine) -> None:
@@ -69,7 +70,7 @@ class EngineForward:
 
 
 class DenoiserEngine:
-    """One denoiser, its DeepSpeed engine and its policies. All ranks must call the methods marked "Collective"."""
+    """A denoiser with its DeepSpeed engine and its policies. All ranks must call the methods marked "Collective"."""
 
     def __init__(
         self,
@@ -83,7 +84,10 @@ class DenoiserEngine:
         adapters: Adapters | None,
         gradient_watch: GradientWatch,
     ) -> None:
-        """Use `build` instead. ds: result of deepspeed.initialize for `module`. adapters: None in full training."""
+        """Use `build` instead.
+
+        ds: the DeepSpeed engine that deepspeed.initialize returned for `module`. adapters: None in full training.
+        """
         self.ds = ds
         self.module = module
         self.recipe = recipe
@@ -101,7 +105,9 @@ class DenoiserEngine:
         self.copies = {name: ShardedCopy(self.shards) for name in sorted(policy_copies(policies, lora=self.uses_lora))}
         self._adapters = adapters
         self._gradient_watch = gradient_watch
-        self._stale_adapters: set[str] = set()  # copies that changed after their adapters were last written
+        self._stale_adapters: set[str] = (
+            set()
+        )  # policies with copies that changed after their adapters were last written
         uses_graphs = recipe.rollout is not None and recipe.rollout.cuda_graph
         self._graphs = GraphReplayer(ds, module.parameters) if uses_graphs else None
         self._is_replaying = False
@@ -110,7 +116,7 @@ class DenoiserEngine:
         self._guard = RankGuard(world) if recipe.engine.guard else None
         self._num_backwards = 0  # since the last step
         self._expected_backwards = self.accumulation
-        self._last_ema_update = 0  # the last update that was included in the average
+        self._last_ema_update = 0  # last update included in the average
 
     @classmethod
     def build(
@@ -130,25 +136,22 @@ class DenoiserEngine:
         shard_tokens: TokenSharding = install_ulysses,
         find_part: PartLookup = single_part,
     ) -> DenoiserEngine:
-        """Prepare the denoiser for training (preparation.py) and create the DeepSpeed engine and the policy copies.
-        Collective.
+        """Prepare the denoiser (preparation.py) and create its DeepSpeed engine and policy copies. Collective.
 
-        denoiser: a diffusers model with equal weights on all ranks; changed in place. lora_targets: name suffixes of
-        the
-        layers to adapt; target_modules in the recipe override them. policies: a subset of old, ref, ema. accumulation:
-        backward passes per optimizer step. total_updates: optimizer steps of the run, which is the length of the
-        learning rate
-        schedule. block_classes: classes of the repeated blocks, for engine.compile. frozen: names of parameters that
-        full
-        training does not train. initial_adapter: initial values of adapter tensors, named as in `iter_full_tensors`.
-        count_flops: count the FLOPs of forward passes; their tensor arguments must have one row per sample.
-        shard_tokens:
-        installs the sharding of a sample's tokens over the ranks of a replica. find_part: maps a parameter's name to
-        the part
-        of the network that a step may leave out (gradient_watch.py).
+        denoiser: a diffusers model with equal weights on all ranks; changed in place.
+        lora_targets: name suffixes of the layers to adapt; `lora.target_modules` in the recipe overrides them.
+        policies: the required policies in addition to `train`: a subset of old, ref and ema.
+        accumulation: number of backward passes per optimizer step.
+        total_updates: number of optimizer steps of the run, which is the length of the learning rate schedule.
+        block_classes: classes of the repeated blocks.
+        frozen: names of the parameters that full training does not train.
+        initial_adapter: initial values of the adapter's tensors, named as in `iter_full_tensors`.
+        count_flops: whether to count the FLOPs of forward passes; tensor arguments must then have one row per sample.
+        shard_tokens: function that installs the sharding of a sample's tokens over the ranks of a replica.
+        find_part: function that maps a parameter's name to its part of the network. A step may leave out whole parts
+        (gradient_watch.py).
 
-        Raises RecipeError for a DeepSpeed JSON or LoRA targets that cannot work. Raises UserError for a denoiser that
-        does
+        Raises RecipeError if the DeepSpeed JSON or the LoRA targets cannot work. Raises UserError if the denoiser does
         not support sequence parallelism or the attention kernel.
         """
         unknown = policies - {"old", "ref", "ema"}
@@ -163,7 +166,7 @@ class DenoiserEngine:
         )
         dtype = DTYPES[recipe.model.dtype]
         targets = (recipe.lora and recipe.lora.target_modules) or list(lora_targets)
-        # Before the weights are partitioned.
+        # The counter copies the denoiser, so create it before the weights are partitioned.
         work = FlopCounter.from_denoiser(denoiser, recipe, targets, frozen) if world.is_main and count_flops else None
         names = sorted(policy_copies(policies, lora=True))
         adapters = prepare_denoiser(
@@ -207,7 +210,10 @@ class DenoiserEngine:
 
     @contextlib.contextmanager
     def replay_graphs(self) -> Iterator[None]:
-        """Run the forward passes inside, without gradient, from CUDA graphs if enabled (cuda_graphs.py)."""
+        """Use CUDA graphs for the forward passes inside the context, if the recipe enables them (cuda_graphs.py).
+
+        Only for forward passes without gradient.
+        """
         self._is_replaying = True
         if self._graphs is not None:
             self._graphs.drop_stale_recordings()
@@ -217,30 +223,30 @@ class DenoiserEngine:
             self._is_replaying = False
 
     def pop_flop_count(self) -> FlopCount | None:
-        """Return the FLOPs of this rank's forward passes since the last call on rank 0, None on other ranks."""
+        """Return the FLOPs of rank 0's forward passes since the last call; None on other ranks."""
         return None if self._flop_counter is None else self._flop_counter.pop_count()
 
     def discard_flop_count(self) -> None:
-        """Discard the FLOPs counted so far, because they do not belong to a step."""
+        """Discard the FLOPs counted since the last `pop_flop_count`, because they do not belong to a step."""
         if self._flop_counter is not None:
             self._flop_counter.discard()
 
     def check_ranks_agree(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
         """Raise on all ranks if the ranks are about to run different forward passes (rank_guard.py).
 
-        Does nothing without engine.guard.
+        Does nothing unless the recipe enables `engine.guard`.
         """
         if self._guard is not None:
             self._guard.compare_ranks(*what, inputs=inputs)
 
     @contextlib.contextmanager
     def use_policy(self, name: str, *, merge: bool = False) -> Iterator[None]:
-        """Use this policy for the forward passes inside, without gradient except for `train`. Collective. Cannot be
-        nested.
+        """Run the forward passes inside the context with this policy. Collective. Cannot be nested.
 
-        Each change of policy costs an exchange of weights, or ZeRO-3's prefetch order, so group forward passes by
-        policy.
-        merge: merge the policy's adapter into the weights (adapter_merge.py), without gradient; not for LoRA at ZeRO-3.
+        Gradients are disabled, except for `train` without `merge`. Each change of policy exchanges weights or, at
+        ZeRO-3, resets the prefetch order, so group forward passes by policy.
+
+        merge: merge the policy's adapter into the weights (adapter_merge.py). Not available for LoRA at ZeRO-3.
         """
         self._require_trained_policy(f"use_policy({name!r})")
         if name == "train" and not merge:
@@ -275,9 +281,9 @@ class DenoiserEngine:
     # Optimization
 
     def expect_backwards(self, num_backwards: int) -> None:
-        """Set the number of backward passes of the next optimizer step, in place of `accumulation`. Collective.
+        """Set the number of backward passes of the next optimizer step, instead of `accumulation`. Collective.
 
-        Call it before the first of them.
+        Call it before the first backward pass of that step.
         """
         if num_backwards < 1 or self._num_backwards:
             raise RuntimeError(
@@ -286,12 +292,13 @@ class DenoiserEngine:
         self._expected_backwards = num_backwards
 
     def backward(self, loss_sum: Tensor, num_terms: int) -> None:
-        """Back-propagate a micro-step. All micro-steps of a step together give the gradient of (1/N) sum l. Collective.
+        """Back-propagate the loss of one micro-step. Collective.
+
+        The micro-steps of an optimizer step add up to the gradient of the mean loss over all N loss terms.
 
         loss_sum: sum of this rank's loss terms in this micro-step, fp32 scalar, equal on the ranks of a replica.
-        num_terms: N, the number of valid terms of the whole optimizer step over all replicas and micro-steps. At least
-        1:
-        call `skip_step` for a step without terms.
+        num_terms: N, the number of valid loss terms of the whole optimizer step over all replicas and micro-steps, at
+        least 1. For a step without loss terms call `skip_step`.
         """
         self._require_trained_policy("backward")
         if loss_sum.ndim != 0:
@@ -317,7 +324,7 @@ class DenoiserEngine:
     def step(self) -> StepResult:
         """Update the weights. Collective, after all backward passes of the step.
 
-        If a gradient is not finite on any rank, no weight changes on any rank. Raises ModelError if some of the trained
+        If a gradient is not finite on any rank, no rank changes its weights. Raises ModelError if some of the trained
         parameters received no gradient.
         """
         self._require_trained_policy("step")
@@ -339,8 +346,10 @@ class DenoiserEngine:
         return StepResult(is_applied=True, grad_norm=grad_norm, is_clipped=0 < bound < grad_norm, lr=lr)
 
     def skip_step(self) -> StepResult:
-        """Skip an optimizer step without loss terms: no weight changes. All ranks call it instead of `backward` and
-        `step`."""
+        """Skip an optimizer step that has no loss terms. No weight changes.
+
+        All ranks must call it instead of `backward` and `step`.
+        """
         self._require_trained_policy("skip_step")
         if self._num_backwards:
             raise RuntimeError(f"skip_step() after {self._num_backwards} backward passes of a step")
@@ -351,7 +360,7 @@ class DenoiserEngine:
     # Policies
 
     def update_policy(self, name: str, decay: float) -> None:
-        """Update the copy of a policy, `old` or `ema`: copy <- decay * copy + (1 - decay) * theta. Collective.
+        """Update the copy of policy `old` or `ema`: copy <- decay * copy + (1 - decay) * theta. Collective.
 
         Decay 0 copies theta.
         """
@@ -364,7 +373,7 @@ class DenoiserEngine:
             self._stale_adapters.add(name)  # its adapter is written at the next forward pass that needs it
 
     def update_ema(self) -> None:
-        """Update `ema` by the recipe's schedule, if the last step was applied. Collective, after each step."""
+        """Update `ema` with the recipe's decay schedule, if the last step was applied. Collective, after each step."""
         options, update = self.recipe.ema, self.num_updates
         if options is None or update == self._last_ema_update:
             return
@@ -384,12 +393,11 @@ class DenoiserEngine:
         return math.sqrt(total["difference"] / total["norm"])
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield names and full tensors of a policy: on rank 0's CPU, None on other ranks. Collective: all ranks must
-        exhaust it.
+        """Yield the names and full tensors of a policy. Collective: all ranks must iterate to the end.
 
-        Trained tensors are fp32, from the policy's master weights. Full training: all parameters and persistent buffers
-        with
-        their diffusers names. LoRA: the adapter of the policy, named without the adapter's name
+        The tensors are on the CPU of rank 0, and None on other ranks. Trained tensors are fp32, from the policy's
+        master weights. In full training these are all parameters and persistent buffers, with their diffusers names.
+        With LoRA these are the tensors of the policy's adapter; their names do not contain the adapter's name
         (`transformer_blocks.0.attn.to_k.lora_A.weight`).
         """
         flats = self._policy_flats(policy)
@@ -404,17 +412,16 @@ class DenoiserEngine:
     # Checkpoints
 
     def step_counters(self) -> dict[str, int]:
-        """Return the engine's counters. Identical on every rank."""
+        """Return the engine's counters of updates and skipped steps, for checkpoints. Identical on every rank."""
         return {"updates": self.num_updates, "skipped": self.num_skipped, "ema_seen": self._last_ema_update}
 
     def shard_states(self) -> dict[str, list[Tensor]]:
-        """Return this rank's shard of everything that training changes, by name.
+        """Return this rank's shards of all states that training changes, by name.
 
-        Names: `train`, the policies that follow it, and the optimizer's states as `optimizer.NAME`. Each has one tensor
-        per
-        optimizer group, partitioned as in `shards.slices_by_name()`; a 0-dimensional tensor is one number for the whole
-        group
-        (AdamW's step). The tensors are views and change with the next step.
+        Names: `train`, the policies that change during training, and `optimizer.NAME` for each state of the optimizer.
+        Each state has one tensor per optimizer group, partitioned as in `shards.slices_by_name()`. A 0-dimensional
+        tensor is a single number for the whole group (AdamW's step). The tensors are views and change with the next
+        step.
         """
         states = {
             "train": self.shards.master_weights(),
@@ -427,7 +434,7 @@ class DenoiserEngine:
 
     @torch.no_grad()
     def restore_state(self, counters: Mapping[str, int], states: Mapping[str, Flats]) -> None:
-        """Restore the values of `step_counters` and `shard_states`, and update the weights to match. Collective."""
+        """Restore what `step_counters` and `shard_states` returned, and update the weights to match. Collective."""
         self._require_trained_policy("restore_state")
         self.num_updates, self.num_skipped = counters["updates"], counters["skipped"]
         self._last_ema_update = counters["ema_seen"]
@@ -453,7 +460,7 @@ class DenoiserEngine:
         return cast(Any, self.module).peft_config["default"] if self.uses_lora else None
 
     def _policy_flats(self, policy: str) -> Sequence[Tensor]:
-        """Return this rank's fp32 values of a policy."""
+        """Return this rank's fp32 values of a policy, one flat tensor per optimizer group."""
         if policy == "train":
             return self.shards.master_weights()
         if self.uses_lora and policy == "ref":
@@ -473,7 +480,7 @@ class DenoiserEngine:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of buffers that are part of a model's files, such as SD3's pos_embed.pos_embed."""
+    """Yield the names and values of the buffers that model files contain, such as SD3's pos_embed.pos_embed."""
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:

@@ -1,8 +1,8 @@
 """FLOPs of the forward passes of an engine.
 
-Forward passes are recorded with the shapes of their arguments. The FLOPs of each combination of shapes are counted
-once, on a copy of the denoiser on the meta device that was made before DeepSpeed partitioned it. So every image size
-and text length counts as it was.
+Each forward pass is recorded with the shapes of its arguments. The FLOPs of each combination of shapes are computed
+once, on a copy of the denoiser on the meta device that was made before DeepSpeed partitioned it. So the count is exact
+for every image size and text length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class FlopCount:
-    """FLOPs of some forward passes and their backward passes."""
+    """FLOPs of a number of forward passes and their backward passes."""
 
     required: int = 0  # needed mathematically
     recomputed: int = 0  # additionally computed by gradient checkpointing
@@ -48,7 +48,10 @@ class ForwardKind:
 
 
 class FlopCounter:
-    """Records the forward passes of one rank; `pop_count` returns their FLOPs and counts each kind only once."""
+    """Records the forward passes of one rank and returns their total FLOPs (`pop_count`).
+
+    The FLOPs of each `ForwardKind` are computed only once.
+    """
 
     def __init__(self, meta_denoiser: nn.Module, *, checkpointing: bool) -> None:
         """meta_denoiser: the denoiser on the meta device, with its adapters and requires_grad flags."""
@@ -62,7 +65,7 @@ class FlopCounter:
     def from_denoiser(
         cls, denoiser: nn.Module, recipe: Recipe, targets: list[str], frozen: AbstractSet[str] = frozenset()
     ) -> FlopCounter:
-        """Create a counter from a denoiser that is not partitioned and has no adapters.
+        """Create a counter for a denoiser that is not yet partitioned and does not yet have adapters.
 
         targets: layers that will get the recipe's adapters. frozen: parameters that full training leaves unchanged.
         """
@@ -73,7 +76,7 @@ class FlopCounter:
     def record_forward(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_gradient: bool, with_adapters: bool
     ) -> None:
-        """Record a forward pass with these arguments. The first tensor among them must have one row per sample."""
+        """Record a forward pass with these arguments. The first tensor argument must have one row per sample."""
         batch = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         shapes = (
             tuple(map(_argument_shape, args)),
@@ -89,7 +92,7 @@ class FlopCounter:
     def pop_count(self) -> FlopCount | None:
         """Return the FLOPs of all forward passes since the last call.
 
-        None for a denoiser that needs the values of tensors, which the meta device does not have.
+        Returns None if the denoiser needs the values of tensors, because tensors on the meta device have no values.
         """
         try:
             return sum((self._count_forwards(kind, samples) for kind, samples in self._samples.items()), FlopCount())
@@ -102,7 +105,7 @@ class FlopCounter:
             self.discard()
 
     def discard(self) -> None:
-        """Discard the forward passes since the last call of `pop_count`."""
+        """Discard the forward passes recorded since the last `pop_count`."""
         self._samples.clear()
 
     def _count_forwards(self, kind: ForwardKind, samples: int) -> FlopCount:
@@ -125,9 +128,9 @@ def make_trainable(
     names: Sequence[str],
     frozen: AbstractSet[str] = frozenset(),
 ) -> None:
-    """Give a copy on the meta device the same adapters, requires_grad flags and dtype as the engine gives the denoiser.
+    """Give a denoiser on the meta device the adapters, requires_grad flags and dtype that the engine would set.
 
-    names: additional adapters next to `default`. frozen: parameters that full training leaves unchanged.
+    names: names of the adapters in addition to `default`. frozen: parameters that full training leaves unchanged.
     """
     if recipe.lora is None:
         set_trainable(meta_denoiser, frozen)
@@ -139,11 +142,13 @@ def make_trainable(
 
 
 def _argument_shape(value: Any) -> Hashable:
-    """Return what determines the FLOPs per sample: a tensor's shape without the batch and its dtype, or another
-    argument's value."""
+    """Return the properties of an argument that determine the FLOPs per sample.
+
+    For a tensor these are its dtype and its shape without the batch dimension; for other arguments it is the value.
+    """
     return (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else value
 
 
 def _single_sample(value: Any) -> Any:
-    """Return the argument for a single sample, on the meta device."""
+    """Return the argument reduced to one sample, on the meta device."""
     return torch.empty_like(value[:1], device="meta") if isinstance(value, Tensor) else value

@@ -1,7 +1,8 @@
 """Floating-point operations of a module, counted per operator on the meta device.
 
-Counts 2 FLOPs per multiply-add of linear layers, attention and convolutions, and none for pointwise operations.
-Nothing is computed and no memory is allocated, so counting a model of 14 billion parameters takes seconds on a laptop.
+Linear layers, attention and convolutions count as 2 FLOPs per multiply-add; pointwise operations are not counted.
+Nothing is computed and no memory is allocated, so counting for a model of 14 billion parameters takes seconds on a
+laptop.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def convolution_backward_flops(
     output_mask: Sequence[bool],
     **_: Any,
 ) -> int:
-    """Return the FLOPs of a convolution's backward pass: each of the two gradients costs the same as the forward pass.
+    """Return the FLOPs of a convolution's backward pass.
 
-    torch's own formula ignores the groups in the gradient of the weights.
+    The gradient of the input and the gradient of the weight each cost the same as the forward pass. torch's own formula
+    ignores the groups of the convolution in the gradient of the weight.
     """
     return conv_flop_count(x_shape, w_shape, grad_out_shape, transposed) * sum(output_mask[:2])
 
@@ -56,11 +58,10 @@ def make_flop_counter() -> FlopCounterMode:
 
 
 def measure_flops(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointing: bool) -> Flops:
-    """Count the FLOPs of `predict`, a forward pass of `denoiser` on the meta device.
+    """Count the FLOPs of `predict`, a function that runs a forward pass of `denoiser` on the meta device.
 
-    Counts with the denoiser's active adapters and its requires_grad flags. checkpointing: recompute block activations
-    in
-    the backward pass.
+    Uses the denoiser's active adapters and requires_grad flags. checkpointing: whether the backward pass recomputes the
+    activations of blocks.
     """
 
     def count_passes() -> tuple[int, int]:
@@ -95,12 +96,12 @@ def count_without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -
 
 
 def find_adapter_layers(denoiser: nn.Module) -> list[Any]:
-    """Return the layers that have adapters, in module order."""
+    """Return the layers that have adapters, in the order of modules."""
     return [part for part in denoiser.modules() if isinstance(part, BaseTunerLayer)]
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
-    """Return a copy with parameters and buffers on the meta device: shapes without values."""
+    """Return a copy of the module with parameters and buffers on the meta device, which have shapes but no values."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

@@ -1,7 +1,7 @@
 """Linear layers with a frozen float8 e4m3 weight for LoRA: half the memory of bfloat16, and faster products on a GPU.
 
-Every policy of a run (trained, old, reference) uses the same base, so two equal policies predict identical bits and
-the ratios of a first update are exactly 1. Each row of a weight and each row of an input has its own scale
+All policies of a run (trained, old, reference) use the same base, so two equal policies predict identical bits, and in
+the first update the probability ratios are exactly 1. Each row of a weight and each row of an input has its own scale
 (wfm_kernels.quantise_rows), so a sample's result does not depend on the other samples in its batch.
 """
 
@@ -17,15 +17,15 @@ from wfm_ds.errors import RecipeError
 from wfm_kernels import quantise_rows
 
 E4M3 = torch.float8_e4m3fn
-MIN_CAPABILITY = (8, 9)  # of the first GPUs with float8 matrix products
+MIN_CAPABILITY = (8, 9)  # compute capability of the first GPUs with float8 matrix products
 
 
 class Fp8Linear(FrozenLinear):
     """A linear layer with a frozen weight [N, K], stored as e4m3 bytes and one float32 scale per row.
 
     y = (xq @ Wq^T) * scale(x) * scale(W)^T + bias, in the dtype of x [..., K]. The gradient of x uses the dequantised
-    weight in the dtype of the gradient; the weight gets no gradient. On a CPU the products are emulated in float64, in
-    which sums of these products are exact.
+    weight in the dtype of the gradient. The weight gets no gradient. On a CPU the products are emulated in float64,
+    which adds them without rounding.
     """
 
     weight_bytes: Tensor
@@ -38,7 +38,7 @@ class Fp8Linear(FrozenLinear):
 
     @property
     def quantised_weight(self) -> tuple[Tensor, Tensor]:
-        """The e4m3 values of the weight [N, K] and their float32 scales [N, 1]. Views."""
+        """The e4m3 values of the weight [N, K] and their float32 scales [N, 1]. Both are views."""
         return self.weight_bytes.view(dtype=E4M3), self.scale_bits.view(dtype=torch.float32)
 
     @property
@@ -51,9 +51,9 @@ class Fp8Linear(FrozenLinear):
 
 
 class Fp8TwiceLinear(Fp8Linear):
-    """A layer with the same outputs as Fp8Linear that also computes the gradient of x in float8.
+    """A layer with the same outputs as Fp8Linear that also computes the gradient of its input in float8.
 
-    Stores a second copy of the weight, with one scale per column, for the product with the rows of the gradient.
+    It stores a second copy of the weight, with one scale per column, for the product with the rows of the gradient.
     """
 
     back_bytes: Tensor
@@ -82,7 +82,10 @@ class _Fp8Matmul(torch.autograd.Function):
         back: Tensor | None = None,
         back_scale: Tensor | None = None,
     ) -> Tensor:
-        """back, back_scale: e4m3 [K, N] and float32 [K, 1], for computing the gradient of x in float8."""
+        """back, back_scale: the second copy of the weight, e4m3 [K, N], and its scales, float32 [K, 1].
+
+        They are used to compute the gradient of x in float8.
+        """
         ctx.in_float8 = back is not None
         ctx.save_for_backward(*((values, scale) if back is None else (back, back_scale)))
         rows, row_scale = quantise_rows(x)
@@ -126,8 +129,7 @@ def fp8_matmul(
 
 
 def require_fp8(key: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise RecipeError, naming the recipe key, if a GPU does not support float8 products with outputs in this
-    dtype."""
+    """Raise RecipeError for this recipe key if a GPU does not support float8 products with outputs in this dtype."""
     if device.type != "cuda":
         return
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:

@@ -1,4 +1,4 @@
-"""Full fine-tuning with float8 products, by torchao or TransformerEngine.
+"""Full fine-tuning with float8 matrix products, using torchao or TransformerEngine.
 
 Weights stay ordinary parameters and are cast in every forward pass, so DeepSpeed, the optimizer, policies, checkpoints
 and exports work unchanged. Scales are computed from the current values, never from earlier steps, so equal weights
@@ -33,10 +33,9 @@ def train_in_float8(
 ) -> int:
     """Replace the denoiser's `eligible_layers` by layers of the library that share the same parameters.
 
-    With library None nothing is replaced. Returns the number of replaced layers. On a CPU torchao emulates the
-    products,
-    for tests. Raises RecipeError if the library is not installed or cannot be imported, if the GPU does not support
-    float8, or if the denoiser has no eligible layer.
+    Returns the number of replaced layers. With library None, nothing is replaced. On a CPU, torchao emulates the
+    products, for tests. Raises RecipeError if the library is not installed or cannot be imported, if the GPU does not
+    support float8, or if the denoiser has no eligible layer.
     """
     if library is None:
         return 0

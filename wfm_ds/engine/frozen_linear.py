@@ -9,15 +9,14 @@ from torch import Tensor, nn
 class FrozenLinear(nn.Linear):
     """A linear layer without a weight parameter. Subclasses define how the weight is stored and how to compute with it.
 
-    The stored weight must be in integer buffers outside of state dicts, so that casting the module to bfloat16, saving
-    it
-    or partitioning its parameters does not touch it.
+    Subclasses must store the weight in integer buffers that are not part of state dicts. Then casting the module to
+    bfloat16, saving it and partitioning its parameters do not affect the weight.
     """
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
-        """Replace a layer that computes in `dtype`.
+        """Replace `layer` by a layer that computes in `dtype`.
 
-        The weight is rounded to `dtype`, whatever its stored dtype, and then stored on the device.
+        The weight is first rounded to `dtype`, whatever its current dtype, and then stored on the device.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
@@ -26,10 +25,10 @@ class FrozenLinear(nn.Linear):
         self.store_weight(layer.weight.detach().to(device, dtype))
 
     def store_weight(self, weight: Tensor) -> None:
-        """Set the buffers that store a weight [N, K]."""
+        """Set the buffers that store `weight` [N, K]."""
         raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # peft reads its device and dtype
-        """The weight [N, K] in the dtype of the model, restored at each access."""
+        """The weight [N, K] in the dtype of the model, dequantised at each access."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
 """Detection of trained parameters that no backward pass reaches.
 
-These have no gradient, but AdamW still moves them by weight decay: a silent loss of weights.
+Such parameters have no gradient, but AdamW still shrinks them by weight decay, so their values would be lost silently.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ MAX_NAMED = 3  # maximum number of names in the error
 
 
 def single_part(name: str) -> str:
-    """Return the same part for all parameters, for networks that every step runs as a whole."""
+    """Return the same part for every parameter name. For networks that every step runs completely."""
     return ""
 
 
 class GradientWatch:
-    """Record which parameters receive a gradient.
+    """Records which parameters receive a gradient.
 
-    Uses hooks, which are removed after the first optimizer step or, for each part of the network, after the first step
-    that runs it. A gradient of zeros counts as one: LoRA's A has only zeros in the first step. Hooks run on the host
-    during
-    autograd and cause no synchronization with the device.
+    Uses hooks on the parameters. The hooks of a part of the network are removed after the first optimizer step that
+    runs this part. A gradient of zeros counts as a gradient, because LoRA's A has only zeros in the first step. The
+    hooks run on the host during autograd and do not synchronize with the device.
     """
 
     def __init__(
@@ -37,14 +36,13 @@ class GradientWatch:
     ) -> None:
         """Watch all trained parameters of a module.
 
-        Excluded are adapters of layers with a weight in `frozen`: they have no effect and their B stays 0. find_part:
-        maps a
-        parameter's name to its part of the network; a step may leave out whole parts.
+        frozen: names of weights without effect. Adapters of their layers are not watched, because their B stays 0.
+        find_part: function that maps a parameter's name to its part of the network. A step may leave out whole parts.
         """
         self._find_part = find_part
         self._watched: dict[str, Any] = {}
         self._names_with_gradient: set[str] = set()
-        self._has_checked = False  # for at least one part
+        self._has_checked = False  # whether any part was checked before
         parameter: Any
         for name, parameter in module.named_parameters():
             layer, adapter, _ = name.partition(".lora_")
@@ -55,10 +53,10 @@ class GradientWatch:
         return lambda _: self._names_with_gradient.add(name)
 
     def check_gradients(self, world: World) -> None:
-        """Check the gradients before an optimizer step. Collective.
+        """Check that the watched parameters received gradients. Collective; call it before the optimizer step.
 
-        Raises ModelError on all ranks if no rank has a gradient for a parameter, although its part of the network was
-        run.
+        Raises ModelError on all ranks if a part of the network was run, but one of its parameters has no gradient on
+        any rank.
         """
         if not self._watched:
             return

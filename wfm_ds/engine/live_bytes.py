@@ -1,7 +1,7 @@
 """Current and peak bytes of live tensors while a block of code runs, on a CPU or on the meta device.
 
 A tensor on the meta device has a storage with a size and a lifetime but uses no memory. So the memory of a forward and
-backward pass can be measured for models that do not fit into the machine.
+backward pass can be measured for a model that does not fit into the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the bytes of live tensors on one device that were created by operators inside the context."""
+    """Counts the bytes of live tensors on one type of device that operators inside the context create."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,10 +60,10 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def emulate_gpu_attention() -> Iterator[None]:
-    """Make attention on the meta device keep the same tensors as a GPU's kernels do.
+    """Make attention on the meta device save the same tensors for the backward pass as GPU kernels do.
 
-    There torch would use the textbook formula, with its matrix of all pairs of tokens. The function itself is replaced,
-    because a torch mode would miss recomputation in a backward pass.
+    By default, torch uses the textbook formula on the meta device, which stores a matrix of all pairs of tokens. The
+    attention function is replaced, because a torch mode would miss recomputation in a backward pass.
     """
     original = functional.scaled_dot_product_attention
 
@@ -87,7 +87,7 @@ def gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Compute scaled dot-product attention that keeps its inputs, its output and one number per row.
+    """Scaled dot-product attention that saves its inputs, its output and one number per row for the backward pass.
 
     For the meta device only.
     """

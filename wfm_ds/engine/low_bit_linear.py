@@ -1,7 +1,7 @@
-"""Frozen linear layers with an 8-bit or 4-bit weight, which is restored at each use.
+"""Frozen linear layers with an 8-bit or 4-bit weight, which is dequantised at each use.
 
-They save memory but not time: products use the dtype of the model, after the weight was restored. Inputs are not
-rounded, so the error is smaller than with float8, and any GPU is supported.
+They save memory but no time: products use the dtype of the model, with the dequantised weight. Inputs are not rounded,
+so the error is smaller than with float8, and any GPU is supported.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ NF4_BLOCK = 64  # weight elements per scale in NF4
 
 
 class LowBitLinear(FrozenLinear):
-    """Compute y = x W^T + bias with the restored weight, in the dtype of the model.
+    """A linear layer that computes y = x W^T + bias with the dequantised weight, in the dtype of the model.
 
-    The restored weight is not kept: the backward pass restores it again for the gradient of x.
+    The dequantised weight is not kept; the backward pass dequantises it again for the gradient of x.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class _RestoredMatmul(torch.autograd.Function):
 
 
 class Int8Linear(LowBitLinear):
-    """A weight [N, K] stored as integers from -127 to 127 with one float32 scale per row."""
+    """A linear layer with a weight [N, K] stored as integers from -127 to 127 and one float32 scale per row."""
 
     codes: Tensor
     scale_bits: Tensor
@@ -59,7 +59,7 @@ class Int8Linear(LowBitLinear):
 
 
 class Nf4Linear(LowBitLinear):
-    """A weight [N, K] stored in NF4 (QLoRA, arXiv 2305.14314) by bitsandbytes.
+    """A linear layer with a weight [N, K] stored in NF4 (QLoRA, arXiv 2305.14314) by bitsandbytes.
 
     Uses four bits per element and one float32 scale per 64 consecutive elements.
     """
@@ -83,7 +83,7 @@ class Nf4Linear(LowBitLinear):
 
 
 def load_nf4_operators() -> Any:
-    """Return the operators of bitsandbytes. Raises RecipeError if it is not installed."""
+    """Return the module with bitsandbytes' operators. Raises RecipeError if bitsandbytes is not installed."""
     require_package("bitsandbytes", "base_precision: nf4")
     import bitsandbytes  # noqa: F401, registers them
 

@@ -1,9 +1,9 @@
-"""The optimizer of the trained parameters, and one format of its states for checkpoints.
+"""The optimizer of the trained parameters, and a common checkpoint format for optimizer states.
 
-The format is AdamW's: `step`, a single number, and `exp_avg` and `exp_avg_sq`, float32, with one element per element
-of the master weights. So a run can resume with another number of ranks, which partition the master weights
-differently. 8-bit states add the scale of each element; the exact codes can be restored from it if a block contains
-the same elements as before.
+The format is AdamW's: `step` is a single number, and `exp_avg` and `exp_avg_sq` are float32 with one element per
+element of the master weights. So a run can resume with a different number of ranks, which partition the master weights
+differently. For an 8-bit optimizer, the format also has the scale of each element. With it, the exact 8-bit codes can
+be restored if a block contains the same elements as before.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ STATE_BLOCK = 256  # state elements per scale in bitsandbytes
 def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch.device) -> torch.optim.Optimizer:
     """Return the recipe's optimizer for all trained parameters.
 
-    On a GPU one kernel updates all of them; elsewhere torch chooses. Raises RecipeError if its package is not
-    installed.
+    On a GPU, a single fused kernel updates all of them; on other devices, torch selects the implementation. Raises
+    RecipeError if the optimizer's package is not installed.
     """
     trained = [parameter for parameter in denoiser.parameters() if parameter.requires_grad]
     settings: dict[str, Any] = {
@@ -46,17 +46,17 @@ def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch
 
 
 def should_use_fused(device: torch.device) -> bool | None:
-    """Return the argument `fused` of torch's AdamW for a denoiser on this device.
+    """Return the value of AdamW's argument `fused` for a denoiser on this device.
 
-    None on a CPU, where fused arithmetic rounds differently and would change the results of earlier runs.
+    It is None on a CPU, because fused arithmetic rounds differently there and would change the results of earlier runs.
     """
     return True if device.type == "cuda" else None
 
 
 def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """Return the optimizer's states of one master tensor by AdamW's names; empty before the first step.
+    """Return the optimizer's states of one master tensor, with AdamW's names; empty before the first step.
 
-    AdamW's states are returned themselves; other states are copies on the CPU.
+    For AdamW, these are the optimizer's own tensors. For other optimizers, they are copies on the CPU.
     """
     state: dict[str, Any] = optimizer.state[flat]
     if "state1" not in state:
@@ -73,10 +73,13 @@ def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Ten
 
 
 def write_states(optimizer: torch.optim.Optimizer, flat: Tensor, states: Mapping[str, Tensor]) -> None:
-    """Set the states of one master tensor to the result of `read_states` for the same elements."""
+    """Set the optimizer's states of one master tensor.
+
+    states: the result of `read_states` for a tensor with the same elements.
+    """
     state = optimizer.state[flat]
     if "fused" in optimizer.defaults:
-        on_device = optimizer.defaults["fused"]  # then the step counter is on the device of the master weights
+        on_device = optimizer.defaults["fused"]  # fused AdamW keeps the step counter on this device
         state |= {name: value.to(flat.device) if value.ndim or on_device else value for name, value in states.items()}
         return
     group = optimizer.param_groups[0]
@@ -94,19 +97,19 @@ def write_states(optimizer: torch.optim.Optimizer, flat: Tensor, states: Mapping
 
 
 def decode_blocks(codes: Tensor, absmax: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values of the codes [n] and the scale of each element, float32 [n].
+    """Dequantise 8-bit states. Returns the values and the scale of each element, both float32 [n].
 
-    absmax: one scale per block. code_book: ascending numbers from -1 to 1.
+    codes: [n]. absmax: one scale per block. code_book: the numbers from -1 to 1 that the codes represent, ascending.
     """
     scale = absmax.repeat_interleave(STATE_BLOCK)[: len(codes)]
     return code_book[codes.int()] * scale, scale
 
 
 def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes [n] and one scale per block for values and scales as returned by `decode_blocks`.
+    """Quantise states: the inverse of `decode_blocks`. Returns codes [n] and one scale per block.
 
-    A block with elements from several former blocks is rescaled by its largest value. Elements with scale 0 were not
-    quantised.
+    If the elements of a block had different scales before, the block is scaled by its largest magnitude. Elements with
+    scale 0 were not quantised before.
     """
     missing = -len(values) % STATE_BLOCK
     rows, scales = (functional.pad(x, (0, missing)).view(-1, STATE_BLOCK) for x in (values, scale))

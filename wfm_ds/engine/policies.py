@@ -1,8 +1,8 @@
-"""The policies of one denoiser (theta, which is trained, old, ref and ema) as sharded fp32 copies and as LoRA adapters.
+"""The policies of one denoiser, as sharded fp32 copies and as LoRA adapters.
 
-Locates this rank's master weights inside DeepSpeed's ZeRO optimizers, keeps copies with the same partitioning, and
-switches adapters. engine.py and the training loops decide when policies change. "Master" means the fp32 value that
-ZeRO updates.
+The policies are theta (the trained weights), old, ref and ema. This module locates this rank's master weights inside
+DeepSpeed's ZeRO optimizers, keeps copies with the same partitioning, and switches adapters. engine.py and the training
+loops decide when policies change. "Master" means the fp32 value that ZeRO updates.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Flats = Sequence[Tensor]  # one flat fp32 tensor per optimizer group: this rank'
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
-    """This rank's part of one parameter.
+    """This rank's slice of one parameter.
 
-    `flats[group][flat_start : flat_start + numel]` holds the parameter's elements from `parameter_start` on.
+    `flats[group][flat_start : flat_start + numel]` are the parameter's elements from index `parameter_start` on.
     """
 
     group: int
@@ -44,8 +44,7 @@ class ShardSlice:
 
 
 class Shards:
-    """The shards of an initialised DeepSpeed engine, with the location of its fp32 master weights at ZeRO stages 1, 2
-    and 3."""
+    """This rank's shards of the fp32 master weights in an initialised DeepSpeed engine at ZeRO stage 1, 2 or 3."""
 
     def __init__(self, ds: Any) -> None:
         self.ds = ds
@@ -55,24 +54,31 @@ class Shards:
         )
 
     def master_weights(self) -> list[Tensor]:
-        """Return this rank's fp32 master weights. The tensors are views and change with the next optimizer step."""
+        """Return this rank's fp32 master weights, one flat tensor per optimizer group.
+
+        The tensors are views and change with the next optimizer step.
+        """
         return [flat.detach() for flat in self._optimizer_flats()]
 
     def optimizer_states(self) -> list[dict[str, Tensor]]:
         """Return the optimizer's states of each master tensor (optimizer.py); empty before its first step.
 
-        A tensor as long as the master holds one value per element; a single number (`step`) applies to all elements.
+        A state is a tensor with one value per element of the master tensor, or a single number for all elements
+        (`step`).
         """
         return [read_states(self.ds.optimizer.optimizer, flat) for flat in self._optimizer_flats()]
 
     def load_optimizer_states(self, states: Mapping[str, Flats]) -> None:
-        """Set the optimizer's states of each master tensor, by name as in `optimizer_states`."""
+        """Set the optimizer's states of each master tensor.
+
+        states: by name as in `optimizer_states`, one tensor per master tensor.
+        """
         for group, flat in enumerate(self._optimizer_flats()):
             group_states = {name: flats[group] for name, flats in states.items()}
             write_states(self.ds.optimizer.optimizer, flat, group_states)
 
     def _optimizer_flats(self) -> Sequence[Tensor]:
-        """Return the tensors that the optimizer updates."""
+        """Return the flat fp32 tensors that the optimizer updates."""
         optimizer = self.ds.optimizer
         flats: Sequence[Tensor] = (
             optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
@@ -80,7 +86,7 @@ class Shards:
         return flats
 
     def slices_by_name(self) -> dict[str, ShardSlice]:
-        """Return this rank's slice of each parameter by the parameter's name."""
+        """Return this rank's slice of each parameter, by parameter name."""
         names = {parameter: name for name, parameter in self.ds.module.named_parameters()}
         return {names[parameter]: piece for parameter, piece in self.slices.items()}
 
@@ -109,14 +115,17 @@ class Shards:
                 )
 
     def local_elements(self, parameter: nn.Parameter, flats: Flats) -> Tensor:
-        """Return this rank's elements of a parameter in a list of flats: a view [numel]."""
+        """Return a view [numel] of this rank's elements of a parameter.
+
+        flats: one flat tensor per optimizer group.
+        """
         piece = self.slices[parameter]
         return flats[piece.group][piece.flat_start : piece.flat_start + piece.numel]
 
     def gather_parameter(self, parameter: nn.Parameter, flats: Flats, device: torch.device) -> Tensor | None:
         """Return one full parameter in fp32 on rank 0's CPU, None on other ranks. Collective.
 
-        Needs memory for one parameter.
+        Needs memory for one full parameter on `device`.
         """
         piece, shape = self.slices[parameter], getattr(parameter, "ds_shape", parameter.shape)
         whole = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
@@ -127,18 +136,17 @@ class Shards:
         return whole.view(shape).cpu() if dist.get_rank() == 0 else None
 
     def zero_gradients(self) -> None:
-        """Zero the gradients after an optimizer step, for parameters that no micro-step of the next step uses.
+        """Zero the accumulated gradients at ZeRO-3 after an optimizer step.
 
-        ZeRO-3 overwrites the sums of the previous step only in the first micro-step, and only for parameters used
-        there. An
-        expert that is used later, or not at all, would be updated with old gradients.
+        ZeRO-3 overwrites the sums of the previous step only in the first micro-step, and only for the parameters used
+        there. Without this call, an expert that is used later, or not at all, would be updated with old gradients.
         """
         if self.stage == 3:
             self.ds.optimizer.grad_partitions_flat_buffer.zero_()
 
     @torch.no_grad()
     def install_weights(self, flats: Flats) -> None:
-        """Set the module's weights to these values, rounded to its dtype. Collective."""
+        """Set the module's weights to the values in `flats`, rounded to the module's dtype. Collective."""
         optimizer = self.ds.optimizer
         if self.stage == 3:
             shard: Any
@@ -161,11 +169,10 @@ class Shards:
 
 
 def refresh_gathered_weights(parameters: Sequence[Any]) -> None:
-    """Discard cached old weights of these parameters after their shards changed at ZeRO-3. Collective.
+    """Discard outdated copies of these parameters after their shards changed at ZeRO-3. Collective.
 
-    These caches are parameters that stay gathered and, with zero_hpz_partition_size, the copies on each node, from
-    which
-    DeepSpeed gathers instead of the shards until its next optimizer step.
+    Such copies are parameters that stay gathered and, with zero_hpz_partition_size, the secondary shards on each node.
+    DeepSpeed gathers from secondary shards, instead of the shards, until its next optimizer step.
     """
     persistent = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
     if persistent:
@@ -177,8 +184,10 @@ def refresh_gathered_weights(parameters: Sequence[Any]) -> None:
 
 
 class ShardedCopy:
-    """An fp32 copy of the master weights with the same sharding: 1/world of the memory, updated without
-    communication."""
+    """An fp32 copy of the master weights with the same sharding.
+
+    Each rank stores 1 / world size of the copy. Updates need no communication.
+    """
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
@@ -197,8 +206,8 @@ class ShardedCopy:
     def use_weights(self) -> Iterator[None]:
         """Use this copy as the module's weights inside the context. Collective at entry and exit.
 
-        After an error that all ranks agreed on, the trained weights are restored; after a local error this rank keeps
-        the copy.
+        The trained weights are restored on exit and after an error that all ranks agreed on. After an error on this
+        rank alone they are not, because restoring them is collective.
         """
         self.shards.install_weights(self.flats)
         is_agreed = True
@@ -213,7 +222,7 @@ class ShardedCopy:
 
 
 def set_trainable(denoiser: nn.Module, frozen: AbstractSet[str]) -> None:
-    """Set requires_grad: False for the frozen names, True for all other parameters."""
+    """Set requires_grad to False for the parameters named in `frozen` and to True for all others."""
     for name, parameter in denoiser.named_parameters():
         parameter.requires_grad_(name not in frozen)
 
@@ -226,12 +235,11 @@ def add_adapters(
     seed: int,
     initial_values: Mapping[str, Tensor] | None = None,
 ) -> Adapters:
-    """Add the adapter `default` and equal adapters called `names`; only `default` trains. Call it before DeepSpeed
-    starts.
+    """Add the adapter `default`, which is trained, and equal frozen adapters called `names`.
 
-    seed: for the initial A matrices. start: initial values of adapter tensors, named without the adapter's name; all
-    must
-    exist. Raises RecipeError if no layer can be adapted.
+    Call it before DeepSpeed starts. seed: seed of the initial A matrices. initial_values: initial values of adapter
+    tensors, named without the adapter's name; each must belong to a tensor of the adapter. Raises RecipeError if no
+    layer can be adapted.
     """
     denoiser.requires_grad_(False)
     config = peft.LoraConfig(
@@ -262,7 +270,7 @@ def add_adapters(
 
 @torch.no_grad()
 def write_initial_values(denoiser: nn.Module, initial_values: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    """Write these values, named as in `iter_full_tensors`, into all adapters called `names`."""
+    """Write these values, with names as in `iter_full_tensors`, into each of the adapters called `names`."""
     parameters = dict(denoiser.named_parameters())
     adapter_names = {name.replace(".default.", "."): name for name in parameters if ".default." in name}
     for name, value in initial_values.items():
@@ -273,9 +281,8 @@ def write_initial_values(denoiser: nn.Module, initial_values: Mapping[str, Tenso
 class Adapters:
     """The adapters of a denoiser and the choice of the active one. Only `default` requires gradients.
 
-    PEFT's own switch visits all modules and sets requires_grad of thousands of parameters. A policy is entered many
-    times
-    per step, so this class finds the adapted layers once and changes only what differs.
+    PEFT's own switch visits all modules and sets requires_grad of thousands of parameters. The active adapter changes
+    many times per step, so this class finds the adapted layers once and changes only what differs.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
@@ -290,7 +297,7 @@ class Adapters:
         self.activate("default")
 
     def activate(self, name: str | None) -> None:
-        """Activate the adapter of this name; None: disable all adapters."""
+        """Activate the adapter of this name. With None, disable all adapters."""
         for layer in (*self.layers, *self._module_copies):
             layer._disable_adapters = name is None
             if name is not None:
@@ -298,7 +305,7 @@ class Adapters:
 
 
 def write_adapter(denoiser: nn.Module, copy: ShardedCopy, name: str) -> None:
-    """Write a copy of the master weights, rounded, into the frozen adapter of that name. Collective."""
+    """Write a copy of the master weights, rounded to the module's dtype, into the frozen adapter `name`. Collective."""
     parameters: dict[str, Any] = dict(denoiser.named_parameters())
     pairs = [(parameters[n.replace(".default.", f".{name}.")], q) for n, q in parameters.items() if ".default." in n]
     with torch.no_grad(), copy.use_weights():

@@ -43,13 +43,16 @@ def prepare_denoiser(
 ) -> Adapters | None:
     """Prepare a denoiser in place for training. Collective.
 
-    Steps, in an order in which each relies on the previous ones: low-precision base, weight placement, adapters or full
+    The steps, each of which relies on the previous ones: low-precision base, weight placement, adapters or full
     training, gradient checkpointing, sequence parallelism, attention kernel, compiled blocks.
 
-    config: the config for deepspeed.initialize. names: additional adapters next to `default`. frozen: parameters that
-    full training leaves unchanged. initial_adapter: initial values of the adapters (policies.add_adapters).
-    shard_tokens: installs the sharding of a sample's tokens over the ranks of a replica. Returns the adapters, None in
-    full training. Raises the same errors as `DenoiserEngine.build`.
+    config: the config for deepspeed.initialize.
+    names: names of the adapters in addition to `default`.
+    frozen: names of the parameters that full training does not train.
+    initial_adapter: initial values of the adapters (policies.add_adapters).
+    shard_tokens: function that installs the sharding of a sample's tokens over the ranks of a replica.
+
+    Returns the adapters, None in full training. Raises the same errors as `DenoiserEngine.build`.
     """
     module: Any = denoiser
     dtype = DTYPES[recipe.model.dtype]

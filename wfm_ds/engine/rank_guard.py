@@ -14,12 +14,10 @@ from wfm_ds.distributed.world import World
 
 
 class RankGuard:
-    """Compare forward passes between ranks, to raise an error instead of hanging. Every rank must create it at the same
-    point.
+    """Compares forward passes between ranks, so that a mismatch raises an error instead of hanging.
 
-    Waits for the other ranks as long as the collectives of `world` do, because a rank that decodes videos or compiles
-    is
-    late, not lost.
+    Every rank must create it at the same point. It waits for other ranks as long as the collectives of `world` do,
+    because a rank that is still decoding videos or compiling is only late.
     """
 
     def __init__(self, world: World) -> None:
@@ -29,16 +27,16 @@ class RankGuard:
         self.num_checks = 0
 
     def compare_ranks(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Compare the ranks. Collective, before every forward pass.
+        """Check that all ranks are about to run the same forward pass. Collective; call it before every forward pass.
 
-        what: identifies the forward pass (policy, gradient, shape, ...); must be the same on all ranks. inputs: must be
-        bit-equal on the ranks of a replica.
+        what: values that identify the forward pass (policy, gradient, shape, ...). They must be the same on all ranks.
+        inputs: tensors that must be bit-equal on the ranks of a replica.
 
         Raises RuntimeError on all ranks if they disagree, or if a rank does not call it within the timeout.
         """
         self.num_checks += 1
         world = self._world
-        # row 0: all ranks, row 1 + r: replica r; lower than any checksum
+        # Row 0 is for all ranks, row 1 + r for replica r. The initial value is lower than any checksum.
         marks = torch.full((1 + world.dp_size, 2), -(2**40))
         marks[0] = _signed_pair(zlib.crc32(repr((self.num_checks, what)).encode()))
         if world.sp_size > 1:
@@ -62,7 +60,10 @@ class RankGuard:
 
 
 def _signed_pair(mark: int) -> torch.Tensor:
-    """Return [mark, -mark]: the sum of their maxima over ranks is 0 only if the marks of all ranks are equal."""
+    """Return [mark, -mark].
+
+    The maxima of both numbers over all ranks sum to 0 only if the marks of all ranks are equal.
+    """
     return torch.tensor([mark, -mark])
 
 

@@ -1,4 +1,4 @@
-"""The schedules of a run as functions of the update. An update is an optimizer step that was applied."""
+"""Learning rate and EMA decay as functions of the update. An update is an optimizer step that was applied."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from wfm_ds.recipe.sections import OptimizerRecipe
 def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
     """Return the learning rate of update 1, 2, ..., total_updates.
 
-    The warm-up is linear from 0 at update 0 to lr at update `warmup_steps`. The linear and cosine schedules then decay
-    from
-    lr, at the end of the warm-up or in the first update, to final_lr_fraction * lr in the last update.
+    The warm-up is linear, from 0 at update 0 to lr at update `warmup_steps`. Then the linear and cosine schedules decay
+    from lr to final_lr_fraction * lr at the last update. Without warm-up, the decay starts at the first update.
     """
     if update < recipe.warmup_steps:
         return recipe.lr * update / recipe.warmup_steps
@@ -24,5 +23,5 @@ def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> f
 
 
 def ema_decay(largest: float, update: int) -> float:
-    """Return the EMA decay after update j = 1, 2, ...: min((1 + j) / (10 + j), largest)."""
+    """Return the EMA decay after update 1, 2, ...: min((1 + update) / (10 + update), largest)."""
     return min((1 + update) / (10 + update), largest)

@@ -1,9 +1,9 @@
-"""Linear layers of TransformerEngine that use the parameters of torch layers. Only this module imports the package.
+"""TransformerEngine's linear layers, using the parameters of torch layers. Only this module imports TransformerEngine.
 
-The package cannot be imported without CUDA, so it is imported when the first layer is built. There is one scale per
-tensor, computed from the current values (Float8CurrentScaling): equal weights predict identical bits for equal batches,
-but a sample's prediction depends on the other samples in its batch. So the recipe does not allow these layers for
-algorithms that compare predictions.
+TransformerEngine cannot be imported without CUDA, so it is imported when the first layer is built. There is one scale
+per tensor, computed from the current values (Float8CurrentScaling). Equal weights predict identical bits for equal
+batches, but a sample's prediction depends on the other samples in its batch. Therefore, the recipe does not allow these
+layers for algorithms that compare predictions.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from torch.nn import functional
 
 from wfm_ds.errors import RecipeError
 
-ROW_MULTIPLE = 16  # products need a multiple of it, because the gradient of a weight sums over rows
+ROW_MULTIPLE = 16  # the number of rows must be a multiple of it; the gradient of a weight sums over rows
 
 
 def te_layer_factory(key: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
     """Return a function that converts a torch linear layer to a TransformerEngine layer.
 
-    The new layer has the same parameters, with the same names in state dicts and no additional ones, for inputs
-    [..., in_features] with any number of rows. Raises RecipeError, naming the recipe key, if the device is not a GPU or
-    the
-    package cannot be imported.
+    The new layer has the same parameters with the same names in state dicts, and no additional ones. It accepts inputs
+    [..., in_features] with any number of rows. Raises RecipeError for this recipe key if the device is not a GPU or
+    TransformerEngine cannot be imported.
     """
     if device.type != "cuda":
         raise RecipeError(f"{key} needs a GPU, but the device is {device.type}: torchao's products are emulated there")

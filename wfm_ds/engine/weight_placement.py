@@ -1,4 +1,4 @@
-"""Placement of the denoiser's weights, one parameter at a time, from mapped files to their training device.
+"""Placement of the denoiser's weights: moves one parameter at a time from memory-mapped files to the training device.
 
 models/loading.py maps the files into memory without a copy, so all ranks of a machine share the pages. At ZeRO-3 each
 rank copies only its shard; otherwise it copies the whole parameter, in its final dtype to its final device. No rank
@@ -17,12 +17,13 @@ from torch import nn
 
 
 def place_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-    """Move the weights to their device, or partition them at ZeRO-3. Collective, before adapters are added.
+    """Move the weights to their device, or partition them at ZeRO-3. Collective; call it before adapters are added.
 
-    config: the config for deepspeed.initialize. Every rank must have loaded the same weights; nothing is broadcast.
+    config: the config for deepspeed.initialize. Every rank must have loaded the same weights, because nothing is
+    broadcast.
     """
     zero = config["zero_optimization"]
-    on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"  # DeepSpeed sets up its swapping itself
+    on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"  # DeepSpeed sets up NVMe swapping itself
     if zero["stage"] == 3 and not on_nvme:
         partition_weights(denoiser, config, dtype)
     else:
@@ -32,14 +33,14 @@ def place_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.d
 
 
 def move_weights(denoiser: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Move full weights to the device and to the dtype for computing. Used by trainer ranks and rollout workers."""
+    """Move full weights to the device and cast them to `dtype`. Used by trainer ranks and rollout workers."""
     for parameter in denoiser.parameters():
         parameter.data = parameter.data.to(device, dtype)
     move_buffers(denoiser, device)
 
 
 def move_buffers(denoiser: nn.Module, device: torch.device) -> None:
-    """Move the buffers and keep their dtypes."""
+    """Move the buffers to the device without changing their dtypes."""
     for part in denoiser.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
@@ -49,8 +50,7 @@ def partition_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: tor
     """Keep only this rank's ZeRO-3 shard of every parameter.
 
     DeepSpeed's own zero.Init(module=...) would move each parameter to the device and broadcast it from rank 0. Here
-    every
-    rank takes its own shard, and only the shard's pages of the mapped file are read.
+    every rank takes its own shard, and only the shard's pages of the mapped file are read.
     """
     init = deepspeed.zero.Init(
         config_dict_or_path=dict(config),
@@ -68,7 +68,10 @@ def partition_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: tor
 
 
 def cast_adapters(denoiser: nn.Module, dtype: torch.dtype) -> None:
-    """Cast adapters that were added to a partitioned denoiser, which DeepSpeed does not do for partitioned models."""
+    """Cast the adapters that were added to a partitioned denoiser.
+
+    DeepSpeed casts parameters itself only for models that are not partitioned yet.
+    """
     for parameter in denoiser.parameters():
         if not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype)

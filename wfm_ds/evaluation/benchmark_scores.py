@@ -1,4 +1,4 @@
-"""Scores in the form of published benchmarks, with the deviations from the published protocol."""
+"""Scores as published benchmarks define them, with the deviations from the published protocol."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BenchmarkScore:
 
 
 def benchmark_scores(prompts: Sequence[Prompt], scores: Mapping[str, Array], num_seeds: int) -> list[BenchmarkScore]:
-    """Return the benchmark scores that can be computed from scores [P, S] of these prompts."""
+    """Return all benchmark scores that can be computed from the scores [P, S] of these prompts."""
     geneval_scores = (
         [geneval_score(prompts, scores["gen_eval/gen_eval_score"], num_seeds)]
         if "gen_eval/gen_eval_score" in scores
@@ -38,7 +38,7 @@ def benchmark_scores(prompts: Sequence[Prompt], scores: Mapping[str, Array], num
 def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> BenchmarkScore | None:
     """Compute GenEval (arXiv 2310.11513, evaluation/summary_scores.py): accuracy averaged over its tasks.
 
-    None without any score.
+    Returns None if there are no scores.
     """
     by_task: dict[str, list[float]] = defaultdict(list)
     for prompt, row in zip(prompts, correct, strict=True):
@@ -56,7 +56,7 @@ def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> 
 
 
 def ocr_score(scores: Array | None) -> BenchmarkScore | None:
-    """Compute the mean OCR reward of Flow-GRPO (arXiv 2505.05470). None without any score."""
+    """Compute the mean OCR reward of Flow-GRPO (arXiv 2505.05470). Returns None if there are no scores."""
     if scores is None or np.isnan(scores).all():
         return None
     deviations = ["RapidOCR, not PaddleOCR"]

@@ -25,7 +25,7 @@ Frames = npt.NDArray[np.uint8]
 
 
 class SampleEmbedder(Protocol):
-    """Embedding of images and videos as vectors with a meaningful Euclidean distance."""
+    """Embeds images and videos as vectors. The Euclidean distance measures how different two samples are."""
 
     name: str
 
@@ -35,7 +35,7 @@ class SampleEmbedder(Protocol):
 
 
 class PixelEmbedder:
-    """Pixels of the downscaled image. The distance is the root mean square difference, 0 to 1."""
+    """Embeds the pixels of the downscaled image. The distance is the root mean square difference, from 0 to 1."""
 
     name = f"RGB at {SIDE} x {SIDE}"
 
@@ -46,10 +46,10 @@ class PixelEmbedder:
 
 
 class DinoEmbedder:
-    """Normalised class token of DINOv2 (arXiv 2304.07193)."""
+    """Embeds images as the normalized class token of DINOv2 (arXiv 2304.07193)."""
 
     def __init__(self, address: str, device: torch.device) -> None:
-        """address: a folder, or the Hub id of a cached model. Raises ModelError."""
+        """address: a folder, or the Hub id of a cached model. Raises ModelError if it cannot be loaded."""
         from transformers import AutoImageProcessor, AutoModel
 
         self.name, self._device = f"features of {Path(address).name}", device
@@ -76,9 +76,9 @@ class DinoEmbedder:
 
 
 def load_embedder(choice: str, device: torch.device) -> SampleEmbedder:
-    """Load the embedder of `--diversity`: `rgb`, `auto` (DINOv2 if cached, else rgb), or a model address.
+    """Load the embedder for `--diversity`: `rgb`, `auto` (DINOv2 if cached, else rgb), or a model address.
 
-    Raises ModelError.
+    Raises ModelError if the model cannot be loaded.
     """
     if choice == "auto":
         from huggingface_hub import try_to_load_from_cache
@@ -94,9 +94,9 @@ def select_frames(frames: Frames) -> list[Frames]:
 
 
 def prompt_diversity(vectors: Sequence[Array | None], num_seeds: int) -> Array:
-    """Return the mean pairwise distance of the samples of each prompt [P]. NaN with fewer than two vectors.
+    """Return the mean pairwise distance between the samples of each prompt, [P].
 
-    vectors: one per sample, prompt by prompt, None for a failed sample.
+    vectors: one per sample, ordered by prompt; None for a failed sample. Prompts with fewer than two vectors get NaN.
     """
     means = []
     for first in range(0, len(vectors), num_seeds):

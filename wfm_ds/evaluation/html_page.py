@@ -61,7 +61,7 @@ def render_comparison(results: EvaluationResults, comparison: ModelComparison) -
 
 
 def render_base(results: EvaluationResults) -> str:
-    """Return the table of the base model's scores, for an evaluation without other models."""
+    """Return the table of the base model's scores, for an evaluation of only one model."""
     rows = (
         f"<tr><td>{escape(name)}</td><td>{escape(format_interval(results.means[name]))}</td></tr>"
         for name in results.rewards
@@ -70,13 +70,16 @@ def render_base(results: EvaluationResults) -> str:
 
 
 def axis_scale(comparison: ModelComparison) -> float:
-    """Return the largest interval bound among the differences, in standard deviations of the base."""
+    """Return the half width of the plots' axis: the interval bound farthest from 0 in this comparison.
+
+    In standard deviations of the base model's scores.
+    """
     ends = [abs(gap.z) + interval_width(gap) for gap in comparison.differences.values() if gap is not None]
     return max((end for end in ends if math.isfinite(end)), default=0.0) or 1.0
 
 
 def interval_width(gap: Difference) -> float:
-    """Return the half width of the interval in standard deviations of the base."""
+    """Return the half width of a difference's interval, in standard deviations of the base model's scores."""
     return (gap.estimate.half_width or 0.0) / gap.base_std if gap.base_std > 0 else 0.0
 
 
@@ -107,7 +110,7 @@ def render_samples(results: EvaluationResults, prompt: int) -> str:
 
 
 def render_sample(model: ModelResults, index: int, prompt: str, results: EvaluationResults) -> str:
-    """Return a sample with its scores."""
+    """Return the HTML of one sample with its scores."""
     link, (height, width_pixels) = escape(quote(model.files[index])), model.sizes[index]
     size = f'width="{width_pixels}" height="{height}"' + (
         ' class="small"' if max(height, width_pixels) < SMALL_SIDE else ""

@@ -1,8 +1,8 @@
 """Paired statistics of two models that sampled the same prompts with the same seeds.
 
 Prompts are the statistical unit: samples of one prompt are correlated, so an interval over all samples would be too
-narrow. Equal seeds use equal noise, so differences are computed per pair, which removes the effects of prompt and seed.
-NaN marks a missing score; pairs with a missing score are excluded.
+narrow. Equal seeds give equal noise, so differences are computed between samples with the same prompt and seed. This
+removes the effects of prompt and seed. NaN marks a missing score; pairs with a missing score are excluded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MeanEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Paired difference of two models' scores, other minus base."""
+    """Paired difference of two models' scores: other model minus base model."""
 
     estimate: MeanEstimate
     num_better: int  # number of pairs with a higher score
@@ -73,7 +73,7 @@ def prompt_means(scores: Array) -> Array:
 
 
 def estimate_mean(scores: Array) -> MeanEstimate | None:
-    """Estimate the mean of scores [P, S] over prompts, with a t interval. None without any score."""
+    """Estimate the mean of scores [P, S] over prompts, with a t interval. Returns None if there are no scores."""
     means = prompt_means(scores)
     if not len(means):
         return None
@@ -82,7 +82,7 @@ def estimate_mean(scores: Array) -> MeanEstimate | None:
 
 
 def compare_scores(base: Array, other: Array) -> Difference | None:
-    """Compare the scores [P, S] of two models. None without a complete pair."""
+    """Compare the scores [P, S] of two models. Returns None if no pair has both scores."""
     gaps = other - base
     estimate = estimate_mean(gaps)
     if estimate is None:
@@ -98,7 +98,7 @@ def compare_scores(base: Array, other: Array) -> Difference | None:
 
 
 def p_value_decrease(means: Array) -> float:
-    """Return the p value of a one-sided t test for a mean below 0. NaN with fewer than MIN_PROMPTS means."""
+    """Return the p value of a one-sided t test for a mean below 0. NaN if there are fewer than MIN_PROMPTS means."""
     if len(means) < MIN_PROMPTS:
         return math.nan
     value, error = float(means.mean()), standard_error(means)
@@ -108,9 +108,10 @@ def p_value_decrease(means: Array) -> float:
 
 
 def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
-    """Estimate the ratio other / base of positive values [P] as geometric mean over prompts.
+    """Estimate the ratio other / base of positive values [P], as the geometric mean over prompts.
 
-    half_width refers to the logarithm; see `ratio_bounds`. Prompts with a missing or zero value are excluded.
+    The half_width of the result refers to the logarithm of the ratio; see `ratio_bounds`. Prompts with a missing or
+    zero value are excluded.
     """
     usable = (base > 0) & (other > 0)  # False for NaN
     logs = np.log(other[usable]) - np.log(base[usable])
@@ -123,7 +124,7 @@ def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
 
 
 def ratio_bounds(ratio: MeanEstimate) -> tuple[float, float] | None:
-    """Return the interval (low, high) of an `estimate_ratio` result."""
+    """Return the bounds (low, high) of the confidence interval of an `estimate_ratio` result."""
     if ratio.half_width is None:
         return None
     return ratio.value * math.exp(-ratio.half_width), ratio.value * math.exp(ratio.half_width)

@@ -19,13 +19,16 @@ MARKS = {"trained": "T", "held_out": "", "related": "R"}
 
 
 def format_headline(results: EvaluationResults) -> str:
-    """Summarise the protocol in one line."""
+    """Summarize the evaluation's protocol in one line."""
     seeds = f"{len(results.seeds)} seed{'' if len(results.seeds) == 1 else 's'}"
     return f"{len(results.prompts)} prompts x {seeds}, paired by seed, 95 % intervals over prompts"
 
 
 def format_text(results: EvaluationResults) -> str:
-    """Return a table per model with its comparison to the base, or the base model's scores if it is alone."""
+    """Return the report as text: one table per model that compares it to the base model.
+
+    Without other models, the only table shows the base model's scores.
+    """
     blocks = [format_headline(results)]
     if not results.comparisons:
         blocks.append(
@@ -46,7 +49,11 @@ def format_text(results: EvaluationResults) -> str:
 
 
 def table_rows(results: EvaluationResults, comparison: ModelComparison) -> Iterator[list[str]]:
-    """Yield the table rows of a model: reward, mark, base, model, difference, better in, remark."""
+    """Yield the table rows of a model.
+
+    Columns: reward, mark (T trained, R related), base, model, difference, number of pairs in which the model is better,
+    remark.
+    """
     for name in results.rewards:
         difference = comparison.differences[name]
         better = "" if difference is None else f"{difference.num_better} of {difference.estimate.num_samples}"
@@ -96,7 +103,7 @@ def describe_missing(model: ModelResults, rewards: Sequence[str]) -> str:
 
 
 def format_json(results: EvaluationResults) -> str:
-    """Return the evaluation as JSON, without single samples (see the CSV)."""
+    """Return the evaluation as JSON, without individual samples (the CSV has them)."""
     content = {
         "settings": dict(results.settings),
         "prompts": [{"id": prompt.id, "prompt": prompt.text} for prompt in results.prompts],
@@ -172,7 +179,10 @@ def estimate_dict(estimate: MeanEstimate | None) -> dict[str, Any] | None:
 
 
 def format_csv(results: EvaluationResults) -> str:
-    """Return one line per sample: model, prompt_id, prompt, seed, file, one column per reward (or empty)."""
+    """Return the samples as CSV, one per line.
+
+    Columns: model, prompt_id, prompt, seed, file, and one per reward, which is empty if the score is missing.
+    """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(["model", "prompt_id", "prompt", "seed", "file", *results.rewards])
@@ -231,7 +241,7 @@ def mean_or_nan(values: Any) -> float:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Join rows of cells to aligned columns."""
+    """Join rows of cells to lines of text with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in padded)

@@ -1,4 +1,4 @@
-"""Results of an evaluation: a base model, other models, and their comparison by scores."""
+"""Results of an evaluation: a base model, other models, and the comparison of their scores."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ModelComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResults:
-    """Everything in the report."""
+    """All results that the report shows."""
 
     prompts: Sequence[Prompt]
     seeds: Sequence[int]
@@ -91,7 +91,7 @@ def compare_models(
     embedder_name: str,
     settings: Mapping[str, str],
 ) -> EvaluationResults:
-    """Compare each of the others with the base."""
+    """Compare each of the other models with the base model."""
     scores = {
         one.name: scores_by_reward(one.samples, len(seeds)) for one in (base, *(results for results, _ in others))
     }

@@ -16,7 +16,7 @@ SampleScores = Sequence[Mapping[str, Score]]
 
 
 def scores_by_reward(samples: SampleScores, num_seeds: int) -> dict[str, Array]:
-    """Return arrays [P, S] by reward, and by `reward/part` for the parts of rewards."""
+    """Return arrays [P, S] of scores, by reward and, for parts of rewards, by `reward/part`."""
     names = list(dict.fromkeys(name for sample in samples for name in sample))
     arrays = {name: reshape_scores([sample[name].value for sample in samples], num_seeds) for name in names}
     for name in names:
@@ -26,7 +26,7 @@ def scores_by_reward(samples: SampleScores, num_seeds: int) -> dict[str, Array]:
 
 
 def total_rewards(samples: SampleScores, num_seeds: int, reward: RewardRecipe) -> Array:
-    """Return the total rewards [P, S] of this recipe's weighted sum."""
+    """Return the total rewards [P, S], the weighted sums that the recipe `reward` defines."""
     return reshape_scores(combine_scores(samples, reward).totals, num_seeds)
 
 

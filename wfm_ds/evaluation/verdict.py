@@ -17,7 +17,7 @@ MIN_DECREASE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict on a model compared to its base."""
+    """Verdict on a model in comparison with its base model."""
 
     name: VerdictName
     message: str
@@ -27,11 +27,12 @@ class Verdict:
 def decide_verdict(
     trained: str, total: Difference | None, held_out: Mapping[str, Difference], *, related: Collection[str] = ()
 ) -> Verdict:
-    """Decide the verdict from the differences between a model and its base.
+    """Decide the verdict from the differences between a model and its base model.
 
-    trained: names of the trained rewards for the message, "" for none. total: difference of their weighted sum; None if
-    not measured. held_out: differences of the held-out rewards. related: held-out rewards that use the same network as
-    a trained reward, so their increase confirms nothing.
+    trained: names of the trained rewards for the message; "" if there are none.
+    total: difference of their weighted sum; None if it was not measured.
+    held_out: differences of the held-out rewards.
+    related: held-out rewards that use the same network as a trained reward. Their increase does not confirm a gain.
     """
     if not trained:
         return Verdict("cannot tell", "the model was not trained on rewards", {})
@@ -78,5 +79,5 @@ def find_decreases(held_out: Mapping[str, Difference], level: float) -> dict[str
 
 
 def list_decreases(decreases: Mapping[str, float], held_out: Mapping[str, Difference]) -> str:
-    """Format the decreases in standard deviations, with p values."""
+    """Describe the decreases for a message, in standard deviations and with p values."""
     return ", ".join(f"{name} decreased by {-held_out[name].z:.2g} sd (p = {p:.1g})" for name, p in decreases.items())

@@ -1,4 +1,4 @@
-"""Parser for conversations: LLaVA annotations and rows with `messages`, with the positions of their media."""
+"""Parser for conversations: LLaVA annotations, and rows with `messages`. Locates their images and videos."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Part: TypeAlias = str | MediaReference
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a conversation: texts and media in order."""
+    """A turn of a conversation: its role, and its texts and media in order."""
 
     role: Role
     parts: tuple[Part, ...]
@@ -73,9 +73,10 @@ class Conversation:
 
 
 def annotation_files(paths: Sequence[str]) -> list[str]:
-    """Return the annotation files at these paths and s3:// addresses. Folders (s3:// with a final slash) are expanded.
+    """Return all annotation files for these paths and s3:// addresses.
 
-    Raises DataError if a folder has no annotation file.
+    A path may be a file or a folder; an s3:// folder ends with a slash. Raises DataError if a folder has no annotation
+    file.
     """
     files: list[str] = []
     for path in paths:
@@ -97,7 +98,7 @@ def _list_files(folder: str) -> list[str]:
 
 
 def read_content(file: str) -> bytes:
-    """Read an annotation file. Raises DataError."""
+    """Read an annotation file. Raises DataError if it cannot be read."""
     try:
         if not is_remote(file):
             return Path(file).read_bytes()
@@ -110,9 +111,9 @@ def read_content(file: str) -> bytes:
 
 
 def parse_rows(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield (name, row) for all rows of an annotation file; row is None for a JSONL line that is not JSON.
+    """Yield (name, row) for all rows of an annotation file. Row is None for a JSONL line that is not JSON.
 
-    Raises DataError if the file is not UTF-8, or a .json file is not a list.
+    Raises DataError if the file is not UTF-8, or if a .json file does not contain a list.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -145,9 +146,9 @@ def _json_or_none(text: str) -> Any:
 def parse_conversation(
     row: Any, name: str, *, root: str | None = None, system_prompt: str | None = None
 ) -> Conversation:
-    """Parse a row to a conversation. root: folder of relative media paths. system_prompt: used for rows without one.
+    """Parse a row to a conversation.
 
-    Raises BadConversation.
+    root: folder that relative media paths refer to. system_prompt: used for rows without one. Raises BadConversation.
     """
     if not isinstance(row, dict) or not is_encodable(row):
         raise BadConversation("row", name, "not a JSON object")
@@ -164,7 +165,7 @@ def parse_conversation(
 
 
 class _MediaSupply:
-    """Assigns the media listed in a row to its tags, in order."""
+    """Assigns the media that a row lists to the tags (such as <image>) in its texts, in order."""
 
     def __init__(self, row: Mapping[str, Any], name: str, root: str | None) -> None:
         self._name, self._root = name, root
@@ -180,17 +181,20 @@ class _MediaSupply:
         return values
 
     def locate(self, kind: MediaKind, path: str) -> MediaReference:
-        """Return the media item at a path relative to the root."""
+        """Return the reference to the image or video at a path relative to the root."""
         full_path = path if self._root is None or "://" in path else f"{self._root.rstrip('/')}/{path}"
         return MediaReference(kind, path if path.startswith("/") else full_path)
 
     def add_tag(self, kind: MediaKind) -> MediaReference:
-        """Return a placeholder for a tag. `resolve_media` fills it when all tags are known."""
+        """Return a placeholder for a tag. `resolve_media` replaces it when all tags are known."""
         self._num_tags[kind] += 1
         return MediaReference(kind, "")
 
     def resolve_media(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Fill the placeholders. Media without a tag are inserted before the first question, as in LLaVA."""
+        """Replace the placeholders in `turns`.
+
+        Media without a tag are inserted before the first question, as in LLaVA.
+        """
         remaining: dict[MediaKind, list[str]] = {}
         untagged: list[Part] = []
         for kind in MEDIA_KINDS:

@@ -1,7 +1,7 @@
 """Attention within each conversation of a packed sequence: one SDPA call per conversation, without a mask.
 
-A mask for the whole sequence would need quadratic memory and compute, and torch's fused causal kernels do not accept
-one. FlashAttention 2, if installed, handles packed sequences itself.
+A mask for the whole sequence would need quadratic memory and compute, and torch's fused causal kernels do not accept a
+mask. FlashAttention 2, if installed, handles packed sequences itself.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ ATTENTION_NAME = "wfm_ds_rows"  # in transformers' registry; it builds no mask f
 
 
 def has_windows(network: Any) -> bool:
-    """Return whether the decoder has layers with sliding-window attention, which segments do not support."""
+    """Return whether the decoder has sliding-window attention, which `segment_attention` does not support."""
     config = network.config.get_text_config()
     return "sliding_attention" in (getattr(config, "layer_types", None) or [])
 
 
 def install_segment_attention(network: nn.Module) -> bool:
-    """Replace SDPA in the decoder by attention per conversation, in place. Return whether it was replaced.
+    """Replace SDPA in the decoder, in place, by attention per conversation. Return whether it was replaced.
 
-    Forward calls then need `segments`, the number of tokens of each conversation. Decoders with other attention or
-    sliding windows are not changed.
+    Forward calls then need the argument `segments`, the number of tokens of each conversation. Decoders with another
+    attention implementation or with sliding windows are not changed.
     """
     unwrapped: Any = network
     decoder = unwrapped.model.language_model
@@ -55,7 +55,7 @@ def segment_attention_forward(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the transformers interface: [B,H,L,D] inputs, [B,L,H,D] output."""
+    """Attention with the interface of transformers: inputs [B,H,L,D] and output [B,L,H,D]."""
     output = segment_attention(query_BHLD, key_BKLD, value_BKLD, segments, scaling=scaling, dropout=dropout)
     return output.transpose(1, 2).contiguous(), None
 
@@ -63,7 +63,7 @@ def segment_attention_forward(
 def segment_attention(
     query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, segments: Sequence[int], *, scaling: float, dropout: float
 ) -> Tensor:
-    """Causal attention [B,H,L,D] within each segment. H query heads share K key and value heads."""
+    """Compute causal attention [B,H,L,D] within each segment. H query heads share K key and value heads."""
     is_grouped = query_BHLD.shape[1] != key_BKLD.shape[1]
     parts = [
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped)

@@ -1,4 +1,4 @@
-"""Conversations of a recipe: read and measure them, and split off the held-out ones."""
+"""Conversations of a recipe: read them, count their tokens, and split off the held-out ones."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LanguageData:
 
 
 def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Annotations:
-    """Parse all rows of the annotation files. Raises DataError if a file cannot be read or there are no rows."""
+    """Parse all rows of the annotation files. Raises DataError if a file cannot be read or if there are no rows."""
     root, system_prompt = recipe.data.media_path, recipe.data.system_prompt
     conversations, bad, digest = list[Conversation](), list[BadConversation](), hashlib.blake2b(digest_size=16)
     for file in annotation_files(paths):
@@ -100,10 +100,10 @@ def measure_conversations(
     source: str,
     cache: SizeCache | None = None,
 ) -> LanguageData:
-    """Measure all conversations that are not in `cache`, sharded over the ranks. Collective.
+    """Count the tokens of all conversations that are not in `cache`, sharded over the ranks. Collective.
 
-    Returns them all as training conversations. Raises DataError on all ranks if more than max_bad_fraction of the rows
-    are bad.
+    Returns all valid conversations as training data. Raises DataError on all ranks if more than max_bad_fraction of the
+    rows are bad.
     """
     count = len(annotations.conversations)
     cached_sizes = [UNKNOWN_SIZE] * count if cache is None else cache.read(count)
@@ -154,7 +154,10 @@ def _check_bad_rows(bad: Sequence[tuple[str, str]], num_good: int, max_bad_fract
 
 
 def load_conversations(recipe: Recipe, reader: ConversationReader, world: World) -> LanguageData:
-    """Load the recipe's data; held-out conversations from validation.path, else split off by id. Collective."""
+    """Load the recipe's conversations. Collective.
+
+    Held-out conversations come from validation.path if it is set, otherwise they are split off by a hash of the id.
+    """
     data, validation = recipe.data, recipe.validation
 
     def load_paths(paths: Sequence[str]) -> LanguageData:
@@ -175,9 +178,10 @@ def load_conversations(recipe: Recipe, reader: ConversationReader, world: World)
 
 
 def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConversations, SizedConversations]:
-    """Return (training, held-out) conversations, split by a hash of the id, identical in every run.
+    """Return (training, held-out) conversations. A hash of the id decides, so the split is identical in every run.
 
-    With two or more conversations and share > 0, neither is empty.
+    share: expected share of held-out conversations. If there are two or more conversations and share > 0, neither part
+    is empty.
     """
     draws = [draw_uniform(0, "holdout", conversation.id) for conversation in dataset.conversations]
     if share == 0 or len(draws) < 2:
@@ -193,6 +197,6 @@ def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConve
 
 
 def first_by_id(dataset: SizedConversations, count: int) -> SizedConversations:
-    """Return the first `count` conversations in order of their ids."""
+    """Return the first `count` conversations after sorting them by id."""
     order = sorted(range(len(dataset.conversations)), key=lambda i: dataset.conversations[i].id)[:count]
     return SizedConversations([dataset.conversations[i] for i in order], [dataset.sizes[i] for i in order])

@@ -44,7 +44,7 @@ PREFIX_ALIASES = (("model.language_model.", "model."), ("model.visual.", "visual
 
 @dataclass(frozen=True, slots=True)
 class LanguageTarget:
-    """Folder of the base model, and the specs of its tensors in training."""
+    """The folder of the base model, and dtype and shape of each tensor during training."""
 
     base: Path
     specs: Mapping[str, StoredTensorSpec]  # by transformers' names, tied weights only once
@@ -78,21 +78,24 @@ class BaseWeights:
                 }
 
     def file_key(self, name: str) -> str:
-        """Return the name in the files for a transformers name; the same name if the files do not have it."""
+        """Return the name that the files use for a tensor with this transformers name.
+
+        If the files do not contain the tensor, return `name` unchanged.
+        """
         aliases = [old + name.removeprefix(new) for new, old in PREFIX_ALIASES if name.startswith(new)]
         return next((candidate for candidate in (name, *aliases) if candidate in self._file_of), name)
 
     def file_shape(self, key: str, shape: torch.Size) -> torch.Size:
-        """Return the shape in the files for a tensor of this shape.
+        """Return the shape that a tensor has in the files, given its shape in transformers.
 
-        Transformers transposes the expert weights of some mixtures on loading; exports keep the original layout for
-        other programs.
+        transformers transposes the expert weights of some mixture-of-experts models on loading. Exports keep the
+        original layout, because other programs expect it.
         """
         original = self._shapes.get(key, shape)
         return original if len(shape) == 3 and original == swap_last_dims(shape) else shape
 
     def load_tensor(self, key: str) -> Tensor:
-        """Load a tensor by its name in the files. Raises ModelError."""
+        """Load a tensor by its name in the files. Raises ModelError if it cannot be read."""
         if key not in self._file_of:
             raise ModelError(f"{key} is missing in the base model; download the model again")
         with _open_safetensors(self._file_of[key]) as tensors:
@@ -101,7 +104,7 @@ class BaseWeights:
 
 
 def swap_last_dims(shape: torch.Size) -> torch.Size:
-    """Swap the last two of three dimensions."""
+    """Return a three-dimensional shape with its last two dimensions swapped."""
     return torch.Size((shape[0], shape[2], shape[1]))
 
 
@@ -117,11 +120,11 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
 def export_language(
     target: LanguageTarget, source: TensorSource, out: Path, *, policy: str, dtype: torch.dtype, is_main: bool
 ) -> Path:
-    """Export the weights of `policy` and return the folder to load. Collective, with the same arguments on all ranks.
+    """Export the weights of `policy` and return the folder to load. Collective, with equal arguments on all ranks.
 
     A LoRA run writes `out/lora/adapter_model.safetensors` and `adapter_config.json`. A full run writes a model folder:
-    weights in `dtype` with the base model's tensor names, and links or copies of its other files. `out` is complete or
-    absent. Raises UserError on rank 0 if `out` cannot be written.
+    weights in `dtype` with the tensor names of the base model, and links to or copies of its other files. An incomplete
+    `out` is never left behind. Raises UserError on rank 0 if `out` cannot be written.
     """
     result = out / LORA_FOLDER if source.uses_lora else out
     stream = source.iter_full_tensors(policy)
@@ -141,7 +144,7 @@ def export_language(
 
 
 def loading_code(base: Path, exported: Path, lora: bool) -> str:
-    """Return the Python code that loads the result of `export_language`."""
+    """Return Python code that loads an export written by `export_language`."""
     model = json.dumps(str(base if lora else exported))
     lines = [
         "from transformers import AutoModelForImageTextToText, AutoProcessor",
@@ -157,13 +160,13 @@ def loading_code(base: Path, exported: Path, lora: bool) -> str:
 
 
 def _drain(stream: Iterator[tuple[str, Tensor | None]]) -> None:
-    """Iterate to the end, to take part in the remaining gathers."""
+    """Iterate to the end, so that this rank takes part in the remaining gathers."""
     for _ in stream:
         pass
 
 
 def _check_finite(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield rank 0's tensors. Raises ModelError for NaN or infinity."""
+    """Yield the tensors on rank 0. Raises ModelError if a tensor contains NaN or infinity."""
     for name, tensor in stream:
         assert tensor is not None, f"rank 0 got nothing for {name}"
         if not bool(torch.isfinite(tensor).all()):
@@ -218,7 +221,7 @@ def _write_model(
 
 
 def _write_config(base: Path, making: Path, dtype: torch.dtype) -> None:
-    """Write the base model's config with the dtype of the exported weights, which serving programs use."""
+    """Write the base model's config with the dtype of the exported weights. Inference servers read this dtype."""
     config = read_json(base / CONFIG)
     name = str(dtype).removeprefix("torch.")
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):

@@ -1,9 +1,10 @@
-"""Floating-point operations of a vision-language model for packed sequences, from layer shapes and sequence contents.
+"""Floating-point operations of a vision-language model for packed sequences, from layer shapes and token counts.
 
 Linear layers and attention count 2 per multiply-add; pointwise operations are ignored. Attention is limited to each
-conversation, so it scales with the sum of their squared lengths. The head scales with the labelled tokens and the
-vision tower with the patches. The gradients of a layer's input and of its weights each cost the same as its forward
-pass, which gives the usual 6 per weight and token for full training.
+conversation, so its cost is proportional to the sum of their squared lengths. The cost of the head is proportional to
+the labelled tokens, that of the vision tower to the patches. In the backward pass, the gradient of a layer's input and
+the gradient of its weights cost as much as its forward pass each. This gives the usual 6 per weight and token for full
+training.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LayerPosition: TypeAlias = tuple[int, int, int]  # part of the model, block in i
 
 @dataclass(frozen=True, slots=True)
 class SequenceSize:
-    """Sizes of a packed sequence that determine its FLOPs."""
+    """The sizes of a packed sequence that its FLOPs depend on."""
 
     segments: Sequence[int]  # number of tokens of each conversation
     num_labelled: int
@@ -54,7 +55,7 @@ class SequenceSize:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of a linear layer that multiply every item of one kind."""
+    """The weights of a linear layer, and the kind of items (such as tokens or patches) that it is applied to."""
 
     kind: str  # items it is applied to: patch, merged, token or labelled
     weights: int  # number of weights per item
@@ -64,7 +65,7 @@ class Layer:
 
 
 class SequenceWork:
-    """FLOPs of packed sequences, from an unsharded model with its adapters and requires_grad flags."""
+    """Counts FLOPs of packed sequences. Created from an unsharded model with its adapters and requires_grad flags."""
 
     def __init__(self, network: Any, *, checkpointing: bool) -> None:
         self._layers = list(find_layers(network))
@@ -83,16 +84,16 @@ class SequenceWork:
         self._recorded = FlopCount()
 
     def record(self, sequence: PackedSequence) -> None:
-        """Add the work of a training sequence."""
+        """Add the FLOPs of a training sequence."""
         self._recorded += self.estimate(SequenceSize.from_sequence(sequence))
 
     def pop_work(self) -> FlopCount:
-        """Return the work of all sequences since the last call, and reset it."""
+        """Return the FLOPs of all sequences since the last call, and reset the count."""
         work, self._recorded = self._recorded, FlopCount()
         return work
 
     def estimate(self, size: SequenceSize) -> FlopCount:
-        """Return the work of forward and backward pass, and the recomputation of checkpointing."""
+        """Return the FLOPs of the forward pass, the backward pass and the recomputation by checkpointing."""
         patches = size.num_patches
         items = {
             "patch": patches,
@@ -111,7 +112,7 @@ class SequenceWork:
         return FlopCount(required, recomputed)
 
     def _attention_flops(self, size: SequenceSize) -> Iterator[tuple[int, bool]]:
-        """Yield the forward FLOPs of each attention, and whether it has a backward pass."""
+        """Yield the FLOPs of the forward pass of each attention, and whether it has a backward pass."""
         squares = sum(length**2 for length in size.segments)
         for number in range(self._num_layers):
             yield 4 * self._text_width * squares, self._has_gradient((3, number, 1))
@@ -120,7 +121,11 @@ class SequenceWork:
             yield 4 * self._vision_width * pairs, self._has_gradient((0, number, 1))
 
     def _count_pairs(self, height: int, width: int, *, is_global: bool) -> int:
-        """Return the number of patch pairs of a frame that attend to each other, globally or per window."""
+        """Return the number of pairs of patches in a frame that attend to each other.
+
+        height, width: size of the frame in patches. is_global: whether attention covers the frame, not only windows of
+        it.
+        """
         if is_global or not self._window:
             return (height * width) ** 2
         return _sum_squares(height, self._window) * _sum_squares(width, self._window)
@@ -130,7 +135,7 @@ class SequenceWork:
 
 
 def _sum_squares(length: int, part: int) -> int:
-    """Split `length` into parts of size `part` and a rest. Return the sum of their squares."""
+    """Split `length` into parts of size `part` and a remainder, and return the sum of their squares."""
     return length // part * part**2 + (length % part) ** 2
 
 
@@ -152,12 +157,15 @@ def layer_position(name: str) -> LayerPosition:
 
 
 def first_trainable_position(network: nn.Module) -> LayerPosition:
-    """Return the earliest trainable position, where the backward pass ends."""
+    """Return the position of the first trainable parameter. The backward pass ends there."""
     return min(layer_position(name) for name, parameter in network.named_parameters() if parameter.requires_grad)
 
 
 def find_layers(network: nn.Module) -> Iterator[Layer]:
-    """Yield the linear layers of a model, including adapters. Experts count by the share that is active per token."""
+    """Yield the linear layers of a model, including adapters.
+
+    Expert weights are multiplied by the fraction of experts that is active per token.
+    """
     config: Any = network.config
     text = config.get_text_config()
     first = first_trainable_position(network)

@@ -1,7 +1,7 @@
 """Images and videos for a model's image processor: token counts from file headers, and pixel patches.
 
-The patches of a video are made from the image processor's patches of its frames, paired in time. So images and videos
-use the same resizing, and the size of a video also follows from its header.
+Video patches are made by processing each frame as an image and pairing the patches in time. So images and videos are
+resized in the same way, and the token count of a video also follows from its header.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_FRAMES = 2
 
 @dataclass(frozen=True, slots=True)
 class MediaSize:
-    """Properties of an image or video that determine its tokens."""
+    """The properties of an image or video that its tokens depend on."""
 
     kind: MediaKind
     num_tokens: int  # per image, or per time step of a video
@@ -48,17 +48,17 @@ class MediaPatches:
 
 @dataclass(frozen=True, slots=True)
 class FrameSelection:
-    """Selected frames of a video: ascending indices and times in seconds."""
+    """Frames selected from a video: ascending indices, and times in seconds."""
 
     indices: list[int]
     seconds: list[float]
 
 
 class MediaReader:
-    """Reads images and videos at the sizes of the recipe. Raises BadMedia for unusable files."""
+    """Reads images and videos with the size limits of the recipe. Raises BadMedia for unusable files."""
 
     def __init__(self, image_processor: Any, data: DataRecipe) -> None:
-        """image_processor: a Qwen-VL image processor, with patches, merging and size limits by area."""
+        """image_processor: an image processor of Qwen-VL, which has patches, patch merging and size limits by area."""
         self.processor, self._pixels, self._video = image_processor, data.pixels, data.video
         self.merge, self.times = int(image_processor.merge_size), int(image_processor.temporal_patch_size)
         self.patch = int(image_processor.patch_size)
@@ -94,7 +94,7 @@ class MediaReader:
         )
 
     def blank(self, kind: MediaKind) -> MediaPatches:
-        """Return blank patches of the smallest size, one token."""
+        """Return the patches of a blank image or video of the smallest size, which is one token."""
         size = 3 * self.times * self.patch**2
         return MediaPatches(np.zeros((self.merge**2, size), np.float32), (1, self.merge, self.merge))
 

@@ -1,4 +1,4 @@
-"""Vision-language models from transformers: loading, forward pass on a packed sequence, and parameter groups."""
+"""Vision-language models from transformers: loading, the forward pass on a packed sequence, and parameter groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TokenPrediction:
 
 @dataclass(kw_only=True)
 class LanguageModel:
-    """A loaded model with tokenizer and image processor."""
+    """A loaded model with its tokenizer and image processor."""
 
     path: Path
     network: nn.Module
@@ -70,9 +70,9 @@ class LanguageModel:
 
     @property
     def default_lora_targets(self) -> list[str]:
-        """Full names of the linear layers in attention and MLPs of the language model.
+        """The full names of the linear layers in attention and MLPs of the language model.
 
-        Suffixes alone would also match layers of the vision tower.
+        Name suffixes would also match layers of the vision tower.
         """
         return [
             name
@@ -81,7 +81,7 @@ class LanguageModel:
         ]
 
     def group_parameter_names(self, groups: Sequence[str]) -> frozenset[str]:
-        """Return the names of the parameters in these groups: vision, merger, language."""
+        """Return the names of the parameters in these groups. Groups are vision, merger and language."""
         return frozenset(name for name, _ in self.network.named_parameters() if parameter_group(name) in groups)
 
     @property
@@ -89,7 +89,7 @@ class LanguageModel:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     def rotary_positions(self, sample: ConversationSample) -> Tensor:
-        """Return the rotary positions [3, L] of one conversation. Computed on the host."""
+        """Return the rotary positions [3, L] of one conversation. They are computed on the host."""
         if not sample.pixels:
             return torch.arange(len(sample.tokens)).expand(3, -1)
         unwrapped: Any = self.network
@@ -107,10 +107,10 @@ class LanguageModel:
         return result
 
     def predict(self, sequence: PackedSequence) -> TokenPrediction:
-        """Return the losses of the labelled tokens. Computes logits only for them.
+        """Return loss and accuracy of each labelled token. Logits are computed only for these tokens.
 
-        Collective: all ranks run the same number of forward passes. Ranks that share a sequence pass the same one, and
-        each receives all its losses.
+        Collective: all ranks must run the same number of forward passes. Under sequence parallelism, the ranks of a
+        group pass the same sequence, and each receives the results of all its tokens.
         """
         if self.group is None:
             return self._forward(sequence, sequence.label_positions, sequence.targets)
@@ -176,7 +176,7 @@ def check_config(folder: Path) -> Any:
 
 
 def load_language_model(path: str, dtype: torch.dtype, revision: str | None = None) -> LanguageModel:
-    """Load a model with its weights in their stored dtype; the engine casts and moves them later.
+    """Load a model with weights in their stored dtype. The engine casts and moves them later.
 
     Raises ModelError if it cannot be loaded.
     """
@@ -206,8 +206,8 @@ def load_language_model(path: str, dtype: torch.dtype, revision: str | None = No
 def checkpoint_blocks(network: Any) -> None:
     """Enable gradient checkpointing of the blocks.
 
-    Undo the requires_grad that transformers sets on embedding outputs. Only reentrant checkpointing needs it, and a
-    frozen tower would get a useless backward pass.
+    transformers also sets requires_grad on embedding outputs; this is undone here. Only reentrant checkpointing needs
+    it, and it would make a frozen vision tower run a useless backward pass.
     """
     network.gradient_checkpointing_enable({"use_reentrant": False})
     network.disable_input_require_grads()

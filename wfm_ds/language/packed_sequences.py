@@ -1,8 +1,8 @@
-"""Packed sequences: several conversations that do not attend to each other, with their images and videos.
+"""Packed sequences: several conversations, with their images and videos, that do not attend to each other.
 
 Only the positions separate the conversations. `position_ids` has four rows: the position of each token within its
-conversation, restarting at 0, and the three rotary positions of the model. Without mask and cache, transformers limits
-attention to one conversation based on the first row. With only three rows, or with a cache, it silently lets the
+conversation, starting at 0, and the three rotary positions of the model. If there is no mask and no cache, transformers
+uses the first row to limit attention to one conversation. With only three rows, or with a cache, it silently lets the
 conversations attend to each other.
 """
 
@@ -41,7 +41,7 @@ class ConversationSample:
     seconds_per_time: list[float]  # time step of each video
 
     def media_grids(self, kind: MediaKind) -> Tensor | None:
-        """Return the grids [media, 3] int64 of the media of this kind, or None without any."""
+        """Return the grids [media, 3] int64 of all images or of all videos, or None if there are none."""
         grids = [pixels.grid for media_kind, pixels in self.pixels if media_kind == kind]
         return torch.tensor(grids) if grids else None
 
@@ -53,12 +53,12 @@ class ConversationSample:
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """Arguments of one forward pass, and its labelled positions."""
+    """The arguments of one forward pass, and the labels."""
 
     input_ids: Tensor  # [1, L] int64
     position_ids: Tensor  # [4, 1, L] int64
-    media: dict[str, Tensor]  # pixel_values [patches, D] float32, image_grid_thw [images, 3]; the same of videos
-    label_positions: Tensor  # [N] int64, positions with their next token in the loss
+    media: dict[str, Tensor]  # pixel_values [patches, D] float32, image_grid_thw [images, 3]; same for videos
+    label_positions: Tensor  # [N] int64, positions at which the next token is predicted in the loss
     targets: Tensor  # [N] int64, the next tokens
     weights: Tensor  # [N] float32
     num_samples: int  # number of conversations with labels
@@ -72,7 +72,7 @@ class PackedSequence:
 
 
 class ConversationReader:
-    """Reads conversations: token counts from file headers, pixels from the files."""
+    """Reads conversations. Token counts need only the headers of media files, pixels need the whole files."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ConversationReader:
         max_tokens: int,
         too_long: Literal["skip", "truncate_answer"],
     ) -> None:
-        """has_frame_times: write timestamps between the frames of a video (Qwen3-VL)."""
+        """has_frame_times: whether timestamps are written between the frames of a video (Qwen3-VL)."""
         self._renderer, self._media, self._has_frame_times = renderer, media, has_frame_times
         self._max_tokens, self._too_long = max_tokens, too_long
 
@@ -98,13 +98,13 @@ class ConversationReader:
         return tokens, media_sizes
 
     def measure(self, conversation: Conversation) -> ConversationSize:
-        """Return the token counts of a conversation, from file headers. Raises BadConversation."""
+        """Return the token counts of a conversation. Reads only the headers of media files. Raises BadConversation."""
         tokens, media_sizes = self.tokenize(conversation)
         media = sum(media_size.num_times * media_size.num_tokens for media_size in media_sizes)
         return ConversationSize(len(tokens), media, sum(label != IGNORE_INDEX for label in tokens.labels))
 
     def cache_key(self, recipe: Recipe, digest: str) -> str:
-        """Return the cache key of the sizes of annotations with this digest."""
+        """Return the key under which the sizes of conversations are cached. digest: hash of the annotations."""
         return cache_key(recipe, digest, self._renderer.tokenizer, self._media.processor)
 
     def read(self, conversation: Conversation) -> ConversationSample:
@@ -138,7 +138,7 @@ class ConversationReader:
         )
 
     def blank_sample(self, kind: MediaKind) -> ConversationSample:
-        """Return a conversation with one blank image or video of one token and no labels."""
+        """Return a conversation that consists of one blank image or video of one token, without labels."""
         text = f"{VISION_START}{self._renderer.pads[kind]}{VISION_END}"
         ids = list(self._renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
         seconds = [1.0] if kind == "video" else []
@@ -153,7 +153,10 @@ class ConversationReader:
         return f"{VISION_START}{pads * size.num_times}{VISION_END}"
 
     def _truncate(self, conversation: Conversation, tokens: Tokens) -> Tokens:
-        """Truncate to max_tokens. Raises BadConversation with too_long: skip, or if media would be cut."""
+        """Truncate tokens to max_tokens.
+
+        Raises BadConversation if the recipe sets too_long: skip, or if image or video tokens would be cut off.
+        """
         media_ids, limit = frozenset(self._renderer.pad_ids.values()), self._max_tokens
         if self._too_long == "skip" or media_ids & set(tokens.ids[limit:]):
             raise BadConversation("too_long", conversation.id, f"{len(tokens)} tokens, the limit is {limit}")
@@ -161,18 +164,19 @@ class ConversationReader:
 
 
 class SequencePacker:
-    """Packs samples into one sequence, with blank media if needed."""
+    """Packs samples into one sequence. Adds blank images or videos if needed."""
 
     def __init__(self, positions: Positions, blanks: Sequence[ConversationSample], *, by_sample: bool) -> None:
         """blanks: one blank sample per kind of media in the run. by_sample: weight 1 per sample instead of per token.
 
-        All ranks must run the vision tower alike, to gather its weights (ZeRO-3) or sum its gradients. A sequence
-        without media of some kind therefore gets the blank sample, which no other token attends to.
+        All ranks must run the vision tower equally often, to gather its weights (ZeRO-3) or to sum its gradients. A
+        sequence without images (or videos) therefore gets the blank sample of that kind, which no other token attends
+        to.
         """
         self._positions, self._blanks, self._by_sample = positions, blanks, by_sample
 
     def pack_samples(self, samples: Sequence[ConversationSample]) -> PackedSequence:
-        """Pack samples into one sequence. Without samples, return a blank sequence without labels."""
+        """Pack samples into one sequence. An empty list gives a blank sequence without labels."""
         kinds = {kind for sample in samples for kind, _ in sample.pixels}
         # A sequence must not be empty, so use a blank sample also for data without media.
         missing_blanks = [b for b in self._blanks if b.pixels[0][0] not in kinds]
@@ -194,12 +198,15 @@ class SequencePacker:
         )
 
     def _stack_positions(self, sample: ConversationSample) -> Tensor:
-        """Return positions [4, L]: the position in the conversation, then the three rotary positions."""
+        """Return positions [4, L]: the position within the conversation, then the three rotary positions."""
         return torch.cat([torch.arange(len(sample.tokens))[None], self._positions(sample)])
 
 
 def stack_media(samples: Sequence[ConversationSample]) -> dict[str, Tensor]:
-    """Concatenate the media of all samples as model arguments: one vision tower call each for images and videos."""
+    """Concatenate the media of all samples to model arguments.
+
+    The vision tower then runs once for all images and once for all videos.
+    """
     media: dict[str, Tensor] = {}
     for kind in MEDIA_KINDS:
         patches = [pixels for sample in samples for media_kind, pixels in sample.pixels if media_kind == kind]

@@ -1,4 +1,4 @@
-"""Packing of conversations into sequences, from their lengths alone: independent of ranks and of previous steps."""
+"""Packing of conversations into sequences. It depends only on their lengths, not on ranks or previous steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ WINDOW = 1024  # packing window in an epoch's order; keeps distant conversations
 
 
 def pack_items(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into bins of this capacity by best-fit decreasing. Return the item indices of each bin.
+    """Pack items into bins of size `capacity` by best-fit decreasing. Return the item indices of each bin.
 
-    Each length must be at most the capacity.
+    No length may be larger than the capacity.
     """
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free capacity, bin), ascending
@@ -30,7 +30,7 @@ def pack_items(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class PackingOrder:
-    """Endless order of packed sequences, reshuffled every epoch."""
+    """Endless order of packed sequences. Conversations are shuffled and packed again in every epoch."""
 
     def __init__(self, lengths: Sequence[int], capacity: int, *, seed: int, shuffle: bool, pack: bool) -> None:
         """lengths: number of tokens of each conversation, at most `capacity`."""
@@ -39,12 +39,12 @@ class PackingOrder:
         self._ends: list[int] = []  # number of sequences up to the end of each epoch
 
     def conversations(self, position: int) -> list[int]:
-        """Return the conversation indices of the sequence at this position, from 0."""
+        """Return the indices of the conversations in the sequence at this position, from 0."""
         epoch, offset = self.locate(position)
         return self._cached_epoch(epoch)[offset]
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return the epoch of a sequence and its offset in it."""
+        """Return the epoch of the sequence at this position, and its offset within the epoch."""
         while not self._ends or self._ends[-1] <= position:
             previous = self._ends[-1] if self._ends else 0
             self._ends.append(previous + len(self._cached_epoch(len(self._ends))))

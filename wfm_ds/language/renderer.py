@@ -1,4 +1,4 @@
-"""Tokens and labels of a conversation: apply the chat template to all of it, locate the answers, tokenise once."""
+"""Tokens and labels of a conversation: apply the chat template, locate the answers in its text, tokenize the text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TrainOn = Literal["answers", "last_answer", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of a conversation and their labels: the token itself, or IGNORE_INDEX."""
+    """Tokens of a conversation and their labels. A label is the token itself, or IGNORE_INDEX outside the loss."""
 
     ids: list[int]
     labels: list[int]
@@ -29,9 +29,10 @@ class Tokens:
 class Renderer:
     """Renders conversations to tokens for one model.
 
-    The whole text is tokenised at once, because tokenisation in pieces can differ at the borders. To locate an answer,
-    the template is applied up to the answer (with the generation prompt) and including it. The first text must be a
-    prefix of the second; the rest, up to the end-of-turn token, is the answer.
+    The whole text is tokenized at once, because tokens can differ at the borders of separately tokenized pieces. To
+    locate an answer, the template is applied twice: to the turns before the answer (with the generation prompt), and to
+    the turns up to and including the answer. The first text must be a prefix of the second. The rest of the second
+    text, up to the end-of-turn token, is the answer.
     """
 
     def __init__(self, tokenizer: Any, *, train_on: TrainOn = "answers") -> None:
@@ -51,9 +52,11 @@ class Renderer:
         self._media_pattern = re.compile(rf"(?:<\|vision_start\|>)?(?P<pad>{pads})(?:<\|vision_end\|>)?")
 
     def render(self, conversation: Conversation, expansions: Sequence[str]) -> Tokens:
-        """Tokenise a conversation. expansions: texts that replace its media, including start and end tokens.
+        """Tokenize a conversation.
 
-        Raises BadConversation if its text contains media tokens, and ModelError for an unsupported template.
+        expansions: for each image or video, the text that replaces it, including start and end tokens. Raises
+        BadConversation if the conversation's own text contains media tokens, and ModelError for an unsupported
+        template.
         """
         text = self._apply_template(conversation.turns)
         answers = [(0, len(text))] if self.train_on == "all" else self._find_answers(conversation, text)
@@ -64,7 +67,7 @@ class Renderer:
         return Tokens(ids, self._make_labels(ids, offsets, spans))
 
     def render_question(self, conversation: Conversation, expansions: Sequence[str]) -> Tokens:
-        """Tokenise up to the generation prompt, without labels. Raises like `render`."""
+        """Tokenize a conversation up to the generation prompt, without labels. Raises the same errors as `render`."""
         expanded, _ = self._expand_media(
             self._apply_template(conversation.turns, add_generation_prompt=True), conversation, expansions
         )
@@ -74,7 +77,10 @@ class Renderer:
     def _expand_media(
         self, text: str, conversation: Conversation, expansions: Sequence[str]
     ) -> tuple[str, Callable[[int], int]]:
-        """Replace the media by their texts. Return the text and a function that maps old positions to new ones."""
+        """Replace each image or video token by its expansion.
+
+        Returns the new text and a function that maps positions in the old text to positions in the new one.
+        """
         matches = list(self._media_pattern.finditer(text))
         media = [self.pads[item.kind] for item in conversation.media]
         if [match["pad"] for match in matches] != media:
@@ -93,7 +99,7 @@ class Renderer:
             raise ModelError(f"the chat template of {self.tokenizer.name_or_path} fails: {error}") from error
 
     def _find_answers(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
-        """Return the spans of the answers in the text, each with its end-of-turn token."""
+        """Return the (start, end) positions of the answers in the text. Each answer includes its end-of-turn token."""
         turns = conversation.turns
         answer_turns = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
         spans = []
@@ -124,7 +130,7 @@ class Renderer:
             if start <= begins and ends <= end and begins < ends and ids[i] not in media_ids:
                 labels[i] = ids[i]
         if labels:
-            labels[0] = IGNORE_INDEX  # packed, it would be predicted from another conversation
+            labels[0] = IGNORE_INDEX  # in a packed sequence it would be predicted from the previous conversation
         return labels
 
 
@@ -136,7 +142,11 @@ def _template_content(turn: Turn) -> Any:
 
 
 def splice_text(text: str, replacements: Sequence[tuple[int, int, str]]) -> tuple[str, Callable[[int], int]]:
-    """Replace spans (start, end, new text), in order. Return the text and a function from old to new positions."""
+    """Replace parts of a text.
+
+    replacements: (start, end, new text) in ascending order. Returns the new text and a function that maps positions in
+    the old text to positions in the new one.
+    """
     pieces, last, shifts, shift = [], 0, [], 0
     for start, end, new in replacements:
         pieces += [text[last:start], new]

@@ -1,9 +1,9 @@
 """Sequence parallelism in the language model: the ranks of a replica share the tokens (DeepSpeed-Ulysses).
 
-Every rank has the whole packed sequence and embeds its text and media. In the decoder each rank has only its shard of
-the tokens, with their positions and, in Qwen3-VL, the deepstack features of the media tokens. In attention each rank
-has all tokens for its shard of the heads. After the backward pass each rank has a partial gradient of all parameters,
-including the vision tower; the gradients of a replica must be summed.
+Every rank has the whole packed sequence and embeds its text and media. In the decoder, each rank has only its shard of
+the tokens, with their positions and, in Qwen3-VL, the deepstack features of the media tokens. In attention, each rank
+has all tokens for its shard of the heads. After the backward pass, each rank has only a part of the gradient of every
+parameter, including the vision tower, so gradients must be summed over the ranks of a replica.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ ATTENTION_NAME = "wfm_ds_ulysses"  # in transformers' attention registry
 
 @dataclass(frozen=True, slots=True)
 class SequenceShards:
-    """Sharding of the current sequence.
+    """The shards of the current sequence on the ranks.
 
-    It is passed as a layer argument, because gradient checkpointing may recompute a layer after another sequence.
+    It is passed to layers as an argument. A global variable would be wrong, because gradient checkpointing may
+    recompute a layer after the next sequence has started.
     """
 
     lengths: list[int]  # number of tokens of each rank
@@ -39,7 +40,7 @@ class SequenceShards:
 
 
 def check_sequence_parallel(network: Any, num_ranks: int) -> None:
-    """Raise UserError if the attention of a model does not support this many ranks."""
+    """Raise UserError if the model's attention cannot be sharded over this many ranks."""
     config = network.config.get_text_config()
     if config.num_attention_heads % num_ranks:
         raise UserError(
@@ -56,8 +57,9 @@ def check_sequence_parallel(network: Any, num_ranks: int) -> None:
 def install_sequence_parallel(network: nn.Module, group: ProcessGroup) -> None:
     """Enable sequence parallelism in a model, in place.
 
-    All ranks of `group` then call forward with the same sequence. Each receives the logits of its own tokens, and
-    `logits_to_keep` counts from its first token. Raises UserError like `check_sequence_parallel`.
+    All ranks of `group` must then call forward with the same sequence. Each rank receives the logits of its shard of
+    the tokens, and `logits_to_keep` counts from the first token of the shard. Raises UserError like
+    `check_sequence_parallel`.
     """
     check_sequence_parallel(network, dist.get_world_size(group))
     unwrapped: Any = network
@@ -72,13 +74,16 @@ def install_sequence_parallel(network: nn.Module, group: ProcessGroup) -> None:
 
 
 def tokens_per_rank(count: int, num_ranks: int) -> list[int]:
-    """Return the number of tokens of each rank, at least one; shorter sequences are padded (`pad_tokens`)."""
+    """Return the number of tokens of each rank, at least one. Shorter sequences are padded (see `pad_tokens`)."""
     count = max(count, num_ranks)
     return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
 
 
 def labels_per_rank(label_positions: Tensor, count: int, num_ranks: int) -> list[int]:
-    """Return the number of labels of each rank. label_positions: ascending, in a sequence of `count` tokens."""
+    """Return the number of labels of each rank.
+
+    label_positions: ascending positions in a sequence of `count` tokens.
+    """
     ends = torch.tensor(tokens_per_rank(count, num_ranks)).cumsum(0)
     label_ends = torch.searchsorted(label_positions, ends.to(label_positions.device)).tolist()
     return [end - start for start, end in itertools.pairwise([0, *label_ends])]
@@ -87,9 +92,10 @@ def labels_per_rank(label_positions: Tensor, count: int, num_ranks: int) -> list
 def local_labels(
     label_positions: Tensor, targets: Tensor, count: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Return this rank's label positions, relative to its first token, their targets, and the number on each rank.
+    """Return this rank's label positions, the targets at these positions, and the number of labels of each rank.
 
-    The targets are already shifted by one token, so the last token of a shard also has its target.
+    The positions are relative to the rank's first token. Targets are already shifted by one token, so the last token of
+    a shard has its target too.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     lengths = labels_per_rank(label_positions, count, num_ranks)
@@ -98,7 +104,7 @@ def local_labels(
 
 
 def shard_arguments(arguments: dict[str, Any], group: ProcessGroup) -> None:
-    """Replace the decoder's arguments for a whole sequence by those for this rank's tokens."""
+    """Replace the decoder's arguments, in place, by the part for this rank's tokens."""
     lengths = tokens_per_rank(arguments["inputs_embeds"].shape[1], dist.get_world_size(group))
     embeddings, positions, mask = (
         None if arguments.get(name) is None else pad_tokens(arguments[name], dim, sum(lengths))
@@ -117,9 +123,9 @@ def shard_arguments(arguments: dict[str, Any], group: ProcessGroup) -> None:
 
 
 def pad_tokens(x: Tensor, dim: int, count: int) -> Tensor:
-    """Pad a tensor with zeros to this length.
+    """Pad dimension `dim` of a tensor with zeros to length `count`.
 
-    Padding tokens get position 0, so each is a separate conversation that no other token attends to.
+    Padding tokens get position 0. Each one is therefore a separate conversation that no other token attends to.
     """
     num_missing = count - x.shape[dim]
     if num_missing == 0:
@@ -128,13 +134,13 @@ def pad_tokens(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def segment_lengths(positions: Tensor) -> list[int]:
-    """Return the number of tokens of each conversation from positions [L], which restart at 0."""
+    """Return the number of tokens of each conversation. positions: [L], starting at 0 in each conversation."""
     starts = [*torch.nonzero(positions == 0)[:, 0].tolist(), len(positions)]
     return [end - start for start, end in itertools.pairwise(starts)]
 
 
 def kv_head_repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Return how often key and value heads must be repeated so that the ranks can shard them evenly."""
+    """Return how often each key and value head must be repeated, so that the ranks can shard the heads evenly."""
     return next(
         factor
         for factor in range(1, num_heads // num_kv_heads + 1)
@@ -154,10 +160,10 @@ def ulysses_attention_forward(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each conversation, with the transformers interface. Returns [B,n,H,D]. Collective.
+    """Compute attention within each conversation, with the interface of transformers. Returns [B,n,H,D]. Collective.
 
-    H query heads, K key and value heads, n local tokens. Three all-to-all exchanges: queries, keys with values, and the
-    output. Without a mask, memory grows linearly with the tokens.
+    H query heads, K key and value heads, n local tokens. There are three all-to-all exchanges: for queries, for keys
+    and values together, and for the output. No mask is needed, so memory grows linearly with the number of tokens.
     """
     num_ranks, num_heads, num_kv_heads = dist.get_world_size(row.group), query_BHnD.shape[1], key_BKnD.shape[1]
     num_repeats = kv_head_repeats(num_heads, num_kv_heads, num_ranks)

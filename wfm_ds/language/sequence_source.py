@@ -1,4 +1,4 @@
-"""Prefetching of the packed sequences of each training step. Their content depends only on the step."""
+"""Reads the packed sequences of each training step in advance. Their content depends only on the step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from wfm_ds.language.packing import PackingOrder
 log = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 300.0
-MIN_TRIED = 100  # minimum number of conversations for the share of bad ones
+MIN_TRIED = 100  # minimum denominator of the fraction of bad conversations
 
 
 @dataclass(frozen=True, slots=True)
 class StepSequences:
-    """This rank's sequences of a step, and the number of skipped conversations."""
+    """This rank's sequences of a step, and the number of conversations that were skipped."""
 
     sequences: list[list[ConversationSample]]
     num_bad: int
@@ -30,7 +30,7 @@ class StepSequences:
 
 
 class SequenceSource:
-    """Packed sequences for one rank. Conversations with unreadable media are skipped."""
+    """Source of packed sequences for one rank. Conversations with unreadable media are skipped."""
 
     def __init__(
         self,
@@ -48,7 +48,10 @@ class SequenceSource:
         self.tried, self.bad = 0, 0  # over all ranks, from `check_bad_fraction`
 
     def read_step(self, step: int, rank: int, num_ranks: int) -> StepSequences:
-        """Return this rank's sequences of a step (from 1): every `num_ranks`-th one. Raises DataError."""
+        """Return this rank's sequences of a step (from 1): every `num_ranks`-th sequence of the step.
+
+        Raises DataError if a conversation cannot be read in time.
+        """
         for upcoming in (step, step + 1):
             if upcoming not in self._ahead:
                 self._ahead[upcoming] = self._submit(upcoming, rank, num_ranks)
@@ -66,7 +69,10 @@ class SequenceSource:
         return float(epoch)
 
     def check_bad_fraction(self, bad: int, tried: int, max_bad_fraction: float) -> None:
-        """Add the counts of a step over all ranks. Raises DataError on all ranks for too many bad conversations."""
+        """Add the counts of one step, summed over all ranks. Raises DataError if too many conversations are bad.
+
+        The counts are equal on all ranks, so all of them raise the error.
+        """
         self.bad, self.tried = self.bad + bad, self.tried + tried
         if self.bad > max_bad_fraction * max(self.tried, MIN_TRIED):
             raise DataError(
@@ -97,7 +103,7 @@ class SequenceSource:
             sample = self._reader.read(self._data.conversations[index])
         except BadConversation as error:
             return error
-        if len(sample.tokens) != self._data.lengths[index]:  # the packing assumed another number
+        if len(sample.tokens) != self._data.lengths[index]:  # packed for a different number of tokens
             return BadConversation("media", sample.id, "the size of an image or video changed since it was measured")
         return sample
 

@@ -1,10 +1,10 @@
-"""Cache of measured conversation sizes, for runs with the same annotations, model and settings.
+"""Cache of token counts of conversations, for runs with the same annotations, model and settings.
 
     CACHE/lengths/<hash>.npy    int32 [conversations, 3]: tokens, media tokens, labelled tokens; 0 0 0 if unknown
 
 The hash covers the annotation files, the tokenizer with its chat template, the image processor and all settings that
-change the tokens. It does not cover the media files: if one has another size when it is read, its conversation is
-skipped.
+change the tokens. It does not cover the media files. If the size of a media file has changed when it is read, its
+conversation is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZE_SETTINGS = ("media_path", "system_prompt", "max_tokens", "too_long", "pixel
 
 
 class ConversationSize(NamedTuple):
-    """Token counts of a conversation: total, media and labelled."""
+    """Token counts of a conversation: all tokens, media tokens and labelled tokens."""
 
     tokens: int
     media: int
@@ -39,7 +39,7 @@ UNKNOWN_SIZE = ConversationSize(0, 0, 0)
 
 
 def cache_key(recipe: Recipe, digest: str, tokenizer: Any, image_processor: Any) -> str:
-    """Return the hash of everything the sizes depend on. digest: hash of the annotations."""
+    """Return a hash of everything that the token counts depend on. digest: hash of the annotations."""
     parts = {
         "format": FORMAT,
         "annotations": digest,
@@ -53,13 +53,16 @@ def cache_key(recipe: Recipe, digest: str, tokenizer: Any, image_processor: Any)
 
 
 class SizeCache:
-    """Cached sizes for one key."""
+    """Token counts that are cached under one key."""
 
     def __init__(self, cache_dir: Path, key: str) -> None:
         self.file = cache_dir / "lengths" / f"{key}.npy"
 
     def read(self, count: int) -> list[ConversationSize]:
-        """Return the sizes of all conversations, UNKNOWN_SIZE if not measured or invalid."""
+        """Return the sizes of all conversations.
+
+        A size is UNKNOWN_SIZE if it is not cached. If the cache file is invalid, this applies to all sizes.
+        """
         try:
             array = np.load(self.file, allow_pickle=False)
         except (FileNotFoundError, ValueError, EOFError, OSError):
@@ -69,7 +72,7 @@ class SizeCache:
         return [ConversationSize(*size) for size in array.tolist()]
 
     def write(self, sizes: Sequence[ConversationSize]) -> None:
-        """Write the sizes. A write error is logged and only costs time."""
+        """Write the sizes. A write error is logged and only costs time in later runs."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with atomic.new_file(self.file) as part, part.open("wb") as out:

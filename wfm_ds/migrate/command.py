@@ -1,6 +1,6 @@
 """`python -m wfm_ds.migrate config.toml > recipe.yaml`: convert a Cosmos-RL configuration to a recipe.
 
-Exit codes: 0 for a complete recipe; 2 for an incomplete recipe or an unreadable configuration, with instructions on
+Exit codes: 0 if the recipe is complete; 2 if it is incomplete or the configuration cannot be read, with instructions on
 stderr.
 """
 

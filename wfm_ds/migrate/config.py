@@ -13,12 +13,16 @@ VLM_SFT = "SFT of a vision-language model"
 
 
 class NoCounterpart(RecipeError):
-    """A value that a recipe cannot express, of a key that is otherwise supported. The text is the reason."""
+    """A recipe cannot express this value, although recipes support the key. The text is the reason."""
 
 
 @dataclass(slots=True)
 class CosmosConfig:
-    """A configuration with flat dotted keys, defaults for missing keys, and notes added during conversion."""
+    """A configuration as flat dotted keys.
+
+    settings: the keys that are set. defaults: values of missing keys. notes: messages for the user, added during
+    conversion.
+    """
 
     mode: str
     settings: dict[str, Any]
@@ -48,7 +52,7 @@ ValueConverter = Callable[[Any, CosmosConfig], Any]
 
 
 def choice_converter(choices: Mapping[Any, str]) -> Callable[[Any, CosmosConfig], str]:
-    """Return a converter that maps allowed values to names."""
+    """Return a converter that maps each key of `choices` to its name and rejects all other values."""
 
     def convert(value: Any, _: CosmosConfig) -> str:
         if value not in choices:

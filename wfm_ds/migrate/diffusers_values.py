@@ -1,6 +1,7 @@
-"""Converters for values in configurations of Cosmos-RL's diffusers trainers. keys.py uses them.
+"""Converters for the values of configurations of Cosmos-RL's diffusers trainers. keys.py uses them.
 
-Converters return the recipe value. They raise NoCounterpart with the reason if there is none.
+A converter receives the Cosmos-RL value and the configuration, and returns the recipe value. It raises NoCounterpart
+with the reason if there is none.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from wfm_ds.migrate.config import CosmosConfig, NoCounterpart, choice_converter
 
 
 def model_folder(value: str, source: CosmosConfig) -> str:
-    """Return the model folder. For a name on the Hugging Face Hub, the folder to download it to."""
+    """Return the model folder.
+
+    For a model on the Hugging Face Hub, return the folder that the user must download it to.
+    """
     if not value:
         raise NoCounterpart("empty value")
     if value.startswith((".", "/", "~")) or value.count("/") != 1:
@@ -36,7 +40,10 @@ def zero_stage(_: Any, source: CosmosConfig) -> str:
 
 
 def zero_config_name(shards: int, replicas: int, source: CosmosConfig) -> str:
-    """Return the DeepSpeed JSON for `replicas` copies of the weights in `shards` shards each (-1: one per rank)."""
+    """Return the name of the DeepSpeed config for `replicas` copies of the weights, each split into `shards` shards.
+
+    shards: -1 means one shard per rank.
+    """
     if shards == 1:
         return "zero2"
     if replicas == 1:
@@ -49,14 +56,14 @@ def zero_config_name(shards: int, replicas: int, source: CosmosConfig) -> str:
 
 
 def num_replicas(source: CosmosConfig) -> int:
-    """Return the number of model copies. Each copy may be sharded."""
+    """Return the number of model copies. Each copy may be sharded over several ranks."""
     return int(
         source["policy.parallelism.dp_replicate_size"] * source.settings.get("policy.parallelism.n_init_replicas", 1)
     )
 
 
 def num_data_ranks(source: CosmosConfig) -> int | None:
-    """Return the number of ranks with different data, None if the launcher determines it."""
+    """Return the number of ranks that process different data, None if it depends on the launcher."""
     shards = source["policy.parallelism.dp_shard_size"]
     return int(shards * num_replicas(source)) if shards > 0 else None
 
@@ -153,7 +160,10 @@ def timestep_density(value: str, source: CosmosConfig) -> str:
 
 
 def guidance_scale(value: float, source: CosmosConfig) -> float:
-    """Return w of v_u + w * (v_c - v_u). diffusers' Cosmos pipelines use v_c + g * (v_c - v_u), so w = 1 + g."""
+    """Return the scale w of our guidance v_u + w * (v_c - v_u).
+
+    The Cosmos pipelines of diffusers use v_c + g * (v_c - v_u), so w = 1 + g.
+    """
     if value <= 1:
         return 1.0
     if "cosmos" in source.model:

@@ -1,4 +1,4 @@
-"""The table of Cosmos-RL keys and their recipe keys, used by `python -m wfm_ds.migrate`.
+"""The table that maps Cosmos-RL keys to recipe keys, used by `python -m wfm_ds.migrate`.
 
 Cosmos-RL has two configuration formats for diffusion models: one for its diffusers trainers (`[policy]`, `[train]`,
 ...; SFT and DiffusionNFT) and one for `--wfm-mode` (`[model]`, `[trainer]`, ...; DDRL and SFT). Vision-language models
@@ -27,10 +27,10 @@ ABSENT = object()  # a marker, since any value may be a default
 
 @dataclass(frozen=True, slots=True)
 class KeyMapping:
-    """A Cosmos-RL key and its recipe key, or several recipe keys if `convert` returns a tuple.
+    """Mapping of a Cosmos-RL key to a recipe key, or to several recipe keys if `convert` returns a tuple.
 
-    `default` is Cosmos-RL's default. The recipe states it explicitly, because wfm_ds may have another default. A key
-    may have several mappings.
+    default: Cosmos-RL's default value. It is written to the recipe, because the default in wfm_ds may differ.
+    A Cosmos-RL key may have several mappings.
     """
 
     cosmos_key: str

@@ -1,6 +1,7 @@
 """Convert the rewards of a Cosmos-RL configuration to entries of reward.functions.
 
-Cosmos-RL requests rewards from a service that returns named outputs; `score_key` names one output, or a sum of several.
+Cosmos-RL requests rewards from a service, which returns several named outputs. `score_key` names the output that is the
+score, or several outputs that are summed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ SERVICE_NOTE = (
 
 
 def remote_reward(name: str, output: str, source: CosmosConfig) -> dict[str, Any]:
-    """Return the entry of a service's reward. `output`: the output, or sum of outputs, used as score."""
+    """Return the entry for a reward that Cosmos-RL's service computes.
+
+    output: the name of the output used as score, or a sum of several.
+    """
     source.add_note(SERVICE_NOTE)
     return {"name": f"remote/{name}", "options": {"output": output}}
 
 
 def convert_named_rewards(value: list[dict[str, Any]] | None, source: CosmosConfig) -> list[dict[str, Any]]:
-    """Convert the list of rewards with a score_key each; None if the configuration has no list."""
+    """Convert rewards given as a list of tables with `name` and `score_key`.
+
+    value: None if the configuration has no list.
+    """
     if not source[USE_REMOTE]:
         if value is None:
             raise NoCounterpart("the rewards are computed by functions in the user's script")
@@ -47,7 +54,7 @@ def _reward_entry(function: dict[str, Any], source: CosmosConfig) -> dict[str, A
 
 
 def convert_weighted_rewards(value: dict[str, float], source: CosmosConfig) -> list[dict[str, Any]]:
-    """Convert the older form {name: weight}. The service's output has the name of the reward."""
+    """Convert rewards given in the older form {name: weight}. The output used as score has the name of the reward."""
     functions = [
         (remote_reward(name, name, source) if source[USE_REMOTE] else {"name": name}) | {"weight": weight}
         for name, weight in value.items()
@@ -56,7 +63,10 @@ def convert_weighted_rewards(value: dict[str, float], source: CosmosConfig) -> l
 
 
 def convert_wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
-    """Convert the rewards of the wfm mode. Each has separate advantages, so each entry has its own clip."""
+    """Convert the rewards of a wfm mode configuration.
+
+    Advantages are computed per reward, so each entry has its own clip.
+    """
     functions: list[dict[str, Any]] = []
     service = f"{WFM_REWARD}.remote_reward"
     if source[f"{service}.enabled"]:
@@ -70,7 +80,7 @@ def convert_wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
 
 
 def add_unknown_reward_notes(functions: list[dict[str, Any]], source: CosmosConfig) -> list[dict[str, Any]]:
-    """Add a note for each local reward that wfm_ds lacks. Returns the unchanged list."""
+    """Add a note for each local reward that is not part of wfm_ds. Returns `functions` unchanged."""
     from wfm_reward import registry
 
     local = {function["name"] for function in functions if not function["name"].startswith("remote/")}

@@ -1,6 +1,6 @@
-"""The length of a run in steps. Cosmos-RL counts epochs, so the data set must be counted.
+"""The length of a run in steps. Cosmos-RL counts epochs, so the samples of the data set must be counted.
 
-This needs the data on this machine; otherwise `--steps` sets the length.
+If the data is not on this machine, the user must set the length with `--steps`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLICY_TABLE = "train.train_policy"
 
 
 def run_steps(_: Any, source: CosmosConfig) -> int:
-    """Return --steps if set, else the minimum of max_num_steps and the steps of all epochs."""
+    """Return --steps if it is set, else the steps of all epochs, but at most max_num_steps."""
     if source.steps is not None:
         return source.steps
     max_steps = source.settings.get("train.max_num_steps")
@@ -35,7 +35,7 @@ def run_steps(_: Any, source: CosmosConfig) -> int:
 
 
 def epoch_steps(source: CosmosConfig) -> int | None:
-    """Return the optimizer steps (SFT) or RL steps of all epochs, None if the data cannot be counted."""
+    """Return the number of optimizer steps (SFT) or RL steps in all epochs, None if the data cannot be counted."""
     samples, ranks = num_samples(source), num_data_ranks(source)
     if samples is None or ranks is None:
         return None

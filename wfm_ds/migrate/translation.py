@@ -1,6 +1,6 @@
 """Convert a Cosmos-RL configuration of a diffusion or vision-language model to a recipe.
 
-Each key becomes a recipe key, or a comment gives the reason why not.
+Each key is converted to a recipe key, or the recipe contains a comment with the reason why not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REQUIRED_FOR_RL = {"reward.functions": "the rewards, e.g. [{name: ocr}]"}
 
 @dataclass(slots=True)
 class Migration:
-    """A recipe as dotted keys, and what happened to every key of the configuration."""
+    """The converted recipe as dotted keys, and a record of how each key of the configuration was handled."""
 
     mode: str
     values: dict[str, Any]
@@ -59,7 +59,7 @@ class Migration:
 
 
 def render_key_table() -> str:
-    """Return the table of keys as Markdown."""
+    """Return a Markdown table of all supported Cosmos-RL keys and their recipe keys."""
     lines = [f"| `{row.cosmos_key}` | {' '.join(f'`{key}`' for key in row.targets)} |" for row in KEY_MAPPINGS]
     return "\n".join(["| Cosmos-RL | recipe |", "|---|---|", *dict.fromkeys(lines)]) + "\n"
 
@@ -75,9 +75,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def migrate_config(config: Mapping[str, Any], *, steps: int | None = None) -> Migration:
-    """Convert a configuration. `steps` overrides the run length.
+    """Convert a configuration. steps: run length that overrides the configuration's.
 
-    Raises RecipeError if it trains another kind of model, or a vision-language model without annotations.
+    Raises RecipeError if the configuration trains a kind of model that is not supported, or a vision-language model
+    without annotations.
     """
     settings, renamed = rename_old_keys(flatten_tables(config))
     mode = detect_mode(settings)
@@ -108,7 +109,7 @@ def migrate_config(config: Mapping[str, Any], *, steps: int | None = None) -> Mi
 
 
 def list_required_keys(mode: str) -> dict[str, str]:
-    """Return the required recipe keys of the mode, with descriptions."""
+    """Return {required recipe key: description} for the mode."""
     if mode == VLM_SFT:
         without_sampling = {key: what for key, what in REQUIRED.items() if not key.startswith("sampling.")}
         return without_sampling | REQUIRED_FOR_LANGUAGE
@@ -116,7 +117,7 @@ def list_required_keys(mode: str) -> dict[str, str]:
 
 
 def flatten_tables(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables to dotted keys. Lists and the WHOLE_TABLES remain single values."""
+    """Flatten nested tables to dotted keys. Lists and the tables in WHOLE_TABLES remain single values."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"
@@ -127,7 +128,7 @@ def flatten_tables(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def rename_old_keys(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings under current key names, and a message for each replaced name."""
+    """Return the settings with current key names, and a message for each key that was renamed."""
     current: dict[str, Any] = {}
     messages: list[str] = []
     for name, value in settings.items():
@@ -148,7 +149,7 @@ def rename_old_keys(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
 
 
 def detect_mode(settings: Mapping[str, Any]) -> str:
-    """Return the algorithm and trainer of the configuration. Raises RecipeError if it is not supported."""
+    """Return the mode (algorithm and trainer) of the configuration. Raises RecipeError if it is not supported."""
     tables = {key.partition(".")[0] for key in settings}
     if tables & {"model", "trainer", "dataloader_train"}:
         return DDRL if settings.get("model.rl.enabled", True) else WFM_SFT
@@ -173,19 +174,22 @@ def detect_mode(settings: Mapping[str, Any]) -> str:
 
 
 def is_vision_model(settings: Mapping[str, Any]) -> bool:
-    """Return whether the language model is multimodal, judged by LLaVA annotations or the model name."""
+    """Return whether the language model is a vision-language model.
+
+    It is one if it has LLaVA annotations or a typical model name.
+    """
     name = str(settings.get("policy.model_name_or_path", "")).lower()
     return ANNOTATIONS in settings or any(word in name for word in ("-vl", "cosmos-reason"))
 
 
 def should_apply_default(row: KeyMapping, source: CosmosConfig) -> bool:
-    """Return whether the default of a missing key is relevant for this run."""
+    """Return whether the recipe needs Cosmos-RL's default of a key that the configuration does not set."""
     is_lora_key = row.cosmos_key.startswith("policy.lora.")
     return row.default is not ABSENT and (not is_lora_key or source.has_table("policy.lora"))
 
 
 def apply_mapping(row: KeyMapping, value: Any, source: CosmosConfig, migration: Migration) -> bool:
-    """Convert the value and add it to the recipe. Returns False and records the reason on NoCounterpart."""
+    """Convert the value and add it to the recipe. If it has no counterpart, record the reason and return False."""
     try:
         converted = row.convert(value, source)
     except NoCounterpart as reason:
@@ -202,7 +206,7 @@ def apply_mapping(row: KeyMapping, value: Any, source: CosmosConfig, migration: 
 
 
 def render_recipe(migration: Migration, name: str) -> str:
-    """Return the recipe: comments about every key without a mapping, then the sections with placeholders."""
+    """Return the text of the recipe: comments about keys that need attention, then the sections."""
     head = [
         f"{migration.mode}, converted from the Cosmos-RL configuration {name}",
         *comment_section("To be filled in", [f"{key}: {what}" for key, what in migration.missing.items()]),
@@ -223,7 +227,7 @@ def comment_section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def render_sections(migration: Migration) -> str:
-    """Return the sections in schema order, with a comment for each key to be filled in."""
+    """Return the YAML of the sections in schema order, with a comment for each key that the user must fill in."""
     text = ""
     for section in Recipe.model_fields:
         values = {key: value for key, value in migration.values.items() if key.startswith(f"{section}.")}

@@ -1,4 +1,4 @@
-"""Converters for values in configurations of the wfm mode, like diffusers_values.py."""
+"""Converters for the values of wfm mode configurations (see diffusers_values.py)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def random_weights(value: str, source: CosmosConfig) -> str:
 
 
 def num_model_copies(source: CosmosConfig) -> int:
-    """Return the number of model copies. Each generates `batch_size` samples at once and has different data."""
+    """Return the number of model copies.
+
+    Each copy processes different data and generates `batch_size` samples at a time.
+    """
     data_parallel = max(
         source.settings.get("model_parallel.data_parallel_size", -1), 1
     )  # -1: derived from the other sizes
@@ -49,7 +52,11 @@ def num_model_copies(source: CosmosConfig) -> int:
 
 
 def groups_per_step(_: Any, source: CosmosConfig) -> int:
-    """Return the groups per optimizer step. Several model copies form a group; gradients of rounds accumulate."""
+    """Return the number of groups per optimizer step.
+
+    In Cosmos-RL, several model copies generate one group together, and gradients accumulate over grad_accum_iter
+    rounds.
+    """
     copies = num_model_copies(source)
     if copies % source["model.rl.num_rollout"]:
         raise NoCounterpart(f"{copies} model copies are not a multiple of model.rl.num_rollout")
@@ -86,7 +93,7 @@ def gradient_checkpointing(value: str, source: CosmosConfig) -> bool:
 
 
 def power_ema(_: Any, source: CosmosConfig) -> tuple[float, int]:
-    """Return (ema.decay, ema.every) for a power-law average (arXiv 2312.02696)."""
+    """Return (ema.decay, ema.every) that approximate a power-law average (arXiv 2312.02696)."""
     if not source["model.ema.enabled"]:
         raise NoCounterpart("omit the section `ema`")
     width = float(source["model.ema.rate"]) ** -2
@@ -101,7 +108,7 @@ def power_ema(_: Any, source: CosmosConfig) -> tuple[float, int]:
 
 
 def landscape_size(value: list[int], source: CosmosConfig) -> tuple[int, int]:
-    """Return (height, width) of a size with the width first, as in the published configurations."""
+    """Return (height, width) of a size [width, height]. The published configurations list the width first."""
     if value[0] > value[1]:
         source.add_note(
             f"sampling.height and width: video_size {value} is read as width {value[0]}, height {value[1]}; Cosmos-RL "
@@ -121,7 +128,7 @@ def first_value(value: list[int], _: CosmosConfig) -> int:
 
 
 def callback_settings(value: list[dict[str, Any]], _: CosmosConfig) -> tuple[Any, Any]:
-    """Return (grad_clip, steps between samples)."""
+    """Return the settings of Cosmos-RL's callbacks: (maximum gradient norm, steps between sample images)."""
     arguments = {str(entry.get("name")): entry.get("args", {}) for entry in value}
     names = [name for name in ("every_n_sample_ema", "every_n_sample_reg") if name in arguments]
     every = [arguments[name].get("every_n", 0) for name in names]

@@ -44,7 +44,7 @@ MAX_SIZE_MULTIPLE = 1024  # largest multiple of height and width to try, in pixe
 
 @dataclass(frozen=True, slots=True)
 class NegativeText:
-    """A negative prompt, or the "" that replaces a dropped caption. Encoded with `encode_negative_text`."""
+    """A negative prompt, or the empty string that replaces a dropped caption. Encoded with `encode_negative_text`."""
 
     text: str
 
@@ -59,13 +59,13 @@ class DiffusionModel(ABC):
     pipeline_classes: ClassVar[tuple[str, ...]]  # values of _class_name in model_index.json
     conditioning_keys: ClassVar[frozenset[str]]  # keys that encode_text returns and denoise expects
     default_lora_targets: tuple[str, ...]  # suffixes of linear layers; {} is a block number
-    lora_layer_names: ClassVar[tuple[LoraLayerName, ...]] = ()  # layer names in other tools
-    comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # that: original names
+    lora_layer_names: ClassVar[tuple[LoraLayerName, ...]] = ()  # layer names in LoRA files of other tools
+    comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # original layer names
     required_components: ClassVar[tuple[str, ...]]  # components that must not be null in model_index.json
     block_classes: ClassVar[tuple[type[nn.Module], ...]]  # for gradient checkpointing, ZeRO-3 leaves, torch.compile
     is_video: ClassVar[bool] = False  # pixels [B,3,F,H,W], latents [B,C,T,h,w], also for one frame
     prompt_templates: ClassVar[tuple[str, ...]] = ()  # choices for the recipe if the pipeline wraps prompts
-    default_image_size: ClassVar[int | None] = None  # in pixels; if the config has no sample_size
+    default_image_size: ClassVar[int | None] = None  # in pixels, if the config has no sample_size
     has_guardrail: ClassVar[bool] = False  # whether the pipeline has a safety checker
     input_specs: ClassVar[Mapping[str, InputSpec]] = {}  # the inputs that data.inputs may name: actions, c2w, ...
     # Defaults of the family. An instance may override them, depending on the loaded pipeline.
@@ -125,7 +125,7 @@ class DiffusionModel(ABC):
 
     @classmethod
     def component_overrides(cls, folder: Path) -> dict[str, Any]:
-        """Return components that replace those named in model_index.json, for types that diffusers would reject."""
+        """Return components to use instead of those in model_index.json, for classes that diffusers would reject."""
         return {}
 
     @classmethod
@@ -135,12 +135,14 @@ class DiffusionModel(ABC):
 
     @classmethod  # noqa: B027, optional hook
     def check_folder(cls, folder: Path) -> None:
-        """Raise ModelError if a pipeline of a supported class cannot be loaded. Called before loading."""
+        """Raise ModelError if this pipeline folder is not supported although its pipeline class is.
+
+        Called before loading.
+        """
 
     @classmethod
     def placeholder_components(cls) -> dict[str, Any]:
-        """Return stand-ins for unloaded components that the pipeline's constructor accesses, for loading on the meta
-        device."""
+        """Return stand-ins for components that the pipeline's constructor reads, for loading on the meta device."""
         return {}
 
     @classmethod
@@ -150,11 +152,14 @@ class DiffusionModel(ABC):
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """Return the default guidance scale w, from model_index.json and the call's default arguments."""
+        """Return the default guidance scale w.
+
+        index: content of model_index.json. call: default arguments of the pipeline's __call__.
+        """
         return float(call.get("guidance_scale", 1.0))
 
     def extract_denoiser(self, pipeline: Any) -> nn.Module:
-        """Return the module that the engine trains. It contains all of `denoiser_components`."""
+        """Return the module that the engine trains: one network, or a module with all of `denoiser_components`."""
         denoiser: nn.Module = pipeline.transformer
         return denoiser
 
@@ -173,9 +178,10 @@ class DiffusionModel(ABC):
             part.to(self.device)
 
     def prepare_for_lora(self, targets: Sequence[str]) -> None:  # noqa: B027, optional hook
-        """Prepare for adapters on the layers with these suffixes. All other layers of the denoiser stay frozen.
+        """Prepare the model for LoRA adapters on the linear layers with name suffixes `targets`.
 
-        A family may then move computations of frozen layers into encode_text, which runs once per prompt.
+        All other layers of the denoiser stay frozen. A family may move computations of frozen layers into encode_text,
+        which runs only once per prompt.
         """
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:  # noqa: B027, optional hook
@@ -186,18 +192,19 @@ class DiffusionModel(ABC):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Name patterns of denoiser parameters that never receive a gradient.
+        """Shell patterns for the names of denoiser parameters that never receive a gradient.
 
-        Full training does not change them, exports copy them from the base model, and adapters on them have no effect.
+        Full training does not change these parameters, exports copy them from the base model, and adapters on them have
+        no effect.
         """
         return ()
 
     def parameter_component(self, name: str) -> str:
-        """Return the expert that a denoiser parameter belongs to; "" if there is one network."""
+        """Return the name of the expert that contains a denoiser parameter, or "" if the denoiser is one network."""
         return name.partition(".")[0] if len(self.denoiser_components) > 1 else ""
 
     def find_unused_parameters(self) -> frozenset[str]:
-        """Return the denoiser parameters that match `unused_parameter_patterns`."""
+        """Return the names of the denoiser parameters that match `unused_parameter_patterns`."""
         return frozenset(
             name
             for name, _ in self.unwrapped_denoiser.named_parameters()
@@ -207,15 +214,16 @@ class DiffusionModel(ABC):
     def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
         """Return the text to encode for pixels of this size. Some pipelines append the size to the prompt.
 
-        negative: the text is a negative prompt.
+        negative: whether `text` is a negative prompt.
         """
         return text
 
     @abstractmethod
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Encode B >= 1 prompts to tensors [B, ...] by name, in the encoders' dtype, masks int64. No gradient.
+        """Encode B >= 1 prompts. Return tensors [B, ...] by name, without gradient.
 
-        Does not include negative prompts; guidance encodes them separately.
+        Embeddings have the dtype of the text encoders, masks are int64. Negative prompts are encoded separately, with
+        encode_negative_text.
         """
 
     def encode_negative_text(self, texts: Sequence[str]) -> Conditioning:
@@ -228,7 +236,7 @@ class DiffusionModel(ABC):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Encode the inputs of B samples to conditioning [B, ...] under `optional_conditioning_keys`.
+        """Encode the inputs of B samples. Return tensors [B, ...] with keys from `optional_conditioning_keys`.
 
         inputs: one mapping per sample, with names from `input_specs`. num_frames, size (height, width): in pixels.
         Raises ValueError for arrays that the loaded checkpoint cannot use.
@@ -236,19 +244,19 @@ class DiffusionModel(ABC):
         return {}
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the conditioning that every sample has in addition to its text, without the batch axis.
+        """Return the shapes (without batch axis) of the conditioning tensors that every sample has besides its text.
 
-        For memory estimates, given the shape of a sample's latents.
+        shape: shape of one sample's latents. Used for memory estimates.
         """
         return {}
 
     @property
     def supports_clean_frames(self) -> bool:
-        """Return whether the first latent frames of a sample may be clean."""
+        """Return whether the family supports conditioning frames: clean latents as the first frames of a sample."""
         return self.uses_clean_frames and max(self.conditioning_frame_counts) > 0
 
     def clean_frame_range(self, num_frames: tuple[int, int]) -> tuple[int, int]:
-        """Return the minimum and maximum number of clean latent frames.
+        """Return the minimum and maximum number of conditioning frames, in latent frames.
 
         num_frames: the recipe's algorithm.min_num_conditional_frames and max_num_conditional_frames.
         """
@@ -272,7 +280,7 @@ class DiffusionModel(ABC):
         return None
 
     def text_cache_key(self) -> dict[str, Any]:
-        """Return everything except the text that determines the text conditioning, as JSON values."""
+        """Return everything that text conditioning depends on besides the text, as JSON values."""
         dtypes = {str(next(encoder.parameters()).dtype) for encoder in self.text_encoders().values()}
         return {
             "family": self.family,
@@ -282,12 +290,12 @@ class DiffusionModel(ABC):
         }
 
     def latent_cache_key(self) -> dict[str, Any]:
-        """Return everything except the pixels that determines the result of encode_pixels, as JSON values."""
+        """Return everything that the latents from encode_pixels depend on besides the pixels, as JSON values."""
         dtype = str(next(self.pipeline.vae.parameters()).dtype)
         return {"family": self.family, "parts": fingerprint_folders(self.path, ["vae"]), "dtype": dtype}
 
     def components_with_prefix(self, prefix: str) -> dict[str, Any]:
-        """Return the pipeline components with this name prefix, without absent ones."""
+        """Return the pipeline components with names that start with `prefix`. Skips components that are None."""
         parts = self.pipeline.components.items()
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
@@ -296,7 +304,7 @@ class DiffusionModel(ABC):
         return self.components_with_prefix("text_encoder")
 
     def text_folders(self) -> list[str]:
-        """Return the pipeline subfolders that determine text embeddings: encoders and tokenizers."""
+        """Return the names of the pipeline subfolders that text embeddings depend on: text encoders and tokenizers."""
         return [*self.text_encoders(), *self.components_with_prefix("tokenizer")]
 
     def drop_text_encoders(self) -> None:
@@ -305,24 +313,25 @@ class DiffusionModel(ABC):
             setattr(self.pipeline, name, None)
 
     def move_text_encoders(self, device: torch.device | str) -> None:
-        """Move only the text encoders: to the host while they are idle, and back."""
+        """Move only the text encoders to `device`, for example to the CPU while they are idle."""
         for encoder in self.text_encoders().values():
             encoder.to(device)
 
     def resolve_negative_prompt(self, negative_text: str | None = None) -> str:
-        """Return the negative prompt for guidance: the given one, or the pipeline's default for None."""
+        """Return the negative prompt for guidance: `negative_text`, or the pipeline's default if it is None."""
         return "" if negative_text is None else negative_text
 
     @staticmethod
     def repeat_conditioning(conditioning: Conditioning, k: int) -> Conditioning:
-        """Repeat each row k times in succession. Equals encoding each prompt k times."""
+        """Repeat each row k times, like torch.repeat_interleave. The result equals encoding each prompt k times."""
         return {name: tensor.repeat_interleave(k, dim=0) for name, tensor in conditioning.items()}
 
     @staticmethod
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
         """Concatenate conditioning along the batch axis.
 
-        Raises ValueError for different shapes. Families with texts of variable length override it and pad.
+        Raises ValueError if the shapes differ. Families with texts of variable length override this method and pad the
+        texts.
         """
         for name in rows[0]:
             shapes = {tuple(row[name].shape[1:]) for row in rows}
@@ -357,7 +366,10 @@ class DiffusionModel(ABC):
         return len(pixels) if self.device.type == "cpu" else vae.max_batch_size(self.pipeline.vae, height * width)
 
     def encode_uint8(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
-        """Encode images [H,W,3] or videos [F,H,W,3] of one shape to latents. Images count as videos of one frame."""
+        """Encode images [H,W,3] or videos [F,H,W,3] of one shape to latents.
+
+        Video families treat an image as a video of one frame.
+        """
         videos = [torch.from_numpy(m if m.ndim == 4 else m[None]) for m in media]
         frames = copy_to_device(torch.stack(videos), self.device)
         pixels = frames.permute(0, 4, 1, 2, 3).float() / 255
@@ -406,7 +418,7 @@ class DiffusionModel(ABC):
         return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low)
 
     def check_denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> None:
-        """Raise ValueError if arguments of `denoise` are invalid. Nothing is broadcast."""
+        """Raise ValueError if arguments of `denoise` are invalid. Batch sizes must be equal; nothing is broadcast."""
         count = latents.shape[0]
         if latents.dtype != torch.float32:
             raise ValueError(f"latents must be float32, got {latents.dtype}")
@@ -435,7 +447,7 @@ class DiffusionModel(ABC):
         """
 
     def size_multiple(self, num_frames: int = 1) -> int:
-        """Return the number that height and width must be multiples of: the smallest valid size."""
+        """Return the number that height and width must be multiples of, found as the smallest supported size."""
 
         def exists(size: int) -> bool:
             try:
@@ -471,10 +483,10 @@ class DiffusionModel(ABC):
         return grid
 
     def rollout_sigmas(self, sampling: SamplingRecipe) -> Tensor:
-        """Return the sigmas of the recipe's rollouts, in the format of `sigmas`.
+        """Return the sigmas for rollouts with the recipe's `sampling` section, in the format of `sigmas`.
 
-        Raises ModelError if the scheduler has no fixed shift but sampling.grid needs one, ValueError for an unsupported
-        size.
+        Raises ModelError if sampling.grid needs a fixed shift and the scheduler has none, and ValueError for an
+        unsupported size.
         """
         num_steps, shape = sampling.steps, self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         if sampling.grid == "stock":
@@ -521,7 +533,7 @@ class DiffusionModel(ABC):
         return None if shift is None else float(shift)
 
     def text_call_kwargs(self) -> dict[str, Any]:
-        """Return the pipeline call arguments that determine how prompts are encoded."""
+        """Return the pipeline call arguments that change the encoding of prompts."""
         return {"max_sequence_length": self.max_sequence_length}
 
     def export_call_kwargs(self) -> dict[str, Any]:
@@ -533,15 +545,15 @@ class DiffusionModel(ABC):
         return {**self.text_call_kwargs(), **guidance}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return pipeline call arguments that reproduce our sampling, without prompts, steps and noise.
+        """Return pipeline call arguments that reproduce sampling with guidance scale w.
 
-        num_frames only matters for video families.
+        They do not include prompts, steps and noise. num_frames only matters for video families.
         """
         return {"guidance_scale": w, "height": height, "width": width, **self.text_call_kwargs()}
 
 
 def pipeline_call_default(pipeline: Any, name: str) -> Any:
-    """Return the default of an argument of the pipeline's __call__. Its helper methods may have other defaults."""
+    """Return the default value of an argument of the pipeline's __call__."""
     return inspect.signature(type(pipeline).__call__).parameters[name].default
 
 

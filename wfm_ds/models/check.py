@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line per check, with a dash for checks that do not apply.
+    """Run the checks and print one line for each, with a dash for checks that do not apply.
 
     Raises ModelError if the family cannot be loaded.
     """
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def import_case(path: str) -> Case:
-    """Import the Case at `package.module:NAME`. Raises ModelError if it does not exist."""
+    """Import the `Case` that `path` (package.module:NAME) names. Raises ModelError if it does not exist."""
     from wfm_ds.contract.case import Case
 
     module_name, _, name = path.partition(":")

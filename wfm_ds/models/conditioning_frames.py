@@ -41,7 +41,10 @@ class CleanFrames:
 
 
 def get_clean_frames(conditioning: Conditioning) -> CleanFrames | None:
-    """Return the clean frames of a conditioning, or None. Raises ValueError if one of the two keys is missing."""
+    """Return the clean frames in a conditioning, or None if it has no such keys.
+
+    Raises ValueError if only one of the two keys is missing.
+    """
     present = CONDITIONING_FRAME_KEYS & conditioning.keys()
     if not present:
         return None
@@ -53,7 +56,7 @@ def get_clean_frames(conditioning: Conditioning) -> CleanFrames | None:
 
 
 def pad_num_frames(latents: Tensor, num_frames: int) -> Tensor:
-    """Pad latents [..., t,h,w] of the first frames with zeros to [..., T,h,w]."""
+    """Append zero frames to latents [..., t,h,w], so that they have `num_frames` frames."""
     return pad(latents, (0, 0, 0, 0, 0, num_frames - latents.shape[-3]))
 
 

@@ -186,7 +186,10 @@ class Cosmos25(DiffusionModel):
 
 
 def provide_torchvision_resize() -> None:
-    """Provide torchvision's resize to the transformer, which needs it for its padding mask, without torchvision."""
+    """Provide a substitute for torchvision's resize, which the transformer uses to resize its padding mask.
+
+    Without it, diffusers' transformer would need torchvision.
+    """
     if hasattr(transformer_cosmos, "transforms"):
         return
 

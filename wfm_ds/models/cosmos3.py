@@ -1,7 +1,7 @@
 """Cosmos3 (Edge, Nano, Super): Text2World, Image2World, Video2World and forward dynamics (videos from actions).
 
-Only the generation tower of the network is sampled from and trained. The text tower serves as the frozen text encoder
-(cosmos3_towers.py).
+Only the generation tower of the network is trained and used for sampling. The text tower serves as the frozen text
+encoder (cosmos3_towers.py).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TEXT_KEYS = ("text_keys", "text_values", "text_mask")
 ASSUMED_TEXT_TOKENS = 512  # text length for estimates; the pipeline does not truncate text
 UNUSED_HEADS = ("audio_*", "action_proj_out.*")  # heads for audio and action prediction, which is not supported
 ACTION_LAYERS = ("action_*",)
-SYSTEM_PROMPTS = {True: _SYSTEM_PROMPT_IMAGE, False: _SYSTEM_PROMPT_VIDEO}  # by whether the sample is an image
+SYSTEM_PROMPTS = {True: _SYSTEM_PROMPT_IMAGE, False: _SYSTEM_PROMPT_VIDEO}  # key: whether the sample is an image
 
 
 class Cosmos3(DiffusionModel):
-    """Network time: 1000 * sigma. Network output: the velocity. Prompts state the size and the duration."""
+    """Network time: 1000 * sigma. Network output: the velocity. Prompts contain the size and the duration."""
 
     family = "cosmos3"
     pipeline_classes = ("Cosmos3OmniPipeline",)
@@ -55,7 +55,10 @@ class Cosmos3(DiffusionModel):
     has_guardrail = True
 
     def __init__(self, pipeline: Any, path: Path, *, max_sequence_length: int | None = None, **options: Any) -> None:
-        """Split the network into its towers. Raises ModelError for a max_sequence_length, which the pipeline lacks."""
+        """Split the network into its towers.
+
+        Raises ModelError if max_sequence_length is set, because the pipeline has no such argument.
+        """
         if max_sequence_length is not None:
             raise ModelError(f"{path}: Cosmos3 does not truncate prompts; remove model.max_sequence_length")
         super().__init__(pipeline, path, max_sequence_length=ASSUMED_TEXT_TOKENS, **options)
@@ -101,11 +104,11 @@ class Cosmos3(DiffusionModel):
         guardrail.require_safe_prompts(self.pipeline.safety_checker, prompts)
 
     def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """Add the pipeline's system prompt (on its own line) and sentences with size and duration.
+        """Add the pipeline's system prompt (on its own line) and its sentences about size and duration.
 
-        Negative prompts get the inverse sentences. With actions, the prompt becomes a JSON object with size and
-        duration and the agent's viewpoint, and negative prompts stay unchanged. A prompt that is already a JSON object
-        is kept; it may name another viewpoint.
+        Negative prompts get the pipeline's inverse sentences. For models with actions, a prompt becomes a JSON object
+        with size, duration and the agent's viewpoint, unless it already is a JSON object, and negative prompts get no
+        sentences.
         """
         is_image = num_frames == 1
         if "actions" not in self.input_names:
@@ -132,9 +135,10 @@ class Cosmos3(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return text_keys and text_values [B,L,G,K,D] of all text tower layers and text_mask [B,L].
+        """Return text_keys and text_values [B,L,G,K,D] from all layers of the text tower, and text_mask [B,L].
 
-        Shorter prompts are padded with zeros. Raises ValueError for an empty list.
+        L text tokens, G layers, K key-value heads, D channels per head. Shorter prompts are padded with zeros. Raises
+        ValueError for an empty list.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
@@ -224,7 +228,10 @@ class Cosmos3(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / 4 + 1, H / f, W / f). Partial patches are allowed: only the VAE sets the multiple."""
+        """Return (C, (F - 1) / 4 + 1, H / f, W / f).
+
+        Height and width must be multiples of the VAE factor f, but not of the patch size: partial patches are padded.
+        """
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
         if rest or num_frames < 1:

@@ -1,9 +1,9 @@
 """The text tower and the generation tower of a Cosmos3 transformer as separate modules.
 
 In each layer, video tokens attend to each other and to the keys and values of the text. The text does not attend to the
-video and does not depend on time, so the text tower's output is an embedding that is computed one time per text. Only
-the generation tower, half of the parameters, is trained and sampled from. Parameters keep their names from diffusers'
-Cosmos3OmniTransformer, and results equal its forward, extended to batches.
+video and does not depend on time, so the text tower's output is an embedding that is computed only once per text. Only
+the generation tower, half of the parameters, is trained and used for sampling. Parameters keep their names from
+diffusers' Cosmos3OmniTransformer. Outputs equal those of its forward, and batches are supported in addition.
 
 Shapes: B samples, L text tokens, N video and action tokens, G layers, H heads, K key-value heads, D channels per head,
 W channels per token, A channels per action.
@@ -35,7 +35,7 @@ TEXT_TOWER_LAYERS = (
 
 
 def split_towers(transformer: Any) -> tuple[TextTower, GenerationTower]:
-    """Split a diffusers transformer into its towers. They take over its weights; do not use it afterwards."""
+    """Split a diffusers transformer into its two towers. They reuse its weights; do not use it afterwards."""
     text = TextTower(transformer)
     with torch.device("meta"):
         tower: GenerationTower = GenerationTower.from_config(transformer.config)
@@ -81,7 +81,7 @@ class TextLayer(nn.Module):
 
 
 class TextAttention(nn.Module):
-    """Causal text attention. Some networks normalize the keys for the video separately."""
+    """Causal text attention. Some networks have a separate norm for the keys that the video attends to."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -106,8 +106,8 @@ class TextAttention(nn.Module):
 class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
     """The denoising tower.
 
-    It has the configuration of the diffusers network and those parameters that video, time and actions use, plus the
-    heads of modalities that are not trained here.
+    It has the same configuration as the diffusers network. Its parameters are those for video, time and actions, and
+    the heads of modalities that are not trained here.
     """
 
     fps: float = 24.0  # frames per second of all videos
@@ -136,11 +136,13 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         actions: Tensor | None = None,
         domain: Tensor | None = None,
     ) -> tuple[Tensor]:
-        """Return a tuple with the velocity [B,C,T,h,w], as diffusers networks do. Latents have the compute dtype.
+        """Return a tuple with the velocity [B,C,T,h,w], as diffusers networks do.
 
-        time: [B] float32, 1000 * sigma. free: [B,T], 1 on noisy frames, 0 on conditioning frames.
+        latents: [B,C,T,h,w] in the compute dtype. time: [B] float32, 1000 * sigma.
+        free: [B,T], 1 on noisy frames, 0 on conditioning frames.
         text_keys, text_values: [B,L,G,K,D]. text_mask: [B,L] int64, 0 on padding.
-        actions: [B,F-1,A], clean; row i leads from frame i to frame i + 1. domain: [B] int64, selects their weights.
+        actions: [B,F-1,A], clean; row i leads from frame i to frame i + 1.
+        domain: [B] int64, selects the network's weights for the actions.
         """
         shape, dtype = latents.shape, latents.dtype
         num_frames, rows, columns = token_grid(self.config, shape[2:])
@@ -207,7 +209,10 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return torch.stack([time, torch.zeros(count), torch.zeros(count)])
 
     def temporal_positions(self, index: Tensor, rate: float) -> Tensor:
-        """Return the time positions of items of a stream with `rate` items per second."""
+        """Return the time positions of items (latent frames or actions) with these indices.
+
+        rate: number of items per second of video.
+        """
         if not self.config.enable_fps_modulation or len(index) == 1:
             return index.float()
         positions: Tensor = index.float() / rate * (self.config.base_fps / self.temporal_compression)

@@ -27,11 +27,14 @@ class PendingPixels:
 
     @property
     def is_pending(self) -> bool:
-        """Whether decoding may still run on another stream, so that the caller should do other work before `wait`."""
+        """Whether decoding may still be running on another stream. If so, do other work before calling `wait`."""
         return self.done_event is not None
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Return uint8 [n,H,W,3] (videos [n,F,H,W,3], no samples [0]) and B flags whether samples were finite."""
+        """Wait for decoding. Return the n decoded samples and, for all B samples, whether they are finite.
+
+        Samples are uint8 [n,H,W,3], or [n,F,H,W,3] for videos, or [0] if n is 0. The flags are booleans.
+        """
         if self.done_event is not None:
             self.done_event.synchronize()
         pixels = [np.ascontiguousarray(part.movedim(1, -1).numpy()) for part in self.pixels]
@@ -47,10 +50,10 @@ def get_decode_stream(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def run_on_decode_stream(device: torch.device, latents: Tensor) -> Iterator[Any]:
-    """Run the body on the decoding stream: after all work queued so far, in parallel with later work.
+    """Run the `with` block on the decoding stream, after all work queued so far and in parallel with later work.
 
-    latents: the tensor from the caller's stream that the body reads. Yields the event that marks the end of the body;
-    None on a CPU.
+    latents: the tensor from the caller's stream that the block reads. Yields the event that marks the end of the block,
+    or None on a CPU.
     """
     stream = get_decode_stream(device)
     if stream is None:

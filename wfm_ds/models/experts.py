@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Experts(nn.Module):
-    """Networks of one architecture, in expert order. Parameter names are NAME.PARAMETER.
+    """Networks of one architecture, in expert order. Parameters are named EXPERT.PARAMETER.
 
     Implements the methods of diffusers models that an engine needs, for all experts.
     """

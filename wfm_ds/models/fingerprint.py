@@ -14,10 +14,10 @@ UNUSED_WEIGHT_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".msgpack", 
 
 
 def fingerprint_folders(folder: Path, parts: Iterable[str]) -> str:
-    """Return a hex digest of these subfolders.
+    """Return a hex digest of the subfolders `parts` of a pipeline folder.
 
-    Configs and tokenizer files are hashed completely; weight files that would be loaded by size, header, first and last
-    MiB. Raises ModelError if a file cannot be read.
+    Configs and tokenizer files are hashed completely. For weight files, only size, header, first MiB and last MiB are
+    hashed; files that would not be loaded are skipped. Raises ModelError if a file cannot be read.
     """
     digest = hashlib.sha256()
     for part in sorted(parts):

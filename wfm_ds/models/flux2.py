@@ -73,7 +73,10 @@ class Flux2(DiffusionModel):
     block_classes = (Flux2TransformerBlock, Flux2SingleTransformerBlock)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Also read the embedded guidance. Raises ModelError if call.json has an invalid guidance scale."""
+        """Construct the model and read its embedded guidance.
+
+        Raises ModelError if call.json has an invalid guidance scale.
+        """
         super().__init__(*arguments, **options)
         if self.config.guidance_embeds and self.embedded_guidance is None:
             self.embedded_guidance = self.read_embedded_guidance()
@@ -93,7 +96,7 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def component_overrides(cls, folder: Path) -> dict[str, Any]:
-        """Load only the tokenizer of dev. Its folder holds an image processor too, which needs torchvision."""
+        """Load only the tokenizer of dev: the image processor in the same folder would need torchvision."""
         _, name = read_json(folder / "model_index.json")["tokenizer"]
         if not str(name).endswith("Processor"):
             return {}
@@ -107,7 +110,7 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """Return the default of klein; 1 for distilled networks and for dev, which has embedded guidance."""
+        """Return the pipeline's default for klein, and 1 for distilled networks and for dev (embedded guidance)."""
         unguided = index.get("is_distilled") or index["_class_name"] == "Flux2Pipeline"
         return 1.0 if unguided else super().default_guidance_scale(index, call)
 
@@ -187,7 +190,7 @@ class Flux2(DiffusionModel):
         return None if self.embedded_guidance is None else torch.full_like(sigma, self.embedded_guidance)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (4 C, H / 2 f, W / 2 f), where 4 C is the channels of a patch."""
+        """Return (4 C, H / (2 f), W / (2 f)): patches of 2 x 2 VAE latents with C channels. f: VAE factor."""
         require_image(self.family, num_frames)
         multiple = PATCH_SIZE * self.pipeline.vae_scale_factor
         require_multiples(height, width, multiple)
@@ -202,7 +205,7 @@ class Flux2(DiffusionModel):
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Raises ModelError if w is not 1 for dev, which only supports embedded guidance."""
+        """Raises ModelError for FLUX.2-dev if w is not 1, because its pipeline only supports embedded guidance."""
         call = super().pipeline_call_kwargs(w, height, width, num_frames)
         if self.embedded_guidance is not None and w != 1:
             raise ModelError(f"{self.path}: this network has embedded guidance; w must be 1, got {w:g}")

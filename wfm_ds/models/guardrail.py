@@ -34,9 +34,9 @@ class NoGuardrail:
 
 
 def load_safety_checker(guardrail: Guardrail, folder: Path) -> Any:
-    """Return the pipeline's `safety_checker` argument. None lets the pipeline build its own checker.
+    """Return the pipeline's `safety_checker` argument. None lets the pipeline create its own checker.
 
-    Raises ModelError if the guardrail is on and its package is missing, so that it is never dropped silently.
+    Raises ModelError if the guardrail is on and its package is missing, so that a run never continues without it.
     """
     from diffusers.utils import is_cosmos_guardrail_available
 
@@ -60,7 +60,7 @@ def require_safe_prompts(safety_checker: Any, prompts: Sequence[str]) -> None:
 
 
 def apply_guardrail(safety_checker: Any, pixels: Tensor) -> Tensor:
-    """Apply the safety checker to videos [B,3,F,H,W] in [0, 1], float32: faces are blurred, rejected videos are black.
+    """Apply the safety checker to float32 videos [B,3,F,H,W] in [0, 1]. It blurs faces and blackens unsafe videos.
 
     Without a guardrail the pixels are returned unchanged and not rounded to 8 bits.
     """

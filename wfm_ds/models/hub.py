@@ -45,7 +45,7 @@ INDEX = "model_index.json"
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 INDEX_NAME = re.compile(r".+\.safetensors\.index(?:\.(?P<variant>\w+))?\.json")
-HUB_PAGES = ("models", "datasets", "spaces")  # page names of the Hub, so not owners: these paths are local folders
+HUB_PAGES = ("models", "datasets", "spaces")  # Hub pages, not owners: `models/x` is a local folder
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 WEIGHTS = ".safetensors"
 PROGRESS_INTERVAL_S = 30.0
@@ -82,7 +82,10 @@ COSMOS_CHECKPOINT_SUFFIX = "_ema_bf16.pt"  # file name suffix of the original Co
 
 
 def cosmos_conversion_command(file: str, name: str) -> str:
-    """Return the command that converts an original Cosmos-Predict2.5 checkpoint. `name` contains the model size."""
+    """Return the command that converts an original Cosmos-Predict2.5 checkpoint.
+
+    file: the checkpoint. name: text that contains the model size.
+    """
     size = "14B" if "14B" in name else "2B"
     return (
         f"python convert_cosmos_to_diffusers.py --transformer_type Cosmos-2.5-Predict-Base-{size} "
@@ -102,7 +105,7 @@ def is_commit(revision: str | None) -> bool:
 def download_index(repo: str, revision: str | None) -> Path:
     """Download model_index.json of a revision and return its snapshot folder, named after the commit.
 
-    Raises ModelError if it is not on the Hub, or not in the cache without a network.
+    Raises ModelError if the file is not on the Hub, or if there is no network and it is not cached.
     """
     with translate_hub_errors(repo, revision), hide_bars_without_terminal():
         try:
@@ -116,7 +119,8 @@ def download_index(repo: str, revision: str | None) -> Path:
 def download_components(repo: str, folder: Path, index: Mapping[str, Any], *, weights: bool = True) -> Path:
     """Download the missing files of a pipeline's components and return the snapshot folder.
 
-    weights: False skips weight files. Raises ModelError like `download_index` and if the disk is too small.
+    index: content of model_index.json. weights: False skips weight files. Raises ModelError like `download_index`, and
+    if the disk is too small.
     """
     commit, parts = folder.name, component_names(index)
     if is_snapshot_complete(repo, folder, parts, weights=weights):
@@ -133,15 +137,15 @@ def download_components(repo: str, folder: Path, index: Mapping[str, Any], *, we
 
 
 def component_names(index: Mapping[str, Any]) -> list[str]:
-    """Return the names of the components in model_index.json that have a folder, without absent ones."""
+    """Return the names of the components in model_index.json that have a folder. Skips components that are null."""
     return [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is not None]
 
 
 def select_files(files: Sequence[str], parts: Sequence[str], *, weights: bool = True) -> list[str]:
-    """Return the files of a repository that are needed to load the pipeline.
+    """Return those of a repository's `files` that are needed to load the pipeline.
 
-    Variant weights (model.fp16.safetensors) are skipped if a component has plain ones (model.safetensors).
-    weights: False skips all weight files.
+    parts: names of the components. weights: False skips all weight files. Variant weights (model.fp16.safetensors) are
+    skipped if a component also has plain ones (model.safetensors).
     """
     plain = {parent_folder(name) for name in files if name.endswith(WEIGHTS) and parse_variant(file_name(name)) is None}
 
@@ -172,9 +176,10 @@ def file_name(name: str) -> str:
 
 
 def is_snapshot_complete(repo: str, folder: Path, parts: Sequence[str], *, weights: bool) -> bool:
-    """Return whether all files of the components exist.
+    """Return whether all files of the components `parts` exist.
 
-    Uses the file list that the last download cached. Without one, every folder must have files and all its shards.
+    Uses the file list that the last download cached. If there is none, each component folder must have files, and every
+    shard that its file names announce.
     """
     try:
         files = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
@@ -311,7 +316,7 @@ def closest_released_repo(path: str) -> str | None:
 
 
 def suggest_released_repo(path: str) -> str:
-    """Return a suggestion for an error message about a missing path: the released pipeline it may refer to."""
+    """Return a hint for the error message about a missing path: the released pipeline with a similar name, or ""."""
     repo = closest_released_repo(path)
     if repo is None or repo == path:
         return ""
@@ -320,7 +325,7 @@ def suggest_released_repo(path: str) -> str:
 
 
 def display_name(folder: Path) -> str:
-    """Return the name of a pipeline folder for messages: its path, or repository and commit."""
+    """Return the name of a pipeline folder for messages: its path, or repository and commit for a Hub snapshot."""
     source = snapshot_origin(folder)
     return str(folder) if source is None else f"{source[0]} @ {source[1][:7]}"
 

@@ -1,4 +1,4 @@
-"""Specification of the inputs of a family in addition to text and conditioning frames."""
+"""Specifications of a family's inputs, other than text and conditioning frames."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ FILE_PATTERNS = ("*.json", "model*.safetensors", "*.txt", "*.jinja", "*.model") 
 
 
 def locate_language_model(path: str, revision: str | None = None) -> Path:
-    """Return the folder of a model; at least config.json is available.
+    """Return the folder of a model. For a Hub repository, only config.json is downloaded.
 
     revision: branch, tag or commit on the Hub. Raises ModelError if there is no such model.
     """
@@ -42,7 +42,7 @@ def locate_language_model(path: str, revision: str | None = None) -> Path:
 
 
 def download_language_model(path: str, revision: str | None = None) -> Path:
-    """Return the folder of a complete model. Downloads missing files from the Hub. Raises ModelError."""
+    """Return the folder of a complete model. Downloads missing files from the Hub. Raises ModelError if that fails."""
     folder = locate_language_model(path, revision)
     if not hub.is_repo_id(path) or is_language_snapshot_complete(path, folder):
         return folder
@@ -56,7 +56,10 @@ def download_language_model(path: str, revision: str | None = None) -> Path:
 
 
 def is_language_snapshot_complete(repo: str, folder: Path) -> bool:
-    """Return whether all files of a snapshot exist, by the cached file list or, without one, by its weight files."""
+    """Return whether all files of a snapshot exist.
+
+    Uses the file list that the last download cached. If there is none, it checks the weight files and the tokenizer.
+    """
     try:
         names = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
     except CachedRepoTreeNotFoundError:

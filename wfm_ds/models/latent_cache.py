@@ -18,7 +18,7 @@ TENSOR_NAME = "latents"  # name of the tensor in an entry
 
 
 class LatentCache:
-    """Latents by image or video and by crop (framing). Thread-safe for reads."""
+    """Latents of images and videos, cached per `Framing` (crop, size and frames). Thread-safe for reads."""
 
     def __init__(self, model: DiffusionModel, store: TensorStore) -> None:
         self._store = store

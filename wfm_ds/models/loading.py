@@ -1,4 +1,4 @@
-"""Load a pipeline from its folder and reject incomplete ones.
+"""Load a pipeline from its folder. Incomplete folders are rejected.
 
 Plain diffusers initializes missing weights randomly and replaces a missing tokenizer by an empty one, so training would
 silently go wrong. Here each network is loaded by its own class, which reports missing weights, and the files of
@@ -47,12 +47,12 @@ def load_pipeline(
 ) -> Any:
     """Load the diffusers pipeline in `folder` to the CPU, offline, from safetensors only.
 
-    component_dtype: returns the dtype of a network by name.
-    extra: components that the folder does not contain.
-    mapped: networks with parameters that stay memory-mapped in their stored dtype (load_network).
-    overrides: components to set after construction, without type checks.
-    Raises ModelError if a required component is null in model_index.json, or if files are missing, damaged or do not
-    match their configs.
+    required: names of components that must not be null in model_index.json.
+    component_dtype: function that returns the dtype of a network, given its name.
+    extra: components that the folder does not contain, by name.
+    mapped: names of networks with parameters that stay memory-mapped in their stored dtype (see load_network).
+    overrides: components by name that are set after construction, without type checks.
+    Raises ModelError if a required component is null, or if files are missing, damaged or do not match their configs.
     """
     index = read_json(folder / "model_index.json")
     absent = [name for name, entry in index.items() if entry == ABSENT_COMPONENT]
@@ -100,7 +100,7 @@ def silence_type_warnings() -> Iterator[None]:
 
 
 def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
-    """Return the class in an entry of model_index.json if it is a diffusers or transformers network, else None."""
+    """Return the class in an entry of model_index.json if it is a diffusers or transformers network, otherwise None."""
     if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in LIBRARIES:
         return None  # a tokenizer, a flag, or an entry that diffusers handles
     member = getattr(importlib.import_module(entry[0]), entry[1], None)
@@ -108,10 +108,11 @@ def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
 
 
 def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped: bool = False) -> torch.nn.Module:
-    """Load one network in evaluation mode, directly in `dtype`. A later cast would ignore modules kept in float32.
+    """Load one network in evaluation mode.
 
-    mapped: keep the parameters in their stored dtype if it is the same for all. They stay memory-mapped and are shared
-    between processes until one writes to them. Buffers are cast to `dtype`.
+    dtype: passed to from_pretrained. A later cast would also convert modules that must stay in float32.
+    mapped: keep the parameters in their stored dtype, if all have the same one. They stay memory-mapped and are shared
+    between processes until one of them writes to them. Buffers are cast to `dtype`.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder} is missing; copy or download the pipeline again")
@@ -135,7 +136,7 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped
 
 
 def weights_dtype(folder: Path) -> torch.dtype | None:
-    """Return the common dtype of a folder's safetensors files; None if mixed."""
+    """Return the common dtype of a folder's safetensors files, or None if the dtypes differ."""
     names: set[str] = set()
     for file in list_weight_files(folder):
         with safe_open(file, "pt") as opened:

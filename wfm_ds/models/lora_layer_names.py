@@ -15,21 +15,21 @@ BLOCK = "{}"  # placeholder for a block number
 
 @dataclass(frozen=True, slots=True)
 class LoraLayerName:
-    """One linear layer of diffusers and the rows of the original layer that it corresponds to."""
+    """A linear layer in diffusers and its counterpart in the original code: a layer, or a slice of a fused layer."""
 
     diffusers: str  # with BLOCK, such as `blocks.{}.attn1.to_q`
     original: str
-    index: int = 0  # slice number, of `num_slices` equal slices along the rows of the original weight
+    index: int = 0  # number of the slice; the rows of the original weight have `num_slices` equal slices
     num_slices: int = 1
 
 
 def map_layers(block: str, original: str, layers: Mapping[str, str]) -> tuple[LoraLayerName, ...]:
-    """Map layers of a diffusers block to the original names. layers: original name by diffusers name."""
+    """Map the layers of a diffusers block to an original block. layers: original names by diffusers name."""
     return tuple(LoraLayerName(f"{block}.{name}", f"{original}.{other}") for name, other in layers.items())
 
 
 def map_fused_layers(block: str, layers: Sequence[str], original: str) -> tuple[LoraLayerName, ...]:
-    """Map several diffusers layers to one fused layer of the original, in this order."""
+    """Map several layers of a diffusers block, in this order, to the slices of one fused original layer."""
     return tuple(LoraLayerName(f"{block}.{layer}", original, i, len(layers)) for i, layer in enumerate(layers))
 
 
@@ -40,19 +40,19 @@ class LoraNameTable:
     names: tuple[LoraLayerName, ...]
 
     def find_original(self, module: str) -> tuple[str, LoraLayerName] | None:
-        """Return the original layer of a diffusers layer and its entry; None if the table lacks it."""
+        """Return the original name of a diffusers layer and its `LoraLayerName`, or None if it is not in the table."""
         return _find_layer(module, self._by_diffusers)
 
     def find_members(self, module: str) -> list[tuple[str, LoraLayerName]]:
-        """Return the diffusers layers of an original layer, in order; [] if the table lacks it.
+        """Return the diffusers layers that make up an original layer, in order, or [] if it is not in the table.
 
-        Accepts names with underscores instead of dots, as kohya writes them.
+        Also accepts names with underscores instead of dots, as kohya writes them.
         """
         table = self._by_original_flat if "." not in module else self._by_original
         return [match for pattern, name, other in table if (match := _match_layer(module, pattern, name, other))]
 
     def find_diffusers(self, flat: str) -> str | None:
-        """Return the diffusers layer from its name with underscores for dots; None if the table lacks it."""
+        """Return the name of a diffusers layer, given the name with underscores for dots; None if it is unknown."""
         return next((m[0] for p, n, o in self._by_diffusers_flat if (m := _match_layer(flat, p, n, o))), None)
 
     @cached_property
@@ -74,7 +74,7 @@ class LoraNameTable:
 
 @dataclass(frozen=True, slots=True)
 class FamilyLoraNames:
-    """The naming of a LoRA's family in other tools."""
+    """The layer names and the prefix that other tools use in LoRA files of a family."""
 
     family: str
     table: LoraNameTable

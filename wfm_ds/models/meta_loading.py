@@ -34,8 +34,8 @@ def load_on_meta_device(
 ) -> DiffusionModel:
     """Load a pipeline folder on the meta device, in seconds, without weights and tokenizers. It cannot encode text.
 
-    Raises ModelError like `registry.resolve_pipeline`, for an unreadable config, and for an embedded guidance that the
-    network does not support.
+    Raises ModelError like `registry.resolve_pipeline`, for an unreadable config, and for an embedded guidance scale
+    that the network does not support.
     """
     folder = registry.resolve_pipeline(path, user_family, revision, weights=False)
     family = registry.find_family(folder, user_family)

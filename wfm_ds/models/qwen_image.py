@@ -48,7 +48,7 @@ class QwenImage(DiffusionModel):
     required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({EMBEDS, MASK})
     default_lora_targets = LORA_TARGETS
-    lora_layer_names = map_layers(BLOCK, BLOCK, LAYER_NAMES)  # the original code is diffusers'
+    lora_layer_names = map_layers(BLOCK, BLOCK, LAYER_NAMES)  # the original code has the same names
     comfyui_prefix = "transformer"
     default_image_size = 1024
     block_classes = (QwenImageTransformerBlock,)
@@ -56,13 +56,13 @@ class QwenImage(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Layers that compute text queries and outputs in the last block, which discards its text tokens."""
+        """Layers for text queries and outputs in the last block, which discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
-        """Raise ModelError for a network with inputs that text-to-image lacks."""
+        """Raise ModelError if the network needs inputs other than text and latents."""
         config = read_json(folder / "transformer" / "config.json")
         for key in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond"):
             if config.get(key):
@@ -88,7 +88,7 @@ class QwenImage(DiffusionModel):
         return {EMBEDS: embeds, MASK: mask}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes for a text of maximal length."""
+        """Return the shapes for a text of maximum length."""
         length = self.max_sequence_length
         return {EMBEDS: (length, self.config.joint_attention_dim), MASK: (length,)}
 
@@ -136,7 +136,7 @@ class QwenImage(DiffusionModel):
         return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """Return the pipeline's sigmas; 1 and 0 for one step, for which the scheduler would divide by zero."""
+        """Return the pipeline's sigmas. For one step they are 1 and 0, because the scheduler would divide by zero."""
         return torch.tensor([1.0, 0.0], dtype=torch.float64) if num_steps == 1 else super().sigmas(num_steps, shape)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class QwenImage(DiffusionModel):
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def text_call_kwargs(self) -> dict[str, Any]:
-        """Add the negative prompt. The pipeline has no default, and without one it skips guidance."""
+        """Add the negative prompt. The pipeline has no default for it and disables guidance without one."""
         return {**super().text_call_kwargs(), NEGATIVE_PROMPT_KEY: self.resolve_negative_prompt()}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:

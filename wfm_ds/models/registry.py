@@ -102,8 +102,8 @@ def resolve_pipeline(
 
     path: a local folder, `tiny:FAMILY` for a tiny pipeline (created in the cache), or `owner/name` on the Hub (missing
     files are downloaded to the Hub cache).
-    user_family: see find_family. revision: branch, tag or commit on the Hub. weights: download weights too.
-    Only reads model_index.json of local folders. Raises ModelError if the folder is missing, unreadable or not a
+    user_family: see find_family. revision: branch, tag or commit on the Hub. weights: whether to download weights too.
+    In a local folder, only model_index.json is read. Raises ModelError if the folder is missing, unreadable or not a
     supported pipeline, or if the download fails.
     """
     folder = locate_pipeline(path, user_family, revision)
@@ -113,7 +113,7 @@ def resolve_pipeline(
 
 
 def locate_pipeline(path: str | Path, user_family: str | None = None, revision: str | None = None) -> Path:
-    """Return the folder like `resolve_pipeline`, but of a Hub repository download only model_index.json.
+    """Return the folder like `resolve_pipeline`, but download only model_index.json of a Hub repository.
 
     Raises ModelError if the pipeline is not supported.
     """
@@ -144,9 +144,9 @@ def locate_pipeline(path: str | Path, user_family: str | None = None, revision: 
 
 
 def get_tiny_folder(family: str) -> Path:
-    """Return the tiny pipeline's folder in $WFM_CACHE (default ~/.cache/wfm_ds).
+    """Return the folder of a tiny pipeline in $WFM_CACHE (default ~/.cache/wfm_ds), creating it if needed.
 
-    Creates it if needed. Several processes may do so at the same time.
+    Several processes may call this at the same time.
     """
     root = Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser() / "tiny" / tiny_cache_key()
     folder = root / family
@@ -163,7 +163,10 @@ def get_tiny_folder(family: str) -> Path:
 
 
 def build_tiny_folder(family: str, folder: Path) -> None:
-    """Run write_tiny_model, on ranks in a subprocess, because transformers only saves models on rank 0."""
+    """Run write_tiny_model.
+
+    A distributed run starts it in a subprocess, because transformers only saves models on rank 0.
+    """
     if not torch.distributed.is_initialized():
         tiny.write_tiny_model(family, folder)
         return
@@ -174,7 +177,7 @@ def build_tiny_folder(family: str, folder: Path) -> None:
 
 
 def tiny_cache_key() -> str:
-    """Return a cache key from our version, the library versions, and the code that writes tiny models."""
+    """Return a cache key from the versions of wfm_ds and its libraries, and the code that writes tiny models."""
     code = hashlib.blake2b(b"".join(path.read_bytes() for path in tiny.source_files()), digest_size=4).hexdigest()
     return f"{wfm_ds.__version__}-diffusers-{diffusers.__version__}-transformers-{transformers.__version__}-{code}"
 
@@ -204,7 +207,7 @@ def load_model(
     inputs: Collection[str] = (),
     embedded_guidance: float | None = None,
 ) -> DiffusionModel:
-    """Load a pipeline from safetensors to `device`, with its denoiser in `dtype`. Downloads missing files of the Hub.
+    """Load a pipeline from safetensors to `device`, with its denoiser in `dtype`. Downloads missing files from the Hub.
 
     vae_dtype: dtype of the VAE's weights and computation; latents and pixels are float32. Text encoders are bfloat16 on
     CUDA if the denoiser is bfloat16, otherwise float32.
@@ -213,10 +216,10 @@ def load_model(
     max_sequence_length, prompt_template: default to the folder's call.json, then to the diffusers pipeline.
     guardrail: "stock" keeps the pipeline's safety checker, "off" disables it.
     mapped: keep the denoiser memory-mapped on the CPU in its stored dtype, shared by all processes of the machine,
-    until an engine places it (placement.py).
+    until an engine places it (engine/weight_placement.py).
     fps: frames per second of all videos, for networks conditioned on it.
     inputs: names of the inputs that every sample provides, as in data.inputs.
-    embedded_guidance: guidance scale passed to the network; defaults like max_sequence_length.
+    embedded_guidance: guidance scale passed to the network. Default: see max_sequence_length.
     Raises ModelError like `resolve_pipeline`, if files are missing, damaged or do not match their configs, and if the
     family does not support the guardrail, prompt template or embedded guidance setting.
     """
@@ -279,7 +282,7 @@ def check_embedded_guidance(family: type[DiffusionModel], folder: Path, scale: f
 
 
 def randomize_denoiser(model: DiffusionModel, seed: int) -> None:
-    """Initialize the unwrapped denoiser with random weights from the run's seed, in place and in its dtype."""
+    """Replace the denoiser's weights, in place, by random ones of the same dtype that depend on the run's seed."""
     with temporary_seed(derive_seed(seed, "denoiser_init")):
         for part in model.denoiser_components:
             network: Any = getattr(model.pipeline, part)

@@ -28,7 +28,7 @@ from wfm_ds.types import Prompt
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning, ConditioningFrames
 
-UNCONDITIONAL = "uncond"  # purpose of the negative half of guidance in training; rollouts count it as their own
+UNCONDITIONAL = "uncond"  # purpose of the negative half of guidance in training; in rollouts it is the rollout's
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,10 @@ class GuidanceConditioning:
     negative: Conditioning | None  # None: no guidance
 
     def join_halves(self, model: DiffusionModel) -> Conditioning:
-        """Concatenate the positive and the negative rows. Raises RecipeError if their shapes differ."""
+        """Concatenate the positive and the negative conditioning along the batch axis.
+
+        Raises RecipeError if their shapes differ.
+        """
         assert self.negative is not None
         try:
             return model.stack_conditioning([self.positive, self.negative])
@@ -51,7 +54,7 @@ class GuidanceConditioning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Samples from a model with the sizes and guidance of a recipe's `sampling` section, with its current weights."""
+    """Generates samples with the model's current weights, as specified by the recipe's `sampling` section."""
 
     model: DiffusionModel
     text_cache: TextCache
@@ -68,12 +71,15 @@ class Sampler:
         return self.model.latent_shape(size.height, size.width, size.num_frames)
 
     def evaluation_plan(self) -> SamplingPlan:
-        """Return a deterministic plan, for any rollout settings. Raises ModelError for unsupported sigmas."""
+        """Return a deterministic sampling plan for evaluation. It does not depend on the rollout settings.
+
+        Raises ModelError if the scheduler's sigmas are not supported.
+        """
         return deterministic_plan(self.eval_solver, self.model.sigmas(self.settings.eval_steps, self.latent_shape))
 
     @property
     def eval_solver(self) -> str:
-        """The solver of validation and `wfm_ds.generate`: from the recipe, by default of the pipeline's order."""
+        """The solver for validation and `wfm_ds.generate`: the recipe's, by default the family's `default_solver`."""
         return self.settings.eval_solver or self.model.default_solver
 
     def generate(
@@ -89,7 +95,9 @@ class Sampler:
     ) -> Trajectory:
         """Denoise B samples according to a plan.
 
-        noise_seeds: seeds of the initial noise. seeds: seeds of the plan's further noise; default: noise_seeds.
+        purpose: name under which the forward passes are counted.
+        noise_seeds: seeds of the initial noise. seeds: seeds of the noise that the plan adds later; default:
+        noise_seeds.
         shape: shape of one sample's latents; default: latent_shape.
         """
         conditions = self.encode_conditioning(prompts, conditional_frames, shape)
@@ -115,9 +123,10 @@ class Sampler:
         *,
         negative_purpose: str = UNCONDITIONAL,
     ) -> Tensor:
-        """Predict the velocity [B, ...] float32 with one expert, with guidance if the expert has it.
+        """Predict the velocity [B, ...] float32 with one expert, and apply guidance if it is enabled for this expert.
 
-        Only the conditional half gets a gradient. negative_purpose: purpose that the negative half is counted under.
+        Only the conditional prediction gets a gradient. purpose, negative_purpose: names under which the conditional
+        and the unconditional forward pass are counted.
         """
         conditional = self.forward(purpose, latents, sigma, conditions.positive, expert)
         if conditions.negative is None or not self.settings.uses_guidance(expert):
@@ -129,7 +138,10 @@ class Sampler:
     def predict_joint_velocity(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditions: GuidanceConditioning, expert: int
     ) -> Tensor:
-        """Predict like `predict_velocity` with a guided expert, in one forward pass of 2 B rows (up to rounding)."""
+        """Predict like `predict_velocity`, but run both halves of guidance in one forward pass of 2 B rows.
+
+        The results are equal up to rounding. Guidance must be enabled for this expert.
+        """
         both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.join_halves(self.model)
         conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
         return self.model.combine_guidance(conditional, unconditional, self.settings.expert_guidance_scale(expert))
@@ -140,10 +152,11 @@ class Sampler:
         conditional_frames: ConditioningFrames | None = None,
         shape: Sequence[int] | None = None,
     ) -> GuidanceConditioning:
-        """Encode prompts, their inputs and conditioning frames, and negative prompts if an expert is guided.
+        """Encode prompts with their inputs and conditioning frames, and negative prompts if any expert uses guidance.
 
-        The negative prompt is the prompt's own, by default the recipe's, then the family's. Both halves contain the
-        same inputs and conditioning frames. shape: shape of one sample's latents; default: latent_shape.
+        The negative prompt is the prompt's own if set, otherwise the recipe's, otherwise the family's. Both halves of
+        guidance contain the same inputs and conditioning frames. shape: shape of one sample's latents; default:
+        latent_shape.
         """
         positive = self.encode_texts([prompt.text for prompt in prompts], shape)
         negative = None
@@ -166,7 +179,7 @@ class Sampler:
         conditional_frames: ConditioningFrames | None,
         shape: Sequence[int] | None = None,
     ) -> Conditioning:
-        """Encode the inputs of data.inputs and the conditioning frames, for training and sampling.
+        """Encode conditioning frames and the inputs in data.inputs, for training and sampling.
 
         shape: shape of one sample's latents; default: latent_shape.
         """
@@ -178,7 +191,7 @@ class Sampler:
         return conditioning
 
     def pixel_size(self, shape: Sequence[int] | None) -> tuple[int, int]:
-        """Return height and width in pixels for latents of this shape; None: latent_shape."""
+        """Return height and width in pixels for latents of this shape; default: latent_shape."""
         size, (*_, h, w) = self.settings, self.latent_shape
         height, width = (h, w) if shape is None else shape[-2:]
         return height * size.height // h, width * size.width // w
@@ -186,13 +199,16 @@ class Sampler:
     def decode_to_uint8(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """Decode latents to uint8 [B,H,W,3] (video families [B,T,H,W,3]) and return whether each sample is finite.
 
-        Non-finite latents are decoded as zeros. Do not score these samples.
+        Non-finite latents are decoded as zeros; such samples must not be scored.
         """
         return self.start_decoding(latents).wait()
 
     @torch.no_grad()
     def start_decoding(self, latents: Tensor, rows: slice = slice(None)) -> PendingPixels:
-        """Start decoding these rows, on a GPU in parallel with later work. Finiteness is checked for all rows."""
+        """Start decoding the latents in `rows`. On a GPU, decoding runs in parallel with later work.
+
+        The finiteness flags of the result cover all latents, not only `rows`.
+        """
         with run_on_decode_stream(self.model.device, latents) as done:
             finite_B = latents.flatten(1).isfinite().all(1)
             selected = torch.where(finite_B.view(-1, *[1] * (latents.ndim - 1)), latents, 0.0)[rows]
@@ -220,6 +236,6 @@ class Sampler:
 
 
 def negative_texts(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:
-    """Return the negative prompts for guidance: the prompt's own, by default the recipe's, then the family's."""
+    """Return the negative prompts of `prompts`: each prompt's own if set, else the recipe's, else the family's."""
     texts = [p.negative_text if p.negative_text is not None else settings.negative_prompt for p in prompts]
     return [NegativeText(model.resolve_negative_prompt(text)) for text in texts]

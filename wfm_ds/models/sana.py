@@ -50,7 +50,7 @@ class Sana(DiffusionModel):
     prompt_templates = ("stock", "none")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Also read the instruction. Raises ModelError if call.json has an invalid one."""
+        """Construct the model and read its instruction. Raises ModelError if call.json has an invalid one."""
         super().__init__(*arguments, **options)
         self.instruction = self.resolve_instruction()
 
@@ -67,8 +67,8 @@ class Sana(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return prompt_embeds [B, max_sequence_length, D], prompt_attention_mask [B, max_sequence_length] int64.
 
-        Keeps the first and the last positions of instruction and prompt, as diffusers does. Raises ValueError for an
-        empty list.
+        Instruction and prompt are tokenized together. As in diffusers, only the first position and the last
+        max_sequence_length - 1 positions are kept. Raises ValueError for an empty list.
         """
         return self.encode_with_instruction(self.instruction, prompts)
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class SanaVideo(Sana):
-    """Network time: num_train_timesteps * sigma, per sample, or per token and 0 on conditioning frames."""
+    """Network time: num_train_timesteps * sigma.
+
+    Time is per sample, or per token if there are conditioning frames; their tokens have time 0.
+    """
 
     family = "sana_video"
     pipeline_classes = ("SanaVideoPipeline", "SanaImageToVideoPipeline")
@@ -52,7 +55,7 @@ class SanaVideo(Sana):
         return clean_frames.insert_known_velocity(velocity, latents, sigma)
 
     def token_timesteps(self, time: Tensor, latents: Tensor, clean_frames: CleanFrames) -> Tensor:
-        """Return times [B, 1, T, h, w] in patches: `time` [B] on noisy frames, 0 on conditioning frames."""
+        """Return one time per patch, [B, 1, T, h, w]: `time` [B] on noisy frames, 0 on conditioning frames."""
         count, _, *size = latents.shape
         frames, height, width = (n // patch for n, patch in zip(size, self.config.patch_size, strict=True))
         noisy = 1 - clean_frames.mask[:, :, :: self.config.patch_size[0]]

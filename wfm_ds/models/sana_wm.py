@@ -52,7 +52,7 @@ class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # ty
         ray_angles: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Pass all three camera tensors or none. Shapes: see SanaWM.encode_inputs."""
+        """Run the network with all three camera tensors or none of them. Shapes: see SanaWM.encode_inputs."""
         if raymap is None:
             return super().forward(*arguments, **options)
         assert rays is not None
@@ -85,7 +85,7 @@ class SanaWM(DiffusionModel):
     conditioning_frame_counts = (1,)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Check the folder as the base class does. ModelError too if call.json holds an instruction that is none."""
+        """Construct the model and read its instruction. Raises ModelError if call.json has an invalid one."""
         super().__init__(*arguments, **options)
         self.instruction = self.resolve_instruction()
 
@@ -102,7 +102,7 @@ class SanaWM(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Gates of softmax blocks, and the ray embedding if Pluecker coordinates replace it."""
+        """Gates of softmax blocks, and the ray embedding if the network uses Pluecker coordinates instead."""
         config, every = self.config, self.config.softmax_every_n
         softmax = range(every - 1, config.num_layers, every) if every > 0 else ()
         gates = [f"blocks.{i}.attn.{name}" for i in softmax for name in UNUSED_GATES]
@@ -112,8 +112,8 @@ class SanaWM(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return prompt_embeds [B, max_sequence_length, D], prompt_attention_mask [B, max_sequence_length] int64.
 
-        Keeps the first and the last positions of instruction and prompt, as diffusers does. Raises ValueError for an
-        empty list.
+        Instruction and prompt are tokenized together. As in diffusers, only the first position and the last
+        max_sequence_length - 1 positions are kept. Raises ValueError for an empty list.
         """
         head = "\n".join(self.instruction or DEFAULT_CHI_PROMPT)
         if not head:
@@ -130,7 +130,7 @@ class SanaWM(DiffusionModel):
         return self.encode_tokens(texts, self.max_sequence_length)
 
     def encode_tokens(self, texts: Sequence[str], length: int, head: str = "") -> Conditioning:
-        """Return the last hidden states of texts, truncated or right-padded to `length` tokens."""
+        """Return the last hidden states of `head` + text per text, truncated or right-padded to `length` tokens."""
         if isinstance(texts, str) or not texts:
             raise ValueError(f"prompts must be a list of at least one text, got {texts!r}")
         tokens = self.pipeline.tokenizer(
@@ -152,13 +152,13 @@ class SanaWM(DiffusionModel):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Return the geometry of B cameras, float32, for N = T h w tokens and k pixel frames per latent frame.
+        """Return the camera geometry of B samples, float32, for N = T h w tokens and k pixel frames per latent frame.
 
-        raymap [B,T,20]: poses relative to the first and intrinsics. rays [B,N,4,4]: world to ray.
-        ray_angles [B,3,T,h,w]. chunk_plucker [B,6k,T,h,w].
+        raymap [B,T,20]: poses relative to the first one, and intrinsics. rays [B,N,4,4]: transforms from world to ray
+        coordinates. ray_angles [B,3,T,h,w]. chunk_plucker [B,6k,T,h,w].
         Computed in float32, because bfloat16 poses have a relative error of 1/256; the network casts the results.
-        Raises ValueError for samples without camera, for other shapes than c2w [F,4,4] and intrinsics [4] or [F,4], and
-        for non-positive focal lengths.
+        Raises ValueError for samples without a camera, for shapes other than c2w [F,4,4] and intrinsics [4] or [F,4],
+        and for non-positive focal lengths.
         """
         rows = [self.encode_camera(row, num_frames, size) for row in inputs]
         return {name: copy_to_device(torch.cat([row[name] for row in rows]), self.device) for name in CAMERA_KEYS}

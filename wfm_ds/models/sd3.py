@@ -66,7 +66,7 @@ class StableDiffusion3(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Layers that compute text queries in the last block, which discards its text tokens."""
+        """Layers for text queries in the last block, which discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 

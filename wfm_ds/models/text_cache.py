@@ -1,4 +1,4 @@
-"""Cache of text embeddings: recently used ones on the device, more on the host, and all on disk if there is a store."""
+"""Cache of text embeddings: recently used ones on the device, more in host memory, all on disk if there is a store."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from wfm_ds.storage.tensor_store import TensorStore
 log = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 2 << 30
-MAX_DEVICE_BYTES = 512 << 20  # the texts of an RL step: 190 for SD3, 120 for Wan
+MAX_DEVICE_BYTES = 512 << 20  # enough for the texts of an RL step: 190 for SD3, 120 for Wan
 EmbeddingRow: TypeAlias = dict[str, Tensor]
 """Tensors [1, ...] of one text."""
 
 
 class PrecomputedEmbedding(Protocol):
-    """A text embedding from the training data."""
+    """A text embedding that is stored with the training data."""
 
     def identity(self) -> Sequence[str | int]:
         """Return a key that changes when the embedding changes. Raises OSError."""
 
     def load(self) -> Tensor:
-        """Load the embedding [n, D], from any text encoder. Raises DataError."""
+        """Load the embedding [n, D], which may come from any text encoder. Raises DataError."""
 
 
 class EmbeddingLru:
-    """An LRU cache of rows up to `max_bytes`. Always keeps at least the last row."""
+    """An LRU cache of text embeddings with at most `max_bytes`. It always keeps the most recent one."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
         self._rows: OrderedDict[Text, EmbeddingRow] = OrderedDict()
 
     def get(self, text: Text) -> EmbeddingRow | None:
-        """Return the row of a text and mark it as most recently used; None if not cached."""
+        """Return the embedding of a text and mark it as most recently used, or None if it is not cached."""
         if text in self._rows:
             self._rows.move_to_end(text)
         return self._rows.get(text)
 
     def put(self, rows: Mapping[Text, EmbeddingRow]) -> None:
-        """Add rows and evict the least recently used ones beyond the limit."""
+        """Add embeddings by text, and evict the least recently used ones if the cache is full."""
         for text, row in rows.items():
             self._bytes += num_bytes(row)
             self._rows[text] = row
@@ -92,7 +92,7 @@ class TextCache:
     def prepare(self, texts: Iterable[Text]) -> None:
         """Encode texts that are not cached yet, until they fill half of the host cache.
 
-        Text encoders synchronize with the device. Doing so in advance keeps `encode` free of it.
+        Text encoders synchronize with the device. If texts are encoded in advance, `encode` does not have to.
         """
         if not self._model.text_encoders():
             return
@@ -105,7 +105,7 @@ class TextCache:
                 return
 
     def _device_rows(self, texts: Iterable[Text]) -> dict[Text, EmbeddingRow]:
-        """Return the rows of distinct texts on the model's device."""
+        """Return the embeddings of distinct texts, on the model's device."""
         device = self._model.device
         if device.type == "cpu":
             return self._host_rows(texts)
@@ -131,7 +131,7 @@ class TextCache:
         return None if self._store is None else self._store.folder
 
     def open_folder(self, *, required: bool) -> bool:
-        """Create the folder and record its use (text_store.open_store_folder)."""
+        """Create the folder of the store and record its use (text_store.open_store_folder)."""
         assert self._store is not None
         return open_store_folder(self._store, required=required)
 

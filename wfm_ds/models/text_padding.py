@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def pad_and_stack(rows: Sequence[Conditioning]) -> Conditioning:
-    """Concatenate rows [B,n,...] with different n, padding embeddings and masks with zeros to the longest."""
+    """Concatenate conditioning [B,n,...] with different n. Pads embeddings and masks with zeros to the largest n."""
     longest = max(tensor.shape[1] for row in rows for tensor in row.values())
     return {
         name: torch.cat(

@@ -1,7 +1,7 @@
-"""The disk store of text embeddings: in data.cache_dir, by default in the user's cache.
+"""The disk store of text embeddings, in data.cache_dir or, by default, in the user's cache.
 
 The user's cache has separate folders per text encoder, device and torch version, so that a run never reads embeddings
-computed with other software. Folders that no run has opened for UNUSED_S are removed.
+computed with other software. Folders that no run has opened for UNUSED_S seconds are removed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | No
 
 
 def software_key(model: DiffusionModel) -> str:
-    """Return a hash of everything except the text that determines an embedding."""
+    """Return a hash of everything that an embedding depends on besides the text, including device and torch version."""
     settings = {**model.text_cache_key(), "device": model.device.type, "torch": torch.__version__}
     return hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:24]
 
@@ -43,7 +43,7 @@ def software_key(model: DiffusionModel) -> str:
 def open_store_folder(store: TensorStore, *, required: bool) -> bool:
     """Create the folder and record that a run uses it. If it cannot be written, warn and return False.
 
-    required: raise DataError instead.
+    required: raise DataError instead of a warning.
     """
     try:
         store.folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def open_store_folder(store: TensorStore, *, required: bool) -> bool:
 
 
 def remove_unused_folders(now_s: float) -> None:
-    """Remove folders in the user's cache that no run has opened for UNUSED_S."""
+    """Remove folders in the user's cache that no run has opened for UNUSED_S seconds. now_s: the current time."""
     for last_use in (user_cache_dir() / TEXT_FOLDER).glob(f"*/{LAST_USE_FILE}"):
         try:
             if now_s - last_use.stat().st_mtime > UNUSED_S:

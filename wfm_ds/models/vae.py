@@ -52,7 +52,7 @@ def vae_dtype(vae: Any) -> torch.dtype:
 
 
 def max_batch_size(vae: Any, pixels: int) -> int:
-    """Return how many samples with this many pixels each to encode or decode together, at least 1."""
+    """Return how many samples to encode or decode together, at least 1. pixels: number of pixels of one sample."""
     budget = MAX_PIXELS_PER_BATCH * torch.float32.itemsize // vae_dtype(vae).itemsize
     return max(1, budget // pixels)
 
@@ -60,7 +60,7 @@ def max_batch_size(vae: Any, pixels: int) -> int:
 def frames_per_decode(vae: Any, num_frames: int) -> int:
     """Return how many frames of a video the VAE decodes together.
 
-    The Wan VAE decodes one latent frame after the other; others decode all frames together.
+    The Wan VAE decodes latent frames one after the other; other VAEs decode all frames together.
     """
     if isinstance(vae, AutoencoderKLWan):
         return min(num_frames, int(vae.config.scale_factor_temporal))
@@ -70,8 +70,8 @@ def frames_per_decode(vae: Any, num_frames: int) -> int:
 def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
     """Return (shift, scale) of the latents.
 
-    VAEs of video families have a mean and std per channel, in their config or (LTX-2) as buffers: [1,C,1,1,1]. Others
-    have two numbers; the default shift is 0.
+    VAEs of video families have a mean and std per channel, in their config or (LTX-2) as buffers. The results then have
+    shape [1,C,1,1,1]. Other VAEs have one number for each; the default shift is 0.
     """
     settings = dict(vae.named_buffers(recurse=False)) | vae.config
     mean, std = settings.get("latents_mean"), settings.get("latents_std")

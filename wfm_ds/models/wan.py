@@ -45,7 +45,7 @@ IMAGE_TO_VIDEO_TEXT_TOKENS = 512  # diffusers splits image and text tokens by th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WanVariant:
-    """The properties that distinguish Wan pipelines, from model_index.json and the network configs."""
+    """The properties in which Wan pipelines differ, from model_index.json and the network configs."""
 
     networks: Mapping[str, Any]  # experts by component name, high noise first
     boundary_ratio: float | None  # sigma between the two experts of 2.2 A14B; None: one network
@@ -104,9 +104,9 @@ def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) 
 class Wan(DiffusionModel):
     """Network time: num_train_timesteps * sigma, not rounded. Network output: the velocity.
 
-    model_index.json tells the variants apart: `boundary_ratio` splits the noise levels between two experts (2.2 A14B),
-    `expand_timesteps` is TI2V, which supports a conditioning frame. Networks with more input channels than latents
-    require a first frame as an input and denoise all latent frames.
+    model_index.json distinguishes the variants: `boundary_ratio` splits the noise levels between two experts (2.2
+    A14B), and `expand_timesteps` marks TI2V, which supports a conditioning frame. Networks with more input channels
+    than latents require a first frame as an input and denoise all latent frames.
     """
 
     family = "wan"
@@ -120,7 +120,10 @@ class Wan(DiffusionModel):
     is_video = True
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
-        """Read the variant, then construct. Raises ModelError for an unsupported variant or max_sequence_length."""
+        """Read the variant and construct the model.
+
+        Raises ModelError for an unsupported variant or max_sequence_length.
+        """
         variant = read_variant(pipeline, path)
         self.boundary_ratio = variant.boundary_ratio
         self.has_token_timesteps = variant.expand_timesteps
@@ -159,7 +162,7 @@ class Wan(DiffusionModel):
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """`transformer` denoises from boundary_ratio to 1, `transformer_2` below."""
+        """`transformer` denoises from boundary_ratio to 1, `transformer_2` below boundary_ratio."""
         boundary = self.boundary_ratio
         return super().sigma_ranges if boundary is None else ((boundary, 1.0), (0.0, boundary))
 
@@ -198,9 +201,9 @@ class Wan(DiffusionModel):
         return {} if self.image_conditioner is None else self.image_conditioner.conditioning_shapes(shape)
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        """Predict the velocity. With two experts, all of sigma must belong to one of them.
+        """Predict the velocity. With two experts, all values of sigma must belong to the same one.
 
-        Without `expert`, sigma is read from the device to choose one.
+        If `expert` is None, sigma is copied from the device to select the expert.
         """
         self.check_denoise(latents, sigma, conditioning)
         if latents.ndim != 5:
@@ -227,10 +230,10 @@ class Wan(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def resolve_expert(self, sigma: Tensor, expert: int | None) -> int:
-        """Return the expert for sigma.
+        """Return the index of the expert for sigma [B].
 
-        Raises ValueError if sigma belongs to several experts or not to `expert`. Checked on the CPU only, because the
-        check would synchronize with a GPU.
+        Raises ValueError if the values belong to different experts or not to `expert`. This is only checked on the CPU,
+        because the check would synchronize with a GPU.
         """
         count = len(self.sigma_ranges)
         if expert is not None and not 0 <= expert < count:

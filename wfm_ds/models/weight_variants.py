@@ -24,9 +24,9 @@ def parse_variant(name: str) -> str | None:
 
 
 def select_variant(folder: Path) -> str | None:
-    """Return the variant to load from a network's folder; None if it has plain weights or no weights.
+    """Return the variant to load from a network's folder, or None if it has plain weights or no weights.
 
-    Raises ModelError for several variants without bf16.
+    Raises ModelError if there are several variants and none of them is bf16.
     """
     variants = {parse_variant(file.name) for file in folder.glob(f"*{WEIGHTS_SUFFIX}")}
     if not variants or None in variants:
@@ -52,7 +52,7 @@ def shard_index_path(folder: Path, base: str) -> Path:
 
 
 def pipeline_variant(folder: Path) -> str | None:
-    """Return the `variant` argument that diffusers needs to load all components of a pipeline; None if none."""
+    """Return the `variant` argument that diffusers needs to load all components; None if they have plain weights."""
     variants = {variant for part in sorted(folder.iterdir()) if part.is_dir() and (variant := select_variant(part))}
     if len(variants) > 1:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo: one token stream for image and text, variable-length Qwen3 text."""
+"""Z-Image and Z-Image-Turbo: image and text tokens in one sequence, Qwen3 text of variable length."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ZImage(DiffusionModel):
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
-        """Raise ModelError for a network with inputs that text-to-image lacks or with other patch sizes."""
+        """Raise ModelError if the network needs inputs other than text and latents, or has other patch sizes."""
         config = read_json(folder / "transformer" / "config.json")
         if config.get("siglip_feat_dim") is not None:
             raise ModelError(f"{folder}: a Z-Image transformer with image inputs is not supported; use Z-Image")
@@ -87,7 +87,7 @@ class ZImage(DiffusionModel):
         )
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes for a text of maximal length."""
+        """Return the shapes for a text of maximum length."""
         return {EMBEDS: (self.max_sequence_length, self.config.cap_feat_dim), MASK: (self.max_sequence_length,)}
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:

@@ -58,7 +58,10 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         return (unpatchify(patches, h, w),)
 
     def _image_tokens(self, latents: Tensor, padded_length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens [B,N,D] of patches and padding, and their rotary embeddings [B,N,R]."""
+        """Return image tokens [B,N,D], including padding tokens, and their rotary embeddings [B,N,R].
+
+        padded_length: [B], number of text tokens including padding.
+        """
         count, _, h, w = latents.shape
         tokens = self.all_x_embedder[PATCH_LAYERS](patchify(latents))
         missing = -tokens.shape[1] % SEQ_MULTI_OF
@@ -71,7 +74,11 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         return torch.cat([tokens, padding], 1), self._rotary_embeddings(positions)
 
     def _text_tokens(self, embeds: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens and rotary embeddings of texts [B,n,D]. Padding continues the text positions."""
+        """Return text tokens, including padding tokens, and their rotary embeddings.
+
+        embeds: text embeddings [B,n,D]. length: [B], number of tokens that are not padding. Positions continue through
+        the padding.
+        """
         embeds = functional.pad(embeds, (0, 0, 0, -embeds.shape[1] % SEQ_MULTI_OF))
         index = torch.arange(embeds.shape[1], device=embeds.device)
         is_text = (index < length[:, None])[..., None]

@@ -1,4 +1,7 @@
-"""An HTML page of generated samples next to their files: no scripts, nothing fetched, links relative to the folder."""
+"""An HTML page of generated samples, stored next to the sample files.
+
+It has no scripts, loads nothing from the network, and uses links relative to its folder.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ small { opacity: .7; font-size: .95em; }
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GalleryEntry:
-    """One file on the page and its generation parameters."""
+    """A file on the page and its generation parameters."""
 
     file: str  # relative to the page; .mp4 is shown as a video, other files as images
     width: int  # pixels
@@ -44,11 +47,10 @@ class GalleryEntry:
 
 
 def gallery_page(title: str, facts: Mapping[str, str], entries: Sequence[GalleryEntry]) -> str:
-    """Return the whole HTML document.
+    """Return the HTML document.
 
-    Consecutive entries with the same prompt are grouped under it as a heading. If no prompt repeats, prompts are
-    captions
-    instead.
+    facts: names and values listed below the title. Consecutive entries with the same prompt are grouped, with the
+    prompt as the heading. If no prompt repeats, prompts are captions instead.
     """
     groups = [list(group) for _, group in itertools.groupby(entries, key=lambda entry: entry.prompt)]
     if all(len(group) == 1 for group in groups):
@@ -62,7 +64,7 @@ def gallery_page(title: str, facts: Mapping[str, str], entries: Sequence[Gallery
 def html_document(title: str, facts: Mapping[str, str], body: str, *, style: str = "") -> str:
     """Return an HTML page with a heading, a list of facts and a body.
 
-    body: HTML. style: CSS added to STYLE.
+    facts: names and values. body: HTML. style: CSS added to STYLE.
     """
     facts_html = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>\n" for k, v in facts.items())
     return f"""<!doctype html>
@@ -86,13 +88,13 @@ def html_document(title: str, facts: Mapping[str, str], body: str, *, style: str
 
 
 def grid_html(entries: Sequence[GalleryEntry], *, with_prompt: bool) -> str:
-    """Return a grid of these entries as HTML."""
+    """Return the HTML of a grid of these entries."""
     figures = "\n".join(figure_html(entry, with_prompt=with_prompt) for entry in entries)
     return f'<div class="grid">\n{figures}\n</div>'
 
 
 def figure_html(entry: GalleryEntry, *, with_prompt: bool) -> str:
-    """Return a file with its caption as HTML."""
+    """Return the HTML of a file with its caption."""
     link, text = escape(quote(entry.file)), escape(entry.prompt)
     size = f'width="{entry.width}" height="{entry.height}"'
     small = ' class="small"' if max(entry.width, entry.height) < SMALL_SIDE else ""

@@ -44,11 +44,11 @@ def image_grid(
     labels: Sequence[str] | None = None,
     row_titles: Sequence[str] | None = None,
 ) -> ImageArray:
-    """Draw images in rows of `columns` on white, each enlarged by `scale`; smaller ones are aligned top left in their
-    cell.
+    """Draw images in rows of `columns` on a white background, each image enlarged by `scale`.
 
-    labels: one per image, drawn below it. row_titles: one per row, drawn above it. Text that is too wide is truncated.
-    Returns [H,W,3] uint8. Raises ValueError if there are no images, or for other shapes or wrong counts.
+    An image that is smaller than its cell is aligned top left. labels: one per image, drawn below it. row_titles: one
+    per row, drawn above it. Text that is too wide is truncated. Returns [H,W,3] uint8. Raises ValueError if there are
+    no images, for images of another dtype or shape, and for a wrong number of labels or titles.
     """
     _check_grid(images, columns, scale)
     rows = -(-len(images) // columns)

@@ -1,4 +1,7 @@
-"""Means and maxima of one step, gathered without a host synchronization per micro-batch. monitor.py writes them."""
+"""Means and maxima of one step, collected without a host synchronization per micro-batch.
+
+monitor.py writes the results.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from wfm_ds.distributed.world import World
 
 
 class Meter:
-    """Weighted statistics over all loss terms of a step and all replicas: means, unless the name indicates otherwise.
+    """Weighted statistics of a step over all of its loss terms and all replicas.
 
-    `x_std` is a population standard deviation; a name with the word `max` (`x_max`, `x_max_abs_dev`) is a maximum.
-    Every
-    rank must add the same names in the same order. A name with total weight 0 is absent from the result.
+    The name determines the kind of statistic: `x_std` is a population standard deviation, a name with the word `max`
+    (`x_max`, `x_max_abs_dev`) is a maximum, and all others are means. Every rank must add the same names in the same
+    order. A name with total weight 0 is absent from the result.
     """
 
     def __init__(self) -> None:
@@ -27,8 +30,8 @@ class Meter:
     def add(self, stats: Mapping[str, Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> None:
         """Add the statistics of a micro-batch.
 
-        stats: detached [B] tensors, or (value, mask) if a value exists only for some loss terms. weight_B: [B], 0 for
-        padding.
+        stats: detached [B] tensors by name, or pairs (value, mask) if a value exists only for some loss terms.
+        weight_B: weights [B], 0 for padding.
         """
         means = {name: stat for name, stat in stats.items() if not is_maximum(name)}
         squares = {f"{name}^2": stat for name, stat in means.items() if name.endswith("_std")}
@@ -71,7 +74,7 @@ def is_maximum(name: str) -> bool:
 
 
 def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values and weights of these statistics, [N, B] each, in one operation for all of them."""
+    """Return the values and the weights of N statistics, both [N, B], stacked in a single operation."""
     value_NB = torch.stack([stat[0] if isinstance(stat, tuple) else stat for stat in stats])
     if not any(isinstance(stat, tuple) for stat in stats):
         return value_NB, weight_B.expand_as(value_NB)
@@ -81,9 +84,9 @@ def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tenso
 
 
 def sum_weighted(stats: Sequence[Tensor | tuple[Tensor, Tensor]], num_squared: int, weight_B: Tensor) -> Tensor:
-    """Return the sums of weighted values and of weights, [2, N] float64.
+    """Return the sums of the weighted values and of the weights of N statistics, [2, N] float64.
 
-    The last `num_squared` values are squared first.
+    The values of the last `num_squared` statistics are squared before they are summed.
     """
     value_NB, weight_NB = stack_stats(stats, weight_B)
     value_NB = value_NB.double()

@@ -1,4 +1,4 @@
-"""Output for users: metrics.jsonl, a progress line and trackers. Any metrics are accepted."""
+"""Output for users: metrics.jsonl, a progress line and trackers. Metrics may have any names."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Output of a run. Rank 0 writes; on other ranks every method does nothing. Close it, or use it as a context
-    manager."""
+    """Output of a run. Rank 0 writes; on other ranks every method does nothing.
+
+    Close it, or use it as a context manager.
+    """
 
     def __init__(
         self,
@@ -37,11 +39,13 @@ class Monitor:
         unit: str = "images",
         trackers: Sequence[TrackerThread] = (),
     ) -> None:
-        """Continue `output_dir/metrics.jsonl` and send everything to these trackers, which must be started.
+        """Open `output_dir/metrics.jsonl` for appending.
 
-        With `console` and a terminal, progress is a live line; otherwise it is logged periodically. `unit` is the unit
-        of the
-        samples that `update_progress` counts. Raises OSError if the folder cannot be written.
+        console: show progress as a live line if stderr is a terminal; otherwise it is logged periodically.
+        unit: unit of the samples that `update_progress` counts.
+        trackers: trackers, already started, to which everything is sent.
+
+        Raises OSError if the folder cannot be written.
         """
         self._open = is_main
         if not is_main:
@@ -58,12 +62,11 @@ class Monitor:
         self._final_messages: list[str] = []
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one line `{"step", "time", tags...}` to metrics.jsonl, flushed at once, and one point per tag to each
-        tracker.
+        """Write one line `{"step", "time", tags...}` to metrics.jsonl, and send the values to each tracker.
 
-        A non-finite value becomes null in the file and is not sent to trackers, with one warning per tag. Raises
-        ValueError if
-        a tag has the name of one of the line's own keys, UserError if the line cannot be written.
+        The line is flushed immediately. A non-finite value becomes null in the file and is not sent to trackers; one
+        warning is logged per tag. Raises ValueError if a tag is called `step` or `time`, UserError if the line cannot
+        be written.
         """
         if not self._open:
             return
@@ -82,7 +85,7 @@ class Monitor:
             self._warn_not_finite(step, tag, values[tag])
 
     def log_samples(self, step: int, tag: str, samples: Sequence[GeneratedSample]) -> None:
-        """Show samples in each tracker, grouped by prompt."""
+        """Send samples to each tracker, grouped by prompt."""
         if not self._open or not samples:
             return
         siblings = group_by_prompt(samples)
@@ -90,15 +93,18 @@ class Monitor:
             tracker.log_samples(step, tag, siblings)
 
     def set_outcome(self, status: str, metrics: Mapping[str, float]) -> None:
-        """Set the outcome of the run for the trackers. A monitor that is closed without an outcome reports a failed
-        run."""
+        """Set the outcome of the run for the trackers.
+
+        If the monitor is closed without an outcome, the trackers report a failed run.
+        """
         if self._open:
             self._outcome = status, {tag: value for tag, value in metrics.items() if finite_or_none(value) is not None}
 
     def update_progress(self, step: int, *, samples: int, note: str = "") -> None:
-        """Report that `step` is done, with `samples` more than at the last call.
+        """Report that `step` is done.
 
-        The first call, at the start, sets the start time.
+        samples: number of samples since the last call. note: text shown with the progress. The first call, at the start
+        of the run, sets the start time.
         """
         if not self._open:
             return
@@ -107,7 +113,7 @@ class Monitor:
         self._progress.update(now_s, step, self._pace.format_text(step, note))
 
     def sync_metrics(self) -> int:
-        """Write all metrics to disk. Returns the size of metrics.jsonl in bytes, 0 on other ranks. Raises OSError."""
+        """Write all metrics to disk. Returns the size of metrics.jsonl in bytes (0 on other ranks). Raises OSError."""
         if not self._open:
             return 0
         self._metrics.flush()
@@ -115,17 +121,20 @@ class Monitor:
         return os.fstat(self._metrics.fileno()).st_size
 
     def log_message(self, text: str) -> None:
-        """Log a line for the user, above the progress line if there is one."""
+        """Log a line for the user. It appears above the live progress line, if there is one."""
         if self._open:
             log.info("%s", text)
 
     def log_at_close(self, text: str) -> None:
-        """Log lines for the user to copy when the monitor is closed. A live progress line would wrap them."""
+        """Store lines for the user to copy, and log them when the monitor is closed.
+
+        Until then, a live progress line would wrap them.
+        """
         if self._open:
             self._final_messages.append(text)
 
     def close(self) -> None:
-        """Show the last progress and the final messages, and close all files. A second call does nothing."""
+        """Show the final progress, log the stored lines, and close all files. A second call does nothing."""
         if not self._open:
             return
         self._open = False
@@ -164,7 +173,7 @@ class Monitor:
 def truncate_metrics(path: Path, num_bytes: int) -> None:
     """Truncate metrics.jsonl to `num_bytes`, and remove a partial line at its end. Raises OSError if that fails.
 
-    A shorter file (the machine crashed before it was written to disk) keeps its complete lines.
+    If the file is shorter, because the machine crashed before it was on disk, its complete lines are kept.
     """
     content = path.read_bytes()[:num_bytes] if path.exists() else b""
     atomic.write_text(path, content[: content.rfind(b"\n") + 1].decode())

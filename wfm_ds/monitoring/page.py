@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.monitoring.page DIR ...`: write the page of runs that have none or an outdated one."""
+"""`python -m wfm_ds.monitoring.page DIR ...`: write the HTML page of runs that have no page or an outdated one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def record_page(folder: Path) -> None:
-    """Add the page to the run's record of written files, if there is one, so that --overwrite may remove it."""
+    """Add the page to the run's record of files that it wrote, if the run has a record.
+
+    --overwrite removes only recorded files.
+    """
     from wfm_ds.run import layout
     from wfm_ds.storage import atomic
 

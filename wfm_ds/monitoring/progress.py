@@ -1,4 +1,4 @@
-"""Progress and speed of a run, and two ways to show them. The caller supplies the time."""
+"""Progress and speed of a run, and two ways to show them. The caller passes the current time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 log = logging.getLogger(__name__)
 
-LINE_INTERVAL_S = 10.0  # between log lines if there is no terminal for a live line
+LINE_INTERVAL_S = 10.0  # seconds between log lines if there is no terminal for a live line
 WINDOW = 20  # number of last steps over which the speed is measured
 
 
 class _ProgressPoint(NamedTuple):
     now_s: float
     step: int
-    samples: int  # since the start
+    samples: int  # number of samples since the start
 
 
 class Pace:
-    """Speed over the last steps, and the remaining time."""
+    """Speed over the most recent steps, and the remaining time."""
 
     def __init__(self, total_steps: int, unit: str) -> None:
         self.total_steps = total_steps
@@ -30,12 +30,12 @@ class Pace:
         self._points: deque[_ProgressPoint] = deque(maxlen=WINDOW + 1)
 
     def update(self, now_s: float, step: int, samples: int) -> None:
-        """Record that `step` was done at `now_s`, with `samples` more than at the last update."""
+        """Record that `step` was done at time `now_s`. samples: number of samples since the last update."""
         before = self._points[-1].samples if self._points else 0
         self._points.append(_ProgressPoint(now_s, step, before + samples))
 
     def speed(self) -> tuple[float, float] | None:
-        """Return steps and samples per second; None if there are not yet two points in time."""
+        """Return steps and samples per second; None until there are two updates to compare."""
         if len(self._points) < 2:
             return None
         first, last = self._points[0], self._points[-1]
@@ -45,7 +45,10 @@ class Pace:
         return (last.step - first.step) / seconds, (last.samples - first.samples) / seconds
 
     def format_text(self, step: int, note: str = "") -> str:
-        """Return `step 12/300, 1:04:10 left, 8.1 images/s, NOTE`, without unknown values."""
+        """Return `step 12/300, 1:04:10 left, 8.1 images/s, NOTE`.
+
+        The remaining time and the speed are omitted until they are known.
+        """
         parts = [f"step {step}/{self.total_steps}"]
         speed = self.speed()
         if speed is not None:
@@ -61,7 +64,7 @@ def format_duration(seconds: float) -> str:
 
 
 class LineProgress:
-    """Log lines at most every LINE_INTERVAL_S, and always for the first and the last step."""
+    """Shows progress as log lines: one every LINE_INTERVAL_S at most, and one for the first and the last step."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -82,7 +85,7 @@ class LineProgress:
 
 
 class ConsoleProgress:
-    """One line at the bottom of a terminal. Other output appears above it."""
+    """Shows progress in one line at the bottom of a terminal. Other output appears above it."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         columns = (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
@@ -98,6 +101,6 @@ class ConsoleProgress:
 
 
 def open_console() -> Console | None:
-    """Return a console on stderr if it is a terminal. stdout is reserved for the results of commands."""
+    """Return a console on stderr if that is a terminal, else None. stdout is reserved for the results of commands."""
     console = Console(stderr=True)
     return console if console.is_terminal else None

@@ -1,6 +1,6 @@
-"""Content of a run's page, read from the run's folder: thinned curves, samples and warnings, all bounded in size.
+"""Content of a run's page, read from the run's folder: thinned curves, samples and warnings, all of bounded size.
 
-Uses only the run's files, so running and finished runs are read in the same way.
+Only the run's files are used, so running and finished runs are read in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wfm_ds.storage.atomic import finite_or_none
 
 MAX_POINTS, MAX_CURVES = 1000, 40  # points per curve; curves on the page
 MAX_STEPS, MAX_SAMPLES = 12, 16  # evaluations shown, and samples per evaluation
-MAX_WARNINGS, MAX_CHARACTERS = 50, 500  # the last ones; of one warning, prompt or name
+MAX_WARNINGS, MAX_CHARACTERS = 50, 500  # most recent warnings shown; characters per warning, prompt or name
 MAX_RECIPE = 30_000  # characters
 PANELS = (
     ("evaluation", r"val/(reward/.+/mean|accuracy|token_accuracy)"),
@@ -43,8 +43,8 @@ LOAD_LINE = "load it with:"  # log message before the lines that load the weight
 class BoundedCurve:
     """A curve with a bounded number of points, for runs of any length.
 
-    Stores the lowest and the highest point of each stretch of consecutive points. If there are too many stretches,
-    neighbours are merged and their length doubles.
+    Consecutive points form a stretch. Only the lowest and the highest point of each stretch are stored. If there are too
+    many stretches, neighbours are merged, which doubles the length of a stretch.
     """
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
@@ -96,7 +96,7 @@ class RunReader:
         self._reset_log()
 
     def read_page(self) -> dict[str, Any]:
-        """Return the content of data.js. Raises OSError if an existing file cannot be read."""
+        """Return the content of the page's data.js. Raises OSError if an existing file cannot be read."""
         lines, is_new = self._metrics.read_new_lines()
         if is_new:
             self._reset_metrics()
@@ -155,7 +155,10 @@ class RunReader:
                 self._curves.setdefault(tag, BoundedCurve()).add(step, value)
 
     def _build_panels(self) -> list[dict[str, Any]]:
-        """Return the charts that have curves. Beyond MAX_CURVES, the last charts lose curves."""
+        """Return the charts that have curves.
+
+        The page shows at most MAX_CURVES curves; the last charts lose curves first.
+        """
         num_left, panels = MAX_CURVES, []
         for title, _ in PANELS:
             tags = [tag for tag in sorted(self._curves) if self._tag_panels[tag] == title][:num_left]
@@ -190,9 +193,9 @@ class RunReader:
     # ---- samples/ and recipe.yaml
 
     def _read_samples(self, last_step: int) -> Iterator[dict[str, Any]]:
-        """Yield the samples of the steps to show.
+        """Yield the samples of the steps shown on the page.
 
-        Steps beyond `last_step` are left out: they are from before a resume and have not been reached again.
+        Samples of steps beyond `last_step` are omitted: they were written before the run resumed from an earlier step.
         """
         root = self.folder / "samples"
         names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
@@ -205,7 +208,7 @@ class RunReader:
                 yield {"step": step, "items": items}
 
     def _load_recipe(self) -> dict[str, Any]:
-        """Return the recipe as text, its differences from the defaults, and values for the head of the page."""
+        """Return the recipe's text, its differences from the defaults, and its values for the head of the page."""
         path = self.folder / "recipe.yaml"
         if not path.exists():
             return {}
@@ -216,7 +219,7 @@ class RunReader:
 
 
 class GrowingFile:
-    """A text file that grows by lines."""
+    """A text file to which lines are appended."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read_bytes = path, 0
@@ -245,14 +248,17 @@ def find_panel(tag: str) -> str | None:
 
 
 def pick_evenly(steps: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` of the steps: the first, the last, and evenly spaced ones between."""
+    """Return at most `count` of the steps: the first, the last, and evenly spaced steps in between."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(k * (len(steps) - 1) / (count - 1))] for k in range(count)]
 
 
 def parse_sample(line: str, step: int) -> dict[str, Any] | None:
-    """Parse a line of samples.jsonl for the page; None if it does not name a file in its own folder."""
+    """Parse a line of samples.jsonl for the page.
+
+    Returns None for an invalid line, or if its file is not in the same folder.
+    """
     try:
         row = json.loads(line)
         file, rewards = str(row["file"]), dict(row.get("rewards") or {})
@@ -270,9 +276,9 @@ def parse_sample(line: str, step: int) -> dict[str, Any] | None:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the recipe's text, its steps and algorithm, and its non-default values by dotted key.
+    """Return the recipe's text, its number of steps and algorithm, and its non-default values by dotted key.
 
-    Only the text is returned for a recipe of another version that cannot be parsed.
+    If the recipe is from another version and cannot be parsed, only the text is returned.
     """
     from wfm_ds.recipe import file as recipe_file
 
@@ -292,7 +298,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if there is none."""
+    """Return the object in a JSON file; an empty dict if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -1,7 +1,7 @@
-"""The page of a run: a constant `index.html`, and `page/data.js`, which is rewritten while the run continues.
+"""The HTML page of a run: a constant `index.html`, and `page/data.js`, which is rewritten while the run continues.
 
-The page works from disk without a server, so a browser may load scripts but not fetch other files. If the page
-cannot be written, the run logs one warning and continues.
+The page works from disk without a server. Without a server, browsers load scripts but no data files, so the data is a
+script. If the page cannot be written, the run logs one warning and continues.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ PACKAGES = ("wfm_ds", "torch", "diffusers", "transformers", "peft", "deepspeed")
 
 
 def write_page(folder: Path, reader: RunReader | None = None) -> Path:
-    """Write index.html and page/data.js of the run in this folder, and return the path of index.html.
+    """Write index.html and page/data.js of the run in this folder. Returns the path of index.html.
 
-    Raises OSError; FileExistsError if index.html is not the page of a run.
+    Raises OSError, and FileExistsError if an existing index.html is not the page of a run.
     """
     index = folder / INDEX_FILE
     if index.exists() and not is_run_page(index):
@@ -60,11 +60,10 @@ def is_run_page(index: Path) -> bool:
 
 
 def encode_script(content: Mapping[str, Any]) -> str:
-    """Return the script of data.js, at most MAX_BYTES long.
+    """Return the text of data.js, at most MAX_BYTES long.
 
-    If it is too long, curves are left out, then samples. Characters of HTML tags are escaped, because prompts may
-    contain
-    any text.
+    If it would be longer, curves are omitted first, then samples. Characters of HTML tags are escaped, because prompts
+    may contain any text.
     """
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for name in ("panels", "samples"):
@@ -85,8 +84,10 @@ def machine_info(devices: str) -> dict[str, str]:
 
 
 def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned: bool = False) -> bool:
-    """Write the page. If that fails, return False with a warning, unless one was logged before: a run must not fail for
-    it."""
+    """Write the page. Returns whether it was written.
+
+    An error must not end the run, so it is only logged as a warning, unless `has_warned` is true.
+    """
     try:
         write_page(folder, reader)
     except Exception as error:  # noqa: BLE001  (an error in the page must not end the run)
@@ -103,7 +104,10 @@ def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned:
 
 @contextlib.contextmanager
 def update_page_live(folder: Path, *, devices: str) -> Iterator[None]:
-    """Update the page of this run in a thread inside the context, and a last time at its end. On rank 0 only."""
+    """Update the page of this run in a thread inside the context, and once more when the context ends.
+
+    Call it on rank 0 only.
+    """
     stop = threading.Event()
     thread = threading.Thread(target=_update_until_stopped, args=(folder, devices, stop), name="page", daemon=True)
     thread.start()
@@ -132,7 +136,7 @@ def _update_until_stopped(folder: Path, devices: str, stop_event: threading.Even
 
 
 def folder_state(folder: Path) -> tuple[int, ...]:
-    """Return file sizes and times, which change when there is something new to show."""
+    """Return the sizes and modification times of the run's files, which change when there is something new to show."""
     paths = (folder / "metrics.jsonl", folder / "logs" / "rank_0.log", folder / "samples")
     stats = [path.stat() for path in paths if path.exists()]
     return tuple(number for stat in stats for number in (stat.st_size, stat.st_mtime_ns))

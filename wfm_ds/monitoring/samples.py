@@ -1,4 +1,4 @@
-"""Generated samples with their metadata: as files, as a grid, as a table, as one animation."""
+"""Generated samples with their metadata, as files, a grid, a table or an animation."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class GeneratedSample:
 
     prompt: str
     prompt_id: str
-    seed: int  # of the initial noise
+    seed: int  # seed of the initial noise
     pixels: npt.NDArray[np.uint8]  # image [H,W,3] or video [T,H,W,3]
-    fps: float | None = None  # of a video
+    fps: float | None = None  # only for a video
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # by name; None if the reward failed
 
     @property
     def frames(self) -> VideoArray:
-        """[T,H,W,3], T = 1 for an image."""
+        """The frames [T,H,W,3]. T is 1 for an image."""
         return self.pixels if self.pixels.ndim == 4 else self.pixels[None]
 
     @property
@@ -46,7 +46,7 @@ class GeneratedSample:
 
 
 def write_samples(folder: Path, samples: Sequence[GeneratedSample]) -> None:
-    """Write `0000.png` or `0000.mp4`, ... and `samples.jsonl` to a folder, complete or absent.
+    """Write `0000.png` or `0000.mp4`, ... and `samples.jsonl` to `folder`, which is complete or absent.
 
     An existing folder is replaced. Raises ValueError if a sample is not uint8 [H,W,3] or [T,H,W,3], OSError if writing
     fails.
@@ -58,7 +58,7 @@ def write_samples(folder: Path, samples: Sequence[GeneratedSample]) -> None:
 def write_sample_file(folder: Path, number: int, sample: GeneratedSample) -> dict[str, Any]:
     """Write the sample's file and return its line for samples.jsonl.
 
-    The line has file, prompt, prompt_id, seed, fps of a video, and rewards.
+    The line contains file, prompt, prompt_id, seed, rewards and, for a video, fps.
     """
     name = f"{number:04d}.{'mp4' if sample.is_video else 'png'}"
     line: dict[str, Any] = {"file": name, "prompt": sample.prompt, "prompt_id": sample.prompt_id, "seed": sample.seed}
@@ -87,9 +87,9 @@ def group_by_prompt(samples: Sequence[GeneratedSample]) -> list[GeneratedSample]
 
 
 def sample_grid(samples: Sequence[GeneratedSample]) -> ImageArray:
-    """Draw the first frames in a grid with their rewards below: [H,W,3] uint8.
+    """Draw the first frame of each sample in a grid, with its rewards below. Returns [H,W,3] uint8.
 
-    One row per prompt if all prompts have the same number of samples, otherwise a square.
+    The grid has one row per prompt if all prompts have the same number of samples, otherwise it is a square.
     """
     return _draw_grid(samples, [sample.frames[0] for sample in samples])
 
@@ -97,8 +97,8 @@ def sample_grid(samples: Sequence[GeneratedSample]) -> ImageArray:
 def sample_animation(samples: Sequence[GeneratedSample]) -> tuple[VideoArray, float]:
     """Return the grid as an animation [T,H,W,3] uint8, and its frames per second.
 
-    Cells are reduced in size, and for long videos only every k-th frame is used. A sample with fewer frames than others
-    repeats its last one. Raises ValueError if no sample has an fps.
+    Samples are reduced in size, and for long videos only every k-th frame is used. A sample with fewer frames than
+    others repeats its last frame. Raises ValueError if no sample has an fps.
     """
     fps = next((sample.fps for sample in samples if sample.fps is not None), None)
     if fps is None:
@@ -123,7 +123,7 @@ def _draw_grid(samples: Sequence[GeneratedSample], cells: Sequence[ImageArray]) 
 
 
 def _samples_per_prompt(samples: Sequence[GeneratedSample]) -> int:
-    """Return the number of consecutive samples per prompt if it is the same for all prompts, otherwise 1."""
+    """Return the number of consecutive samples per prompt if it is the same for all prompts, else 1."""
     runs: list[int] = []
     last = None
     for sample in samples:

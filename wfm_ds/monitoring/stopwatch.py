@@ -1,9 +1,9 @@
 """Time and device memory of a step, by phase.
 
-The host only queues work for a GPU, so with the host's clock the time of one phase would count for a later phase that
-waits for it. Therefore phases on a GPU are measured by two events on the current stream. They are read at the end of
-the step, which is the only synchronization in this module. A phase in which the host waits but the GPU does not, such
-as for data, has the time that the GPU was idle.
+The host only queues work for a GPU. With the host's clock, the GPU time of a phase would therefore count for the later
+phase that waits for the result. So phases on a GPU are measured by two CUDA events on the current stream. The events
+are read at the end of the step, which is the only synchronization in this module. If the host waits in a phase, e.g.
+for data, the time of that phase is the time for which the GPU was idle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TimePoint = TypeVar("TimePoint")
 
 
 class Clock(Protocol[TimePoint]):
-    """A source of time points, and the seconds between two of them."""
+    """A clock that records time points and measures the seconds between two of them."""
 
     def record_time(self) -> TimePoint: ...
 
@@ -38,7 +38,7 @@ class Clock(Protocol[TimePoint]):
 
 
 class HostClock:
-    """The time of this process, for a device that works synchronously: the CPU."""
+    """The clock of this process, for a device that works synchronously: the CPU."""
 
     def record_time(self) -> float:
         return time.monotonic()
@@ -54,7 +54,7 @@ class HostClock:
 
 
 class EventClock:
-    """CUDA events on the current stream. Events of one step are reused in the next."""
+    """A clock of CUDA events on the current stream. Events of one step are reused in the next."""
 
     def __init__(self) -> None:
         self._unused: list[torch.cuda.Event] = []
@@ -75,7 +75,7 @@ class EventClock:
 
 
 class ProcessMemory:
-    """Peak resident memory of this process since its start: on a CPU there is no peak per phase."""
+    """Peak resident memory of this process since its start. On a CPU, the peak of a phase is not known."""
 
     def record_peak(self, phases: Sequence[str]) -> None:
         pass
@@ -85,7 +85,7 @@ class ProcessMemory:
 
 
 class GpuMemory:
-    """Peak memory allocated for tensors in each phase, and peak reserved memory of the whole step."""
+    """Peak memory allocated for tensors in each phase, and peak reserved memory of the step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,7 +93,7 @@ class GpuMemory:
         self._reserved = 0
 
     def record_peak(self, phases: Sequence[str]) -> None:
-        """Assign the peak since the last call to these phases, which were all active."""
+        """Record the peak since the last call as a peak of each of these phases, all of which are active."""
         allocated = torch.cuda.max_memory_allocated(self._device)
         for phase in phases:
             self._phase_peaks[phase] = max(self._phase_peaks[phase], allocated)
@@ -111,7 +111,10 @@ class GpuMemory:
 
 
 class PhaseTimes(Generic[TimePoint]):
-    """Time spans of a step, measured by one clock. A phase may have several spans, and may be nested in another."""
+    """Time spans of the phases of a step, measured by one clock.
+
+    A phase may have several spans, and may be nested in another phase.
+    """
 
     def __init__(self, clock: Clock[TimePoint]) -> None:
         self._clock, self._step_start = clock, clock.record_time()
@@ -121,7 +124,7 @@ class PhaseTimes(Generic[TimePoint]):
         return self._clock.record_time()
 
     def add_span(self, phase: str, start: TimePoint) -> None:
-        """Record a span that ends now."""
+        """Record a span of this phase from `start` until now."""
         self._spans.append((phase, start, self._clock.record_time()))
 
     def pop_metrics(self) -> dict[str, float]:
@@ -145,11 +148,13 @@ class PhaseTimes(Generic[TimePoint]):
 
 
 class Stopwatch:
-    """Time and memory of the steps of a run: `with timer("train"):` measures a phase, and `end_step` ends a step. Use
-    it only in the thread that computes."""
+    """Time and memory of the steps of a run, by phase. Use it only in the thread that computes.
+
+    `with stopwatch("train"):` measures a phase, and `end_step` ends a step.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """device: the device that does the work of the phases."""
+        """device: the device that computes the phases."""
         on_gpu = device.type == "cuda"
         self._times: PhaseTimes[Any] = PhaseTimes(EventClock()) if on_gpu else PhaseTimes(HostClock())
         self._memory: GpuMemory | ProcessMemory = GpuMemory(device) if on_gpu else ProcessMemory()
@@ -176,11 +181,13 @@ class Stopwatch:
             self._open_phases.pop()
 
     def end_step(self) -> dict[str, float]:
-        """Return this rank's metrics of the step, `time/...` and `perf/peak_memory_gib...`. Every rank has the same
-        phases."""
+        """Return this rank's metrics of the step, `time/...` and `perf/peak_memory_gib...`, and start the next step.
+
+        All ranks have the same phases.
+        """
         return {**self._times.pop_metrics(), **self._memory.pop_metrics()}
 
     def restart(self) -> None:
-        """Discard the measurements since the last step, which do not belong to one."""
+        """Discard the measurements since the last step, because they do not belong to a step."""
         self._times.restart()
         self._memory.pop_metrics()

@@ -25,12 +25,12 @@ MAX_QUEUED_SAMPLES = 4  # evaluations with samples queued for a slow tracker; th
 
 
 class TrackerError(UserError):
-    """A tracker cannot be started."""
+    """Raised if a tracker cannot be started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """The information about a run that trackers receive."""
+    """Information about a run that trackers receive."""
 
     output_dir: Path
     name: str
@@ -47,7 +47,10 @@ class RunInfo:
         return folder
 
     def load_or_create(self, name: str, create: Callable[[], str]) -> str:
-        """Return a value that is stored for a resumed run. For a new run it is created by `create`."""
+        """Return the string stored under `name` in a file of the trackers' folder.
+
+        For a new run, or if there is no file, the string is created by the function `create` and stored.
+        """
         path = self.folder / name
         if self.resumed_at is None or not path.is_file():
             path.write_text(create(), encoding="utf-8")
@@ -55,7 +58,7 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """A tracker library. All methods are called in one thread, `start` first and `finish` last."""
+    """Interface of a tracker. All methods are called in one thread, `start` first and `finish` last."""
 
     name: str
 
@@ -72,15 +75,15 @@ class Tracker(Protocol):
         ...
 
     def finish(self, status: str, summary: Mapping[str, float]) -> None:
-        """Finish the run with a status (finished, preempted or failed) and its last numbers."""
+        """Finish the run with a status (finished, preempted or failed) and its final numbers."""
         ...
 
 
 class TrackerThread:
-    """A tracker and its thread."""
+    """A tracker and the thread that calls its methods."""
 
     def __init__(self, tracker: Tracker, run: RunInfo) -> None:
-        """Start the tracker. Raises TrackerError if it fails or takes longer than START_S."""
+        """Start the tracker. Raises TrackerError if it fails or takes longer than START_S seconds."""
         self._tracker, self._run = tracker, run
         self._events: deque[tuple[str, Callable[[], None]]] = deque()
         self._changed = threading.Condition()
@@ -110,7 +113,7 @@ class TrackerThread:
             )
 
     def close(self, status: str, summary: Mapping[str, float]) -> None:
-        """Send the outcome of the run and wait for the tracker, at most FINISH_S."""
+        """Send the outcome of the run to the tracker and wait until it finishes, at most FINISH_S seconds."""
         self._enqueue_event("finish", lambda: self._tracker.finish(status, summary))
         with self._changed:
             self._closed = True

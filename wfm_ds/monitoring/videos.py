@@ -31,12 +31,11 @@ def check_video(video: VideoArray) -> None:
 
 
 def save_mp4(path: Path, video: VideoArray, fps: float) -> None:
-    """Write H.264 in yuv420p with BT.709 colours, which every browser and player supports. Equal frames result in equal
-    bytes.
+    """Write an H.264 video in yuv420p with BT.709 colours, which every browser and player supports.
 
-    yuv420p has one colour per 2 x 2 pixels: odd sizes are padded by repeating the last row or column. Raises ValueError
-    for
-    other arrays or an fps that is not positive, OSError if the file cannot be written.
+    Equal frames result in equal bytes. yuv420p has one colour per 2 x 2 pixels, so odd sizes are padded by repeating
+    the last row or column. Raises ValueError for an array of another dtype or shape, or an fps that is not positive,
+    OSError if the file cannot be written.
     """
     check_video(video)
     if not fps > 0:

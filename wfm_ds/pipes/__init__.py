@@ -1,1 +1,4 @@
-"""Messages between processes over ZeroMQ: tasks, leases, results, bulk data. Independent of models and training."""
+"""Task queue over ZeroMQ: clients submit tasks to a broker, and workers lease and run them.
+
+Independent of models and training.
+"""

@@ -25,7 +25,7 @@ def pack_arrays(arrays: Arrays) -> dict[str, list[Any]]:
 
 
 def unpack_arrays(packed: Any) -> dict[str, npt.NDArray[np.float32]]:
-    """Decode the output of `pack_arrays`. Raises ValueError for anything else."""
+    """Decode the output of `pack_arrays`. Raises ValueError if the input is invalid."""
     if not isinstance(packed, dict):
         raise ValueError("arrays must be a map")
     return {str(name): _unpack_array(name, value) for name, value in packed.items()}

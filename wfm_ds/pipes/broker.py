@@ -1,8 +1,8 @@
-"""The broker: a thread with two ROUTER sockets around a ledger. Clients submit tasks, workers lease them.
+"""The broker: a thread that queues the tasks of clients and leases them to workers, over two ROUTER sockets.
 
-The broker keeps everything in memory. After a crash, clients resubmit their unfinished tasks: the submitter is the
-source of truth. Payload frames are forwarded as received and never decoded. Tensors of results stay in the spool until
-the submitter releases them; any client of its run can fetch them.
+The broker keeps everything in memory. After a crash, clients resubmit their unfinished tasks. The broker forwards
+payload frames as received, without decoding them. The tensors of a result stay in the spool (spool.py) until the client
+that submitted the task releases them. Any client of the same run can fetch them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ POLL_MS = 200  # upper limit for the delay of stall and deadline checks
 
 @dataclass(frozen=True, slots=True)
 class TaskKind:
-    """A kind of task: scheduling limits, and information for clients."""
+    """Scheduling limits of a kind of task, and information about the kind for clients."""
 
     stall_s: float  # a task without progress for this long goes to another worker
     info: Mapping[str, Any]  # plain values, sent to clients in `attached`
@@ -47,7 +47,10 @@ class TaskKind:
 
 
 class Broker:
-    """Binds in the constructor and serves between `start` and `stop`. Public methods are thread-safe."""
+    """Message broker: binds its sockets in the constructor and serves between `start` and `stop`.
+
+    Public methods are thread-safe.
+    """
 
     def __init__(
         self,
@@ -65,11 +68,12 @@ class Broker:
     ) -> None:
         """Bind the sockets. Raises PipeError if an endpoint cannot be bound.
 
-        clients, workers: endpoints; the port may be 0 or *.
-        observer: called in the broker's thread with every finished task. It must be fast and must not raise.
-        on_stall: called in the broker's thread with the id of a worker that seems to hang; same requirements.
-        keys: clients must authenticate with an allowed key; with worker_keys, workers too.
-        worker_timeout_s: a worker without messages for this long counts as lost and its tasks are requeued. It may
+        clients, workers: endpoints for clients and for workers. The port may be 0 or * (any free port).
+        observer: function called in the broker's thread with every finished task. It must be fast and must not raise.
+        on_stall: function called in the broker's thread with the id of a worker that seems to hang. Same requirements.
+        keys: if set, clients must authenticate with an allowed key.
+        worker_keys: True if workers must authenticate too.
+        worker_timeout_s: a worker that sends nothing for this long counts as lost, and its tasks are requeued. It may
         reconnect later. None: only `report_lost_worker` removes workers.
         """
         self.id = uuid.uuid4().hex
@@ -125,7 +129,7 @@ class Broker:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Return False if the broker has stopped, or failed with `error`."""
+        """Return whether the broker's thread is running. If it failed, the exception is in `error`."""
         return self._thread.is_alive()
 
     def report_lost_worker(self, worker: str, why: str) -> None:
@@ -137,7 +141,10 @@ class Broker:
         self._commands.put(lambda: self._ledger.disable_kind(kind, why))
 
     def announce(self, announcement: Mapping[str, Any], files: Mapping[str, Path]) -> None:
-        """Attach these plain values to every task leased from now on, and let clients read these files by name."""
+        """Attach `announcement` to every task leased from now on, and let clients read `files` by name.
+
+        announcement: plain values. files: {name: path}.
+        """
         self._commands.put(lambda: self._set_announcement(announcement, files))
 
     def dismiss_workers(self, why: str) -> None:
@@ -150,19 +157,22 @@ class Broker:
         return self._workers.worker_ids()
 
     def request_status(self) -> Future[BrokerStatus]:
-        """Request the status; the broker's thread replies within about POLL_MS. Cancelled if it has stopped."""
+        """Return a future of the broker's status, which its thread sets within about POLL_MS milliseconds.
+
+        The future is cancelled if the broker has stopped.
+        """
         future: Future[BrokerStatus] = Future()
         self._status_requests.append(future)
         self._commands.put(self._answer_status_requests)
-        if self._is_closed or not self.is_alive():  # checked last: closing cancels the requests added before
+        if self._is_closed or not self.is_alive():  # checked last: closing cancels earlier requests
             future.cancel()
         return future
 
     def stop(self, drain_s: float) -> None:
-        """Stop leasing, wait up to drain_s for leased tasks and the delivery of their results, then close the sockets.
+        """Stop leasing, wait up to `drain_s` seconds for running tasks and their results, then close the sockets.
 
-        Waits for acknowledgements because zmq drops unread messages when a connection closes. Returns after the
-        sockets are closed.
+        The broker waits until the clients have acknowledged the results, because zmq drops unread messages when a
+        connection closes. Returns after the sockets are closed.
         """
         self._commands.put(lambda: self._start_drain(drain_s))
         self._thread.join(drain_s + 10)
@@ -200,14 +210,14 @@ class Broker:
             while not self._is_drained():
                 poller.poll(POLL_MS)
                 self._run_once(self._clock.tick(time.monotonic()))
-        except Exception as error:  # top level of the thread: the owner reads `error`
+        except Exception as error:  # last resort: the owner reads `error`
             log.exception("the broker failed")
             self.error = error
         finally:
             self._close_sockets()
 
     def _run_once(self, now_s: float) -> None:
-        self._workers.receive_messages(now_s)  # before the commands: the last result of a lost worker counts
+        self._workers.receive_messages(now_s)  # first, so that the last result of a lost worker still counts
         for command in self._commands.take_all():
             command()
         self._clients.receive_messages(now_s)

@@ -1,6 +1,6 @@
 """Client side of the broker: attached clients, their submissions, completions and payload requests.
 
-Shares the ledger and the spool with the worker side. Used only by the broker's thread.
+Uses the same ledger and spool as broker_workers.py. Used only by the broker's thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wfm_ds.pipes.wire import MAX_HEADER_BYTES, Message, TensorSpec, WireError
 
 CLIENT_TIMEOUT_S = 300.0  # the tasks of a client that is silent for longer are dropped
 MAX_COMPLETION_BYTES = MAX_HEADER_BYTES - 4096
-ADMISSIONS_PER_MESSAGE = 100  # an id and a reason each, so that they fit in one header
+ADMISSIONS_PER_MESSAGE = 100  # each has an id and a reason; this many fit in one header
 
 
 @dataclass(slots=True)
@@ -38,7 +38,10 @@ class _ClientState:
 
 
 class BrokerClients:
-    """The attached clients, by route and by *owner* (RUN/CLIENT), their name in the ledger and the spool."""
+    """The attached clients, indexed by route (zmq routing id) and by owner.
+
+    An owner is the text RUN/CLIENT, which identifies a client in the ledger and in the spool.
+    """
 
     def __init__(
         self,
@@ -49,15 +52,18 @@ class BrokerClients:
         kinds: Mapping[str, Mapping[str, Any]],
         cancel: Callable[[str, str, str], None],
     ) -> None:
-        """`kinds`: information for clients about each kind of task. `cancel(worker, task_id, why)` is called for a
-        cancelled task that a worker is running."""
+        """Create the client side.
+
+        kinds: information for clients about each kind of task.
+        cancel: function called as cancel(worker, task_id, why) for each cancelled task that a worker is running.
+        """
         self._port, self._ledger, self._spool = port, ledger, spool
         self._kinds, self._cancel = kinds, cancel
         self._owners_by_route: dict[bytes, str] = {}
         self._clients: dict[str, _ClientState] = {}
 
     def silence_by_owner(self, now_s: float) -> dict[str, float]:
-        """Return the seconds since each client's last message, by owner."""
+        """Return {owner: seconds since the client's last message}."""
         return {owner: now_s - client.last_seen_s for owner, client in self._clients.items()}
 
     def receive_messages(self, now_s: float) -> None:
@@ -105,7 +111,10 @@ class BrokerClients:
     def _send_payload(
         self, route: bytes, name: str, read: Callable[[], tuple[Sequence[TensorSpec], Sequence[Any]]]
     ) -> None:
-        """Send the payload, or the reason it is missing. If the send queue is full, the client repeats its request."""
+        """Send the payload that `read` returns, or the reason why it is missing.
+
+        If the send queue is full, nothing is sent and the client repeats its request.
+        """
         try:
             specs, payload = read()
         except NotInSpool as error:
@@ -169,7 +178,7 @@ class BrokerClients:
             self._port.send(route, "accepted", lists)
 
     def _send_client_completions(self, owner: str, client: _ClientState) -> None:
-        """Send the completions since the last call. A `since` message from the client repeats lost ones."""
+        """Send the completions since the last call. If some are lost, the client requests them again with `since`."""
         items = self._ledger.new_completions(owner, client.last_sent_seq)
         while items:
             batch: list[dict[str, Any]] = []

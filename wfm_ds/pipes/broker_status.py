@@ -1,4 +1,4 @@
-"""Reports of the broker to its owner: its status, and every finished task."""
+"""Data that the broker reports to its owner: status snapshots and finished tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wfm_ds.pipes.wire import Buffer, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
-    """A snapshot of the broker."""
+    """A snapshot of the broker's state."""
 
     kinds: Mapping[str, tuple[int, int]]  # kind -> (number of waiting tasks, number of leased tasks)
     workers: Mapping[str, float | None]  # id -> seconds since its last progress; None: idle
@@ -24,7 +24,10 @@ class BrokerStatus:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTask:
-    """A done or quarantined task. `frames` are the received tensor buffers, valid only during the observer call."""
+    """A task that is done or quarantined.
+
+    `frames` are the received tensor buffers. They are valid only while the observer runs.
+    """
 
     kind: str
     rows: Sequence[Mapping[str, Any]]
@@ -45,4 +48,4 @@ class FinishedTask:
 
 
 def ignore_task(ended: FinishedTask) -> None:
-    """Do nothing: the default observer."""
+    """Do nothing. Used as the default observer."""

@@ -1,6 +1,6 @@
-"""Worker side of the broker: connected workers, tasks to be sent to them, stalled and lost workers.
+"""Worker side of the broker: connected workers, tasks to send to them, stalled and lost workers.
 
-Shares the ledger and the spool with the client side. Used only by the broker's thread, except `worker_ids`.
+Uses the same ledger and spool as broker_clients.py. Used only by the broker's thread, except `worker_ids`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _WorkerState:
 
 
 class BrokerWorkers:
-    """The connected workers, by id and by route, each with its unsent tasks."""
+    """The connected workers, indexed by id and by route (zmq routing id), each with its unsent tasks."""
 
     def __init__(
         self,
@@ -56,7 +56,11 @@ class BrokerWorkers:
         on_stall: Callable[[str], None],
         timeout_s: float | None,
     ) -> None:
-        """`on_stall` receives the id of a worker that seems to hang. A worker silent for `timeout_s` counts as lost."""
+        """Create the worker side.
+
+        on_stall: function called with the id of a worker that seems to hang.
+        timeout_s: a worker that sends nothing for this long counts as lost. None: no limit.
+        """
         self.announcement: Mapping[str, Any] = {}  # sent with each leased task
         self._port, self._ledger, self._spool = port, ledger, spool
         self._broker_id, self._on_stall, self._timeout_s = broker_id, on_stall, timeout_s
@@ -73,7 +77,7 @@ class BrokerWorkers:
     def drop_worker(self, worker: str, why: str) -> None:
         """Requeue the tasks of a worker that died, hangs or is unreachable.
 
-        Tasks that had been sent count as failed attempts because they may be the cause.
+        For tasks that were already sent to the worker this counts as a failed attempt, because they may be the cause.
         """
         if worker in self._workers:
             self._ledger.requeue_unsent(worker, [task.task_id for task in self._workers[worker].outbox])
@@ -89,7 +93,7 @@ class BrokerWorkers:
                 self.drop_worker(worker, f"its worker was silent for {limit_s:g} s")
 
     def expire_leases(self, now_s: float) -> None:
-        """Requeue tasks without progress and send `stalled` to their workers."""
+        """Requeue tasks without progress, and send `stalled` messages to their workers."""
         for worker, task_id, attempt in self._ledger.expire_leases(now_s):
             log.warning("task %s stalled in worker %s", task_id, worker)
             self._on_stall(worker)
@@ -186,7 +190,7 @@ class BrokerWorkers:
         fields["note"] = dict(self.announcement)
         try:
             header = self._port.encode("task", fields, payload.specs)
-        except WireError as error:  # the rows fitted in their submission, but not together with the announcement
+        except WireError as error:  # the rows fit in a message, but not together with the announcement
             why = f"cannot be sent: {error}"[:REASON_CHARS]
             self._ledger.record_failure(grant.worker, grant.task.id, grant.attempt, why, fatal=True)
             return

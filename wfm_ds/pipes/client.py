@@ -1,7 +1,7 @@
 """The client: submits tasks to the broker and receives their outcomes. A background thread does all socket work.
 
-The client is the source of truth. It repeats a submission until the broker accepts it, and resubmits all unfinished
-tasks after a broker restart. Every task ends in exactly one TaskOutcome unless it is cancelled.
+The client repeats a submission until the broker accepts it, and resubmits all unfinished tasks after a broker restart.
+Every task ends in exactly one TaskOutcome unless it is cancelled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_MESSAGE_ID = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class TaskOutcome:
-    """Result of a task: `meta` is the worker's return value; `reason` explains a failure."""
+    """Result of a task. `meta` is the worker's return value; `reason` explains a failure."""
 
     id: str
     ok: bool
@@ -53,14 +53,15 @@ class TaskOutcome:
 
 
 class PipeClient:
-    """One submitter. Call the methods from a single thread, except `close`, which is safe from any thread."""
+    """A client of the broker. Call its methods from a single thread; only `close` is thread-safe."""
 
     def __init__(self, endpoint: str, *, run: str, client: str, keys: ClientKeys | None = None) -> None:
-        """Start the background thread.
+        """Start the background thread. Raises PipeError if the address is not allowed.
 
-        `endpoint` is an ipc:// or tcp:// address, or the path of a pipes.json that is re-read when the connection is
-        lost. (run, client) identifies the submitter; a newer client with the same identity replaces the older one.
-        Raises PipeError if the address is not allowed.
+        endpoint: an ipc:// or tcp:// address, or the path of a pipes.json file, which is read again when the connection
+        is lost.
+        run, client: names that together identify the client. A newer client with the same names replaces the older one.
+        keys: key pair of this client; needed if the broker authenticates clients.
         """
         self.endpoint = endpoint if "://" not in endpoint else check_endpoint(endpoint, keys=keys is not None)
         self._keys = keys
@@ -94,7 +95,8 @@ class PipeClient:
     def attach(self, timeout_s: float) -> None:
         """Wait for the broker's first reply, which sets `kinds`.
 
-        Raises PipeError after timeout_s, or earlier if the broker rejects this client (wrong, missing or extra keys).
+        Raises PipeError after `timeout_s`, or earlier if the broker rejects this client (wrong, missing or unexpected
+        keys).
         """
         refused_s = self.now_s() + min(REJECTION_TIMEOUT_S, timeout_s)
         with self._condition:
@@ -106,14 +108,15 @@ class PipeClient:
     def submit(
         self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[tuple[str, Array]], tasks: Sequence[TaskRequest]
     ) -> None:
-        """Queue tasks over these rows (one tensor per row, or none) and return immediately.
+        """Queue `tasks`, which refer to ranges of `rows`, and return immediately.
 
-        Do not modify the arrays until the tasks have ended. Raises WireError if they do not fit in one message.
+        tensors: one tensor per row, or an empty list. Do not modify them until the tasks have ended.
+        Raises WireError if rows, tensors and tasks do not fit in one message.
         """
         specs, frames = wire.pack_tensors(tensors)
         by_id = {task.id: task for task in tasks}
         submission = Submission(rows, specs, list(itertools.chain(*frames)), by_id, set(by_id))
-        submission.encode_header(MAX_MESSAGE_ID, self.now_s())  # the largest possible header: checks the size limit
+        submission.encode_header(MAX_MESSAGE_ID, self.now_s())  # checks the size limit with the largest possible header
         self._commands.put(lambda: self._submissions.add(submission))
 
     def take_outcomes(self, timeout_s: float) -> list[TaskOutcome]:
@@ -124,23 +127,23 @@ class PipeClient:
         return outcomes
 
     def cancel(self, ids: Iterable[str]) -> None:
-        """Cancel tasks. They have no outcome, except one that is already on its way."""
+        """Cancel tasks. They get no outcome, unless the outcome was already sent."""
         task_ids = list(ids)
         if task_ids:
             self._commands.put(lambda: self._cancel_tasks(task_ids))
 
     def fetch_results(self, ids: Iterable[str], timeout_s: float) -> dict[str, Message]:
-        """Fetch results by task id, including those submitted by other clients of this run.
+        """Fetch results by task id. The tasks may have been submitted by other clients of this run.
 
-        Read the tensors with Message.read_tensors. Raises PipeError if a result is missing, or if none arrives within
-        timeout_s.
+        Read the tensors with Message.read_tensors. Raises PipeError if a result is missing, or if no result arrives for
+        `timeout_s`.
         """
         return self._collect_payloads({task_id: PayloadRequest("fetch", {"id": task_id}) for task_id in ids}, timeout_s)
 
     def read_file(self, name: str, num_bytes: int, timeout_s: float) -> Iterator[Array]:
-        """Yield an announced file of num_bytes bytes in uint8 pieces.
+        """Yield the content of an announced file of `num_bytes` bytes, in uint8 pieces.
 
-        Raises PipeError if a piece does not arrive within timeout_s, and WireError if its checksum is wrong.
+        Raises PipeError if a piece does not arrive within `timeout_s`, and WireError if its checksum is wrong.
         """
         for offset in range(0, num_bytes, wire.MAX_FRAME_BYTES):
             key = f"{name}@{offset}"
@@ -153,7 +156,10 @@ class PipeClient:
         self._commands.put(lambda: self._queue_releases(task_ids))
 
     def now_s(self) -> float:
-        """Return time.monotonic() minus the time this process was suspended. Use it for deadlines of replies."""
+        """Return time.monotonic() without the time for which this process was suspended.
+
+        Use this clock for the deadlines of tasks and replies.
+        """
         return self._clock.now_s if self._thread.is_alive() else time.monotonic()
 
     def silence_s(self) -> float:
@@ -161,7 +167,7 @@ class PipeClient:
         return self._silence_s
 
     def connection_problem(self) -> str:
-        """Return the last known connection problem."""
+        """Return the last known connection problem, "" if there was none."""
         return self._problem
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -185,7 +191,12 @@ class PipeClient:
         return messages
 
     def _wait_for_all(self, wanted: Set[str], silence_s: float) -> bool:
-        """Return True when all have arrived, False if none arrives for silence_s. Call with self._condition held."""
+        """Wait until all payloads in `wanted` have arrived.
+
+        Returns False if no payload arrives for `silence_s` seconds.
+
+        The caller holds self._condition.
+        """
         while missing := wanted - self._payloads.keys():
             if not self._condition.wait_for(functools.partial(self._has_any, missing), silence_s):
                 return False
@@ -341,7 +352,7 @@ class PipeClient:
         self._resend_releases(self._clock.now_s)
 
     def _resend_releases(self, now_s: float) -> None:
-        """Resend unconfirmed releases. If a release is lost, the broker keeps the tensors forever."""
+        """Resend unconfirmed `release` messages. If one were lost, the broker would keep the tensors forever."""
         due = [task_id for task_id, sent_at_s in self._pending_releases.items() if now_s - sent_at_s > RELEASE_RETRY_S]
         for batch in split_into_chunks(due, IDS_PER_MESSAGE):
             if not self._send("release", {"ids": batch}):
@@ -362,7 +373,10 @@ class PipeClient:
         return self._send_frames(wire.encode_header(message_type, next(self._message_ids), fields))
 
     def _send_frames(self, header: bytes, payload: Sequence[Buffer] = ()) -> bool:
-        """Send a message. Returns False and detaches if no broker accepts it: the next one may be a new broker."""
+        """Send a message. If the send queue is full, return False and start to attach again.
+
+        The broker may have been replaced by a new one.
+        """
         try:
             if self._dealer is not None:
                 self._dealer.send(header, payload)
@@ -373,7 +387,10 @@ class PipeClient:
 
 
 def resolve_endpoint(endpoint: str, *, keys: bool = False) -> str:
-    """Return the client address: `endpoint` itself, or the address in that pipes.json. Raises PipeError."""
+    """Return the address for clients: `endpoint` itself, or the address in the pipes.json file at this path.
+
+    Raises PipeError.
+    """
     if "://" in endpoint:
         return check_endpoint(endpoint, keys=keys)
     try:

@@ -1,4 +1,7 @@
-"""A clock without the time this process was suspended: a suspended process must not report others as silent or late."""
+"""A clock that excludes the time for which this process was suspended.
+
+Otherwise a process that resumes would report all peers as silent or late.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ MAX_STEP_S = 2.0  # the owner ticks several times a second; a longer step means 
 
 
 class ActiveClock:
-    """A clock that advances by at most MAX_STEP_S per tick."""
+    """A clock that advances by at most MAX_STEP_S per call of `tick`."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = now_s
         self._last_tick_s = now_s
 
     def tick(self, now_s: float) -> float:
-        """Advance and return the time. One thread calls it several times per MAX_STEP_S; all may read `now_s`."""
+        """Advance the clock and return its time.
+
+        A single thread must call it several times per MAX_STEP_S. Any thread may read `now_s`.
+        """
         self.now_s += min(now_s - self._last_tick_s, MAX_STEP_S)
         self._last_tick_s = now_s
         return self.now_s

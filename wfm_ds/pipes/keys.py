@@ -1,9 +1,10 @@
-"""CURVE keys that encrypt and authenticate connections. `python -m wfm_ds.pipes.keys new DIR NAME` creates a pair.
+"""CURVE keys that encrypt and authenticate connections. `python -m wfm_ds.pipes.keys new DIR NAME` creates a key pair.
 
-A key folder contains DIR/NAME.key_secret, readable only by its owner, and DIR/public/NAME.key. The broker's folder has
-hub.key_secret and, in public/, the keys of all allowed peers. A peer's folder has one secret key and public/hub.key.
-The broker's own key may connect too, so processes on the broker's machine need no extra keys. The file format is
-pyzmq's.
+A key folder DIR contains the secret key DIR/NAME.key_secret, readable only by its owner, and public keys in DIR/public.
+The broker's folder contains hub.key_secret and the public keys of all peers that may connect. A peer's folder contains
+the peer's secret key and public/hub.key.
+Processes on the broker's machine need no key of their own, because the broker's own key may connect too. The file
+format is pyzmq's.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class BrokerKeys:
-    """The broker's key pair, and a check for allowed public keys."""
+    """The broker's key pair, and a function that checks whether a public key is allowed."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -57,12 +58,14 @@ class BrokerKeys:
 
     @property
     def local_client_keys(self) -> ClientKeys:
-        """Keys for processes on the broker's side, which may always connect."""
+        """Return the broker's own keys for a process on its machine. They may always connect."""
         return ClientKeys(self.public, self.secret, self.public, BROKER_NAME)
 
 
 def load_broker_keys(folder: Path) -> BrokerKeys:
-    """Load the broker's keys. Files in public/ are read at each connection and may be added or removed at any time.
+    """Load the broker's keys.
+
+    The public keys are read again at each connection, so files may be added or removed anytime.
 
     Raises KeyFileError, also if a file in public/ is not a key. Files that become unreadable later are logged and
     ignored.
@@ -71,10 +74,10 @@ def load_broker_keys(folder: Path) -> BrokerKeys:
     for path in _list_public_files(folder):
         _load_public_key(path)
 
-    log_throttle = LogThrottle(log.warning)  # anyone may trigger a handshake, and each one reads the folder
+    log_throttle = LogThrottle(log.warning)  # anyone can trigger a handshake, which reads the folder
 
     def is_allowed(key: bytes) -> bool:
-        """Return whether the key may connect. Never raises: all handshakes depend on the calling thread."""
+        """Return whether the key may connect. Never raises, because all handshakes depend on the calling thread."""
         return key == public or key in _read_public_keys(folder, log_throttle)
 
     return BrokerKeys(public, secret, is_allowed)
@@ -85,7 +88,7 @@ def _list_public_files(folder: Path) -> list[Path]:
 
 
 def _read_public_keys(folder: Path, log_throttle: LogThrottle) -> set[bytes]:
-    """Return the readable public keys. Files may be incomplete or removed at any moment; these are logged."""
+    """Return the public keys in `folder`. Files that are incomplete or were just removed are logged and skipped."""
     keys = set()
     try:
         for path in _list_public_files(folder):
@@ -99,7 +102,10 @@ def _read_public_keys(folder: Path, log_throttle: LogThrottle) -> set[bytes]:
 
 
 def load_client_keys(folder: Path) -> ClientKeys:
-    """Load the keys of a client or worker; from the broker's folder, the broker's own keys. Raises KeyFileError."""
+    """Load the keys of a client or worker from its folder. In the broker's folder, these are the broker's own keys.
+
+    Raises KeyFileError.
+    """
     secrets = [path for path in folder.glob(f"*{SECRET_SUFFIX}") if path.name != f"{BROKER_NAME}{SECRET_SUFFIX}"]
     if not secrets and (folder / f"{BROKER_NAME}{SECRET_SUFFIX}").exists():
         return load_broker_keys(folder).local_client_keys
@@ -116,7 +122,10 @@ def load_client_keys(folder: Path) -> ClientKeys:
 
 
 def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Create a key pair and return (secret file, public file). Raises KeyFileError if the name is taken."""
+    """Create a key pair and return the paths (secret file, public file).
+
+    Raises KeyFileError if the name is invalid or taken.
+    """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise KeyFileError(f"{name!r} is not a valid key name: use letters, digits, - and _")
     secret_file, public_file = folder / f"{name}{SECRET_SUFFIX}", folder / "public" / f"{name}{PUBLIC_SUFFIX}"

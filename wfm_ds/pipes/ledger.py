@@ -1,15 +1,15 @@
-"""Tasks and their leases to workers: credit, attempts, duplicates. A state machine without I/O or clock.
+"""Tasks and their leases to workers: credit, attempts, duplicates. A state machine without I/O and without a clock.
 
     WAITING --lease--> LEASED --result--> DONE --release--> removed (its id is remembered)
        ^                 |  `--fatal failure, or no attempts left--> QUARANTINED --release--> removed
        `----requeue------'      cancel: removed from any state; disabled kind, deadline: QUARANTINED
 
-When a leased task is finished elsewhere, cancelled or requeued, the lease becomes *void*. It still uses the worker's
-credit until the worker reports or is lost, so a hanging worker gets no more tasks. The first result of a task wins,
-from any worker; later results are detected as duplicates and ignored.
+A lease becomes *void* when its task is finished by another worker, cancelled or requeued. A void lease still uses the
+worker's credit (the rows that it can hold) until the worker reports or is lost, so a hanging worker gets no more tasks.
+The first result of a task counts, from any worker; later results are ignored as duplicates.
 
-An *attempt* is a lease that ended in a failure, a stall or the death of its worker. MAX_ATTEMPTS attempts quarantine a
-task. Leases returned by a leaving worker, or never sent, do not count as attempts.
+An *attempt* is a lease that ended in a failure, a stall or the death of its worker. After MAX_ATTEMPTS attempts a task
+is quarantined. A lease that a leaving worker returns, or that was never sent, does not count as an attempt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_REMEMBERED_IDS = 65536  # ids of removed tasks, per owner
 
 
 class Ledger:
-    """Task and lease states. All times are seconds on one monotonic clock of the caller."""
+    """States of tasks and leases. All times are in seconds on a monotonic clock of the caller."""
 
     def __init__(
         self,
@@ -43,8 +43,10 @@ class Ledger:
         """Create an empty ledger.
 
         stall_s: maximum time without progress, by kind. Only these kinds can be submitted.
+        max_waiting: maximum number of waiting tasks. max_bytes: maximum payload bytes of waiting and leased tasks.
         max_waiting_by_kind: like max_waiting, for the tasks of one kind.
-        on_end: called with every task that is done or quarantined, including its payload.
+        on_end: function called as on_end(task, completion) for every task that is done or quarantined. The task still
+        has its payload.
         """
         self.stall_s = dict(stall_s)
         self.max_waiting_by_kind = dict(max_waiting_by_kind or {})
@@ -69,7 +71,10 @@ class Ledger:
     # Submitters
 
     def submit(self, task: Task) -> Admission:
-        """Add a task. Idempotent. Raises TaskRejected for an unknown kind, an id of another owner, or a full queue."""
+        """Add a task. Adding it again has no effect.
+
+        Raises TaskRejected for an unknown kind, an id that another owner uses, or a full queue.
+        """
         entry, owner = self._entries.get(task.id), self._owners.setdefault(task.owner, Submitter())
         if entry is not None and entry.task.owner != task.owner:
             raise TaskRejected("this id belongs to another client")
@@ -94,19 +99,19 @@ class Ledger:
         return Admission.NEW
 
     def new_completions(self, owner: str, after_seq: int) -> list[Completion]:
-        """Return the unreleased completions with a seq above after_seq, oldest first."""
+        """Return the unreleased completions with a seq above `after_seq`, oldest first."""
         submitter = self._owners.get(owner)
         newest_first = reversed(submitter.completions.values()) if submitter else ()
         return list(itertools.takewhile(lambda c: c.seq > after_seq, newest_first))[::-1]
 
     def release_completions(self, owner: str, up_to_seq: int) -> None:
-        """Drop completions the submitter has received. Their ids are remembered."""
+        """Drop completions that the submitter has received, up to seq `up_to_seq`. Their task ids are remembered."""
         completions = self._owners[owner].completions if owner in self._owners else {}
         while completions and (oldest := next(iter(completions.values()))).seq <= up_to_seq:
             self._remove_task(self._entries[oldest.id], "released")
 
     def cancel_tasks(self, owner: str, ids: Iterable[str]) -> list[tuple[str, str]]:
-        """Drop tasks; unknown ids are ignored. Returns (worker, id) of the running ones."""
+        """Drop tasks. Unknown ids are ignored. Returns (worker, task id) of the tasks that are running."""
         running = []
         for task_id in ids:
             entry = self._entries.get(task_id)
@@ -117,9 +122,9 @@ class Ledger:
         return running
 
     def forget_owner(self, owner: str) -> list[tuple[str, str]]:
-        """Drop all state of a submitter that left or restarted, including remembered ids.
+        """Drop everything about a submitter that left or restarted, including its remembered task ids.
 
-        Returns (worker, id) of its running tasks.
+        Returns (worker, task id) of its running tasks.
         """
         submitter = self._owners.get(owner)
         running = self.cancel_tasks(owner, list(submitter.task_ids)) if submitter else []
@@ -127,7 +132,7 @@ class Ledger:
         return running
 
     def disable_kind(self, kind: str, why: str) -> None:
-        """Fail all waiting and future tasks of this kind with this reason."""
+        """Fail all waiting and future tasks of this kind with the reason `why`."""
         self._disabled_kinds[kind] = why
         while entry := self._oldest_waiting_task(kind):
             self._finish_task(entry, TaskState.QUARANTINED, reason=why)
@@ -135,14 +140,21 @@ class Ledger:
     # Workers
 
     def register_worker(self, worker: str, kinds: frozenset[str], credit: int, held: Iterable[str]) -> None:
-        """Add or update a worker. Tasks leased to it that are not in `held` are requeued."""
+        """Add or update a worker.
+
+        kinds: task kinds it accepts. credit: number of rows it can hold. held: ids of the tasks it has. Other tasks
+        that are leased to it are requeued.
+        """
         holder = self._workers.setdefault(worker, LeaseHolder(kinds, credit))
         holder.kinds, holder.credit = kinds, credit
         for task_id in holder.leases.keys() - set(held):
             self._return_lease(worker, task_id)
 
     def lease_tasks(self, now_s: float) -> list[LeaseGrant]:
-        """Lease waiting tasks within the workers' credit: oldest first within a kind, preferring untried workers."""
+        """Lease waiting tasks to workers with free credit.
+
+        The oldest task of each kind comes first. Workers that have not tried a task yet are preferred.
+        """
         grants = []
         for kind in self._waiting if self.is_leasing else ():
             while (entry := self._oldest_waiting_task(kind)) and (worker := self._find_free_worker(entry)):
@@ -157,7 +169,10 @@ class Ledger:
         return grants
 
     def record_progress(self, worker: str, task_id: str, attempt: int, done: int, now_s: float) -> None:
-        """Renew the lease if `done` has increased. An unchanged `done` renews nothing: a hanging worker may send it."""
+        """Renew the lease if `done` has increased.
+
+        A hanging worker may report the same value again, which renews nothing.
+        """
         holder = self._workers.get(worker)
         lease = holder.leases.get(task_id) if holder else None
         if lease is not None and lease.attempt == attempt and done > lease.done:
@@ -167,7 +182,7 @@ class Ledger:
     def record_result(
         self, worker: str, task_id: str, attempt: int, seconds: float, meta: Mapping[str, Any]
     ) -> ReportStatus:
-        """Record a result. The worker may drop its copy, regardless of the returned status."""
+        """Record a result. Whatever status is returned, the worker may drop its copy of the result."""
         is_current = self._end_lease(worker, task_id)
         entry = self._entries.get(task_id)
         if entry is None:
@@ -179,7 +194,7 @@ class Ledger:
         return self._count_report(ReportStatus.ACCEPTED if is_current else ReportStatus.LATE)
 
     def record_failure(self, worker: str, task_id: str, attempt: int, reason: str, fatal: bool) -> ReportStatus:
-        """Record a failure: the task is requeued, or quarantined with the reasons of all attempts."""
+        """Record a failure. The task is requeued, or quarantined with the reasons of all its attempts."""
         holder = self._workers.get(worker)
         lease = holder.leases.get(task_id) if holder else None
         if lease is not None and lease.attempt != attempt:
@@ -192,9 +207,9 @@ class Ledger:
         return self._count_report(ReportStatus.ACCEPTED)
 
     def remove_lost_worker(self, worker: str, why: str) -> list[str]:
-        """Requeue all leases of a lost worker and return their task ids.
+        """Requeue the tasks of a lost worker and return their ids.
 
-        Each counts as an attempt, so tasks that kill workers end in quarantine.
+        Each lease counts as an attempt, so a task that kills workers is quarantined in the end.
         """
         holder = self._workers.get(worker)
         lost = list(holder.leases) if holder else []
@@ -205,7 +220,7 @@ class Ledger:
         return lost
 
     def remove_departed_worker(self, worker: str) -> list[str]:
-        """Requeue all leases of a worker that left, without counting an attempt. Returns their task ids."""
+        """Requeue the tasks of a worker that left, without counting an attempt. Returns their ids."""
         holder = self._workers.get(worker)
         task_ids = list(holder.leases) if holder else []
         self.requeue_unsent(worker, task_ids)
@@ -213,15 +228,16 @@ class Ledger:
         return task_ids
 
     def requeue_unsent(self, worker: str, task_ids: Iterable[str]) -> None:
-        """Requeue leases that were not sent to the worker, without counting an attempt."""
+        """Requeue tasks that were leased but not sent to the worker, without counting an attempt."""
         for task_id in task_ids:
             self._return_lease(worker, task_id)
 
     def expire_leases(self, now_s: float) -> list[tuple[str, str, int]]:
-        """Requeue tasks without progress for stall_s, and quarantine waiting tasks past their deadline.
+        """Requeue tasks without progress for `stall_s`, and quarantine waiting tasks past their deadline.
 
-        Returns (worker, task id, attempt) of stalled leases, including void ones, again after every further stall_s:
-        these workers hang or never received the task. The leases still use the worker's credit (module docstring).
+        Returns (worker, task id, attempt) of the stalled leases. A lease, even a void one, is returned again after each
+        further `stall_s`: its worker hangs or never received the task. It still uses the worker's credit (see the
+        module docstring).
         """
         stalled = []
         for worker, task_id in self._stalls.pop_due(now_s):
@@ -242,19 +258,19 @@ class Ledger:
         return any(not lease.is_void for worker in self._workers.values() for lease in worker.leases.values())
 
     def has_completions(self) -> bool:
-        """Return whether any finished task is not yet released by its submitter."""
+        """Return whether there are finished tasks that their submitters have not released yet."""
         return any(owner.completions for owner in self._owners.values())
 
     def has_worker(self, worker: str) -> bool:
         return worker in self._workers
 
     def find_owner(self, task_id: str) -> str | None:
-        """Return the submitter of a task, None if the task is unknown or removed."""
+        """Return the owner (RUN/CLIENT) of a task, None if the task is unknown or removed."""
         entry = self._entries.get(task_id)
         return entry.task.owner if entry is not None else None
 
     def summarize_load(self, now_s: float) -> tuple[dict[str, tuple[int, int]], dict[str, float | None]]:
-        """Return {kind: (num waiting, num leased)}, and {worker: seconds since its last progress, None if idle}."""
+        """Return {kind: (num waiting, num leased)} and {worker: seconds since its last progress, None if idle}."""
         leases = [(t, lease) for worker in self._workers.values() for t, lease in worker.leases.items()]
         leased = Counter(self._entries[task_id].task.kind for task_id, lease in leases if not lease.is_void)
         ages = {
@@ -271,7 +287,7 @@ class Ledger:
         self._deadlines.put(entry.task.id, entry.task.deadline_s)
 
     def _end_attempt(self, entry: TaskEntry, reason: str, fatal: bool) -> None:
-        """Count an attempt that ended without a result; requeue or quarantine the task."""
+        """Count an attempt that ended without a result, then requeue or quarantine the task."""
         entry.reasons.append(reason)
         entry.is_suspect = True
         entry.failures += 1
@@ -323,7 +339,7 @@ class Ledger:
         self.counts[count_name] += 1
 
     def _release_resources(self, entry: TaskEntry) -> None:
-        """Free the bytes and the queue entry of a task in WAITING or LEASED, and void its lease."""
+        """Free the memory and the queue position of a waiting or leased task, and void its lease."""
         self._dequeue_task(entry)
         if entry.worker is not None:
             lease = self._workers[entry.worker].leases.get(entry.task.id)

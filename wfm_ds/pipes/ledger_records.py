@@ -13,18 +13,18 @@ class TaskEntry:
     """A task from its submission until its completion is released."""
 
     task: Task
-    order: int  # fixed, so that a requeued task is leased before newer ones
+    order: int  # submission order; a requeued task keeps it and is leased before newer ones
     state: TaskState = TaskState.WAITING
     attempt: int = 0  # number of leases; identifies the lease in a worker's report
     failures: int = 0
     worker: str | None = None
     tried_workers: set[str] = field(default_factory=set)
-    reasons: list[str] = field(default_factory=list)  # of failed attempts
+    reasons: list[str] = field(default_factory=list)  # reasons of failed attempts
     is_suspect: bool = False  # it failed, or its worker died or hung
 
     @property
     def is_open(self) -> bool:
-        """Return whether the task is not finished yet."""
+        """Return whether the task is unfinished."""
         return self.state in (TaskState.WAITING, TaskState.LEASED)
 
 
@@ -48,9 +48,10 @@ class LeaseHolder:
     leases: dict[str, Lease] = field(default_factory=dict)
 
     def can_take(self, rows: int, *, exclusive: bool) -> bool:
-        """Return whether the worker can hold another task.
+        """Return whether the worker can hold another task with this number of rows.
 
-        A task that may have killed a worker is leased exclusively, so that no other task is lost if it does so again.
+        exclusive: True for a task that may have killed a worker. A worker runs it alone, so that no other task is lost
+        if it does so again.
         """
         if not self.leases:
             return True

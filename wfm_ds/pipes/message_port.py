@@ -1,4 +1,7 @@
-"""Message layer of a broker's ROUTER: decodes incoming messages, rejects and counts bad ones, numbers outgoing."""
+"""Message layer over one of the broker's ROUTER sockets.
+
+It decodes incoming messages, rejects and counts invalid ones, and numbers outgoing messages.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,14 @@ MessageHandler: TypeAlias = Callable[
 
 
 class MessagePort:
-    """Messages over one ROUTER. Used only by the broker's thread. The router's creator closes it."""
+    """Sends and receives messages over one ROUTER. Used only by the broker's thread. The router's creator closes it."""
 
     def __init__(self, router: Router, expected_types: frozenset[str], rejected: Counter[str]) -> None:
-        """`expected_types`: allowed incoming message types. `rejected` counts invalid messages by endpoint."""
+        """Create the port.
+
+        expected_types: message types that may arrive. rejected: counter of invalid messages by endpoint, shared by the
+        ports.
+        """
         self.router = router
         self._expected_types = expected_types
         self._rejected = rejected
@@ -37,7 +44,10 @@ class MessagePort:
         self._log_throttle = LogThrottle(log.warning)
 
     def receive_messages(self, handle: MessageHandler, now_s: float) -> None:
-        """Pass arrived messages to `handle`. Reject invalid ones, and those for which `handle` raises WireError."""
+        """Pass arrived messages to `handle`.
+
+        A message is rejected if it is invalid or if `handle` raises WireError for it.
+        """
         self._log_throttle.flush_due(now_s)
         for _ in range(MESSAGES_PER_TURN):
             received = self.router.receive()
@@ -57,7 +67,7 @@ class MessagePort:
         self._log_throttle.close(now_s)
 
     def encode(self, message_type: str, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()) -> bytes:
-        """Return the header of a message to be sent by `router.send`. Raises WireError if it is too large."""
+        """Return the header of a message, to be passed to `router.send`. Raises WireError if it is too large."""
         return wire.encode_header(message_type, next(self._message_ids), fields, specs)
 
     def send(
@@ -68,7 +78,7 @@ class MessagePort:
         specs: Sequence[TensorSpec] = (),
         payload: Sequence[Any] = (),
     ) -> bool:
-        """Send a message; return False if it was not sent. The protocol repeats lost messages of these types."""
+        """Send a message. Returns False if it was not sent; the protocol repeats lost messages of these types."""
         try:
             self.router.send(route, self.encode(message_type, fields, specs), payload)
         except (PeerUnreachable, SendQueueFull):

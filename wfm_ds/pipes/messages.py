@@ -1,8 +1,8 @@
-"""Schemas of all messages on the wire, with the purpose of each key. wire.py rejects everything else.
+"""Schemas of all messages, with the purpose of each key. wire.py rejects any other message.
 
-A *task* is one unit of work for one worker: a range of the *rows* of a submission. A row is a small map plus the tensor
-with the same index in the submission's table. So images and videos are sent once for all rewards, and the broker
-forwards the rows of a task without decoding them.
+A *task* is one unit of work for one worker: a range of the *rows* of a submission. A row is a small map, plus the
+tensor with the same index in the tensor table of the submission. Images and videos are therefore sent only once for all
+rewards, and the broker forwards the rows of a task without decoding them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_ITEMS = 4096  # in any other list
 ID_CHARS = 300
 REASON_CHARS = 300
 DETAIL_CHARS = 8000  # a traceback
-META_BYTES = 32 * 1024  # of a result's meta: half a header, so that the broker can always forward it
+META_BYTES = 32 * 1024  # limit of a result's meta: half a header, so that the broker can forward it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class FreeMap:
-    """Any map of plain values. wire.py limits its depth, the header limit its size."""
+    """Any map of plain values. wire.py limits its nesting depth, and the size limit of headers also limits its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ SCHEMAS: dict[str, dict[str, FieldType]] = {
         "name": Text(),  # for display
         "kinds": ListOf(_ID, 64),
         "credit": Integer(1, 1024),  # rows it can hold at once
-        "held": _IDS,  # the task ids it has; leases on other tasks were lost in transit
+        "held": _IDS,  # ids of the tasks it has; other tasks leased to it were lost in transit
     },
     "beat": {"progress": ListOf(FixedList((_ID, Integer(1), Integer(), Integer())))},  # [id, attempt, done, total]
     "result": {"id": _ID, "attempt": Integer(1), "seconds": Number(), "meta": FreeMap()},
@@ -107,9 +107,9 @@ SCHEMAS: dict[str, dict[str, FieldType]] = {
         "attempt": Integer(1),
         "reason": _REASON,
         "detail": Text(DETAIL_CHARS),
-        "fatal": Flag(),  # no other attempt
+        "fatal": Flag(),  # True: do not try again
     },
-    "leave": {"why": _REASON},  # its tasks will not be done
+    "leave": {"why": _REASON},  # the worker returns its tasks unfinished
     # broker -> worker
     "welcome": {"hub": Text(64), "beat_s": Number()},  # `hub` changes at each start of the broker
     "task": {
@@ -156,7 +156,7 @@ TYPES_WITH_TENSORS = frozenset({"submit", "task", "result", "payload"})
 
 
 def find_problem(value: Any, field_type: FieldType) -> str:
-    """Return the error in a value, "" if it is valid."""
+    """Return what is wrong with a value, "" if it is valid."""
     match field_type:
         case Text(max_chars):
             good = type(value) is str and len(value) <= max_chars

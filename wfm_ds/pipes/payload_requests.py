@@ -1,9 +1,10 @@
-"""A client's open payload requests, with detection of lost requests that must be repeated.
+"""A client's open payload requests. Detects lost requests, which must be repeated.
 
-A timeout cannot detect a lost request: the transfer time depends on payload size and network, and a needless repeat
-delays other requests. Message order can, because the broker replies in order on one connection. Requests are followed
-by *markers*, small messages that always get a reply. If a later marker has a reply and a request does not, the request
-or its reply was lost. A marker is a `release` of a nonexistent id.
+A timeout cannot detect a lost request, because the transfer time depends on payload size and network, and a needless
+repetition delays other requests. The order of messages can, because the broker replies in order on each connection.
+After requests, the client sends *markers*: small messages that always get a reply. If a marker has a reply and an
+earlier request does not, the request or its reply was lost. A marker is a `release` message with the id of a
+nonexistent task.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SendMessage = Callable[[str, Mapping[str, Any]], bool]
 
 @dataclass(slots=True)
 class PayloadRequest:
-    """A message with a `payload` or `missing` reply."""
+    """A request that the broker answers with a `payload` or `missing` message."""
 
     type: str
     fields: Mapping[str, Any]
@@ -29,10 +30,10 @@ class PayloadRequest:
 
 
 class PayloadRequests:
-    """Requests without a reply, in order of creation. Not thread-safe."""
+    """Requests that have no reply yet, in order of creation. Not thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """`name`: prefix of this client's marker ids; no task id starts with it."""
+        """Create an empty list. name: prefix of this client's marker ids, with which no task id starts."""
         self._prefix = f"{name}/"
         self._open: dict[str, PayloadRequest] = {}  # by the id of the expected payload
         self._next_marker = 0  # number of the next marker
@@ -42,11 +43,14 @@ class PayloadRequests:
         self._open.update(requests)
 
     def close(self, key: str) -> bool:
-        """Remove an answered or cancelled request. Returns True if it was open."""
+        """Remove a request that was answered or cancelled. Returns True if it was open."""
         return self._open.pop(key, None) is not None
 
     def send(self, now_s: float, send: SendMessage) -> None:
-        """Send unsent requests and due markers by `send(type, fields)`, which returns False if nothing was sent."""
+        """Send all requests that were not sent yet, and a marker if one is due.
+
+        send: function called as send(type, fields). It returns False if the message could not be sent.
+        """
         for request in itertools.islice(self._open.values(), MAX_OPEN_REQUESTS):
             if request.marker is None and send(request.type, request.fields):
                 request.marker = self._next_marker
@@ -55,7 +59,10 @@ class PayloadRequests:
             self._next_marker, self._marker_sent_s = self._next_marker + 1, now_s
 
     def on_released(self, ids: Iterable[str]) -> None:
-        """Handle the reply to a `release`: requests sent before an acknowledged marker and still open are resent."""
+        """Handle the reply to a `release` message.
+
+        Requests that were sent before a confirmed marker and are still open are sent again.
+        """
         markers = [i.removeprefix(self._prefix) for i in ids if i.startswith(self._prefix)]
         last = max((int(marker) for marker in markers if marker.isdecimal()), default=-1)
         for request in self._open.values():

@@ -1,4 +1,4 @@
-"""A client's unfinished submissions, and when to send them, until their tasks have ended."""
+"""A client's submissions, kept until all their tasks have ended, and when to send them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_IN_FLIGHT = 4  # submissions sent but not accepted; the rest waits here, not
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest:
-    """Rows [start, stop) of a submission for one worker of `kind`. Equal ids mean equal work."""
+    """A task: rows [start, stop) of a submission, for one worker of `kind`. Equal ids mean equal work."""
 
     id: str
     kind: str
@@ -27,7 +27,7 @@ class TaskRequest:
 
 @dataclass(slots=True)
 class Submission:
-    """Rows, their tensors, and the tasks over these rows."""
+    """Rows, their tensors, and the tasks that refer to these rows."""
 
     rows: Sequence[Mapping[str, Any]]
     specs: list[TensorSpec]
@@ -37,7 +37,10 @@ class Submission:
     retry_at_s: float = float("-inf")
 
     def encode_header(self, mid: int, now_s: float) -> bytes:
-        """Return the header of a message with the unaccepted tasks."""
+        """Return the header of a message with the tasks that the broker has not accepted yet.
+
+        mid: message id.
+        """
         tasks = [
             {"id": t.id, "kind": t.kind, "start": t.start, "stop": t.stop, "deadline_s": max(0.0, t.deadline_s - now_s)}
             for t in self.open_tasks.values()
@@ -47,7 +50,7 @@ class Submission:
 
 
 class PendingSubmissions:
-    """Submissions in order, indexed by task. No clock, no sockets."""
+    """Submissions in order, and an index by task id. Uses no clock and no sockets."""
 
     def __init__(self) -> None:
         self._submissions: list[Submission] = []
@@ -62,7 +65,7 @@ class PendingSubmissions:
         return list(self._submission_by_task)
 
     def due_submissions(self, now_s: float) -> Iterator[Submission]:
-        """Yield the submissions to send now, among the first MAX_IN_FLIGHT unaccepted ones."""
+        """Yield the submissions to send now. Only the first MAX_IN_FLIGHT unaccepted submissions are considered."""
         in_flight = 0
         for submission in self._submissions:
             if not submission.unaccepted_ids:
@@ -80,18 +83,18 @@ class PendingSubmissions:
                 self._submission_by_task[task_id].unaccepted_ids.discard(task_id)
 
     def retry_later(self, task_id: str, now_s: float) -> None:
-        """Resend this task after FULL_RETRY_S because the broker is full."""
+        """Schedule this task to be sent again after FULL_RETRY_S, because the broker is full."""
         if task_id in self._submission_by_task:
             self._submission_by_task[task_id].retry_at_s = now_s + FULL_RETRY_S
 
     def resend_all(self) -> None:
-        """Mark all submissions as unaccepted, to be resent immediately to a new broker."""
+        """Mark all submissions as unaccepted, so that they are immediately sent to a new broker."""
         for submission in self._submissions:
             submission.unaccepted_ids = set(submission.open_tasks)
             submission.retry_at_s = float("-inf")
 
     def drop_task(self, task_id: str) -> bool:
-        """Remove a task. Returns False if it is unknown, e.g. for a duplicate outcome."""
+        """Remove a task. Returns False if it is unknown, for example if its outcome arrived twice."""
         submission = self._submission_by_task.pop(task_id, None)
         if submission is None:
             return False

@@ -12,10 +12,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class PriorityQueue(Generic[K]):
-    """Priority queue in which each key has one priority. Keys with equal priorities keep their insertion order.
+    """Priority queue with unique keys. Keys with equal priorities keep their insertion order.
 
-    `put` and `discard` cost O(log n) on average; `peek` and `pop_due` cost no more than the keys they return. Outdated
-    heap entries are removed lazily: at the front of the heap, or all together when they outnumber the valid ones.
+    `put` and `discard` cost O(log n) on average. The cost of `peek` and `pop_due` is proportional to the number of keys
+    that they return. Outdated heap entries are removed when they reach the front, or all at once when they outnumber
+    the valid ones.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,8 @@
-"""Private folders with short paths for ipc sockets. Folders of killed processes are removed at the next start.
+"""Private folders with short paths for ipc sockets.
 
-Each process that uses a folder holds a shared lock on it until it exits. `remove_orphaned_folders` takes the exclusive
+The folder of a killed process is removed when another process starts.
+
+Each process that uses a folder has a shared lock on it until it exits. `remove_orphaned_folders` takes an exclusive
 lock before it inspects and removes a folder.
 """
 
@@ -29,10 +31,10 @@ FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}[a-z0-9_]{{8}}")  # mkdtemp appends t
 
 
 class SocketFolder:
-    """A new 0700 folder at `path`, locked until `remove` or the end of this process."""
+    """A new folder at `path` with mode 0700, locked until `remove` is called or this process ends."""
 
     def __init__(self) -> None:
-        """Remove orphaned folders, then create one. Raises UserError if no suitable parent folder exists."""
+        """Remove orphaned folders, then create a new one. Raises UserError if there is no suitable parent folder."""
         base = _find_base_folder()
         remove_orphaned_folders(base)
         self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))
@@ -48,7 +50,7 @@ class SocketFolder:
         self.remove()
 
     def restore(self) -> None:
-        """Recreate the folder if it was removed, for example by another process before it was locked."""
+        """Create the folder again if it was removed, for example by another process before this one had locked it."""
         for _ in range(MAX_ATTEMPTS):
             if self._lock is not None and _is_same_folder(self._lock, self.path):
                 return
@@ -69,15 +71,17 @@ class SocketFolder:
 
 
 def hold_folder(path: Path) -> int | None:
-    """Hold a SocketFolder created by another process while the returned descriptor is open.
+    """Lock a SocketFolder created by another process, so that it is not removed.
 
-    Returns None for other folders, which are never removed, and for folders that are already (being) removed.
+    Close the returned descriptor to unlock it.
+
+    Returns None if `path` is not a SocketFolder, or if it is removed or being removed.
     """
     return _lock_shared(path) if FOLDER_NAME.fullmatch(path.name) else None
 
 
 def remove_orphaned_folders(base: Path) -> list[Path]:
-    """Remove and return the SocketFolders of this user in `base` that no process holds."""
+    """Remove the SocketFolders of this user in `base` that no process has locked, and return their paths."""
     removed = []
     for path in base.iterdir():
         if FOLDER_NAME.fullmatch(path.name) and _remove_if_orphaned(path):
@@ -94,7 +98,10 @@ def _find_base_folder() -> Path:
 
 
 def _remove_if_orphaned(path: Path) -> bool:
-    """Remove the folder if it belongs to this user, no process holds it and it contains only files."""
+    """Remove the folder if it belongs to this user, is not locked by any process, and contains only files.
+
+    Returns True if the folder was removed.
+    """
     with _open_own_folder(path) as folder:
         with contextlib.suppress(OSError):  # it is held, already removed, or contains a folder
             if folder is None:
@@ -109,7 +116,7 @@ def _remove_if_orphaned(path: Path) -> bool:
 
 
 def _lock_shared(path: Path) -> int | None:
-    """Return a descriptor with a shared lock on the folder; None if it is gone or belongs to another user."""
+    """Return a descriptor with a shared lock on the folder, None if it does not exist or belongs to another user."""
     with _open_own_folder(path) as folder:
         if folder is None:
             return None
@@ -119,7 +126,7 @@ def _lock_shared(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _open_own_folder(path: Path) -> Iterator[int | None]:
-    """Yield a descriptor of the folder; None if it is gone, not a folder, or belongs to another user."""
+    """Yield a descriptor of the folder, None if it does not exist, is not a folder, or belongs to another user."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -132,7 +139,7 @@ def _open_own_folder(path: Path) -> Iterator[int | None]:
 
 
 def _is_same_folder(folder: int, path: Path) -> bool:
-    """Return whether the open folder is still the one at this path."""
+    """Return whether the folder of the descriptor `folder` is still the one at this path."""
     try:
         return os.path.samestat(os.fstat(folder), path.stat(follow_symlinks=False))
     except FileNotFoundError:

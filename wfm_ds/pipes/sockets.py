@@ -1,7 +1,8 @@
-"""All ZeroMQ sockets and their options: DEALER (a peer, connects) <-> ROUTER (the broker, binds).
+"""All ZeroMQ sockets and their options. Peers connect with a DEALER; the broker binds a ROUTER.
 
-Each socket belongs to one thread; other threads communicate with it through a Mailbox. Endpoints are ipc paths in
-private folders or loopback tcp. Other addresses require keys (keys.py) for encryption and authentication.
+Each socket belongs to one thread. Other threads pass messages to this thread through a Mailbox. Endpoints are ipc paths
+in private folders or tcp ports on the loopback interface. Other addresses require keys (keys.py) for encryption and
+authentication.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ class PipeError(UserError):
 
 
 class EndpointNotAllowed(PipeError):
-    """The endpoint is invalid or insecure; retrying does not help."""
+    """The endpoint is invalid or insecure. Retrying does not help."""
 
 
 class PeerUnreachable(Exception):
-    """The peer is not connected; nothing was sent."""
+    """The peer is not connected. Nothing was sent."""
 
 
 class SendQueueFull(Exception):
-    """The send queue is full because the peer does not read; nothing was sent."""
+    """The send queue is full because the peer does not read. Nothing was sent."""
 
 
 class Mailbox(Generic[T]):
-    """A queue to the thread that polls `fileno()`. `put` is thread-safe and never blocks."""
+    """Queue of items for one receiving thread, which polls `fileno()`. `put` is thread-safe and never blocks."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -76,7 +77,7 @@ class Mailbox(Generic[T]):
             self._writer.send(b"!")  # a full pipe also wakes the reader; a closed one has no reader
 
     def take_all(self) -> list[T]:
-        """Remove and return all items in order. Called by the polling thread."""
+        """Remove all items and return them in order. Only the receiving thread may call it."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
@@ -92,9 +93,9 @@ class Mailbox(Generic[T]):
 
 
 def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
-    """Return the endpoint if it is allowed: ipc://PATH, loopback tcp://, or with keys any single tcp:// address.
+    """Return the endpoint if it is allowed, else raise EndpointNotAllowed with a suggestion.
 
-    Raises EndpointNotAllowed with a suggestion.
+    Allowed are ipc://PATH and loopback tcp:// addresses; with keys, any tcp:// address except wildcards.
     """
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
@@ -119,11 +120,13 @@ def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
 
 
 class Router:
-    """The broker's socket: many peers, addressed by zmq routing ids."""
+    """The broker's ROUTER socket. Each connected peer has a route (zmq routing id)."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: BrokerKeys | None = None) -> None:
-        """Bind the endpoint. `keys` require `start_authenticator` in the same context. Raises PipeError if the endpoint
-        is not allowed or in use."""
+        """Bind the endpoint. Raises PipeError if it is not allowed or in use.
+
+        keys: if set, call `start_authenticator` in the same context first.
+        """
         check_endpoint(endpoint, keys=keys is not None)
         path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
         self._folder = None if path is None else hold_folder(path.parent)  # its creator may exit before this process
@@ -144,19 +147,19 @@ class Router:
         self.endpoint: str = self.socket.get_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
-        """Return the next message and its route, None if none has arrived."""
+        """Return the next message as (route, frames), None if none has arrived."""
         frames = _receive_frames(self.socket)
         return None if frames is None else (frames[0].bytes, frames[1:])
 
     def send(self, route: bytes, header: bytes, payload: Sequence[zmq.Frame] = ()) -> None:
-        """Send a message. Raises PeerUnreachable or SendQueueFull; nothing was sent in either case."""
+        """Send a message. Raises PeerUnreachable or SendQueueFull if it was not sent."""
         _send_frames(self.socket, [route, header, *payload])
 
     def close(self) -> None:
         self.socket.close(linger=LINGER_MS)
 
     def remove_files(self) -> None:
-        """Remove the files of an ipc socket. Call it after context.term(), until which zmq may use them."""
+        """Remove the files of an ipc socket. Call it after context.term(), because zmq may use them until then."""
         if self._lock_file is not None:
             path = Path(self._lock_file.name)
             path.with_suffix("").unlink(missing_ok=True)
@@ -168,7 +171,7 @@ class Router:
 
 
 def sender_key(frame: zmq.Frame) -> str:
-    """Return the public key of the sender of a received frame, "" if the socket has no keys."""
+    """Return the public key of the peer that sent `frame`, "" if the socket does not use keys."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
@@ -176,7 +179,7 @@ def sender_key(frame: zmq.Frame) -> str:
 
 
 class Dealer:
-    """A peer's socket: one broker, which may start later and may restart."""
+    """A peer's DEALER socket, connected to one broker. The broker may start later, and may restart."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: ClientKeys | None = None) -> None:
         check_endpoint(endpoint, keys=keys is not None)
@@ -200,11 +203,11 @@ class Dealer:
         return _receive_frames(self.socket)
 
     def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Send a message without copying its payload. Raises SendQueueFull if no broker reads it."""
+        """Send a message without copying its payload. Raises SendQueueFull if no broker reads."""
         _send_frames(self.socket, [header, *payload])
 
     def connection_problem(self) -> str:
-        """Return why the broker rejected the last connection attempt, "" if it did not."""
+        """Return why the broker rejected the last connection attempt, "" if it was not rejected."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -219,11 +222,11 @@ class Dealer:
         return self._problem
 
     def is_settled(self) -> bool:
-        """Return whether enough time has passed for the first handshake."""
+        """Return whether the socket has been open long enough for a first handshake."""
         return time.monotonic() - self._opened_at_s > REOPEN_DELAY_S
 
     def is_stale(self) -> bool:
-        """Return whether the socket must be reopened: zmq does not reconnect to a broker that rejected it."""
+        """Return whether the socket must be opened again. zmq does not reconnect to a broker that rejected it."""
         return bool(self.connection_problem()) and self.is_settled()
 
     def close(self) -> None:
@@ -234,7 +237,7 @@ class Dealer:
 
 
 def start_authenticator(context: zmq.Context[Any], keys: BrokerKeys) -> ThreadAuthenticator:
-    """Start a thread that admits peers with allowed keys. Stop it before terminating the context."""
+    """Start a thread that accepts peers with allowed keys. Stop it before the context is terminated."""
 
     class KeyCheck:
         def callback(self, domain: str, key: bytes) -> bool:
@@ -279,7 +282,10 @@ def _send_frames(sock: zmq.Socket[Any], frames: Sequence[Any]) -> None:
 
 
 def _lock_socket(path: Path) -> Any:
-    """Lock the file PATH.lock of an ipc socket. Without it, a second bind would silently take over the path."""
+    """Lock the file PATH.lock of an ipc socket.
+
+    Without the lock, another process that binds the path would silently replace this socket.
+    """
     try:
         lock_file = path.with_name(path.name + ".lock").open("w")
     except OSError as error:

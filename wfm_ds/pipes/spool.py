@@ -1,6 +1,6 @@
-"""Data that the broker serves to clients: tensors of results until their release, and announced files.
+"""Data that the broker serves to clients: tensors of results until they are released, and announced files.
 
-Keeps references to buffers and paths; frames stay as received. Used only by the broker's thread.
+The spool keeps references to the received buffers and to paths, and copies nothing. Used only by the broker's thread.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from wfm_ds.pipes.wire import MAX_FRAME_BYTES, Buffer, TensorSpec
 
 
 class NotInSpool(LookupError):
-    """No data under this name; the message gives the reason."""
+    """The spool does not have the requested data. The message gives the reason."""
 
 
 def owner_run(owner: str) -> str:
-    """Return RUN of an owner RUN/CLIENT."""
+    """Return the part RUN of an owner RUN/CLIENT."""
     return owner.split("/", 1)[0]
 
 
@@ -37,7 +37,10 @@ class _SpooledResult:
 
 
 class Spool:
-    """Results by task id, and announced files. Submitters bound `held_bytes` by releasing results they have used."""
+    """Results by task id, and announced files by name.
+
+    Clients must release results after use; otherwise `held_bytes`, the size of the stored tensors, keeps growing.
+    """
 
     def __init__(self) -> None:
         self.held_bytes = 0
@@ -52,14 +55,17 @@ class Spool:
         self.held_bytes += sum(spec.nbytes for spec in specs)
 
     def read_result(self, task_id: str, run: str) -> tuple[tuple[TensorSpec, ...], tuple[Any, ...]]:
-        """Return the tensors of a result to a client of its run. Raises NotInSpool."""
+        """Return (specs, frames) of the tensors of a result.
+
+        Raises NotInSpool if it is missing or belongs to another run.
+        """
         result = self._results.get(task_id)
         if result is None or result.run != run:
             raise NotInSpool(f"the broker does not have result {task_id}")
         return result.specs, result.frames
 
     def drop_results(self, ids: Iterable[str], run: str) -> None:
-        """Drop results on behalf of a client of their run. Unknown ids and ids of other runs are ignored."""
+        """Drop results of the run `run`. Unknown ids and results of other runs are ignored."""
         for task_id in ids:
             result = self._results.get(task_id)
             if result is not None and result.run == run:
@@ -70,7 +76,7 @@ class Spool:
             self._drop_result(task_id)
 
     def announce_files(self, files: Mapping[str, Path]) -> None:
-        """Replace the announced files, by name."""
+        """Replace the announced files with `files`, which maps names to paths."""
         self._files = dict(files)
 
     def read_piece(self, name: str, offset: int) -> tuple[list[TensorSpec], list[Buffer]]:

@@ -1,4 +1,4 @@
-"""Submit rows to several kinds of workers, split into messages and tasks within the limits."""
+"""Submit rows to workers of several kinds, split into messages and tasks that respect the size limits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_SUBMISSION_BYTES = 64 * 2**20  # tensor bytes per message; a larger row gets
 
 @dataclass(frozen=True, slots=True)
 class SubmittedTask:
-    """One task: submitted rows [start, stop) for a worker of `kind`."""
+    """A task: rows [start, stop) of the submitted rows, for one worker of `kind`."""
 
     id: str
     kind: str
     start: int
     stop: int
     failure: str | None = None
-    """Reason why it could not be sent. It then gets no outcome."""
+    """Reason why the task could not be sent, or None. A task that was not sent has no outcome."""
 
 
 def submit_rows(
@@ -35,10 +35,11 @@ def submit_rows(
     new_id: Callable[[str], str],
     deadline_s: float,
 ) -> list[SubmittedTask]:
-    """Submit the rows, one tensor each, to every kind in `max_rows`, in tasks of at most `max_rows[kind]` rows.
+    """Submit all rows to each kind of worker in `max_rows`, in tasks of at most `max_rows[kind]` rows.
 
-    Each tensor is sent once for all kinds. `new_id(kind)` returns a new task id. Do not modify the tensors until the
-    tasks have ended. Only rows that exceed the message limits by themselves fail.
+    tensors: one per row, sent once for all kinds. Do not modify them until the tasks have ended.
+    new_id: function that returns a new task id for a kind.
+    If a single row exceeds the size limits of a message, only the tasks of this row fail.
     """
     tasks: list[SubmittedTask] = []
     for start, stop in _split_into_messages([tensor.nbytes for tensor in tensors]):
@@ -67,7 +68,7 @@ def _submit_message(
     start: int,
     stop: int,
 ) -> list[SubmittedTask]:
-    """Submit one message, or two halves if the header is too large."""
+    """Submit rows [start, stop) in one message, or in two halves if the header is too large."""
     tasks = [
         SubmittedTask(new_id(kind), kind, at, min(at + limit, stop))
         for kind, limit in max_rows.items()

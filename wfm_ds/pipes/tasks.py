@@ -23,7 +23,7 @@ class Admission(Enum):
 
 
 class ReportStatus(Enum):
-    """The outcome of a worker's report."""
+    """How the ledger handled a worker's report."""
 
     ACCEPTED = auto()
     LATE = auto()  # accepted although the lease had expired
@@ -39,12 +39,12 @@ class Task:
     num_bytes: int  # payload size, for the memory limit
     deadline_s: float  # on the ledger's clock
     payload: Any = None  # opaque; dropped when the task finishes
-    rows: int = 1  # credit it uses at a worker
+    rows: int = 1  # number of rows, counted against the worker's credit
 
 
 @dataclass(frozen=True, slots=True)
 class TaskPayload:
-    """Payload of a task in the broker: its rows and their tensors as received."""
+    """Payload of a task: its rows and their tensor frames, as received by the broker."""
 
     rows: list[dict[str, Any]]
     specs: tuple[TensorSpec, ...]
@@ -72,4 +72,7 @@ class Completion:
 
 
 class TaskRejected(ValueError):
-    """The ledger rejected a task; the message gives the reason. After "full" it may be submitted again."""
+    """The ledger rejected a task.
+
+    The message gives the reason. If the reason is "full", the task may be submitted again later.
+    """

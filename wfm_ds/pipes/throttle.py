@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LOG_INTERVAL_S = 60.0
-MAX_REASONS = 32  # tracked at once, against peers that cause many different reasons
+MAX_REASONS = 32  # tracked at once; limits memory if peers cause many different reasons
 OTHER_REASONS = "other reasons"
 
 
@@ -18,20 +18,22 @@ class _ReasonCount:
 
 
 class LogThrottle:
-    """Logs the first line of a reason immediately and counts further ones for LOG_INTERVAL_S. Not thread-safe.
+    """Logs the first line of each reason immediately, and only counts further lines for LOG_INTERVAL_S.
 
-    Reasons must be fixed texts; put text from peers into the line.
+    Not thread-safe.
+
+    Reasons must be fixed texts. Text received from peers belongs in the line.
     """
 
     def __init__(
         self, write: Callable[[str], None], interval_s: float = LOG_INTERVAL_S, max_reasons: int = MAX_REASONS
     ) -> None:
-        """`write` receives each line, e.g. logger.warning."""
+        """Create a throttle. write: function that logs a line, such as logger.warning."""
         self._write, self._interval_s, self._max_reasons = write, interval_s, max_reasons
         self._counts: dict[str, _ReasonCount] = {}
 
     def log(self, reason: str, text: str, now_s: float) -> None:
-        """Write `text`, or count it if the last line of this reason is newer than interval_s."""
+        """Write `text`, or only count it if a line with this reason was written in the last `interval_s` seconds."""
         self.flush_due(now_s)
         if reason not in self._counts and len(self._counts) >= self._max_reasons:
             reason = OTHER_REASONS
@@ -43,7 +45,10 @@ class LogThrottle:
             counted.count, counted.text = counted.count + 1, text
 
     def flush_due(self, now_s: float) -> None:
-        """Write the counts older than interval_s. Call it regularly, or they wait for the next `log`."""
+        """Write the counts that are older than `interval_s`.
+
+        Call it regularly; otherwise they are only written at the next call of `log`.
+        """
         for reason, counted in list(self._counts.items()):
             if now_s - counted.last_line_s < self._interval_s:
                 continue

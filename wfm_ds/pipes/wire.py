@@ -1,8 +1,8 @@
-"""The wire format: bytes <-> validated messages. No sockets, clock or state.
+"""The wire format: converts between bytes and validated messages. Uses no sockets, no clock and no state.
 
-A message is `[header][frame]*`. The header is a 4-byte checksum followed by a msgpack map. Tensors follow as raw
-little-endian C-order frames of at most MAX_FRAME_BYTES. Everything is validated before memory is allocated; there are
-no pickles and no class names. messages.py defines the message types and their keys.
+A message is `[header][frame]*`. The header is a 4-byte checksum followed by a msgpack map. The frames are the tensors
+as raw little-endian bytes in C order, at most MAX_FRAME_BYTES each. Everything is validated before memory is allocated.
+There are no pickles and no class names. messages.py defines the message types and their keys.
 """
 
 from __future__ import annotations
@@ -39,17 +39,24 @@ Buffer: TypeAlias = bytes | memoryview
 
 
 class WireError(ValueError):
-    """Invalid or unexpected message. The receiver drops and counts it."""
+    """Invalid or unexpected message. The receiver drops the message and counts the error."""
 
     def __init__(self, text: str, reason: str = "") -> None:
-        """`reason`: a fixed text per kind of error, needed if `text` contains data from the peer."""
+        """Create the error.
+
+        reason: fixed text for this kind of error, used to limit log lines. Required if `text` contains data from the
+        peer.
+        """
         super().__init__(text)
         self.reason = reason or text
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One entry of a header's tensor table: enough to validate, slice and forward the frames without decoding them."""
+    """One entry of a header's tensor table.
+
+    It is enough to validate, slice and forward the frames without decoding them.
+    """
 
     name: str
     dtype: str
@@ -64,7 +71,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A decoded message with a valid header and frame sizes. `payload` holds the received buffers."""
+    """A decoded message with a valid header and valid frame sizes. `payload` contains the received buffers."""
 
     type: str
     message_id: int
@@ -73,7 +80,10 @@ class Message:
     payload: tuple[Buffer, ...] = ()
 
     def read_tensors(self) -> list[Array]:
-        """Return aligned, writable copies of the tensors in table order. Raises WireError if a checksum is wrong."""
+        """Return copies of the tensors in table order. The copies are aligned and writable.
+
+        Raises WireError if a checksum is wrong.
+        """
         arrays, start = [], 0
         for spec in self.specs:
             stop = start + spec.num_frames
@@ -88,9 +98,9 @@ def compute_checksum(data: Buffer) -> int:
 
 
 def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec], list[list[Buffer]]]:
-    """Return the table entries and the frames of each. Frames are views: do not modify the arrays until they are sent.
+    """Return the tensor table, and the frames of each tensor as views of its array.
 
-    Raises WireError for an unsupported dtype.
+    Do not modify the arrays until the frames are sent. Raises WireError for an unsupported dtype.
     """
     specs: list[TensorSpec] = []
     frames: list[list[Buffer]] = []
@@ -125,7 +135,10 @@ def encode_header(
 
 
 def decode_message(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
-    """Decode a multipart message of one of the `expected` types. Raises WireError and no other exception."""
+    """Decode a multipart message.
+
+    Raises WireError, and no other exception, if it is invalid or not of an `expected` type.
+    """
     if not 1 <= len(frames) <= 1 + MAX_FRAMES:
         raise WireError(f"{len(frames)} frames, expected 1 to {1 + MAX_FRAMES}", "number of frames")
     header = _unpack_header(frames[0])
@@ -144,7 +157,7 @@ def decode_message(frames: Sequence[Buffer], expected: frozenset[str]) -> Messag
 
 
 def msgpack_size(value: Any) -> int:
-    """Return the bytes of a value in a header. Raises WireError if a header cannot contain it."""
+    """Return the encoded size of a value in bytes. Raises WireError if a header cannot contain the value."""
     _check_values(value)
     try:
         return len(msgpack.packb(value))
@@ -169,7 +182,10 @@ def _unpack_header(frame: Buffer) -> dict[str, Any]:
 
 
 def _check_values(value: Any, depth: int = 0) -> None:
-    """Allow only plain, finite values of limited depth. The decoder accepts NaN, byte keys and deep nesting."""
+    """Raise WireError unless all values are plain, finite and not nested too deeply.
+
+    The decoder alone accepts NaN, byte keys and deep nesting.
+    """
     if depth > MAX_DEPTH:
         raise WireError(f"nested deeper than {MAX_DEPTH}")
     if value is None or type(value) in (bool, str):

@@ -1,7 +1,7 @@
-"""The worker: a background thread communicates with the broker, the caller's thread runs the tasks sequentially.
+"""The worker: a background thread communicates with the broker, and the caller's thread runs the tasks in order.
 
 Results are kept until the broker acknowledges them. Only the task itself reports progress; the background thread
-repeats the last value. So the broker detects a hanging task even though this thread keeps replying.
+repeats the last value. The broker can therefore detect a hanging task although the background thread keeps replying.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ WATCHDOG_INTERVAL_S = 2.0  # between resets of the watchdog, which fires if the 
 HUNG_EXIT_CODE = 3  # exit code of a worker with a hanging task
 
 ReportProgress: TypeAlias = Callable[[int, int], None]
-"""Called as report(done, total) from inside a task or batch, with increasing `done`."""
+"""Function that a task or batch calls as report(done, total), with increasing `done`."""
 
 
 class TaskFailed(Exception):
-    """A task failed. `fatal`: another attempt would fail the same way."""
+    """A task failed. `fatal` is True if another attempt would fail in the same way."""
 
     def __init__(self, reason: str, *, fatal: bool) -> None:
         super().__init__(reason)
@@ -59,12 +59,15 @@ class LeasedTask:
 
     @property
     def announcement(self) -> Mapping[str, Any]:
-        """Return the values announced by the broker's owner when the task was leased."""
+        """Return the values that the broker's owner had announced when the task was leased (`Broker.announce`)."""
         announcement: Mapping[str, Any] = self.message.fields["note"]
         return announcement
 
     def read_tensors(self) -> list[Array]:
-        """Return aligned copies of the tensors, one per row or none. Raises TaskFailed if a checksum is wrong."""
+        """Return aligned copies of the tensors: one per row, or an empty list.
+
+        Raises TaskFailed if a checksum is wrong.
+        """
         try:
             return self.message.read_tensors()
         except WireError as error:
@@ -73,7 +76,7 @@ class LeasedTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """A result with tensors, which the broker keeps until the submitter releases them."""
+    """A result with tensors. The broker keeps them until the client that submitted the task releases them."""
 
     meta: Mapping[str, Any]
     tensors: Sequence[tuple[str, Array]]
@@ -83,12 +86,12 @@ TaskHandler: TypeAlias = Callable[[LeasedTask, ReportProgress], "Mapping[str, An
 BatchHandler: TypeAlias = Callable[
     [Sequence[LeasedTask], ReportProgress], "Sequence[Mapping[str, Any] | TaskResult | TaskFailed]"
 ]
-"""Returns one result per task, in order."""
+"""Function that runs a batch of tasks and returns one result per task, in order."""
 
 
 @dataclass(slots=True)
 class _PendingReport:
-    """A result or failure not yet acknowledged by the broker."""
+    """A result or failure that the broker has not acknowledged yet."""
 
     type: str
     fields: Mapping[str, Any]
@@ -98,7 +101,7 @@ class _PendingReport:
 
 
 class LeaseWorker:
-    """Leases tasks from a broker and runs them in the calling thread, until `stop` or the parent's pipe closes."""
+    """Leases tasks from a broker and runs them in the calling thread, until `stop` is called or its parent ends."""
 
     def __init__(
         self,
@@ -113,13 +116,14 @@ class LeaseWorker:
         watchdog_s: float = 600.0,
         ends_process: bool = True,
     ) -> None:
-        """Create a worker; `run` or `run_batches` connects it.
+        """Create a worker. `run` or `run_batches` connects it to the broker.
 
         keys: needed if the broker authenticates workers.
-        parent_fd: read end of a pipe. End of file means that the parent is gone and the worker stops.
+        parent_fd: read end of a pipe from the parent process. At end of file the parent has ended, and the worker
+        stops.
         watchdog_s: the process exits if a task blocks the GIL for this long.
-        ends_process: exit the process if a task is still running when the worker stops. False: the caller waits for
-        `disconnected` and exits.
+        ends_process: True: exit the process if a task is still running when the worker stops. False: the caller waits
+        for `disconnected` and then exits.
         """
         life = uuid.uuid4().hex
         self._hello = {"worker": worker, "life": life, "name": name, "kinds": kinds, "credit": credit}
@@ -145,14 +149,14 @@ class LeaseWorker:
         self.disconnected = threading.Event()  # set after the worker has left the broker and closed its socket
 
     def run(self, handle: TaskHandler) -> None:
-        """Run tasks one by one until stopped. An exception in `handle` fails only that task."""
+        """Run tasks one by one until stopped. If `handle` raises an exception, only that task fails."""
         self.run_batches(lambda tasks, progress: [handle(task, progress) for task in tasks], max_rows=1, max_wait_s=0.0)
 
     def run_batches(self, handle: BatchHandler, *, max_rows: int, max_wait_s: float) -> None:
-        """Run tasks in batches until stopped.
+        """Run tasks in batches until stopped. If `handle` raises an exception, all tasks of the batch fail.
 
-        A batch contains the tasks that arrive within `max_wait_s` of the first and have at most `max_rows` rows in
-        total; a single larger task is allowed. An exception in `handle` fails all tasks of the batch.
+        A batch contains the tasks that arrive within `max_wait_s` seconds after the first one, with at most `max_rows`
+        rows in total. A single task may be larger.
         """
         thread = threading.Thread(target=self._run_thread, name="pipes", daemon=True)
         thread.start()
@@ -217,7 +221,7 @@ class LeaseWorker:
         self._mailbox.put(None)
 
     def _current_attempt(self, task: LeasedTask) -> int:
-        """Return the latest lease number of the task, which may have been leased to this worker again."""
+        """Return the latest attempt number of the task. It changes if the task is leased to this worker again."""
         return self._attempts.get(task.id, task.attempt)
 
     # Methods of the background thread
@@ -319,16 +323,19 @@ class LeaseWorker:
         elif message.type == "stalled":
             self._on_stalled(fields["id"], fields["attempt"])
         else:
-            self._hello_interval_s = RESEND_INTERVAL_S  # possibly a rejected hello: slow down
+            self._hello_interval_s = RESEND_INTERVAL_S  # the broker may have rejected `hello`: retry less often
             if fields["why"] != self._problem:
                 log.warning("the broker rejected a message: %s", fields["why"])
             self._problem = fields["why"]
 
     def _accept_task(self, task: LeasedTask) -> None:
-        """Queue a task. If this worker already has it, the broker had lost the worker and leased the task again."""
+        """Queue a task, unless this worker already has it.
+
+        A task arrives again if the broker had considered this worker lost and leased the task to it once more.
+        """
         report, attempt = self._reports.get(task.id), self._attempts.get(task.id)
         if report is not None and report.type == "failed" and report.fields["attempt"] < task.attempt:
-            del self._reports[task.id]  # the broker has received the failure: this is another attempt
+            del self._reports[task.id]  # the broker has received the failure; this is a new attempt
         elif report is not None:
             return  # the report will be sent
         self._attempts[task.id] = task.attempt  # the broker ignores reports of earlier leases
@@ -346,7 +353,7 @@ class LeaseWorker:
         self._fail_unstarted(task_id, attempt, "not started" if task_id in self._attempts else "not received")
 
     def _fail_unstarted(self, task_id: str, attempt: int, why: str) -> None:
-        """Report a task that was not started as failed."""
+        """Report that a task failed before it was started."""
         self._attempts.pop(task_id, None)
         failure = {"reason": _truncate_text(why, REASON_CHARS), "detail": "", "fatal": False}
         self._mailbox.put(_PendingReport("failed", {"id": task_id, "attempt": attempt, **failure}))
@@ -376,7 +383,7 @@ class LeaseWorker:
 def _make_report(
     task_id: str, attempt: int, result: Mapping[str, Any] | TaskResult | Exception, seconds: float
 ) -> _PendingReport:
-    """Return the report of a task. Never raises: a result that cannot be sent becomes a failure."""
+    """Return the report of a task. Never raises: a result that cannot be sent is reported as a failure."""
     lease = {"id": task_id, "attempt": attempt}
     if not isinstance(result, Exception):
         try:
@@ -394,7 +401,7 @@ def _make_report(
 
 
 def _remaining_s(until_s: float) -> float | None:
-    """Return the seconds until then, None if it is infinite."""
+    """Return the seconds until the time `until_s`, None if it is infinite."""
     return None if until_s == float("inf") else max(0.0, until_s - time.monotonic())
 
 
@@ -407,5 +414,5 @@ def _failure_fields(error: Exception) -> dict[str, Any]:
 
 
 def _truncate_text(text: str, max_chars: int) -> str:
-    """Return the text truncated and without unpaired surrogates, as messages require."""
+    """Truncate the text to `max_chars` characters and replace unpaired surrogates, which messages cannot contain."""
     return text[:max_chars].encode(errors="replace").decode()

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def load_demo(name: str) -> Demo:
-    """Return the demo with this name (see DEMOS). Imports the packages that its data needs."""
+    """Return the demo with this name (see DEMOS). Imports the packages that the demo's data needs."""
     if name == "digits":
         from wfm_ds.quickstart.digits import DigitsDemo
 
@@ -102,7 +102,10 @@ def prepare_folder(demo: Demo, folder: Path) -> None:
 
 
 def run_sft(demo: Demo, folder: Path, out: Path, seed: int, *overrides: str) -> Mapping[str, Any]:
-    """Train the demo's model by SFT from random weights, after `prepare_folder`. Return result.json of the run."""
+    """Train the demo's model by SFT from random weights. Call `prepare_folder` first.
+
+    folder: folder with the data and the model. out: output folder of the run. Returns the run's result.json.
+    """
     return run_training(
         f"{demo.name}/sft",
         f"run.output_dir={out}",
@@ -117,9 +120,9 @@ def run_sft(demo: Demo, folder: Path, out: Path, seed: int, *overrides: str) -> 
 def run_rl(
     demo: Demo, folder: Path, out: Path, sft_result: Mapping[str, Any], seed: int, *overrides: str
 ) -> Mapping[str, Any]:
-    """Train the SFT model by RL with the demo's recipe `out.name`. Return result.json of the run.
+    """Train the SFT model by RL with the demo's recipe `<name of out>.yaml`. Returns the run's result.json.
 
-    sft_result: result.json of the SFT run.
+    folder: folder with the data. out: output folder of the run. sft_result: result.json of the SFT run.
     """
     return run_training(
         f"{demo.name}/{out.name}",
@@ -133,7 +136,10 @@ def run_rl(
 
 
 def run_training(recipe: str, *overrides: str) -> Mapping[str, Any]:
-    """Run the training command on a recipe and return result.json. Exits with the command's exit code if it fails."""
+    """Run the training command on a recipe and return the run's result.json.
+
+    Exits with the exit code of the command if it fails. overrides: the first one must set run.output_dir.
+    """
     command = [
         "deepspeed",
         "--num_gpus",
@@ -154,7 +160,7 @@ def run_training(recipe: str, *overrides: str) -> Mapping[str, Any]:
 
 
 def num_ranks() -> int:
-    """Return 2, or 1 on a machine with a single GPU."""
+    """Return the number of training ranks: 1 on a machine with a single GPU, otherwise 2."""
     import torch
 
     from wfm_ds.distributed.accelerator import uses_cuda
@@ -163,7 +169,7 @@ def num_ranks() -> int:
 
 
 def write_report(demo: Demo, folder: Path, run: Path, *, seconds: float) -> None:
-    """Write the images and report.md, and print the report. run: output folder of the RL run."""
+    """Write the images and report.md into `folder`, and print the report. run: output folder of the RL run."""
     from wfm_ds.checkpoint.export import loading_lines
 
     base, artifacts = find_sft_pipeline(run), json.loads((run / "result.json").read_text())["artifacts"]

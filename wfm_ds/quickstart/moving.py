@@ -1,4 +1,4 @@
-"""The shapes demo: videos of 5 frames, rewarded if the shape in the prompt moves in the direction in the prompt.
+"""The shapes demo: videos of 5 frames, rewarded if the prompted shape moves in the prompted direction.
 
 A held-out reward compares each video with the nearest real clip.
 """
@@ -110,7 +110,7 @@ def count_correct_starts(videos: Sequence[PromptedVideo]) -> float:
 
 
 def write_strips(path: Path, videos: Sequence[PromptedVideo]) -> None:
-    """Write the frames of two videos per prompt, one row per prompt."""
+    """Write an image with the frames of two videos per prompt, one row per prompt."""
     from wfm_ds.monitoring.images import image_grid, save_png
 
     shown = {prompt: frame_lists[:2] for prompt, frame_lists in group_by_prompt(videos).items()}

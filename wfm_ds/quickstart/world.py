@@ -1,4 +1,4 @@
-"""Base class of the quickstart's demos: their data, their models, and the comparison before and after RL."""
+"""Base class of the quickstart's demos: data, model, recipes, and the comparison before and after RL."""
 
 from __future__ import annotations
 
@@ -30,34 +30,37 @@ class Demo(ABC):
         """Write the data into a new or empty folder. Return the number of images or videos."""
 
     def sft_overrides(self, folder: Path) -> list[str]:
-        """Return recipe overrides for SFT with further paths in the output folder, besides model and data."""
+        """Return recipe overrides for SFT that set further paths in `folder`, besides model.path and data.path."""
         return []
 
     def rl_overrides(self, folder: Path) -> list[str]:
-        """Return recipe overrides for RL with further paths in the output folder, besides model and data."""
+        """Return recipe overrides for RL that set further paths in `folder`, besides model.path and data.path."""
         return []
 
     @abstractmethod
     def write_comparison(self, folder: Path, run: Path) -> list[str]:
-        """Write images of the first and the last evaluation of the RL run to the folder.
+        """Write images of the first and the last evaluation of the RL run into `folder`.
 
-        Returns the lines of the report that compare them.
+        run: output folder of the RL run. Returns the lines of the report that compare the two evaluations.
         """
 
     @abstractmethod
     def generate_arguments(self, folder: Path) -> str:
-        """Return the arguments of wfm_ds.generate for more samples, without the model."""
+        """Return the arguments with which wfm_ds.generate generates more samples, except the model's arguments."""
 
 
 def find_sft_pipeline(run: Path) -> str:
-    """Return the pipeline folder that an RL run started from, from its recipe.yaml."""
+    """Return the SFT pipeline folder that an RL run trains, as stored in the run's recipe.yaml."""
     from wfm_ds.recipe.file import load_stored_recipe  # local import: slow, and --help does not need it
 
     return load_stored_recipe(run / "recipe.yaml").model.path
 
 
 def load_evaluations(run: Path, tag: str) -> list[tuple[Path, EvaluationMetrics]]:
-    """Return (samples folder, metrics) of each evaluation of a run, in order. tag: a metric of every evaluation."""
+    """Return (samples folder, metrics) of each evaluation of a run, in order.
+
+    tag: name of a metric that every evaluation logs.
+    """
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = sorted(int(folder.name.removeprefix("step_")) for folder in (run / "samples").iterdir())
     metric_records = [record for record in records if tag in record]

@@ -1,1 +1,1 @@
-"""The recipe: its schema, how it is read and checked, and the sizes derived from it."""
+"""Recipes: the schema, reading and checking recipe files, and batch sizes derived from a recipe."""

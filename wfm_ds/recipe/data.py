@@ -17,7 +17,7 @@ class DataSetRecipe(Section):
     """One data set of `data.kind: sets`."""
 
     path: UserAddress
-    """Like `data.path`. Relative paths are below `data.path`."""
+    """Like `data.path`. Relative paths start from `data.path`."""
     weight: PositiveFloat = 1.0
     """Sampling weight, relative to the other sets."""
     kind: Literal["folder", "hf", "paired", "cosmos", "webdataset"] = "folder"
@@ -31,16 +31,16 @@ class DataSetRecipe(Section):
     image_column: str | None = None
     """Like `data.image_column`."""
     split: str = "train"
-    """hf: the split."""
+    """With `kind: hf`: the split."""
 
 
 class PixelsRecipe(Section):
     """Image sizes for a vision-language model."""
 
     min: PositiveInt = 3136
-    """Smaller images are enlarged to this number of pixels."""
+    """Images with fewer pixels are enlarged to this number of pixels."""
     max: PositiveInt = 1003520
-    """Larger images and video frames are reduced to this number of pixels."""
+    """Images and video frames with more pixels are reduced to this number of pixels."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> PixelsRecipe:
@@ -61,7 +61,7 @@ class VideoRecipe(Section):
 
 
 class ActionsRecipe(Section):
-    """Actions, if `data.inputs` has `actions`."""
+    """Actions. Read if `data.inputs` contains `actions`."""
 
     width: PositiveInt | None = None
     """Numbers per action. Samples with a different width are invalid. Unset: the width of `stats`, else the most common
@@ -73,9 +73,9 @@ class ActionsRecipe(Section):
     """`quantile`: map q01 to -1 and q99 to 1. `meanstd`: subtract the mean and divide by std. Constant components
     become 0. The model and the rewards receive normalized actions."""
     compose: Literal["sum", "pose"] | None = None
-    """How to combine the actions between two frames of a clip when `data.fps` is below the file's rate. `sum`: add
-    them. `pose`: compose relative poses of 9 numbers (translation, two columns of the rotation matrix), each in the
-    frame of the previous one. Unset: such clips are invalid."""
+    """How to combine the actions between two frames of a clip if `data.fps` is below the frame rate of the file. `sum`:
+    add them. `pose`: compose relative poses of 9 numbers (translation and two columns of the rotation matrix), each in
+    the frame of the previous one. Unset: such clips are invalid."""
 
     @model_validator(mode="after")
     def _check_stats(self) -> ActionsRecipe:
@@ -86,7 +86,7 @@ class ActionsRecipe(Section):
 
 class DataRecipe(Section):
     """Training data: captioned images or videos (SFT, RL), preference pairs (DPO), prompts (RL) or conversations
-    (vlm_sft)."""
+    (vlm_sft). If a description starts with kinds, such as `hf:`, the key is only for these kinds."""
 
     kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "sets", "pairs", "prompts", "llava"] | UserClass
     """Format of the data. Captioned images or videos: `folder`, any layout of docs/data_layouts.md, detected
@@ -111,7 +111,7 @@ class DataRecipe(Section):
     `revision`."""
     streaming: bool = False
     """hf, SFT only: stream the rows in stored order instead of writing them to disk first (docs/data_processing.md).
-    Needs `shuffle: false`, and a commit in `options.revision` for Hub data sets."""
+    Needs `shuffle: false` and, for Hub data sets, a commit in `options.revision`."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """folder: caption for images and videos that have none. Unset: such files are invalid."""
     caption_column: str | None = None
@@ -132,21 +132,21 @@ class DataRecipe(Section):
     shuffle: bool = True
     """Shuffle the samples in every epoch, with an order derived from `run.seed`."""
     choose: Literal["even", "reward_std"] = "even"
-    """prompts: how prompts are sampled. `even`: each prompt once per epoch. `reward_std`: prompts with a
-    larger reward std are sampled more often (docs/prompts.md); for prompt sets that are repeated many times."""
+    """prompts: how prompts are chosen. `even`: each prompt once per epoch. `reward_std`: prompts with a larger reward
+    std are chosen more often (docs/prompts.md); for prompt sets that are repeated many times."""
     choose_floor: Annotated[float, Field(gt=0, le=1)] = 0.14
-    """choose: reward_std: sampling weight of a prompt with equal rewards, relative to the prompt with the largest
-    reward std. 1: all prompts are equally likely."""
+    """With `choose: reward_std`: sampling weight of a prompt whose samples all have the same reward, relative to the
+    prompt with the largest reward std. 1: all prompts are equally likely."""
     choose_memory: Decay = 0.6
-    """choose: reward_std: decay of a prompt's running reward variance at each update."""
+    """With `choose: reward_std`: decay of the moving average of a prompt's reward variance, per update."""
     fps: PositiveFloat | None = None
-    """Videos: frame rate at which clips are sampled. Unset: consecutive frames at the file's own rate."""
+    """Videos: frame rate at which clips are sampled. Unset: consecutive frames at the frame rate of the file."""
     allow_repeats: bool = False
-    """Repeat frames of videos with a rate below `fps`. Otherwise they are skipped and counted as low_fps."""
+    """Repeat frames of videos with a frame rate below `fps`. False: such videos are skipped and counted as low_fps."""
     clip: Literal["random", "centre"] = "random"
     """Temporal position of the clip in a video: random in each epoch, or the middle."""
     crop: Literal["centre", "random"] = "centre"
-    """Crop position for other aspect ratios: the centre, or random in each epoch."""
+    """Position of the crop if the aspect ratio differs: the centre, or random in each epoch."""
     buckets: (
         Annotated[
             Annotated[Literal["auto"], Tag("scalar")] | Annotated[list[BucketSize], Field(min_length=1), Tag("list")],
@@ -161,9 +161,9 @@ class DataRecipe(Section):
     max_upscale: Annotated[float, Field(ge=1)] = 2.0
     """Maximum upscaling. Images and videos that need more are skipped and counted as too_small."""
     inputs: list[str] = Field(default_factory=list)
-    """Conditioning inputs besides text and frames, such as `[actions]`: keys of NAME.json with a number, a list of
-    numbers or the name of an .npy file in the same folder (docs/inputs.md). Every sample must have them, and the model
-    must support them."""
+    """Conditioning inputs besides text and frames, such as `[actions]`: keys of NAME.json that contain a number, a list
+    of numbers or the name of an .npy file in the same folder (docs/inputs.md). Every sample must have them, and the
+    model must support them."""
     actions: ActionsRecipe = ActionsRecipe()
     """Width, normalization and composition of actions."""
     workers: Annotated[int, Field(ge=1, le=256)] = 2
@@ -184,12 +184,12 @@ class DataRecipe(Section):
     """llava: local or s3:// folder that image and video paths in the annotations are relative to. Unset: they are
     absolute paths or addresses."""
     system_prompt: str | None = None
-    """llava: system prompt of conversations without one. Unset: the behaviour of the model's chat template."""
+    """llava: system prompt of conversations without one. Unset: whatever the model's chat template inserts."""
     max_tokens: Annotated[int, Field(ge=16)] = 4096
     """llava: length of a packed sequence, and maximum length of a conversation, in tokens."""
     too_long: Literal["skip", "truncate_answer"] = "skip"
-    """llava: conversations longer than `max_tokens`. `skip`: skip and count them. `truncate_answer`: truncate the end,
-    which is the last answer. Images and videos are never truncated."""
+    """llava: what happens to conversations longer than `max_tokens`. `skip`: skip and count them. `truncate_answer`:
+    cut off their end, which is the last answer. Images and videos are never truncated."""
     pack: bool = True
     """llava: pack several conversations into one sequence. They do not attend to each other."""
     pixels: PixelsRecipe = PixelsRecipe()
@@ -199,19 +199,19 @@ class DataRecipe(Section):
 
     @property
     def folder(self) -> Path:
-        """The path, for kinds that read one folder."""
+        """The folder, for kinds that read one folder."""
         assert isinstance(self.path, str)
         return Path(self.path)
 
     @property
     def shard_patterns(self) -> list[str]:
-        """The paths or patterns, for kinds that read several."""
+        """The list of paths or patterns, for kinds that read several."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
 
     def set_recipes(self) -> dict[str, tuple[DataRecipe, float]]:
-        """Return a (recipe, weight) per data set of `kind: sets`, by name.
+        """Return {name: (recipe, weight)} for the data sets of `kind: sets`.
 
-        Raises ValueError for duplicate names and for keys that do not fit a set's kind.
+        Raises ValueError for duplicate names, and for keys that do not fit the kind of a data set.
         """
         recipes: dict[str, tuple[DataRecipe, float]] = {}
         for one in self.sets or ():
@@ -226,7 +226,7 @@ class DataRecipe(Section):
 
     @property
     def is_user_kind(self) -> bool:
-        """Whether `kind` is a user's class."""
+        """Whether `kind` is a user-defined class."""
         return is_user_class(self.kind)
 
     @model_validator(mode="after")
@@ -274,7 +274,7 @@ class DataRecipe(Section):
         return self
 
     def _check_streaming(self) -> None:
-        """Raise ValueError if another key needs all samples in advance, or reads one twice."""
+        """Raise ValueError if another key needs to know all samples in advance, or to read a sample twice."""
         if not self.streaming:
             return
         if self.kind != "hf":

@@ -1,4 +1,4 @@
-"""The DeepSpeed config: ZeRO settings from a JSON file, everything else from the recipe.
+"""The DeepSpeed config: ZeRO settings from a JSON file, all other settings from the recipe.
 
 Rejects keys and combinations that DeepSpeed would ignore, or with which it would silently train wrong weights. Does not
 import torch or DeepSpeed, so recipes can be checked on any machine.
@@ -86,7 +86,10 @@ KNOWN_ZERO_KEYS = frozenset(
 
 
 def policy_copies(policies: frozenset[str], *, lora: bool) -> frozenset[str]:
-    """Return the policies stored as weight copies. For LoRA, `ref` is the base model itself."""
+    """Return the policies that are stored as copies of the trained weights.
+
+    lora: whether the run trains a LoRA. Its policy `ref` is the base model itself and needs no copy.
+    """
     return policies - {"ref"} if lora else policies
 
 
@@ -103,9 +106,9 @@ NEEDS_WHOLE_LAYERS = {"dora": "needs the norms of whole weights", "modules_to_sa
 def build_deepspeed_config(
     recipe: Recipe, *, accumulation: int, policies: frozenset[str], world_size: int, ranks_per_node: int
 ) -> dict[str, Any]:
-    """Return the config dict for deepspeed.initialize. accumulation: backward passes per optimizer step.
+    """Return the config dict for deepspeed.initialize. Raises RecipeError with the JSON file, the key and the fix.
 
-    Raises RecipeError with the JSON file, the key and the fix.
+    accumulation: micro-batches (backward passes) per optimizer step. policies: the engine's policies.
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     from_json = read_deepspeed_config(source)
@@ -120,16 +123,19 @@ def build_deepspeed_config(
 
 
 def add_overlap_default(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
-    """Return the ZeRO settings with a default for `overlap_comm`.
+    """Return the ZeRO settings with our default of `overlap_comm`, unless the JSON file sets it.
 
-    At stages 1 and 2, overlap makes DeepSpeed synchronize the device after each backward pass, which pays off for full
-    weights but not for adapters. At stage 3 it prefetches weights without synchronization.
+    At stages 1 and 2, overlap makes DeepSpeed synchronize the device after each backward pass. This pays off for full
+    weights but not for adapters. At stage 3, overlap prefetches weights without synchronization.
     """
     return {"overlap_comm": zero["stage"] == 3 or not lora} | zero
 
 
 def find_deepspeed_config(name: str) -> Path:
-    """Return the JSON file of `engine.deepspeed`: a path (with a slash or .json) or a name in ds_configs/."""
+    """Return the JSON file for a value of `engine.deepspeed`.
+
+    name: a path (with a slash or .json), or a name in ds_configs/.
+    """
     if "/" in name or name.endswith(".json"):
         path = Path(name).expanduser()
         if not path.is_file():
@@ -145,7 +151,7 @@ def find_deepspeed_config(name: str) -> Path:
 
 
 def read_deepspeed_config(source: Path) -> dict[str, Any]:
-    """Return the JSON object of a file. Raises RecipeError if it is not a JSON object or has duplicate keys."""
+    """Return the content of the file. Raises RecipeError if it is not a JSON object or has duplicate keys."""
 
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicates = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
@@ -163,7 +169,10 @@ def read_deepspeed_config(source: Path) -> dict[str, Any]:
 
 
 def check_keys(from_json: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Check all keys and return a copy of `zero_optimization`. (DeepSpeed ignores misspelt keys.)"""
+    """Raise RecipeError for keys that are unknown or not supported, and return a copy of `zero_optimization`.
+
+    Without this check, DeepSpeed would ignore misspelt keys.
+    """
     taken = sorted(from_json.keys() & SET_BY_RECIPE.keys())
     if taken:
         hints = ", ".join(f"{key} (set {SET_BY_RECIPE[key]} in the recipe)" for key in taken)
@@ -237,10 +246,10 @@ def check_combinations(
 
 
 def require_idle_expert_support(recipe: Recipe) -> None:
-    """Raise RecipeError for settings that lose gradients of models with several experts.
+    """Raise RecipeError for settings with which models with several experts would lose gradients.
 
-    Each expert is idle in some micro-batches. With these settings DeepSpeed would reduce, or pass to the offloaded
-    optimizer, only the gradients of the last micro-batch's expert.
+    In each micro-batch only one expert is active. With these settings DeepSpeed would reduce, or pass to the offloaded
+    optimizer, only the gradients of the expert that is active in the last micro-batch.
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     zero = read_deepspeed_config(source)["zero_optimization"]
@@ -256,7 +265,7 @@ def require_idle_expert_support(recipe: Recipe) -> None:
 
 
 def _offload_device(zero: Mapping[str, Any], part: str, source: Path) -> str | None:
-    """Return `cpu`, `nvme` or None."""
+    """Return the offload device in the settings `part`: `cpu`, `nvme`, or None without offload."""
     settings = zero.get(part)
     if settings is None:
         return None
@@ -291,6 +300,6 @@ def _keys_from_recipe(recipe: Recipe, accumulation: int, stage: int) -> dict[str
     }
     if recipe.model.dtype == "bfloat16":
         keys |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
-        if stage > 1:  # at stage 1 it would select another optimizer class; engine/accumulation.py handles that stage
+        if stage > 1:  # at stage 1 it would select another optimizer class; gradient_accumulation.py handles it
             keys["data_types"] = {"grad_accum_dtype": "fp32"}
     return keys

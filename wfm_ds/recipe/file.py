@@ -1,5 +1,7 @@
-"""Recipe files: read, merge, override, check, write. Every error states the location, the key and the expected
-value."""
+"""Recipe files: read, merge, override, check and write them.
+
+Every error message contains the location, the key and the expected value.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a recipe from a YAML file, merged over the file of its `defaults`, with `section.key=value` overrides.
+    """Load a recipe from a YAML file. Values override those of the file named by `defaults`, if there is one.
 
+    overrides: `section.key=value` arguments, applied last.
     If the path does not exist, it may be the name of a shipped recipe (shipped_recipes.py).
     Raises RecipeError with one line per problem: file and line (or override), key and expected value.
     """
@@ -56,9 +59,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_stored_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load the resolved recipe of a run folder or checkpoint. Renamed keys of earlier versions are converted.
+    """Load the resolved recipe of a run folder or checkpoint. Keys that were renamed since then are converted.
 
-    Raises RecipeError like load_recipe.
+    Raises RecipeError like `load_recipe`.
     """
     tree = _read_with_defaults(path)
     convert_old_names(tree)
@@ -76,7 +79,10 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def resolve_recipe_path(path: Path) -> Path:
-    """Return the path if it exists, else the file of the shipped recipe with this name, else the path."""
+    """Return the path if it exists, else the file of the shipped recipe with this name.
+
+    Returns the path if there is no such recipe either.
+    """
     return path if os.path.lexists(path) else shipped_recipes.find_recipe(str(path)) or path
 
 
@@ -152,7 +158,10 @@ def _validate_tree(tree: RecipeTree) -> Recipe:
 
 
 def _find_misread_values(slot: SchemaNode, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
-    """Find values that pydantic would silently convert: true to 1, the text "30" to the number 30."""
+    """Find values that pydantic would silently convert, such as true to 1 or the text "30" to the number 30.
+
+    Returns (path, message) for each.
+    """
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         inner = [(key, entry, slot.child(key, value)) for key, entry in entries]
@@ -199,9 +208,9 @@ class _ErrorLocation:
 
 
 def _locate_error(loc: Sequence[str | int], values: Any) -> _ErrorLocation:
-    """Convert pydantic's error location, which contains a tag for every union on the way.
+    """Convert the location of a pydantic error, in which each union on the path adds a tag.
 
-    An error inside an untagged union is located at the union's key.
+    An error inside a union without tags is located at the union's key.
     """
     spot, rest = _ErrorLocation((), SCHEMA_ROOT, values, None), list(loc)
     while rest:
@@ -220,7 +229,10 @@ def _locate_error(loc: Sequence[str | int], values: Any) -> _ErrorLocation:
 
 
 def _translate_errors(errors: Sequence[ErrorDetails], tree: RecipeTree, explained: set[KeyPath]) -> list[RecipeProblem]:
-    """Translate pydantic's errors. A key's type error is dropped if the key is in `explained` or failed a check."""
+    """Convert pydantic's errors to problems with location and message.
+
+    A type error is dropped if its key is in `explained` or also failed another check.
+    """
     located = [(details, _locate_error(details["loc"], tree.values)) for details in errors]
     explained = explained | {spot.path for details, spot in located if details["type"] == "value_error"}
     relevant = [(d, spot) for d, spot in located if d["type"] == "value_error" or spot.path not in explained]
@@ -228,7 +240,7 @@ def _translate_errors(errors: Sequence[ErrorDetails], tree: RecipeTree, explaine
 
 
 def _translate_error(details: ErrorDetails, spot: _ErrorLocation, tree: RecipeTree) -> RecipeProblem:
-    """Translate one error of pydantic."""
+    """Convert one pydantic error to a problem. spot: its location."""
     text, path = details["msg"], spot.path
     match details["type"]:
         case "value_error":
@@ -274,7 +286,10 @@ def _describe_missing_key(spot: _ErrorLocation) -> str:
 
 
 def _describe_unknown_key(spot: _ErrorLocation) -> str:
-    """Describe a key that its section does not have: suggest the closest key, or the sections that have it."""
+    """Return the message for a key that its section does not have.
+
+    Suggests the closest key, or sections with this key.
+    """
     assert spot.parent is not None
     assert spot.parent.node is not None
     section, word = spot.parent.node.section_class(spot.parent.value), str(spot.path[-1])
@@ -293,7 +308,7 @@ def _describe_unknown_key(spot: _ErrorLocation) -> str:
 
 
 def _describe_unknown_name(spot: _ErrorLocation) -> tuple[str, KeyPath]:
-    """Describe a missing or unknown selector, such as the name of an algorithm."""
+    """Return the message and path for a missing or unknown selector, such as the name of an algorithm."""
     assert spot.node is not None
     assert spot.node.discriminator is not None
     key, valid = spot.node.discriminator, member_names(spot.node)
@@ -305,7 +320,7 @@ def _describe_unknown_name(spot: _ErrorLocation) -> tuple[str, KeyPath]:
 
 
 def _find_mentioned_key(text: str, tree: RecipeTree) -> KeyPath:
-    """Return the longest recipe key that the message of a check mentions, so that the error has a line number."""
+    """Return the longest recipe key in the message of a failed check. Its location gives the error a line number."""
     mentioned = [tuple(word.split(".")) for word in KEY_IN_TEXT.findall(text)]
     known = [path for path in mentioned if path[0] in Recipe.model_fields and path in tree.locations]
     return max(known, key=len, default=())

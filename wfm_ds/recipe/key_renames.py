@@ -1,7 +1,7 @@
 """Recipe keys and values that were renamed.
 
-A user's recipe or override with an old name is an error that states the new name. Resolved recipes in run folders and
-checkpoints of earlier versions are converted when they are loaded (recipe/file.py).
+If a recipe or override of the user contains an old name, the error message states the new name. Resolved recipes of
+earlier versions, in run folders and checkpoints, are converted when they are loaded (recipe/file.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ RENAMED_KEYS = {
     "validation.judges": "validation.held_out_rewards",
     "rollout.lost_after_s": "rollout.worker_timeout_s",
 }
-"""Old key: new key, both as `section.key`."""
+"""Maps old keys to new keys, both as `section.key`."""
 
 RENAMED_VALUES = {"data.choose": {"spread": "reward_std"}}
-"""Key: old value: new value."""
+"""Maps a key to its renamed values: {key: {old value: new value}}."""
 
 
 def find_old_names(tree: RecipeTree) -> list[tuple[KeyPath, str]]:
-    """Return the path of every old key or value in the tree, with the message for the user."""
+    """Return (path, message for the user) of every old key or value in the tree."""
     messages: list[tuple[KeyPath, str]] = []
     for old, new in RENAMED_KEYS.items():
         section, key = old.split(".")
@@ -36,7 +36,10 @@ def find_old_names(tree: RecipeTree) -> list[tuple[KeyPath, str]]:
 
 
 def convert_old_names(tree: RecipeTree) -> None:
-    """Rename old keys and values in the tree. A key that is present under its new name keeps that value."""
+    """Rename old keys and values in the tree.
+
+    If a key is present under both names, the value of the new name is kept.
+    """
     for old, new in RENAMED_KEYS.items():
         (section, old_key), (new_section, new_key) = old.split("."), new.split(".")
         values = section_values(tree, section)
@@ -55,6 +58,6 @@ def convert_old_names(tree: RecipeTree) -> None:
 
 
 def section_values(tree: RecipeTree, section: str) -> dict[str, Any]:
-    """Return the mapping of a section; empty if the recipe has none."""
+    """Return the values of a section, {} if the recipe does not have it."""
     values = tree.values.get(section)
     return values if isinstance(values, dict) else {}

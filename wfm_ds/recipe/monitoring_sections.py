@@ -1,4 +1,5 @@
-"""Recipe sections `validation` and `logging`. See recipe/sections.py about their docstrings."""
+"""Recipe sections `validation` and `logging`. Their docstrings are printed in docs/recipes.md, like those of
+sections.py."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class HeldOutReward(Section):
-    """A held-out reward: computed in evaluations and never trained on."""
+    """A held-out reward: it is computed in evaluations and never trained on."""
 
     name: RewardName
     """A reward of wfm_reward, or `package.module:Class`. Must not be one of `reward.functions`."""
@@ -25,13 +26,13 @@ class HeldOutReward(Section):
 
 
 def _expand_reward_name(value: Any) -> Any:
-    """Expand a reward's name to a mapping with that name."""
+    """Convert the name of a reward to the mapping {name: NAME}. Other values are returned unchanged."""
     return {"name": value} if isinstance(value, str) else value
 
 
 class ValidationRecipe(Section):
-    """Periodic evaluation with fixed prompts and seeds, independent of step, run and world size. Uses the EMA weights
-    if there are any."""
+    """Periodic evaluation with the same prompts and seeds in every step and run, and with any number of ranks. Uses the
+    EMA weights if there are any."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations (optimizer steps for SFT and DPO, RL steps for RL). 0: only at the end."""
@@ -39,26 +40,28 @@ class ValidationRecipe(Section):
     """Also evaluate before the first step."""
     prompts: UserPath | None = None
     """.txt or .jsonl file with prompts for samples and rewards. Unset: the training prompts. If samples are conditioned
-    on frames: captioned clips of `path`, else held-out ones, else training ones, with their first frames."""
+    on frames and this key is unset, captions and first frames come from `path`, else from the held-out data, else from
+    the training data."""
     num_prompts: PositiveInt = 16
-    """Number of prompts, taken from the start of the list. SFT and DPO without `held_out_rewards` sample at most
-    `logging.num_samples`."""
+    """Number of prompts, taken from the start of the list. SFT and DPO without `held_out_rewards` generate at most
+    `logging.num_samples` samples."""
     seeds: list[NonNegativeInt] = Field(default=[1000001], min_length=1)
     """Noise seeds. Each prompt is sampled once per seed."""
     rollout_correlation: bool = False
     """RL: also sample the same prompts and seeds with the rollout's steps and solver, and report the rank correlation
-    between both rewards. Shows whether short rollouts rank samples like full ones."""
+    of the two rewards. It shows whether short rollouts rank samples like full ones do."""
     held_out_rewards: list[Annotated[HeldOutReward, BeforeValidator(_expand_reward_name)]] = Field(default=[])
-    """Rewards (or their names) that score all evaluation samples and are never trained on. In RL an alarm is raised if
-    the trained reward rises while they fall (docs/rewards.md); SFT and DPO log them. Computed by the service at
-    `reward.endpoint`, else by the service that the trainer starts."""
+    """Rewards (or their names) that score all evaluation samples and are never trained on. RL raises an alarm if the
+    trained reward rises while these fall (docs/rewards.md); SFT and DPO only log them. They are computed by the service
+    at `reward.endpoint` if it is set, else by the service that the trainer starts."""
     path: UserAddress | None = None
-    """Validation data in the format of `data.kind`: for the validation loss (SFT, DPO) and for samples conditioned on
-    frames. Unset: the `holdout` part of the training data; in RL the training data."""
+    """Validation data in the format of `data.kind`, for the validation loss (SFT, DPO) and for samples conditioned on
+    frames. Unset: the `holdout` fraction of the training data; in RL the training data."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """SFT and DPO: fraction of the training data held out for validation, selected by a hash of the sample id."""
     num_images: PositiveInt = 64
-    """SFT and DPO: number of samples for the validation loss (the first by id), each at eight noise levels."""
+    """SFT and DPO: number of samples for the validation loss, each at eight noise levels. The first samples by id are
+    used."""
 
 
 class LoggingRecipe(Section):
@@ -66,7 +69,7 @@ class LoggingRecipe(Section):
 
     trackers: list[TrackerName] = Field(default=["tensorboard"])
     """Experiment trackers for metrics and samples (docs/metrics.md): `tensorboard`, `wandb`, `mlflow`, `trackio`. All
-    except the first are optional extras. A tracker that fails is disabled with a warning."""
+    except `tensorboard` need optional packages. A tracker that fails is disabled with a warning."""
     tensorboard: bool = True
     """False: no TensorBoard files, even if `trackers` lists it."""
     project: Annotated[str, Field(min_length=1, max_length=100)] = "wfm_ds"
@@ -84,7 +87,7 @@ class LoggingRecipe(Section):
     sample_every: NonNegativeInt = 0
     """Steps between sample images. 0: only with each evaluation."""
     num_samples: PositiveInt = 16
-    """Number of sample images each time."""
+    """Number of sample images that are logged each time."""
     console: bool = True
     """Show a progress line in the console."""
     peak_tflops: PositiveFloat | None = None
@@ -93,7 +96,7 @@ class LoggingRecipe(Section):
 
     @property
     def active_trackers(self) -> list[TrackerName]:
-        """The trackers in use."""
+        """The trackers that this run uses."""
         return [name for name in self.trackers if name != "tensorboard" or self.tensorboard]
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Batch sizes and step counts that follow from a recipe and a world size, with checks for invalid combinations."""
+"""Batch sizes and step counts that follow from a recipe and a world size. Rejects invalid combinations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wfm_ds.recipe.schema import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSizes:
-    """Sizes of one step per rank and micro-batch. Exact, and identical on every rank.
+    """Number of samples, loss terms and optimizer steps per step of a run. Exact, and identical on every rank.
 
     The ranks of a replica work on the same samples and count as one rank here.
     """
@@ -32,7 +32,10 @@ class RunSizes:
 
     @property
     def candidates_per_rank(self) -> int:
-        """Candidates per rank. If they do not divide evenly, ranks repeat their first sample."""
+        """Candidates per rank, rounded up.
+
+        If the candidates do not divide evenly, ranks with fewer repeat their first one.
+        """
         return math.ceil(self.candidates_per_step / self.num_replicas)
 
     def summary_lines(self) -> list[str]:
@@ -54,17 +57,17 @@ class RunSizes:
 
     @property
     def replicas_text(self) -> str:
-        """Description of the processes that the samples are partitioned over."""
+        """Description of the ranks or replicas over which the samples are partitioned."""
         if self.sequence_parallel == 1:
             return f"{self.world_size} ranks"
         return f"{self.num_replicas} replica{'s' * (self.num_replicas != 1)} of {self.sequence_parallel} ranks"
 
 
 def num_replicas(recipe: Recipe, world_size: int, *, ranks_per_node: int | None = None) -> int:
-    """Return the number of replicas of engine.sequence_parallel ranks.
+    """Return the number of replicas, each consisting of engine.sequence_parallel ranks.
 
-    Raises RecipeError if it does not divide the world size, or the ranks per node (if given): replicas must not span
-    nodes.
+    Raises RecipeError if engine.sequence_parallel does not divide the world size or, if given, the ranks per node: a
+    replica must not span several nodes.
     """
     sp = recipe.engine.sequence_parallel
     for ranks, whose in ((world_size, ""), (ranks_per_node, " of a node")):

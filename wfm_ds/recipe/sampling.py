@@ -1,4 +1,4 @@
-"""The recipe's `sampling` section and the kinds of its `window`, the denoising steps with injected noise."""
+"""The recipe's `sampling` section, and the kinds of its key `window` (the denoising steps with injected noise)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ StepRange = tuple[NonNegativeInt, NonNegativeInt]
 
 
 class RandomWindow(Section):
-    """Consecutive steps at a random position in each RL step (Flow-GRPO-Fast, MixGRPO)."""
+    """Consecutive steps at a random position, chosen anew in each RL step (Flow-GRPO-Fast, MixGRPO)."""
 
     kind: Literal["random"]
     """Selects this kind."""
     size: PositiveInt
     """Number of steps with noise."""
     range: StepRange | None = None
-    """[first, last]: the window is inside steps first .. last - 1. Unset: the first half of the steps."""
+    """[first, last]: the window is within steps first .. last - 1. Unset: the first half of the steps."""
 
     def step_bounds(self, num_steps: int) -> tuple[int, int]:
         return self.range or (0, num_steps // 2)
@@ -43,11 +43,11 @@ class ProgressiveWindow(Section):
     size: PositiveInt
     """Number of steps with noise."""
     stride: PositiveInt = 1
-    """Denoising steps per move."""
+    """Number of denoising steps by which the window moves."""
     iters_per_position: PositiveInt = 25
     """RL steps between moves."""
     range: StepRange | None = None
-    """[first, last]: the window is inside steps first .. last - 1. Unset: all steps except the last."""
+    """[first, last]: the window is within steps first .. last - 1. Unset: all steps except the last."""
 
     def step_bounds(self, num_steps: int) -> tuple[int, int]:
         return self.range or (0, num_steps - 1)
@@ -57,7 +57,7 @@ class ProgressiveWindow(Section):
 
 
 class SubsetWindow(Section):
-    """Random steps of a list in each RL step, without replacement (Flow-Factory)."""
+    """Steps chosen from a list at random, without replacement, anew in each RL step (Flow-Factory)."""
 
     kind: Literal["subset"]
     """Selects this kind."""
@@ -93,22 +93,22 @@ def _require_window_fits(bounds: tuple[int, int], size: int, num_steps: int) -> 
 
 
 class ExploreRecipe(Section):
-    """Two-stage rollouts (Sol-RL, arXiv 2604.06916): score many cheap candidates per prompt and train on the best and
-    the worst, `rollout.group_size` in total."""
+    """Two-stage rollouts (Sol-RL, arXiv 2604.06916): score many cheap candidates per prompt, and train on the best and
+    the worst of them, in total `rollout.group_size` samples."""
 
     group_size: Annotated[int, Field(ge=2)]
     """Candidates per prompt, at least `rollout.group_size`. Half of the selected samples are the best candidates, half
-    the worst, ranked like in `algorithm.best_of_n`; candidates without a reward are ignored."""
+    the worst, ranked as in `algorithm.best_of_n`. Candidates without a reward are ignored."""
     steps: Annotated[PositiveInt, Field(le=10_000)]
-    """Denoising steps per candidate, at most `sampling.steps`. With fewer steps than that, stochastic solvers generate
-    candidates with `ode`, so that a candidate only depends on its initial noise."""
+    """Denoising steps per candidate, at most `sampling.steps`. If there are fewer than that and the solver is
+    stochastic, candidates are generated with `ode` instead, so that they depend only on their initial noise."""
     regenerate: bool = True
-    """Generate the selected samples again from the same seeds with `sampling.steps` steps, score them again, and train
-    on them. False: train on the candidates; only for algorithms that need just the clean latents of a rollout."""
+    """True: generate the selected samples again from the same seeds with `sampling.steps` steps, score them again, and
+    train on them. False: train on the candidates; only for algorithms that need only the clean latents of a rollout."""
 
 
 class SamplingRecipe(Section):
-    """Sample size, solvers and guidance for rollouts, validation and samples."""
+    """Sample size, solvers and guidance for rollouts, validation and logged samples."""
 
     height: PositiveInt
     """Height in pixels."""
@@ -122,8 +122,8 @@ class SamplingRecipe(Section):
     steps: Annotated[PositiveInt, Field(le=10_000)] = 10
     """Denoising steps in rollouts."""
     grid: Literal["stock", "even"] = "stock"
-    """Noise levels of the rollout steps. `stock`: the pipeline scheduler's levels; for SD3 the last one is only .001 to
-    .009. `even`: q = 1, (N - 1)/N, .. 1/N for N steps, with the scheduler's shift; close to the stock grid for SANA
+    """Noise levels of the rollout steps. `stock`: the levels of the pipeline's scheduler; for SD3 the last one is only
+    .001 to .009. `even`: q = 1, (N - 1)/N, .. 1/N for N steps, with the scheduler's shift; close to `stock` for SANA
     and Wan, an error for schedulers without a shift. Validation and exports always use `stock`."""
     solver: Literal["ode", "dpm2", "flow_sde", "dance", "cps", "edm_2ab", "edm_euler"] = "ode"
     """Rollout solver. Deterministic: `ode` (Euler), `dpm2` (second-order multistep). Stochastic: `flow_sde`
@@ -140,7 +140,7 @@ class SamplingRecipe(Section):
     same_noise: bool = False
     """Start all samples of a group from the same noise. Needs a stochastic solver."""
     s_churn: NonNegativeFloat | None = None
-    """EDM solvers: relative increase of the noise level before each step is s_churn / (steps + 1), at most 9.5 %.
+    """EDM solvers: before each step, the noise level is increased by the fraction s_churn / (steps + 1), at most 9.5 %.
     Unset: 1."""
     s_t_min: NonNegativeFloat | None = None
     """EDM solvers: add noise only above this noise level. Levels range from 200 to 0.01. Unset: 0."""
@@ -157,12 +157,12 @@ class SamplingRecipe(Section):
     """Classifier-free guidance scale w in v_uncond + w * (v_cond - v_uncond), in rollouts, validation and logged
     samples. 1: no guidance and no unconditional pass."""
     guidance_scale_low: Annotated[float, Field(ge=1)] | None = None
-    """Models with two experts (Wan 2.2 A14B): guidance scale of the low-noise expert. 1: no guidance there. Unset:
-    `guidance_scale`."""
+    """Models with two experts (Wan 2.2 A14B): guidance scale of the low-noise expert. 1: no guidance for this expert.
+    Unset: `guidance_scale`."""
     guidance_batch: Literal["separate", "joint"] = "separate"
     """Forward passes for guidance. `separate`: one for the conditional and one for the unconditional prediction.
-    `joint`: a single one if twice the samples fit into `engine.max_forward_batch`, in validation and in rollouts of
-    algorithms that do not compare log-probabilities. Results agree up to rounding."""
+    `joint`: a single one, if twice the number of samples fits into `engine.max_forward_batch`; only in validation, and
+    in rollouts of algorithms that do not compare log-probabilities. Results agree up to rounding."""
     negative_prompt: str | None = None
     """Text of the unconditional pass if `guidance_scale` is above 1. Unset: the model family's default."""
 
@@ -181,16 +181,17 @@ class SamplingRecipe(Section):
         return self
 
     def expert_guidance_scale(self, expert: int) -> float:
-        """Return the guidance scale of an expert."""
+        """Return the guidance scale of the expert with this index."""
         return self.guidance_scale if expert == 0 or self.guidance_scale_low is None else self.guidance_scale_low
 
     def uses_guidance(self, expert: int = 0) -> bool:
-        """Return whether this expert runs an unconditional pass. If the first expert does not, no expert does."""
+        """Return whether this expert runs an unconditional pass. If the first expert does not run one, no expert
+        does."""
         return self.expert_guidance_scale(expert) != 1
 
     @property
     def candidate_sampling(self) -> SamplingRecipe | None:
-        """This section with the number of steps of a candidate; None without candidates."""
+        """The sampling settings for candidates: this section with their number of steps. None if `explore` is unset."""
         return None if self.explore is None else self.model_copy(update={"steps": self.explore.steps})
 
     @property
@@ -211,14 +212,14 @@ class SamplingRecipe(Section):
 
     @property
     def num_noisy_steps(self) -> int:
-        """Number of rollout steps with injected noise, which log-probability losses can train on."""
+        """Number of rollout steps with injected noise. Losses based on log-probabilities can train on these steps."""
         if not self.is_stochastic:
             return 0
         return self.steps - 1 if self.window is None else self.window.size
 
     @property
     def churn_settings(self) -> dict[str, float]:
-        """Churn settings of the EDM solvers, with defaults filled in."""
+        """Churn settings of the EDM solvers. Keys that are unset have their default values."""
         return {
             key: default if getattr(self, key) is None else getattr(self, key)
             for key, default in CHURN_DEFAULTS.items()

@@ -1,4 +1,4 @@
-"""The recipe: all sections, and the checks that involve several of them.
+"""The recipe: all sections, and the checks that involve several sections.
 
 Files, overrides and line numbers of errors are handled in recipe/file.py.
 """
@@ -40,11 +40,11 @@ from wfm_ds.recipe.sections import (
 from wfm_ds.recipe.weight_checks import check_weights
 
 LANGUAGE_ALGORITHMS = frozenset({"vlm_sft"})  # their recipes have no section `sampling`
-UNUSED_SAMPLING = SamplingRecipe(height=1, width=1)  # placeholder in these recipes
+UNUSED_SAMPLING = SamplingRecipe(height=1, width=1)  # placeholder for this section
 
 
 class Recipe(Section):
-    """One training job."""
+    """Settings of one training run."""
 
     run: RunRecipe
     model: ModelRecipe
@@ -68,7 +68,7 @@ class Recipe(Section):
 
     @property
     def rl(self) -> RlSections:
-        """The sections of RL recipes. Raises TypeError for other recipes, which is a bug of the caller."""
+        """The sections of an RL recipe. Raises TypeError for other recipes, so check `is_rl` first."""
         if not isinstance(self.algorithm, RlSettings) or self.rollout is None or self.reward is None:
             raise TypeError(
                 f"algorithm {self.algorithm.name} has neither rollouts nor rewards: check recipe.is_rl first"
@@ -77,22 +77,27 @@ class Recipe(Section):
 
     @property
     def supervised_settings(self) -> SupervisedSettings:
-        """The settings of a supervised algorithm. Raises TypeError for other recipes, which is a bug of the caller."""
+        """The settings of a supervised algorithm. Raises TypeError for other algorithms, so check `is_rl` first."""
         if not isinstance(self.algorithm, SupervisedSettings):
             raise TypeError(f"algorithm {self.algorithm.name} is not supervised: check recipe.is_rl first")
         return self.algorithm
 
     @property
     def language_settings(self) -> VlmSftAlgorithm:
-        """The settings of a language model algorithm. Raises TypeError for other recipes, which is a bug of the
-        caller."""
+        """The settings of a language model algorithm.
+
+        Raises TypeError for other algorithms, so check `algorithm.trains_language` first.
+        """
         if not isinstance(self.algorithm, VlmSftAlgorithm):
             raise TypeError(f"algorithm {self.algorithm.name} trains no language model: check trains_language first")
         return self.algorithm
 
     @property
     def held_out_reward_settings(self) -> RewardRecipe | None:
-        """The held-out rewards with the service settings of the section `reward`. None if there are none."""
+        """The held-out rewards, with the service settings of the section `reward`.
+
+        None if there are no held-out rewards.
+        """
         functions = [RewardFunction(**reward.model_dump()) for reward in self.validation.held_out_rewards]
         if not functions:
             return None
@@ -101,7 +106,10 @@ class Recipe(Section):
 
     @property
     def all_reward_settings(self) -> RewardRecipe | None:
-        """All rewards that the service of this run computes, held-out ones included. None without any."""
+        """All rewards that the reward service of this run computes, including held-out ones.
+
+        None if there are no rewards.
+        """
         if self.reward is None or self.held_out_reward_settings is None:
             return self.reward or self.held_out_reward_settings
         return self.reward.model_copy(
@@ -119,18 +127,21 @@ class Recipe(Section):
 
     @property
     def rollout_precision(self) -> BasePrecision | None:
-        """Storage format of the base model in rollouts."""
+        """Storage format of the base model in rollouts. None: `model.dtype`."""
         own = None if self.rollout is None else self.rollout.base_precision
         return own or self.forward_precision
 
     @property
     def forward_precision(self) -> BasePrecision | None:
-        """Storage format of the base model in forward passes of training."""
+        """Storage format of the base model in forward passes of training. None: `model.dtype`."""
         return "fp8" if self.model.base_precision == "fp8_twice" else self.model.base_precision
 
     @property
     def joint_guidance_batches(self) -> dict[str, int]:
-        """Maximum batch size of a joint guidance forward pass, by purpose. Other purposes use separate passes."""
+        """Maximum batch size of a joint guidance pass, by purpose (`validation`, `rollout`).
+
+        Purposes that are not in the mapping use separate passes.
+        """
         if self.sampling.guidance_batch == "separate":
             return {}
         exact = not self.is_rl or self.rl.algorithm.compares_log_probs
@@ -138,13 +149,16 @@ class Recipe(Section):
 
     @property
     def unused_sections(self) -> frozenset[str]:
-        """Sections that this recipe does not use and that its file must not contain."""
+        """Sections that this recipe does not use. Its file must not contain them."""
         return frozenset({"sampling"} if self.algorithm.trains_language else ())
 
     @model_validator(mode="before")
     @classmethod
     def _fill_unused_sampling(cls, values: Any) -> Any:
-        """Add the placeholder `sampling` to language model recipes. Raises ValueError if the section is set."""
+        """Add a placeholder for the section `sampling` to language model recipes.
+
+        Raises ValueError if the section is set.
+        """
         algorithm = values.get("algorithm") if isinstance(values, dict) else None
         name = algorithm.get("name") if isinstance(algorithm, dict) else getattr(algorithm, "name", None)
         if not isinstance(name, str) or name not in LANGUAGE_ALGORITHMS:
@@ -230,7 +244,8 @@ class Recipe(Section):
     def _check_trajectories(self) -> None:
         """Check data.inputs and rollout.trajectories.
 
-        Shuffled or library trajectories need inputs to replace, and must not be combined with a loss on the clips.
+        Shuffled and library trajectories replace inputs, so the inputs must exist. They do not match the clips, so they
+        cannot be combined with a loss on the clips.
         """
         inputs = self.data.inputs
         if inputs and self.validation.prompts is not None:
@@ -267,7 +282,7 @@ class Recipe(Section):
             )
 
     def _check_sample_selection(self) -> None:
-        """Check sampling.explore and rollout.max_refills, which select samples by their rewards."""
+        """Check sampling.explore and rollout.max_refills, which select samples according to their rewards."""
         if not self.is_rl:
             return
         algorithm, rollout, explore = self.rl.algorithm, self.rl.rollout, self.sampling.explore
@@ -331,7 +346,7 @@ class Recipe(Section):
                 held_out.require_defaults("workers", "max_batch", unless="reward.spawn: true")
 
     def _check_reward_timeouts(self, reward: RewardRecipe) -> None:
-        """Check that a rank may wait for rewards without counting as stuck."""
+        """Check that a rank can wait for rewards for the full timeout without being considered stuck."""
         for key in ("timeout_s", "start_timeout_s"):
             if getattr(reward, key) >= 60 * self.engine.timeout_minutes:
                 raise ValueError(
@@ -343,7 +358,7 @@ class Recipe(Section):
 
 @dataclass(frozen=True, slots=True)
 class ConditionalKeys:
-    """Keys of one section that only some recipes read. A key without effect is an error."""
+    """Keys of one section that are read only if `is_read(recipe)` is true. If it is false, setting them is an error."""
 
     section: str
     keys: tuple[str, ...]
@@ -392,7 +407,7 @@ ASYNC_KEYS = (
 
 
 def list_unread_keys(recipe: Recipe) -> list[str]:
-    """Return the keys, as `section.key`, that this recipe does not read although they differ from their default."""
+    """Return the keys, as `section.key`, that differ from their default although this recipe does not read them."""
     return [
         f"{group.section}.{key}"
         for group in CONDITIONAL_KEYS
@@ -402,7 +417,7 @@ def list_unread_keys(recipe: Recipe) -> list[str]:
 
 
 def list_unread_async_keys(recipe: Recipe) -> list[str]:
-    """Return the keys of async rollouts, as `section.key`, that are set in a recipe with colocated rollouts."""
+    """Return the keys, as `section.key`, that are only for async rollouts and that a colocated recipe sets."""
     if recipe.rollout is None or recipe.is_async:
         return []
     return [f"rollout.{key}" for key in recipe.rollout.non_default_keys(*ASYNC_KEYS)]

@@ -1,4 +1,4 @@
-"""Base class of all recipe sections, and types of their keys."""
+"""Base class of all recipe sections, and types for their keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_NAME_BYTES = 255
 
 
 def require_not_empty(path: Any) -> Any:
-    """Return the path unchanged. Raises ValueError if it is empty, which would mean the working directory."""
+    """Return the path unchanged. Raises ValueError for an empty path, which would mean the working directory."""
     if path == "":
         raise ValueError("is empty: name a folder or file, or . for the working directory")
     return path
@@ -30,7 +30,7 @@ def require_possible_path(address: str) -> str:
 
 
 def expand_user(address: str) -> str:
-    """Expand a leading ~ or ~NAME to that user's home folder. Raises ValueError if there is no such user."""
+    """Replace a leading ~ or ~NAME by the user's home folder. Raises ValueError if there is no such user."""
     require_possible_path(address)
     try:
         return address if "://" in address else str(Path(address).expanduser())
@@ -39,15 +39,17 @@ def expand_user(address: str) -> str:
 
 
 def require_local_path(path: Path) -> Path:
-    """Expand the home folder of a local path. Raises ValueError for an address such as s3://bucket/run, which would
-    become the local folder s3:/bucket/run."""
+    """Expand the home folder in a local path.
+
+    Raises ValueError for an address: s3://bucket/run would become the local folder s3:/bucket/run.
+    """
     if len(path.parts) > 1 and path.parts[0].endswith(":"):
         raise ValueError("expected a local path, got an address; only checkpoint.storage takes an s3:// address")
     return Path(expand_user(str(path)))
 
 
 def check_reward_name(name: str) -> str:
-    """Check the form of a reward's name. The reward itself is looked up later."""
+    """Raise ValueError if the name of a reward is malformed. Whether the reward exists is checked later."""
     if not name.isprintable() or not all(part.strip() for part in name.split("/")):
         raise ValueError(f"expected NAME, NAME/LABEL or package.module:Class, got {name!r}")
     return name
@@ -82,14 +84,14 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 def value_form(value: Any) -> str:
-    """Return the tag of a union member for a value: `mapping`, `list` or `scalar`."""
+    """Return the tag of the union member that this value belongs to: `mapping`, `list` or `scalar`."""
     if isinstance(value, dict | BaseModel):
         return "mapping"
     return "list" if isinstance(value, list | tuple) else "scalar"
 
 
 class Section(BaseModel):
-    """Base class of all sections. Immutable; unknown keys and wrong types are errors."""
+    """Base class of all sections. Sections are immutable. Unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -101,11 +103,14 @@ class Section(BaseModel):
     )
 
     def non_default_keys(self, *keys: str) -> list[str]:
-        """Return the keys that differ from their default. (Resolved recipes contain all keys.)"""
+        """Return the given keys whose value differs from the default. (Resolved recipes contain all keys.)"""
         fields = type(self).model_fields
         return [key for key in keys if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
 
     def require_defaults(self, *keys: str, unless: str) -> None:
-        """Raise ValueError if one of these keys is set. unless: the condition under which they are read."""
+        """Raise ValueError if one of the given keys is set.
+
+        unless: text for the message that states when these keys are read.
+        """
         if unread := self.non_default_keys(*keys):
             raise ValueError(f"{' and '.join(unread)}: only read with {unless}; remove it")

@@ -40,8 +40,8 @@ class RunRecipe(Section):
     """Output folder, length and random seed of the run."""
 
     output_dir: UserPath
-    """Local folder for all files of the run, created if missing. It must not contain a run of another recipe. Set
-    `checkpoint.storage` to also copy it to S3."""
+    """Local folder for all files of the run, created if missing. It must not contain a run of a different recipe. Set
+    `checkpoint.storage` to also copy the run to S3."""
     steps: PositiveInt
     """Number of steps: optimizer steps for SFT and DPO, RL steps for reinforcement learning."""
     seed: NonNegativeInt = 0
@@ -49,7 +49,7 @@ class RunRecipe(Section):
     size."""
     resume: Annotated[str, Field(min_length=1)] = "auto"
     """`auto`: continue the run in `output_dir` or `checkpoint.storage` from its newest checkpoint, if there is one.
-    `never`: fail if there is a run. A local path or `s3://` address of another run's checkpoints/step_N: start a new
+    `never`: fail if there is a run. A local path or `s3://` address of checkpoints/step_N of another run: start a new
     run from that checkpoint."""
 
 
@@ -57,14 +57,14 @@ class ModelRecipe(Section):
     """The model to train: a diffusers pipeline, or a vision-language model for `vlm_sft`."""
 
     path: PossiblePath
-    """Folder of a diffusers pipeline (`vlm_sft`: of a transformers model); `owner/name` on the Hugging Face Hub,
+    """Folder of a diffusers pipeline (`vlm_sft`: of a transformers model); or `owner/name` on the Hugging Face Hub,
     downloaded to the Hub's cache (docs/models.md); or `tiny:FAMILY`, a tiny random pipeline for tests, cached in the
     user's cache folder."""
     revision: Annotated[str, Field(min_length=1)] | None = None
     """Branch, tag or commit of a Hub model. Unset: `main`. The resolved recipe stores the commit, so a resumed run uses
     the same files."""
     family: UserClass | None = None
-    """Your own model family as `package.module:Class` (docs/models.md). Unset: chosen by the pipeline's class."""
+    """Your own model family as `package.module:Class` (docs/own_model.md). Unset: chosen by the pipeline's class."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the denoiser. Latents, losses, optimizer states and weight averages are always float32."""
     base_precision: BasePrecision | None = None
@@ -89,8 +89,8 @@ class ModelRecipe(Section):
     """Maximum number of text tokens of the longest text encoder. Unset: the value saved with the pipeline (call.json),
     else the default of the diffusers pipeline."""
     prompt_template: Literal["stock", "none"] | None = None
-    """SANA only: the instruction that its pipelines prepend to prompts (not to negative prompts). `stock`: prepend it.
-    `none`: do not. Unset: the value saved with the pipeline (call.json), else `stock`."""
+    """SANA only: whether to prepend the instruction that its pipelines add to prompts (not to negative prompts).
+    `stock`: prepend it. `none`: do not. Unset: the value saved with the pipeline (call.json), else `stock`."""
     embedded_guidance: PositiveFloat | None = None
     """FLUX.2-dev only: the guidance scale passed to the network as an input in training, rollouts and validation. Not
     classifier-free guidance; keep `sampling.guidance_scale` at 1. Unset: the value saved with the pipeline (call.json),
@@ -119,19 +119,23 @@ class LoraRecipe(Section):
     """Initialization of A (B starts at zero): `gaussian`, or PEFT's `default` (Kaiming uniform)."""
     init_from: UserPath | None = None
     """LoRA to start from: a .safetensors file with diffusers, PEFT, kohya or ComfyUI keys, or an export folder. Layers
-    missing in it are initialized by `init`. In RL the reference policy stays the base model without adapters."""
+    that the file does not contain are initialized as `init` says. In RL the reference policy remains the base model
+    without adapters."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability of adapter inputs in training. Not for algorithms that compare log-probabilities."""
     rslora: bool = False
     """Rank-stabilized LoRA: scale by alpha / sqrt(rank), so that a higher rank does not shrink the update."""
     dora: bool = False
-    """DoRA: also train one magnitude per output of each adapted layer. For zero1 and zero2."""
+    """DoRA: also train a magnitude for each output of the adapted layers. For zero1 and zero2."""
     modules_to_save: list[str] = Field(default=[])
     """Name suffixes of layers that are trained in full in addition to the adapters. For zero1 and zero2; exported to a
     separate file."""
 
     def trainable_layers(self, default_targets: Sequence[str]) -> list[str]:
-        """Return the name suffixes of all layers that training changes."""
+        """Return the name suffixes of all layers that training changes.
+
+        default_targets: the model family's adapter layers, used if `target_modules` is unset.
+        """
         return [*(self.target_modules or default_targets), *self.modules_to_save]
 
     @field_validator("target_modules")
@@ -149,7 +153,7 @@ class EngineRecipe(Section):
     """DeepSpeed config: a name in ds_configs/ (zero1, zero2, zero3, ...) or the path of a JSON file, for ZeRO settings
     only."""
     micro_batch_size: PositiveInt = 1
-    """Batch size per training forward pass and rank, or per replica of `sequence_parallel` ranks. Counts samples in
+    """Batch size of a training forward pass on each rank (with `sequence_parallel`: on each replica). Counts samples in
     SFT, preference pairs in DPO, and (sample, timestep) pairs in RL."""
     gradient_accumulation: PositiveInt = 1
     """SFT and DPO: micro-batches per optimizer step. In RL it is derived from the number of training pairs per update
@@ -159,8 +163,8 @@ class EngineRecipe(Section):
     max_grad_norm: NonNegativeFloat = 1.0
     """Maximum global gradient norm. 0: no gradient clipping."""
     sequence_parallel: PositiveInt = 1
-    """Number of neighbouring ranks that form a replica and split the tokens of each sample, for videos that do not fit
-    on one GPU. Must divide the ranks of a node."""
+    """Number of consecutive ranks that form a replica and split the tokens of each sample, for videos that do not fit
+    on one GPU. Must divide the number of ranks per node."""
     compile: bool = False
     """Compile the denoiser's repeated blocks with torch.compile, also in rollout workers. The first step takes minutes;
     later ones are faster. For zero1 and zero2 (docs/performance.md)."""
@@ -168,8 +172,9 @@ class EngineRecipe(Section):
     """End the run if no rank makes progress for this many minutes, and report the rank that the others wait for. Must
     exceed the time to load the model or write a checkpoint, `reward.timeout_s`, and `reward.start_timeout_s`."""
     deterministic: bool = False
-    """Use only deterministic kernels, also in rollout workers. Slower; repeated runs on the same GPU model are
-    bit-identical (docs/checkpoints.md). CPU runs always are. Operations without a deterministic kernel fail."""
+    """Use only deterministic kernels, also in rollout workers. Training is slower, but repeated runs on the same GPU
+    model are bit-identical (docs/checkpoints.md), as runs on the CPU always are. Operations without a deterministic
+    kernel fail."""
     guard: bool = False
     """Debugging: before every forward pass, check that all ranks are about to run the same one. Costs one small
     all-reduce per forward pass."""
@@ -207,32 +212,34 @@ class EmaRecipe(Section):
 
 
 class RolloutRecipe(Section):
-    """RL: the samples generated per step, and the processes that generate them."""
+    """RL: the samples generated per step, and the processes that generate them. Keys described with `async:` are only
+    for `mode: async`."""
 
     mode: Literal["colocated", "async"] = "colocated"
     """`colocated`: the training ranks generate the samples. `async`: separate worker processes generate them while the
     ranks train (docs/async.md)."""
     prompts_per_step: PositiveInt = 48
-    """Prompts (groups) per RL step over all ranks."""
+    """Prompts (groups) per RL step, over all ranks."""
     group_size: int = Field(24, ge=2)
-    """Samples per prompt. Advantages compare the samples of a group."""
+    """Samples per prompt. Advantages compare the samples of the same prompt."""
     max_refills: Annotated[int, Field(ge=0, le=100)] = 0
-    """Maximum rounds per RL step that replace groups with equal or missing rewards by groups of other prompts (dynamic
-    sampling of DAPO, arXiv 2503.14476). Each round generates only the missing groups. Needs `data.kind: prompts`
-    and colocated rollouts."""
+    """Maximum number of rounds per RL step that replace groups with equal or missing rewards by groups of other prompts
+    (dynamic sampling of DAPO, arXiv 2503.14476). Each round generates only the groups that are missing. Needs
+    `data.kind: prompts` and colocated rollouts."""
     policy: Literal["current", "reference"] | None = None
     """ddrl only: the policy that generates the samples. Unset: `current`. The other algorithms define their own rollout
     policy."""
     trajectories: Literal["data", "shuffle", "library"] = "data"
-    """Actions or camera paths that condition the samples, if `data.inputs` has any. `data`: from the sample's own clip.
-    `shuffle`: from another clip of the same step and `domain`. `library`: random ones from `trajectory_library`. With
-    `shuffle` and `library` the clip does not show the trajectory, so rewards must not compare with it."""
+    """Actions or camera paths that condition the samples, if `data.inputs` contains any. `data`: the trajectory of the
+    sample's own clip. `shuffle`: the trajectory of another clip of the same step and `domain`. `library`: a random one
+    from `trajectory_library`. With `shuffle` and `library` the clip does not show the trajectory, so rewards must not
+    compare samples with the clip."""
     trajectory_library: UserPath | None = None
-    """`trajectories: library`: .npy file with unscaled actions [N, num_frames - 1, width]."""
+    """With `trajectories: library`: .npy file with unscaled actions [N, num_frames - 1, width]."""
     merge_lora: bool = False
-    """Merge the LoRA into the weights while samples are generated. Forward passes are faster; the original weights of
-    the adapted layers take extra memory meanwhile. Only for algorithms that do not compare log-probabilities; not for
-    zero3, except in async rollouts."""
+    """Merge the LoRA into the weights while samples are generated. Forward passes are faster, but the original weights
+    of the adapted layers take extra memory during this time. Only for algorithms that do not compare log-probabilities;
+    not for zero3, except in async rollouts."""
     base_precision: BasePrecision | None = None
     """async with LoRA: `model.base_precision` of the workers. If it differs from training, the rollout policy differs
     slightly from the trained one, so it is only for algorithms that do not use rollout log-probabilities. Unset:
@@ -241,15 +248,15 @@ class RolloutRecipe(Section):
     """Record rollout forward passes as CUDA graphs, one per batch size. Each graph keeps the memory of a forward pass.
     Not for zero3 or `engine.sequence_parallel`, except in async rollouts. No effect on CPUs."""
     max_staleness: NonNegativeInt = 1
-    """async: maximum number of policy publications (one per RL step) between generating a sample and training on
-    it. 0: strictly on-policy; each step's samples are generated after the previous step."""
+    """async: maximum age of a sample in RL steps when it is trained on. The policy is published to the workers after
+    each RL step. 0: strictly on-policy; the samples of a step are generated after the previous step."""
     spawn: Annotated[int, Field(ge=0, le=256)] = 1
     """async: workers that the trainer starts on its machine. 0: only workers started separately."""
     devices: Annotated[list[str], Field(min_length=1)] | None = None
-    """async: devices of the spawned workers, assigned in order, such as `cuda:6`, counted among all GPUs available to
-    the run on the trainer's machine (docs/async.md). Required if the trainer uses GPUs. Unset: cpu."""
+    """async: devices of the spawned workers in order, such as `cuda:6`. Numbers count all GPUs available to the run on
+    the trainer's machine (docs/async.md). Required if the trainer uses GPUs. Unset: cpu."""
     bind: str = "ipc"
-    """async: address on which workers reach the trainer. `ipc`: this machine and user only. A `tcp://` address of one
+    """async: address at which workers reach the trainer. `ipc`: only this machine and user. A `tcp://` address of one
     network interface: uses this port and the next one; needs `keys` if other machines can reach it."""
     keys: UserPath | None = None
     """async with a `tcp://` address: folder with the trainer's secret key (hub.key_secret) and the public keys of the
@@ -258,12 +265,14 @@ class RolloutRecipe(Section):
     """async: folder to publish the policy to after each step; each run uses its own subfolder. Use /dev/shm for workers
     on this machine, or a shared file system. Unset: inside `run.output_dir`."""
     in_flight: Annotated[int, Field(ge=1, le=16)] = 2
-    """async: chunks per worker in progress. One is denoised while the others wait for their scores."""
+    """async: number of chunks that each worker processes at a time. One is denoised while the others wait for their
+    scores."""
     worker_timeout_s: PositiveFloat = 30.0
-    """async: seconds without a heartbeat after which a worker is considered lost and its chunks go to other workers."""
+    """async: a worker without a heartbeat for this many seconds is considered lost, and its chunks go to other
+    workers."""
     timeout_s: PositiveFloat = 600.0
-    """async: seconds without progress after which a chunk goes to another worker. The run ends if no chunk finishes for
-    this long."""
+    """async: a chunk without progress for this many seconds goes to another worker. The run ends if no chunk finishes
+    for this long."""
 
     @model_validator(mode="after")
     def _check_unused_keys(self) -> RolloutRecipe:
@@ -317,13 +326,13 @@ class RewardRecipe(Section):
     """With `endpoint`: folder with this run's key and the service's public key (docs/reward_service.md). Required for
     a service on another machine."""
     timeout_s: PositiveFloat = 120.0
-    """Seconds to wait for a score. Samples without one count as failed."""
+    """Seconds to wait for a score. Samples without a score count as failed."""
     max_failed_fraction: Fraction = 0.2
-    """Stop the run if a larger fraction of samples fails in 3 consecutive RL steps."""
+    """Stop the run if more than this fraction of the samples fails in 3 consecutive RL steps."""
     shuffle: bool = False
-    """Control experiment: give every sample the reward of another random sample. The model must not improve."""
+    """Control experiment: give every sample the reward of another, random sample. The model must then not improve."""
     start_timeout_s: PositiveFloat = 120.0
-    """Seconds to wait for the service to start, or for a running one to reply."""
+    """Seconds to wait for the service to start, or for a running service to reply."""
 
     @model_validator(mode="after")
     def _check_service_keys(self) -> RewardRecipe:
@@ -346,28 +355,29 @@ class CheckpointRecipe(Section):
     """Resumable checkpoints and exports of the weights (docs/checkpoints.md)."""
 
     every: NonNegativeInt = 0
-    """Steps between checkpoints; the last step also writes one. 0: only when SIGTERM or SIGINT stops the run, which
-    always saves."""
+    """Steps between checkpoints. The last step also writes one. 0: write a checkpoint only when SIGTERM or SIGINT stops
+    the run, which always saves one."""
     keep: PositiveInt = 2
-    """Number of checkpoints to keep. Older ones are removed when a new one is complete (with `storage`: copied)."""
+    """Number of checkpoints to keep. Older ones are removed when a new one is complete and, with `storage`, copied."""
     export_every: NonNegativeInt = 0
     """Steps between exports to safetensors/ in diffusers format. 0: only at the end."""
     storage: StorageAddress | None = None
-    """`s3://bucket/folder` of this run only. All files of `run.output_dir` are copied there during the run. A run
-    started in an empty folder, for example on another machine, continues from the newest checkpoint there."""
+    """S3 folder `s3://bucket/folder`, for this run only. All files of `run.output_dir` are copied there during the run.
+    A run that starts with an empty folder, for example on another machine, continues from the newest checkpoint
+    there."""
     storage_timeout_s: PositiveFloat = 300.0
-    """At the end the run waits for its copies. If the storage accepts no data for this many seconds, the run exits with
-    code 1 and lists the missing files."""
+    """At its end the run waits until all files are copied. If the storage accepts no data for this many seconds, the
+    run exits with code 1 and lists the missing files."""
 
 
 class ExportRecipe(Section):
     """Upload of exports to the Hugging Face Hub, with a model card (docs/exports.md)."""
 
     push_to_hub: HubName | None = None
-    """Repository `owner/name` to upload exports to. Uses the token of HF_TOKEN or `hf auth login`. A failed upload only
-    logs a warning with the command that repeats it."""
+    """Repository `owner/name` to upload exports to. Uses the token in HF_TOKEN or of `hf auth login`. If an upload
+    fails, a warning is logged with the command that repeats it."""
     private: bool = True
-    """Create new repositories as private."""
+    """If the repository does not exist, create it as private."""
     every: Literal["last", "each"] = "last"
     """`last`: upload only the final export. `each`: upload every export (`checkpoint.export_every`) as its own
     commit."""

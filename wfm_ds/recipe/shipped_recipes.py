@@ -1,7 +1,8 @@
-"""Recipes shipped with the package: recipes/ of a checkout, or a copy inside an installed wheel.
+"""Recipes shipped with the package: the folder recipes/ of a checkout, or its copy inside an installed wheel.
 
-A recipe argument is a path or the name of a shipped recipe. Paths `recipes/...` in shipped recipes that do not exist in
-the working directory are resolved in the shipped folder, so that shipped recipes run from anywhere.
+A recipe argument is a path or the name of a shipped recipe. Shipped recipes contain paths `recipes/...`. A path that
+does not exist in the working directory is resolved in the folder of the shipped recipes, so that these recipes run from
+anywhere.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ SHIPPED_PREFIX = "recipes/"  # prefix of paths to other shipped files
 
 
 def recipes_folder() -> Path:
-    """Return the folder of the shipped recipes: inside the package, or next to it in a checkout."""
+    """Return the folder of the shipped recipes: inside the package if installed from a wheel, else next to it."""
     inside = PACKAGE_FOLDER / "recipes"
     return inside if inside.is_dir() else PACKAGE_FOLDER.parent / "recipes"
 
 
 def list_recipe_names() -> list[str]:
-    """Return the names of all shipped recipes: sd3_nft, digits/nft, ..."""
+    """Return the names of all shipped recipes, such as sd3_nft and digits/nft."""
     root = recipes_folder()
     relative = (path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
     return sorted(relative, key=lambda name: (name.count("/"), name))
@@ -37,7 +38,7 @@ def find_recipe(name: str) -> Path | None:
 
 
 def require_recipe(name: str) -> Path:
-    """Return the file of a shipped recipe. Raises RecipeError with similar names."""
+    """Return the file of a shipped recipe. Raises RecipeError, with similar names, if there is none."""
     path = find_recipe(name)
     if path is None:
         raise RecipeError(f"unknown shipped recipe {name!r}{suggest_recipes(name)}; list all with: wfm recipes")
@@ -45,13 +46,17 @@ def require_recipe(name: str) -> Path:
 
 
 def suggest_recipes(name: str) -> str:
-    """Return the hint "; did you mean ...?" with similar names, or an empty string."""
+    """Return the hint "; did you mean ...?" with similar recipe names, or ""."""
     close = difflib.get_close_matches(name.removeprefix(SHIPPED_PREFIX).removesuffix(".yaml"), list_recipe_names(), n=3)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def resolve_shipped_paths(value: Any, root: Path) -> Any:
-    """Replace every text `recipes/...` that does not exist here by the path in the shipped folder, recursively."""
+    """Resolve paths to shipped files in a recipe value, recursively.
+
+    A text `recipes/...` that is not a path in the working directory is replaced by the path of the file in folder
+    `root`.
+    """
     if isinstance(value, dict):
         return {key: resolve_shipped_paths(entry, root) for key, entry in value.items()}
     if isinstance(value, list):
@@ -63,7 +68,10 @@ def resolve_shipped_paths(value: Any, root: Path) -> Any:
 
 
 def portable_recipe_text(path: Path) -> str:
-    """Return the text of a shipped recipe with absolute paths to other shipped files, to be saved elsewhere."""
+    """Return the text of a shipped recipe, to be saved in another folder.
+
+    Its paths to other shipped files become absolute.
+    """
     text = path.read_text("utf-8")
     text = re.sub(r"(?m)^(defaults: )(\S+)", lambda m: f"{m[1]}{(path.parent / m[2]).resolve()}", text)
     return re.sub(rf"(?m)^([^#\n]*: ){SHIPPED_PREFIX}(\S+)", lambda m: f"{m[1]}{recipes_folder() / m[2]}", text)

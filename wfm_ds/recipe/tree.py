@@ -1,6 +1,6 @@
-"""Unchecked recipes: parse YAML into values with line numbers, merge recipes, apply overrides.
+"""Recipes before validation: parse YAML to values with line numbers, merge recipes, apply overrides.
 
-Reads no files and does not depend on the schema. YAML rules are in yaml_text.py.
+Reads no files and does not depend on the schema. The YAML rules are in yaml_text.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """A line of a file, or an override."""
+    """Source of a value: a line of a file, or an override."""
 
     source: str
     line: int | None = None
@@ -43,13 +43,16 @@ class SourceLocation:
 
 @dataclass(slots=True)
 class RecipeTree:
-    """Recipe values and their locations."""
+    """The values of a recipe and their locations."""
 
     values: Any
     locations: dict[KeyPath, SourceLocation] = field(default_factory=dict)
 
     def locate(self, path: KeyPath) -> SourceLocation:
-        """Return the location of a value, or of the innermost enclosing mapping or list that has one."""
+        """Return the location of the value at `path`.
+
+        If it has none, return that of the innermost enclosing value that has one.
+        """
         return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
     def forget_locations(self, path: KeyPath) -> None:
@@ -59,7 +62,7 @@ class RecipeTree:
 
 @dataclass(frozen=True, slots=True)
 class RecipeProblem:
-    """One problem, printed as one line."""
+    """A problem in a recipe, printed as one line."""
 
     location: SourceLocation
     text: str
@@ -72,7 +75,10 @@ class RecipeProblem:
 
 
 def raise_problems(problems: Sequence[RecipeProblem]) -> None:
-    """Raise RecipeError with one line per problem, files first, sorted by line. Do nothing if there are none."""
+    """Raise RecipeError with one line per problem, if there are any.
+
+    Problems in files, sorted by line, precede overrides.
+    """
     lines = list(dict.fromkeys(str(p) for p in sorted(problems, key=RecipeProblem.sort_key)))
     if len(lines) > MAX_PROBLEMS:
         lines[MAX_PROBLEMS:] = [f"and {len(lines) - MAX_PROBLEMS} more problems: fix these first"]
@@ -85,7 +91,7 @@ def join_key_path(path: KeyPath) -> str:
 
 
 def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one with dotted keys. Lists are not flattened."""
+    """Flatten nested mappings to a single mapping with dotted keys. Lists remain values."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         result |= flatten_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -93,7 +99,7 @@ def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shorten_text(text: str) -> str:
-    """Truncate a text for a message."""
+    """Truncate a long text for a message."""
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
@@ -101,7 +107,7 @@ def shorten_text(text: str) -> str:
 
 
 def parse_yaml(text: str, source: str) -> RecipeTree:
-    """Parse a text with one YAML document. An empty document has the value None. Raises RecipeError."""
+    """Parse a text with one YAML document. The value of an empty document is None. Raises RecipeError."""
     try:
         node = compose_yaml(text)
     except TooLarge as error:
@@ -145,7 +151,10 @@ class _NodeReader:
         self._num_nodes = 0  # nodes read so far; aliases count every time
 
     def read_document(self, node: yaml.Node) -> list[RecipeProblem]:
-        """Fill the tree and return the problems. Raises RecipeError if aliases expand beyond the limits."""
+        """Store the values and locations in the tree, and return the problems.
+
+        Raises RecipeError if the document exceeds the limits when its aliases are expanded.
+        """
         try:
             self.tree.values = self.read_node(node, (), node)
         except TooLarge as error:
@@ -213,7 +222,10 @@ def _describe_key(node: yaml.Node) -> str:
 
 
 def find_unfit_character(text: str) -> str:
-    """Return the name of a character that paths and files cannot store, or "". Quoted escapes can produce one."""
+    """Return the name of the first character that paths and files cannot store, or "".
+
+    YAML itself rejects such characters, but escapes in quotes can produce them.
+    """
     if "\0" in text:
         return "a NUL character"
     return "half of a surrogate pair" if any("\ud800" <= c <= "\udfff" for c in text) else ""
@@ -223,7 +235,7 @@ def find_unfit_character(text: str) -> str:
 
 
 def merge_trees(base: RecipeTree, variant: RecipeTree) -> RecipeTree:
-    """Merge the variant's mappings into the base. Other values and lists replace the base's.
+    """Return `base` with the values of `variant`. Mappings are merged; other values and lists of the base are replaced.
 
     If the variant selects a different algorithm, the base's algorithm keys are dropped.
     """
@@ -234,7 +246,7 @@ def merge_trees(base: RecipeTree, variant: RecipeTree) -> RecipeTree:
 
 
 def _merge_values(old: Any, new: Any, path: KeyPath, replaced: set[KeyPath]) -> Any:
-    """Return the merged value and add the paths that the variant replaces to `replaced`."""
+    """Return the merged value. Adds the paths of base values that the variant replaces to `replaced`."""
     is_fresh = path == ("algorithm",) and _changes_algorithm(old, new)
     if isinstance(old, dict) and isinstance(new, dict) and not is_fresh:
         return old | {k: _merge_values(old.get(k), v, (*path, k), replaced) for k, v in new.items()}
@@ -247,9 +259,10 @@ def _changes_algorithm(old: Any, new: Any) -> bool:
 
 
 def apply_overrides(tree: RecipeTree, words: Sequence[str]) -> None:
-    """Apply `section.key=value` overrides to the tree, in order. Values are YAML; numbers in the path index lists.
+    """Apply `section.key=value` overrides to the tree, in order.
 
-    Raises RecipeError for malformed overrides, values that are not YAML, and list indices out of range.
+    Values are YAML. A number in the path is an index into a list. Raises RecipeError for malformed overrides, values
+    that are not YAML, and list indices out of range.
     """
     if len(words) > MAX_OVERRIDES:
         raise RecipeError(f"{len(words):,} overrides, at most {MAX_OVERRIDES:,} are allowed: use a file")
@@ -298,7 +311,10 @@ def _set_value(tree: RecipeTree, path: KeyPath, value: Any, place: SourceLocatio
 
 
 def _resolve_key(holder: Any, path: KeyPath, part: str | int, place: SourceLocation) -> Any:
-    """Return `part` as a key of a mapping or an index of a list."""
+    """Return `part` as a key if `holder` is a mapping, or as an index if it is a list.
+
+    Raises RecipeError if the index does not exist.
+    """
     if isinstance(holder, dict):
         return part
     if not str(part).isdecimal() or int(part) >= len(holder):

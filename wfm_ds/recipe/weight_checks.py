@@ -1,4 +1,4 @@
-"""Checks between the sections on weight formats and trained weights: model, lora, rollout, algorithm."""
+"""Checks on weight formats and trained weights that involve several sections: model, lora, rollout, algorithm."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WeightSections(Protocol):
 
 
 def check_weights(recipe: WeightSections) -> None:
-    """Raise ValueError if base precision, adapters and algorithm do not fit together."""
+    """Raise ValueError if base precision, adapters and algorithm cannot be combined."""
     if recipe.rollout is not None and recipe.rollout.merge_lora:
         _check_merge_lora(recipe)
     _check_base_precision(recipe)

@@ -1,7 +1,7 @@
-"""YAML for recipes: parse text to nodes within limits, convert scalars, write values.
+"""YAML for recipes: parse text to nodes within size limits, convert scalars, write values.
 
-Uses the YAML 1.2 rules where 1.1 surprises: `1e-4` is a number; `on`, `off`, `yes`, `no` and dates are text. Limits on
-length, nesting and expanded aliases keep parsing fast for any input.
+Rules of YAML 1.2 replace surprising ones of YAML 1.1: `1e-4` is a number; `on`, `off`, `yes`, `no` and dates are text.
+Limits on length, nesting and expanded aliases keep parsing fast for any input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from wfm_ds.errors import RecipeError
 
 MAX_CHARACTERS = 1 << 20
 MAX_NODES = 10_000
-"""Maximum number of keys and values of a file or override. Aliases count with everything they expand to."""
+"""Maximum number of keys and values in a file or override. An alias counts as all values that it expands to."""
 MAX_DEPTH = 32
 LIMITS = f"a recipe has at most {MAX_CHARACTERS:,} characters, {MAX_NODES:,} keys and values and {MAX_DEPTH} levels"
 
@@ -89,7 +89,10 @@ def require_within_limits(nodes: int, depth: int) -> None:
 
 
 def compose_yaml(text: str) -> yaml.Node | None:
-    """Return the node of the document in the text, or None if it is empty. Raises TooLarge or yaml.YAMLError."""
+    """Parse the text and return the root node of its document, or None if it is empty.
+
+    Raises TooLarge or yaml.YAMLError.
+    """
     if len(text) > MAX_CHARACTERS:
         raise TooLarge(f"more than {MAX_CHARACTERS:,} characters; {LIMITS}")
     loader = _RecipeLoader(text)

@@ -10,7 +10,7 @@ from wfm_ds.types import Score
 
 
 class RolloutSource(Protocol):
-    """Samples and their scores, step by step. All methods are collective."""
+    """Interface of a source of samples and their scores, step by step. All methods are collective."""
 
     groups: GroupSource
 
@@ -21,13 +21,13 @@ class RolloutSource(Protocol):
         """
 
     def wait_until_ready(self, step: int) -> bool:
-        """Wait until the samples of this step are available. Return False if a rank should stop first."""
+        """Wait until the samples of this step are available. Returns False if any rank should stop first."""
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Return the samples of this step. Latents are present for the local samples only."""
+        """Return the samples of this step. Only this replica's samples have latents."""
 
     def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
-        """Return {reward: Score} for every sample of all ranks. Same order on every rank."""
+        """Return {reward name: Score} for every sample of all ranks, in the same order on every rank."""
 
     def step_metrics(self) -> dict[str, float]:
         """Return the metrics of the last `collect_rollouts`. Identical on every rank."""

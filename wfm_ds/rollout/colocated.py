@@ -31,21 +31,21 @@ class ColocatedSource:
         """Do nothing: the generating ranks already have the weights."""
 
     def wait_until_ready(self, step: int) -> bool:
-        """Return True at once: `collect_rollouts` generates the samples."""
+        """Return True immediately: `collect_rollouts` generates the samples."""
         return True
 
     def step_metrics(self) -> dict[str, float]:
         return self.groups.data_metrics()
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Generate this replica's share of the step. Collective."""
+        """Generate this replica's shard of the step's samples. Collective."""
         samples = self.plan_samples(self.groups.step_groups(step), self.group_size, step)
         return self.generate_samples(samples, self.algorithm.plan(step))
 
     def plan_samples(
         self, groups: Sequence[Group], group_size: int, step: int, *, first_group: int = 0
     ) -> list[RolloutSample]:
-        """Plan `group_size` samples for each group. `first_group` is the number of the first group within the step."""
+        """Plan `group_size` samples for each group. first_group: index of the first group in the step."""
         recipe = self.job.recipe
         return plan_step_samples(
             groups,
@@ -57,11 +57,11 @@ class ColocatedSource:
         )
 
     def generate_samples(self, samples: Sequence[RolloutSample], plan: SamplingPlan) -> StepRollouts:
-        """Denoise this replica's share of these samples with the rollout policy and submit it for scoring.
+        """Denoise this replica's shard of the samples with the rollout policy and submit it for scoring. Collective.
 
         Finished chunks are decoded and sent to the reward service while the next chunk is denoised. All replicas
-        denoise the same number of samples in equal chunks: replicas with a smaller share repeat the first sample as
-        padding. Collective.
+        denoise the same number of samples in equal chunks: replicas with a smaller shard repeat the first sample as
+        padding.
         """
         job = self.job
         shards = even_ranges(len(samples), job.world.dp_size)
@@ -104,6 +104,6 @@ class ColocatedSource:
         )
 
     def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
-        """Wait for the outstanding scores and gather them. Same order on every rank. Collective."""
+        """Wait for the outstanding scores and gather them, in the same order on every rank. Collective."""
         by_id = gather_scores(self.job.world, self.rewards.wait() | rollouts.failures)
         return [by_id[m.sample_id] for m in rollouts.samples]

@@ -1,8 +1,8 @@
 """State of an async run: chunks to generate, results to train on, complete steps. Pure bookkeeping, no I/O.
 
-Publication n is the policy after RL step n (0: before the first step). RL step s trains on all groups of its position
-in the prompt stream, in order. So the training data depends only on the step, and a resumed run skips nothing. A group
-is split into chunks. Each chunk is generated as one batch with the weights of one publication:
+Publication n is the policy after RL step n (0: before the first step). The prompt order assigns groups to each RL step,
+and the step trains on all of them in this order. So the training data depends only on the step, and a resumed run skips
+no groups. A group is split into chunks. Each chunk is generated as one batch with the weights of one publication:
 
     ADMITTED --fresh result--> CLOSED --pop_step(s)--> trained
        ^  `--stale result or lost task: retried under a new task id
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 class GroupChunk(NamedTuple):
-    """Samples [first, stop) of group `group` of RL step `step`."""
+    """The samples `first` to `stop` - 1 of a group. step: RL step. group: index of the group in the step."""
 
     step: int
     group: int
@@ -31,7 +31,7 @@ class GroupChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClosedChunk:
-    """A finished chunk: the publication that generated it, or the reason why it has no samples."""
+    """A finished chunk. `publication` generated it; None if it has no samples, because of `reason`."""
 
     chunk: GroupChunk
     task_id: str
@@ -63,7 +63,7 @@ class Coordinator:
         first_step: int,
         last_step: int,
     ) -> None:
-        """Plan for RL steps first_step to last_step. The first publication is first_step - 1."""
+        """Plan the RL steps from first_step to last_step. The first publication to record is first_step - 1."""
         self.session_id, self.groups_per_step, self.group_size = session_id, groups_per_step, group_size
         self.chunk_size = min(chunk_size, group_size)
         self.max_staleness, self.last_step = max_staleness, last_step
@@ -76,7 +76,10 @@ class Coordinator:
         self._retries: dict[GroupChunk, int] = {}
 
     def record_publication(self, publication: int) -> None:
-        """Record that the policy after this RL step is available. Raises ValueError unless it is the next one."""
+        """Record that the policy after RL step `publication` is available.
+
+        Raises ValueError unless it follows the last recorded publication.
+        """
         if publication != self.last_publication + 1:
             raise ValueError(f"expected publication {self.last_publication + 1}, got {publication}")
         self.last_publication = publication
@@ -92,7 +95,7 @@ class Coordinator:
         return admitted
 
     def record_result(self, task_id: str, publication: int) -> str | None:
-        """Record the result of a task. Return the id of a retry task if the samples are stale, else None."""
+        """Record the result of a task. Returns the id of a new task if the samples are too stale, else None."""
         chunk = self._chunk_by_task.get(task_id)
         if chunk is None:
             return None  # duplicate result
@@ -104,7 +107,7 @@ class Coordinator:
         return None
 
     def abandon_chunk(self, task_id: str, reason: str) -> None:
-        """Close a chunk that no worker could generate. Its samples will have failed scores."""
+        """Close a chunk that no worker could generate. Its samples get failed scores."""
         chunk = self._chunk_by_task.get(task_id)
         if chunk is not None:
             self._close_chunk(ClosedChunk(chunk, task_id, reason=reason))
@@ -129,7 +132,7 @@ class Coordinator:
         return len(chunks.waiting) if chunks is not None else 0
 
     def find_chunk(self, task_id: str) -> GroupChunk:
-        """Return the chunk of an open task. Raises KeyError."""
+        """Return the chunk of an open task. Raises KeyError if the task is not open."""
         return self._chunk_by_task[task_id]
 
     def _split_step(self, step: int) -> Iterator[GroupChunk]:

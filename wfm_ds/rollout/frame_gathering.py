@@ -1,4 +1,4 @@
-"""Collection of an RL step's conditioning frames on rank 0, which sends them to the rollout workers."""
+"""Gathers an RL step's conditioning frames on rank 0, which sends them to the rollout workers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from wfm_ds.run.job import Job
 
 
 def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with only their conditioning frames in `data`, in host memory. Valid on rank 0 only.
+    """Return copies of the groups with only the conditioning frames in `data`, in host memory. Collective.
 
-    groups: all groups of the step; `data` is set for the groups that this replica has read. Collective.
+    The result is valid on rank 0 only. groups: all groups of the step; `data` is set for groups that this replica has
+    read.
     """
     world = job.world
     latents = next((group.data for group in groups if group.data is not None), None)

@@ -39,7 +39,7 @@ class GeneratedChunk:
 
 
 class ChunkGenerator:
-    """Generates chunks. Shared by the lanes of a worker; `generate_chunk` is thread-safe."""
+    """Generates chunks. All lanes of a worker use the same generator; `generate_chunk` is thread-safe."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ChunkGenerator:
         joint_rows: Mapping[str, int],
         on_chunk_start: Callable[[], None] | None = None,
     ) -> None:
-        """joint_rows: see Sampler. on_chunk_start: called after a chunk's weights are loaded, before it is denoised."""
+        """joint_rows: see Sampler. on_chunk_start: function called after loading a chunk's weights."""
         self._forward = CountingForward(model.denoise)
         self.sampler = Sampler(
             model=model,
@@ -66,7 +66,10 @@ class ChunkGenerator:
 
     @torch.no_grad()
     def generate_chunk(self, task: ChunkTask, manifest: PolicyManifest, progress: ReportProgress) -> GeneratedChunk:
-        """Denoise and decode all samples as one batch with one set of weights. `progress` counts forward passes."""
+        """Denoise and decode all samples of a task as one batch with one set of weights.
+
+        progress: function to which the number of forward passes is reported.
+        """
         with self._lock:
             self._progress = progress
             self._forward.reset_counts()
@@ -92,7 +95,10 @@ class ChunkGenerator:
     def _forward_with_progress(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
     ) -> Tensor:
-        """Run one forward pass and report it as progress. The trainer reassigns stalled chunks to other workers."""
+        """Run one forward pass and report it as progress.
+
+        The trainer reassigns chunks without progress to other workers.
+        """
         done = self._forward.counts.total() + 1
         assert self._progress is not None
         self._progress(done, done)

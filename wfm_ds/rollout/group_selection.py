@@ -1,6 +1,6 @@
 """Selection of an RL step's groups from the groups generated over several rounds.
 
-Pure functions of their inputs: every rank selects the same groups.
+Results depend only on the inputs, so every rank selects the same groups.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GroupSelection:
         return self.num_groups - len(self._informative_groups)
 
     def add_round(self, samples: Sequence[RolloutSample], informative: Collection[str]) -> None:
-        """Add the selected samples of one round, at most `num_missing` groups.
+        """Add the samples of one round's groups, at most `num_missing` groups.
 
         informative: ids of the groups with unequal rewards.
         """
@@ -45,7 +45,7 @@ class GroupSelection:
 
     @property
     def selected_samples(self) -> list[RolloutSample]:
-        """The samples of `num_groups` groups: informative groups first, each kind in the order of generation."""
+        """The samples of the selected groups: first informative, then other groups, in the order of generation."""
         return [
             member for group in [*self._informative_groups, *self._other_groups][: self.num_groups] for member in group
         ]

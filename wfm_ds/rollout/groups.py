@@ -1,4 +1,4 @@
-"""Groups of an RL step: one prompt or one captioned image or video per group. Identical on every rank."""
+"""Groups of an RL step. A group has one prompt, or one captioned image or video. Identical on every rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The common properties of the samples of one group."""
+    """The properties that all samples of a group share."""
 
     prompt: Prompt
     data: Tensor | None = None  # clean latents [C,...] float32 of the captioned sample, on replicas that need them
@@ -64,7 +64,7 @@ class GroupSource(Protocol):
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
         """Record the rewards of all samples generated in RL step `step`. Identical on every rank.
 
-        Call it once per step, in the order of the steps, before the step's weights are published.
+        Call once per step, in the order of the steps, before the policy after the step is published.
         """
 
     def data_metrics(self) -> dict[str, float]:
@@ -77,17 +77,17 @@ class GroupSource(Protocol):
 
 
 class RefillableGroups(GroupSource, Protocol):
-    """Source that can return additional groups for a step."""
+    """Source of groups that can return additional groups for a step."""
 
     def refill_groups(self, step: int, attempt: int) -> list[Group]:
-        """Return one step's number of additional groups for RL step `step`. Identical on every rank.
+        """Return additional groups for RL step `step`: the same number as `step_groups`. Identical on every rank.
 
         attempt: number of the refill round, starting at 1. The result depends only on step, attempt and state.
         """
 
 
 class PromptGroups:
-    """Groups of prompts without data, in an order that depends only on the step."""
+    """Groups with prompts only, in an order that depends only on the step."""
 
     def __init__(self, prompts: PromptOrder, num_groups: int) -> None:
         self.prompts, self.num_groups = prompts, num_groups
@@ -112,17 +112,17 @@ class PromptGroups:
 
 
 class RewardStdGroups:
-    """Groups of prompts sampled in proportion to the std of their rewards (data/spread.py).
+    """Groups of prompts sampled in proportion to the std of their rewards (data/prompt_weights.py).
 
-    With n = steps_ahead, the groups of step s may be needed as soon as step s - 1 - n is done: by rank 0 at once, by
-    other ranks later. So the prompts of step s are sampled when step s - 1 - n is observed, and stored until step s is
-    observed. In the first n + 1 steps of a run all prompts are equally likely.
+    With n = steps_ahead, rank 0 needs the groups of step s as soon as step s - 1 - n is done, and other ranks need them
+    later. The prompts of step s are therefore sampled when the rewards of step s - 1 - n are observed, and stored until
+    the rewards of step s are observed. In the first n + 1 steps of a run all prompts are equally likely.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], num_groups: int, *, table: RewardStdTable, seed: int, steps_ahead: int = 0
     ) -> None:
-        """table: an empty table for these prompts. steps_ahead: rollout.max_staleness of an async run, else 0."""
+        """table: empty table for these prompts. steps_ahead: rollout.max_staleness of an async run, otherwise 0."""
         self.prompts, self.num_groups, self.table = prompts, num_groups, table
         self.seed, self.steps_ahead = seed, steps_ahead
         self._initial_weights = table.weights()
@@ -168,16 +168,17 @@ class RewardStdGroups:
 
     @functools.cached_property
     def _prompts_hash(self) -> str:
-        """Hash of the prompts in order."""
+        """Hash of the prompts and their order."""
         packed = json.dumps([pack_prompt(prompt) for prompt in self.prompts], sort_keys=True)
         return hashlib.blake2b(packed.encode(), digest_size=16).hexdigest()
 
 
 class CaptionedGroups:
-    """Groups of captioned images or videos. Group g of RL step s uses position (s-1) * num_groups + g of the data.
+    """Groups of captioned images or videos.
 
-    Each replica reads and encodes only the data of its local samples. Captions are gathered on all ranks, because a
-    replica may have replaced a corrupt sample.
+    Group g of RL step s uses position (s-1) * num_groups + g in the order of the data. Each replica reads and encodes
+    only the data for its local samples. Captions are gathered on all ranks, because a replica may have replaced a
+    corrupt sample.
     """
 
     def __init__(
@@ -188,9 +189,11 @@ class CaptionedGroups:
         num_conditioning_frames: tuple[int, int] = (0, 0),
         trajectories: CounterfactualTrajectories | None = None,
     ) -> None:
-        """encode: encodes samples to clean latents [B, ...] float32, collective; None: groups have no `data`.
-        num_conditioning_frames: smallest and largest number of conditioning frames (latent frames) of a group.
-        trajectories: replaces the recorded trajectories; None: recorded trajectories are used.
+        """Create the source of groups.
+
+        encode: collective function that encodes samples to clean latents [B, ...] float32; without it groups have no
+        `data`. num_conditioning_frames: smallest and largest number of conditioning frames (latent frames) of a group.
+        trajectories: replaces the recorded trajectories; None to use the recorded ones.
         """
         self.trajectories = trajectories
         self.job, self.reader, self.encode, self.num_conditioning_frames = job, reader, encode, num_conditioning_frames
@@ -230,14 +233,14 @@ class CaptionedGroups:
         return low + derive_seed(self.job.recipe.run.seed, "given_frames", step, group) % (high - low + 1)
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
-        """Drop the reader states of finished steps. The order does not depend on rewards."""
+        """Drop the reader states of finished steps. The rewards are not used."""
         self._reader_states = {later: state for later, state in self._reader_states.items() if later > step}
 
     def data_metrics(self) -> dict[str, float]:
         return self.reader.bad_counts(self.job.world.sum_over_replicas)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the readers' state before the first unfinished step: a resumed run reads that step again."""
+        """Return the readers' state before the first unfinished step, because a resumed run reads that step again."""
         reader_state = self._reader_states[min(self._reader_states)] if self._reader_states else self.reader.state()
         return {"sources": self.job.world.gather_from_leaders(reader_state)}
 

@@ -18,7 +18,7 @@ MACHINE_KEYS = {"model": {"path", "attention"}, "lora": {"init_from"}}  # keys t
 
 
 def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
-    """Return a short digest for each relevant recipe section, and one of the pipeline's files as `pipeline`."""
+    """Return a short digest of each setting that affects samples, and of the pipeline's files, by name."""
     sections: dict[str, Any] = {
         "model": recipe.model,
         "lora": recipe.lora,
@@ -44,9 +44,9 @@ def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
 
 
 def hash_user_classes(recipe: Recipe) -> dict[str, str]:
-    """Return a digest of each file that defines the user's algorithm or model family, by class path.
+    """Return a digest of each file that defines a user's algorithm or model family, by class path.
 
-    Detects workers that run another version of the code.
+    Detects workers that run a different version of the code.
     """
     paths = {"algorithm.name": recipe.algorithm.name, "model.family": recipe.model.family or ""}
     classes = {
@@ -58,7 +58,10 @@ def hash_user_classes(recipe: Recipe) -> dict[str, str]:
 
 
 def require_same_identity(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> None:
-    """Raise RecipeError with the names of all digests that differ."""
+    """Raise RecipeError if digests differ. The message contains their names.
+
+    theirs: digests of the trainer. ours: digests of this worker.
+    """
     different = sorted(name for name in ours.keys() | theirs.keys() if theirs.get(name) != ours.get(name))
     if different:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Serialization of chunks between trainer and rollout workers: JSON rows and named float32 arrays."""
+"""Serialization of chunks for transfer between trainer and rollout workers: JSON rows and named float32 arrays."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NamedArrays = Sequence[tuple[str, npt.NDArray[np.float32]]]
 
 @dataclass(frozen=True, slots=True)
 class ChunkTask:
-    """The content of one task: samples of one group, to be denoised with the plan of RL step `step`."""
+    """The content of a task: samples of one group, to be denoised with the sampling plan of RL step `step`."""
 
     step: int
     samples: Sequence[RolloutSample]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the JSON rows: the task, then one row for each array of `to_arrays` after the first."""
+        """Return the task as JSON rows: one for the task itself, and one for each input in `to_arrays`."""
         first = self.samples[0]
         data, inputs = first.group.data, first.prompt.inputs
         task = {
@@ -42,9 +42,10 @@ class ChunkTask:
         return [task, *({"input": name} for name in inputs)]
 
     def to_arrays(self) -> list[tuple[str, npt.NDArray[np.float32]]]:
-        """Return the conditioning frames [C,n,h,w] (n may be 0; [0] without data) and the inputs of the samples.
+        """Return the conditioning frames and the input arrays of the samples, by name. Empty if there are none.
 
-        One array for each row of `to_rows`; empty in a run without data and inputs.
+        The conditioning frames are [C,n,h,w], with n = 0 if there are no frames, or an empty array [0] in runs without
+        data.
         """
         group, inputs = self.samples[0].group, self.samples[0].prompt.inputs
         if group.data is None and not inputs:
@@ -55,7 +56,10 @@ class ChunkTask:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]], arrays: Sequence[npt.NDArray[Any]] = ()) -> ChunkTask:
-        """Invert `to_rows` and `to_arrays`. Raises KeyError, TypeError or ValueError for malformed input."""
+        """Create the task from the results of `to_rows` and `to_arrays`.
+
+        Raises KeyError, TypeError or ValueError for malformed input.
+        """
         row, *input_rows = rows
         if input_rows and len(arrays) != len(rows):
             raise ValueError(f"{len(arrays)} arrays for {len(rows)} rows")
@@ -77,14 +81,16 @@ class ChunkTask:
 
 
 def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], NamedArrays]:
-    """Return (layout, arrays) of n samples. Non-finite values are replaced by 0.
+    """Return (layout, arrays) of a trajectory of n samples. Non-finite values are replaced by 0.
 
-    `clean` [n, ...]: always present.
-    `points` [n, p, ...]: latents before and after the stored steps; shared by consecutive steps.
-    `log_prob` [n, w], `mean` [n, w, ...]: of the w stored steps; `mean` only if the plan keeps it.
-    `states` [n, s, ...]: latents seen by the denoiser, if the plan keeps states.
+        clean [n, ...]          always present
+        points [n, p, ...]      latents before and after the stored steps; consecutive steps share one
+        log_prob [n, w]         of the w stored steps
+        mean [n, w, ...]        of the w stored steps, if the plan keeps means
+        states [n, s, ...]      denoiser input latents, if the plan keeps states
 
-    The layout assigns points and states to steps.
+    The layout is JSON. It contains the step index of each state, and the step index and the indices of both points of
+    each stored step.
     """
     arrays: list[tuple[str, Tensor]] = [("clean", trajectory.clean_latents)]
     points: list[Tensor] = []
@@ -108,7 +114,10 @@ def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], NamedArrays
 
 
 def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trajectory:
-    """Invert `pack_trajectory`. Raises KeyError, IndexError or ValueError for malformed input."""
+    """Create the trajectory from the result of `pack_trajectory`.
+
+    Raises KeyError, IndexError or ValueError for malformed input.
+    """
     stored = [
         StoredStep(
             index,
@@ -124,7 +133,10 @@ def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, shape: Sequence[int]) -> None:
-    """Raise ValueError unless the trajectory has `plan`'s steps for `count` samples with latents [*shape] float32."""
+    """Raise ValueError unless the trajectory has the stored steps of `plan`.
+
+    count: expected number of samples. shape: expected shape of the latents of a sample, in float32.
+    """
     steps = sorted(trajectory.states) if plan.keep_states else [s.index for s in trajectory.stored_steps]
     if steps != list(plan.stored_steps) or (trajectory.stored_steps if plan.keep_states else trajectory.states):
         raise ValueError(f"wrong stored steps: expected {list(plan.stored_steps)}, got {steps}")

@@ -30,9 +30,9 @@ class PolicyFile:
 
 @dataclass(frozen=True, slots=True)
 class PolicyManifest:
-    """Description of a publication, sent to the workers with each task. (session_id, publication) identifies it.
+    """Description of a publication, sent to the workers with each task and identified by (session_id, publication).
 
-    A session is one process of the run, from start or resume to exit. A publication of another session may have the
+    A session is one process of the run, from start or resume to exit. A publication of a different session may have the
     same number and different weights.
     """
 
@@ -47,22 +47,25 @@ class PolicyManifest:
 
     @classmethod
     def from_json(cls, note: Mapping[str, Any]) -> PolicyManifest:
-        """Invert `to_json`. Raises KeyError, TypeError or ValueError for malformed input."""
+        """Create the manifest from the result of `to_json`.
+
+        Raises KeyError, TypeError or ValueError for malformed input.
+        """
         files = tuple(PolicyFile(name, num_bytes, sha256) for name, num_bytes, sha256 in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
 
     def offer_name(self, file: PolicyFile) -> str:
-        """Return the name under which the broker offers a file."""
+        """Return the name by which workers request this file from the broker."""
         return f"{self.session_id}/{self.publication}/{file.name}"
 
 
 class PolicyPublisher:
-    """Writes the policy after RL step N to `v<N>/` and announces it to the broker. All methods are collective."""
+    """Writes the policy after RL step N to folder `v<N>` and announces it to the broker. All methods are collective."""
 
     def __init__(self, job: Job, policy: str, session_id: str, broker: Broker | None) -> None:
         """Remove the publications of earlier sessions. Collective.
 
-        policy: name of the policy that generates samples. broker: on rank 0, else None.
+        policy: name of the policy that generates samples. broker: the broker on rank 0, None on other ranks.
         """
         self.job, self.policy, self.session_id, self.broker = job, policy, session_id, broker
         self.root = Path(job.world.broadcast(str(publications_folder(job.recipe))))
@@ -104,7 +107,10 @@ class PolicyPublisher:
 
 
 def publications_folder(recipe: Recipe) -> Path:
-    """Return the folder of the run's publications: unique to the run, and equal for its sessions on one machine."""
+    """Return the folder of the run's publications.
+
+    It is unique to the run. All sessions of the run on one machine use the same folder.
+    """
     output, folder = recipe.run.output_dir.absolute(), recipe.rl.rollout.policy_folder
     if folder is None:
         return output / POLICY

@@ -21,10 +21,9 @@ def transfer_to_replicas(
 ) -> list[Rollout]:
     """Return this replica's shard of `samples`, in order. Collective.
 
-    samples: samples of all replicas; their number is a multiple of the number of replicas.
-    owners: replica that holds each sample, by sample id; identical on all ranks.
-    local: the samples held by this replica, by sample id.
-    template: any sample with the same plan and shape, without `data`.
+    samples: samples of all replicas; their number is a multiple of the number of replicas. owners: index of the replica
+    that has each sample, by sample id; identical on all ranks. local: the samples that this replica has, by sample id.
+    template: any sample with the same sampling plan and latent shape, without data latents.
     """
     count = len(samples) // world.dp_size
     received: list[Rollout] = []
@@ -45,7 +44,7 @@ def transfer_to_replicas(
 
 
 def _list_tensors(rollout: Rollout) -> list[Tensor]:
-    """List the computed tensors of a sample. Latents shared by consecutive steps are listed once."""
+    """Return the generated tensors of a sample. Latents shared by consecutive steps are listed only for one of them."""
     tensors = [rollout.clean_latents]
     before: Transition | None = None
     for t in rollout.transitions:
@@ -56,7 +55,10 @@ def _list_tensors(rollout: Rollout) -> list[Tensor]:
 
 
 def _fill_template(template: Rollout, sample: RolloutSample, tensors: Sequence[Tensor]) -> Rollout:
-    """Build a sample from the tensors of `_list_tensors`."""
+    """Return a rollout of `sample` with these tensors. template: rollout with the same steps.
+
+    tensors: in the order of `_list_tensors`.
+    """
     remaining = iter(tensors)
     clean = next(remaining)
     transitions: list[Transition] = []

@@ -1,7 +1,7 @@
-"""Client side of the reward service: start the service for a run, submit samples, and collect scores.
+"""Client of the reward service: starts the service for a run, submits samples, and collects scores.
 
-Rewards run in other processes, so a reward may hang, crash or need its own packages. Every outcome becomes a Score: a
-finite number or a failure with its reason.
+Rewards run in other processes, because a reward may hang, crash or need its own packages. Every outcome becomes a
+Score: a finite number, or a failure with its reason.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ DEADLINE_SLACK_S = 10.0  # the client's own deadline expires first, with the mor
 
 
 class RewardService:
-    """`python -m wfm_reward.serve` for one recipe, as a child process that is restarted when it dies.
+    """Runs `python -m wfm_reward.serve` for one recipe in a child process, and restarts the child when it dies.
 
-    Started by rank 0; all ranks connect to `endpoint`. The child exits when this process exits.
+    Rank 0 starts the service, and all ranks connect to `endpoint`. The child exits when this process exits.
     """
 
     def __init__(self, reward: RewardRecipe, folder: Path) -> None:
         """Start the service and wait until all rewards are loaded.
 
-        Writes reward_service.yaml, reward_service.log and pipes.json to `folder`. Raises RewardError with the service's
-        own message if it fails to start or is not ready within reward.start_timeout_s.
+        Writes reward_service.yaml, reward_service.log and pipes.json to `folder`. If the service fails to start or is
+        not ready within reward.start_timeout_s, raises RewardError with the service's own message.
         """
         self.endpoint = str(folder / "pipes.json")
         self._config_path = folder / "reward_service.yaml"
         self._log_path = folder / "reward_service.log"
         self._stopping = threading.Event()
-        self._lock = threading.Lock()  # prevents a restart after `stop` was called
+        self._lock = threading.Lock()  # prevents a restart after a call of `stop`
         self._sockets = SocketFolder()
         folder.mkdir(parents=True, exist_ok=True)
         Path(self.endpoint).unlink(missing_ok=True)
@@ -154,9 +154,9 @@ class RewardService:
 
 
 def build_service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
-    """Return the configuration of a reward service for this recipe. sockets: folder of its sockets.
+    """Return the configuration of a reward service for this recipe.
 
-    Raises RewardError for an unknown reward.
+    sockets: folder for the sockets of the service. Raises RewardError for an unknown reward.
     """
     rewards = {
         # A worker without progress for reward.timeout_s can only produce timeouts.
@@ -170,7 +170,10 @@ def build_service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
 
 
 def _reward_stall_s(name: str) -> float:
-    """Return the stall limit of a reward: its own, or STALL_S for a user's class, which is not imported here."""
+    """Return the seconds without progress after which a worker of this reward is replaced.
+
+    A built-in reward defines the time. User classes get STALL_S, because they are not imported in this process.
+    """
     from wfm_reward import registry
 
     return STALL_S if registry.is_class_path(name) else registry.get_reward_class(name).stall_s
@@ -193,11 +196,11 @@ class RewardClient:
     ) -> None:
         """Connect to the reward service.
 
-        endpoint: path of a pipes.json, ipc:// or tcp:// address. run, client: identify this client in the service.
-        lost_after_s: submitted tasks fail if the service is silent for this time.
+        endpoint: path of a pipes.json, or an ipc:// or tcp:// address. run, client: names of the run and of this
+        client. lost_after_s: submitted tasks fail if the service is silent for this time.
 
-        Raises RewardError if the keys are unusable, if the service does not answer within reward.start_timeout_s, or
-        if it lacks a reward of the recipe or computes it with different options.
+        Raises RewardError if the keys are unusable, if the service does not answer within reward.start_timeout_s, or if
+        the service lacks a reward of the recipe or computes it with different options.
         """
         self._reward = reward
         self._lost_after_s = lost_after_s
@@ -243,10 +246,10 @@ class RewardClient:
                 self._pending_tasks[piece.id] = ticket
 
     def wait(self) -> dict[str, dict[str, Score]]:
-        """Wait for the scores of all samples submitted since the last call: {sample id: {reward name: Score}}.
+        """Wait for the scores of all samples submitted since the last call. Returns {sample id: {reward name: Score}}.
 
         Every sample has a Score for every reward; failures and timeouts are failed Scores. Returns at the latest
-        reward.timeout_s after the last submission. Never raises because of the service.
+        reward.timeout_s after the last submission. Never raises an error because of the service.
         """
         while self._pending_tasks:
             LIVENESS.record_progress()
@@ -262,7 +265,10 @@ class RewardClient:
         self._pipe.close()
 
     def _require_reward(self, function: RewardFunction) -> int:
-        """Return the service's max_batch of a reward. Raises RewardError if it lacks the reward or options differ."""
+        """Return the largest batch that the service accepts for a reward.
+
+        Raises RewardError if the service does not offer the reward or uses different options.
+        """
         info = self._pipe.kinds.get(f"score:{function.name}")
         if info is None:
             offers = ", ".join(sorted(kind.removeprefix("score:") for kind in self._pipe.kinds))
@@ -324,7 +330,10 @@ class RewardClient:
 
 
 def _parse_scores(task: _RewardTask, outcome: TaskOutcome) -> Iterator[Score]:
-    """Yield the scores in a reply. Raises KeyError, TypeError or ValueError unless it has one row per sample."""
+    """Yield the scores in the reply to a task.
+
+    Raises KeyError, TypeError or ValueError if the reply is malformed or does not have one row per sample.
+    """
     rows = outcome.meta["scores"]
     seconds = outcome.seconds / len(task.sample_ids)
     for sample_id, (value, failure, parts) in zip(task.sample_ids, rows, strict=True):

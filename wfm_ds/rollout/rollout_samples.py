@@ -1,4 +1,4 @@
-"""The samples of an RL step: their ids and seeds, and the tensors stored for each. Same for all rollout sources."""
+"""The samples of an RL step: their ids, their seeds and their tensors. All rollout sources use this module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from wfm_ds.types import Prompt, Rollout, Transition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSample:
-    """One sample to generate. Ids and seeds depend on run seed, step, group and index in the group, not on the rank."""
+    """One sample to generate.
+
+    Ids and seeds depend on run seed, step, group and index of the sample in the group, but not on the rank.
+    """
 
     sample_id: str
     group_id: str
@@ -41,8 +44,9 @@ def plan_step_samples(
 ) -> list[RolloutSample]:
     """Return the samples of one RL step, `group_size` consecutive samples per group.
 
-    same_noise: the samples of a group start from the same noise. first_group: number of the first group; above 0 for
-    additional groups of the step. A larger group_size only appends samples to each group.
+    same_noise: the samples of a group start from the same noise. first_group: index of the first group; above 0 for
+    additional groups of the step. With a larger group_size each group gets additional samples, and the others stay the
+    same.
     """
     samples = []
     for g, group in enumerate(groups, start=first_group):
@@ -73,7 +77,7 @@ def group_rewards(samples: Sequence[RolloutSample], rewards: Sequence[float | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
-    """The samples of one RL step: tensors of the local samples, and the group of every sample of all ranks."""
+    """The samples of one RL step: tensors of this replica's samples, and descriptions of the samples of all ranks."""
 
     samples: Sequence[RolloutSample]  # of all ranks
     local_rollouts: Sequence[Rollout]  # this replica's part: contiguous, of the same length on every replica
@@ -83,7 +87,7 @@ class StepRollouts:
 
 
 def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, replace_nonfinite: bool) -> Rollout:
-    """Return one row of a chunk's trajectory as a Rollout."""
+    """Return the Rollout of one sample. row: index of the sample in the trajectory of its chunk."""
     convert = replace_nonfinite_values if replace_nonfinite else torch.Tensor.detach
     return Rollout(
         sample_id=sample.sample_id,
@@ -100,7 +104,10 @@ def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, 
 
 
 def extract_transitions(trajectory: Trajectory, row: int, *, replace_nonfinite: bool) -> list[Transition]:
-    """Return the stored steps of one sample: views, or with `replace_nonfinite` copies without NaN and infinity."""
+    """Return the stored steps of one sample.
+
+    Tensors are views, or with `replace_nonfinite` copies without NaN and infinity.
+    """
     convert = replace_nonfinite_values if replace_nonfinite else torch.Tensor.detach
     return [
         Transition(
@@ -115,5 +122,5 @@ def extract_transitions(trajectory: Trajectory, row: int, *, replace_nonfinite: 
 
 
 def replace_nonfinite_values(tensor: Tensor) -> Tensor:
-    """Return a copy with non-finite values replaced by 0. Needed because NaN times a weight of 0 is NaN."""
+    """Return a copy with non-finite values replaced by 0, because NaN times a loss weight of 0 is still NaN."""
     return tensor.nan_to_num(0.0, 0.0, 0.0)

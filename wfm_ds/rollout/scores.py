@@ -1,4 +1,4 @@
-"""Decoding and submission of samples for scoring, and gathering of the scores on every rank."""
+"""Decodes samples, submits them for scoring, and gathers the scores on every rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def decode_and_submit(
 ) -> tuple[npt.NDArray[np.uint8], Scores]:
     """Decode latents [B, ...] to uint8 images [B,H,W,3] or videos [B,T,H,W,3] and submit them for scoring.
 
-    Does not wait for the scores. Collective in the replica; only its leader gets and sends the images. Samples with
-    non-finite latents are not sent; their failures are returned.
+    Returns the images as `decode_in_replica` does, and failed Scores of samples with non-finite latents, which are not
+    submitted. Does not wait for the other scores. Collective in the replica; only the replica leader submits.
     """
     images, is_finite = decode_in_replica(job, latents)
     return images, submit_decoded_samples(job, rewards, images, is_finite, sample_ids, prompts)
@@ -38,16 +38,17 @@ def decode_and_submit(
 def decode_in_replica(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
     """Decode latents [B, ...] on all ranks of a replica. Collective in the replica.
 
-    Returns the images on the leader and [0] on other ranks, and on all ranks whether each sample's latents are finite.
+    Returns (images, whether each sample's latents are finite). The images are an empty array [0] on all ranks except
+    the replica leader.
     """
     return ReplicaDecoding(job, latents).wait()
 
 
 class ReplicaDecoding:
-    """Decoding of samples by the ranks of a replica. Each rank decodes a contiguous shard."""
+    """Decodes samples on all ranks of a replica. Each rank decodes a contiguous shard."""
 
     def __init__(self, job: Job, latents: Tensor) -> None:
-        """Start decoding the local shard. latents: identical on all ranks of the replica."""
+        """Start decoding this rank's shard. latents: identical on all ranks of the replica."""
         self._world, ranks = job.world, job.world.sp_size
         self._counts = [len(latents) // ranks + (rank < len(latents) % ranks) for rank in range(ranks)]
         first = sum(self._counts[: job.world.sp_rank])
@@ -57,7 +58,7 @@ class ReplicaDecoding:
         self.is_pending = self._local_decoding.is_pending
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Wait for all shards. Collective in the replica. Returns the same as `decode_in_replica`."""
+        """Wait for all shards and return the same as `decode_in_replica`. Collective in the replica."""
         images, is_finite = self._local_decoding.wait()
         return self._world.gather_replica_rows(images, self._counts), is_finite
 
@@ -81,7 +82,7 @@ class ScoringQueue:
             self._start_decoding()
 
     def flush(self) -> Scores:
-        """Send the remaining chunks. Return the failures of all samples with non-finite latents."""
+        """Send the remaining chunks. Returns failed Scores of all samples with non-finite latents."""
         if self._pending:
             self._start_decoding()
         self._send_decoded()
@@ -143,9 +144,9 @@ def submit_finite_samples(
     prompts: Sequence[Prompt],
     fps: float | None,
 ) -> Scores:
-    """Submit the samples with finite latents for scoring. Return the failures of the others.
+    """Submit the samples with finite latents for scoring. Returns failed Scores of the other samples.
 
-    names: rewards that get a failed Score for each sample that is not submitted. fps: None for images.
+    names: names of the rewards, for the failed Scores. fps: frame rate of videos, None for images.
     """
     rows = [i for i, ok in enumerate(is_finite) if ok]
     if rows and len(images):
@@ -165,7 +166,7 @@ def submit_finite_samples(
 
 
 def drop_first_frame(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the inputs without the first frame: the video already contains it, and it is too large for a message."""
+    """Return the inputs without the first frame. The video contains it, and it would be too large for a message."""
     return {name: array for name, array in inputs.items() if name != FIRST_FRAME}
 
 
@@ -187,7 +188,7 @@ def summarize_failures(scores: Sequence[Mapping[str, Score]]) -> str:
 
 
 def pack_scores(scores: Mapping[str, Mapping[str, Score]], max_failure_chars: int | None = None) -> list[Any]:
-    """Return the scores as JSON. max_failure_chars: failures are truncated to this length."""
+    """Return the scores as JSON. Reasons of failures are truncated to max_failure_chars characters."""
     return [
         [
             sample_id,

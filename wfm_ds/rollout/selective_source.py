@@ -51,7 +51,11 @@ class SelectiveSource(ColocatedSource):
         self._selection_metrics: dict[str, float] = {}
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Generate candidates, select samples, and regenerate them with `sampling.explore.regenerate`. Collective."""
+        """Generate candidates and select samples among them. Collective.
+
+        With `sampling.explore.regenerate`, the selected samples are then generated again with the sampling plan of
+        rollouts.
+        """
         selection, candidate_groups = GroupSelection(self.job.recipe.rl.rollout.prompts_per_step), list[RewardedGroup]()
         selected = SelectedRollouts(self.job.world)
         self._candidates = {}
@@ -86,9 +90,10 @@ class SelectiveSource(ColocatedSource):
         return super().step_metrics() | self._selection_metrics
 
     def _generate_round(self, step: int, attempt: int, selection: GroupSelection) -> tuple[StepRollouts, Rewards]:
-        """Generate and score the missing groups and add them to the selection.
+        """Generate and score the groups that the selection lacks, and add them to the selection.
 
-        Returns the generated samples and the rewards used for the selection.
+        attempt: number of the round, starting at 0. Returns the generated samples and the rewards used for the
+        selection.
         """
         recipe = self.job.recipe
         groups = self.refillable_groups.refill_groups(step, attempt) if attempt else self.groups.step_groups(step)
@@ -135,7 +140,7 @@ class SelectedRollouts:
     def keep_selected(self, generated: StepRollouts, selected: Sequence[RolloutSample]) -> None:
         """Add the selected samples of a round and drop samples that are no longer selected.
 
-        Every replica generates at least one sample in the first round.
+        In the first round every replica must have generated a sample.
         """
         for replica, shard in enumerate(even_ranges(len(generated.samples), self.world.dp_size)):
             self._owner_replicas |= {generated.samples[i].sample_id: replica for i in shard}
@@ -144,7 +149,7 @@ class SelectedRollouts:
         self._template = self._template or generated.local_rollouts[0]
 
     def distribute_evenly(self, samples: Sequence[RolloutSample]) -> StepRollouts:
-        """Return the selected samples with the same number on every replica. Collective."""
+        """Move samples between replicas so that all replicas have the same number, and return them. Collective."""
         assert self._template is not None, "keep_selected was not called"
         local = transfer_to_replicas(self.world, samples, self._owner_replicas, self._local_rollouts, self._template)
         return StepRollouts(
@@ -155,7 +160,7 @@ class SelectedRollouts:
 def selection_metrics(
     selection: GroupSelection, candidate_groups: Sequence[RewardedGroup], refills: int
 ) -> dict[str, float]:
-    """Return the metrics of the candidates and of the selection."""
+    """Return the metrics of the candidates and of the selection. refills: number of additional rounds."""
     totals = [total for _, rewards in candidate_groups for total in rewards]
     valid = [total for total in totals if total is not None]
     stats = {

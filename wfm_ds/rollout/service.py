@@ -45,7 +45,7 @@ RANK_VARIABLES = re.compile(
 
 
 class RolloutService:
-    """The broker in a thread of this process, and `rollout.spawn` worker processes.
+    """Runs the broker in a thread of this process, and `rollout.spawn` worker processes.
 
     Writes the broker's addresses to `rollout/pipes.json` for workers that are started elsewhere.
     """
@@ -53,12 +53,12 @@ class RolloutService:
     def __init__(self, recipe: Recipe, identity: Mapping[str, str], rewards: str, num_ranks: int) -> None:
         """Start the broker and the workers.
 
-        identity: the trainer's, from `compute_identity`. rewards: address of the reward service. num_ranks: training
-        ranks on this machine.
+        identity: result of `compute_identity` on the trainer. rewards: address of the reward service. num_ranks: number
+        of training ranks on this machine.
 
         Raises PipeError if rollout.bind cannot be bound, KeyFileError if rollout.keys is unusable, RecipeError if
-        rollout.devices is missing or invalid, OSError if a file cannot be written or a worker not started. Nothing is
-        left running then.
+        rollout.devices is missing or invalid, and OSError if a file cannot be written or a worker cannot be started.
+        Whatever is already running is then stopped.
         """
         self.recipe, self.settings, self.rewards = recipe, recipe.rl.rollout, rewards
         self.devices = choose_worker_devices(self.settings, num_ranks)
@@ -100,20 +100,20 @@ class RolloutService:
         return [sys.executable, "-m", "wfm_ds.rollout", recipe, *arguments, "--stop-on-eof"]
 
     def worker_environment(self, gpu: str | None) -> dict[str, str]:
-        """Return the environment of a worker: this process's without the launcher's variables.
+        """Return this process's environment variables for a worker, without the launcher's variables.
 
-        gpu: the only visible GPU; None leaves the visible GPUs unchanged.
+        gpu: the only GPU that the worker may see; None leaves the visible GPUs unchanged.
         """
         inherited = {name: value for name, value in os.environ.items() if not RANK_VARIABLES.fullmatch(name)}
         variables = {"OMP_NUM_THREADS": str(self.num_threads), **inherited}
         return variables if gpu is None else gpu_environment(variables, gpu)
 
     def worker_failures(self) -> list[str]:
-        """Return the failures of workers that are not restarted."""
+        """Return the failure messages of workers that are no longer restarted."""
         return [worker.failure for worker in self.workers if worker.failure]
 
     def failure_reason(self) -> str:
-        """Return the failures if all workers have failed and none is connected, else ""."""
+        """Return the failure messages if all workers have failed and none is connected, else ""."""
         failures = self.worker_failures()
         is_dead = self.workers and len(failures) == len(self.workers) and not self.broker.worker_ids()
         return "; ".join(dict.fromkeys(failures)) if is_dead else ""
@@ -149,7 +149,10 @@ class RolloutService:
 
 
 class WorkerProcess:
-    """A worker process on this machine, restarted when it dies. It exits when this process does (stdin is closed)."""
+    """A worker process on this machine, restarted when it dies.
+
+    The worker exits when this process exits, because its stdin is then closed.
+    """
 
     def __init__(self, service: RolloutService, name: str, device: WorkerDevice) -> None:
         self.service, self.name, self.device = service, name, device
@@ -170,7 +173,7 @@ class WorkerProcess:
 
     @property
     def process_name(self) -> str:
-        """Name of the current process. Its lanes are named PROCESS_NAME/NUMBER."""
+        """Name of the current process. Its lanes are named `<process name>/<number>`."""
         return f"{self.name}.{self._num_starts}"
 
     def request_stop(self) -> None:
@@ -249,7 +252,7 @@ class WorkerDevice:
 
 
 def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[WorkerDevice]:
-    """Return the devices of the workers, assigned round-robin. num_ranks: training ranks on this machine.
+    """Return the devices to which workers are assigned round-robin. num_ranks: training ranks on this machine.
 
     Raises RecipeError if a GPU does not exist or rollout.devices is required. Warns if a GPU is also used for training.
     """
@@ -269,9 +272,10 @@ def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[Worker
 
 
 def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
-    """Return the names of the workers' devices; the CPU by default.
+    """Return the names of the workers' devices. Default: the CPU.
 
-    Raises RecipeError on GPU machines without rollout.devices, because a default could take memory from the ranks.
+    Raises RecipeError if rollout.devices is missing on a machine with GPUs, because a default GPU could be one that a
+    training rank uses.
     """
     if devices is not None or spawn == 0:
         return devices or ["cpu"]
@@ -284,17 +288,17 @@ def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
 
 
 def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
-    """Load the broker's keys; None without rollout.keys. Raises KeyFileError.
+    """Load the broker's keys. Returns None without rollout.keys. Raises KeyFileError if the keys are unusable.
 
-    Ranks and workers started by the trainer use `insider`.
+    The ranks, and the workers that the trainer starts, connect with the broker's `local_client_keys`.
     """
     return None if settings.keys is None else load_broker_keys(settings.keys)
 
 
 def broker_endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
-    """Return the broker's addresses for clients (ranks, joining workers) and for leases (port + 1).
+    """Return the broker's addresses for clients (ranks and workers that connect) and for leases (port + 1).
 
-    folder: of the ipc sockets; None for TCP. Raises RecipeError for an invalid rollout.bind.
+    folder: folder for ipc sockets; None for TCP. Raises RecipeError for an invalid rollout.bind.
     """
     if folder is not None:
         return f"ipc://{folder}/clients", f"ipc://{folder}/workers"

@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class CounterfactualTrajectories:
-    """Replaces the trajectories of an RL step's prompts as configured by rollout.trajectories. Same on every rank."""
+    """Replaces the trajectories of an RL step's prompts as configured by rollout.trajectories.
+
+    Identical on every rank.
+    """
 
     def __init__(self, recipe: Recipe, actions: ActionData | None) -> None:
         rollout = recipe.rl.rollout
@@ -31,7 +34,7 @@ class CounterfactualTrajectories:
         self._library = None if actions is None else actions.library
 
     def replace_trajectories(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
-        """Return the prompts with new trajectories. prompts: of all groups of the step."""
+        """Return the prompts with new trajectories. prompts: one for each group of the step."""
         if self.mode == "shuffle":
             shuffled = shuffle_trajectories(prompts, seed=self.seed, step=step)
             if not self._has_warned and all(new is old for new, old in zip(shuffled, prompts, strict=True)):
@@ -53,9 +56,9 @@ class CounterfactualTrajectories:
 
 
 def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt]:
-    """Return the prompts with their actions and camera paths exchanged within each `domain`.
+    """Return the prompts with their actions and camera paths exchanged between prompts of the same `domain`.
 
-    No prompt keeps its own trajectory, except a prompt that is the only one of its domain.
+    No prompt keeps its own trajectory, unless it is the only one of its domain.
     """
     domains: dict[float, list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -74,7 +77,10 @@ def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> 
 
 
 def transplant_trajectory(target: Mapping[str, Floats], source: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return the inputs `target` with the trajectory of `source`. The camera path keeps the start pose of `target`."""
+    """Return the inputs `target` with the actions and the camera path of `source`.
+
+    The camera path is moved so that it starts at the start pose of `target`.
+    """
     inputs = dict(target)
     if ACTIONS in target:
         inputs[ACTIONS] = source[ACTIONS]

@@ -1,4 +1,4 @@
-"""A rollout worker's copy of the published policy: located or downloaded, verified, and loaded into the model."""
+"""Finds or downloads the published policy for a rollout worker, verifies it, and loads it into the model."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class PolicyWeights:
         self._adapter_merge: AdapterMerge | None = None
 
     def load_publication(self, manifest: PolicyManifest) -> int:
-        """Load this publication unless the model already has it or a newer one of the same session.
+        """Load this publication, unless the model already has it or a newer one of the same session.
 
-        Returns the number of the publication in the model. Raises TaskFailed (not fatal) if it cannot be downloaded or
-        loaded. The model then has its earlier weights, or undefined weights that the next call replaces.
+        Returns the number of the publication that the model has now. Raises a non-fatal TaskFailed if the publication
+        cannot be downloaded or loaded. The model then has its earlier weights, or undefined weights that the next call
+        replaces.
         """
         current = self.loaded_manifest
         if (
@@ -68,9 +69,9 @@ class PolicyWeights:
 
     @contextlib.contextmanager
     def _open_folder(self, manifest: PolicyManifest) -> Iterator[Path]:
-        """Yield a folder with the announced files: the trainer's if it is visible, else a temporary download.
+        """Yield a folder with the announced files.
 
-        Raises TaskFailed.
+        This is the trainer's folder if it can be read here, else a temporary download. Raises TaskFailed.
         """
         if not manifest.files or not all(FILE_NAME.fullmatch(f.name) for f in manifest.files):
             raise TaskFailed("a publication has no files or invalid file names", fatal=True)
@@ -124,7 +125,7 @@ class PolicyWeights:
             load_whole_layers(getattr(self.model.pipeline, part), folder / LORA_FOLDER / WHOLE_LAYER_FILES[part])
 
     def _copy_tensors(self, part: str, paths: list[Path]) -> None:
-        """Copy the tensors of these files into a part of the denoiser.
+        """Copy the tensors in these files into a component of the denoiser.
 
         Raises ValueError if a trained tensor is missing.
         """

@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_worker_name() -> str:
-    """Return a unique name. Host and pid are not enough: containers may share both, and names identify workers."""
+    """Return a unique name, because names identify workers. Host and pid are not enough: containers may share both."""
     return f"{socket.gethostname()[:HOST_CHARS]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
 
@@ -120,7 +120,7 @@ def run_worker(args: argparse.Namespace) -> int:
 
 
 def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
-    """Generate chunks until stopped. Raises UserError if trainer, recipe and reward service do not match."""
+    """Generate chunks until stopped. Raises UserError if trainer, recipe and reward service do not match each other."""
     keys = load_worker_keys(recipe, args.keys)
     client = PipeClient(args.connect, run="workers", client=args.name, keys=keys)
     try:
@@ -137,7 +137,10 @@ def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event
 
 
 def load_worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
-    """Load the keys from `folder`, else from rollout.keys. None if the run does not use keys. Raises KeyFileError."""
+    """Load the keys from `folder`, or from rollout.keys if `folder` is None.
+
+    Returns None if the run does not use keys. Raises KeyFileError if the keys are unusable.
+    """
     trainer_folder = recipe.rl.rollout.keys
     if folder is not None:
         return load_client_keys(folder)
@@ -205,7 +208,7 @@ def build_generator(
 class WorkerLanes:
     """The lanes of a worker. A lane is a thread that leases a chunk, generates it, and waits for its scores.
 
-    Several lanes overlap the generation of one chunk with the scoring of another.
+    With several lanes, one lane generates a chunk while others wait for scores.
     """
 
     def __init__(
@@ -238,9 +241,10 @@ class WorkerLanes:
         ]
 
     def run(self, stop: threading.Event) -> int:
-        """Generate chunks until stopped, dismissed, orphaned, or until another trainer uses the address.
+        """Generate chunks until the worker should exit.
 
-        Raises OutOfMemory if a chunk does not fit into memory.
+        It exits if `stop` is set, if the trainer dismisses it or is silent for too long, and if another trainer uses
+        the address. Raises OutOfMemory if a chunk does not fit into memory.
         """
         from wfm_ds.rollout.rewards import RewardClient
 
@@ -287,7 +291,7 @@ class WorkerLanes:
         return suggest_keys_after_oom(self.recipe, "rollout", num_ranks=1)
 
     def generate_chunk(self, rewards: RewardClient, task: LeasedTask, progress: ReportProgress) -> TaskResult:
-        """Generate one chunk and return its samples with their scores. Raises TaskFailed."""
+        """Generate the chunk of a task and return its samples with their scores. Raises TaskFailed."""
         from wfm_ds.distributed.accelerator import device_context
         from wfm_ds.rollout.packing import ChunkTask, pack_trajectory
         from wfm_ds.rollout.publisher import PolicyManifest

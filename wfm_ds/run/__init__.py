@@ -1,1 +1,1 @@
-"""A run: its folder, its copies in a storage, its model and memory, and its shutdown."""
+"""What belongs to a run besides its training loop: folder, copies in S3, model loading, memory estimate, shutdown."""

@@ -1,7 +1,7 @@
-"""Activation memory of a recipe, measured on the meta device without computing anything.
+"""Activation memory of a recipe, measured on the meta device, without computing or allocating anything.
 
 Covers forward and backward passes of the denoiser with its adapters, with and without gradient checkpointing, and
-encoding and decoding with the VAE. Counts only tensors, not the CUDA context and workspaces of libraries.
+encoding and decoding with the VAE. Only tensors are counted, not the CUDA context and the workspaces of libraries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:
-    """Memory of forward and backward passes in bytes, without weights and their gradients."""
+    """Memory of a model's forward and backward passes in bytes, not counting weights and their gradients."""
 
     inference: int  # peak of a forward pass without gradient
     saved_for_backward: int = 0  # activations kept after a forward pass with gradient
@@ -37,9 +37,9 @@ class PassMemory:
 
 
 def build_shadow_model(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -> DiffusionModel:
-    """Return a copy of a model on the meta device, prepared for training by the recipe.
+    """Return a copy of the model on the meta device, prepared for training with this recipe.
 
-    model: before adapters are added. policies: the engine's policies; in a LoRA run each is an adapter.
+    model: the model before adapters are added. policies: the engine's policies; in a LoRA run each is an adapter.
     """
     shadow, dtype = copy.copy(model), DTYPES[recipe.model.dtype]
     shadow.pipeline = copy.copy(model.pipeline)
@@ -69,10 +69,11 @@ def measure_denoiser_passes(
     ranks: int,
     training: bool = True,
 ) -> PassMemory:
-    """Measure a forward pass without gradient and, if `training`, one with gradient and its backward pass.
+    """Measure a forward pass without gradient and, if `training`, a forward pass with gradient and its backward pass.
 
-    shape: latent shape of one sample. ranks: number of ranks that split the tokens of a sample. All memory except that
-    of the text is linear in the number of tokens, so the memory per rank is interpolated from two sizes.
+    shape: latent shape of one sample. ranks: number of ranks that split the tokens of a sample.
+    Memory is linear in the number of tokens, except for the text. The memory per rank is therefore interpolated from
+    measurements at two sizes.
     """
     module: Any = shadow.unwrapped_denoiser
     if checkpointing:
@@ -99,7 +100,7 @@ def measure_denoiser_passes(
 
 
 def _half_rows(shadow: DiffusionModel, shape: Sequence[int]) -> int:
-    """Return about half of the latent rows, rounded down to whole patches."""
+    """Return about half the number of latent rows, rounded down to whole patches."""
     rows = shape[-2]
     patch = next(p for p in range(1, rows + 1) if shadow.num_tokens((*shape[:-2], p, shape[-1])))
     return max(patch, rows // 2 // patch * patch)
@@ -125,7 +126,7 @@ def _measure_passes(
 
 
 def _discard_gradient(parameter: Tensor) -> None:
-    """Drop a gradient: the engine reduces it into a bucket, which is counted separately."""
+    """Drop a gradient. In a run the engine moves it to a reduction bucket, which is counted separately."""
     parameter.grad = None
 
 
@@ -141,12 +142,15 @@ def _predict_velocity(shadow: DiffusionModel, shape: Sequence[int], batch: int, 
 
 
 def measure_decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: int) -> int:
-    """Return the peak of decoding latents [batch, *shape]. The guardrail runs on the host and is not counted."""
+    """Return the peak memory of decoding latents [batch, *shape].
+
+    Does not count the guardrail, which runs on the CPU.
+    """
     return _measure_peak(lambda: DiffusionModel.decode_latents(shadow, torch.empty(batch, *shape, device=META)))
 
 
 def measure_encode_bytes(shadow: DiffusionModel, pixels: Sequence[int], batch: int) -> int:
-    """Return the peak of encoding a batch of pixels with shape [3,H,W] or [3,F,H,W]."""
+    """Return the peak memory of encoding a batch of images or videos. pixels: shape of one, [3,H,W] or [3,F,H,W]."""
     return _measure_peak(lambda: shadow.encode_pixels(torch.empty(batch, *pixels, device=META)))
 
 
@@ -157,12 +161,12 @@ def _measure_peak(work: Callable[[], object]) -> int:
 
 
 def text_bytes(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype) -> int:
-    """Return the bytes of one text's conditioning."""
+    """Return the size in bytes of the text conditioning of one prompt."""
     return sum(tensor.nbytes for tensor in empty_conditioning(shapes, text_dtype, 1).values())
 
 
 def empty_conditioning(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype, batch: int) -> dict[str, Tensor]:
-    """Return text conditioning on the meta device."""
+    """Return conditioning tensors with these shapes and a batch dimension, on the meta device."""
     return {
         name: torch.empty(batch, *shape, device=META, dtype=torch.int64 if name.endswith("mask") else text_dtype)
         for name, shape in shapes.items()

@@ -1,4 +1,4 @@
-"""Result of checking a recipe, as text and as JSON."""
+"""Result of checking a recipe, printed as text or JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CheckReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object, with sizes in bytes and the memory per rank by phase and part."""
+        """Return the report as a JSON object: sizes in bytes, and the memory per rank by phase and part."""
         phases = {phase: dict(parts) for phase, parts in self.memory.phases.items()}
         return {
             "facts": dict(self.facts),

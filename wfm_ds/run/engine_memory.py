@@ -1,4 +1,4 @@
-"""Memory of a DeepSpeed engine on one rank: weights, optimizer states, gradients and buffers."""
+"""Memory that a DeepSpeed engine uses on one rank: weights, optimizer states, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ REDUCE_BUCKET, PREFETCH_BUCKET, MAX_LIVE, MAX_REUSE_DISTANCE, SUB_GROUP = 500_00
 
 
 class EngineMemory:
-    """Memory terms of a network on the meta device, with its adapters and requires_grad flags."""
+    """Computes the memory of an engine from its network on the meta device.
+
+    The network must have its adapters and the requires_grad flags of training.
+    """
 
     def __init__(self, recipe: Recipe, network: nn.Module, world_size: int, device: str) -> None:
         self.recipe, self.network, self.world_size, self.on_cuda = recipe, network, world_size, device == "cuda"
@@ -32,7 +35,10 @@ class EngineMemory:
         self.num_trained = sum(p.numel() for p in parameters if p.requires_grad)
 
     def state_parts(self) -> dict[str, int]:
-        """Return the bytes of weights, optimizer states and weight copies. Gradients are added in training."""
+        """Return the bytes of weights, optimizer states and weight copies.
+
+        With ZeRO-3, the gradients and a reduction bucket are included.
+        """
         shared = self.world_size if self.zero_config["stage"] == 3 else 1
         # Buffers (position tables, a quantized base) are not sharded.
         tables = sum(buffer.nbytes for buffer in self.network.buffers())
@@ -58,18 +64,24 @@ class EngineMemory:
 
     @property
     def bucket_elements(self) -> int:
-        """Elements of one DeepSpeed reduction bucket."""
+        """Number of elements in a reduction bucket of DeepSpeed."""
         return int(self.zero_config.get("reduce_bucket_size", REDUCE_BUCKET))
 
     @property
     def gradient_bytes(self) -> int:
-        """Gradient bytes. Accumulated in float32 at every stage (engine/accumulation.py), sharded from ZeRO-2 on."""
+        """Bytes of the gradients.
+
+        They are float32 at every ZeRO stage (engine/gradient_accumulation.py), sharded from stage 2 on.
+        """
         shared = self.world_size if self.zero_config["stage"] >= 2 else 1
         return 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // shared
 
     def gather_memory(self, *, training: bool) -> dict[str, int]:
-        """Return the bytes of weights gathered by ZeRO-3: prefetched ones, and in training the last ones of the forward
-        pass, kept for the backward pass."""
+        """Return the bytes of weights that ZeRO-3 has gathered at a time.
+
+        These are prefetched weights and, in training, the last weights of the forward pass, which are kept for the
+        backward pass.
+        """
         if self.zero_config["stage"] != 3:
             return {}
         ahead = int(self.zero_config.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
@@ -81,7 +93,7 @@ class EngineMemory:
         return {"gathered weights": live * self.compute_bytes}
 
     def optimizer_step_parts(self) -> dict[str, int]:
-        """Return the bytes of the optimizer step: flattened gradients and temporaries of an unfused AdamW."""
+        """Return the bytes that the optimizer step uses: flattened gradients and temporaries of an unfused AdamW."""
         share = 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // self.world_size
         if self.zero_config["stage"] == 3:
             share = min(share, int(self.zero_config.get("sub_group_size", SUB_GROUP)) * FLOAT32_BYTES)
@@ -98,10 +110,10 @@ class EngineMemory:
         return contiguous + (reduced if self.compute_bytes != FLOAT32_BYTES else 0)
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of one checkpoint over all ranks."""
+        """Return the size of one checkpoint in bytes, over all ranks."""
         num_states = {"adamw": 3, "adamw8bit": 5}[self.recipe.optimizer.name]  # master, moments and their scales
         return self.num_trained * FLOAT32_BYTES * (num_states + self.num_copies)
 
     def export_bytes(self) -> int:
-        """Return the size of the exported weights."""
+        """Return the size of the exported weights in bytes."""
         return self.num_trained * (FLOAT32_BYTES if self.recipe.lora is not None else self.compute_bytes)

@@ -1,4 +1,4 @@
-"""Inputs of `wfm generate` besides texts: a first frame, actions, a camera."""
+"""Inputs of `wfm generate` besides prompts: a first frame, actions, a camera."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ InputArrays = dict[str, npt.NDArray[np.float32]]
 
 
 def list_option_inputs(args: argparse.Namespace) -> list[str]:
-    """Return the names of the inputs set by options."""
+    """Return the names of the inputs that are set by command-line options."""
     camera = [POSES, INTRINSICS] if args.camera is not None else []
     return [name for name in (ACTIONS, DOMAIN) if getattr(args, name) is not None] + camera
 
 
 def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
-    """Encode the first frame as latents [C,T,h,w], or return None if the model receives it as an input.
+    """Encode the first frame as latents [C,T,h,w]. Returns None if there is none, or if the model takes it as pixels.
 
-    Raises UserError if the model does not support first frames, requires one, or the file is not an image.
+    Raises UserError if the model does not support a first frame or requires one that is missing, or if the file is not
+    an image.
     """
     model = sampler.model
     if file is None:
@@ -56,7 +57,10 @@ def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
 
 
 def load_first_frame(sampler: Sampler, file: Path) -> npt.NDArray[np.uint8]:
-    """Load an image as pixels [H,W,3], centre-cropped to size. Raises UserError if the file is not an image."""
+    """Load an image as pixels [H,W,3], cropped at the centre to the video's size.
+
+    Raises UserError if the file is not an image.
+    """
     return load_media(LocalFile(str(file)), image_framing(sampler.settings), draw_centre)
 
 
@@ -65,9 +69,10 @@ def image_framing(settings: SamplingRecipe) -> Framing:
 
 
 def collect_inputs(sampler: Sampler, args: argparse.Namespace) -> InputArrays:
-    """Read the inputs of all videos: actions and domain, camera, and the first frame if the model has it as an input.
+    """Read the inputs that all videos share: actions, domain, camera, and a first frame that the model takes as pixels.
 
-    Raises UserError for inputs that the model does not support or requires, and for unusable files.
+    Raises UserError for inputs that the model does not support, for missing inputs that it requires, and for files that
+    cannot be used.
     """
     model, size, names = sampler.model, sampler.settings, list_option_inputs(args)
     for name in names:
@@ -100,7 +105,7 @@ def read_actions(args: argparse.Namespace) -> InputArrays:
 
 
 def read_camera_inputs(args: argparse.Namespace, size: SamplingRecipe) -> InputArrays:
-    """Read the camera. Intrinsics are adapted to the crop and size of the first frame."""
+    """Read the camera. If there is a first frame, intrinsics are adapted to the crop and size of that image."""
     with explain_read_errors("--camera", args.camera):
         inputs = read_camera(args.camera, args.intrinsics)
         if args.first_frame is not None:
@@ -123,7 +128,10 @@ def check_model_inputs(
 
 @contextmanager
 def explain_read_errors(option: str, value: object) -> Iterator[None]:
-    """Convert read errors of the block to a UserError."""
+    """Convert read errors that the block raises to UserError.
+
+    option, value: the command-line option and its value, for the message.
+    """
     try:
         yield
     except (OSError, ValueError) as error:

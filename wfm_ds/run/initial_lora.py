@@ -1,4 +1,4 @@
-"""Load the LoRA that a run starts from (lora.init_from), and check that it fits the recipe and the model."""
+"""Load the LoRA from which a run starts (lora.init_from), and check that it fits the recipe and the model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ log = logging.getLogger(__name__)
 
 
 def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | None:
-    """Return the initial adapter tensors by engine name, without layers missing in the file. None without init_from.
+    """Return {name in the engine: tensor} of the initial adapter, or None if lora.init_from is unset.
 
-    model: before an engine changes its denoiser. Raises ModelError if the file cannot be read or does not fit the
-    model, RecipeError if its adapter differs from the recipe's.
+    Layers that the file does not contain are not in the result. model: before an engine changes its denoiser.
+    Raises ModelError if the file cannot be read or does not fit the model, and RecipeError if its adapter settings
+    differ from the recipe.
     """
     lora = recipe.lora
     if lora is None or lora.init_from is None:
@@ -57,7 +58,7 @@ def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor
 
 
 def _require_same_adapter(layers: LoraLayers, saved: dict[str, Tensor], lora: LoraRecipe) -> None:
-    """Raise RecipeError unless rank, scale, DoRA and fully trained modules of the file match the recipe."""
+    """Raise RecipeError unless rank, scale, DoRA and fully trained modules in the file match the recipe."""
     ranks, alphas = ({getattr(layer, name) for layer in layers.values()} for name in ("rank", "alpha"))
     if len(ranks) > 1 or len(alphas) > 1:
         raise RecipeError(
@@ -88,7 +89,7 @@ def _require_same_adapter(layers: LoraLayers, saved: dict[str, Tensor], lora: Lo
 def _require_same_shapes(
     layers: LoraLayers, saved: dict[str, Tensor], network: nn.Module, file: Path, base: Path
 ) -> None:
-    """Raise ModelError for layers that the network does not have, or has with another shape."""
+    """Raise ModelError if the network does not have one of these layers, or has it with another shape."""
     shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
     file_shapes = {f"{name}.weight": layer.weight_shape for name, layer in layers.items()}
     file_shapes |= {name: tensor.shape for name, tensor in saved.items()}

@@ -1,4 +1,4 @@
-"""Objects shared by all training loops, built once per run."""
+"""Objects that the training loop and its helpers share, built once per run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class CommonJob(ABC):
-    """A run on one rank, for any kind of model."""
+    """Shared objects of a run on one rank, for any kind of model."""
 
     recipe: Recipe
     run_sizes: RunSizes
@@ -61,22 +61,22 @@ class CommonJob(ABC):
         return "ema" if self.recipe.ema is not None else "train"
 
     def should_stop(self) -> bool:
-        """Return whether any rank was requested to stop. Collective, once per step."""
+        """Return whether any rank has received a stop signal. Collective; call it once per step."""
         return self.world.any_rank(self.stop_flag.is_set)
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Dtype of exports."""
+        """Dtype of exported weights."""
 
     @property
     @abstractmethod
     def export_spec(self) -> ExportInfo:
-        """Settings of exports besides the engine's weights."""
+        """Information that an export needs in addition to the engine's weights."""
 
     @abstractmethod
     def export_weights(self, out: Path) -> Path:
-        """Export the evaluation weights and return the folder to load. Collective."""
+        """Export the weights of the evaluation policy to folder `out`. Returns the folder to load. Collective."""
 
     @abstractmethod
     def loading_lines(self, folder: Path) -> str:
@@ -87,14 +87,16 @@ class CommonJob(ABC):
         return {}
 
     def pop_work(self) -> FlopCount | None:
-        """Return the FLOPs of this rank's forward passes since the last call. Known only on rank 0, which represents
-        all ranks."""
+        """Return the FLOPs of this rank's forward passes since the last call.
+
+        Only rank 0 counts, on behalf of all ranks.
+        """
         return self.engine.pop_flop_count()
 
 
 @dataclass(kw_only=True)
 class Job(CommonJob):
-    """A run of a diffusion model on one rank."""
+    """Shared objects of a run of a diffusion model on one rank."""
 
     model: DiffusionModel
     text_cache: TextCache
@@ -117,7 +119,7 @@ class Job(CommonJob):
 
     @property
     def read_cached_latents(self) -> Callable[[Media, Framing], Tensor | None] | None:
-        """Function that reads cached latents for a batch source, or None without a latent cache."""
+        """Function that reads the cached latents of an image or video. None if the run has no latent cache."""
         return None if self.latent_cache is None else self.latent_cache.read
 
     @property

@@ -1,4 +1,4 @@
-"""Layout of a run's folder and storage. The names are a stable interface."""
+"""Names of the files and folders in a run's folder and in its S3 storage. The names are a stable interface."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RECORD_FILE = ".wfm_run.json"  # lists the names that a run has written here and
 
 @dataclass(frozen=True, slots=True)
 class RunContents:
-    """Contents of a run folder or storage."""
+    """Contents of a run's folder or S3 storage."""
 
     key: str  # recipe key and value, for messages
     location: str  # folder or address
@@ -52,15 +52,15 @@ class RunContents:
     finished_step: int | None  # last step of a finished run
 
     def newest_recipe(self) -> tuple[str, Recipe | None]:
-        """Return path and recipe of the newest checkpoint, or of the run if it has no checkpoint.
+        """Return (path, recipe) of the newest checkpoint, or of the run itself if it has no checkpoint.
 
-        The recipe is None if it is missing. Raises RecipeError and StorageError.
+        The recipe is None if the file is missing. Raises RecipeError and StorageError.
         """
         return read_run_recipe(self.location if self.checkpoint is None else str(self.checkpoint.path))
 
 
 def read_folder_contents(folder: Path) -> RunContents:
-    """Read the contents of a folder. Raises RecipeError if it cannot be read or result.json is invalid."""
+    """Read the contents of a run's folder. Raises RecipeError if it cannot be read or result.json is invalid."""
     try:
         names = set(os.listdir(folder)) if folder.exists() else set[str]()
         files = tuple(name for name in RUN_FILES if name in names)
@@ -73,13 +73,13 @@ def read_folder_contents(folder: Path) -> RunContents:
     done = None if text is None else parse_finished_step(text, str(result))
     listed = read_folder_record(folder)
     if not files and store.list_steps(folder / CHECKPOINTS):
-        listed -= {CHECKPOINTS}  # of an unknown run, and a new run would remove them
+        listed -= {CHECKPOINTS}  # these checkpoints are of an unknown run, and a new run would remove them
     unrecorded = select_unrecorded(names, listed)
     return RunContents(f"run.output_dir {folder}", str(folder), files, unrecorded, newest, damaged, done)
 
 
 def read_storage_contents(address: str) -> RunContents:
-    """Read the contents of a storage. Raises StorageError, and RecipeError if result.json is invalid."""
+    """Read the contents of a run's S3 storage. Raises StorageError, and RecipeError if result.json is invalid."""
     names = {name.partition("/")[0] for name in transfer.list_objects(address)}
     files = tuple(name for name in RUN_FILES if name in names)
     newest = remote_store.find_newest(f"{address}/{CHECKPOINTS}") if files else None
@@ -91,12 +91,12 @@ def read_storage_contents(address: str) -> RunContents:
 
 
 def list_unrecorded_files(folder: Path) -> tuple[str, ...]:
-    """Return the names of a run that exist in this folder but are not in its record."""
+    """Return the RUN_NAMES that exist in this folder but are not listed in its record file."""
     return select_unrecorded(os.listdir(folder) if folder.exists() else (), read_folder_record(folder))
 
 
 def list_unrecorded_objects(address: str) -> tuple[str, ...]:
-    """Return the names of a run that exist in this storage but are not in its record. Raises StorageError."""
+    """Return the RUN_NAMES that exist in this storage but are not listed in its record file. Raises StorageError."""
     names = {name.partition("/")[0] for name in transfer.list_objects(address)}
     return select_unrecorded(names, read_storage_record(address))
 
@@ -106,7 +106,7 @@ def select_unrecorded(names: Collection[str], listed: Collection[str]) -> tuple[
 
 
 def read_folder_record(folder: Path) -> frozenset[str]:
-    """Return the names in a folder's record; empty without a readable record."""
+    """Return the names listed in a folder's record file. Empty if it is missing or invalid."""
     try:
         return parse_record((folder / RECORD_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -114,7 +114,7 @@ def read_folder_record(folder: Path) -> frozenset[str]:
 
 
 def read_storage_record(address: str) -> frozenset[str]:
-    """Return the names in a storage's record. Raises StorageError."""
+    """Return the names listed in a storage's record file. Empty if it is missing or invalid. Raises StorageError."""
     try:
         return parse_record(transfer.read_text(f"{address}/{RECORD_FILE}"))
     except FileNotFoundError:
@@ -130,14 +130,14 @@ def parse_record(text: str) -> frozenset[str]:
 
 
 def format_record(names: Collection[str]) -> str:
-    """Return the text of a record with these names."""
+    """Return the content of a record file that lists these names."""
     return json.dumps({"wrote": sorted(names)}) + "\n"
 
 
 def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
-    """Read recipe.yaml of a folder or address and return its path and the recipe, or None if there is none.
+    """Read recipe.yaml in a folder or at an s3:// address. Returns (path of the file, recipe).
 
-    Raises RecipeError and StorageError.
+    The recipe is None if the file is missing. Raises RecipeError and StorageError.
     """
     if not is_remote(place):
         path = Path(place) / RECIPE_FILE
@@ -154,7 +154,10 @@ def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
 
 
 def parse_finished_step(text: str, place: str) -> int | None:
-    """Return the last step from result.json if the run has finished, else None. Raises RecipeError if it is invalid."""
+    """Return the last step of a run from the text of its result.json, or None if the run has not finished.
+
+    Raises RecipeError if the text is invalid.
+    """
     try:
         result = json.loads(text)
         return int(result["step"]) if result["status"] == "finished" else None

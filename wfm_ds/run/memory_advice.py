@@ -1,4 +1,4 @@
-"""Compare a memory estimate with a GPU, and suggest recipe keys that reduce the memory."""
+"""Compare a memory estimate with the memory of a GPU, and suggest recipe keys that reduce the memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.memory_estimate import MemoryEstimate
 
 GPU_SIZES_GB = (24, 32, 40, 48, 80, 141, 192)  # memory sizes of GPUs in GB
-USABLE_FRACTION = 0.92  # of GPU memory; the rest is for the context, library workspaces and fragmentation
+USABLE_FRACTION = 0.92  # of GPU memory; the CUDA context, library workspaces and fragmentation use the rest
 SAFE_FRACTION = 0.8  # up to this fraction a slightly larger batch still fits
 
 # Memory parts, cheapest to reduce first. PHASES maps stopwatch phases to estimate phases.
@@ -27,12 +27,12 @@ def fits_memory(needed: int, memory: int) -> bool:
 
 
 def smallest_gpu(needed: int) -> int | None:
-    """Return the size in GB of the smallest common GPU that fits these bytes, or None."""
+    """Return the memory size in GB of the smallest common GPU that is large enough for `needed` bytes, or None."""
     return next((size for size in GPU_SIZES_GB if fits_memory(needed, size * 10**9)), None)
 
 
 def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
-    """Return the keys that reduce the peak, those for the largest part first."""
+    """Return the recipe keys that reduce the peak memory. Keys for the largest part come first."""
     if recipe.algorithm.trains_language:
         return suggest_language_keys(recipe)
     phase = estimate.phases[estimate.peak_phase]
@@ -43,9 +43,10 @@ def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
 
 
 def suggest_keys_after_oom(recipe: Recipe, phase: str, num_ranks: int) -> list[str]:
-    """Return the keys that reduce the memory of a run that ran out of it, cheapest first, without exhausted ones.
+    """Return the recipe keys that reduce the memory of a run that was out of memory, cheapest first.
 
-    phase: of the stopwatch, "" for none. num_ranks: ranks per machine.
+    Keys that cannot be changed further are omitted. phase: phase of the run's stopwatch in which the error occurred, ""
+    for none. num_ranks: ranks per machine.
     """
     keys: list[str] = []
     if recipe.algorithm.trains_language:
@@ -59,7 +60,7 @@ def suggest_keys_after_oom(recipe: Recipe, phase: str, num_ranks: int) -> list[s
 
 
 def suggest_language_keys(recipe: Recipe) -> list[str]:
-    """Return the keys that reduce the memory of a language model, cheapest first."""
+    """Return the recipe keys that reduce the memory of a language model run, cheapest first."""
     engine, model = recipe.engine, recipe.model
     return [
         *(["model.dtype: bfloat16"] if model.dtype == "float32" else []),
@@ -72,7 +73,7 @@ def suggest_language_keys(recipe: Recipe) -> list[str]:
 
 
 def suggest_part_keys(part: str, phase: str, recipe: Recipe) -> list[str]:
-    """Return the keys that reduce this part in this phase, cheapest first."""
+    """Return the recipe keys that reduce the memory of this part in this phase, cheapest first."""
     engine, model, lora = recipe.engine, recipe.model, recipe.lora
     shorter = ["model.dtype: bfloat16"] if model.dtype == "float32" else []
     pixels = ["model.vae_dtype: bfloat16"] if model.vae_dtype == "float32" else []
@@ -108,7 +109,10 @@ def suggest_part_keys(part: str, phase: str, recipe: Recipe) -> list[str]:
 
 
 def suggest_activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixels: list[str]) -> list[str]:
-    """Return the keys that reduce activations. shorter: keys for the denoiser's dtype; pixels: for the VAE's."""
+    """Return the recipe keys that reduce the activations in this phase, cheapest first.
+
+    shorter: keys that reduce the size of the denoiser's dtype. pixels: the same for the VAE.
+    """
     engine, several = recipe.engine, recipe.engine.micro_batch_size > 1
     terms = [f"engine.micro_batch_size below {engine.micro_batch_size}"] if several else []
     if phase == "train":
@@ -127,7 +131,10 @@ def suggest_activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixe
 
 
 def memory_verdict(recipe: Recipe, estimate: MemoryEstimate, memory: int | None) -> str:
-    """Return a line for `--check`: whether the peak fits into `memory` bytes; None: which GPU it needs."""
+    """Return a line for `--check` that says whether the peak fits into `memory` bytes.
+
+    memory: None: the line says which GPU is large enough.
+    """
     if memory is None:
         size = smallest_gpu(estimate.peak_bytes)
         if size is not None:

@@ -1,8 +1,8 @@
-"""Memory estimate of a run: bytes per rank, by part and by phase of a step.
+"""Memory estimate of a run: bytes per rank for each phase of a step and each part of the memory.
 
-Activations are measured on the meta device (run/activation_memory.py), the rest follows from parameter counts. The
-memory of a phase is the sum of its parts; the peak is the largest phase. Not included: the CUDA context, library
-workspaces and fragmentation.
+Activations are measured on the meta device (run/activation_memory.py). The other parts follow from parameter counts.
+The memory of a phase is the sum of its parts, and the peak is the largest phase. Not included: the CUDA context,
+library workspaces and fragmentation.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from wfm_ds.sampling.denoise import Trajectory
 
 
 def count_lora_parameters(denoiser: nn.Module, targets: Sequence[str], rank: int) -> int:
-    """Return the number of LoRA parameters (A and B) on all linear layers that match a target suffix."""
+    """Return the number of LoRA parameters (A and B) on all linear layers with a name suffix in `targets`."""
     layers: list[Any] = [denoiser.get_submodule(name) for name in match_linear_layers(denoiser, targets)]
     return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Memory of one rank in bytes, as `phases[phase][part]`, with the counts behind it."""
+    """Memory of one rank in bytes as `phases[phase][part]`, and the counts that it was computed from."""
 
     phases: Mapping[str, Mapping[str, int]]
     world_size: int
@@ -82,11 +82,12 @@ def estimate_memory(
     encoder_bytes: int | None = None,
     keeps_encoders: bool = False,
 ) -> MemoryEstimate:
-    """Estimate the memory per rank of a run of this recipe.
+    """Estimate the memory per rank of a run with this recipe.
 
-    model: loaded or on the meta device (models/empty.py), before an engine changes its denoiser.
-    device: `cuda`, or `cpu`, with float32 text encoders. encoder_bytes: size of the text encoders if `model` does not
-    contain them. keeps_encoders: they stay loaded because texts are not cached.
+    model: loaded or on the meta device (models/meta_loading.py), before an engine changes its denoiser.
+    device: `cuda` or `cpu`. On the CPU, text encoders are float32.
+    encoder_bytes: size of the text encoders, if `model` does not contain them.
+    keeps_encoders: True if the text encoders stay loaded because texts are not cached.
     Raises RecipeError like derive_run_sizes.
     """
     sums = _DiffusionMemory(recipe, model, world_size, device)
@@ -106,7 +107,7 @@ def estimate_memory(
 
 
 class _DiffusionMemory(EngineMemory):
-    """Memory terms of a diffusion run."""
+    """Computes the parts of the memory of a diffusion run."""
 
     def __init__(self, recipe: Recipe, model: DiffusionModel, world_size: int, device: str) -> None:
         self.run_sizes: RunSizes = derive_run_sizes(recipe, world_size)
@@ -125,7 +126,7 @@ class _DiffusionMemory(EngineMemory):
     # Static memory
 
     def static_parts(self) -> dict[str, int]:
-        """Return the bytes of the VAE and of other frozen parts except the text encoders."""
+        """Return the bytes of the VAE and of other frozen networks, except text encoders."""
         encoders = {id(part) for part in self.model.text_encoders().values()}
         others = [part for part in self.shadow_model.auxiliary_modules() if id(part) not in encoders]
         vae = parameter_bytes(self.shadow_model.pipeline.vae)
@@ -133,7 +134,7 @@ class _DiffusionMemory(EngineMemory):
         return {"VAE": vae} | ({"other parts": rest} if rest else {})
 
     def encoder_bytes(self) -> int:
-        """Return the bytes of the text encoders in the dtype they are loaded in."""
+        """Return the bytes of the text encoders in the dtype in which they are loaded."""
         parts = self.model.text_encoders().values()
         numel = sum(int(parameter.numel()) for part in parts for parameter in part.parameters())
         return numel * int(self.text_dtype.itemsize)
@@ -141,7 +142,7 @@ class _DiffusionMemory(EngineMemory):
     # Phases
 
     def phase_parts(self) -> dict[str, dict[str, int]]:
-        """Return the bytes that each phase adds to the static memory."""
+        """Return {phase: {part: bytes}} of the memory that each phase uses in addition to the static memory."""
         samples, batch = self.sampling_batch_size(), self.training_batch_size()
         sample_passes = self.measure_passes(samples, training=False)
         step_data = self.step_data_parts()
@@ -153,7 +154,7 @@ class _DiffusionMemory(EngineMemory):
             | {"activations": sample_passes.inference + 2 * samples * self.latent_bytes}
         )
         if self.on_cuda and self.recipe.is_rl and not self.recipe.is_async:
-            sampling["decoding beside it"] = decoding  # of the previous chunk, on a side stream
+            sampling["decoding beside it"] = decoding  # the previous chunk is decoded on a side stream
         phases = {"sampling": step_data | sampling, "decode": step_data | {"activations": decoding}}
         if self.encodes_media():
             phases["encode"] = step_data | {"activations": self.encode_peak_bytes()}
@@ -175,7 +176,10 @@ class _DiffusionMemory(EngineMemory):
         )
 
     def sampling_batch_size(self) -> int:
-        """Return the largest batch of a forward pass without gradient: rollouts, validation, references."""
+        """Return the largest batch size of forward passes without gradient.
+
+        These are the passes of rollouts, validation and reference predictions.
+        """
         num_validated = self.recipe.validation.num_prompts * len(self.recipe.validation.seeds)
         if not self.recipe.is_rl:
             num_validated = min(num_validated, self.recipe.logging.num_samples)
@@ -186,7 +190,7 @@ class _DiffusionMemory(EngineMemory):
         return min(self.recipe.engine.max_forward_batch, halves * max(counts))
 
     def training_batch_size(self) -> int:
-        """Return the largest batch of a forward pass with gradient."""
+        """Return the largest batch size of forward passes with gradient."""
         size = min(self.recipe.engine.micro_batch_size, self.run_sizes.terms_per_rank)
         if not self.recipe.is_rl:
             return size * self.recipe.supervised_settings.items_per_sample
@@ -195,7 +199,7 @@ class _DiffusionMemory(EngineMemory):
         return 2 * size if joined else size
 
     def step_data_parts(self) -> dict[str, int]:
-        """Return the bytes of data kept on the device during a step: in RL texts and rollouts, in SFT texts."""
+        """Return the bytes of data that stays on the device during a step: texts and, in RL, rollouts."""
         if not self.recipe.is_rl:
             return {"texts": self.training_batch_size() * self.text_row_bytes}
         groups = math.ceil(self.run_sizes.samples_per_rank / self.recipe.rl.rollout.group_size)
@@ -205,8 +209,10 @@ class _DiffusionMemory(EngineMemory):
         return texts | {"rollouts": self.num_resident_latents() * self.latent_bytes}
 
     def num_resident_latents(self) -> int:
-        """Return the maximum number of sample latents on a rank: training samples, and their candidates or, with
-        refills, another full round."""
+        """Return the maximum number of sample latents that a rank stores at a time.
+
+        Counts training samples and candidates (sampling.explore), or two full rounds with rollout.max_refills.
+        """
         recipe, derived = self.recipe, self.run_sizes
         training = derived.samples_per_rank * self.latents_per_rollout()
         if recipe.sampling.explore is not None:  # candidates store only clean latents
@@ -219,7 +225,10 @@ class _DiffusionMemory(EngineMemory):
         return build_rl_algorithm(self.recipe, self.model.rollout_sigmas(self.recipe.sampling))
 
     def latents_per_rollout(self) -> int:
-        """Return the number of latents that a rollout stores per sample, measured with one-element latents."""
+        """Return the number of latents that a rollout stores per sample.
+
+        It is counted in a rollout of latents with one element.
+        """
         one = torch.zeros(1, *(1 for _ in self.shape))
         trajectory: Trajectory = self.algorithm.plan(1).denoise(
             lambda latents, sigma: torch.zeros_like(latents), one, [0]
@@ -230,9 +239,10 @@ class _DiffusionMemory(EngineMemory):
         return len({tensor.untyped_storage()._cdata for tensor in tensors})
 
     def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
-        """Return the memory of a reference forward pass, or None if the loss has no references.
+        """Return the memory of a forward pass for reference predictions, or None if the loss does not use any.
 
-        In RL it has the rollout batch size (`of_samples`), else the training batch size.
+        of_samples: memory of a rollout's forward pass. In RL, reference passes have the same batch size. In supervised
+        training they have the training batch size.
         """
         if self.recipe.is_rl:
             return of_samples if self.algorithm.uses_old_predictions or self.algorithm.references else None
@@ -243,19 +253,22 @@ class _DiffusionMemory(EngineMemory):
         return self.recipe.data.kind != "prompts"
 
     def encode_peak_bytes(self) -> int:
-        """Return the peak of encoding: videos one at a time, images of a micro-batch together."""
+        """Return the peak memory of encoding.
+
+        Videos are encoded one at a time, the images of a micro-batch together.
+        """
         size = self.recipe.sampling
         frames = (size.num_frames,) if self.model.is_video else ()
         batch = 1 if self.model.is_video else self.encode_batch_size()
         return measure_encode_bytes(self.shadow_model, (3, *frames, size.height, size.width), batch)
 
     def encode_batch_size(self) -> int:
-        """Return the number of images encoded together."""
+        """Return the number of images that are encoded together."""
         size = self.recipe.engine.micro_batch_size
         return size if self.recipe.is_rl else size * self.recipe.supervised_settings.items_per_sample
 
     def merge_lora_parts(self) -> dict[str, int]:
-        """Return the bytes of the original weights that rollout.merge_lora keeps while sampling."""
+        """Return the bytes of the original weights that are kept while rollout.merge_lora has merged the LoRA."""
         if not self.recipe.is_rl or not self.recipe.rl.rollout.merge_lora:
             return {}
         layers = find_adapter_layers(self.shadow_model.unwrapped_denoiser)
@@ -273,8 +286,10 @@ class _DiffusionMemory(EngineMemory):
         return min(samples, sampler.decode_batch_size(self.shape))
 
     def training_parts(self, passes: PassMemory, batch: int) -> dict[str, int]:
-        """Return the bytes of a forward and backward pass. With guidance in RL, the second half is predicted while the
-        activations of the first are kept."""
+        """Return the bytes of a forward and backward pass with batch size `batch`.
+
+        With guidance in RL, one of the two predictions is computed while the activations of the other one are kept.
+        """
         guided = (
             passes.saved_for_backward + passes.inference
             if self.recipe.is_rl and self.recipe.sampling.uses_guidance()
@@ -286,8 +301,10 @@ class _DiffusionMemory(EngineMemory):
 
 
 def format_memory_table(estimate: MemoryEstimate, *, trained_part: str = "denoiser") -> list[str]:
-    """Format the estimate in GiB for `--check`: one line per part, one column per phase. trained_part: for the
-    title."""
+    """Format the estimate in GiB for `--check`, with one line per part and one column per phase.
+
+    trained_part: name of the trained network, for the title.
+    """
     names = list(estimate.phases)
     parts = list(dict.fromkeys(part for of_phase in estimate.phases.values() for part in of_phase))
     rows = [(part, [estimate.phases[name].get(part, 0) for name in names]) for part in parts]

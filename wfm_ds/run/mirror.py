@@ -1,9 +1,10 @@
-"""Copy of a run's folder in S3: a thread uploads new files during training, verifies them and retries.
+"""Copy of a run's folder in S3. A thread uploads new files during training, verifies them and retries failed uploads.
 
     folder/.storage.json     state of the uploaded files; without it, files are uploaded again
 
-Incomplete files and folders have hidden or .tmp names (atomic.py, store.py), so the thread finds new files by listing
-the folder. The newest checkpoint is uploaded first. Growing files (logs, metrics) are uploaded as a whole each time.
+Files and folders that are not complete have hidden or .tmp names (storage/atomic.py, checkpoint/store.py), so the
+thread finds new complete files by listing the folder. The newest checkpoint is uploaded first. Growing files (logs,
+metrics) are uploaded as a whole each time.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ class SentFile:
 
 
 class UploadProgress:
-    """Time of the last upload progress.
+    """Records when an upload last made progress.
 
-    A repeated upload only counts as progress once it exceeds the bytes of the best earlier attempt, so that a storage
-    that always fails at the same point counts as stalled.
+    A repeated upload only counts as progress when it exceeds the bytes of the best earlier attempt. So a storage that
+    always fails at the same point counts as stalled.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,10 @@ class UploadProgress:
         self._most_bytes: dict[str, int] = {}  # bytes of the best attempt, by name
 
     def start_attempt(self, name: str) -> ProgressCallback:
-        """Return a function that counts the bytes of a new attempt to upload this file."""
+        """Start a new attempt to upload this file.
+
+        Returns a function to call with the number of bytes of each uploaded part.
+        """
         sent = 0
 
         def count_bytes(num_bytes: int) -> None:
@@ -80,8 +84,10 @@ class UploadProgress:
 
 
 class Mirror:
-    """Copies `folder` to `address` between `start` and `finish`. Rank 0 only; public methods belong to the main
-    thread."""
+    """Copies `folder` to `address` between `start` and `finish`.
+
+    Call its methods only on rank 0, in the main thread.
+    """
 
     def __init__(self, folder: Path, address: str, *, keep: int) -> None:
         self.folder, self.address, self.keep = folder, address, keep
@@ -91,14 +97,14 @@ class Mirror:
         self._is_finishing, self._complete = (
             False,
             threading.Event(),
-        )  # the next complete pass is the last one; it is done
+        )  # finish() was called; all files were uploaded after that
         self._progress = UploadProgress()
         self._is_claimed = False  # the record of the run's names is uploaded
         self._is_closed, self._failure = False, ""
         self._thread = threading.Thread(target=self._run_thread, name="mirror", daemon=True)
 
     def clear(self) -> None:
-        """Remove the files listed in the storage's record. Raises StorageError."""
+        """Remove the files that are listed in the storage's record file. Raises StorageError."""
         listed = layout.read_storage_record(self.address)
         names = [name for name in transfer.list_objects(self.address) if name.partition("/")[0] in listed]
         names.sort(key=lambda name: not name.endswith(f"/{store.COMPLETE}"))
@@ -106,7 +112,10 @@ class Mirror:
         self._sent = {}
 
     def fetch_metrics(self) -> None:
-        """Download the metrics of attempts without a checkpoint, unless they are in the folder. Raises StorageError."""
+        """Download the metrics of earlier attempts that ended without a checkpoint, unless the folder already has them.
+
+        Raises StorageError.
+        """
         for name, size in transfer.list_objects(self.address).items():
             path = self.folder / name
             if (name == METRICS_FILE or name.partition("/")[0] == EARLIER) and not path.exists():
@@ -114,8 +123,10 @@ class Mirror:
                 transfer.download_file(f"{self.address}/{name}", path, size=size)
 
     def fetch_checkpoint(self, address: str) -> Path:
-        """Download a checkpoint and its metrics into the folder, and return the checkpoint's folder. Raises
-        StorageError."""
+        """Download a checkpoint and its metrics into the folder. Returns the checkpoint's folder.
+
+        Raises StorageError.
+        """
         checkpoint = remote_store.read_checkpoint(address)
         stored = transfer.list_objects(self.address)
         if checkpoint is None or METRICS_FILE not in stored:
@@ -129,14 +140,18 @@ class Mirror:
         return folder
 
     def newer_step(self) -> int | None:
-        """Return the step of the storage's newest complete checkpoint if it is newer than all local ones, else None.
-        Raises StorageError."""
+        """Return the step of the newest complete checkpoint in the storage, if it is newer than all local checkpoints.
+
+        Else returns None. Raises StorageError.
+        """
         newest = remote_store.find_newest(f"{self.address}/{CHECKPOINTS}")
         return None if newest is None or newest.step <= max(self._complete_steps(), default=-1) else newest.step
 
     def start(self) -> None:
-        """Start uploading, and remove result.json from the storage. Raises StorageError, also if the storage has a
-        newer checkpoint than the folder."""
+        """Start uploading, and remove result.json from the storage.
+
+        Raises StorageError, also if the storage has a newer checkpoint than the folder.
+        """
         newer = self.newer_step()
         if newer is not None:
             raise StorageError(
@@ -156,18 +171,23 @@ class Mirror:
         self.wake()
 
     def wake(self) -> None:
-        """Upload complete files now instead of at the next pass."""
+        """Upload new complete files now, instead of waiting for the next pass."""
         self._wakeup.set()
 
     def list_unverified_steps(self) -> Collection[int]:
-        """Return the steps of local checkpoints that must be kept: neither they nor newer ones are in the storage."""
+        """Return the steps of local checkpoints that are newer than all checkpoints in the storage.
+
+        They must not be removed.
+        """
         verified = max((step for step in self._complete_steps() if self._is_sent(marker_name(step))), default=-1)
         return [step for step in self._complete_steps() if step > verified]
 
     def finish(self, stall_s: float) -> list[str]:
-        """Wait until all files are uploaded, or for `stall_s` seconds without progress, and stop the thread.
+        """Wait until all files are uploaded and stop the thread.
 
-        Returns the names of missing files.
+        Returns the names of files that are missing in the storage.
+
+        stall_s: stop waiting after this many seconds without progress.
         """
         self._progress = UploadProgress()
         self._is_finishing = True
@@ -183,15 +203,18 @@ class Mirror:
 
     @property
     def failure(self) -> str:
-        """Reason why the last pass failed; empty if it succeeded."""
+        """Reason why the last pass failed, "" if it succeeded."""
         return self._failure
 
     def missing_names(self) -> list[str]:
-        """Return the names of files that are missing or outdated in the storage. A checkpoint counts as one."""
+        """Return the names of files that are missing or outdated in the storage. A checkpoint counts as one file."""
         return [*(f"{CHECKPOINTS}/step_{step}" for step in self._unsent_steps()), *self._unsent_files()]
 
     def send_result(self) -> None:
-        """Upload the final page data and result.json, after all other files. Raises StorageError."""
+        """Upload the final data of the run page, then result.json.
+
+        Call it after all other files. Raises StorageError.
+        """
         if (self.folder / DATA_FILE).exists():
             transfer.upload_file(self.folder / DATA_FILE, f"{self.address}/{DATA_FILE}")
         transfer.upload_file(self.folder / RESULT_FILE, f"{self.address}/{RESULT_FILE}")
@@ -237,7 +260,7 @@ class Mirror:
             self._is_claimed = True
         try:
             while unsent := self._unsent_steps():
-                with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+                with contextlib.suppress(FileNotFoundError):  # the checkpoint was pruned in the meantime
                     self._send_checkpoint(max(unsent))
             self._send_files()
         finally:
@@ -250,7 +273,7 @@ class Mirror:
             error = None
             try:
                 self._send_file(name)
-            except FileNotFoundError:  # replaced or removed: the next pass retries
+            except FileNotFoundError:  # the file was replaced or removed; the next pass retries
                 continue
             except StorageError as failure:
                 error, first = failure, first or failure
@@ -298,8 +321,10 @@ class Mirror:
         self._sent[name] = SentFile(local.st_size, local.st_mtime_ns, local.st_size)
 
     def _copy_in_storage(self, source: str, target: str, name: str, size: int) -> bool:
-        """Copy an uploaded object inside the storage. Return False if that fails, for example because it was
-        removed."""
+        """Copy an uploaded object within the storage.
+
+        Returns False if that fails, for example because it was removed.
+        """
         try:
             transfer.copy_object(source, target, size)
         except StorageError as error:
@@ -313,7 +338,10 @@ class Mirror:
         self._sent[name] = SentFile(local.st_size, local.st_mtime_ns, stored)
 
     def _byte_counter(self, name: str) -> ProgressCallback:
-        """Return a function that counts the uploaded bytes of a file, and aborts the upload after `finish`."""
+        """Return a function to call with the number of bytes of each uploaded part of a file.
+
+        It aborts the upload if `finish` no longer waits for it.
+        """
         count_bytes = self._progress.start_attempt(name)
 
         def count_or_abort(num_bytes: int) -> None:
@@ -331,13 +359,13 @@ class Mirror:
         return [step for step in store.list_steps(root) if store.read_checkpoint(root / f"step_{step}") is not None]
 
     def _unsent_steps(self) -> list[int]:
-        """Return the steps of retained checkpoints that are not yet uploaded."""
+        """Return the steps of checkpoints that will be kept and are not uploaded yet."""
         steps = self._complete_steps()
         retained = store.steps_to_keep(steps, newest=max(steps, default=0), keep=self.keep)
         return [step for step in steps if step in retained and not self._is_sent(marker_name(step))]
 
     def _unsent_files(self) -> Iterator[str]:
-        """Yield new and changed files, except checkpoints and result.json."""
+        """Yield the names of new and changed files, except checkpoints and result.json."""
         yield from (
             name
             for name in (RECIPE_FILE, METRICS_FILE, PAGE)
@@ -366,7 +394,7 @@ class Mirror:
     # ---- state file
 
     def _write_sent_files(self) -> None:
-        """Save the state of the uploads for the next process in this folder."""
+        """Save the state of the uploads for the next process that uses this folder."""
         files = {name: [sent.size, sent.mtime_ns, sent.stored_size] for name, sent in self._sent.items()}
         try:
             atomic.write_text(
@@ -376,7 +404,7 @@ class Mirror:
             log.warning("%s: %s; a continued run will upload these files again", self.folder / SENT_FILES_NAME, error)
 
     def _read_sent_files(self) -> dict[str, SentFile]:
-        """Load the state of the uploads. Empty if it is missing or invalid; files are then uploaded again."""
+        """Load the state of the uploads. If it is missing or invalid, return {}, so that files are uploaded again."""
         try:
             state = json.loads((self.folder / SENT_FILES_NAME).read_text(encoding="utf-8"))
             files = state["files"] if state["address"] == self.address else {}
@@ -401,7 +429,7 @@ def _is_sent_last(name: str) -> bool:
 
 
 def _list_files(folder: Path, top: str) -> Iterator[str]:
-    """Yield the complete files in folder/top, as paths relative to `folder`."""
+    """Yield the complete files in the subfolder `top` of `folder`, as paths relative to `folder`."""
     for parent, folders, names in os.walk(folder / top):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:

@@ -1,4 +1,4 @@
-"""Model card of an export on the Hub: content, training and loading code, without local paths."""
+"""Model card of an export on the Hub, with contents, training and loading code. It does not contain local paths."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def build_model_card(
 ) -> str:
     """Return the text of README.md.
 
-    lines: Python code that loads the export. base: Hub id of the base model, if it has one. samples: files of the last
-    validation by their names in the repository.
+    lines: Python code that loads the export. base: Hub id of the base model, or None.
+    samples: {name in the repository: file} of the last validation.
     """
     kind = "LoRA" if recipe.lora is not None else "Weights"
     data = ModelCardData(
@@ -49,7 +49,10 @@ def build_model_card(
 
 
 def remove_private_values(value: Any) -> Any:
-    """Remove local information from recipe values, recursively: shorten paths to their last part and drop addresses."""
+    """Remove local information from recipe values, recursively.
+
+    Paths are reduced to their last part, addresses dropped.
+    """
     if isinstance(value, Mapping):
         return {key: remove_private_values(one) for key, one in value.items() if key not in PRIVATE_KEYS}
     if isinstance(value, list):
@@ -60,7 +63,7 @@ def remove_private_values(value: Any) -> Any:
 
 
 def list_last_samples(output_dir: Path) -> dict[str, Path]:
-    """Return the first files of the newest validation by their names in the repository."""
+    """Return {name in the repository: file} for the first samples of the newest validation."""
     steps = sorted((output_dir / "samples").glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))
     if not steps:
         return {}
@@ -97,7 +100,7 @@ def _escape_cell(text: str) -> str:
 
 
 def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSONL file, up to a possibly incomplete last row."""
+    """Yield the rows of a JSONL file. Stops at an incomplete last row."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             yield json.loads(line)

@@ -23,17 +23,21 @@ from wfm_ds.ulysses.install import check_latent_shape
 
 
 def find_family(recipe: Recipe) -> type[DiffusionModel]:
-    """Return the model family of the recipe's pipeline. Raises ModelError if there is no such folder or family."""
+    """Return the model family of the recipe's pipeline.
+
+    Raises ModelError if the folder or the family does not exist.
+    """
     own = recipe.model.family
     return registry.find_family(registry.locate_pipeline(recipe.model.path, own, recipe.model.revision), own)
 
 
 def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
-    """Load the recipe's pipeline. The denoiser stays as stored until it is placed (engine/placement.py), or is
-    re-initialized for training from scratch.
+    """Load the recipe's pipeline and check that it supports the recipe.
 
-    Raises ModelError if it cannot be loaded, RecipeError if the recipe does not fit the model, UserError if its tokens
-    cannot be split over the ranks.
+    The denoiser remains as loaded until the engine places it on the device (engine/weight_placement.py). For training
+    from scratch it is re-initialized.
+    Raises ModelError if the pipeline cannot be loaded, RecipeError if the recipe does not fit the model, and UserError
+    if its tokens cannot be split over the ranks.
     """
     settings, size = recipe.model, recipe.sampling
     model = registry.load_model(
@@ -83,14 +87,17 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
 
 
 def choose_attention(recipe: Recipe, model: DiffusionModel, device: torch.device) -> AttentionName:
-    """Return the attention kernel for training on this device. Raises UserError if the chosen one is not available."""
+    """Return the attention kernel for training on this device.
+
+    Raises UserError if the kernel in the recipe is unavailable.
+    """
     return attention_kernels.choose_kernel(
         recipe.model.attention, model.unwrapped_denoiser, model.dtype, device, trains=True
     )
 
 
 def check_shardable_sizes(recipe: Recipe, model: DiffusionModel, sizes: Sequence[ImageSize]) -> None:
-    """Raise RecipeError if one of these sizes is too small to split over the ranks of a replica."""
+    """Raise RecipeError if samples of one of these sizes have too few tokens to split over the ranks of a replica."""
     for height, width in dict.fromkeys(sizes):
         shape = model.latent_shape(height, width, recipe.sampling.num_frames)
         try:
@@ -103,7 +110,7 @@ def check_shardable_sizes(recipe: Recipe, model: DiffusionModel, sizes: Sequence
 
 
 def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
-    """Raise RecipeError for data.inputs that the model does not support, requires, or cannot use alone."""
+    """Raise RecipeError if data.inputs has an input that the model does not support, or lacks a required one."""
     supported = ", ".join(sorted(model.input_specs)) or "only text and frames"
     if unknown := [name for name in recipe.data.inputs if name not in model.input_specs]:
         raise RecipeError(
@@ -123,8 +130,10 @@ def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
 
 
 def check_conditioning_frames(recipe: Recipe, model: DiffusionModel, shape: Sequence[int]) -> None:
-    """Raise RecipeError for numbers of conditioning frames that the model does not support, or if no frame remains to
-    predict."""
+    """Raise RecipeError if the model does not support these numbers of conditioning frames.
+
+    Also raises RecipeError if no frame would remain to be predicted.
+    """
     low, high = recipe.algorithm.conditioning_frame_range
     unknown = sorted(set(range(low, high + 1)) - set(model.conditioning_frame_counts))
     if unknown:

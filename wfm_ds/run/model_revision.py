@@ -1,4 +1,4 @@
-"""Commit of a Hub model: resolved once, stored in the run's recipe, downloaded by one process per machine."""
+"""Commit of a model on the Hub: resolved once, stored in the run's recipe, downloaded by one process per machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 def pin_commit(recipe: Recipe, *, overwrite: bool = False) -> Recipe:
-    """Return the recipe with a commit in model.revision: that of the continued run, else the branch's or tag's current
-    one. Recipes with local models are returned unchanged.
+    """Return the recipe with a commit in model.revision. A recipe with a local model is returned unchanged.
 
-    overwrite: ignore an existing run. Raises ModelError if the Hub cannot resolve the revision, and the errors of
-    reading the run's recipe.
+    If the recipe continues a run, the commit is the one of that run, else the current one of the branch or tag.
+    overwrite: ignore an existing run. Raises ModelError if the Hub cannot resolve the revision, and RecipeError or
+    StorageError if the recipe of the existing run cannot be read.
     """
     path, revision = recipe.model.path, recipe.model.revision
     if not hub.is_repo_id(path) or hub.is_commit(revision):
@@ -40,7 +40,7 @@ def set_revision(recipe: Recipe, revision: str | None) -> Recipe:
 
 
 def find_previous_commit(recipe: Recipe) -> str | None:
-    """Return the commit stored by the run that this recipe continues, or None."""
+    """Return the commit in the recipe of the run that this recipe continues, or None."""
     for place in iterate_recipe_locations(recipe):
         _, other = layout.read_run_recipe(place)
         if other is not None and other.model.path == recipe.model.path and hub.is_commit(other.model.revision):
@@ -49,8 +49,10 @@ def find_previous_commit(recipe: Recipe) -> str | None:
 
 
 def iterate_recipe_locations(recipe: Recipe) -> Iterator[str]:
-    """Yield the folders and addresses that may contain the recipe: first of this run, then of the run it starts
-    from."""
+    """Yield the folders and addresses that may contain an earlier recipe.
+
+    The locations of this run come first, then the checkpoint that it starts from.
+    """
     yield str(recipe.run.output_dir)
     if recipe.checkpoint.storage is not None:
         yield recipe.checkpoint.storage
@@ -59,15 +61,15 @@ def iterate_recipe_locations(recipe: Recipe) -> Iterator[str]:
 
 
 def agree_on_commit(recipe: Recipe, world: World, *, overwrite: bool) -> Recipe:
-    """Run pin_commit on rank 0 and return its result on all ranks. Collective."""
+    """Call `pin_commit` on rank 0, and return the resulting recipe on all ranks. Collective."""
     revision = world.run_checked(lambda: pin_commit(recipe, overwrite=overwrite).model.revision, on="main")
     return set_revision(recipe, world.broadcast(revision))
 
 
 def fetch_model(recipe: Recipe, world: World) -> None:
-    """Download a Hub model to the cache of each machine, with one process per machine. Collective.
+    """Download a model from the Hub to the cache of each machine, by one process per machine. Collective.
 
-    The other ranks wait without a timeout. A ModelError on any rank is raised on all ranks.
+    The other ranks wait without a timeout. If any rank raises ModelError, all ranks raise it.
     """
     model = recipe.model
     if not world.broadcast(hub.is_repo_id(model.path)):  # rank 0 decides: a local folder may exist only on its machine
@@ -77,7 +79,7 @@ def fetch_model(recipe: Recipe, world: World) -> None:
 
 
 def locate_model(recipe: Recipe) -> Path:
-    """Return the folder of a model, downloading only what is needed to find its commit. Raises ModelError."""
+    """Return the folder of a model, downloading only the files needed to determine its commit. Raises ModelError."""
     model = recipe.model
     if recipe.algorithm.trains_language:
         return language_folders.locate_language_model(model.path, model.revision)

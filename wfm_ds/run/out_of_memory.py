@@ -1,7 +1,7 @@
-"""Explain a failed allocation: the phase, the memory in use, and the recipe keys to change.
+"""Explain a failed memory allocation: the phase, the memory in use, and the recipe keys to change.
 
-The user can fix it with recipe keys, so it is a UserError. No checkpoint is saved then: the device has no free memory,
-and the previous checkpoint is complete.
+The error is a UserError, because the user can fix it with recipe keys. No checkpoint is saved after it, because the
+device has no free memory. The previous checkpoint remains usable.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class OutOfMemory(UserError):
 def explain_out_of_memory(
     device: torch.device, advice: Callable[[str], Sequence[str]], phase: Callable[[], str | None]
 ) -> Iterator[None]:
-    """Convert failed allocations of the block to OutOfMemory with an explanation.
+    """Convert failed allocations in the block to OutOfMemory, with an explanation.
 
-    phase: returns the phase in which the error occurred, or None. advice: returns the keys to change for a phase (or
-    ""), best first.
+    phase: function that returns the phase in which the error occurred, or None.
+    advice: function that returns the keys to change, best first, for a phase or "".
     """
     try:
         yield
@@ -53,7 +53,7 @@ def out_of_memory_message(error: BaseException, device: torch.device, phase: str
 
 
 def describe_memory_usage(device: torch.device) -> str:
-    """Describe the peak of this process, the device's memory, and its use by others."""
+    """Describe the peak memory of this process, the memory of the device, and how much of it other processes use."""
     if device.type != "cuda":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -1,4 +1,4 @@
-"""Output folder of a run: lock, start position of the run, and removal with --overwrite."""
+"""Output folder of a run: its lock, the start of the run, and removal with --overwrite."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ MAY_CHANGE = (
     *("rollout.spawn", "rollout.devices", "rollout.bind", "rollout.keys", "rollout.policy_folder", "rollout.in_flight"),
     *("rollout.worker_timeout_s", "rollout.timeout_s"),
 )
-# They determine the training samples.
+# These keys determine the training samples.
 MAY_NOT_CHANGE = ("validation.path", "validation.holdout")
 NUM_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """Start of a run: from step 0, from a checkpoint, or not at all because it has finished."""
+    """Starting point of a run: step 0, a checkpoint, or none because the run has finished."""
 
     checkpoint: str | None = None  # folder or s3:// address to continue from
     step: int = 0  # last completed step
@@ -72,17 +72,22 @@ class RunStart:
 
     @property
     def is_new(self) -> bool:
-        """Whether this is the first attempt at this run."""
+        """Whether no earlier attempt at this run exists."""
         return self.checkpoint is None and not self.is_restart
 
 
 def find_run_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> RunStart:
-    """Determine the start from recipe.run.resume and the contents of folder and storage. Changes nothing.
+    """Return the starting point of the run, given run.resume and the contents of its folder and storage. Read-only.
 
-    overwrite: folder and storage will be cleared.
-    Raises RecipeError if the folder cannot be written; if folder or storage contain a run that must not or cannot be
-    continued (different recipe or global batch, only damaged checkpoints) or third-party files with names of a run's
-    files; or if run.resume is not a checkpoint. Raises StorageError if the storage does not reply.
+    overwrite: treat folder and storage as empty, because they will be cleared.
+
+    Raises RecipeError if
+    * the folder cannot be written;
+    * run.resume is not a checkpoint;
+    * folder or storage contain a run that cannot continue (different recipe or global batch, all checkpoints damaged);
+    * folder or storage contain files that do not belong to a run but have names of a run's files.
+
+    Raises StorageError if the storage does not reply.
     """
     folder, resume, storage = recipe.run.output_dir, recipe.run.resume, recipe.checkpoint.storage
     require_usable_folder(folder)
@@ -124,8 +129,10 @@ def suggest_fix(place: RunContents) -> str:
 
 
 def require_restartable(held: Sequence[RunContents], done: int | None) -> None:
-    """Raise RecipeError if a run without a complete checkpoint must not restart from step 0: it has finished, or a
-    damaged checkpoint could be repaired."""
+    """Raise RecipeError if a run without a complete checkpoint must not restart from step 0.
+
+    This is the case if it has finished, or if a damaged checkpoint could be repaired.
+    """
     if done is not None:
         raise RecipeError(
             f"{held[0].key} contains a run that finished at step {done} without a checkpoint (checkpoint.every was 0): "
@@ -140,7 +147,7 @@ def require_restartable(held: Sequence[RunContents], done: int | None) -> None:
 
 
 def new_run_start(recipe: Recipe, world_size: int) -> RunStart:
-    """Return the start of a new run: step 0, or a checkpoint of another run."""
+    """Return the RunStart of a new run: step 0, or a checkpoint of another run."""
     resume = recipe.run.resume
     if resume in ("auto", "never"):
         return RunStart()
@@ -156,7 +163,7 @@ def new_run_start(recipe: Recipe, world_size: int) -> RunStart:
 
 
 def require_unused_names(place: RunContents) -> None:
-    """Raise RecipeError if files that belong to no run have names of a run's files."""
+    """Raise RecipeError if files that do not belong to a run have names of a run's files."""
     if place.unrecorded:
         raise RecipeError(
             f"{place.key} contains {', '.join(place.unrecorded)}, which belong to no run: move them, or set "
@@ -165,7 +172,7 @@ def require_unused_names(place: RunContents) -> None:
 
 
 def require_recorded_files(place: str, unrecorded: Collection[str]) -> None:
-    """Raise RecipeError if --overwrite would delete files that no run has recorded as its own."""
+    """Raise RecipeError if --overwrite would delete files that are not in the record file of a run."""
     if unrecorded:
         raise RecipeError(
             f"{place} contains {', '.join(unrecorded)}, which {RECORD_FILE} does not list, so --overwrite does "
@@ -175,7 +182,10 @@ def require_recorded_files(place: str, unrecorded: Collection[str]) -> None:
 
 
 def require_other_run(recipe: Recipe) -> None:
-    """Raise RecipeError if run.resume is a checkpoint of this run, which continues from its newest one anyway."""
+    """Raise RecipeError if run.resume is a checkpoint of this run.
+
+    A run continues from its newest checkpoint anyway.
+    """
     resume, folder, storage = recipe.run.resume, recipe.run.output_dir, recipe.checkpoint.storage
     if resume in ("auto", "never"):
         return
@@ -192,7 +202,10 @@ def require_other_run(recipe: Recipe) -> None:
 
 
 def require_same_recipe(recipe: Recipe, path: str, other: Recipe | None, hint: str) -> None:
-    """Raise RecipeError unless `other`, read from `path`, describes the same run."""
+    """Raise RecipeError if the recipe `other`, read from `path`, is missing or belongs to a different run.
+
+    hint: how to fix it, for the message.
+    """
     if other is None:
         raise RecipeError(f"{path} is missing, so that run cannot be continued: {hint}")
     differing = list_recipe_changes(other, recipe)
@@ -205,7 +218,10 @@ def require_same_recipe(recipe: Recipe, path: str, other: Recipe | None, hint: s
 
 
 def list_recipe_changes(there: Recipe, here: Recipe) -> list[str]:
-    """Return `key: OLD there, NEW here` for each difference that prevents continuing the run."""
+    """Return `key: OLD there, NEW here` for each difference that prevents the run from being continued.
+
+    there: recipe of the existing run. here: new recipe.
+    """
     old, new = flatten_keys(there.model_dump(mode="json")), flatten_keys(here.model_dump(mode="json"))
     # With buckets, all samples of a micro-batch have one size, so its size affects their order.
     decides_order = here.data.buckets is not None and not here.is_rl
@@ -218,9 +234,12 @@ def list_recipe_changes(there: Recipe, here: Recipe) -> list[str]:
 
 
 def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError if the global batch differs from the checkpoint's, since it determines the next samples.
+    """Raise RecipeError if the global batch size differs from that of the checkpoint `found`.
 
-    In SFT of several experts the number of micro-batches must also match: it determines which expert trains when.
+    It determines the next samples.
+
+    For SFT of several experts, the number of micro-batches must match too, because it determines which expert is
+    trained when.
     """
     derived = derive_run_sizes(recipe, world_size)
     here, there = derived.samples_per_step, found.metadata["samples_per_step"]
@@ -240,16 +259,17 @@ def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe
 
 
 def claim_folder(folder: Path) -> None:
-    """Record that files with a run's names in this folder belong to a run, before the first is written.
+    """Write the record file, which declares that files with a run's names in this folder belong to a run.
 
-    The caller holds the lock, and find_run_start found no third-party files.
+    Call it before the first of these files is written, with the folder locked, after find_run_start has found no
+    third-party files.
     """
     with explain_write_errors(folder):
         atomic.write_text(folder / RECORD_FILE, layout.format_record(layout.RUN_NAMES))
 
 
 def open_output_folder(recipe: Recipe, start: RunStart) -> None:
-    """Write the resolved recipe to the folder, and truncate its metrics to `start`."""
+    """Write the resolved recipe to the folder, and truncate its metrics to the step of `start`."""
     folder = recipe.run.output_dir
     with explain_write_errors(folder):
         # The recipe is written first: it identifies the other files.
@@ -261,7 +281,7 @@ def open_output_folder(recipe: Recipe, start: RunStart) -> None:
 
 
 def archive_attempt(folder: Path) -> None:
-    """Move the metrics of an attempt that ended before its first checkpoint to `earlier/N`, if there are any."""
+    """If an attempt ended before its first checkpoint, move its metrics to the subfolder `earlier/N`."""
     metrics = folder / METRICS_FILE
     if not metrics.exists() or metrics.stat().st_size == 0:
         return
@@ -270,21 +290,24 @@ def archive_attempt(folder: Path) -> None:
     number = 1 + max((int(entry.name) for entry in root.iterdir() if entry.name.isdecimal()), default=0)
     archive = root / str(number)
     archive.mkdir()
-    for name in (TENSORBOARD, RESULT_FILE, METRICS_FILE):  # metrics last: as long as they exist, the move is repeated
+    for name in (TENSORBOARD, RESULT_FILE, METRICS_FILE):  # metrics last: if interrupted, the move is repeated
         if (folder / name).exists():
             (folder / name).rename(archive / name)
     log.info("restarting from step 0; metrics of the earlier attempt without a checkpoint: %s", archive)
 
 
 def clear_run(folder: Path, *, keep: Collection[str] = ()) -> None:
-    """Remove the files listed in the folder's record, except `keep`. The caller holds the lock."""
+    """Remove the files listed in the folder's record file, except those named in `keep`.
+
+    The caller has locked the folder.
+    """
     listed = layout.read_folder_record(folder)
     for name in listed.difference(keep).intersection(RUN_FOLDERS):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in listed.difference(keep).intersection(RUN_FILES):
         (folder / name).unlink(missing_ok=True)
     page = folder / layout.PAGE
-    if layout.PAGE in listed and page.is_file() and is_run_page(page):  # it may be a third-party file
+    if layout.PAGE in listed and page.is_file() and is_run_page(page):  # else it is a third-party file
         page.unlink()
     remaining = [name for name in listed if (folder / name).exists()]
     if remaining:
@@ -295,7 +318,7 @@ def clear_run(folder: Path, *, keep: Collection[str] = ()) -> None:
 
 @contextlib.contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Convert an OSError of the block, such as a full disk or read-only folder, to a UserError."""
+    """Convert an OSError of the block to UserError, for example if the disk is full or the folder is read-only."""
     try:
         yield
     except OSError as error:
@@ -306,9 +329,9 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Create the folder and lock it against other runs. The lock is released when the process ends.
+    """Create the folder and lock it, so that no other run can use it. The lock is released when the process ends.
 
-    Raises RecipeError if another run has the lock, UserError if the folder cannot be written.
+    Raises RecipeError if another run has locked the folder, and UserError if the folder cannot be written.
     """
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""result.json: the outcome of a run. Written last, by rank 0; without it the run has not ended."""
+"""result.json: the outcome of a run. Rank 0 writes it last. As long as it does not exist, the run is unfinished."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wfm_ds.storage import atomic
 from wfm_ds.storage.atomic import finite_or_none
 
 STATUSES = ("finished", "preempted", "failed")
-"""Completed all steps; stopped on request after saving; ended by an error."""
+"""In this order: all steps are complete; the run was stopped on request after saving; an error ended the run."""
 
 
 def write_result(
@@ -27,11 +27,12 @@ def write_result(
     message: str = "",
     storage: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `output_dir/result.json` and return its path. The file is complete or absent.
+    """Write `output_dir/result.json` atomically and return its path.
 
-    step: last completed step. metrics: last values by tag; non-finite ones become null. artifacts: paths of the run's
-    output by kind. started: with time zone. message: reason of a failure. storage: state of the copies, as JSON.
-    Raises ValueError for an unknown status, OSError if the folder cannot be written.
+    step: last completed step. metrics: last value of each tag; non-finite values become null.
+    artifacts: {kind: path} of the run's output. started: start time with time zone.
+    message: reason of a failure. storage: state of the copies in S3, as JSON.
+    Raises ValueError for an unknown status, and OSError if the folder cannot be written.
     """
     if status not in STATUSES:
         raise ValueError(f"status {status!r} is not one of {', '.join(STATUSES)}")
@@ -58,7 +59,7 @@ def _format_time(moment: datetime.datetime) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """Outcome of a training loop. `preempted`: stopped on request after a step."""
+    """Outcome of a training loop. With status `preempted` the run was stopped on request after a step."""
 
     status: Literal["finished", "preempted"]
     step: int

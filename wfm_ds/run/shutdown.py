@@ -1,11 +1,11 @@
 """Shutdown of a run, as nested contexts.
 
     with watch_ranks(world) as shutdown:                  errors reach the other ranks and become an exit code
-        with shutdown.use_recorder(discard_new_run(...)): a failure before the first step restores the folder
-            with record_run(shutdown, ...) as record:     result.json states the last step and the error
+        with shutdown.use_recorder(discard_new_run(...)): a failure before the first step clears a new run's folder
+            with record_run(shutdown, ...) as record:     result.json contains the last step and the error
 
-A failure is recorded once, on rank 0, by the innermost context. This happens in the main thread or, if that hangs, in
-the heartbeat thread.
+A failure is recorded only once, on rank 0, by the innermost context. This happens in the main thread or, if that hangs,
+in the heartbeat thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SINGLE_RANK_ERROR = "error: "  # prefix of a UserError that only one rank has, a
 
 
 class RunProgress(Protocol):
-    """Progress of a run, provided by its training loop."""
+    """Progress of a run. A training loop provides these attributes."""
 
     step: int  # last completed step
     metrics: Mapping[str, float]  # of that step
@@ -50,20 +50,20 @@ class RunExports(Protocol):
 
     @property
     def artifacts(self) -> Mapping[str, str]:
-        """Paths by kind."""
+        """The exported paths as {kind: path}."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorCause:
-    """The error that ended a run, as agreed by the ranks."""
+    """The error that ended a run. All ranks have agreed that it is the cause."""
 
     message: str
     is_reported_here: bool  # this rank reports it
 
 
 class RunShutdown:
-    """Error handling of a run across its ranks."""
+    """Handles errors of a run across its ranks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -71,12 +71,12 @@ class RunShutdown:
         self.exit_code = 1  # exit code if an error ends the run
         self.heartbeat: Heartbeat | None = None  # for several ranks
         self._cause: ErrorCause | None = None
-        self._recorders: list[Callable[[str], None]] = []  # of the entered contexts, innermost last
+        self._recorders: list[Callable[[str], None]] = []  # recorders of the active contexts, innermost last
         self._record_lock, self._is_recorded = threading.Lock(), False
 
     @contextmanager
     def use_recorder(self, record: Callable[[str], None]) -> Iterator[None]:
-        """Call `record(message)` on rank 0 if the block fails, instead of the recorders of outer contexts."""
+        """If the block fails, call `record(message)` on rank 0. Recorders of outer contexts are not called."""
         self._recorders.append(record)
         try:
             yield
@@ -87,13 +87,16 @@ class RunShutdown:
             self._recorders.pop()
 
     def agree_on_cause(self, error: Exception) -> ErrorCause:
-        """Report this error to the other ranks, once, and return the agreed cause."""
+        """Report the error to the other ranks and return the cause that the ranks agree on.
+
+        Further calls return the same cause.
+        """
         if self._cause is None:
             self._cause = self._find_cause(error)
         return self._cause
 
     def handle_fault(self, text: str) -> None:
-        """Log and record the fault of any rank. The heartbeat thread calls it if the main thread hangs."""
+        """Log and record the fault of a rank. If the main thread hangs, the heartbeat thread calls this."""
         from wfm_ds.program import USER_ERROR_CODE
 
         if f" failed: {SINGLE_RANK_ERROR}" in text:
@@ -138,16 +141,17 @@ class RunShutdown:
 
 
 def is_shared_error(error: Exception, world: World) -> bool:
-    """Return whether all ranks have this error, so that collectives still work."""
+    """Return whether all ranks have raised this error. If so, collectives still work."""
     return isinstance(error, (RunError, UserError)) and (error.agreed or world.size == 1)
 
 
 @contextmanager
 def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
-    """Share errors of the block between the ranks. Collective.
+    """Share errors that the block raises between the ranks. Collective.
 
-    Reported errors (UserError, RunError, errors of other ranks) become SystemExit with the run's exit code. Unexpected
-    errors of this rank propagate. stuck_s: end the run after this many seconds without progress on any rank.
+    UserError, RunError and errors of other ranks become SystemExit with the run's exit code. Unexpected errors of this
+    rank are raised unchanged.
+    stuck_s: end the run if no rank makes progress for this many seconds.
     """
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.heartbeat import start_heartbeat
@@ -176,8 +180,10 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
 
 
 def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
-    """Return a recorder for failures before the first step. It clears the folder of a new run, so that the corrected
-    recipe can start."""
+    """Return a recorder for failures before the first step.
+
+    It clears the folder of a new run, so that the run can start again with a corrected recipe.
+    """
 
     def record(message: str) -> None:
         from wfm_ds.run.layout import REWARD, ROLLOUT
@@ -190,7 +196,7 @@ def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
 
 
 class ResultRecorder:
-    """Writes result.json once the loop has started. Exists on every rank; rank 0 writes."""
+    """Writes result.json after the training loop has started. Exists on every rank, but only rank 0 writes."""
 
     def __init__(
         self, recipe: Recipe, ending: RunShutdown, mirror: Mirror | None, loop: RunProgress, exporter: RunExports
@@ -200,7 +206,10 @@ class ResultRecorder:
         self._copies: StorageCopies | None = None  # set after waiting for them
 
     def record_outcome(self, outcome: RunOutcome) -> StorageCopies | None:
-        """Wait for the copies of a successful run and write result.json. Collective."""
+        """Wait until a successful run is copied to the storage, then write result.json. Collective.
+
+        Returns the state of the copies, None without checkpoint.storage.
+        """
         self.wait_for_copies()
         if self._ending.world.is_main:
             try:
@@ -213,14 +222,14 @@ class ResultRecorder:
         return self._copies
 
     def record_failure(self, message: str) -> None:
-        """Write result.json with the last step and the error, on rank 0."""
+        """Write result.json with the last step and the error. Called only on rank 0."""
         try:
             self._write_result("failed", self._loop.step, self._loop.metrics, message)
         except OSError as error:  # the disk may be full
             log.error("result.json cannot be written: %s", error.strerror)
 
     def wait_for_copies(self) -> None:
-        """Wait until the storage has all files, or stops accepting data. Collective."""
+        """Wait until the storage has all files, or accepts no more data. Collective."""
         from wfm_ds.run.storage_copies import finish_copies
 
         self._copies = finish_copies(self._recipe, self._ending.world, self._mirror)
@@ -256,7 +265,7 @@ class ResultRecorder:
 def record_run(
     ending: RunShutdown, recipe: Recipe, mirror: Mirror | None, loop: RunProgress, exporter: RunExports
 ) -> Iterator[ResultRecorder]:
-    """Record a failure of the block in result.json. If all ranks have the error, wait for the copies first."""
+    """Record a failure of the block in result.json. If all ranks have raised the error, wait for the copies first."""
     record = ResultRecorder(recipe, ending, mirror, loop, exporter)
     with ending.use_recorder(record.record_failure):
         try:

@@ -1,4 +1,4 @@
-"""Collective operations on `checkpoint.storage`: start from its checkpoints, and wait for copies at the end."""
+"""Collective operations on `checkpoint.storage`: start from a checkpoint in it, and wait for copies at the end."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageCopies:
-    """State of a run's copies at its end, for result.json."""
+    """State of a run's copies in the storage when the run ends, for result.json."""
 
     address: str
     missing: list[str]  # names in the run folder that are missing or outdated in the storage
     reason: str  # last error; empty if uploads only stalled
 
     def missing_message(self, folder: Path) -> str:
-        """Return the message about missing files."""
+        """Return the error message about the files that are missing in the storage."""
         names = ", ".join(self.missing[:NUM_SHOWN])
         more = f" and {len(self.missing) - NUM_SHOWN} more" if len(self.missing) > NUM_SHOWN else ""
         why = f" ({self.reason})" if self.reason else ""
@@ -49,13 +49,16 @@ class StorageCopies:
 
 
 def require_writable_storage(recipe: Recipe) -> None:
-    """Raise StorageError if checkpoint.storage cannot be written."""
+    """Raise StorageError if checkpoint.storage is set and cannot be written."""
     if recipe.checkpoint.storage is not None:
         transfer.require_writable(recipe.checkpoint.storage)
 
 
 def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
-    """Return the mirror on rank 0, not yet started. None on other ranks and without checkpoint.storage."""
+    """Return a new Mirror, which is not started yet.
+
+    Returns None on ranks other than 0 and without checkpoint.storage.
+    """
     settings = recipe.checkpoint
     if settings.storage is None or not world.is_main:
         return None
@@ -65,7 +68,9 @@ def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
 def open_run_folder(
     recipe: Recipe, world: World, mirror: Mirror | None, start: RunStart, *, overwrite: bool
 ) -> RunStart:
-    """Prepare the locked folder, and return the start with its checkpoint on this machine. Collective.
+    """Prepare the output folder, which is locked.
+
+    Returns `start` with the path of its checkpoint on this machine. Collective.
 
     overwrite: remove the existing run first. Raises UserError.
     """
@@ -86,7 +91,7 @@ def open_run_folder(
 
 
 def fetch_start_checkpoint(recipe: Recipe, world: World, mirror: Mirror | None, start: RunStart) -> RunStart:
-    """Download the checkpoint of a start, if it is remote, and return the start with its path. Collective.
+    """If the checkpoint of `start` is in S3, download it. Returns `start` with the local path. Collective.
 
     Raises StorageError.
     """
@@ -107,14 +112,16 @@ def fetch_start_checkpoint(recipe: Recipe, world: World, mirror: Mirror | None, 
 
 
 def discard_fetched_checkpoint(recipe: Recipe, world: World) -> None:
-    """Remove the downloaded checkpoint of another run after all ranks have loaded it."""
+    """Remove the downloaded checkpoint of another run. Call it after all ranks have loaded it."""
     if world.is_main:
         shutil.rmtree(recipe.run.output_dir / FETCHED, ignore_errors=True)
 
 
 def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> StorageCopies | None:
-    """Wait for the copies and return their state, or None without checkpoint.storage. Collective; identical on every
-    rank."""
+    """Wait for the copies and return their state, or None without checkpoint.storage.
+
+    Collective. Identical on every rank.
+    """
     settings, root = recipe.checkpoint, recipe.run.output_dir / CHECKPOINTS
     if settings.storage is None:
         return None
@@ -138,9 +145,10 @@ def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> Storag
 
 
 def send_missing_copies(recipe: Recipe, world: World, done: int) -> StorageCopies | None:
-    """Upload the missing files of a run that finished at step `done`. Collective.
+    """Upload the files of a run that finished at step `done`, as far as they are missing in the storage. Collective.
 
-    Does nothing if the folder is not on this machine or the storage is newer. Raises StorageError and RecipeError.
+    Does nothing if the folder is not on this machine or the storage has a newer state. Raises StorageError and
+    RecipeError.
     """
     folder = recipe.run.output_dir
     if recipe.checkpoint.storage is None or not world.broadcast((folder / RESULT_FILE).exists()):
@@ -169,7 +177,10 @@ def _write_copies(folder: Path, copies: StorageCopies) -> None:
 
 
 def _is_folder_outdated(folder: Path, mirror: Mirror, done: int) -> bool:
-    """Return whether another machine has continued the run beyond this folder. Raises StorageError and RecipeError."""
+    """Return whether the run was continued on another machine, so that the storage is newer than this folder.
+
+    Raises StorageError and RecipeError.
+    """
     newer = mirror.newer_step()
     if newer is None and layout.read_folder_contents(folder).finished_step == done:
         return False
@@ -179,7 +190,7 @@ def _is_folder_outdated(folder: Path, mirror: Mirror, done: int) -> bool:
 
 
 def send_result(mirror: Mirror, copies: StorageCopies) -> StorageCopies:
-    """Upload result.json if all other files are uploaded, and return the state of the copies."""
+    """Upload result.json if all other files are uploaded. Returns the new state of the copies."""
     if copies.missing:
         return copies
     try:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from wfm_ds.types import ConditioningFrames
 
 PredictVelocity: TypeAlias = Callable[[Tensor, float], Tensor]
-"""Predict the velocity eps - x0, float32, of latents [B, ...] at one noise level; guided if the rollout is guided."""
+"""Function that predicts the velocity eps - x0 of latents [B, ...] at one noise level, float32, guided if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
-    """One stochastic denoising step of B samples. float32, detached."""
+    """One stochastic denoising step of B samples. Tensors are float32 and detached."""
 
     index: int  # step index in the plan
     latents: Tensor  # [B, ...] before the step
@@ -46,7 +46,7 @@ class Trajectory:
 
 
 class SamplingPlan(Protocol):
-    """How a rollout is sampled: solver, noise-level grid, stochastic steps, stored steps. Fixed before it starts."""
+    """How to sample a rollout: solver, noise levels, stochastic steps, stored steps. Fixed before the rollout."""
 
     @property
     def stored_steps(self) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class SamplingPlan(Protocol):
 
     @property
     def keep_states(self) -> bool:
-        """Return whether only the denoiser input latents of a step are stored."""
+        """Return whether a stored step consists only of the denoiser input latents."""
 
     def denoise(
         self,
@@ -67,22 +67,22 @@ class SamplingPlan(Protocol):
         seeds: Sequence[int],
         conditioning_frames: ConditioningFrames | None = None,
     ) -> Trajectory:
-        """Denoise [B,C,h,w] or [B,C,T,h,w] float32 noise.
+        """Denoise float32 noise [B,C,h,w] or [B,C,T,h,w].
 
-        All further noise depends only on each sample's seed. The host never synchronizes with the device between the
-        first and the last forward pass. `predict` receives the
-        conditioning frames too.
+        predict: function that predicts the velocity; it must use the same conditioning frames. seeds: one per sample.
+        They determine all further noise. The host never synchronizes with the device between the first and the last
+        forward pass.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowPlan:
-    """A sampling plan of N steps on the flow-matching grid. Created by sampling/plan.py."""
+    """A sampling plan of N steps in flow-matching coordinates. Created by sampling/plan.py."""
 
     steps: tuple[SolverStep, ...]
     table: Tensor  # [N,5] float64 on the CPU, from wfm_kernels.sde_coefficients
     noisy_steps: tuple[int, ...] = ()  # indices of the steps that add noise
-    stored_steps: tuple[int, ...] = ()  # subset of these stored for training
+    stored_steps: tuple[int, ...] = ()  # subset of `noisy_steps` that is stored for training
     keep_means: bool = False
     keep_states: ClassVar[bool] = False
 
@@ -97,7 +97,7 @@ class FlowPlan:
         """See SamplingPlan.denoise.
 
         seeds: [B] in [0, 2**63). Conditioning frames keep their latents: they are never noised and do not count in
-        log-probabilities. Raises ValueError if the noise has a wrong shape or dtype.
+        log-probabilities. Raises ValueError if the noise has the wrong shape or dtype.
         """
         if noise.ndim not in (4, 5) or noise.dtype != torch.float32:
             raise ValueError(f"noise must be [B,C,h,w] or [B,C,T,h,w] float32, got {list(noise.shape)} {noise.dtype}")
@@ -139,5 +139,5 @@ class FlowPlan:
 
 
 def step_noise_seeds(seeds: Sequence[int], step: int) -> Tensor:
-    """Return the noise seeds of these samples at this step, [B] int64 on the CPU (wfm_kernels noise contract)."""
+    """Return the seed of each sample's noise at this step, [B] int64 on the CPU (wfm_kernels noise contract)."""
     return torch.tensor([derive_seed(seed, "sde_noise", step) for seed in seeds], dtype=torch.int64)

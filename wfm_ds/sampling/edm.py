@@ -30,14 +30,17 @@ INITIAL_CHURN = -1  # step index used for the noise added to the initial state
 
 
 def karras_levels(num_steps: int) -> list[float]:
-    """Return the levels S_0 = 200 > ... > S_N = 0.01, evenly spaced in S^(1/7) (arXiv 2206.00364, eq. 5)."""
+    """Return the noise levels S_0 = 200 > ... > S_N = 0.01, evenly spaced in S^(1/7) (arXiv 2206.00364, eq. 5)."""
     high, low = HIGHEST_LEVEL ** (1 / RHO), LOWEST_LEVEL ** (1 / RHO)
     return [(high + i / num_steps * (low - high)) ** RHO for i in range(num_steps + 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
-    """Noise added before each step with a level in (min_level, max_level): multiplies the level by 1 + relative."""
+    """Noise that is added before each step with a noise level in (min_level, max_level).
+
+    It multiplies the noise level by 1 + relative.
+    """
 
     relative: float
     min_level: float = 0.0
@@ -46,7 +49,10 @@ class Churn:
 
     @classmethod
     def from_settings(cls, num_steps: int, *, s_churn: float, s_t_min: float, s_t_max: float, s_noise: float) -> Churn:
-        """Return the churn of a rollout of N steps: relative increase min(s_churn / (N + 1), sqrt(1.2) - 1)."""
+        """Return the churn of an N-step rollout.
+
+        It raises noise levels by the fraction min(s_churn / (N + 1), sqrt(1.2) - 1).
+        """
         return cls(
             relative=min(s_churn / (num_steps + 1), MAX_CHURN),
             min_level=s_t_min,
@@ -64,9 +70,11 @@ class Churn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdmStep:
-    """One step from the raised level S^ to the next raised level. D is the x0 prediction at S^, D' the previous one.
+    """One step from the raised noise level S^ to the next raised noise level.
 
-    mu = state_coef*X^ + clean_coef*D + previous_clean_coef*D'          next X^ = mu + std*z,  z ~ N(0, 1)
+        mu = state_coef*X^ + clean_coef*D + previous_clean_coef*D'          next X^ = mu + std*z,  z ~ N(0, 1)
+
+    X^ is the state at S^, D the x0 prediction there, and D' the x0 prediction of the previous step.
     """
 
     level: float  # S^
@@ -98,7 +106,7 @@ class EdmPlan:
     keep_states: ClassVar[bool] = True
 
     def trainable_steps(self) -> list[int]:
-        """Return the stochastic steps. Never contains the last step."""
+        """Return the indices of the stochastic steps. They never include the last step."""
         return [k for k, step in enumerate(self.steps) if step.std > 0]
 
     @torch.no_grad()
@@ -109,11 +117,11 @@ class EdmPlan:
         seeds: Sequence[int],
         conditioning_frames: ConditioningFrames | None = None,
     ) -> Trajectory:
-        """See SamplingPlan.denoise. Runs N + 1 predictions and returns the x0 prediction at the last level.
+        """See SamplingPlan.denoise. Runs N + 1 predictions and returns the x0 prediction at the last noise level.
 
         The noise of step k is `step_noise` of each sample's seed (in [0, 2**63)). `conditioning_frames` is not used:
-        the denoiser inserts them into its input, and its x0 prediction there equals them. Raises ValueError if the
-        noise has a wrong shape or dtype.
+        the denoiser inserts them into its input, and its x0 prediction equals them on these frames. Raises ValueError
+        if the noise has the wrong shape or dtype.
         """
         require_latents(noise=noise)
         noisy = [k for k in (INITIAL_CHURN, *range(len(self.steps))) if self._noise_std(k) > 0]
@@ -142,7 +150,7 @@ class EdmPlan:
 
 
 def predict_x0(predict: PredictVelocity, state: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """Return the flow-matching latents of an EDM state and the x0 prediction there."""
+    """Return the flow-matching latents of an EDM state, and the x0 prediction at these latents."""
     latents, sigma = state / (1 + level), level / (1 + level)
     return latents, latents - sigma * predict(latents, sigma)
 
@@ -155,8 +163,8 @@ def step_noise(seeds: Sequence[int], step: int, like: Tensor) -> Tensor:
 def make_edm_plan(solver: str, num_steps: int, churn: Churn, *, stored_steps: Sequence[int] = ()) -> EdmPlan:
     """Return an N-step plan with `edm_2ab` (two-step Adams-Bashforth in ln S, the RES multistep solver) or `edm_euler`.
 
-    Coefficients are float64 on the host. Raises ValueError for another solver, for N < 1, and if the churn is so large
-    that levels do not decrease from step to step.
+    Coefficients are float64 on the host. Raises ValueError for an unknown solver, for N < 1, and if the churn is so
+    large that noise levels do not decrease from step to step.
     """
     if solver not in EDM_SOLVERS or num_steps < 1:
         raise ValueError(f"EDM solver {solver!r} with {num_steps} steps: use {' or '.join(EDM_SOLVERS)} and at least 1")

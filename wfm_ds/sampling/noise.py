@@ -1,7 +1,7 @@
 """Noise that depends only on each sample's seed, and noisy latents.
 
-Initial noise equals what diffusers draws from the same seed on the CPU. All other noise is drawn on the device of the
-latents, following the noise contract of wfm_kernels.
+Initial noise equals the noise that diffusers draws from the same seed on the CPU. All other noise is drawn on the
+device of the latents, following the noise contract of wfm_kernels.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from wfm_kernels import flow_noise
 def draw_cpu_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
     """Return standard normal noise [B, *shape], float32 on `device`. Sample i depends only on seeds[i] and shape.
 
-    seeds: in [0, 2**63). torch's CPU generator uses only the low 32 bits: seeds with equal low bits give equal noise.
+    The noise is drawn on the CPU, exactly as a diffusers pipeline with a float32 denoiser does with the generators
+    `[torch.Generator("cpu").manual_seed(s) for s in seeds]`. Batch size and device do not change it.
 
-    Drawn on the CPU, exactly as a diffusers pipeline with a float32 denoiser does with the generators
-    `[torch.Generator("cpu").manual_seed(s) for s in seeds]`. Batch size and device do not change the noise.
+    seeds: in [0, 2**63). torch's CPU generator uses only the low 32 bits: seeds with equal low bits give equal noise.
     Raises ValueError if `seeds` is empty.
     """
     if not seeds:
@@ -38,7 +38,8 @@ def draw_cpu_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.
 def draw_device_normal(seeds: Tensor, like: Tensor) -> Tensor:
     """Return standard normal noise like `like` [B, ...] (shape, dtype, device). Sample i depends only on seeds[i].
 
-    seeds: [B] int64 on that device. Drawn there without host synchronization (wfm_kernels noise contract).
+    seeds: [B] int64 on the device of `like`. The noise is drawn on that device without host synchronization
+    (wfm_kernels noise contract).
     """
     return flow_noise(like, torch.zeros(len(like), dtype=like.dtype, device=like.device), seeds=seeds)[1].to(like.dtype)
 

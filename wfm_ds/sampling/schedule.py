@@ -1,4 +1,7 @@
-"""Timestep shift and solver coefficients, in float64 on the host. The model family's scheduler provides the grid."""
+"""Timestep shift and solver coefficients, in float64 on the host.
+
+The noise levels themselves are defined by the scheduler of the model family.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,11 @@ class SolverStep:
 
         x' = x + (s'-s)*v + correction*(x0_hat - previous x0_hat)
 
-    Euler steps have correction = 0. Equal to the DPM-Solver++ form x' = (s'/s)*x + (1-s'/s)*x0_hat + correction*(...),
-    but accurate in float32 when s' is close to s.
+    Euler steps have correction = 0. The formula equals the DPM-Solver++ form
+
+        x' = (s'/s)*x + (1-s'/s)*x0_hat + correction*(x0_hat - previous x0_hat)
+
+    but is accurate in float32 when s' is close to s.
     """
 
     sigma: float
@@ -42,12 +48,12 @@ class SolverStep:
 
 
 def solver_steps(solver: str, sigmas: Tensor) -> list[SolverStep]:
-    """Return the N steps of `solver` on the grid `sigmas`: [N+1] float64 on the CPU, descending from at most 1 to 0.
+    """Return the N steps of `solver` on the noise levels `sigmas`.
 
-    `ode` is Euler. `dpm2` is DPM-Solver++ 2M (arXiv 2211.01095, midpoint form) for flow matching. Its steps are second
-    order except the following Euler steps: step 0, the last step, step 1 if the grid starts at 1, and steps more than
-    MAX_STEP_GROWTH times as long as the previous one.
-    Raises ValueError for any other grid or solver.
+    sigmas: [N+1] float64 on the CPU, descending from at most 1 to 0. `ode` is Euler. `dpm2` is DPM-Solver++ 2M (arXiv
+    2211.01095, midpoint form) for flow matching. Its steps are second order, with these exceptions, which are Euler
+    steps: step 0, the last step, step 1 if the first noise level is 1, and steps more than MAX_STEP_GROWTH times as
+    long as the previous one. Raises ValueError for an unknown solver and for other noise levels.
     """
     grid = _validate_grid(sigmas)
     corrections = [0.0] * (len(grid) - 1)
@@ -73,7 +79,7 @@ def _validate_grid(sigmas: Tensor) -> list[float]:
 
 
 def _second_order_weight(before: float, now: float, after: float) -> float:
-    """Return the weight of x0_hat(now) - x0_hat(before) in the step from `now` to `after`."""
+    """Return the weight of x0_hat(now) - x0_hat(before) in the step from noise level `now` to `after`."""
     h = _half_log_snr(after) - _half_log_snr(now)
     h_before = _half_log_snr(now) - _half_log_snr(before)  # inf if before = 1: the weight is then 0
     return 0.0 if h > MAX_STEP_GROWTH * h_before else (1 - after / now) * h / (2 * h_before)

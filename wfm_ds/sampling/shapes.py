@@ -17,7 +17,10 @@ ALLOWED_DTYPES = (torch.float32, torch.float64)
 
 
 def require_latents(**latents: Tensor) -> None:
-    """Raise ValueError unless all are [B,C,h,w] or [B,C,T,h,w], of one shape, and all float32 (or all float64)."""
+    """Raise ValueError unless all tensors are latents of equal shape, and all float32 or all float64.
+
+    Latents are [B,C,h,w] or [B,C,T,h,w].
+    """
     first = next(iter(latents.values()))
     for name, tensor in latents.items():
         if tensor.ndim not in (4, 5) or tensor.numel() == 0:

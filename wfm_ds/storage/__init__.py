@@ -1,1 +1,1 @@
-"""Local files and S3 objects, written atomically and verified. Independent of training."""
+"""Local files and S3 objects: written atomically and verified. Independent of training."""

@@ -1,4 +1,4 @@
-"""Atomic files and folders: written under a temporary name, flushed to disk, then renamed."""
+"""Atomic writing of files and folders: write under a temporary name, flush to disk, then rename."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pathlib import Path
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or folder to disk. Call it before a rename, so that the new name never has incomplete content."""
+    """Flush a file or folder to disk.
+
+    Call it before renaming, so that the new name never refers to incomplete content.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -22,10 +25,11 @@ def sync_to_disk(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield an empty temporary file in the folder of `path`. It replaces `path` if the block raises no exception.
+    """Yield the path of an empty temporary file. The file replaces `path` unless the block raises an exception.
 
-    Concurrent writers use different temporary files; the last one wins. The file gets the default mode, even if the
-    writer creates it readable by its owner only (safetensors). Raises OSError.
+    It is in the same folder as `path`. Concurrent writers use different temporary files; the last one wins. The file
+    gets the default permissions, even if the writer creates it with access only for its owner (safetensors does).
+    Raises OSError.
     """
     part = path.with_name(f".{secrets.token_hex(8)}.part")
     part.touch(exist_ok=False)
@@ -42,19 +46,24 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file by this UTF-8 text. Readers see the old or the new text, never a mix. Raises OSError."""
+    """Write `text` to the file in UTF-8, atomically.
+
+    Readers see the old or the new text, never a mix. Raises OSError.
+    """
     with new_file(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder. It is renamed to `final` if the block raises no exception.
+    """Yield the path of an empty temporary folder.
 
-    An existing folder `final` is replaced. First cleans up after a killed writer: restores the folder it was replacing
-    and removes its temporary folder. Raises OSError.
+    The folder is renamed to `final` unless the block raises an exception.
+
+    An existing folder `final` is replaced. If an earlier writer was killed, its temporary folder is removed first, and
+    the folder that it was replacing is restored. Raises OSError.
     """
-    making = final.with_name(f".{final.name}.wfm-tmp")  # names that users do not give to folders
+    making = final.with_name(f".{final.name}.wfm-tmp")  # users do not give such names to folders
     replaced = final.with_name(f".{final.name}.wfm-old")
     if replaced.exists() and not final.exists():
         replaced.rename(final)

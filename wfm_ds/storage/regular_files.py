@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 
 def open_regular(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError, also for a pipe, a socket, a device or a folder."""
+    """Open a regular file for reading. Raises OSError, also if it is a pipe, a socket, a device or a folder."""
     # Without O_NONBLOCK, opening a pipe waits for a writer. The flag has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

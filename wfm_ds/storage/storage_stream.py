@@ -11,7 +11,7 @@ BUFFER_BYTES = 256 * 1024  # per request; enough for the headers of most images
 
 
 class StorageStream(io.RawIOBase):
-    """Unbuffered stream over an address. Creating and reading it raise FileNotFoundError and StorageError."""
+    """Unbuffered stream over a path or s3:// address. Opening and reading raise FileNotFoundError and StorageError."""
 
     def __init__(self, address: str) -> None:
         self._address, self._position = address, 0

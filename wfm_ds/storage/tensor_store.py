@@ -1,4 +1,4 @@
-"""Cache of tensors on disk, keyed by their inputs: one safetensors file per entry, written atomically."""
+"""Cache of tensors on disk, keyed by everything they depend on. One safetensors file per entry, written atomically."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TensorKey = Mapping[str, Any]
 
 
 class TensorStore:
-    """Tensors shared by any number of runs and ranks, which may write the same entry concurrently.
+    """Cache of tensors. Any number of runs and ranks may share it and write the same entry concurrently.
 
-    The file name is a hash of the key, so it never contains user text. The file also stores the key: files with another
-    key, and damaged files, are treated as absent.
+    The file name is a hash of the key, so it never contains user text. The file also stores the key. Damaged files and
+    files that store a different key are treated as absent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,7 @@ class TensorStore:
         return self._tensor_names(key) is not None
 
     def read(self, key: TensorKey) -> dict[str, Tensor] | None:
-        """Return the tensors of this key on the CPU, None if absent."""
+        """Return the tensors of this key on the CPU, None if there is no entry."""
         names = self._tensor_names(key)
         if names is None:
             return None
@@ -55,7 +55,7 @@ class TensorStore:
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
     def _tensor_names(self, key: TensorKey) -> list[str] | None:
-        """Return the names of an entry's tensors, None if it is absent."""
+        """Return the names of an entry's tensors, None if there is no entry."""
         try:
             with safe_open(self._entry_path(key), framework="pt") as file:
                 if (file.metadata() or {}).get("key") == canonical_json(key):

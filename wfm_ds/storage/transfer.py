@@ -1,8 +1,8 @@
 """Upload and download whole files to and from S3, with verification.
 
-After an upload, the size and the ETag (MD5) reported by the storage must match the data read locally. Each request also
-has a Content-MD5, so S3 rejects data that changed in transit. With KMS encryption the ETag is not an MD5, and
-Content-MD5 is the only check.
+After an upload, the size and the ETag (MD5) that the storage reports must match the data read locally. Each request
+also contains a Content-MD5, so S3 rejects data that changed in transit. With KMS encryption the ETag is not an MD5, and
+only Content-MD5 protects the data.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PART_BYTES = 32 << 20  # per request; up to NUM_CONNECTIONS parts are in memory
 MAX_PARTS = 10_000  # per file, limit of S3
 NUM_CONNECTIONS = 4
 KEYS_PER_PAGE = 1000  # per list request, limit of S3
-NUM_TRIES = 3  # per request; low, because callers retry later and need early errors
+NUM_TRIES = 3  # per request; low, because callers need errors early and retry later
 MD5_TAG = re.compile(r'"?([0-9a-f]{32}(-[0-9]+)?)"?')
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 ProgressCallback = Callable[[int], None]
-"""Called with the number of bytes of each transferred part. An exception in it aborts the transfer."""
+"""Function that is called with the number of bytes of each transferred part. If it raises, the transfer is aborted."""
 
 
 def ignore_progress(num_bytes: int) -> None:
@@ -42,10 +42,10 @@ def ignore_progress(num_bytes: int) -> None:
 def upload_file(
     path: Path, address: str, *, size: int | None = None, on_progress: ProgressCallback = ignore_progress
 ) -> str:
-    """Upload the file, or its first `size` bytes, to an s3:// address, and return the SHA-256 of these bytes.
+    """Upload a file, or its first `size` bytes, to an s3:// address. Returns the SHA-256 of the uploaded bytes.
 
-    An existing object is replaced atomically at the end. Raises OSError if the file cannot be read, StorageError if the
-    storage fails, denies access, or reports other data than was sent.
+    An existing object is replaced atomically at the end. Raises OSError if the file cannot be read. Raises StorageError
+    if the storage fails, denies access, or reports a different size or MD5 than that of the file.
     """
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
@@ -71,7 +71,7 @@ def put_object(content: bytes, address: str) -> None:
 
 
 def copy_object(source: str, address: str, size: int) -> None:
-    """Copy an object of this size on the server. Raises StorageError."""
+    """Copy an object of `size` bytes within S3, without downloading it. Raises StorageError."""
     target = _S3Object(address)
     with _convert_write_errors(address):
         target.fs.cp_file(_S3Object(source).path, target.path)
@@ -83,8 +83,8 @@ def download_file(
 ) -> None:
     """Download an object to a file, atomically.
 
-    Raises OSError if the file cannot be written, StorageError if the object is missing, the storage fails, or size or
-    SHA-256 do not match.
+    Raises OSError if the file cannot be written. Raises StorageError if the object is missing, the storage fails, or
+    the size or SHA-256 does not match.
     """
     digest = hashlib.sha256()
     offsets = range(0, size, PART_BYTES)
@@ -101,7 +101,10 @@ def download_file(
 
 
 def list_objects(address: str) -> dict[str, int]:
-    """Return {name relative to the address: size} of all objects under the address. Raises StorageError."""
+    """Return {name: size} of all objects whose address starts with `address` and a slash. Raises StorageError.
+
+    Names are relative to `address`.
+    """
     target = _S3Object(address)
     sizes: dict[str, int] = {}
     page: dict[str, Any] = {}
@@ -135,7 +138,7 @@ def remove_objects(addresses: Iterable[str]) -> None:
 
 
 def require_writable(address: str) -> None:
-    """Check write access: write an object under the address, read it back, and remove it. Raises StorageError."""
+    """Check that an object with this address prefix can be written, read back and removed. Raises StorageError."""
     probe, content = f"{address}/.wfm_ds-{secrets.token_hex(8)}", b"may be removed\n"
     put_object(content, probe)
     if _read_range(probe, 0, len(content)) != content:
@@ -151,7 +154,10 @@ def _convert_write_errors(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _convert_missing_bucket(address: str) -> Iterator[None]:
-    """Convert FileNotFoundError in the block to StorageError: it can only mean a missing bucket or upload."""
+    """Convert FileNotFoundError of the block to StorageError.
+
+    The error means that the bucket or the upload is missing.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -166,7 +172,7 @@ def _read_range(address: str, offset: int, size: int) -> bytes:
 
 
 class _S3Object:
-    """An object in S3 and requests for it."""
+    """An object in S3, with the requests that write it."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -179,14 +185,17 @@ class _S3Object:
         return response
 
     def put(self, content: bytes) -> str:
-        """Upload the object in one request and return its expected ETag, the MD5 of the content."""
+        """Upload the object in one request and return the expected ETag, which is the MD5 of the content."""
         md5 = hashlib.md5(content, usedforsecurity=False)
         with _convert_write_errors(self.address):
             self.call("put_object", Body=content, ContentMD5=_base64_text(md5.digest()))
         return md5.hexdigest()
 
     def put_parts(self, parts: Iterable[bytes], on_progress: ProgressCallback) -> str:
-        """Upload the object in parts and return its expected ETag: the MD5 of all part MD5s, and their number."""
+        """Upload the object in parts and return the expected ETag.
+
+        The ETag consists of the MD5 of the MD5s of all parts, and the number of parts.
+        """
         with _convert_write_errors(self.address):
             upload_id = self.call("create_multipart_upload")["UploadId"]
         try:
@@ -218,7 +227,7 @@ class _S3Object:
         return response["ETag"], md5, len(content)
 
     def verify_upload(self, size: int, tag: str | None) -> None:
-        """Raise StorageError if the storage reports another size or MD5 than was sent."""
+        """Raise StorageError unless the storage reports this size and, if it can be compared, this ETag."""
         with _convert_write_errors(self.address):
             response = self.call("head_object")
         if int(response["ContentLength"]) != size:
@@ -236,7 +245,7 @@ def _base64_text(digest: bytes) -> str:
 
 
 def _read_parts(path: Path, file: IO[bytes], size: int, part_bytes: int) -> Iterator[bytes]:
-    """Yield the first `size` bytes in parts; one empty part if size is 0."""
+    """Yield the first `size` bytes of a file in parts. If size is 0, yield one empty part."""
     remaining = size
     while True:
         content = file.read(min(part_bytes, remaining))
@@ -255,7 +264,10 @@ def _hash_parts(parts: Iterable[bytes], update: Callable[[bytes], None]) -> Iter
 
 
 def _map_concurrently(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield work(item) in order, computed by NUM_CONNECTIONS threads. Reads at most that many items ahead."""
+    """Yield work(item) for all items, in order, computed by NUM_CONNECTIONS threads.
+
+    At most NUM_CONNECTIONS items are read ahead.
+    """
     running: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(NUM_CONNECTIONS, thread_name_prefix="storage") as pool:
         for item in items:

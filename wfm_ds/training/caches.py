@@ -1,4 +1,4 @@
-"""Disk caches of text embeddings and latents, and the texts that a run will encode."""
+"""Disk caches of text embeddings and latents, and the list of texts that a run encodes."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class CaptionEmbeddingFile:
 
 
 def open_text_cache(recipe: Recipe, model: DiffusionModel, data: TrainingData, *, in_memory: bool = False) -> TextCache:
-    """Open the text cache: on disk (models/text_store.py), or in memory if set by the recipe or `in_memory`."""
+    """Open the text cache on disk (models/text_store.py), or in memory if the recipe or `in_memory` selects it."""
     files = {s.prompt.text: CaptionEmbeddingFile(s.embedding) for s in all_samples(data) if s.embedding}
     return TextCache(model, store=None if in_memory else create_text_store(recipe, model), precomputed=files)
 
 
 def open_latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | None:
-    """Open the latent cache; None without data.cache_latents."""
+    """Open the latent cache. Returns None unless data.cache_latents is set."""
     if not recipe.data.cache_latents:
         return None
     assert recipe.data.cache_dir is not None  # checked by the recipe
@@ -81,7 +81,7 @@ def open_latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | No
 
 
 def collect_run_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> list[Text]:
-    """Return every text that the run will encode, without duplicates."""
+    """Return all texts that the run will encode, without duplicates."""
     validation_prompts = data.validation_prompts[: recipe.validation.num_prompts]
     prompts = [*rollout_prompts(recipe, data), *validation_prompts]
     by_size = defaultdict[ImageSize, list[Text]](list)
@@ -102,7 +102,10 @@ def collect_run_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData)
 def group_samples_by_size(
     recipe: Recipe, model: DiffusionModel, data: TrainingData
 ) -> Mapping[ImageSize, Sequence[Sample]]:
-    """Group the samples by the image size of their bucket. One group if captions do not depend on the size."""
+    """Group the samples by the image size of their bucket.
+
+    Returns a single group if the model's caption format does not contain the image size.
+    """
     buckets, samples = build_buckets(recipe, model), all_samples(data)
     if len({model.format_prompt("", *size, recipe.sampling.num_frames) for size in buckets.sizes}) == 1:
         return {buckets.sizes[0]: samples}
@@ -113,10 +116,10 @@ def group_samples_by_size(
 
 
 def rollout_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
-    """Return the prompts that an RL run can draw, without duplicates.
+    """Return the prompts that an RL run may draw, without duplicates.
 
-    These are all prompts if rewards influence the choice, or if the data has images or videos (unreadable ones are
-    replaced by others).
+    Returns all prompts if rewards influence which prompts are drawn, or if the data has images or videos: a sample with
+    an unreadable file is replaced by another sample.
     """
     depends_on_rewards = recipe.data.choose == "reward_std" or (recipe.is_rl and recipe.rl.rollout.max_refills > 0)
     if not data.prompts or data.samples or depends_on_rewards:
@@ -131,7 +134,7 @@ def all_samples(data: TrainingData) -> list[Sample]:
 
 
 def drop_unused_encoders(model: DiffusionModel, texts: TextCache, needed: Iterable[Text]) -> bool:
-    """Free the text encoders if the cache has all these texts. Returns whether it has."""
+    """Free the text encoders if all `needed` texts are cached. Returns whether they were freed."""
     for text in needed:
         LIVENESS.record_progress()  # one file access per text, slow on network storage
         if not texts.is_stored(text):
@@ -141,7 +144,7 @@ def drop_unused_encoders(model: DiffusionModel, texts: TextCache, needed: Iterab
 
 
 class CacheFiller:
-    """Fills the disk caches of a recipe with one rank's shard of the texts and latents."""
+    """Writes one rank's shard of a recipe's text embeddings and latents to the disk caches."""
 
     def __init__(self, recipe: Recipe, model: DiffusionModel, data: TrainingData, rank: int, world_size: int) -> None:
         self._recipe, self._model = recipe, model
@@ -153,10 +156,10 @@ class CacheFiller:
         self._max_bad = recipe.data.max_bad_fraction * sum(len(sample.all_media) for sample in all_samples(data))
 
     def fill_caches(self, *, show_progress: bool) -> dict[str, int]:
-        """Write missing entries. Returns the number of `new`, `kept` (already cached) and `bad` (unreadable) entries.
+        """Write the missing entries.
 
-        show_progress: display a progress bar. Raises DataError if more than data.max_bad_fraction of the files are
-        unreadable.
+        Returns the number of `new`, `kept` (already cached) and `bad` (unreadable) entries. show_progress: display a
+        progress bar. Raises DataError if more than data.max_bad_fraction of the files are unreadable.
         """
         self._counts = Counter(new=0, kept=0, bad=0)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -175,7 +178,10 @@ class CacheFiller:
         self._counts["new" if new else "kept"] += 1
 
     def _fill_latents(self, samples: Sequence[Sample], cache: LatentCache) -> None:
-        """Decode in parallel, encode one by one: the last bits of a latent depend on the batch it is encoded in."""
+        """Write the latents of these samples, if missing.
+
+        Files are decoded in parallel but encoded one by one, because the last bits of a latent depend on the batch.
+        """
 
         def load_pixels(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
             framing = self._buckets.choose_framing(sample.media)

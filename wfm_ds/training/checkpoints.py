@@ -1,4 +1,7 @@
-"""When checkpoints are saved, and how a run resumes. store.py manages the folders, state.py their content."""
+"""Saves checkpoints on schedule and resumes runs.
+
+checkpoint/store.py manages the checkpoint folders. checkpoint/rank_state.py defines their content.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,19 @@ log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
-    """A training loop, as seen by its checkpoints."""
+    """The methods of a training loop that save and restore its state."""
 
     step: int  # the last completed step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON state needed to resume, except the engine's. Identical on every rank. Collective."""
+        """Return the state that a resumed run needs, as JSON, without the engine's state.
+
+        Identical on every rank. Collective.
+        """
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore a state returned by `state_dict`."""
         ...
 
 
@@ -41,7 +47,7 @@ class Checkpoints:
         self._saving: CheckpointSave | None = None
 
     def restore_run(self, loop: Resumable, source: Path) -> None:
-        """Restore engine and loop from this checkpoint. Call before the first step."""
+        """Restore the engine and `loop` from checkpoint folder `source`. Call before the first step."""
         checkpoint = store.read_checkpoint(source)
         assert checkpoint is not None, "it was complete a moment ago"
         loop.load_state_dict(restore_state(self.job.engine, source, checkpoint.world_size))
@@ -55,10 +61,10 @@ class Checkpoints:
         return self._saving is not None and not self._saving.is_share_written()
 
     def after_step(self, loop: Resumable, flags: StepFlags) -> None:
-        """Save if scheduled by the recipe or requested by SIGUSR1.
+        """Save a checkpoint if the recipe schedules one for this step or if SIGUSR1 has requested one.
 
         Call after the metrics of the step are written, because the checkpoint includes them. Blocks only until the
-        state is on the host. A thread writes it to disk, and a later step completes the checkpoint.
+        state is copied to host memory. A thread then writes it to disk, and a later call completes the checkpoint.
         """
         if not flags.writing:
             self.wait_for_save()
@@ -68,7 +74,7 @@ class Checkpoints:
             self._start_save(loop)
 
     def save_at_stop(self, loop: Resumable) -> None:
-        """Save regardless of the interval, and wait until the checkpoint is complete."""
+        """Save a checkpoint of the last step, unless it is already saved, and wait until it is complete."""
         if self._last_saved_step != loop.step:
             self._start_save(loop)
         self.wait_for_save()

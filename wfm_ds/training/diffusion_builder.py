@@ -85,7 +85,7 @@ def build_diffusion_engine(
 ) -> DenoiserEngine:
     """Wrap the model's denoiser in an engine. All later forward passes go through the engine.
 
-    adapter_tensors: initial values of the adapter.
+    policies: names of the weight copies to keep. adapter_tensors: initial LoRA tensors by name; None for new ones.
     """
     mark_frozen_layers(model, recipe)
     engine = DenoiserEngine.build(
@@ -115,7 +115,10 @@ def build_job(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> Job:
-    """Build engine, caches and monitor. `resources` closes the monitor. Collective."""
+    """Build engine, caches and monitor. Collective.
+
+    resources: ExitStack that closes the monitor.
+    """
     derived = derive_run_sizes(recipe, world.size)
     world.run_checked(lambda: mark_frozen_layers(model, recipe))
     texts = precompute_texts(
@@ -155,9 +158,9 @@ def build_job(
 def prepare_diffusion_run(
     recipe: Recipe, world: World, stop: StopFlag, oom_advice: OomAdvice
 ) -> Callable[[RunStart, Mirror | None, ExitStack], DiffusionLoop]:
-    """Check the recipe and load data and model, before anything is written. Collective.
+    """Check the recipe and load data and model. Writes nothing. Collective.
 
-    Returns `build_diffusion_loop` with all arguments except the last three.
+    Returns a function that calls `build_diffusion_loop` and takes its last three arguments: start, mirror, resources.
     """
     log.info("reading data %s", recipe.data.path)
     data = read_on_main(world, lambda: check_and_load_data(recipe, world.size))
@@ -187,7 +190,10 @@ def build_diffusion_loop(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> DiffusionLoop:
-    """Build the recipe's training loop. `resources` closes what it opens. Collective."""
+    """Build the recipe's training loop. Collective.
+
+    resources: ExitStack that closes everything opened here.
+    """
     algorithm = make_rl_algorithm(recipe, model)
     endpoint = resources.enter_context(provide_reward_endpoint(recipe, world))  # rewards load while the engine is built
     job = build_job(recipe, world, stop, model, data, start, mirror, resources)
@@ -199,7 +205,10 @@ def build_diffusion_loop(
 
 @contextlib.contextmanager
 def provide_reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
-    """Yield the address of the reward service on every rank: the recipe's, or one that rank 0 starts and stops."""
+    """Yield the address of the reward service on every rank, or None if the recipe has no rewards.
+
+    If the recipe does not set the address, rank 0 starts a service here and stops it at the end.
+    """
     reward = recipe.all_reward_settings
     if reward is None or reward.endpoint is not None:
         yield reward.endpoint if reward else None
@@ -213,7 +222,7 @@ def provide_reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None
 
 
 def make_rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
-    """Build the RL algorithm on the rollout grid; None for supervised training."""
+    """Build the RL algorithm for the recipe's rollout noise levels. Returns None for supervised training."""
     return build_rl_algorithm(recipe, model.rollout_sigmas(recipe.sampling), model) if recipe.is_rl else None
 
 
@@ -294,7 +303,7 @@ def connect_reward_client(
 
 
 def connect_held_out_client(job: Job, endpoint: str | None, resources: contextlib.ExitStack) -> RewardClient | None:
-    """Connect to the held-out rewards; None if the recipe has none."""
+    """Connect to the held-out rewards. Returns None if the recipe has none."""
     judging = job.recipe.held_out_reward_settings
     if judging is None:
         return None
@@ -303,7 +312,7 @@ def connect_held_out_client(job: Job, endpoint: str | None, resources: contextli
 
 
 def build_group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
-    """Build the source of rollout groups: from the data's images and videos, or from prompts."""
+    """Build the source of rollout groups, either from captioned images and videos or from prompts."""
     recipe, seed = job.recipe, job.recipe.run.seed
     num_groups = recipe.rl.rollout.prompts_per_step
     if not data.samples and recipe.data.choose == "reward_std":

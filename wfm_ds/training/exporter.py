@@ -1,4 +1,4 @@
-"""When weights are exported and pushed to the Hub. checkpoint/export.py writes the files."""
+"""Exports weights on schedule and pushes them to the Hub. checkpoint/export.py writes the files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Exporter:
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """Return the latest export of the run by kind, for result.json."""
+        """Return {kind: path} of the run's latest export, for result.json. Empty before the first export."""
         return (
             {"lora" if self.job.engine.uses_lora else self.job.artifact_kind: str(self._last_export[1])}
             if self._last_export

@@ -1,9 +1,14 @@
 """Predict the number of denoiser forward passes of a recipe (the metrics `perf/forwards_*`) without running it.
 
-Counts are per rank, equal on all ranks (the ranks of a replica run each forward pass together), and exact while every
-optimizer step is applied. Two cases can add forward passes. With two experts a micro-batch holds terms of one expert,
-so an update may run one more per purpose, and one more of `policy` for separate data forwards. With `data.buckets`
-the validation loss runs one more per additional size. Purposes are named as in `CountingForward.counts`.
+Counts are per rank. They are equal on all ranks, because the ranks of a replica run each forward pass together. They
+are exact if no optimizer step is skipped, with two exceptions:
+
+With two experts, each micro-batch has loss terms of only one expert. An optimizer step may then run one more forward
+pass per purpose, and one more for `policy` if data samples have their own forward passes.
+
+With `data.buckets`, the validation loss runs one more forward pass per additional image size.
+
+Forward passes are counted by purpose, such as `rollout` or `policy`. `CountingForward.counts` uses the same names.
 """
 
 from __future__ import annotations
@@ -29,11 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardCount:
-    """Number of forward passes of one purpose."""
+    """Number of forward passes for one purpose, such as `rollout`."""
 
     calls: int
     samples: int  # total over all calls
-    without_adapters: int = 0  # samples with adapters disabled: reference policy of a LoRA run
+    without_adapters: int = 0  # samples predicted with adapters disabled: reference policy of a LoRA run
 
     def __add__(self, other: ForwardCount) -> ForwardCount:
         return ForwardCount(
@@ -45,16 +50,16 @@ class ForwardCount:
 
 NO_FORWARDS = ForwardCount(0, 0)
 IsGuided = Callable[[float], bool]
-"""Return whether predictions at a noise level use guidance, which adds an unconditional pass."""
+"""Function that returns whether predictions at a noise level use guidance, which adds an unconditional pass."""
 
 
 def count_batched_forwards(samples: int, batch: int, num_passes: int = 1) -> ForwardCount:
-    """Count `num_passes` passes over the samples in batches of this size."""
+    """Count the forward passes for `samples` samples in batches of size `batch`, with `num_passes` passes per batch."""
     return ForwardCount(num_passes * math.ceil(samples / batch), num_passes * samples)
 
 
 def sum_forwards(*parts: Mapping[str, ForwardCount]) -> dict[str, ForwardCount]:
-    """Sum the counts by purpose. Purposes without calls are omitted."""
+    """Sum counts by purpose. Purposes without forward passes are omitted."""
     sums = {
         purpose: sum((p.get(purpose, NO_FORWARDS) for p in parts), NO_FORWARDS) for part in parts for purpose in part
     }
@@ -62,7 +67,7 @@ def sum_forwards(*parts: Mapping[str, ForwardCount]) -> dict[str, ForwardCount]:
 
 
 def count_sft_step(recipe: Recipe, derived: RunSizes) -> dict[str, ForwardCount]:
-    """Count one optimizer step of a supervised algorithm."""
+    """Count the forward passes of one optimizer step of supervised training."""
     settings = recipe.supervised_settings
     calls = math.ceil(derived.samples_per_rank / recipe.engine.micro_batch_size)
     count = ForwardCount(calls, derived.samples_per_rank * settings.items_per_sample)
@@ -78,14 +83,17 @@ def count_rl_step(
     guided: IsGuided | None = None,
     exploration_sigmas: Sequence[float] | None = None,
 ) -> dict[str, ForwardCount]:
-    """Count RL step `step` (from 1): the rollout, unless other processes run it, and the predictions of every update.
+    """Count the forward passes of RL step `step` (starting at 1).
 
-    guided: needed if only some noise levels use guidance; the fraction of guided training terms is then assumed to
-    equal that of the rollout. exploration_sigmas: noise levels of the candidates of sampling.explore.
+    Includes the predictions of every optimizer step, and the rollout unless rollout workers generate it.
 
-    The actual count is lower if samples or terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
-    higher if groups are refilled. best_of_n is assumed to select the same fraction of every update. This is exact if
-    each rank holds whole groups and trains them in one update.
+    guided: function that returns whether predictions at a noise level use guidance; required if only some levels do.
+    Training terms are assumed to use guidance as often as the rollout. exploration_sigmas: noise levels at which
+    candidates of sampling.explore are denoised.
+
+    The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
+    higher if groups are refilled. best_of_n is assumed to select the same fraction of samples in every optimizer step.
+    This is exact if each rank holds whole groups and trains them in one optimizer step.
     """
     policy, sigmas = algorithm.rollout_policy, denoiser_sigmas(algorithm.plan(step))
     num_guided = sum(map(guided or guidance_predicate(recipe), sigmas))
@@ -128,7 +136,10 @@ def count_rl_step(
 
 
 def equal_policies(algorithm: RlAlgorithm, derived: RunSizes, step: int) -> set[str]:
-    """Return policies equal to the trained one at the start of RL step `step`. Their forward passes are skipped."""
+    """Return the names of the policies that equal the trained policy at the start of RL step `step`.
+
+    Their forward passes are skipped.
+    """
     if step == 1:
         return {algorithm.rollout_policy}
     decays = algorithm.policy_decays(step - 1, (step - 1) * derived.updates_per_step)
@@ -136,14 +147,14 @@ def equal_policies(algorithm: RlAlgorithm, derived: RunSizes, step: int) -> set[
 
 
 def terms_per_update(recipe: Recipe, derived: RunSizes) -> int:
-    """Return the number of terms of one optimizer step on one rank."""
+    """Return the number of loss terms of one optimizer step on one rank."""
     algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
     num_selected = algorithm.best_of_n or rollout.group_size
     return math.ceil(derived.terms_per_rank * num_selected / rollout.group_size)
 
 
 def denoiser_sigmas(plan: SamplingPlan) -> list[float]:
-    """Return the noise levels at which this plan calls the denoiser. Runs the plan on a single number."""
+    """Return the noise levels at which this plan calls the denoiser. Runs the plan on one-element latents."""
     sigmas: list[float] = []
 
     def record_sigma(latents: Tensor, sigma: float) -> Tensor:
@@ -155,7 +166,10 @@ def denoiser_sigmas(plan: SamplingPlan) -> list[float]:
 
 
 def num_grouped_calls(sizes: Iterable[int], max_terms: int) -> int:
-    """Count the forward passes of reference predictions: micro-batches share one up to `max_terms` terms."""
+    """Count the forward passes of reference predictions.
+
+    Consecutive micro-batches share a forward pass of at most `max_terms` loss terms. sizes: loss terms per micro-batch.
+    """
     calls, remaining = 0, 0
     for size in sizes:
         if size > remaining:
@@ -165,7 +179,7 @@ def num_grouped_calls(sizes: Iterable[int], max_terms: int) -> int:
 
 
 def policy_forwards(policy: str, forwards: ForwardCount) -> ForwardCount:
-    """Return the count for this policy: `ref` runs without adapters."""
+    """Return `forwards` as run by this policy: `ref` runs all samples without adapters."""
     return dataclasses.replace(forwards, without_adapters=forwards.samples) if policy == "ref" else forwards
 
 
@@ -179,10 +193,13 @@ def count_evaluation(
     rollout_sigmas: Sequence[float] = (),
     guided: IsGuided | None = None,
 ) -> dict[str, ForwardCount]:
-    """Count one evaluation: sampling, and in supervised training the validation loss on `num_images` images or pairs.
+    """Count the forward passes of one evaluation.
 
-    guided_steps: number of sampling.eval_steps with guidance, if only some have it. rollout_sigmas: noise levels of a
-    rollout, if validation.rollout_correlation samples rollouts too. guided: as in count_rl_step.
+    Includes sampling and, in supervised training, the validation loss on `num_images` images or preference pairs.
+
+    guided_steps: number of denoising steps with guidance, if not all or none of the sampling.eval_steps use it.
+    rollout_sigmas: noise levels of a rollout, if validation.rollout_correlation also samples rollouts. guided: as in
+    count_rl_step.
     """
     num_samples = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
     if not recipe.is_rl:
@@ -205,7 +222,10 @@ def count_evaluation(
 
 
 def count_validation_loss(recipe: Recipe, num_replicas: int, num_images: int) -> ForwardCount:
-    """Count the validation loss on this many held-out samples, for the evaluation weights and each reference."""
+    """Count the forward passes of the validation loss on `num_images` held-out samples.
+
+    Includes the evaluation weights and each reference policy.
+    """
     settings, size = recipe.supervised_settings, recipe.engine.max_forward_batch
     terms = math.ceil(num_images * NUM_BUCKETS / num_replicas)
     count = ForwardCount(
@@ -215,9 +235,10 @@ def count_validation_loss(recipe: Recipe, num_replicas: int, num_images: int) ->
 
 
 def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guided_steps: int) -> ForwardCount:
-    """Count the sampling of `samples` in batches of engine.max_forward_batch.
+    """Count the forward passes of sampling this number of samples in batches of engine.max_forward_batch.
 
-    Guided steps run two forward passes, or one joint pass if the doubled batch fits.
+    steps: number of denoising steps. guided_steps: number of steps that use guidance. A step with guidance runs two
+    forward passes, or one joint forward pass if the doubled batch fits.
     """
     max_joint_rows = recipe.joint_guidance_batches.get(purpose, 0)
     sizes = [len(part) for part in split_into_chunks(range(samples), recipe.engine.max_forward_batch)]
@@ -226,10 +247,13 @@ def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guide
 
 
 def guidance_predicate(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> IsGuided:
-    """Return a function that tells whether guidance is used at a noise level. expert_of: maps sigma to the expert."""
+    """Return a function that returns whether predictions at a noise level use guidance.
+
+    expert_of: function that maps a noise level to the index of its expert.
+    """
     return lambda sigma: recipe.sampling.uses_guidance(expert_of(sigma))
 
 
 def scale_forwards(forwards: ForwardCount, fraction: float) -> ForwardCount:
-    """Multiply a count by a fraction, rounded up."""
+    """Multiply the numbers of a count by a fraction and round up."""
     return ForwardCount(*(math.ceil(number * fraction) for number in dataclasses.astuple(forwards)))

@@ -34,10 +34,11 @@ def count_flops(
     *,
     checkpointing: bool = False,
 ) -> Flops:
-    """Count the FLOPs of the model's denoiser in its current state, with its adapters and requires_grad flags.
+    """Count the denoiser's FLOPs for one sample, with its current adapters and requires_grad flags.
 
-    latent_shape: of one sample, without batch dimension. conditioning: of one sample, [1, ...] each; only shapes and
-    dtypes are used. checkpointing: recompute block activations in the backward pass.
+    latent_shape: shape of the sample's latents, without batch dimension. conditioning: conditioning tensors of the
+    sample, [1, ...] each; only their shapes and dtypes are used. checkpointing: count the recomputation of block
+    activations in the backward pass.
     """
     shadow = copy.copy(model)
     shadow.denoiser = copy_to_meta(model.unwrapped_denoiser)
@@ -53,7 +54,10 @@ def count_flops(
 
 
 def flops_by_purpose(forwards: Mapping[str, ForwardCount], flops: Flops) -> dict[str, ForwardFlops]:
-    """Return the FLOPs by purpose. Only the forward passes of `policy` have a backward pass."""
+    """Return the FLOPs of these forward passes by purpose. Only `policy` includes backward passes.
+
+    flops: FLOPs for one sample.
+    """
     work = {}
     for purpose, f in forwards.items():
         with_adapters = f.samples - f.without_adapters

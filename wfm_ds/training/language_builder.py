@@ -79,15 +79,15 @@ def make_sample_reader(recipe: Recipe, model: LanguageModel) -> ConversationRead
 def prepare_language_run(
     recipe: Recipe, world: World, stop: StopFlag, oom_advice: OomAdvice
 ) -> Callable[[RunStart, Mirror | None, ExitStack], TrainingLoop]:
-    """Load and check everything before anything is written. Collective.
+    """Check the recipe and load model and data. Writes nothing. Collective.
 
-    Returns `build_language_loop` with all arguments except the last three.
+    Returns a function that calls `build_language_loop` and takes its last three arguments: start, mirror, resources.
     """
     return functools.partial(build_language_loop, recipe, world, stop, load_language_setup(recipe, world, oom_advice))
 
 
 def load_language_setup(recipe: Recipe, world: World, oom_advice: OomAdvice) -> LanguageSetup:
-    """Check settings, load the model, read the annotations and measure their lengths. Collective."""
+    """Check the settings, load the model, read the conversations and count their tokens. Collective."""
 
     def load_model() -> LanguageModel:
         check_engine_settings(recipe, world.size)
@@ -106,7 +106,7 @@ def load_language_setup(recipe: Recipe, world: World, oom_advice: OomAdvice) -> 
 
 
 def check_engine_settings(recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError for invalid engine settings, TrackerError for a tracker that is not installed."""
+    """Raise RecipeError if engine settings are invalid, and TrackerError if a tracker is not installed."""
     require_trackers(recipe)
     build_deepspeed_config(
         recipe,
@@ -126,7 +126,10 @@ def build_language_loop(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> TrainingLoop:
-    """Build the training loop. `resources` closes what it opens. Collective."""
+    """Build the training loop. Collective.
+
+    resources: ExitStack that closes everything opened here.
+    """
     model, data, settings = setup.model, setup.data, recipe.language_settings
     derived = derive_run_sizes(recipe, world.size)
     # Every packed sequence gets a blank item of each media kind in the data: the vision tower must run on all ranks.
@@ -183,7 +186,7 @@ def make_row_order(recipe: Recipe, data: LanguageData) -> PackingOrder:
 
 
 def make_row_work(recipe: Recipe, model: LanguageModel) -> SequenceWork:
-    """Create the FLOPs counter. Call before the model is sharded or gets adapters."""
+    """Create the counter of the FLOPs of packed sequences. Call before the model is sharded or gets adapters."""
     return SequenceWork(make_meta_copy(recipe, model), checkpointing=recipe.model.gradient_checkpointing)
 
 
@@ -197,7 +200,7 @@ def make_meta_copy(recipe: Recipe, model: LanguageModel) -> nn.Module:
 
 
 def lora_targets(recipe: Recipe, model: LanguageModel) -> list[str]:
-    """Return the names, or name suffixes, of the layers that get LoRA adapters."""
+    """Return the names (or endings of the names) of the layers that get LoRA adapters."""
     return (recipe.lora and recipe.lora.target_modules) or model.default_lora_targets
 
 
@@ -246,13 +249,13 @@ def check_language_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fal
 
 
 def language_summary(recipe: Recipe) -> str:
-    """Load model and data and return a one-line summary. Raises UserError."""
+    """Load model and data and return a one-line summary. Raises UserError if they cannot be used."""
     ready = load_language_setup(recipe, World.single_process(), lambda _: contextlib.nullcontext())
     return f"{ready.model.config.model_type}, {data_summary(recipe, ready.data)}"
 
 
 def data_summary(recipe: Recipe, data: LanguageData) -> str:
-    """Return the number of conversations, tokens and packed sequences (first epoch) as text."""
+    """Return the number of conversations, and of tokens and packed sequences in the first epoch, as text."""
     lengths, order = data.training.lengths, make_row_order(recipe, data)
     num_rows = next(k for k in range(len(lengths) + 1) if order.locate(k)[0] > 0)
     return (
@@ -262,7 +265,7 @@ def data_summary(recipe: Recipe, data: LanguageData) -> str:
 
 
 def matching_lora_layers(recipe: Recipe, model: LanguageModel) -> list[str]:
-    """Return the modules that match the LoRA targets."""
+    """Return the names of the modules that match the LoRA targets."""
     assert recipe.lora is not None
     targets = lora_targets(recipe, model)
     names = [name for name, _ in model.network.named_modules()]

@@ -52,7 +52,7 @@ class LanguageJob(CommonJob):
         return self.export_target
 
     def pop_work(self) -> FlopCount:
-        """Return the FLOPs of this rank's packed sequences since the last call."""
+        """Return the FLOPs of the packed sequences that this rank has processed since the last call."""
         return self.row_work.pop_work()
 
     def export_weights(self, out: Path) -> Path:
@@ -85,13 +85,15 @@ class LanguageLoop(TrainingLoop):
         weights_by_sample: bool,
         rejected: Mapping[str, int],
     ) -> None:
-        """weights_by_sample: weight conversations equally, instead of tokens. rejected: number of unusable
-        conversations by reason."""
+        """weights_by_sample: give every conversation, not every token, the same weight in the loss.
+
+        rejected: number of unusable conversations by reason.
+        """
         super().__init__(job, validator, exporter, checkpoints)
         self.source, self.weights_by_sample, self.rejected = source, weights_by_sample, rejected
 
     def wait_for_data(self, step: int) -> bool:
-        """Return True at once. Data is prefetched, and `train_step` waits for it."""
+        """Return True immediately. Data is prefetched, and `train_step` waits for it."""
         return True
 
     def train_step(self, step: int) -> StepReport:
@@ -121,7 +123,7 @@ class LanguageLoop(TrainingLoop):
     def micro_batches(self, rows: Sequence[list[ConversationSample]]) -> list[PackedSequence]:
         """Split this rank's packed sequences into micro-batches.
 
-        Conversations do not attend to each other, so the sequences of a micro-batch are concatenated.
+        The sequences of a micro-batch are concatenated, because conversations do not attend to each other.
         """
         parts = split_into_chunks(rows, self.job.recipe.engine.micro_batch_size)
         return [self.job.row_maker.pack_samples([sample for row in part for sample in row]) for part in parts]
@@ -129,7 +131,7 @@ class LanguageLoop(TrainingLoop):
     def optimize(
         self, batches: Sequence[PackedSequence], num_terms: int, sample_ids: Sequence[str]
     ) -> dict[str, float]:
-        """Run one optimizer step on this rank's batches. num_terms: loss denominator over all ranks."""
+        """Run one optimizer step on this rank's batches. num_terms: loss denominator, summed over all ranks."""
         engine = self.job.engine
         if num_terms == 0:
             result = engine.skip_step()
@@ -163,7 +165,10 @@ class LanguageLoop(TrainingLoop):
         }
 
     def extra_state(self) -> dict[str, Any]:
-        """See the base class. The packed sequences depend only on the step."""
+        """Return the state of the data source: its counts of unreadable conversations.
+
+        The position in the data is not stored, because packed sequences depend only on the step.
+        """
         return {"source": self.source.state_dict()}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -171,10 +176,10 @@ class LanguageLoop(TrainingLoop):
 
 
 class LanguageValidator:
-    """Validation loss and token accuracy on held-out conversations. Independent of step and number of ranks."""
+    """Validation loss and token accuracy on held-out conversations, the same ones at any step and number of ranks."""
 
     def __init__(self, job: LanguageJob, reader: ConversationReader, data: SizedConversations) -> None:
-        """Read this replica's shard into memory. Unreadable conversations are skipped."""
+        """Read this replica's shard of the held-out conversations into memory. Skips unreadable conversations."""
         self.job, self.last_metrics = job, dict[str, float]()
         self._evaluated_at = -1
         rows = pack_items(data.lengths, job.recipe.data.max_tokens)
@@ -187,7 +192,7 @@ class LanguageValidator:
         self._samples, self._batches = samples, list[PackedSequence]()
 
     def build_rows(self) -> None:
-        """Build the batches from the samples read. Collective."""
+        """Pack the conversations that the constructor has read into batches. Collective."""
         self._batches = [
             self.job.row_maker.pack_samples(row) for row in keep_common_samples(self.job.world, self._samples)
         ]
@@ -214,7 +219,7 @@ class LanguageValidator:
         self._evaluated_at, self.last_metrics = state["evaluated_at"], state["metrics"]
 
     def evaluate(self, step: int) -> None:
-        """Compute `val/loss` and `val/token_accuracy` of the evaluation weights: means over all labelled tokens."""
+        """Compute `val/loss` and `val/token_accuracy` of the evaluation weights, averaged over all labelled tokens."""
         job, self._evaluated_at = self.job, step
         if not job.world.any_rank(bool(self._batches)):
             return
@@ -252,7 +257,7 @@ def keep_common_samples(world: World, rows: list[list[ConversationSample]]) -> l
 
 
 def read_conversations(reader: ConversationReader, conversations: Sequence[Conversation]) -> list[ConversationSample]:
-    """Read these conversations. Ones with unreadable images or videos are logged and skipped."""
+    """Read conversations. Logs and skips conversations with unreadable images or videos."""
     samples = []
     for conversation in conversations:
         try:

@@ -1,8 +1,8 @@
-"""Memory estimate of a vision-language training run: engine memory as for all runs, plus activations.
+"""Memory estimate of a vision-language training run: the engine memory that any run has, plus activations.
 
-Activations and logits of the decoder are counted on the meta device, for packed sequences of `data.max_tokens` tokens
-with the labelled tokens and media of the largest one in the data. Activations of the vision tower are measured on the
-CPU for two small images and extrapolated linearly in the number of patches.
+Activations and logits of the decoder are counted on the meta device, for a packed sequence of `data.max_tokens` tokens.
+Its numbers of labelled tokens and of image and video tokens are the largest ones in the data. Activations of the vision
+tower are measured on the CPU for two small images and extrapolated linearly in the number of patches.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def estimate_language_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of each rank.
 
-    meta_network: the network on the meta device with its adapters and requires_grad flags. row_size: size of one
-    forward pass.
+    meta_network: the network on the meta device with its adapters and requires_grad flags. row_size: token counts of
+    one forward pass.
     """
     sums = EngineMemory(recipe, meta_network, world_size, device)
     persistent = sums.state_parts()
@@ -60,8 +60,10 @@ def estimate_language_memory(
 
 
 def largest_row_size(recipe: Recipe, data: LanguageData, order: PackingOrder) -> ConversationSize:
-    """Return an upper bound of the size of a forward pass: the maxima over the packed sequences of the first epoch,
-    times the micro-batch size."""
+    """Return upper bounds of the token counts of a forward pass.
+
+    Each count is the maximum over the packed sequences of the first epoch, times the micro-batch size.
+    """
     num_rows = next(k for k in range(len(data.training.sizes) + 1) if order.locate(k)[0] > 0)
     rows = [[data.training.sizes[i] for i in order.conversations(place)] for place in range(num_rows)]
     maxima = [max(sum(size[part] for size in row) for row in rows) for part in range(3)]
@@ -71,7 +73,10 @@ def largest_row_size(recipe: Recipe, data: LanguageData, order: PackingOrder) ->
 
 
 def decoder_bytes(recipe: Recipe, meta_network: nn.Module, row_size: ConversationSize) -> tuple[int, int]:
-    """Return the peak bytes of the layers in forward and backward pass, and of logits with losses and gradients."""
+    """Return (bytes of the layers, bytes of the logits with losses and gradients). Their sum is the peak.
+
+    The peak covers the forward and the backward pass of the decoder.
+    """
     module: Any = meta_network
     decoder, dtype = module.model.language_model, DTYPES[recipe.model.dtype]
     attention.register_attention()
@@ -110,9 +115,9 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 
 def tower_bytes(recipe: Recipe, model: LanguageModel, meta_network: nn.Module, media: int) -> int:
-    """Return the bytes of the patches of this many media tokens, plus the activations of the vision tower.
+    """Return the bytes of the patches of images and videos, plus the activations of the vision tower.
 
-    A frozen tower stores no activations.
+    media: number of image and video tokens in the decoder. A frozen tower stores no activations.
     """
     tower: Any = model.network.get_submodule("model.visual")
     trains = [p.requires_grad for p in meta_network.get_submodule("model.visual").parameters()]
@@ -144,6 +149,6 @@ def tower_bytes(recipe: Recipe, model: LanguageModel, meta_network: nn.Module, m
 
 
 def values_per_patch(model: LanguageModel) -> int:
-    """Return the number of values per patch."""
+    """Return the number of pixel values in one patch of the image processor."""
     processor = model.image_processor
     return 3 * int(processor.temporal_patch_size) * int(processor.patch_size) ** 2

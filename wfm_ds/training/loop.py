@@ -18,7 +18,10 @@ from wfm_ds.training.step_report import NonFiniteLimit, StepReport, finish_step
 
 
 class PeriodicEvaluator(Protocol):
-    """Evaluations during training (see validation.py). Every rank must call every method at the same step."""
+    """Interface for evaluations during training. Every rank must call every method at the same step.
+
+    validation.py implements it for diffusion models, language_loop.py for language models.
+    """
 
     def evaluate_at_start(self, step: int) -> None: ...
 
@@ -45,7 +48,7 @@ class TrainingLoop(ABC):
     ) -> None:
         self.job, self.validator, self.exporter, self.checkpoints = job, validator, exporter, checkpoints
         self.meter, self.nonfinite_limit = Meter(), NonFiniteLimit()
-        self.step = 0  # the last completed step, or the current one
+        self.step = 0  # the current step during a step, otherwise the last completed one
         self.metrics: Mapping[str, float] = {}  # metrics of the last completed step
 
     def run_to_end(self) -> RunOutcome:
@@ -70,7 +73,10 @@ class TrainingLoop(ABC):
         self.exporter.export_at_end(self.step)
 
     def train_steps(self) -> RunOutcome:
-        """Train to the recipe's last step, or until any rank gets a stop request; then save and return `preempted`."""
+        """Train until the recipe's last step, or until any rank gets a stop request.
+
+        Returns an outcome with status `finished`, or saves a checkpoint and returns an outcome with status `preempted`.
+        """
         job = self.job
         self.start()
         stop, is_first = job.should_stop(), True
@@ -85,7 +91,7 @@ class TrainingLoop(ABC):
         return RunOutcome("finished", self.step, self.metrics)
 
     def run_step(self) -> bool:
-        """Run the next step and everything scheduled after it. Returns True if any rank got a stop request."""
+        """Run the next step and everything scheduled after it. Returns whether any rank got a stop request."""
         self.step += 1
         report = self.train_step(self.step)
         self.validator.after_step(self.step)
@@ -96,7 +102,7 @@ class TrainingLoop(ABC):
         return agreed.stop
 
     def start(self) -> None:
-        """Run the evaluation at the start if the recipe has one, and start the progress display."""
+        """Evaluate if the recipe has an evaluation at the start, then start the progress display."""
         self.validator.evaluate_at_start(self.step)
         self.job.monitor.update_progress(self.step, samples=0)
 
@@ -109,7 +115,10 @@ class TrainingLoop(ABC):
         """Run the optimizer steps of this step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON state needed to resume, except the engine's. Identical on every rank. Collective."""
+        """Return the state that a resumed run needs, as JSON, without the engine's state.
+
+        Identical on every rank. Collective.
+        """
         return {
             "step": self.step,
             "metrics": dict(self.metrics),
@@ -119,7 +128,7 @@ class TrainingLoop(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore a state returned by `state_dict`."""
         self.step, self.metrics = state["step"], state["metrics"]
         self.nonfinite_limit.num_consecutive = state["nonfinite_in_a_row"]
         self.validator.load_state_dict(state["validator"])
@@ -127,8 +136,8 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def extra_state(self) -> dict[str, Any]:
-        """Return the subclass's part of the state. Collective."""
+        """Return the additional state of the subclass, as JSON. Collective."""
 
     @abstractmethod
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the subclass's part of the state."""
+        """Restore a state returned by `extra_state`."""

@@ -17,7 +17,7 @@ from wfm_ds.chunks import split_into_chunks
 from wfm_ds.types import ConditioningFrames
 
 TermT = TypeVar("TermT", bound=LossTerm)
-# Fraction of the free GPU memory used to cache predictions, and again to cache batches. The rest is for activations.
+# Fraction of the free GPU memory for cached predictions. Cached batches get the same fraction, activations the rest.
 GPU_BUFFER_FRACTION = 0.1
 HOST_CACHE_BYTES = 256 << 20  # bytes for cached batches if training runs on the CPU
 
@@ -32,24 +32,30 @@ class Update(Generic[TermT]):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Terms that share a forward pass, or one forward pass per part. `batch` is of the algorithm's own class."""
+    """Loss terms that are predicted together, in one forward pass or in one forward pass per part of the loss.
+
+    The class of `batch` depends on the algorithm.
+    """
 
     batch: Any
     expert: int  # the expert of all its noise levels
 
     def parts(self) -> list[MicroBatch]:
-        """Return one micro-batch per forward and backward pass, in order."""
+        """Return one micro-batch for each forward and backward pass, in order."""
         return [MicroBatch(part, self.expert) for part in self.batch.parts()]
 
     def with_group_statistics(self, group_statistics: torch.Tensor | None) -> MicroBatch:
-        """Return a copy with these sums [B] in its batch; self if None."""
+        """Return a copy with `group_statistics` [B] in its batch, or self if `group_statistics` is None."""
         if group_statistics is None:
             return self
         return MicroBatch(dataclasses.replace(self.batch, group_statistics=group_statistics), self.expert)
 
     @classmethod
     def concat(cls, micros: Sequence[MicroBatch]) -> MicroBatch:
-        """Concatenate micro-batches of one expert for a shared forward pass. Drops the fields only used by the loss."""
+        """Concatenate micro-batches of one expert for a shared forward pass.
+
+        Fields that only the loss uses are dropped.
+        """
         if len(micros) == 1:
             return micros[0]
         batches = [m.batch for m in micros]
@@ -63,7 +69,7 @@ class MicroBatch:
         return cls(batch, micros[0].expert)
 
     def reference_inputs(self) -> MicroBatch:
-        """Return the part of the batch that reference policies predict."""
+        """Return a micro-batch with only the inputs that reference policies predict."""
         return MicroBatch(self.batch.reference_inputs(), self.expert)
 
 
@@ -71,7 +77,7 @@ class MicroBatch:
 class MicroBatches(Generic[TermT]):
     """The micro-batches of an optimizer step, assembled one at a time to save memory.
 
-    Every pass gives identical batches, because all random draws depend on keys.
+    Each iteration yields identical batches, because every random draw is seeded by its own key.
     """
 
     splits: Sequence[tuple[Sequence[TermT], int]]  # (terms, expert) of each micro-batch
@@ -106,14 +112,17 @@ class MicroBatches(Generic[TermT]):
 
 
 def num_bytes(batch: Any) -> int:
-    """Return the bytes of all tensors in a batch, including nested dataclasses."""
+    """Return the bytes of all tensors in a batch, including tensors in nested dataclasses."""
     if isinstance(batch, torch.Tensor):
         return batch.nbytes
     return sum(num_bytes(getattr(batch, f.name)) for f in dataclasses.fields(batch)) if is_dataclass(batch) else 0
 
 
 def concat_conditioning_frames(parts: Sequence[ConditioningFrames | None]) -> ConditioningFrames | None:
-    """Concatenate the conditioning frames of batches. Either all batches have some, or none does."""
+    """Concatenate the conditioning frames of several batches. Returns None if no batch has any.
+
+    Either all batches have conditioning frames or none has.
+    """
     frames = [part for part in parts if part is not None]
     if not frames:
         return None
@@ -122,7 +131,7 @@ def concat_conditioning_frames(parts: Sequence[ConditioningFrames | None]) -> Co
 
 @dataclass(frozen=True, slots=True)
 class TermGroup(Generic[TermT]):
-    """This rank's terms of one expert and one number of parts. Only terms of one group may share a forward pass."""
+    """This rank's loss terms with the same expert and `num_parts`. Only terms of one group may share a forward pass."""
 
     expert: int
     num_parts: int
@@ -131,7 +140,7 @@ class TermGroup(Generic[TermT]):
 
     @property
     def max_sigma(self) -> float:
-        """Return the largest noise level, 0 without terms."""
+        """Return the largest noise level of the terms, or 0 if there are none."""
         return max((term.sigma for term in self.terms), default=0.0)
 
     @property
@@ -139,10 +148,10 @@ class TermGroup(Generic[TermT]):
         return f"expert {self.expert}, num_parts {self.num_parts}"
 
     def pad(self, length: int, substitute: TermT) -> list[TermT]:
-        """Return the training terms, padded with zero-weight terms to `length`.
+        """Return the training terms, padded to `length` with copies of terms that have weight 0.
 
-        The padding repeats terms of this group, those without weight first. substitute: used if the group is empty on
-        this rank.
+        The copies are made from the terms of this group, first from terms that already have weight 0. substitute: term
+        to copy if the group is empty on this rank.
         """
         candidates = sorted(self.terms, key=lambda term: term.weight) or [substitute]
         padding = [dataclasses.replace(term, weight=0.0) for term in candidates]
@@ -156,12 +165,15 @@ def pad_across_ranks(
     max_over_ranks: Callable[[dict[str, float]], Mapping[str, float]],
     has_gradient: Callable[[TermT], bool] = lambda term: True,
 ) -> Update[TermT]:
-    """Drop terms without gradient and pad with zero-weight terms, so that all ranks run the same forward passes.
+    """Drop terms without gradient and pad with terms of weight 0, so that all ranks run the same forward passes.
 
-    terms: this rank's terms, not empty; every rank has the same set of num_parts. max_over_ranks: maximum over ranks of
-    named numbers. If no rank has a term with a gradient, every rank gets one padding term, because the optimizer step
-    must still run. If no rank has a term of weight 1, the result is empty and the optimizer step is skipped.
-    Collective.
+    Collective. terms: this rank's loss terms, not empty; the same values of `num_parts` occur on every rank. expert_of:
+    function that maps a noise level to the index of its expert. max_over_ranks: function that returns the maximum of
+    each value over all ranks. has_gradient: function that returns whether a term can have a gradient.
+
+    If no term on any rank has a gradient but some have weight 1, every rank gets one padding term, because the
+    optimizer step must still run. If no term on any rank has weight 1, the result is empty and the optimizer step is
+    skipped.
     """
     groups = group_terms(terms, expert_of, num_experts, has_gradient)
     total_weight = sum(term.weight for term in terms)
@@ -188,7 +200,10 @@ def group_terms(
     num_experts: int,
     has_gradient: Callable[[TermT], bool],
 ) -> list[TermGroup[TermT]]:
-    """Group terms by expert and number of parts, in this order. Includes groups that are empty on this rank."""
+    """Group loss terms by expert and `num_parts`, and sort the groups by both.
+
+    Includes groups that are empty on this rank. expert_of, has_gradient: as in `pad_across_ranks`.
+    """
     by_kind: dict[tuple[int, int], list[TermT]] = {
         kind: [] for kind in itertools.product(range(num_experts), sorted({term.num_parts for term in terms}))
     }
@@ -203,9 +218,10 @@ def group_terms(
 def split_into_micro_batches(
     terms: Sequence[TermT], max_terms: int, expert_of: Callable[[float], int]
 ) -> list[tuple[Sequence[TermT], int]]:
-    """Split terms into micro-batches of at most `max_terms` terms, each of one expert and one number of parts.
+    """Split loss terms into micro-batches of at most `max_terms` terms with the same expert and `num_parts`.
 
-    Returns (terms, expert) per micro-batch, ordered by expert and number of parts.
+    Returns (terms, expert) of each micro-batch, sorted by expert and `num_parts`. expert_of: function that maps a noise
+    level to the index of its expert.
     """
     by_kind: dict[tuple[int, int], list[TermT]] = defaultdict(list)
     for term in terms:
@@ -214,7 +230,7 @@ def split_into_micro_batches(
 
 
 def merge_part_stats(parts: Sequence[Stats]) -> Stats:
-    """Merge the statistics of the parts of a micro-batch. `loss/total` is the sum over parts."""
+    """Merge the statistics of all parts of a micro-batch. `loss/total` is summed over the parts."""
     if len(parts) == 1:
         return parts[0]
     totals = [cast(torch.Tensor, stats["loss/total"]) for stats in parts]
@@ -223,7 +239,7 @@ def merge_part_stats(parts: Sequence[Stats]) -> Stats:
 
 
 def group_micro_batches(micros: Iterable[MicroBatch], max_terms: int) -> Iterator[list[MicroBatch]]:
-    """Group consecutive micro-batches of one expert, at most `max_terms` terms per group.
+    """Group consecutive micro-batches of the same expert, with at most `max_terms` loss terms per group.
 
     A micro-batch with more terms forms a group by itself.
     """

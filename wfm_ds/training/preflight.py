@@ -1,6 +1,6 @@
 """Checks of model, data and rewards before a run writes anything, also used by `--check`.
 
-run/folder.py checks the output folder.
+run/output_folder.py checks the output folder.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def check_reward_needs(
 ) -> None:
     """Check that a reward gets the media type, inputs and metadata it needs. Raises RecipeError.
 
-    is_local: whether this run starts the reward service; unknown rewards of a remote service are skipped. makes_video:
-    whether the model generates videos. provided_inputs: data.inputs. accepted_inputs: inputs of the model.
+    is_local: whether this run starts the reward service. A reward of a remote service is checked only if it is built
+    in. makes_video: whether the model generates videos. provided_inputs: names in data.inputs. accepted_inputs: names
+    of the inputs that the model accepts.
     """
     from wfm_reward import registry as rewards
 
@@ -109,7 +110,7 @@ def check_reward_needs(
             raise RecipeError(f"reward {function.name} needs {key}: add it to data.inputs, or choose another reward")
         raise RecipeError(
             f"reward {function.name} needs the input {key}, which this model does not accept: choose another "
-            "reward, or a model that accepts it (docs/models.md#inputs)"
+            "reward, or a model that accepts it (docs/inputs.md)"
         )
     for key in reward.required_metadata:
         missing = [p.id for p in prompts if key not in p.metadata]
@@ -123,7 +124,10 @@ def check_reward_needs(
 
 
 def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
-    """Run the cheap checks in the order in which a user would fix problems, and load the data. Writes nothing."""
+    """Run the cheap checks and load the data. Writes nothing.
+
+    The checks run in the order in which a user would fix the problems.
+    """
     num_replicas(recipe, world_size, ranks_per_node=ranks_per_node(world_size))
     derived = derive_run_sizes(recipe, world_size)
     build_deepspeed_config(
@@ -156,7 +160,7 @@ def draws_per_prompt(recipe: Recipe, data: TrainingData) -> float:
 
 
 def prompt_choice_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
-    """Return a warning if prompts are chosen by reward std but most are drawn fewer than MIN_PROMPT_DRAWS times."""
+    """Return a warning if prompts are chosen by reward std but drawn fewer than MIN_PROMPT_DRAWS times on average."""
     if recipe.data.choose == "even" or draws_per_prompt(recipe, data) >= MIN_PROMPT_DRAWS:
         return []
     return [
@@ -166,7 +170,7 @@ def prompt_choice_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
 
 
 def validation_reward_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
-    """Return warnings if the alarm of held-out rewards is unlikely to work: too few prompts or evaluations."""
+    """Return warnings if there are too few prompts or evaluations for the alarm of held-out rewards to work."""
     if not recipe.validation.held_out_rewards or not recipe.is_rl:
         return []
     warnings, num_prompts = [], min(len(data.validation_prompts), recipe.validation.num_prompts)
@@ -235,7 +239,7 @@ def gpu_memory() -> int | None:
 
 
 def start_summary(start: RunStart) -> str:
-    """Return the start of the run (new, resumed, finished) as text for `--check`."""
+    """Describe for `--check` how the run would start: as a new run, resumed, or not at all because it is finished."""
     if start.is_finished:
         return f"finished run (step {start.step}): nothing to do"
     return f"continues after step {start.step} from {start.checkpoint}" if start.checkpoint else "a new run"

@@ -1,7 +1,7 @@
 """Reward-hacking alarm: the trained reward increases while a held-out reward decreases.
 
-Both are compared with the first evaluation, sample by sample, with the statistics of `wfm evaluate`. A single test at
-p < .05 would give a false alarm in most runs with twenty evaluations. The alarm therefore needs p < .01 after Holm's
+Each evaluation is compared with the first one, sample by sample, with the statistics of `wfm evaluate`. A single test
+at p < .05 would give a false alarm in most runs with twenty evaluations. The alarm therefore needs p < .01 after Holm's
 correction over the held-out rewards, a decrease of at least a tenth of a standard deviation, and the same reward in two
 consecutive evaluations.
 """
@@ -23,10 +23,13 @@ RECOMMENDED_PROMPTS = 32
 
 
 class RewardAlarm:
-    """Stores the first evaluation and the rewards that decreased at the last one. Identical on every rank."""
+    """Compares each evaluation with the first one and keeps the held-out rewards that raise the alarm.
+
+    Identical on every rank.
+    """
 
     def __init__(self, key: Sequence[Any]) -> None:
-        """key: JSON that identifies prompts, seeds and rewards. State with another key is discarded."""
+        """key: JSON value that identifies prompts, seeds and rewards. State with a different key is ignored."""
         self._key = list(key)
         self._first: dict[str, Array] = {}  # total reward (key "") and held-out rewards at the first evaluation
         self._suspects: set[str] = set()
@@ -35,7 +38,8 @@ class RewardAlarm:
     def update(self, total: Array | None, held_out_rewards: Mapping[str, Array]) -> dict[str, float]:
         """Add an evaluation and set `falling_rewards`. Returns metrics, empty for the first evaluation.
 
-        total: trained reward [P, S] (prompts, seeds), None in runs without rewards; held_out_rewards: [P, S] by name.
+        total: trained reward of each sample, [P, S] for P prompts and S seeds; None in runs without a trained reward.
+        held_out_rewards: held-out rewards by name, [P, S] each.
         """
         scores_by_name = {**({} if total is None else {"": total}), **held_out_rewards}
         if not self._first:
@@ -53,7 +57,7 @@ class RewardAlarm:
         return metrics | ({} if total is None else {"val/alarm": float(bool(self.falling_rewards))})
 
     def summary(self) -> str:
-        """Return a message about the rewards that decreased."""
+        """Return a message about the rewards in `falling_rewards`."""
         fell = ", ".join(f"{name} by {-change.z:.2g} sd" for name, change in self.falling_rewards.items())
         return f"since the first evaluation the trained reward rose and {fell} fell, in two consecutive evaluations"
 
@@ -64,7 +68,7 @@ class RewardAlarm:
         return {"key": self._key, "first": first, "suspects": sorted(self._suspects)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`. Ignored if other prompts, seeds or held-out rewards are evaluated now."""
+        """Restore a state, unless it belongs to different prompts, seeds or held-out rewards."""
         if state.get("key") == self._key:
             self._first = {name: np.array(rows, np.float64) for name, rows in state["first"].items()}
             self._suspects = set(state["suspects"])

@@ -82,14 +82,14 @@ class RlLoop(TrainingLoop):
         with self.job.timer("reward_wait"):
             scores = self.source.collect_rewards(rollouts)
         rewards = self.compute_rewards(scores)
-        groups = rollouts.group_rewards  # set if the trained samples are a selection of all generated ones
+        groups = rollouts.group_rewards  # not None if the trained samples were selected from more generated samples
         if groups is None:
             groups = group_rewards(rollouts.samples, rewards.totals)
         self.source.groups.observe_rewards(step, groups)
         advantages, step_metrics = self.compute_advantages(rollouts, scores, rewards)
         terms_by_update = self.algorithm.updates(rollouts, advantages.values, step)
         updates = [self.pad_across_ranks(terms, self.find_equal_policies(u)) for u, terms in enumerate(terms_by_update)]
-        if not any(update.terms for update in updates):  # padded: the same on all ranks
+        if not any(update.terms for update in updates):  # the same on all ranks, because updates are padded
             log.warning("step %d: no gradient: every sample failed or its group has identical rewards", step)
         old_predictions = self.predict_with_old_weights(updates, rollouts)
         metrics = [self.optimize(update, rollouts, old) for update, old in zip(updates, old_predictions, strict=True)]
@@ -98,7 +98,11 @@ class RlLoop(TrainingLoop):
         return StepReport(step_metrics, metrics, num_samples=int(step_metrics["rollout/samples"]))
 
     def extra_state(self) -> dict[str, Any]:
-        """See the base class. Noise depends only on the step, prompts on the step and the state of the groups."""
+        """Return the additional state of an RL run.
+
+        Noise depends only on the step. Prompts depend on the step and on the state of the group source, which is
+        included.
+        """
         return {
             "failing_steps": self.failing_steps,
             "current": sorted(self.equal_policies),
@@ -112,7 +116,10 @@ class RlLoop(TrainingLoop):
         self.source.groups.load_state_dict(state["groups"])
 
     def compute_rewards(self, scores: Sequence[dict[str, Score]]) -> Rewards:
-        """Combine scores into rewards of all samples, shuffled if reward.shuffle. Identical on every rank."""
+        """Combine the scores of each sample into its reward, then shuffle the rewards if reward.shuffle is set.
+
+        Identical on every rank.
+        """
         rewards = combine_scores(scores, self.reward)
         if not self.reward.shuffle:
             return rewards
@@ -122,7 +129,7 @@ class RlLoop(TrainingLoop):
     def compute_advantages(
         self, rollouts: StepRollouts, scores: Sequence[dict[str, Score]], rewards: Rewards
     ) -> tuple[Advantages, dict[str, float]]:
-        """Compute advantages of all samples and reward metrics of the step. Identical on every rank."""
+        """Return the advantages of all samples and the reward metrics of the step. Identical on every rank."""
         groups = [m.group_id for m in rollouts.samples]
         advantages = self.algorithm.compute_advantages(rewards, groups)
         self.check_failures(rewards.totals, scores)
@@ -150,9 +157,11 @@ class RlLoop(TrainingLoop):
     def predict_with_old_weights(
         self, updates: Sequence[Update[LossTerm]], rollouts: StepRollouts
     ) -> list[list[Tensor]]:
-        """Predict with the rollout weights before they change, for all updates after the first.
+        """Predict with the rollout weights, before the first optimizer step of the RL step changes them.
 
-        Only for algorithms that compare against the old policy without keeping a copy of it; others get empty lists.
+        Returns one list per optimizer step, with a tensor per micro-batch. The first list is empty, because the weights
+        are still the old ones in the first optimizer step. All lists are empty unless the algorithm compares with the
+        old policy without keeping a copy of it.
         """
         if not self.algorithm.uses_old_predictions:
             return [[] for _ in updates]
@@ -174,7 +183,10 @@ class RlLoop(TrainingLoop):
     def optimize(
         self, update: Update[LossTerm], rollouts: StepRollouts, old_predictions: list[Tensor]
     ) -> dict[str, float]:
-        """Run one optimizer step on this replica's terms and return its metrics. Without terms the step is skipped."""
+        """Run one optimizer step on this replica's loss terms and return its metrics.
+
+        The step is skipped if there are no terms.
+        """
         job, engine, terms = self.job, self.job.engine, update.terms
         if not terms:  # the same on all ranks
             return engine_metrics(job, engine.skip_step())
@@ -208,9 +220,9 @@ class RlLoop(TrainingLoop):
         return metrics | engine_metrics(job, result)
 
     def pad_across_ranks(self, terms: Sequence[LossTerm], equal_policies: Set[str]) -> Update[LossTerm]:
-        """Drop terms without gradient and pad with zero-weight terms so that all ranks run the same forward passes.
+        """Drop terms without gradient and pad with terms of weight 0, so that all ranks run the same forward passes.
 
-        Collective.
+        Collective. equal_policies: result of `find_equal_policies`.
         """
         model, algorithm = self.job.model, self.algorithm
         num_experts, maxima = len(model.sigma_ranges), self.job.world.max_over_ranks
@@ -219,7 +231,10 @@ class RlLoop(TrainingLoop):
         )
 
     def find_equal_policies(self, update: int) -> Set[str]:
-        """Return the policies with weights equal to the trained ones at this update. Identical on every rank."""
+        """Return the names of the policies that equal the trained policy before this optimizer step.
+
+        update: index of the optimizer step in the RL step. Identical on every rank.
+        """
         if update > 0:
             return frozenset()
         return self.equal_policies | ({"old"} if self.algorithm.uses_old_predictions else set())
@@ -236,12 +251,15 @@ class RlLoop(TrainingLoop):
     def predict_references(
         self, micros: MicroBatches[LossTerm], old_predictions: list[Tensor]
     ) -> dict[str, list[Tensor]]:
-        """Return the reference predictions of the loss, by policy and micro-batch. Runs one policy after the other."""
+        """Return the predictions of the reference policies as {policy: [one tensor per micro-batch]}.
+
+        Runs one policy after the other. Omits policies that equal the trained policy.
+        """
         references: dict[str, list[Tensor]] = {}
         offload_buffer = self.make_offload_buffer()
         for policy in self.algorithm.references:
             if policy in self.equal_policies:
-                continue  # equal weights give equal predictions: the loss uses its own, detached
+                continue  # equal weights give equal predictions: the loss detaches the trained policy's
             if policy == "old" and self.algorithm.uses_old_predictions:
                 references[policy] = old_predictions
                 continue
@@ -252,7 +270,7 @@ class RlLoop(TrainingLoop):
         return references
 
     def make_offload_buffer(self) -> OffloadBuffer:
-        """Create a buffer for predictions: GPU_BUFFER_FRACTION of the free GPU memory first, then the host."""
+        """Create a buffer for predictions: first in GPU_BUFFER_FRACTION of the free GPU memory, then in host memory."""
         gpu_bytes = free_memory(self.job.world.device, GPU_BUFFER_FRACTION)
         return OffloadBuffer(gpu_bytes)
 
@@ -260,8 +278,9 @@ class RlLoop(TrainingLoop):
     def sum_group_statistics(
         self, micros: MicroBatches[LossTerm], references: dict[str, list[Tensor]]
     ) -> list[Tensor | None]:
-        """Sum `RlAlgorithm.group_statistics` per group over all replicas. Returns [B] per micro-batch, None if unused.
+        """Sum `RlAlgorithm.group_statistics` over the terms of each group, on all replicas.
 
+        Returns the sum for the group of each term: [B] per micro-batch, or None if the algorithm does not use the sums.
         Collective.
         """
         if not self.algorithm.uses_group_statistics:
@@ -289,9 +308,9 @@ class RlLoop(TrainingLoop):
     def predict_in_batches(
         self, purpose: str, micros: Iterable[MicroBatch], max_terms: int, offload_buffer: OffloadBuffer
     ) -> list[Tensor]:
-        """Predict with the active policy, at most `max_terms` terms per forward. Returns one tensor per micro-batch.
+        """Predict with the active policy, at most `max_terms` loss terms per forward pass.
 
-        The offload buffer moves predictions that do not fit on the GPU to the host.
+        Returns one tensor per micro-batch. The offload buffer moves predictions that do not fit on the GPU to the host.
         """
         predictions: list[Tensor] = []
         for group in group_micro_batches((m.reference_inputs() for m in micros), max_terms):
@@ -300,18 +319,21 @@ class RlLoop(TrainingLoop):
         return predictions
 
     def predict_velocity(self, purpose: str, micro: MicroBatch) -> Tensor:
-        """Predict the velocity of a micro-batch with the active policy, guided like the rollout."""
+        """Predict the velocity of a micro-batch with the active policy, with the same guidance as the rollout.
+
+        purpose: name under which the forward passes are counted.
+        """
         sampler, batch = self.job.sampler, micro.batch
         conditions = sampler.encode_conditioning(batch.prompts, batch.conditioning_frames, batch.latents.shape[1:])
         return sampler.predict_velocity(purpose, batch.latents, batch.sigma, conditions, micro.expert)
 
     def update_policy_copies(self) -> dict[str, float]:
-        """Move the policy copies towards the trained weights. Called once per RL step; returns metrics."""
+        """Move the policy copies towards the trained weights and return metrics. Call at the end of each RL step."""
         engine, metrics = self.job.engine, {}
         decays = self.algorithm.policy_decays(self.step, engine.num_updates)
         weights_changed = (
             engine.num_updates > self.copies_updated_at
-        )  # by an applied step since the last update of the copies
+        )  # an optimizer step was applied since the last update of the copies
         for policy, decay in decays.items():
             if weights_changed:
                 engine.update_policy(policy, decay)

@@ -49,9 +49,9 @@ from wfm_ds.types import ConditioningFrames
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyBatch:
-    """B samples of M images or videos each, with equal noise within a sample. Row m * B + b is item m of sample b.
+    """Noisy images or videos of B samples. A sample has M of them: two in preference data, otherwise one.
 
-    All tensors are float32 unless noted.
+    All items of a sample get the same noise. Row m * B + b is item m of sample b. Tensors are float32 unless noted.
     """
 
     clean_latents: Tensor  # [M*B, ...]
@@ -85,7 +85,7 @@ class SftLoop(TrainingLoop):
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
 
     def wait_for_data(self, step: int) -> bool:
-        """Return True at once. Data is prefetched, and `train_step` waits for it."""
+        """Return True immediately. Data is prefetched, and `train_step` waits for it."""
         return True
 
     def train_step(self, step: int) -> StepReport:
@@ -93,21 +93,27 @@ class SftLoop(TrainingLoop):
         with job.timer("data_wait"):
             samples = read_on_leader(world, lambda: self.source.read_batch(step, world.dp_rank, world.dp_size))
         micros = self.micro_batches(samples)
-        job.text_cache.prepare(self.caption_texts(samples))  # here, to not block the device later
+        job.text_cache.prepare(self.caption_texts(samples))  # now, so that it does not block the device later
         references = self.reference_errors(micros)
         with job.timer("train"):
             metrics = self.optimize(samples, micros, references)
         return StepReport(self.source.bad_counts(world.sum_over_replicas), [metrics], job.run_sizes.samples_per_step)
 
     def extra_state(self) -> dict[str, Any]:
-        """See the base class. Batches depend only on the step, or on the position in a stream (state of the source)."""
+        """Return the state of the data source: bad files and, in a data stream, the position of each replica.
+
+        For other data the position is not stored, because batches depend only on the step.
+        """
         return {"sources": self.job.world.gather_from_leaders(self.source.state())}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         self.source.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
 
     def micro_batches(self, samples: Sequence[TrainingSample]) -> MicroBatches[LossTerm]:
-        """Split this replica's samples into micro-batches of one expert each, and draw a noise level per sample."""
+        """Draw a noise level for each of this replica's samples and split the samples into micro-batches.
+
+        Each micro-batch trains one expert.
+        """
         job = self.job
         rows = split_into_chunks(range(len(samples)), job.recipe.engine.micro_batch_size)
         # All ranks must train the same experts, because the collectives of an expert involve all ranks.
@@ -132,10 +138,11 @@ class SftLoop(TrainingLoop):
         return [LossTerm(row=row, sigma=sigma, weight=1.0) for row, sigma in zip(rows, sigmas.tolist(), strict=True)]
 
     def reference_errors(self, micros: MicroBatches[LossTerm]) -> list[dict[str, Tensor]]:
-        """Return the velocity errors [M, B] of the reference policies by micro-batch. Runs one policy after the other.
+        """Return the velocity errors of the reference policies: {policy: errors [M, B]} for each micro-batch.
 
-        Uses the batch size of training: a GPU may choose different kernels for another batch size, and equal policies
-        would then give different errors.
+        Errors are [images or videos per sample, samples]. Runs one policy after the other. Uses the batch size of
+        training: a GPU may choose different kernels for another batch size, and equal policies would then give
+        different errors.
         """
         errors_by_micro: list[dict[str, Tensor]] = [{} for _ in micros.splits]
         for policy in self.algorithm.settings.reference_policies:
@@ -167,7 +174,10 @@ class SftLoop(TrainingLoop):
         return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
 
     def make_noisy_batch(self, samples: Sequence[TrainingSample], terms: Sequence[LossTerm]) -> NoisyBatch:
-        """Add noise to these samples at their noise levels. Deterministic. Collective in the replica."""
+        """Return a batch of the samples of these terms, with noise added at each term's noise level.
+
+        Deterministic. Collective in the replica.
+        """
         seed, times = self.job.recipe.run.seed, self.settings.items_per_sample
         rows = [samples[term.row] for term in terms]
         clean = load_clean_latents(self.job, list(iter_media(rows)))
@@ -188,8 +198,8 @@ class SftLoop(TrainingLoop):
     def caption_texts(self, samples: Sequence[TrainingSample], shape: Sequence[int] | None = None) -> list[Text]:
         """Return the captions in the format of the model family.
 
-        The format may include the image size: taken from `shape` (latents of one sample) if given, else from the
-        sample's framing, else from the recipe section `sampling`.
+        The format may include the image size. The size is taken from `shape` (latents of one sample) if given, else
+        from the sample's framing, else from the recipe section `sampling`.
         """
         sampler, texts = self.job.sampler, list[Text]()
         for sample in samples:
@@ -199,15 +209,15 @@ class SftLoop(TrainingLoop):
         return texts
 
     def sample_caption(self, sample: TrainingSample) -> Text:
-        """Return the sample's caption, or an empty one with probability data.caption_dropout."""
+        """Return the sample's caption, or an empty caption with probability data.caption_dropout."""
         dropped = draw_uniform(self.job.recipe.run.seed, "caption_dropout", sample.epoch, sample.sample_id)
         return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else sample.prompt.text
 
 
 def draw_frame_counts(job: Job, draws: Sequence[float]) -> Tensor | None:
-    """Return the number of conditioning frames of each sample, [B] int64 on the host. draws: in [0, 1).
+    """Return the number of conditioning frames of each sample, [B] int64 on the host.
 
-    None in runs without conditioning frames.
+    draws: one random number in [0, 1) per sample. Returns None in runs without conditioning frames.
     """
     return conditioning_frame_counts(
         job.model.clean_frame_range(job.recipe.supervised_settings.conditioning_frame_range), draws
@@ -215,7 +225,10 @@ def draw_frame_counts(job: Job, draws: Sequence[float]) -> Tensor | None:
 
 
 def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Tensor:
-    """Predict with the active policy and return the velocity errors [M, B]."""
+    """Predict with the active policy and return the velocity errors, [images or videos per sample, samples].
+
+    purpose: name under which the forward passes are counted.
+    """
     frames = (
         None
         if batch.num_conditioning_frames is None
@@ -230,25 +243,34 @@ def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Te
 
 
 def loss_stats(prefix: str, loss_B: Tensor, sigma_B: Tensor, shift: float) -> Stats:
-    """Return the loss, and the loss by noise-level bucket, as statistics."""
+    """Return the loss, and the loss by bucket of noise levels, as statistics of metric tags `<prefix>/...`."""
     buckets = torch.arange(NUM_BUCKETS, device=sigma_B.device)
     masks = (bucket_index(sigma_B, shift) == buckets[:, None]).float().unbind()
     return {f"{prefix}/loss": loss_B, **{f"{prefix}/loss_bucket{j}": (loss_B, mask) for j, mask in enumerate(masks)}}
 
 
 def iter_media(samples: Sequence[TrainingSample]) -> Iterator[TrainingSample]:
-    """Yield the (chosen) item of each sample, then the rejected items of pairs. Only the replica leader has items."""
+    """Yield all samples, then the rejected samples of preference pairs.
+
+    Only the replica leader's samples have media and rejected samples.
+    """
     yield from samples
     yield from (sample.rejected for sample in samples if sample.rejected is not None)
 
 
 def load_clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the clean latents [B, ...] float32 on every rank of the replica. Collective in the replica."""
+    """Return the clean latents of these samples, [B, ...] float32, on every rank of the replica.
+
+    Collective in the replica.
+    """
     return job.world.broadcast_tensor_in_replica(encode_samples(job, samples) if job.world.is_leader else None)
 
 
 def encode_samples(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the latents [B, ...] float32 of loaded samples: cached, or encoded and written to the cache (if any)."""
+    """Return the latents of loaded samples, [B, ...] float32.
+
+    Samples without cached latents are encoded, and their latents are written to the latent cache if the run has one.
+    """
     pixels = {i: sample.pixels for i, sample in enumerate(samples) if sample.pixels is not None}
     if job.latent_cache is None:
         return job.model.encode_uint8(list(pixels.values()))
@@ -266,14 +288,14 @@ def encode_samples(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
 class ValidationLoss:
     """The loss on held-out samples with fixed noise. Equal weights give equal losses, at any step and world size.
 
-    Every evaluation uses the same noise levels sigma_j = shift((j + .5) / L), L = 8, and noise that depends only on
-    (sample, j).
+    Every evaluation uses the same L = 8 noise levels sigma_j = shift((j + .5) / L). The noise depends only on the
+    sample and j.
     """
 
     def __init__(
         self, job: Job, algorithm: SupervisedAlgorithm, samples: Sequence[Sample], framings: Sequence[Framing]
     ) -> None:
-        """framings: one per sample."""
+        """framings: resizing and cropping of each sample."""
         self.job, self.algorithm, self.samples, self.framings = job, algorithm, samples, framings
         self.settings = job.recipe.supervised_settings
         self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
@@ -283,7 +305,8 @@ class ValidationLoss:
     def measure_loss(self) -> dict[str, float]:
         """Return `val/loss`, `val/loss_bucket<j>` and the algorithm's own metrics of the evaluation weights.
 
-        Collective. All ranks run the same number of forward passes; repeated samples that fill up a rank do not count.
+        Collective. All ranks run the same number of forward passes. A rank with fewer samples repeats some of them, and
+        the repetitions do not count.
         """
         engine, references = self.job.engine, {}
         for policy in self.settings.reference_policies:
@@ -296,7 +319,10 @@ class ValidationLoss:
         return {f"val/{name}": float(values.mean()) for name, values in {**means, **sample_metrics}.items()}
 
     def policy_errors(self) -> Tensor:
-        """Return the velocity errors [M, N, L] of the active policy, float64 on the host. Identical on every rank."""
+        """Return the velocity errors of the active policy, float64 on the host. Identical on every rank.
+
+        Errors are [images or videos per sample, samples, noise levels].
+        """
         world, model = self.job.world, self.job.model
         shape = (self.settings.items_per_sample, len(self.samples), len(self.sigmas))
         errors = torch.zeros(shape, dtype=torch.float64, device=world.device)
@@ -310,9 +336,9 @@ class ValidationLoss:
         return torch.tensor(list(sums.values()), dtype=torch.float64).view(shape)
 
     def add_errors(self, terms: Sequence[tuple[int, int]], expert: int, errors: Tensor) -> None:
-        """Write the errors of this replica's shard of the terms into `errors` [M, N, L].
+        """Compute this replica's shard of the velocity errors and write them into `errors`.
 
-        terms: (sample, level) indices of one expert and one size.
+        terms: (sample index, noise-level index) pairs of one expert and one image size. errors: as in `policy_errors`.
         """
         world = self.job.world
         shard_size = math.ceil(len(terms) / world.dp_size)
@@ -349,7 +375,10 @@ class ValidationLoss:
         )
 
     def load_latents(self, index: int) -> Tensor:
-        """Return the clean latents [M, ...] of this sample on every rank of the replica. Collective in the replica."""
+        """Return the clean latents [M, ...] of a sample with M images or videos, on every rank of the replica.
+
+        Collective in the replica.
+        """
         world, sample = self.job.world, self.samples[index]
         if not world.is_leader:
             return world.broadcast_tensor_in_replica(None)

@@ -21,10 +21,11 @@ MFU = "perf/mfu"
 
 
 def speed_metrics(job: CommonJob, work: FlopCount | None, samples: int, seconds: float) -> dict[str, float]:
-    """Return the throughput metrics of a step. samples: trained samples over all ranks; seconds: duration of the step.
+    """Return the throughput metrics of a step.
 
-    work: FLOPs of this rank, None if unknown. TFLOP/s and MFU are reported for rank 0. Other ranks run the same
-    forward passes, except that sizes differ with data.buckets.
+    work: FLOPs of this rank, None if unknown. samples: samples trained on all ranks. seconds: duration of the step.
+    TFLOP/s and MFU are measured on rank 0. Other ranks run the same forward passes, except that sizes differ with
+    data.buckets.
     """
     metrics = {SAMPLES_PER_SECOND: samples / seconds}
     if work is None:
@@ -35,7 +36,10 @@ def speed_metrics(job: CommonJob, work: FlopCount | None, samples: int, seconds:
 
 
 def tflops_and_mfu(work: FlopCount, seconds: float, peak: float | None) -> dict[str, float]:
-    """Return TFLOP/s of all work, and MFU (from the work without recomputation). Empty if no work was done."""
+    """Return the metrics TFLOP/s (with recomputation) and MFU (without recomputation). Empty if no work was done.
+
+    peak: peak TFLOP/s of the device; without it MFU is omitted.
+    """
     if work.required == 0:
         return {}
     tflops = {TFLOPS_PER_GPU: (work.required + work.recomputed) / TERA / seconds}

@@ -31,7 +31,7 @@ class StepReport:
 
     @property
     def metrics_by_update(self) -> list[Mapping[str, float]]:
-        """Return the metrics of each optimizer step; the first one includes the metrics of the whole step."""
+        """Return the metrics of each optimizer step. The first entry includes the metrics of the whole step."""
         return [{**self.step_metrics, **self.update_metrics[0]}, *self.update_metrics[1:]]
 
     @property
@@ -81,8 +81,8 @@ def engine_metrics(job: CommonJob, result: StepResult) -> dict[str, float]:
 def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool) -> StepFlags:
     """Write the metrics of a step, one line per optimizer step, and agree on the step flags. Collective.
 
-    The first line includes the times, counts and speed of the whole step. writing: whether this rank is still writing
-    its shard of a checkpoint.
+    The first line includes the times, counts and speed of the training step. writing: whether this rank is still
+    writing its shard of a checkpoint.
     """
     first, *others = report.metrics_by_update
     work = job.pop_work()  # part of the step time: the first call takes seconds

@@ -67,7 +67,7 @@ def precompute_texts(
 
 
 def keeps_text_encoders(recipe: Recipe, model: DiffusionModel, data: TrainingData, world_size: int) -> bool:
-    """Predict whether the run keeps its text encoders in memory. Ignores already cached texts."""
+    """Return whether the run would keep its text encoders in memory if no text were cached yet."""
     if recipe.data.streaming:
         return True
     if recipe.data.cache_text == "off":
@@ -83,7 +83,10 @@ def keeps_text_encoders(recipe: Recipe, model: DiffusionModel, data: TrainingDat
 def precompute_objection(
     recipe: Recipe, model: DiffusionModel, needed: Sequence[Text], derived: RunSizes
 ) -> str | None:
-    """Return why these texts are too many to precompute automatically; None if they are not."""
+    """Return the reason not to precompute these texts automatically, or None.
+
+    There are reasons if the run uses only few of the texts, or if their embeddings take too much disk space.
+    """
     num_draws = recipe.run.steps * (recipe.rl.rollout.prompts_per_step if recipe.is_rl else derived.samples_per_step)
     if len(needed) > MAX_TEXTS_PER_DRAW * num_draws + recipe.validation.num_prompts:
         return (
@@ -100,9 +103,9 @@ def precompute_objection(
 
 
 def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -> int:
-    """Encode this rank's shard of its node's texts into the cache and return the number of new ones.
+    """Encode this rank's shard of `needed` into the cache of its node. Returns the number of texts that were missing.
 
-    Raises DataError if the disk is full.
+    Raises DataError if the cache cannot be written, for example because the disk is full.
     """
     shard = needed[world.local_rank :: ranks_per_node(world.size)]
     missing = [text for text in shard if not texts.is_stored(text)]

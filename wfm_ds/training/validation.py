@@ -1,7 +1,4 @@
-"""Evaluation during training: samples at fixed prompts and seeds, their rewards, and the validation loss.
-
-Deterministic.
-"""
+"""Deterministic evaluation during training: samples for fixed prompts and seeds, rewards, and the validation loss."""
 
 from __future__ import annotations
 
@@ -32,18 +29,18 @@ log = logging.getLogger(__name__)
 
 
 class LossMetric(Protocol):
-    """A validation loss."""
+    """Interface of a validation loss."""
 
     def measure_loss(self) -> dict[str, float]:
-        """Return metrics of the evaluation weights. Selects the policies itself."""
+        """Return metrics of the evaluation weights. Selects the policies that it needs."""
         ...
 
 
 class Validator:
     """Evaluates the evaluation weights: generates samples, and computes rewards, a loss, or both.
 
-    With rewards all (prompt, seed) pairs are sampled, otherwise only the ones to show. All methods are collective. The
-    training weights and the active adapter are not changed.
+    Runs with rewards generate samples for all (prompt, seed) pairs; other runs generate only the samples to log. All
+    methods are collective. The training weights and the active adapter are not changed.
     """
 
     def __init__(
@@ -57,8 +54,11 @@ class Validator:
         rollout_plan: Callable[[int], SamplingPlan] | None = None,
         frames: ValidationFrames | None = None,
     ) -> None:
-        """held_out_rewards: client of the held-out rewards. rollout_plan: sampling plan of an RL step; if set, samples
-        of this plan are scored too. frames: conditioning frames of the prompts."""
+        """held_out_rewards: client of the held-out rewards. frames: conditioning frames of the prompts.
+
+        rollout_plan: function that returns the sampling plan of an RL step; if set, samples of this plan are scored
+        too.
+        """
         settings = job.recipe.validation
         self.job, self.rewards, self.held_out_rewards, self.loss, self.rollout_plan = (
             job,
@@ -103,7 +103,7 @@ class Validator:
         self.alarm.load_state_dict(state.get("alarm", {}))
 
     def after_step(self, step: int) -> None:
-        """Evaluate, or only write samples, if scheduled."""
+        """Evaluate, or only write samples, if the recipe schedules it for this step."""
         if is_due(step, self.job.recipe.validation.every):
             self.evaluate(step)
         elif is_due(step, self.job.recipe.logging.sample_every):
@@ -157,7 +157,8 @@ class Validator:
     ) -> list[npt.NDArray[np.uint8]]:
         """Generate all items, submit them to the reward clients, and return the first `logging.num_samples` on rank 0.
 
-        Returns images uint8 [H,W,3] or videos [T,H,W,3]. Item k is scored under the id `<id_prefix>/k`.
+        items: (prompt, seed) pairs. Item k is scored under the sample id `<id_prefix>/<k>`. scorers: pairs of a reward
+        client and the names of its rewards. Returns images uint8 [H,W,3] or videos uint8 [T,H,W,3].
         """
         job, world = self.job, self.job.world
         shard_size = math.ceil(len(items) / world.dp_size)
@@ -192,7 +193,7 @@ class Validator:
         return gathered
 
     def score_metrics(self, step: int, scores: Sequence[Mapping[str, Score]]) -> dict[str, float]:
-        """Return metrics of rewards, held-out rewards and the alarm. Logs the alarm if it is raised."""
+        """Return the metrics of rewards and held-out rewards. Logs a warning if the reward-hacking alarm is raised."""
         if not scores:
             return {}
         recipe, num_seeds = self.job.recipe, len(self.job.recipe.validation.seeds)
@@ -208,7 +209,7 @@ class Validator:
         return metrics
 
     def select_scores(self, id_prefix: str, gathered: Scores) -> list[Mapping[str, Score]]:
-        """Return the scores with this id prefix in item order; empty if nothing was scored."""
+        """Return the scores with this sample id prefix, in the order of the items. Empty if nothing was scored."""
         return [gathered[f"{id_prefix}/{k}"] for k in range(len(self.items))] if gathered else []
 
     def _write_samples(
@@ -236,17 +237,17 @@ class Validator:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether something with this interval is scheduled after the step. every: 0 for never."""
+    """Return whether an action that runs every `every` steps is due after this step. 0 means never."""
     return every > 0 and step % every == 0
 
 
 def merge_scores(first: Scores, second: Scores) -> Scores:
-    """Merge scores by sample and reward. Each argument may have some of the rewards of a sample."""
+    """Merge two sets of scores by sample and reward. Each set may have only some of the rewards of a sample."""
     return {sample: {**first.get(sample, {}), **second.get(sample, {})} for sample in {**first, **second}}
 
 
 def order_by_prompt(scores: Sequence[Mapping[str, Score]], num_seeds: int) -> list[Mapping[str, Score]]:
-    """Reorder seed-major scores to prompt-major."""
+    """Reorder scores that are sorted by seed, then prompt, so that they are sorted by prompt, then seed."""
     num_prompts = len(scores) // num_seeds
     return [scores[seed * num_prompts + prompt] for prompt in range(num_prompts) for seed in range(num_seeds)]
 
@@ -254,9 +255,10 @@ def order_by_prompt(scores: Sequence[Mapping[str, Score]], num_seeds: int) -> li
 def reward_metrics(
     samples: Sequence[Mapping[str, Score]], num_seeds: int, held_out_rewards: Collection[str] = ()
 ) -> dict[str, float]:
-    """Return `val/reward/<f>/mean`, `ci95` (half of the 95 % interval over prompts) and `failed`, over scored samples.
+    """Return the metrics `mean`, `ci95` and `failed` of each reward, with the prefix `val/reward/<name>/`.
 
-    Held-out rewards use the prefix `val/held_out/<f>/`. samples: prompt-major.
+    `ci95` is half the width of the 95 % confidence interval of the mean over prompts. `failed` counts failed scores.
+    Held-out rewards have the prefix `val/held_out/<name>/`. samples: scores sorted by prompt, then seed.
     """
     metrics: dict[str, float] = {}
     for tag, values in sorted(scores_by_reward(samples, num_seeds).items()):
@@ -274,10 +276,11 @@ def reward_metrics(
 def correlation_metrics(
     evaluated: Sequence[Mapping[str, Score]], rolled_out: Sequence[Mapping[str, Score]], prompts: Sequence[str]
 ) -> dict[str, float]:
-    """Compare rewards of evaluation samples and rollout samples with equal prompts and seeds.
+    """Compare the rewards of evaluation samples and rollout samples with equal prompts and seeds.
 
-    Returns in `val/reward/<f>/`: `rollout_mean` (mean reward of the rollout samples), `rank_correlation` over all
-    pairs, and `rank_correlation_within_prompts`, averaged over prompts. Advantages depend on the ranks within prompts.
+    Returns three metrics per reward, with the prefix `val/reward/<name>/`: `rollout_mean` is the mean reward of the
+    rollout samples, `rank_correlation` is over all pairs, and `rank_correlation_within_prompts` is the average of each
+    prompt's correlation. The last one is relevant for training, because advantages depend on the ranks within a prompt.
     """
     metrics: dict[str, float] = {}
     for name in sorted(rolled_out[0]):  # held-out rewards do not score rollouts
@@ -297,8 +300,10 @@ def correlation_metrics(
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return Spearman's rho: Pearson's correlation of the mean ranks. None if undefined (fewer than two pairs, or all
-    values of one side equal)."""
+    """Return Spearman's rank correlation of the pairs. Equal values get the mean of their ranks.
+
+    Returns None if it is undefined: for fewer than two pairs, or if all first or all second values are equal.
+    """
     if len(pairs) < 2:
         return None
     first, second = (mean_ranks(side) for side in np.asarray(pairs, np.float64).T)
@@ -308,7 +313,7 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def mean_ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return ranks from 1. Equal values get the mean of their ranks."""
+    """Return the rank of each value, starting at 1. Equal values get the mean of their ranks."""
     _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks: npt.NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2)[index]
     return ranks

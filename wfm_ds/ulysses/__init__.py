@@ -1,8 +1,8 @@
 """Sequence parallelism: the tokens of one sample are sharded over the ranks of a group.
 
 DeepSpeed-Ulysses (arXiv 2309.14509): tokens are sharded everywhere except in attention, where heads are sharded. Linear
-attention and convolutions exchange less: a state of constant size, and the lines of tokens at the shard borders.
+attention and convolutions exchange less data: a state of constant size, and the lines of tokens at the shard borders.
 
-`install_ulysses` changes a diffusers transformer in place, `create_sequence_group` creates the process groups. Each
+`install_ulysses` changes a diffusers transformer in place, and `create_sequence_group` creates the process groups. Each
 model family has its own module.
 """

@@ -26,9 +26,10 @@ def sequence_attention(
 ) -> Tensor:
     """Return the attention of all tokens to all tokens, [B,n,H,D]. Collective in the group.
 
-    query, key, value: of the local tokens, n = lengths[rank], after norms and rotation. Two all-to-alls: one for
-    queries, keys and values, one for the result. In between a rank has all tokens for its shard of the heads, so any
-    attention kernel without a mask works. backend: diffusers' name of a kernel; None for the active one.
+    query, key, value: [B,n,H,D] of the local tokens, n = lengths[rank], after norms and rotary embedding. There are two
+    all-to-alls: one for queries, keys and values, and one for the result. In between, each rank has all tokens for its
+    shard of the heads, so any attention kernel can be used (without a mask). backend: diffusers' name of the attention
+    kernel; None for the active kernel.
     """
     heads = shard_sizes(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
     query, key, value = reshard((query_BnHD, key_BnHD, value_BnHD), 2, heads, 1, lengths, group)  # [B,S,h,D]
@@ -37,9 +38,9 @@ def sequence_attention(
 
 
 def apply_rotation(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: RotationPairs) -> Tensor:
-    """Apply the rotary embedding to queries or keys. Computed in float32, returned in their dtype.
+    """Apply the rotary embedding to queries or keys [B,n,H,D]. Computed in float32, returned in the dtype of the input.
 
-    tables: cosines and sines.
+    tables: cosines and sines, [n,D] each. pairs: which channels rotate together.
     """
     cos, sin = tables_nD
     unbind_dim = {"neighbours": -1, "halves": -2}[pairs]
@@ -48,7 +49,7 @@ def apply_rotation(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: RotationP
 
 
 def project_output(attn: Any, attended_BnC: Tensor) -> Tensor:
-    """Apply the output projection and the dropout of a diffusers attention."""
+    """Apply the output projection and the dropout of a diffusers attention module."""
     projection, dropout = attn.to_out
     result: Tensor = dropout(projection(attended_BnC))
     return result

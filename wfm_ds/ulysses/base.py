@@ -1,4 +1,4 @@
-"""Base class of the model families: shards the tokens after the patch embedding and gathers the output."""
+"""Base class of the model families. It shards the tokens after the patch embedding and gathers the output."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from wfm_ds.ulysses.hooks import change_arguments
 
 
 class UlyssesTransformer(ABC):
-    """A transformer with sharded tokens.
+    """Shards the tokens of a diffusers transformer.
 
     The constructor installs hooks and attention processors. Parameters and their names do not change.
 
     Each model family is a subclass in its own module of this package, where `ulysses_families` finds it. After the
     patch embedding a rank has only its local tokens. Inputs without a token dimension (text, timesteps) are complete on
     every rank unless the family shards them. The output of `proj_out` is gathered. No parameter may be used after
-    `proj_out`: its gradient would not be a partial sum.
+    `proj_out`, because its gradient would not be a partial sum.
 
     Hooks inside a block must use only the block's arguments, not the attributes of this object: gradient checkpointing
-    reruns the block in the backward pass, when these attributes may belong to a forward pass with other shapes.
+    runs the block again in the backward pass, when these attributes may belong to a forward pass with other shapes.
     """
 
     transformer_class: ClassVar[type[nn.Module]]
     patch_embedding: ClassVar[str]  # name of the module with the output to be sharded
     shards_heads: ClassVar[bool] = True  # whether attention shards the heads
-    shard_unit: ClassVar[str] = "tokens"  # smallest part that can be sharded, for messages
+    shard_unit: ClassVar[str] = "tokens"  # plural name of the smallest part that a shard can have, for messages
     unsupported_arguments: ClassVar[
         Mapping[str, str]
     ] = {}  # unsupported arguments of forward, with a description for messages
@@ -56,24 +56,30 @@ class UlyssesTransformer(ABC):
 
     @abstractmethod
     def shard_blocks(self, transformer: Any) -> None:
-        """Change the blocks' operations between tokens. Raises UserError before anything is changed."""
+        """Replace all operations in the blocks that combine tokens.
+
+        Raises UserError before anything is changed if a block is not supported.
+        """
 
     @abstractmethod
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
         """Return the number of tokens of each rank for a forward pass with these arguments.
 
-        May change the arguments; the transformer receives the changed ones. Raises UserError if a rank would have no
+        May edit the arguments; the transformer receives the edited ones. Raises UserError if a rank would have no
         tokens.
         """
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Return the local shard of the patch embedding's output, [B,S,C] unless a family overrides this."""
+        """Return the local shard of the patch embedding's output.
+
+        The output is [B,S,C] unless a family overrides this method.
+        """
         return self.copy_local_shard(embedded, 1)
 
     def copy_local_shard(self, x: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
-        """Return a copy of the local shard. A view would keep the whole tensor in memory.
+        """Return a copy of this rank's shard of x along dim. A view would keep the whole tensor in memory.
 
-        lengths: shard sizes; None for the token shards.
+        lengths: shard sizes; None for the sizes of the token shards.
         """
         shard = local_shard(x, dim, self.lengths if lengths is None else lengths, self.group)
         return shard.clone(memory_format=torch.contiguous_format)
@@ -86,7 +92,7 @@ class UlyssesTransformer(ABC):
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:
-        """Return the number of shardable units in a grid of tokens."""
+        """Return the number of units (`shard_unit`) that a grid of tokens can be split into."""
         return math.prod(grid)
 
     @classmethod
@@ -122,5 +128,5 @@ class UlyssesTransformer(ABC):
 
 
 def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
-    """Return the grid of tokens, [h,w] or [T,h,w] in patches. shape: the latents' without channels."""
+    """Return the grid of tokens, [h,w] or [T,h,w] in patches. shape: shape of the latents without channels."""
     return [count // side for count, side in zip(shape, patch_size, strict=True)]

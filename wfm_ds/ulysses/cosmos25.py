@@ -39,7 +39,7 @@ class UlyssesCosmos25(UlyssesTransformer):
             )
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
-        """Return the shard sizes. Flatten timesteps per frame [B,1,T,1,1] to [B T].
+        """Return the number of tokens of each rank, and flatten timesteps per frame [B,1,T,1,1] to [B T].
 
         The transformer would expand timesteps per frame to all tokens, ignoring the shards. It leaves flat timesteps
         unchanged, and `_shard_time_embeddings` expands them to the local tokens.
@@ -54,11 +54,14 @@ class UlyssesCosmos25(UlyssesTransformer):
         return shard_sizes(self.num_units(grid), self.num_ranks, self.shard_unit)
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """[B,T,h,w,C] -> [B,n,1,1,C]. The transformer flattens the middle dimensions."""
+        """Return the local shard of the patch embedding's output: [B,T,h,w,C] -> [B,n,1,1,C].
+
+        The transformer flattens the middle dimensions.
+        """
         return self.copy_local_shard(embedded.flatten(1, 3), 1)[:, :, None, None]
 
     def _shard_time_embeddings(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Expand embeddings per frame to the local tokens, [B T, C] -> [B,n,C]. Embeddings [B,C] are unchanged."""
+        """Expand time embeddings per frame to the local tokens: [B T, C] -> [B,n,C]. Embeddings [B,C] are unchanged."""
         if self.frames is None:
             return embeddings
         count, num_frames = self.frames
@@ -73,7 +76,7 @@ class UlyssesCosmos25(UlyssesTransformer):
 
 
 class Cosmos25Attention:
-    """Replacement of CosmosAttnProcessor2_0, for self-attention with sharded tokens and for cross-attention."""
+    """Replacement for CosmosAttnProcessor2_0, used for self-attention with sharded tokens and for cross-attention."""
 
     _attention_backend: Any = None  # diffusers' name of a kernel
 

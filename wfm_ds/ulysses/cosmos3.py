@@ -1,8 +1,9 @@
 """Cosmos3: tokens of a video and its actions can be sharded anywhere.
 
 In the generation tower (models/cosmos3_towers.py) the output of `sequence` is sharded: all tokens with their timestep
-embeddings. Keys and values of the text are complete on every rank; each rank uses its heads. Several query heads share
-one key-value head (grouped-query attention), so ranks are assigned whole key-value heads with their query heads.
+embeddings. Keys and values of the text are complete on every rank, and each rank uses the ones for its heads. Several
+query heads share one key-value head (grouped-query attention), so each rank gets whole key-value heads together with
+their query heads.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class Cosmos3Attention:
         text_mask: Tensor | None,
         rotation: Sequence[Tensor],
     ) -> Tensor:
-        """tokens [B,n,W]: the local tokens. text_keys, text_values [B,L,K,D]. text_mask [B,L] bool. rotation: cosines
-        and sines [B,N,D] of all tokens.
+        """tokens: the local tokens, [B,n,W]. rotation: cosines and sines of all tokens, [B,N,D] each.
+
+        text_keys, text_values: [B,L,K,D]. text_mask: [B,L] bool.
         """
         lengths, tables, group = [0], rotation, self.group
         if group is not None:
@@ -111,7 +113,7 @@ class Cosmos3Attention:
 
 
 def token_grid(config: Any, shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return the grid of tokens (frames, rows, columns) of latents [T,h,w]. Incomplete patches count."""
+    """Return the grid of tokens (frames, rows, columns) for latents of shape [T,h,w]. Incomplete patches count."""
     num_frames, height, width = shape
     patch = config.latent_patch_size
     return num_frames, math.ceil(height / patch), math.ceil(width / patch)

@@ -20,9 +20,9 @@ Tensors = tuple[Tensor, ...]
 
 
 def shard_sizes(count: int, num_ranks: int, what: str) -> list[int]:
-    """Return the shard sizes of `count` items: equal, or larger by one on the first ranks.
+    """Return the shard sizes of `count` items. They are equal, or larger by one on the first ranks.
 
-    Raises UserError if a shard would be empty. what: plural noun for the items in the message.
+    Raises UserError if a shard would be empty. what: name of the items in the message, a plural noun.
     """
     if count < num_ranks:
         raise UserError(
@@ -32,7 +32,7 @@ def shard_sizes(count: int, num_ranks: int, what: str) -> list[int]:
 
 
 def local_shard(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Return a view of the local shard of a tensor that is complete on every rank."""
+    """Return a view of this rank's shard, along dim, of a tensor that is complete on every rank."""
     rank = dist.get_rank(group)
     if sum(lengths) != x.shape[dim]:
         raise ValueError(f"shard sizes {lengths} do not sum to dimension {dim} of {list(x.shape)}")
@@ -49,9 +49,9 @@ def all_to_all(
 ) -> Tensors:
     """Run one all-to-all for several tensors of equal shape and dtype. Not differentiable; see `reshard`.
 
-    Each tensor is split along split_dim into pieces of split_sizes; piece j goes to rank j. The pieces received from
-    rank j have size concat_sizes[j] along concat_dim and are concatenated there. Sizes must agree between the ranks.
-    Either all ranks pass equal sizes or none does.
+    Each tensor is split along split_dim into pieces of sizes split_sizes, and piece j is sent to rank j. The pieces
+    received from rank j have size concat_sizes[j] along concat_dim and are concatenated along it. Sizes must agree
+    between the ranks. Either all ranks pass equal sizes or none does.
     """
     if len(set(split_sizes)) == len(set(concat_sizes)) == 1:
         return all_to_all_equal(tensors, split_dim, concat_dim, group)
@@ -70,7 +70,7 @@ def all_to_all(
 
 
 def all_to_all_equal(tensors: Tensors, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensors:
-    """Run `all_to_all` for equal sizes, with one copy on each side, or none for the sequence of a single sample."""
+    """Run `all_to_all` for equal sizes, with at most one copy of the data before and one after the exchange."""
     num_ranks = dist.get_world_size(group)
     by_rank = (num_ranks, tensors[0].shape[split_dim] // num_ranks)
     pieces = [torch.unflatten(x, split_dim, by_rank).movedim(split_dim, 0) for x in tensors]
@@ -81,12 +81,12 @@ def all_to_all_equal(tensors: Tensors, split_dim: int, concat_dim: int, group: P
 
 
 def resize_shape(x: Tensor, lengths: dict[int, int]) -> torch.Size:
-    """Return the shape of x with new sizes for some dimensions. lengths: size by dimension."""
+    """Return the shape of x with some sizes replaced. lengths: new size by dimension."""
     return torch.Size(lengths.get(dim, n) for dim, n in enumerate(x.shape))
 
 
 class RankMap(torch.autograd.Function):
-    """A linear map over tensors of several ranks. The backward pass applies the adjoint map."""
+    """A linear map of the tensors of all ranks. The backward pass applies the adjoint map."""
 
     @staticmethod
     def forward(
@@ -138,7 +138,10 @@ def gather_shards(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGro
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks. The backward pass also sums, because each rank's loss depends on all x."""
+    """Return the sum of x over the ranks.
+
+    The backward pass sums gradients over the ranks, because each rank's loss depends on the x of every rank.
+    """
 
     def all_reduce(xs: Tensors) -> Tensors:
         total = xs[0].clone(memory_format=torch.contiguous_format)
@@ -149,13 +152,19 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Add the adjacent lines of the previous and the next rank, zeros at both ends: [B,C,n,W] -> [B,C,n+2,W]."""
+    """Add the border lines of the previous and the next rank to x: [B,C,n,W] -> [B,C,n+2,W].
+
+    The lines before the first and after the last rank are zeros.
+    """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     before, after = rank > 0, rank < num_ranks - 1
     sizes = [int(abs(other - rank) == 1) for other in range(num_ranks)]
 
     def exchange_lines(lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the first line to the previous rank and the last line to the next. Return their lines, or zeros."""
+        """Send the first line to the previous rank and the last line to the next rank.
+
+        Returns the lines received from these ranks; zeros if there is no such rank.
+        """
         outer = [lines[:, :, :1]] * before + [lines[:, :, -1:]] * after
         zeros = torch.zeros_like(lines[:, :, :1])
         if not outer:

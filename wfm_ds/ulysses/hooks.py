@@ -1,4 +1,7 @@
-"""Hooks that change the arguments of a module, or exchange border lines before a convolution. PEFT layers work too."""
+"""Hooks that change the arguments of a module, or exchange border lines before a convolution.
+
+Both also work on PEFT layers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from wfm_ds.ulysses.exchange import exchange_halo
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Call `change` with a dict of all arguments, by name, before each call of the module. `change` edits the dict.
+    """Call `change` before each call of the module, with a dict of all arguments by name that it may edit.
 
     Positional arguments stay positional, because DeepSpeed's hooks handle only those.
     """
@@ -31,7 +34,7 @@ def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]
 
 
 def install_halo_exchange(convolution: nn.Module, group: ProcessGroup) -> None:
-    """Replace a convolution's zero padding between shards by the lines of the neighbouring ranks.
+    """Replace a convolution's zero padding between shards with the lines of the neighbouring ranks.
 
     The convolution must pad its inputs [B,C,n,W] by one line. Zeros remain at the ends of the sequence, and along W.
     """

@@ -37,9 +37,9 @@ def install_ulysses(denoiser: nn.Module, group: ProcessGroup) -> None:
     receive the complete output. Parameter gradients are partial sums: their sum over the group is the gradient of the
     loss, provided that every rank computes the same loss of the complete output.
 
-    denoiser: a supported transformer, or a module with only such children (experts). Add adapters before this call;
-    gradient checkpointing and DeepSpeed may be set up before or after it. Raises UserError if the transformer is
-    unsupported. A forward pass raises UserError on all ranks if its inputs have too few tokens.
+    denoiser: a supported transformer, or a module that has only supported transformers as children (experts). Add
+    adapters before this call; gradient checkpointing and DeepSpeed may be set up before or after it. Raises UserError
+    if the transformer is unsupported. A forward pass raises UserError on all ranks if its inputs have too few tokens.
     """
     for transformer, family in match_families(denoiser):
         family(transformer, group)
@@ -58,7 +58,7 @@ def check_latent_shape(denoiser: nn.Module, num_ranks: int, shape: Sequence[int]
 
 
 def match_families(denoiser: nn.Module) -> list[tuple[Any, type[UlyssesTransformer]]]:
-    """Return the transformers of a denoiser with their families. Raises UserError if one is unsupported."""
+    """Return (transformer, family) for each transformer of a denoiser. Raises UserError if one is unsupported."""
     transformers = [denoiser] if find_family(denoiser) is not None else list(denoiser.children())
     matches = [
         (transformer, family) for transformer in transformers if (family := find_family(transformer)) is not None

@@ -20,7 +20,7 @@ from wfm_ds.ulysses.line_sharding import EPS, UlyssesLineTransformer
 
 
 class SanaLinearAttention:
-    """Replacement of SanaLinearAttnProcessor2_0: relu(q) S / relu(q) z.
+    """Replacement for SanaLinearAttnProcessor2_0. Computes relu(q) S / relu(q) z.
 
     S is the sum of relu(k) v^T over all tokens, z the sum of relu(k), both in float32.
     """

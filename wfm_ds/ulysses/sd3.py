@@ -24,7 +24,7 @@ from wfm_ds.ulysses.exchange import shard_sizes
 
 @dataclass(frozen=True, slots=True)
 class JointLengths:
-    """Number of image and text tokens of each rank."""
+    """Numbers of image tokens and of text tokens of each rank."""
 
     image: list[int]
     text: list[int]
@@ -67,7 +67,7 @@ class UlyssesSD3(UlyssesTransformer):
 
 
 class SD3JointAttention:
-    """Replacement of JointAttnProcessor2_0: attention over image and text, or image only (`attn2` of SD3.5)."""
+    """Replacement for JointAttnProcessor2_0: attention over image and text, or image only (`attn2` of SD3.5)."""
 
     _attention_backend: Any = None  # diffusers' name of a kernel
 

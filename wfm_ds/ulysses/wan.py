@@ -37,12 +37,15 @@ class UlyssesWan(UlyssesTransformer):
         return lengths
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """[B,C,T,h,w] -> [B,C,n]. The transformer flattens the last dimensions."""
+        """Return the local shard of the patch embedding's output: [B,C,T,h,w] -> [B,C,n].
+
+        The transformer flattens the last dimensions.
+        """
         return self.copy_local_shard(embedded.flatten(2), 2)
 
 
 class WanSelfAttention:
-    """Replacement of WanAttnProcessor."""
+    """Replacement for WanAttnProcessor in self-attention."""
 
     def __init__(self, group: ProcessGroup, backend: Any) -> None:
         self.group = group

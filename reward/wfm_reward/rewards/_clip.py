@@ -1,4 +1,4 @@
-"""CLIP models of transformers: normalised image and text embeddings for rewards."""
+"""CLIP models of the transformers library: normalised image and text embeddings for rewards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class ClipModel:
         return float(self.model.logit_scale.float().exp())
 
     def embed_images(self, media: npt.NDArray[np.uint8] | Sequence[Any]) -> Tensor:
-        """Embed images, uint8 [B,H,W,3] or PIL. Return unit vectors float32 [B,D]. The processor resizes and crops."""
+        """Embed images, uint8 [B,H,W,3] or PIL. Returns unit vectors float32 [B,D].
+
+        The processor resizes and crops the images.
+        """
         import torch
 
         images = to_pil_images(media) if isinstance(media, np.ndarray) else list(media)
@@ -46,7 +49,7 @@ class ClipModel:
             return _normalize_rows(self.model.visual_projection(pooled))
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """Embed texts. Return unit vectors float32 [B,D]. Texts are truncated to the context length."""
+        """Embed texts, truncated to the context length. Returns unit vectors float32 [B,D]."""
         import torch
 
         max_length = self.model.config.text_config.max_position_embeddings

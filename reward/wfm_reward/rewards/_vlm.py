@@ -23,7 +23,10 @@ VIDEO_CRF = "12"  # H.264 quality, nearly lossless
 
 
 class VlmReward(Reward):
-    """Base class: send one request per item, several at a time. A reply without a score is a failure."""
+    """Base class of rewards that send one request per item to a VLM, several at a time.
+
+    A reply without a score is a failure.
+    """
 
     stall_s = 660.0
 
@@ -38,8 +41,11 @@ class VlmReward(Reward):
         concurrency: int = 8,
         **options: Any,
     ) -> None:
-        """`endpoint`: URL without /chat/completions, such as http://127.0.0.1:8000/v1. `api_key_env`: environment
-        variable with the API key. Raises RewardError for invalid options."""
+        """`endpoint`: URL without /chat/completions, such as http://127.0.0.1:8000/v1.
+        `api_key_env`: name of the environment variable with the API key.
+
+        Raises RewardError for invalid options.
+        """
         super().__init__(device, **options)
         if not 0 < timeout_s <= 600 or not isinstance(concurrency, int) or concurrency < 1:
             raise RewardError(f"reward {self.name}: timeout_s must be in (0, 600] and concurrency an integer >= 1")
@@ -59,12 +65,14 @@ class VlmReward(Reward):
 
     @abstractmethod
     def request_fields(self, item: MediaItem) -> Mapping[str, Any]:
-        """Return the request fields other than `model`: messages and sampling parameters."""
+        """Return the fields of the request, except `model`: messages and sampling parameters."""
 
     @abstractmethod
     def parse_score(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
-        """Read the score from the first choice of a reply. Raises KeyError, TypeError or ValueError if there is
-        none."""
+        """Read the score from the first choice of a reply.
+
+        Raises KeyError, TypeError or ValueError if there is no score.
+        """
 
     def _score_item(self, item: MediaItem) -> Score:
         body = json.dumps({"model": self.model, "temperature": 0, **self.request_fields(item)}).encode()

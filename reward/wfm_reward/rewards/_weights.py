@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 
 def load_pretrained(reward: str, label: str, address: str, load: Callable[[str], T]) -> T:
-    """Return `load(path or Hub name)`. Raises RewardError with a hint if loading fails. `what`: for the message."""
+    """Load a model from a local path or from the Hub. Raises RewardError with a hint if loading fails.
+
+    `label`: what is loaded, for the error message. `load`: function that loads the model, given the path or Hub name.
+    """
     path = Path(address).expanduser()
     try:
         return load(str(path) if path.exists() else address)
@@ -50,7 +53,7 @@ def to_pil_images(media: npt.NDArray[np.uint8]) -> list[Any]:
 
 
 def torch_dtype(reward: str, name: str) -> Any:
-    """Return the torch dtype. Raises RewardError unless it is float32, bfloat16 or float16."""
+    """Return the torch dtype of this name. Raises RewardError unless it is float32, bfloat16 or float16."""
     import torch
 
     if name not in ("float32", "bfloat16", "float16"):

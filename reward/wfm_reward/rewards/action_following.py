@@ -16,9 +16,9 @@ Actions = npt.NDArray[np.float32]
 class ActionFollowing(Reward):
     """Mean over transitions of exp(-MSE / temperature) between the predicted and the conditioning actions.
 
-    `temperature` has the unit of squared actions, normalised if the run normalises them (data.actions). To measure the
-    noise floor, score real clips with their own actions first. Parts: `mse`, and `following_moving`, the mean over
-    transitions with larger actions than the median.
+    `temperature` has the unit of squared actions, which are normalised if the run normalises actions (data.actions). To
+    find the noise floor, first score real clips with their own actions. Parts: `mse`, and `following_moving`, the mean
+    over those transitions with larger actions than the median.
     """
 
     name = "action_following"
@@ -44,9 +44,12 @@ class ActionFollowing(Reward):
         resolution_tier: int = 256,
         dtype: str = "bfloat16",
     ) -> None:
-        """`model`: folder or Hub name of a Cosmos3 pipeline, preferably the initial model of the run. `domain`: name of
-        the embodiment in diffusers, which defines the action size. `steps`, `resolution_tier`: inference settings.
-        Raises RewardError unless `temperature` and `steps` are positive."""
+        """`model`: folder or Hub name of a Cosmos3 pipeline, preferably the initial model of the run.
+        `domain`: name of the embodiment in diffusers, which defines the action size.
+        `steps`, `resolution_tier`: inference settings.
+
+        Raises RewardError unless `temperature` and `steps` are positive.
+        """
         super().__init__(device)
         if not temperature > 0 or steps < 1:
             raise RewardError(f"reward {self.name}: temperature {temperature} and steps {steps} must be above 0")

@@ -15,8 +15,8 @@ MAX_RESIDUAL = 10.0  # upper bound of `residual`, in steps
 class BrightnessFollowing(Reward):
     """Fraction of moves that the video follows, minus the mean pixel distance to the nearest ideal frame.
 
-    The distance is measured in brightness steps. Parts: `following`, the fraction; `residual`, the distance; `still`,
-    the fraction for "unchanged" moves, if there are any.
+    The unit of the distance is BRIGHTNESS_STEP. Parts: `following`, the fraction; `residual`, the distance; `still`,
+    the fraction of "unchanged" moves that the video follows, if there are any.
     """
 
     name = "brightness"

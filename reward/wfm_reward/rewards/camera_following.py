@@ -21,12 +21,13 @@ MIN_LENGTH = 1e-6  # path length below which no direction is defined
 class CameraFollowing(Reward):
     """Mean of rotation and translation agreement, 0 to 1, between estimated and conditioning camera poses.
 
-    A pose service estimates camera-to-world matrices [F,4,4] with OpenCV axes; all poses are relative to the first
-    frame. `rotation`: exp(-mean angle / `degrees`). `direction`: (1 + mean cosine) / 2 of the translations, because the
-    scale of a scene is unknown; omitted if the path does not move. Part `degrees`: the mean angle.
+    A pose service estimates camera-to-world matrices [F,4,4] with OpenCV axes. All poses are relative to the first
+    frame. Parts: `rotation`, which is exp(-mean angle / option `degrees`); `direction`, which is (1 + mean cosine) / 2
+    of the translations, because the scale of a scene is unknown, and is omitted if the path does not move; `degrees`,
+    the mean angle.
 
-    The service receives POST `url` with the frames uint8 [F,H,W,3] as an .npy file and replies with JSON:
-    {"c2w": [F,4,4]}.
+    The service receives POST `url` with the frames uint8 [F,H,W,3] as an .npy file, and replies with JSON: {"c2w":
+    [F,4,4]}.
     """
 
     name = "camera_following"
@@ -40,8 +41,10 @@ class CameraFollowing(Reward):
     stall_s = 660.0
 
     def __init__(self, device: str = "cpu", *, url: str = "", degrees: float = 10.0, timeout_s: float = 120.0) -> None:
-        """`url`: the pose service. `degrees`: rotation error at which `rotation` is 1/e. Raises RewardError for invalid
-        values."""
+        """`url`: address of the pose service. `degrees`: rotation error at which `rotation` is 1/e.
+
+        Raises RewardError for invalid values.
+        """
         super().__init__(device)
         if not url.startswith(("http://", "https://")) or not degrees > 0:
             raise RewardError(f"reward {self.name}: url {url!r} must be an HTTP address, and degrees {degrees} > 0")
@@ -96,7 +99,7 @@ def camera_scores(estimated: Poses, target: Poses, degrees: float) -> dict[str, 
 
 
 def is_rigid(poses: Poses) -> bool:
-    """Return True if the 3 x 3 part of each pose [F,4,4] is a rotation within ROTATION_TOLERANCE."""
+    """Return whether the 3 x 3 part of each pose [F,4,4] is a rotation within ROTATION_TOLERANCE."""
     turns = poses[:, :3, :3]
     products = np.einsum("fji,fjk->fik", turns, turns)
     return bool((np.abs(products - np.eye(3)) <= ROTATION_TOLERANCE).all() and (np.linalg.det(turns) > 0).all())

@@ -24,7 +24,8 @@ COLOR_WORD = re.compile(rf"\b({'|'.join(COLORS)})\b", re.IGNORECASE)
 class ColorMatch(Reward):
     """1 - mean absolute distance of the pixels to a target colour, with channels scaled to 0..1.
 
-    The target is metadata `target_rgb`, three numbers from 0 to 255, or else the first colour word of the prompt.
+    The target colour is the metadata `target_rgb`, three numbers from 0 to 255. Without it, the target is the first
+    colour word of the prompt.
     """
 
     name = "color"

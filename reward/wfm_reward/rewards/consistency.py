@@ -17,10 +17,10 @@ NEGLIGIBLE = 1e-4  # brightness difference in 0..1 that counts as zero
 class Consistency(Reward):
     """Mean of start continuity, steadiness and sharpness, 0 to 1 each. Needs at least three frames; uses no model.
 
-    `start`: PSNR between the first two frames / 40 dB; the first frame is often a conditioning frame. `steadiness`:
-    1 - |second temporal differences| / (2 |first differences|), low for flicker. `sharpness`: ratio (at most 1) of the
-    mean spatial gradients of the last and the first third of the frames, low for videos that drift into blur or noise,
-    which inverse dynamics does not penalize. Further part: `start_db`.
+    Parts: `start`, the PSNR between the first two frames / 40 dB (the first frame is often a conditioning frame);
+    `start_db`, this PSNR; `steadiness`, which is 1 - |second temporal differences| / (2 |first differences|) and low
+    for flicker; `sharpness`, the ratio (at most 1) of the mean spatial gradients of the last and the first third of the
+    frames. `sharpness` is low for videos that drift into blur or noise, which inverse dynamics does not penalize.
     """
 
     name = "consistency"
@@ -48,7 +48,7 @@ class Consistency(Reward):
 
 
 def psnr_db(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
-    """Return the PSNR in dB, at most 60, of two images in 0..1."""
+    """Return the PSNR of two images in 0..1, in dB, at most 60."""
     error = float(np.square(a - b).mean())
     return float(min(MAX_DB, -10 * np.log10(max(error, 1e-12))))
 
@@ -56,7 +56,7 @@ def psnr_db(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
 def motion_steadiness(frames: npt.NDArray[np.float32]) -> float:
     """Return 1 - |second differences| / (2 |first differences|) over frames [T,H,W,3], T > 2.
 
-    1 for steady or no motion, 0 for alternating frames.
+    The result is 1 for steady or no motion, and 0 for alternating frames.
     """
     first = float(np.abs(np.diff(frames, axis=0)).mean())
     second = float(np.abs(np.diff(frames, n=2, axis=0)).mean())
@@ -73,6 +73,6 @@ def sharpness_ratio(frames: npt.NDArray[np.float32]) -> float:
 
 
 def mean_gradient(frames: npt.NDArray[np.float32]) -> float:
-    """Return the mean absolute difference of neighbouring pixels, vertical and horizontal, over frames [T,H,W,3]."""
+    """Return the mean absolute difference of vertically and horizontally neighbouring pixels in frames [T,H,W,3]."""
     gradients = [np.abs(np.diff(frames, axis=axis)) for axis in (1, 2) if frames.shape[axis] > 1]
     return float(np.mean([gradient.mean() for gradient in gradients])) if gradients else 0.0

@@ -11,7 +11,7 @@ from wfm_reward.rewards._vlm import VlmReward, mp4_data_url
 
 DEFAULT_FPS = 16.0  # for videos without fps
 QUESTION = "Does the video contain any anomalies or artifacts?"
-SYSTEM_PROMPT = (  # the prompt of its training: huggingface.co/nvidia/Cosmos-Reason1-7B-Reward
+SYSTEM_PROMPT = (  # the prompt that the model was trained with: huggingface.co/nvidia/Cosmos-Reason1-7B-Reward
     "You are a helpful video analyzer. The goal is to identify artifacts and anomalies in the video. Watch carefully "
     "and focus on the following aspects:\n\n"
     "* Gravity (e.g. a ball cannot fly in the air)\n"
@@ -34,8 +34,8 @@ SYSTEM_PROMPT = (  # the prompt of its training: huggingface.co/nvidia/Cosmos-Re
 class CosmosReason1(VlmReward):
     """Probability of "No" (no anomaly) versus "Yes" as the first token of the reply, 0 to 1.
 
-    Parts: yes_logprob and no_logprob, the log-probabilities. A token outside the endpoint's top 20 gets the lowest
-    log-probability among them. Ignores the prompt.
+    Parts: `yes_logprob` and `no_logprob`, the log-probabilities. A token that is not in the endpoint's top 20 gets the
+    lowest log-probability among them. Ignores the prompt.
     """
 
     name = "cosmos_reason1"
@@ -48,7 +48,7 @@ class CosmosReason1(VlmReward):
     primary_output = "no_score"
 
     def __init__(self, device: str = "cpu", *, model: str = "nvidia/Cosmos-Reason1-7B-Reward", **options: Any) -> None:
-        """Options of VlmReward. `model`: model name at the endpoint."""
+        """Accepts the options of VlmReward. `model`: name of the model at the endpoint."""
         super().__init__(device, model=model, **options)
 
     def request_fields(self, item: MediaItem) -> Mapping[str, Any]:

@@ -17,8 +17,8 @@ class DigitsReward(Reward):
     """1.0 if the classifier predicts metadata `label`, 0 to 9, else 0.0.
 
     The classifier, SVC(gamma=.1, C=10), is fitted on the odd indices of scikit-learn's digits; models are trained on
-    the even ones. Part `second_judge`: a 3-nearest-neighbour classifier fitted on the even indices. It is reported but
-    not part of the reward, so that an improvement of the reward alone reveals reward hacking. Larger images are
+    the even ones. Part `second_judge`: result of a 3-nearest-neighbour classifier fitted on the even indices. It is
+    reported but not part of the reward, so an improvement of the reward alone reveals reward hacking. Larger images are
     averaged to 8x8.
     """
 

@@ -1,4 +1,4 @@
-"""GenEval (arXiv 2310.11513): checks the objects of the prompt with an object detector and CLIP."""
+"""GenEval (arXiv 2310.11513): check the objects of the prompt with an object detector and CLIP."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIDENCE = 0.3
-COUNTING_CONFIDENCE = 0.9  # for prompts with the tag `counting`
-MAX_OBJECTS = 16  # per class
+COUNTING_CONFIDENCE = 0.9  # minimum confidence for prompts with the tag `counting`
+MAX_OBJECTS = 16  # maximum number of objects per class
 BACKGROUND_GREY = (153, 153, 153)  # replaces the background when the colour of an object is classified
 COLOR_TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 
 
 class Detector(ABC):
-    """Base class of object detectors for the 80 COCO classes. Set your own with the option `detector`."""
+    """Base class of object detectors for the 80 COCO classes. Use another one with the option `detector`."""
 
     def __init__(self, model: str, device: str) -> None:
         self.model, self.device = model, device
@@ -38,7 +38,7 @@ class Detector(ABC):
 
     @abstractmethod
     def detect_objects(self, image: npt.NDArray[np.uint8]) -> list[DetectedObject]:
-        """Return the objects in an image [H,W,3], at any confidence."""
+        """Return all objects detected in an image [H,W,3], whatever their confidence."""
 
 
 class Mask2Former(Detector):
@@ -78,9 +78,9 @@ class Mask2Former(Detector):
 class GenEval(Reward):
     """Mean score over the clauses of a GenEval prompt, at most 1; negative for many extra objects.
 
-    A clause scores 1 - |detected - required| / required, the same for colours, and 0 or 1 for positions. Parts, 0 or 1:
-    gen_eval_score, GenEval's own test (at least the required objects and no excluded ones); gen_eval_strict, exact
-    counts. Metadata as in GenEval's prompt file: `tag`, `include`, and optionally `exclude`.
+    A clause scores 1 - |detected - required| / required for the count, the same for colours, and 0 or 1 for positions.
+    Parts, 0 or 1: `gen_eval_score`, GenEval's own test (at least the required objects, and no excluded ones);
+    `gen_eval_strict`, exact counts. Metadata as in GenEval's prompt file: `tag`, `include`, and optionally `exclude`.
     """
 
     name = "gen_eval"
@@ -102,8 +102,10 @@ class GenEval(Reward):
         clip: str = "openai/clip-vit-large-patch14",
         **options: Any,
     ) -> None:
-        """`detector`: `package.module:Class` of a Detector. `detector_model`, `clip`: folders or Hub names. Raises
-        RewardError for an invalid detector."""
+        """`detector`: `package.module:Class` of a Detector. `detector_model`, `clip`: folders or Hub names.
+
+        Raises RewardError for an invalid detector.
+        """
         super().__init__(device, **options)
         module, _, name = detector.partition(":")
         try:
@@ -144,7 +146,7 @@ class GenEval(Reward):
         return item.score(score.soft, gen_eval_score=float(score.correct), gen_eval_strict=float(score.strict))
 
     def _classify_colors(self, image: npt.NDArray[np.uint8], name: str, objects: Sequence[DetectedObject]) -> list[str]:
-        """Return the most likely of COLORS for each object, by CLIP."""
+        """Return the most likely colour in COLORS for each object, by CLIP."""
         if not objects:
             return []
         if name not in self._color_texts:
@@ -154,7 +156,7 @@ class GenEval(Reward):
         return [COLORS[index] for index in indices.tolist()]
 
     def _embed_color_texts(self, name: str) -> Tensor:
-        """Return one unit embedding per colour [colours, D]: the mean over COLOR_TEMPLATES."""
+        """Return one unit vector per colour, [number of colours, D]: the mean over COLOR_TEMPLATES."""
         import torch
 
         texts = [template.format(color=color, name=name) for color in COLORS for template in COLOR_TEMPLATES]
@@ -169,7 +171,7 @@ def _object_from_mask(name: str, confidence: float, mask: npt.NDArray[np.bool_])
 
 
 def _crop_object(image: npt.NDArray[np.uint8], detected: DetectedObject) -> Any:
-    """Crop an object as a PIL image. The background becomes grey if there is a mask."""
+    """Crop an object as a PIL image. If the object has a mask, the background becomes grey."""
     from PIL import Image
 
     pixels = (

@@ -32,8 +32,8 @@ class HpsV2(Reward):
         dtype: str = "float32",
         **options: Any,
     ) -> None:
-        """`model`: the published file, or OWNER/REPOSITORY:FILE on the Hub. `base`: folder or Hub name of the base
-        CLIP, used only for configuration and processor."""
+        """`model`: the published file, or OWNER/REPOSITORY:FILE on the Hub.
+        `base`: folder or Hub name of the base CLIP. Only its configuration and processor are used."""
         super().__init__(device, **options)
         self.model, self.base, self.dtype = model, base, dtype
 

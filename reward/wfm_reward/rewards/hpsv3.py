@@ -12,9 +12,9 @@ from wfm_reward.rewards._weights import load_pretrained, to_pil_images
 class HpsV3(Reward):
     """HPS v3: mean of the predicted preference, unbounded and not normalised.
 
-    It is 7 to 11 in Cosmos-RL's example, so check any `clip` in the recipe. Part `sigma`: the predicted deviation.
-    Needs the package hpsv3 (github.com/MizzenAI/HPSv3). It has its own requirements: install it in a separate
-    environment and set the key `python` in the service configuration.
+    The values in Cosmos-RL's example are 7 to 11, so make sure that a `clip` in the recipe allows them. Part `sigma`:
+    the predicted standard deviation. Needs the package hpsv3 (github.com/MizzenAI/HPSv3). It has its own requirements:
+    install it in a separate environment and set the key `python` in the service configuration.
     """
 
     name = "hpsv3"
@@ -26,7 +26,7 @@ class HpsV3(Reward):
     def __init__(
         self, device: str = "cpu", *, checkpoint: str | None = None, config: str | None = None, **options: Any
     ) -> None:
-        """`checkpoint`: HPSv3.safetensors; unset: downloaded by the package. `config`: its YAML file."""
+        """`checkpoint`: HPSv3.safetensors; unset: the package downloads it. `config`: YAML file of the package."""
         super().__init__(device, **options)
         self.checkpoint, self.config = checkpoint, config
 

@@ -11,8 +11,10 @@ from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 
 
 class Motion(Reward):
-    """Mean absolute difference of consecutive frames, with channels scaled to 0..1. Highest for noise, 0 for a
-    still."""
+    """Mean absolute difference of consecutive frames, with channels scaled to 0..1.
+
+    It is highest for noise, and 0 for a video without motion.
+    """
 
     name = "motion"
     media_types = frozenset({"video"})

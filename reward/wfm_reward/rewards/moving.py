@@ -16,9 +16,9 @@ FULL_LIGHT_CELLS = 16  # bright cells that give full `light`; the shapes have 4 
 class MovingReward(Reward):
     """Motion in the requested direction, 0 to 1, times a quality term, 0 to 1.
 
-    `what: shape` uses `identity`, the similarity to the requested shape in every frame. `what: light` uses `light`,
-    which only grows with the amount of light: a reward that is easy to hack. Parts: `way`, `right_way`, `identity`,
-    `light`. Metadata: `shape`, `direction`.
+    The option `what` selects the quality term. `shape`: the part `identity`, the similarity to the requested shape in
+    every frame. `light`: the part `light`, which only grows with the amount of light, so this reward is easy to hack.
+    Other parts: `way`, the motion; `right_way`, whether the motion exceeds 0.5. Metadata: `shape`, `direction`.
     """
 
     name = "moving"
@@ -28,7 +28,7 @@ class MovingReward(Reward):
     required_metadata = ("shape", "direction")
 
     def __init__(self, device: str = "cpu", *, what: str = "shape") -> None:
-        """`what`: shape or light. Raises ValueError otherwise."""
+        """`what`: shape or light. Raises ValueError for other values."""
         super().__init__(device)
         if what not in ("shape", "light"):
             raise ValueError(f"what is {what!r}; it must be shape or light")
@@ -57,7 +57,7 @@ class MovingReward(Reward):
 def motion_share(cells: Cells, direction: str) -> float:
     """Return how far the centre of brightness moves in a direction from the first to the last frame.
 
-    Sideways motion is subtracted. 1 is the distance of a real clip, the minimum is 0.
+    The unit is the distance in a real clip. Sideways motion is subtracted; the result is at least 0.
     """
     positions = np.arange(GRID_SIZE, dtype=np.float32)
     weights = cells.sum(axis=(1, 2)) + 1e-6
@@ -70,7 +70,10 @@ def motion_share(cells: Cells, direction: str) -> float:
 
 
 def shape_similarity(cells: Cells, shape: str) -> float:
-    """Return the mean over frames of max(0, 1 - |frame - shape|^2 / |shape|^2), with the shape at its best position."""
+    """Return the mean over frames of max(0, 1 - |frame - shape|^2 / |shape|^2).
+
+    In each frame, the shape is placed at its best position.
+    """
     template = shape_mask(shape)
     windows = np.lib.stride_tricks.sliding_window_view(cells, template.shape, axis=(1, 2))  # [T,6,6,3,3]
     energy = np.square(cells).sum(axis=(1, 2))

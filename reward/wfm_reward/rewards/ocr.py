@@ -16,9 +16,9 @@ QUOTED_TEXT = re.compile(r'"([^"]*)"')
 class Ocr(Reward):
     """1 - d / len(target), 0 to 1: d is 0 if the recognised text contains the target, else the edit distance.
 
-    d is at most len(target). The target is metadata `ocr_target`, or else the first text in double quotes in the
-    prompt. Case and whitespace are ignored. The models are part of the package rapidocr-onnxruntime (PP-OCRv4,
-    Apache-2.0).
+    d is at most len(target). The target is the metadata `ocr_target`. Without it, the target is the first text in
+    double quotes in the prompt. Case and whitespace are ignored. The models are part of the package
+    rapidocr-onnxruntime (PP-OCRv4, Apache-2.0).
     """
 
     name = "ocr"
@@ -59,13 +59,13 @@ class Ocr(Reward):
         return item.score(1.0 - distance / len(target))
 
     def _read_text(self, image: npt.NDArray[np.uint8]) -> str:
-        """Return the recognised lines, top to bottom, joined. RapidOCR drops lines with a confidence below .5."""
+        """Return the recognised lines, joined from top to bottom. RapidOCR drops lines with a confidence below .5."""
         lines, _ = self._reader(np.ascontiguousarray(image[..., ::-1]))  # RapidOCR expects BGR
         return "".join(text for _box, text, _confidence in lines or ())
 
 
 def ocr_target(item: MediaItem) -> str:
-    """Return the normalised target text, "" if there is none."""
+    """Return the normalised target text; an empty string if there is none."""
     target = item.metadata.get("ocr_target")
     if target is None:
         quoted = QUOTED_TEXT.search(item.prompt)

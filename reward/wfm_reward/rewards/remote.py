@@ -20,7 +20,7 @@ VARIABLE_PREFIXES = (
     "REMOTE_REWARD",
     "WFM_REWARD",
     "DIFFUSION_REWARD",
-)  # of environment variables; the last two are older names
+)  # prefixes of environment variables; the last two are older names
 IGNORE_REPLICA_VARIABLE = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
 POLL_S = 0.5
 FORM_HEADERS = {"Content-Type": "application/x-www-form-urlencoded"}
@@ -32,7 +32,7 @@ class Remote(Reward):
 
     Set the addresses with the environment variables REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and, if needed,
     REMOTE_REWARD_TOKEN. The prefixes WFM_REWARD_ and DIFFUSION_REWARD_ work too. `remote/NAME` is `remote` with the
-    option `reward: NAME`, so that a recipe can use several.
+    option `reward: NAME`, so that a recipe can use several remote rewards.
     """
 
     name = "remote"
@@ -45,16 +45,18 @@ class Remote(Reward):
     def __init__(
         self, device: str = "cpu", *, reward: str, output: str | None = None, timeout_s: float = 600.0, **options: Any
     ) -> None:
-        """`output`: output of the service, or a sum such as vq_reward+mq_reward; unset if there is only one.
-        `timeout_s`: per batch, at most 600. Raises RewardError for other values."""
+        """`output`: an output of the other service, or a sum such as vq_reward+mq_reward; unset if it has only one
+        output. `timeout_s`: timeout per batch, at most 600.
+
+        Raises RewardError for invalid values.
+        """
         super().__init__(device, **options)
         if not 0 < timeout_s <= 600:
             raise RewardError(f"reward remote: timeout_s is {timeout_s}; it must be in (0, 600]")
         self.reward, self.output, self.timeout_s = reward, output, timeout_s
 
     def load(self) -> None:
-        """Read the addresses. Raises RewardError if they are not set, or if variables with different prefixes
-        conflict."""
+        """Read the addresses. Raises RewardError if they are not set, or differ between prefixes."""
         self._enqueue_url, self._fetch_url, token = read_service_addresses(os.environ)
         self._client = HttpClient(token)
         self._keep_replica = os.environ.get(IGNORE_REPLICA_VARIABLE, "").lower() not in ("1", "true")
@@ -108,7 +110,7 @@ class Remote(Reward):
         ]
 
     def _select_outputs(self, numbers: Mapping[str, Sequence[Any]]) -> list[str]:
-        """Return the outputs to sum. Raises RewardError if they are missing or ambiguous."""
+        """Return the names of the outputs to add. Raises RewardError if they are missing or ambiguous."""
         outputs = list(numbers) if self.output is None else [part.strip() for part in self.output.split("+")]
         if (self.output is None and len(outputs) != 1) or not set(outputs) <= numbers.keys():
             raise RewardError(
@@ -119,9 +121,10 @@ class Remote(Reward):
 
 
 def read_service_addresses(environment: Mapping[str, str]) -> tuple[str, str, str | None]:
-    """Return (enqueue URL, fetch URL, token) from the first prefix with both URLs set.
+    """Return (enqueue URL, fetch URL, token) from the environment variables of one prefix.
 
-    Raises RewardError if no prefix is complete, or if another prefix has different values.
+    The first prefix with both URLs is used. Raises RewardError if no prefix has both, or if another prefix has
+    different values.
     """
     addresses = {}
     for family in VARIABLE_PREFIXES:

@@ -1,4 +1,4 @@
-"""Held-out reward of the action quickstart: inverse dynamics fitted on real clips."""
+"""Held-out reward of the action quickstart: an inverse dynamics model fitted on real clips."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ MAX_NEIGHBOUR_DISTANCE = 0.15  # maximum RMS distance to a neighbour, for bright
 class SeenAction(Reward):
     """Fraction of moves that a nearest-neighbour classifier recognises from their five frames.
 
-    The classifier is fitted on real clips. A move counts as unrecognised if even the nearest neighbour is farther than
-    MAX_NEIGHBOUR_DISTANCE. The reward `brightness` measures changes; this one compares with the look of real clips.
+    The classifier is fitted on real clips. A move counts as not recognised if its nearest neighbour is farther away
+    than MAX_NEIGHBOUR_DISTANCE. The reward `brightness` measures changes, whereas this one compares with the look of
+    real clips.
     """
 
     name = "seen_action"
@@ -65,7 +66,10 @@ class SeenAction(Reward):
 
 
 def move_features(frames: Frames) -> npt.NDArray[np.float32]:
-    """Return features [2, 5 * 8 * 16] per move: the grey frame before it (-1..1) and the changes to its four frames."""
+    """Return the features of each move, [2, 5 * 8 * 16].
+
+    They are the grey frame before the move (-1..1) and the changes from it to the move's four frames.
+    """
     grey = frames.mean(axis=3, dtype=np.float32).reshape(len(frames), -1) / 127.5 - 1
     before = grey[:-1:FRAMES_PER_MOVE, None]
     return np.concatenate([before, grey[1:].reshape(NUM_MOVES, FRAMES_PER_MOVE, -1) - before], axis=1).reshape(

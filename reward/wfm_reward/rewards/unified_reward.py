@@ -10,7 +10,7 @@ from wfm_reward.base import MediaItem, Range, Score
 from wfm_reward.rewards._vlm import VlmReward, png_data_url
 
 FINAL_SCORE = re.compile(r"Final Score:\s*([1-5](?:\.\d+)?)")
-PROMPT_TEMPLATE = (  # the prompt of its training: github.com/CodeGoat24/UnifiedReward
+PROMPT_TEMPLATE = (  # the prompt that the model was trained with: github.com/CodeGoat24/UnifiedReward
     "<image>\nYou are given a text caption and a generated image based on that caption. Your task is to evaluate this "
     "image based on two key criteria:\n1. Alignment with the Caption: Assess how well this image aligns with the "
     "provided caption. Consider the accuracy of depicted objects, their relationships, and attributes as described in "
@@ -21,7 +21,10 @@ PROMPT_TEMPLATE = (  # the prompt of its training: github.com/CodeGoat24/Unified
 
 
 class UnifiedReward(VlmReward):
-    """UnifiedReward: "Final Score" (1 to 5) divided by 5, 0.2 to 1. A reply without one is a failure."""
+    """UnifiedReward: "Final Score" (1 to 5) divided by 5, 0.2 to 1.
+
+    A reply without a final score is a failure.
+    """
 
     name = "unified_reward"
     media_types = frozenset({"image"})
@@ -29,7 +32,7 @@ class UnifiedReward(VlmReward):
     primary_output = "unified_reward"
 
     def __init__(self, device: str = "cpu", *, model: str = "UnifiedReward-7b-v1.5", **options: Any) -> None:
-        """Options of VlmReward. `model`: model name at the endpoint."""
+        """Accepts the options of VlmReward. `model`: name of the model at the endpoint."""
         super().__init__(device, model=model, **options)
 
     def request_fields(self, item: MediaItem) -> Mapping[str, Any]:

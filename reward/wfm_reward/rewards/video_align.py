@@ -24,7 +24,7 @@ UNBOUNDED = Range(-math.inf, math.inf)
 class VideoAlign(Reward):
     """VideoReward: sum of VQ, MQ and TA, each standardised on the authors' videos; unbounded.
 
-    `overall_reward` is that sum. The model reads video files, so clips are passed as nearly lossless H.264.
+    The output `overall_reward` is this sum. The model reads video files, so clips are passed as nearly lossless H.264.
     """
 
     name = "video_align"
@@ -43,8 +43,12 @@ class VideoAlign(Reward):
         dtype: str = "bfloat16",
         **options: Any,
     ) -> None:
-        """`model`: folder of the checkpoint. `code`: a checkout of VideoAlign; unset: the copy in FastVideo. `output`:
-        the score, overall_reward or a sum such as vq_reward+mq_reward. Raises RewardError for other outputs."""
+        """`model`: folder of the checkpoint.
+        `code`: a checkout of VideoAlign; unset: the copy in FastVideo.
+        `output`: the output to use as score, overall_reward or a sum such as vq_reward+mq_reward.
+
+        Raises RewardError for other outputs.
+        """
         super().__init__(device, **options)
         self.score_outputs = [part.strip() for part in output.split("+")]
         if not set(self.score_outputs) <= OUTPUTS.keys():
@@ -69,8 +73,10 @@ class VideoAlign(Reward):
         return VideoVLMRewardInference
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Score a batch. Raises RewardError if the videos have no fps, or the model does not return its four
-        numbers."""
+        """Score a batch.
+
+        Raises RewardError if the videos have no fps, or if the model does not return its four numbers.
+        """
         if batch.fps is None:
             raise RewardError(f"{self.name} needs the frames per second of the videos; clients must send them")
         with tempfile.TemporaryDirectory(prefix="wfm-videos-") as folder:
@@ -95,7 +101,7 @@ class VideoAlign(Reward):
 
 
 class DanceGrpo(VideoAlign):
-    """VideoReward as `dance_grpo`, its name in Cosmos-RL, with the same four outputs."""
+    """VideoReward under the name `dance_grpo`, which Cosmos-RL uses, with the same four outputs."""
 
     name = "dance_grpo"
     outputs: ClassVar = dict.fromkeys(OUTPUTS, UNBOUNDED)

@@ -13,16 +13,16 @@ from typing import Any
 
 from aiohttp.web import Server
 
-TICK_S = 1.0  # between checks for idle connections, and before accepting again after an error
+TICK_S = 1.0  # seconds between checks for idle connections, and before accepting again after an error
 DESCRIPTOR_SHARE = 4  # 1 / fraction of descriptors for HTTP; trainers and workers need the rest
 BACKLOG = 128
 
 
 class ConnectionAcceptor:
-    """Accept connections for an aiohttp server. Use within its event loop.
+    """Accepts connections for an aiohttp server. Use it within the server's event loop.
 
-    A connection without a current request for `idle_s` is closed, for example if its client is silent, sends a header
-    byte by byte, or does not read the reply. Current requests have separate deadlines (see `request_body.py`).
+    A connection without a current request for `idle_s` seconds is closed, for example if its client is silent, sends a
+    header byte by byte, or does not read the reply. Current requests have separate deadlines (see `request_body.py`).
     """
 
     def __init__(self, server: Server, max_connections: int, idle_s: float, log: logging.Logger) -> None:
@@ -46,7 +46,7 @@ class ConnectionAcceptor:
         return bound[0], bound[1]
 
     async def serve(self) -> None:
-        """Accept connections until cancelled. Open connections then remain with the aiohttp server."""
+        """Accept connections until cancelled. The aiohttp server keeps the connections that are then open."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._close_idle_connections())
@@ -60,7 +60,10 @@ class ConnectionAcceptor:
         self._idle_since_s[protocol] = math.inf
 
     def end_request(self, protocol: Any) -> None:
-        """Start the idle timeout, in which the client must read the reply or send the next request."""
+        """Start the idle timeout of a connection.
+
+        The client must read the reply or send its next request before the timeout.
+        """
         self._idle_since_s[protocol] = self._loop.time()
 
     async def _accept_connections(self, listener: socket.socket) -> None:
@@ -101,7 +104,7 @@ def _descriptor_limit() -> int:
 
 
 def _refuse_connection(connection: socket.socket) -> None:
-    """Reply 503 without waiting for the request, and close."""
+    """Reply 503 without waiting for the request, and close the connection."""
     detail = "too many open connections: try again later"
     body = json.dumps({"message": detail, "error": {"code": "connections", "detail": detail}})
     head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nRetry-After: 5\r\nConnection: close"

@@ -24,10 +24,10 @@ LATENT_TYPE = "latent"
 def parse_enqueue(body: memoryview) -> ScoreRequest:
     """Parse and validate an enqueue request. Raises HttpProblem.
 
-    `media_type`: image uint8 [B,H,W,3], video uint8 [B,3,T,H,W], or latent [B,C,T,h,w] (the default) in float16,
-    float32, or bfloat16 viewed as uint8 with a doubled last axis. Other keys: prompts, reward_fn {name: weight} (only
-    positive weights count), video_infos [{video_fps or fps}], geneval_tags, geneval_includes, and metadata, a map per
-    item.
+    The key `media_type` is image for uint8 [B,H,W,3], video for uint8 [B,3,T,H,W], or latent (the default) for
+    [B,C,T,h,w] in float16, float32, or bfloat16 viewed as uint8 with a doubled last axis. Other keys: prompts,
+    reward_fn {name: weight} (only positive weights count), video_infos [{video_fps or fps}], geneval_tags,
+    geneval_includes, and metadata, a map per item.
     """
     fields, rest = _split_first_line(body)
     array = read_npy(rest)
@@ -78,7 +78,7 @@ def _split_items(kind: Any, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
 
 
 def widen_bfloat16(latents: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Convert latents sent as bfloat16 bytes (uint8) to float32; return other dtypes unchanged."""
+    """Convert latents that were sent as bytes of bfloat16 (uint8) to float32. Return other dtypes unchanged."""
     if latents.dtype != np.uint8:
         return latents
     if latents.shape[-1] % 2:

@@ -1,4 +1,4 @@
-"""Errors of HTTP requests, with status, code and message of the reply."""
+"""Errors of HTTP requests, with the status, code and message of the reply."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def invalid_request(detail: str) -> HttpProblem:
 
 
 def check_encodable(*values: Any) -> None:
-    """Raise HttpProblem for strings that UTF-8 cannot encode; messages, pages and logs cannot contain them."""
+    """Raise HttpProblem for strings that UTF-8 cannot encode.
+
+    Messages, pages and logs cannot contain such strings.
+    """
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -1,6 +1,6 @@
-"""Scoring jobs of HTTP clients: submit requests to the broker, collect scores, keep them until they are pulled.
+"""Scoring jobs of HTTP clients: submit items to the broker, collect scores, and keep them until the client pulls them.
 
-Owned by the event loop of the HTTP server. A separate thread waits for outcomes from the broker.
+The jobs belong to the event loop of the HTTP server. A separate thread waits for outcomes from the broker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_EXPIRED_IDS = 10000  # ids of expired jobs to remember
 TICK_S = 0.5
-GRACE_S = 1.0  # after a deadline, so that the broker can report first
+GRACE_S = 1.0  # seconds to wait after a deadline, so that the broker can report first
 
 ItemResult: TypeAlias = tuple[float | None, str | None, dict[str, float]]
 """Result of one item: value, failure, parts."""
@@ -39,7 +39,7 @@ ItemResult: TypeAlias = tuple[float | None, str | None, dict[str, float]]
 
 @dataclass(slots=True)
 class ItemResults:
-    """Results from one kind of worker for the rows of one submission, filled as they arrive."""
+    """Results of one reward or decoder for the rows of a submission, filled in as they arrive."""
 
     items: list[Any]
     num_missing: int
@@ -56,7 +56,7 @@ class ItemResults:
 
 @dataclass(slots=True)
 class ScoreJob:
-    """One request. Holds results, but not the images and videos."""
+    """One request of a client. Holds results, but not the images and videos."""
 
     id: str
     info: Mapping[str, Any]  # of the request
@@ -66,7 +66,7 @@ class ScoreJob:
 
 
 class ScoreJobs:
-    """All jobs of the server. Create and use within the event loop; `close` ends the thread."""
+    """All jobs of the server. Create and use it within the event loop; `close` ends its thread."""
 
     def __init__(
         self, endpoint: str, max_batch: Mapping[str, int], result_ttl_s: float, keys: ClientKeys | None
@@ -95,8 +95,11 @@ class ScoreJobs:
     def start_job(
         self, request: ScoreRequest, reservation: Reservation, timeout_s: float, decoder: str | None
     ) -> ScoreJob:
-        """Submit a request. `reservation`: its memory, released when all items are scored. `decoder`: task kind that
-        decodes its latents; None for pixels."""
+        """Submit a request.
+
+        `reservation`: memory reservation of the request, released when all items are scored.
+        `decoder`: task kind that decodes its latents; None for pixels.
+        """
         self._expire_jobs()
         count = len(request.prompts)
         results = {reward: ItemResults([None] * count, count) for reward in request.rewards}
@@ -117,7 +120,7 @@ class ScoreJobs:
         return self._jobs[job_id]
 
     def forget_job(self, job: ScoreJob) -> None:
-        """Drop a job that will not be pulled."""
+        """Drop a job if no client will pull its results."""
         self._jobs.pop(job.id, None)
 
     async def _run_job(
@@ -141,7 +144,7 @@ class ScoreJobs:
     async def _score_items(
         self, job: ScoreJob, request: ScoreRequest, media: Sequence[Array | str], deadline_s: float
     ) -> None:
-        """Score the items. `media`: array or decoding error per item."""
+        """Score the items. `media`: the array of each item, or its decoding error."""
         indices = [i for i, item in enumerate(media) if not isinstance(item, str)]
         rows = [_task_row(job.id, request, i) for i in indices]
         arrays = [item for item in media if not isinstance(item, str)]
@@ -156,7 +159,10 @@ class ScoreJobs:
         timer.cancel()
 
     async def _forward_results(self, inner: ItemResults, outer: ItemResults, indices: Sequence[int]) -> None:
-        """Forward the results of one reward when complete. Rewards finish and can be pulled independently."""
+        """Copy the results of one reward from `inner` to positions `indices` of `outer` when they are complete.
+
+        Each reward finishes, and can be pulled, independently of the others.
+        """
         if indices:
             await inner.done.wait()
         for index, result in zip(indices, inner.items, strict=True):
@@ -164,7 +170,10 @@ class ScoreJobs:
         outer.seconds = inner.seconds
 
     async def _decode_latents(self, request: ScoreRequest, decoder: str, deadline_s: float) -> list[Array | str]:
-        """Return the decoded video or the failure reason per item. Removes the files written by the decoder."""
+        """Return the decoded video or the failure reason of each item.
+
+        Removes the files written by the decoder.
+        """
         rows = [{"id": f"latents-{i}"} for i in range(len(request.media))]
         results = ItemResults([None] * len(rows), len(rows))
         timer = self._submit_rows(rows, list(request.media), {decoder: 1}, {decoder: results}, deadline_s)
@@ -180,7 +189,7 @@ class ScoreJobs:
         results: Mapping[str, ItemResults],
         deadline_s: float,
     ) -> asyncio.TimerHandle:
-        """Submit rows to workers. Return the timer that abandons unfinished tasks after the deadline."""
+        """Submit rows to workers. Returns the timer that abandons unfinished tasks after the deadline."""
         piece_ids = []
         for piece in submit_rows(self._client, rows, arrays, max_rows, self._new_task_id, deadline_s):
             if piece.failure is not None:

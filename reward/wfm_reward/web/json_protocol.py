@@ -24,11 +24,14 @@ AV_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif"}
 
 
 def parse_compute(body: memoryview, reserve: ReserveBytes) -> tuple[ScoreRequest, float | None]:
-    """Parse a request. Return it with its time limit in seconds, if any.
+    """Parse a request. Returns it with its time limit in seconds, or None if it has no limit.
 
-    `image`: one base64 PNG, JPEG or WebP per item. `video`: per item, a list of such images or a base64 MP4, WebM,
-    Matroska or GIF. `reserve` is called with the size of each decoded array before it is allocated. Raises HttpProblem,
-    and what `reserve` raises.
+    Fields: `image` is one base64 PNG, JPEG or WebP per item; `video` is, per item, a list of such images or a base64
+    MP4, WebM, Matroska or GIF.
+
+    `reserve`: function that is called with the size of each decoded array before the array is allocated.
+
+    Raises HttpProblem, and any exception of `reserve`.
     """
     fields = _parse_fields(body)
     prompts, images, videos = fields.get("prompt"), fields.get("image"), fields.get("video")
@@ -146,8 +149,10 @@ def _parse_positive(fields: dict[str, Any], key: str) -> float | None:
 def compute_reply(
     rewards: Sequence[str], scores: dict[str, list[tuple[float | None, str | None, dict[str, float]]]]
 ) -> dict[str, Any]:
-    """Build the reply. Its `rewards` are the values of the first reward (for Flow-Factory), its `scores` those of
-    all."""
+    """Build the reply.
+
+    Its field `rewards` has the values of the first reward (for Flow-Factory), its field `scores` those of all rewards.
+    """
     values = {name: [value for value, _, _ in scores[name]] for name in rewards}
     failures = [
         {"reward": name, "index": i, "reason": failure}

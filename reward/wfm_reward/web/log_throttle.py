@@ -1,4 +1,4 @@
-"""Rate-limit log lines that clients can cause: one per minute and kind."""
+"""Rate limit for log messages that clients can cause: one per minute and kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from wfm_ds.pipes.throttle import LogThrottle
 
-MAX_ERROR_CHARS = 200  # of a request that cannot be parsed
+MAX_ERROR_CHARS = 200  # maximum length of the error for a request that cannot be parsed
 
 
 class ThrottleFilter(logging.Filter):
@@ -23,7 +23,10 @@ class ThrottleFilter(logging.Filter):
         self._throttle = LogThrottle(self._lines.append)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True to log the record. Replaces the traceback of unparsable requests by a short message."""
+        """Return whether to log the record.
+
+        Replaces the traceback of a request that cannot be parsed by a short message.
+        """
         text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             text = f"{text}: {' '.join(str(error).split())[:MAX_ERROR_CHARS]}"
@@ -35,7 +38,7 @@ class ThrottleFilter(logging.Filter):
 
 
 def get_throttled_logger(name: str) -> logging.Logger:
-    """Return the logger of that name, rate-limited."""
+    """Return the logger of this name, with a rate limit."""
     logger = logging.getLogger(name)
     if not any(isinstance(f, ThrottleFilter) for f in logger.filters):
         logger.addFilter(ThrottleFilter())

@@ -1,4 +1,4 @@
-"""Memory budget of the HTTP server: arriving bodies, and decoded but unscored images and videos."""
+"""Memory budget of the HTTP server, for arriving bodies and for decoded images and videos that are not yet scored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from wfm_reward.web.http_problem import HttpProblem
 
 
 class MemoryBudget:
-    """Limit on the bytes held by all requests of one server. Thread-safe, like its reservations."""
+    """Limit on the bytes that all requests of one server hold. Thread-safe, like its reservations."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -21,7 +21,10 @@ class MemoryBudget:
         return self._reserved
 
     def check_fits(self, num_bytes: int) -> None:
-        """Raise HttpProblem if the bytes can never fit (413) or do not fit now (429). Reserves nothing."""
+        """Raise HttpProblem if the bytes can never fit (413) or do not fit now (429).
+
+        Does not reserve them.
+        """
         if num_bytes > self.max_bytes:
             raise request_too_large(num_bytes, self.max_bytes)
         if self._reserved + num_bytes > self.max_bytes:
@@ -34,7 +37,10 @@ class MemoryBudget:
         return reservation
 
     def try_change(self, num_bytes: int) -> bool:
-        """Reserve more bytes, or fewer if negative. Return False and change nothing if they do not fit."""
+        """Reserve more bytes, or fewer if `num_bytes` is negative.
+
+        Returns False, and changes nothing, if they do not fit.
+        """
         with self._lock:
             if num_bytes > 0 and self._reserved + num_bytes > self.max_bytes:
                 return False
@@ -50,7 +56,7 @@ class Reservation:
         self.num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Reserve more bytes; call before allocating them. Raises HttpProblem like MemoryBudget.check_fits."""
+        """Reserve more bytes; call it before allocating them. Raises HttpProblem like MemoryBudget.check_fits."""
         max_bytes = self._budget.max_bytes
         if self.num_bytes + num_bytes > max_bytes:
             raise request_too_large(self.num_bytes + num_bytes, max_bytes)
@@ -59,7 +65,10 @@ class Reservation:
         self.num_bytes += num_bytes
 
     def transfer(self, num_bytes: int) -> Reservation:
-        """Move this reservation to a new one of `num_bytes` and empty this one. Raises HttpProblem."""
+        """Return a new reservation of `num_bytes` that replaces this one, which becomes empty.
+
+        Raises HttpProblem if the bytes do not fit.
+        """
         if num_bytes > self.num_bytes:
             self.grow(num_bytes - self.num_bytes)
         successor = Reservation(self._budget)

@@ -1,4 +1,4 @@
-"""Read .npy arrays from clients without pickle and without trusting their headers."""
+"""Reading of .npy arrays from clients, without pickle and without trusting their headers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = ("uint8", "float16", "float32")
 
 
 def read_npy(data: memoryview) -> npt.NDArray[Any]:
-    """Return the array in .npy data as a view. Allocates nothing.
+    """Return the array in .npy data, as a view that needs no memory.
 
     Raises HttpProblem: 415 if the data is not .npy; 422 for object arrays, dtypes outside DTYPES, Fortran order, or a
     size that does not match the header.

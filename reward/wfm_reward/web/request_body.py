@@ -1,4 +1,4 @@
-"""Read request bodies with a deadline and a memory reservation. Compressed bodies are rejected."""
+"""Reading of request bodies with a deadline and a memory reservation. Compressed bodies are rejected."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def check_encoding(request: web.Request) -> None:
 async def receive_body(
     request: web.Request, budget: MemoryBudget, max_bytes: int, timeout_s: float
 ) -> AsyncIterator[tuple[memoryview, Reservation]]:
-    """Yield the body and its memory reservation; release the reservation on exit.
+    """Yield the body and its memory reservation, which is released on exit.
 
-    Memory is reserved as bytes arrive, not from Content-Length, so that a client cannot block others with large claims.
-    Raises HttpProblem: 408 if the body does not arrive within `timeout_s`, 411, 413, 429.
+    Memory is reserved as bytes arrive, not from Content-Length, so a client cannot block others by announcing a large
+    body. Raises HttpProblem: 408 if the body does not arrive within `timeout_s`, and 411, 413, 429.
     """
     size = request.content_length
     if size is None:

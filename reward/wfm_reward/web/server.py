@@ -48,7 +48,7 @@ from wfm_reward.worker_pool import WorkerPool
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
-BROKER_TIMEOUT_S = 5.0  # for the broker to report its status
+BROKER_TIMEOUT_S = 5.0  # seconds for the broker to report its status
 FORM_BYTES = 64 * 1024
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -69,8 +69,10 @@ class HttpServer:
     """HTTP server in a thread. Call `start` and `stop` from the same thread."""
 
     def __init__(self, service: ServiceParts, base: Path) -> None:
-        """`base`: folder of the configuration file. Raises RewardError for an invalid token configuration, or a VAE
-        that cannot be read."""
+        """`base`: folder of the configuration file.
+
+        Raises RewardError for an invalid token configuration, or a VAE that cannot be read.
+        """
         assert service.config.http is not None
         self.config = service.config.http
         self.url = ""
@@ -96,7 +98,7 @@ class HttpServer:
             raise RewardError(f"cannot listen at http.bind {self.config.bind}: {self._error or 'timeout'}")
 
     def stop(self) -> None:
-        """Let current requests finish briefly, then end the thread."""
+        """Let current requests finish for a short time, then end the thread."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop is already closed
                 self._loop.call_soon_threadsafe(self._stopping.set)
@@ -134,7 +136,7 @@ class HttpServer:
             await runner.cleanup()
 
     async def _serve_until_stopped(self, serving: Coroutine[Any, Any, None]) -> None:
-        """Serve until `stop` is called. Raises what `serving` raises."""
+        """Serve until `stop` is called. Raises any exception of the coroutine `serving`."""
         tasks = [self._loop.create_task(serving), self._loop.create_task(self._stopping.wait())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -168,7 +170,7 @@ class HttpServer:
 
     @web.middleware
     async def _process_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Authenticate, process and count every request."""
+        """Authenticate, process and count a request."""
         self._connections.begin_request(request.protocol)
         try:
             response = await self._respond_safely(request, handler)
@@ -180,7 +182,7 @@ class HttpServer:
         return response
 
     async def _respond_safely(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return the reply of the handler, or an error reply."""
+        """Return the reply of `handler`, or an error reply if it fails."""
         try:
             if _route_name(request) != "/health":
                 check_token(request.headers.get("Authorization"), self._token)
@@ -300,8 +302,10 @@ class HttpServer:
     def _start_job(
         self, score_request: ScoreRequest, reservation: Reservation, num_bytes: int, timeout_s: float
     ) -> ScoreJob:
-        """Start a job, which takes ownership of the reservation, resized to `num_bytes` (plus decoded videos). Raises
-        HttpProblem if the service does not offer a reward or decoder, or lacks memory."""
+        """Start a job. It takes over the reservation, resized to `num_bytes` plus the size of decoded videos.
+
+        Raises HttpProblem if the service does not offer a reward or decoder, or lacks memory.
+        """
         offered = self._service.config.rewards
         unknown = [name for name in score_request.rewards if name not in offered]
         if unknown:
@@ -328,7 +332,7 @@ class HttpServer:
 
 
 def _route_name(request: web.Request) -> str:
-    """Return the route for metrics, independent of the text that the client sent."""
+    """Return the name of the route, for metrics. It never contains text from the client."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "other"
 

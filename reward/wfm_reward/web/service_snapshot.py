@@ -14,7 +14,7 @@ from wfm_reward.worker_pool import WorkerState
 
 @dataclass(frozen=True, slots=True)
 class ServiceSnapshot:
-    """State of the whole service at one moment."""
+    """State of the whole service at one point in time."""
 
     version: str
     uptime_s: float
@@ -38,7 +38,7 @@ class ServiceSnapshot:
         return self.stats.get(reward) or RewardStats()
 
     def reward_state(self, reward: str) -> str:
-        """Return loading, ready, degraded (some workers are missing) or down."""
+        """Return the state of a reward: loading, ready, degraded (some workers are missing) or down."""
         ready = [worker.ready for worker in self.workers if worker.reward == reward]
         if reward in self.down_reasons:
             return "down"

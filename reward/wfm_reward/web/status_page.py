@@ -1,4 +1,4 @@
-"""GET /: the status page. Plain HTML that reloads itself, without scripts or external resources."""
+"""GET /: the status page. It is plain HTML that reloads itself, without scripts or external resources."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Each is a complete folder that plain diffusers loads offline, with identical byt
 written by hand and weights use fixed seeds. Its `call.json` contains the pipeline arguments for one small image or
 video.
 
-Each module of this folder defines the tiny pipeline of the FAMILY with its name. `language/` contains vision-language
-models for transformers, and `parts/` shared components.
+Each module of this package defines the tiny pipeline of one FAMILY and is named after it. `language/` contains
+vision-language models for transformers, and `parts/` contains shared components.
 """
 
 from __future__ import annotations

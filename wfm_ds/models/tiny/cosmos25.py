@@ -41,7 +41,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 def build() -> tuple[Cosmos2_5_PredictBasePipeline, dict[str, Any]]:
     """Return the pipeline and its call arguments for a two-step video.
 
-    Without a safety checker, as in the published folders; the caller sets one.
+    The pipeline has no safety checker, like the published folders; the caller sets one.
     """
     tokenizer = qwen_tokenizer()
     with temporary_seed(TRANSFORMER_SEED):

@@ -52,9 +52,9 @@ def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
 def assemble_pipeline(
     transformer: Mapping[str, Any], vae: AutoencoderKLWan, *, flow_shift: float
 ) -> Cosmos3OmniPipeline:
-    """Assemble a pipeline with a transformer of this configuration.
+    """Assemble a pipeline around a transformer with this configuration.
 
-    Without a safety checker, as in the published folders; the caller sets one.
+    The pipeline has no safety checker, like the published folders; the caller sets one.
     """
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -76,7 +76,7 @@ def assemble_pipeline(
 
 @torch.no_grad()
 def perturb_vectors(transformer: Cosmos3OmniTransformer) -> None:
-    """Add noise to vectors such as norm weights, because initial zeros and ones would hide mistakes."""
+    """Add noise to vectors such as norm weights. Initial zeros and ones would hide errors in tests."""
     for name, parameter in transformer.named_parameters():
         if parameter.ndim == 1 and not name.endswith("bias"):
             parameter.add_(0.2 * torch.randn_like(parameter))

@@ -63,7 +63,7 @@ def build() -> tuple[Flux2KleinPipeline, dict[str, Any]]:
 
 
 def patch_vae() -> AutoencoderKLFlux2:
-    """Return a VAE of factor 2. Its batch norm statistics are not 0 and 1, which would hide mistakes."""
+    """Return a VAE of factor 2. Its batch norm statistics are not 0 and 1, which would hide errors in tests."""
     with temporary_seed(VAE_SEED):
         vae = AutoencoderKLFlux2(
             block_out_channels=(8, 16),

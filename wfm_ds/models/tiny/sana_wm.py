@@ -64,7 +64,7 @@ def build() -> tuple[SanaWMPipeline, dict[str, Any]]:
 def randomize_zero_weights(transformer: SanaWMTransformer3DModel) -> None:
     """Randomize weights that are initialized to zero.
 
-    Otherwise half of the blocks output zeros and the camera hardly has an effect.
+    Otherwise half of the blocks would output zeros and the camera would have almost no effect.
     """
     for name, weight in transformer.named_parameters():
         if ".conv_k" in name or "plucker_embedder" in name or ".t_conv" in name:

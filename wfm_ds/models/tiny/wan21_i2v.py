@@ -36,7 +36,7 @@ def build() -> tuple[WanImageToVideoPipeline, dict[str, Any]]:
 
 
 def build_clip() -> CLIPVisionModel:
-    """Return the image encoder in evaluation mode."""
+    """Return the CLIP image encoder in evaluation mode."""
     config = CLIPVisionConfig(
         hidden_size=CLIP_WIDTH,
         intermediate_size=32,

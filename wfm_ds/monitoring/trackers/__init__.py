@@ -1,1 +1,1 @@
-"""Trackers by name: one module per library, which is imported when a run starts."""
+"""Experiment trackers: one module per library, which is imported when a run starts."""

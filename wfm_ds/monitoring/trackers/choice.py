@@ -1,4 +1,4 @@
-"""The trackers named in a recipe, and their packages."""
+"""Selection of the trackers named in a recipe, and check of their packages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TRACKERS = {
     "mlflow": ("mlflow", "MLflow"),
     "trackio": ("trackio", "Trackio"),
 }
-"""Package of each tracker, and its class in the module of the same name here."""
+"""Package of each tracker, and its class in the module named after the tracker."""
 
 
 def require_trackers(recipe: Recipe) -> None:
-    """Raise TrackerError for a tracker with a missing package."""
+    """Raise TrackerError if the package of one of the recipe's trackers is missing."""
     for name in recipe.logging.active_trackers:
         package, _ = TRACKERS[name]
         if find_spec(package) is None:
@@ -29,7 +29,10 @@ def require_trackers(recipe: Recipe) -> None:
 
 
 def open_trackers(recipe: Recipe, resumed_at: int | None) -> list[TrackerThread]:
-    """Start the recipe's trackers. Raises TrackerError after closing the trackers that were already started."""
+    """Start the recipe's trackers.
+
+    If one of them cannot be started, the trackers that were already started are closed and TrackerError is raised.
+    """
     started: list[TrackerThread] = []
     settings = recipe.logging
     require_trackers(recipe)
@@ -52,6 +55,9 @@ def open_trackers(recipe: Recipe, resumed_at: int | None) -> list[TrackerThread]
 
 
 def create_tracker(name: str) -> Tracker:
-    """Create the tracker of this name without starting it. Imports its module here, not its package."""
+    """Create the tracker of this name without starting it.
+
+    Imports the tracker's module, but not the library that the tracker uses.
+    """
     tracker: Tracker = getattr(importlib.import_module(f"wfm_ds.monitoring.trackers.{name}"), TRACKERS[name][1])()
     return tracker

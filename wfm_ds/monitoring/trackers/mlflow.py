@@ -1,4 +1,4 @@
-"""MLflow: at MLFLOW_TRACKING_URI, otherwise a SQLite file in the run's folder."""
+"""MLflow tracker: logs to MLFLOW_TRACKING_URI or, without it, to a SQLite file in the run's folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from wfm_ds.monitoring.images import reduce_image
 from wfm_ds.monitoring.samples import GeneratedSample, sample_grid, sample_table
 from wfm_ds.monitoring.tracking import RunInfo
 
-MAX_PARAMS, MAX_CHARACTERS = 100, 6000  # per call; per parameter value
+MAX_PARAMS, MAX_CHARACTERS = 100, 6000  # parameters per call; characters per parameter value
 RUN_STATUSES = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 
 
 class MLflow:
-    """Logs numbers, the grid of samples and their table as artifacts, and the recipe as parameters and as a file."""
+    """Logs numbers, sample grids and tables as artifacts, and the recipe as parameters and as a file."""
 
     name = "mlflow"
 

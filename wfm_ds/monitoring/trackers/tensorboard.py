@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder, without a service."""
+"""TensorBoard tracker: writes event files in the run's folder and needs no service."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ expressions of its tags, which TensorBoard matches from the start of a tag."""
 
 
 def chart_layout(recipe: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """Return the charts for a recipe, given by dotted key, in the format of add_custom_scalars."""
+    """Return the charts for a recipe, in the format of add_custom_scalars.
+
+    recipe: its values by dotted key.
+    """
     pages = {
         page: {title: ["Multiline", tags] for title, (needs, tags) in titles.items() if not needs or recipe.get(needs)}
         for page, titles in CHART_LAYOUT.items()
@@ -43,8 +46,10 @@ def chart_layout(recipe: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
 
 
 class TensorBoard:
-    """Logs numbers, a grid and a table of samples, and videos as GIFs. A tag has no chart while its values are all
-    0."""
+    """Logs numbers, a grid and a table of samples, and videos as GIFs.
+
+    A tag gets a chart only when one of its values is not 0.
+    """
 
     name = "tensorboard"
 
@@ -71,8 +76,10 @@ class TensorBoard:
         self._writer.file_writer.add_summary(scalars_summary(shown_values), step)
 
     def log_samples(self, step: int, tag: str, samples: Sequence[GeneratedSample]) -> None:
-        """Log a grid with a row per prompt, and a table of prompts, seeds and rewards. For videos the grid has the
-        first frames, and `<tag>/video` is the animation."""
+        """Log a grid with one row per prompt, and a table of prompts, seeds and rewards.
+
+        For videos, the grid shows the first frames, and `<tag>/video` is an animation.
+        """
         self._writer.add_image(tag, sample_grid(samples), step, dataformats="HWC")
         self._writer.add_text(tag, sample_table(samples), step)
         if any(sample.is_video for sample in samples):
@@ -84,15 +91,17 @@ class TensorBoard:
 
 
 def scalars_summary(values: Mapping[str, float]) -> Any:
-    """Return all numbers of a step as one summary: one record in the file instead of one per tag."""
+    """Return all numbers of a step as one summary: one record in the file instead of one record per tag."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
 def animation_summary(tag: str, samples: Sequence[GeneratedSample]) -> Any:
-    """Return the samples as an animated image summary: browsers play GIFs there, and TensorBoard has no page for
-    videos."""
+    """Return the samples as an image summary that contains an animated GIF.
+
+    TensorBoard has no page for videos, but browsers play GIFs on its page for images.
+    """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     video, fps = sample_animation(samples)

@@ -1,4 +1,4 @@
-"""Trackio: a SQLite file, by default in the run's folder; open it with `TRACKIO_DIR=... trackio show`."""
+"""Trackio tracker: a SQLite file, by default in the run's folder. View it with `TRACKIO_DIR=... trackio show`."""
 
 from __future__ import annotations
 

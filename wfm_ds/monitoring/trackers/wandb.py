@@ -1,4 +1,7 @@
-"""Weights & Biases. Without an API key and without WANDB_MODE it runs offline; the run's folder can be synced later."""
+"""Weights & Biases tracker.
+
+Without an API key and without WANDB_MODE it runs offline; the run's folder can be synced later.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ STEP_METRIC = "step"  # separate from wandb's own step, which cannot decrease: a
 
 
 class WeightsAndBiases:
-    """Logs numbers over our step, samples with captions, and the recipe as config."""
+    """Logs numbers by the run's own step, samples with captions, and the recipe as config."""
 
     name = "wandb"
 
@@ -65,7 +68,7 @@ class WeightsAndBiases:
 
 
 def has_key() -> bool:
-    """Return whether there is an API key in one of wandb's places: WANDB_API_KEY, ~/.netrc."""
+    """Return whether wandb finds an API key, in WANDB_API_KEY or in ~/.netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", SERVICE)).hostname or ""

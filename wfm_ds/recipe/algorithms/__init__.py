@@ -1,6 +1,6 @@
-"""The recipe's `algorithm` section: one file and settings class per algorithm, selected by `name`.
+"""The recipe's `algorithm` section. Each algorithm has its own module and settings class, selected by `name`.
 
-A name of the form `package.module:Class` selects the settings class of a user's algorithm.
+If `name` has the form `package.module:Class`, it selects the settings class of a user's algorithm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from wfm_ds.user_class import import_class, is_user_class
 
 
 def find_user_settings(section: Any) -> type[RlSettings] | None:
-    """Return the settings class of the user's algorithm named in this section, or None for a built-in algorithm.
+    """Return the settings class of the user's algorithm that this section names, or None for a built-in algorithm.
 
     Raises RecipeError if the algorithm cannot be imported or has no settings class.
     """

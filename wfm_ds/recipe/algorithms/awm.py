@@ -12,8 +12,8 @@ from wfm_ds.recipe.sections import RolloutRecipe
 
 
 class AwmAlgorithm(ForwardProcessSettings):
-    """Advantage Weighted Matching (arXiv 2509.25050): policy gradient that replaces the log-probability of a clean
-    sample by its flow matching loss."""
+    """Advantage Weighted Matching (arXiv 2509.25050): policy gradient with the flow matching loss of a clean sample in
+    place of its log-probability."""
 
     name: Literal["awm"]
     """Selects this algorithm."""
@@ -21,7 +21,7 @@ class AwmAlgorithm(ForwardProcessSettings):
     """Estimate of -log p of a sample from the mean squared error l of its velocity. `uniform`: l. `sigma`: sigma * l.
     `sigma_squared`: sigma^2 * l. `ghuber`: sigma * l^power / power."""
     power: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """weighting: ghuber: exponent of l. Values below 1 reduce the influence of badly predicted samples."""
+    """With `weighting: ghuber`: exponent of l. Values below 1 reduce the influence of badly predicted samples."""
     clip_ratio: PositiveFloat = 1.0
     """PPO clip range: probability ratios are clipped to 1 - clip_ratio .. 1 + clip_ratio. Values of 1 or more remove
     the lower bound. In the first optimizer step of an RL step all ratios are 1."""

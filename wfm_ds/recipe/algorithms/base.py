@@ -1,7 +1,7 @@
-"""Base classes of algorithm settings: shared keys, and properties that describe an algorithm to the rest of the code.
+"""Base classes of algorithm settings: shared recipe keys, and properties that describe an algorithm to other code.
 
-Code outside of an algorithm uses these properties, never the algorithm's name. Settings are separate from the losses in
-wfm_ds/algorithms so that recipes can be read and checked without importing torch.
+Code outside of an algorithm's own module uses these properties, never the algorithm's name. Settings are separate from
+the losses in wfm_ds/algorithms, so that recipes can be read and checked without importing torch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from wfm_ds.recipe.sections import (
 
 
 def count_of_fraction(count: int, fraction: float) -> int:
-    """Return max(1, floor(count * fraction)), tolerant to binary rounding (50 * .58 is slightly below 29)."""
+    """Return max(1, floor(count * fraction)). Tolerates binary rounding errors: 50 * 0.58 is slightly below 29."""
     return max(1, math.floor(count * fraction + 1e-9))
 
 
 class RecipeSections(Protocol):
-    """The other recipe sections that algorithm checks use."""
+    """The recipe sections that the checks of an algorithm use."""
 
     @property
     def data(self) -> DataRecipe: ...
@@ -64,13 +64,19 @@ class ModelProperties(Protocol):
 
     @property
     def sigma_ranges(self) -> Sequence[tuple[float, float]]:
-        """Noise level range (low, high) of each expert."""
+        """Range (low, high) of noise levels for each expert."""
 
     def clean_frame_range(self, num_frames: tuple[int, int], /) -> tuple[int, int]:
-        """Return the (min, max) number of conditioning latent frames that stay clean in the model's input."""
+        """Return the (min, max) number of conditioning latent frames that are clean in the model's input.
+
+        num_frames: (min, max) number of conditioning latent frames of the algorithm.
+        """
 
     def flow_shift(self, sampling: SamplingRecipe, /) -> float:
-        """Return the schedule shift for this size and number of steps. Raises ModelError if the model has none."""
+        """Return the shift of the noise schedule for this sample size and number of steps.
+
+        Raises ModelError if the model's scheduler has no shift.
+        """
 
 
 class AlgorithmSettings(Section):
@@ -90,23 +96,24 @@ class AlgorithmSettings(Section):
     trains_language: ClassVar[bool] = False
     """Whether it trains a language model. Such recipes have no section `sampling`."""
     reference_policies: ClassVar[tuple[str, ...]] = ()
-    """Supervised: additional policies that the loss needs, in the order of their forward passes."""
+    """Supervised algorithms: other policies that the loss needs, in the order of their forward passes."""
     takes_pairs: ClassVar[bool] = False
     """Whether it trains on preference pairs (data.kind: pairs)."""
 
     @property
     def conditioning_frame_range(self) -> tuple[int, int]:
-        """Minimum and maximum number of latent frames of the data that a sample is conditioned on."""
+        """Minimum and maximum number of latent frames of a data sample that generated samples are conditioned on."""
         return 0, 0
 
     def check_recipe(self, recipe: RecipeSections) -> None:
-        """Raise ValueError if these settings do not fit the other sections. Messages name keys as `section.key`."""
+        """Raise ValueError if these settings do not fit the other sections. Messages name keys in the form
+        `section.key`."""
 
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
         """Raise UserError if this algorithm cannot train the model with these settings."""
 
     def list_warnings(self) -> list[str]:
-        """Return one sentence per setting that is valid but probably a mistake."""
+        """Return one sentence for each setting that is valid but unusual."""
         return []
 
 
@@ -114,9 +121,9 @@ class RlSettings(AlgorithmSettings):
     """Keys of all RL algorithms: how rewards become advantages (algorithms/advantages.py)."""
 
     combine: Literal["sum", "mean", "gdpo"] = "sum"
-    """How several rewards are combined. `sum`: one advantage of the weighted sum. `mean`: weighted mean of one
-    advantage per reward. `gdpo` (arXiv 2601.05242): weighted sum of one advantage per reward, normalized over all
-    samples."""
+    """How several rewards are combined. `sum`: compute one advantage from the weighted sum of the rewards. `mean`:
+    compute an advantage per reward and take their weighted mean. `gdpo` (arXiv 2601.05242): compute an advantage per
+    reward, take their weighted sum and normalize it over all samples."""
     advantage_std: Literal["group", "global", "none"] = "global"
     """Divisor of centred rewards: the standard deviation of the group, of all samples, or none."""
     std_unbiased: bool = False
@@ -124,39 +131,41 @@ class RlSettings(AlgorithmSettings):
     adv_clip_max: PositiveFloat = 5.0
     """Advantages are clipped to this magnitude."""
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
-    """Transformation of clipped advantages. `positive_only`, `negative_only`: set the others to 0. `one_only`: 1 for
-    positive advantages, 0 for the others. `binary`: only the sign."""
+    """Transformation of clipped advantages. `positive_only`, `negative_only`: set advantages of the other sign to 0.
+    `one_only`: 1 for positive advantages, 0 for the others. `binary`: only the sign."""
     zero_std: Literal["keep", "drop"] | None = None
-    """Groups with equal rewards (advantage 0). `keep`: train on them. `drop`: do not. Unset: `drop` if the loss
-    consists of the reward term only (diffusion_nft with `kl_beta: 0`), else `keep`."""
+    """Groups whose samples all have the same reward, so that the advantages are 0. `keep`: train on them. `drop`: do
+    not. Unset: `drop` if the loss consists of the reward term only (diffusion_nft with `kl_beta: 0`), else `keep`."""
     best_of_n: PositiveInt | None = None
     """Train only on this many samples per group: half of them the best, half the worst. Unset: all."""
     updates_per_rollout: PositiveInt = 1
-    """Optimizer steps per RL step. The samples are split among them."""
+    """Optimizer steps per RL step. Each one trains on an equal part of the samples."""
 
     is_rl = True
     takes_prompts = True
     implementation: ClassVar[str] = ""
-    """The subclass of RlAlgorithm, as `package.module:Class`. Empty: `name` is this class."""
+    """The subclass of RlAlgorithm, as `package.module:Class`. Empty: `name` is the class."""
     supports_async: ClassVar[bool] = True
-    """Whether separate workers may generate its samples, which may be a few RL steps old."""
+    """Whether separate worker processes may generate its samples. Such samples may be a few RL steps old."""
     uses_edm_solvers: ClassVar[bool] = False
     """Whether its rollouts use the EDM solvers. Other algorithms cannot use them."""
     compares_log_probs: ClassVar[bool] = True
-    """Whether it may compare rollout and training log-probabilities. If so, rollouts must round exactly like training.
-    If not, samples may come from any source."""
+    """Whether it may compare log-probabilities of rollouts and training. If so, both must round in exactly the same
+    way. If not, samples may come from any source."""
     reads_rollout_policy: ClassVar[bool] = False
     """Whether it reads `rollout.policy`."""
 
     @property
     def has_regularizer(self) -> bool:
-        """Whether the loss has terms besides the reward, such as a distance to the reference. Samples with advantage 0
-        then contribute to the gradient."""
+        """Whether the loss has terms besides the reward, such as a distance to the reference policy.
+
+        If so, samples with advantage 0 contribute to the gradient.
+        """
         return True
 
     @property
     def drops_zero_std(self) -> bool:
-        """Whether groups with equal rewards are dropped."""
+        """Whether groups whose samples all have the same reward are dropped."""
         return self.zero_std == "drop" or (self.zero_std is None and not self.has_regularizer)
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
@@ -168,15 +177,18 @@ class RlSettings(AlgorithmSettings):
         return self.compares_log_probs
 
     def num_data_terms(self, num_terms: int) -> int:
-        """Return the number of data samples trained on together with this many loss terms."""
+        """Return the number of data samples that are trained on together with `num_terms` loss terms."""
         return 0
 
     def num_separate_data_terms(self, num_terms: int) -> int:
-        """Return how many of these loss terms process their data sample in a separate forward and backward pass."""
+        """Return how many of the data samples counted by `num_data_terms` have their own forward and backward pass.
+
+        The others share the passes of the loss terms.
+        """
         return 0
 
     def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
-        """Return the weight copies used in the loss or rollout: a subset of `old` and `ref`."""
+        """Return the other policies that the loss or the rollouts use: a subset of {`old`, `ref`}."""
         return frozenset()
 
     def check_recipe(self, recipe: RecipeSections) -> None:
@@ -218,14 +230,14 @@ class RlSettings(AlgorithmSettings):
 
 
 class ConditioningFramesSettings(RlSettings):
-    """Keys of RL algorithms that can condition samples on frames of the data (models/conditional_frames.py)."""
+    """Keys of RL algorithms that can condition samples on frames of data samples (models/conditioning_frames.py)."""
 
     min_num_conditional_frames: NonNegativeInt = 0
-    """Minimum number of conditioning frames: first latent frames of a data sample that a group of rollouts continues.
-    They stay clean and are excluded from the loss. 0: none, 1: an image, 2: a video."""
+    """Minimum number of conditioning frames: the first latent frames of a data sample, which all samples of a group
+    continue. They stay clean and are excluded from the loss. 0: none, 1: an image, 2: a video."""
     max_num_conditional_frames: NonNegativeInt = 0
-    """Maximum number of conditioning frames; a random number is used for each group. If above 0, the data must be
-    captioned images or videos, and validation samples are conditioned too."""
+    """Maximum number of conditioning frames. The number is chosen at random for each group. If above 0, the data must
+    be captioned images or videos, and validation samples are conditioned on frames too."""
 
     @property
     def conditioning_frame_range(self) -> tuple[int, int]:
@@ -233,7 +245,7 @@ class ConditioningFramesSettings(RlSettings):
 
     @property
     def needs_media(self) -> bool:
-        """Whether samples are conditioned on data frames, or the data is trained on."""
+        """Whether the data must be images or videos: to condition samples on their frames, or to train on them."""
         return self.max_num_conditional_frames > 0
 
     def check_recipe(self, recipe: RecipeSections) -> None:

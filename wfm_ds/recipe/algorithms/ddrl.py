@@ -18,15 +18,16 @@ class DdrlAlgorithm(ConditioningFramesSettings):
     name: Literal["ddrl"]
     """Selects this algorithm."""
     combine: Literal["sum", "mean", "gdpo"] = "mean"
-    """How several rewards are combined. `mean`: weighted mean of one advantage per reward. `sum`: one advantage of the
-    weighted sum. `gdpo` (arXiv 2601.05242): weighted sum of one advantage per reward, normalized over all samples."""
+    """How several rewards are combined. `mean`: compute an advantage per reward and take their weighted mean. `sum`:
+    compute one advantage from the weighted sum of the rewards. `gdpo` (arXiv 2601.05242): compute an advantage per
+    reward, take their weighted sum and normalize it over all samples."""
     advantage_std: Literal["group", "global", "none"] = "group"
     """Divisor of centred rewards: the standard deviation of the group, of all samples, or none."""
     updates_per_rollout: Literal[1] = 1
     """Optimizer steps per RL step. Always 1."""
     train_on: list[Annotated[int, Field(ge=-1)]] = Field([0, 1, 2, 3], min_length=1)
-    """Denoising steps that every sample is trained on. 0 is the first step; the last step has no noise and is not
-    allowed. -1: one additional random step per RL step."""
+    """Denoising steps that every sample is trained on. 0 is the first step. The last step has no noise and is not
+    allowed. -1: one additional random step, chosen anew in each RL step."""
     ratio_norm: Literal["gaussian", "literal", "std_scaled"] = "gaussian"
     """Divisor of the squared distances in the log-ratio, for a step with standard deviation s. `gaussian`: 2 s^2, which
     emphasizes low noise. `literal`: 1, as in the published runs, which emphasizes high noise. `std_scaled`: 2 s. Tune
@@ -36,24 +37,27 @@ class DdrlAlgorithm(ConditioningFramesSettings):
     kl_beta: NonNegativeFloat = 0.01
     """Weight of the distance to the reference policy on rollout samples. 0: no reference forward pass."""
     update_ref_every: NonNegativeInt = 0
-    """RL steps between updates of the reference policy to the trained weights, starting with the first. 0: never."""
+    """The reference policy is set to the trained weights every this many RL steps, starting with the first. 0:
+    never."""
     data_beta: NonNegativeFloat = 0.0
     """Weight of the diffusion loss on data. If above 0, the data must be captioned images or videos, and their captions
     are the prompts."""
     use_rl_sigma_and_noise: bool = True
-    """True: noise the data with the rollout's noise level at the trained step and its initial noise. False: use a noise
-    level from the base model's training density and independent noise."""
+    """How the data is noised. True: with the noise level of the trained rollout step and the initial noise of the
+    rollout. False: with a noise level from the base model's training density and independent noise."""
     data_on_first_only: bool = False
-    """Compute the diffusion loss only at the first trained step. It is still averaged over all trained steps."""
+    """Compute the diffusion loss only at the first trained step. The loss is still averaged over all trained steps."""
     data_forward: Literal["joint", "separate"] = "joint"
-    """`joint`: one forward pass for rollout states and noisy data. `separate`: one forward and backward pass for each,
-    in the same optimizer step. Same gradient, less activation memory, twice the number of passes."""
+    """`joint`: process rollout states and noisy data in one forward and backward pass. `separate`: use one forward and
+    backward pass for each, in the same optimizer step. This gives the same gradient with less activation memory and
+    twice as many passes."""
     exp_reward: bool = False
     """Replace the advantage A by exp_reward_baseline - exp(-A)."""
     exp_reward_baseline: NonNegativeFloat = 0.0
     """Baseline of `exp_reward`. 1 reduces the variance without changing the mean gradient."""
     loss_scale: PositiveFloat = 1.0
-    """Factor of the total loss. Changes the effect of `engine.max_grad_norm`; Adam's updates do not depend on it."""
+    """Factor of the total loss. It changes the effect of `engine.max_grad_norm`. Without gradient clipping, Adam's
+    updates do not depend on it."""
 
     implementation = "wfm_ds.algorithms.ddrl:Ddrl"
     takes_media = True
@@ -69,7 +73,7 @@ class DdrlAlgorithm(ConditioningFramesSettings):
 
     @property
     def reference_policy(self) -> str:
-        """Engine name of the reference policy: `old` (an updated copy) or `ref` (frozen)."""
+        """Name of the reference policy in the engine: `old` (a copy that is updated) or `ref` (frozen)."""
         return "old" if self.update_ref_every else "ref"
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
@@ -114,7 +118,8 @@ class DdrlAlgorithm(ConditioningFramesSettings):
             )
 
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
-        """Raise RecipeError if data could get a noise level of a different expert than its rollout step."""
+        """Raise RecipeError if the data could get a noise level that belongs to a different expert than the rollout
+        step."""
         if self.data_beta > 0 and not self.use_rl_sigma_and_noise and len(model.sigma_ranges) > 1:
             raise RecipeError(
                 f"algorithm.use_rl_sigma_and_noise: false may select a different expert of {model.family} than the "

@@ -11,16 +11,16 @@ from wfm_ds.recipe.sections import RolloutRecipe
 
 
 class DgpoAlgorithm(ForwardProcessSettings):
-    """DGPO (arXiv 2510.08425): preference optimization between the good and bad samples of a group, on the forward
-    process."""
+    """DGPO (arXiv 2510.08425): preference optimization between the good and the bad samples of a group, on noised clean
+    samples (the forward process)."""
 
     name: Literal["dgpo"]
     """Selects this algorithm."""
     updates_per_rollout: Literal[1] = 1
     """Optimizer steps per RL step. Always 1, so that every update contains whole groups."""
     beta: PositiveFloat = 100.0
-    """Strength of the group weighting: the larger, the faster groups lose weight that the policy already ranks better
-    than the reference policy does."""
+    """Strength of the group weighting. With a larger value, groups that the policy already ranks better than the
+    reference policy lose weight faster."""
 
     implementation = "wfm_ds.algorithms.dgpo:Dgpo"
 

@@ -12,7 +12,7 @@ from wfm_ds.recipe.sections import RolloutRecipe
 
 
 class DecaySchedule(Section):
-    """Decay of the old policy after optimizer step j: `initial` while j < flat_steps, then increasing by `slope` per
+    """Schedule of the old policy's decay: `initial` for `flat_steps` optimizer steps, then increasing by `slope` per
     step up to `max`."""
 
     flat_steps: NonNegativeInt = 0
@@ -37,7 +37,7 @@ class NftAlgorithm(ForwardProcessSettings):
     name: Literal["diffusion_nft"]
     """Selects this algorithm."""
     beta: PositiveFloat = 1.0
-    """Mixing coefficient of the trained and old velocity in the implicit positive and negative policies."""
+    """Mixing coefficient of the trained and the old velocity in the implicit positive and negative policies."""
     kl_beta: NonNegativeFloat = 1e-4
     """Weight of the squared velocity distance to the reference policy. 0: no reference forward pass."""
     old_decay: Annotated[

@@ -17,7 +17,7 @@ class DpoAlgorithm(SupervisedSettings):
     """Selects this algorithm."""
     beta: PositiveFloat = 2000.0
     """Strength of the regularization towards the reference policy. The implicit reward is beta / 2 times a difference
-    of mean squared velocity errors, at all noise levels."""
+    of mean squared velocity errors, with the same factor at all noise levels."""
 
     implementation = "wfm_ds.algorithms.dpo:Dpo"
     takes_pairs = True

@@ -19,50 +19,50 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
     """Selects this algorithm."""
     clip_ratio: PositiveFloat = 1e-4
     """PPO clip range: probability ratios are clipped to 1 - clip_ratio .. 1 + clip_ratio. Log-probabilities are means
-    over elements; published values of 1e-5 to 1e-3 are for latents of 65536 elements, smaller latents need larger
+    over elements. Published values of 1e-5 to 1e-3 are for latents of 65536 elements; smaller latents need larger
     values."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Lower bound of ratios is 1 - clip_ratio_low. Unset: `clip_ratio`."""
     clip_ratio_high: PositiveFloat | None = None
     """Upper bound of ratios is 1 + clip_ratio_high. Unset: `clip_ratio`."""
     trust_region: Literal["ratio", "divergence"] = "ratio"
-    """Constraint towards the old policy. `ratio`: clip the probability ratio. `divergence`: Flow-DPPO (arXiv
-    2606.11025), which drops denoising steps with a KL above `divergence` if their ratio has moved in the direction of
-    the advantage."""
+    """Constraint that keeps the policy close to the old policy. `ratio`: clip the probability ratio. `divergence`:
+    Flow-DPPO (arXiv 2606.11025), which drops denoising steps with a KL above `divergence` if their ratio has moved in
+    the direction of the advantage."""
     divergence: PositiveFloat = 1e-5
-    """trust_region: divergence: maximum KL between the new and old policy at a denoising step, as a mean over elements.
-    The published 1e-5 is for latents of 65536 elements; smaller latents need larger values."""
+    """With `trust_region: divergence`: maximum KL between the new and old policy at a denoising step, as a mean over
+    elements. The published 1e-5 is for latents of 65536 elements; smaller latents need larger values."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the distance to the reference policy. 0: no reference forward pass."""
     kl_type: Literal["velocity", "gaussian", "flow_grpo"] = "gaussian"
     """Distance to the reference policy. `velocity`: mean squared velocity difference. `gaussian`: KL of the denoising
     step, as a mean over elements. `flow_grpo`: this KL times the step length (for `flow_sde` and `dance`)."""
     zero_std: Literal["keep", "drop"] = "drop"
-    """Groups with equal rewards (advantage 0). `drop`: do not train on them. `keep`: train on them, so that `kl_beta`
-    still applies."""
+    """Groups whose samples all have the same reward, so that the advantages are 0. `drop`: do not train on them.
+    `keep`: train on them, so that `kl_beta` still applies."""
     timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of the noisy rollout steps that each sample is trained on (at least one step), chosen at random per
-    sample. DanceGRPO: .6."""
+    """Fraction of the noisy rollout steps that each sample is trained on, at least one step. The steps are chosen at
+    random for each sample. DanceGRPO: .6."""
     old_log_prob: Literal["auto", "rollout", "recompute"] = "auto"
-    """Old log-probabilities of the ratios. `rollout`: those computed in the rollout. `recompute`: one additional
-    forward pass per trained step before the first update. `auto`: the current ones in the first update (same weights),
-    then the rollout's. If `rollout.max_staleness` is above 0, `auto` means `recompute`, and both drop steps that
-    exceed `max_drift`."""
+    """Source of the old log-probabilities in the ratios. `rollout`: computed in the rollout. `recompute`: one
+    additional forward pass per trained step before the first update. `auto`: in the first update the current ones,
+    since the weights are the same; after that those of the rollout. If `rollout.max_staleness` is above 0, `auto` acts
+    like `recompute`, and both drop steps that exceed `max_drift`; `rollout` does not."""
     max_drift: PositiveFloat = 10.0
-    """If `rollout.max_staleness` is above 0: drop denoising steps that differ too much between the rollout policy and
-    the weights at the start of the RL step. Limit on the log-probability difference in clip ranges; with
-    `trust_region: divergence`, on the KL as a multiple of `divergence`. Logged as policy/dropped_fraction."""
+    """With `rollout.max_staleness` above 0: drop denoising steps for which the rollout policy and the weights at the
+    start of the RL step differ too much. The limit is in units of the clip range for the log-probability difference or,
+    with `trust_region: divergence`, in units of `divergence` for the KL. Logged as policy/dropped_fraction."""
     log_prob: Literal["published", "gaussian"] = "published"
-    """Solver cps: `published` omits the variance and the constant of the log-probability; `gaussian` is exact. They
-    need different values of `clip_ratio`."""
+    """With `sampling.solver: cps`: `published` omits the variance and the constant of the log-probability; `gaussian`
+    is exact. They need different values of `clip_ratio`."""
     min_step_std: NonNegativeFloat = 0.05
-    """Minimum noise std of trained steps. Smaller ones are an error because rounding errors dominate their ratio. 0: no
-    minimum."""
+    """Minimum noise std of trained steps. A step below it is an error, because rounding errors dominate its ratio. 0:
+    no minimum."""
     guard: bool = False
     """GRPO-Guard (arXiv 2510.22319): normalize the ratio to remove its negative bias and use one scale for all
     steps."""
     guard_reweight: bool = True
-    """GRPO-Guard: divide the loss of each step by its length in sigma."""
+    """With `guard: true`: divide the loss of each step by the length of the step in sigma."""
 
     implementation = "wfm_ds.algorithms.flow_grpo:FlowGrpo"
 

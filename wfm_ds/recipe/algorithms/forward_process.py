@@ -1,4 +1,5 @@
-"""Shared settings of algorithms that train on noised clean rollouts. See algorithms/forward_process.py."""
+"""Shared settings of algorithms that add noise to clean rollout samples and train on them
+(algorithms/forward_process.py)."""
 
 from __future__ import annotations
 
@@ -11,20 +12,21 @@ from wfm_ds.recipe.sampling import SamplingRecipe
 
 
 class ForwardProcessSettings(ConditioningFramesSettings):
-    """Reinforcement learning on the forward process: clean rollouts are noised and trained on."""
+    """Keys of RL algorithms on the forward process: they add noise to clean rollout samples and train on them."""
 
     levels: Literal["grid", "stratified"] = "grid"
     """Noise levels that each sample is trained on. `grid`: random levels of the rollout's denoising steps, without
     replacement. `stratified`: one random value in each of `num_levels` equal parts of (0, 1), with the scheduler's
-    shift, independent of the number of rollout steps."""
+    shift applied; independent of the number of rollout steps."""
     num_levels: PositiveInt | None = None
-    """Number of noise levels per sample. Required for `levels: stratified`. Unset: given by `timestep_fraction`."""
+    """Number of noise levels per sample. Required for `levels: stratified`. Unset: determined by
+    `timestep_fraction`."""
     timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.99
-    """levels: grid: fraction of the rollout's noise levels that each sample is trained on (at least one), if
+    """With `levels: grid`: fraction of the rollout's noise levels that each sample is trained on (at least one), if
     `num_levels` is unset."""
     flow_shift: PositiveFloat | None = None
-    """levels: stratified: sigma = shift * q / (1 + (shift - 1) * q) for a random q. Unset: the shift of the pipeline's
-    scheduler."""
+    """With `levels: stratified`: shift in sigma = shift * q / (1 + (shift - 1) * q) for a random q. Unset: the shift of
+    the pipeline's scheduler."""
 
     compares_log_probs = False
 

@@ -13,8 +13,8 @@ MAX_EXPONENT = 10.0  # e^10 is about 22000
 
 
 class RamAlgorithm(ForwardProcessSettings):
-    """Reinforce Adjoint Matching (arXiv 2605.10759): flow matching to the velocity of the reference policy, shifted by
-    the reward."""
+    """Reinforce Adjoint Matching (arXiv 2605.10759): flow matching to the velocity of the reference policy, which is
+    shifted according to the reward."""
 
     name: Literal["ram"]
     """Selects this algorithm."""
@@ -24,7 +24,7 @@ class RamAlgorithm(ForwardProcessSettings):
     """Strength of the reward relative to the reference policy: tilt = multiplier * advantage."""
     tilt: Literal["linear", "exp"] = "linear"
     """Factor of a sample's velocity error in the target. `linear`: tilt. `exp`: exp(tilt) - 1 (tilt matching, arXiv
-    2512.21829); `linear` is its first order. `exp` needs a small `multiplier`."""
+    2512.21829), of which `linear` is the first-order approximation. `exp` needs a small `multiplier`."""
 
     implementation = "wfm_ds.algorithms.ram:Ram"
 

@@ -8,7 +8,7 @@ from wfm_ds.recipe.algorithms.supervised import SupervisedSettings
 
 
 class SftAlgorithm(SupervisedSettings):
-    """Supervised fine-tuning: flow matching on data."""
+    """Supervised fine-tuning: flow matching on the data."""
 
     name: Literal["sft"]
     """Selects this algorithm."""

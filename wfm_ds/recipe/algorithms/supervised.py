@@ -17,13 +17,14 @@ class SupervisedSettings(AlgorithmSettings):
     """Probability density of the noise level q before the shift (SD3). `logit_normal`: a larger mean gives more
     noise."""
     logit_mean: float = 0.0
-    """logit_normal: mean of logit(q)."""
+    """With `timestep_density: logit_normal`: mean of logit(q)."""
     logit_std: PositiveFloat = 1.0
-    """logit_normal: standard deviation of logit(q)."""
+    """With `timestep_density: logit_normal`: standard deviation of logit(q)."""
     mode_scale: Annotated[float, Field(ge=-1, le=1.75)] = 1.29
-    """mode: scale of SD3's mode density."""
+    """With `timestep_density: mode`: scale of SD3's mode density."""
     flow_shift: PositiveFloat | None = None
-    """sigma = shift * q / (1 + (shift - 1) * q). Unset: the shift of the pipeline's scheduler."""
+    """Shift of the noise level: sigma = shift * q / (1 + (shift - 1) * q). Unset: the shift of the pipeline's
+    scheduler."""
     stratified: bool = False
     """Stratify the noise levels of a global batch over the density instead of sampling them independently."""
     min_num_conditional_frames: NonNegativeInt = 0

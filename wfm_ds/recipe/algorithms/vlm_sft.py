@@ -1,4 +1,4 @@
-"""Settings of vision-language fine-tuning on conversations. The loop is in training/language.py."""
+"""Settings of vision-language fine-tuning on conversations. The loop is in training/language_loop.py."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class VlmSftAlgorithm(AlgorithmSettings):
     """Tokens in the loss. `answers`: all answers with their end tokens. `last_answer`: only the last answer. `all`: the
     whole conversation. Image and video tokens are always excluded."""
     freeze: list[Literal["vision", "merger", "language"]] = Field(default=[])
-    """Parts to freeze: the vision tower (`vision`), the patch merger (`merger`), the language model (`language`). Only
-    without a `lora` section, which freezes all of them."""
+    """Parts to freeze: the vision tower (`vision`), the patch merger (`merger`), the language model (`language`). Not
+    for use with a `lora` section, which freezes all parts anyway."""
     loss_scale: Literal["tokens", "samples"] = "tokens"
-    """Loss average over a step, across all sequences and ranks. `tokens`: all tokens have equal weight. `samples`: all
-    conversations have equal weight."""
+    """How the loss of a step is averaged over all sequences and ranks. `tokens`: all tokens have equal weight.
+    `samples`: all conversations have equal weight."""
 
     takes_conversations: ClassVar[bool] = True
     trains_language: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class VlmSftAlgorithm(AlgorithmSettings):
             )
         recipe.model.require_defaults(
             *("family", "base_precision", "vae_dtype", "denoiser_init", "max_sequence_length", "prompt_template"),
-            *("revision", "fp8_training", "embedded_guidance"),
+            *("fp8_training", "embedded_guidance"),
             unless="a diffusion model",
         )
         if recipe.engine.compile:

@@ -1,4 +1,4 @@
-"""Tiny random vision-language models. Each module defines the FAMILY with its name."""
+"""Tiny random vision-language models. Each module defines one FAMILY and is named after it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:
-    """Return the tiny tokenizer without a prefix space, so that decoding inverts encoding."""
+    """Return the tiny tokenizer without a prefix space, so that decoding the tokens returns the same text."""
     tokenizer = qwen_tokenizer(add_prefix_space=False)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -13,7 +13,10 @@ SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
 
 
 def gemma_tokenizer() -> GemmaTokenizer:
-    """Return a tokenizer with 487 ids: special, bytes, word mark, ASCII, words. Adds <bos> like the released one."""
+    """Return a tokenizer with 487 ids: special tokens, bytes, the word start symbol, ASCII characters and words.
+
+    It prepends <bos>, like the released one.
+    """
     merges = list(dict.fromkeys(pair for word in WORDS for pair in prefix_merges(WORD_START, word)))
     bytes_of_others = [f"<0x{byte:02X}>" for byte in range(256)]
     characters = [chr(code) for code in range(ord("!"), ord("~") + 1)]

@@ -25,7 +25,8 @@ def qwen3_folder(
 ) -> TinyLanguageModel:
     """Return a model in float32 and its processors, with two text layers of width 32 and two vision layers.
 
-    network, config: classes of transformers. text, top: additional config values in the text section and at the top.
+    network, config: model class and config class of transformers. text, top: additional values of the config's text
+    section and of its top level.
     """
     tokenizer = chat_tokenizer()
     model_config = config(

@@ -1,6 +1,6 @@
-"""Handwritten vocabularies of the tiny pipelines. Without training, ids are the same on every run and machine.
+"""Handwritten vocabularies of the tiny pipelines. They are not trained, so ids are the same on every machine.
 
-Every word of WORDS is one token. Other text falls back to bytes or single characters.
+Every word of WORDS is one token. Other text is split into bytes or single characters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS = (
 
 
 def suffix_merges(word: str, mark: str) -> list[tuple[str, str]]:
-    """Return the BPE merges for `word` with a mark at its end, from the right: ("e", "d</w>"), ("r", "ed</w>").
+    """Return the BPE merges for `word` followed by `mark`, from right to left: ("e", "d</w>"), ("r", "ed</w>").
 
     Every pair contains the mark, so merges of different words do not interfere.
     """
@@ -33,7 +33,7 @@ def suffix_merges(word: str, mark: str) -> list[tuple[str, str]]:
 
 
 def prefix_merges(mark: str, word: str) -> list[tuple[str, str]]:
-    """Return the BPE merges for a mark at the start, from the left: ("_", "r"), ("_r", "e"), ("_re", "d")."""
+    """Return the BPE merges for `mark` followed by `word`, left to right: ("_", "r"), ("_r", "e"), ("_re", "d")."""
     head, pairs = mark, []
     for character in word:
         pairs.append((head, character))
@@ -42,7 +42,7 @@ def prefix_merges(mark: str, word: str) -> list[tuple[str, str]]:
 
 
 def merge_results(merges: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the distinct results of merges, in order."""
+    """Return the distinct tokens that the merges create, in order."""
     return list(dict.fromkeys(left + right for left, right in merges))
 
 

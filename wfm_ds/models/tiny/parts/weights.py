@@ -1,4 +1,4 @@
-"""Random weights of tiny models with which text has a visible effect."""
+"""Random weights for tiny models, chosen so that the text has a visible effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of what a step asks of the host: kernels that it launches, and places where it waits for the device."""
+"""Host operations of a step: kernel launches, and code positions that wait for the device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ COPIES = {"cudaMemcpyAsync", "cudaMemcpy"}
 SYNC_MESSAGE = "called a synchronizing CUDA operation"
 
 
-def launches(run: Callable[[], object]) -> dict[str, int]:
-    """Calls of the CUDA runtime within `run`, by torch's profiler; on a CPU the operators, which are what a rehearsal
-    can count."""
+def count_launches(run: Callable[[], object]) -> dict[str, int]:
+    """Count calls of the CUDA runtime in `run` with torch's profiler. On a CPU count operators instead."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     on_cuda = torch.cuda.is_available()
     if on_cuda:
@@ -30,11 +29,11 @@ def launches(run: Callable[[], object]) -> dict[str, int]:
         run()
         if on_cuda:
             torch.cuda.synchronize()
-    return summary({event.key: event.count for event in profile.key_averages()}, on_cuda=on_cuda)
+    return summarize_calls({event.key: event.count for event in profile.key_averages()}, on_cuda=on_cuda)
 
 
-def summary(calls: dict[str, int], *, on_cuda: bool) -> dict[str, int]:
-    """The counts of a table from these calls by name."""
+def summarize_calls(calls: dict[str, int], *, on_cuda: bool) -> dict[str, int]:
+    """Return the counts of a table from the numbers of calls by name."""
     if not on_cuda:
         return {"operators": sum(count for name, count in calls.items() if name.startswith("aten::"))}
     kinds = {"kernel launches": LAUNCHES, "graph launches": GRAPHS, "copies": COPIES}
@@ -42,8 +41,8 @@ def summary(calls: dict[str, int], *, on_cuda: bool) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def host_syncs() -> Iterator[Counter[str]]:
-    """Count the operations within the block that wait for the device, by `file:line`; on a CPU there are none."""
+def count_host_syncs() -> Iterator[Counter[str]]:
+    """Count the operations in the block that wait for the device, by `file:line`. Always empty on a CPU."""
     places: Counter[str] = Counter()
     if not torch.cuda.is_available():
         yield places
@@ -60,12 +59,12 @@ def host_syncs() -> Iterator[Counter[str]]:
             places[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
 
 
-def busiest(places: Counter[str], most: int = 5) -> str:
+def format_busiest(places: Counter[str], most: int = 5) -> str:
     return ", ".join(f"{place} {count}" for place, count in places.most_common(most))
 
 
 def memory_columns(device: torch.device) -> dict[str, Any]:
-    """GiB that a device's tensors and its allocator took at most; nothing on a CPU."""
+    """Return the peak GiB of the device's tensors and of its allocator; {} on a CPU."""
     if device.type != "cuda":
         return {}
     return {
