@@ -83,7 +83,7 @@ def make_our_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
 
     counts: Counter[str] = Counter()
 
-    class Counted(SequencePacker):
+    class CountingPacker(SequencePacker):
         def pack_samples(self, samples: Sequence[Any]) -> Any:
             for sample in samples:
                 labelled = sum(label >= 0 for label in sample.tokens.labels)
@@ -94,10 +94,10 @@ def make_our_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
     ready = load_language_setup(recipe, world, lambda _: contextlib.nullcontext())
     loop: Any = build_language_loop(recipe, world, StopFlag(), ready, RunStart(), None, held)
     job = loop.job
-    job.row_maker = Counted(job.row_maker._positions, job.row_maker._blanks, by_sample=False)
+    job.row_maker = CountingPacker(job.row_maker._positions, job.row_maker._blanks, by_sample=False)
     count_forwards(job.model.network, counts)
-    loop.begin()
-    return Side(lambda: loop.advance() and None, counts)
+    loop.start()
+    return Side(lambda: loop.run_step() and None, counts)
 
 
 def make_trainer_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
@@ -110,21 +110,15 @@ def make_trainer_side(folder: Path, name: str, held: contextlib.ExitStack) -> Si
     from wfm_ds.language.data import load_conversations
     from wfm_ds.training.language_builder import make_row_order, make_sample_reader
 
-    for variable in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_SIZE",
-    ):  # otherwise the Trainer would join a process group
+    # Otherwise the Trainer would join a process group.
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"):
         os.environ.pop(variable, None)
     recipe = load_side_recipe(folder, "one by one")
     model = language_model.load_language_model(recipe.model.path, torch.float32)
     reader = make_sample_reader(recipe, model)
     data = load_conversations(recipe, reader, World.single_process())
-    order, conversations = (
-        make_row_order(recipe, data),
-        data.training.conversations,
-    )  # the order of our loop's first epoch
+    # The same order as our loop's in its first epoch.
+    order, conversations = make_row_order(recipe, data), data.training.conversations
     counts: Counter[str] = Counter()
     count_forwards(model.network, counts)
 
@@ -138,21 +132,21 @@ def make_trainer_side(folder: Path, name: str, held: contextlib.ExitStack) -> Si
             (number,) = order.conversations(index)
             return reader.read(conversations[number])
 
-    class Turns(TrainerCallback):  # type: ignore[misc]
+    class StepOnRequest(TrainerCallback):  # type: ignore[misc]
         """Lets the trainer run one step for each request."""
 
         def __init__(self) -> None:
-            self.asked, self.done, self.ended = threading.Semaphore(0), threading.Semaphore(0), False
+            self.requested, self.done, self.ended = threading.Semaphore(0), threading.Semaphore(0), False
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.asked.acquire()
+            self.requested.acquire()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.done.release()
-            self.asked.acquire()
+            self.requested.acquire()
             control.should_training_stop = self.ended
 
-    turns, options = Turns(), recipe.optimizer
+    stepper, options = StepOnRequest(), recipe.optimizer
     micro, accumulation = THEIRS[name]
 
     class InOrder(Trainer):  # type: ignore[misc]
@@ -182,22 +176,22 @@ def make_trainer_side(folder: Path, name: str, held: contextlib.ExitStack) -> Si
         ),
         data_collator=lambda samples: pad_batch(samples, model.pad_ids),
         train_dataset=ConversationDataset(),
-        callbacks=[turns],
+        callbacks=[stepper],
     )
     trainer.remove_callback(next(c for c in trainer.callback_handler.callbacks if "Print" in type(c).__name__))
     pool = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer"))
     running: Future[Any] = pool.submit(trainer.train)
 
     def stop_trainer() -> None:
-        turns.ended = True
-        turns.asked.release()
+        stepper.ended = True
+        stepper.requested.release()
 
     held.callback(stop_trainer)
-    running.add_done_callback(lambda _: turns.done.release())
+    running.add_done_callback(lambda _: stepper.done.release())
 
     def run_step() -> None:
-        turns.asked.release()
-        turns.done.acquire()
+        stepper.requested.release()
+        stepper.done.acquire()
         if running.done():
             running.result()
 
@@ -219,6 +213,6 @@ def pad_batch(samples: Sequence[Any], pad_ids: dict[Any, int]) -> dict[str, Any]
         "input_ids": pad_values([sample.tokens.ids for sample in samples], 0),
         "attention_mask": pad_values([torch.ones(len(sample.tokens), dtype=torch.long) for sample in samples], 0),
         "labels": pad_values([sample.tokens.labels for sample in samples], -100),
-        "mm_token_type_ids": pad_values([sample.types(pad_ids)[0] for sample in samples], 0),
+        "mm_token_type_ids": pad_values([sample.token_types(pad_ids)[0] for sample in samples], 0),
         **stack_media(samples),
     }

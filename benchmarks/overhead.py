@@ -67,7 +67,7 @@ def run_bare_step(job: Any, samples: Sequence[Any]) -> None:
     from wfm_ds.data.pixels import Framing, draw_centre
 
     size = Framing(height=job.recipe.sampling.height, width=job.recipe.sampling.width, max_upscale=8.0)
-    drawn = random.sample(samples, job.derived.samples_per_step)
+    drawn = random.sample(samples, job.run_sizes.samples_per_step)
     ds, micros = job.engine.ds, list(split_into_chunks(drawn, job.recipe.engine.micro_batch_size))
     for i, micro in enumerate(micros):
         pixels = [load_media(sample.media, size, draw_centre) for sample in micro]
@@ -75,7 +75,7 @@ def run_bare_step(job: Any, samples: Sequence[Any]) -> None:
         sigma_B = torch.rand(len(clean))
         share = sigma_B.view(-1, 1, 1, 1)
         noise = torch.randn_like(clean)
-        texts = job.texts.encode([sample.prompt.text for sample in micro])
+        texts = job.text_cache.encode([sample.prompt.text for sample in micro])
         velocity = job.model.denoise((1 - share) * clean + share * noise, sigma_B, texts, 0)
         ds.set_gradient_accumulation_boundary(i + 1 == len(micros))
         ds.backward((velocity - (noise - clean)).square().mean())
@@ -152,8 +152,8 @@ def measure_case(name: str, pairs: int) -> dict[str, Any]:
         folder = Path(temporary)
         write_digits(folder / "digits")
         loop, samples = open_loop(folder, case, held)
-        loop.begin()
-        ours, bare = time_in_pairs(loop.advance, lambda: run_bare_step(loop.job, samples), pairs)
+        loop.start()
+        ours, bare = time_in_pairs(loop.run_step, lambda: run_bare_step(loop.job, samples), pairs)
     ratios = [a / b for a, b in zip(ours, bare, strict=True)]
     low, high = median_interval(ratios)
     row = {"step": name, "bare ms": 1e3 * statistics.median(bare), "ours ms": 1e3 * statistics.median(ours)}

@@ -88,10 +88,10 @@ def add_fake_scores(source: Any, recipe: Any) -> Any:
     def fake_scores(rollouts: Any) -> list[dict[str, Score]]:
         return [
             {n: Score(sample_id=m.sample_id, reward=n, value=i % 7 / 7, seconds=0.0) for n in names}
-            for i, m in enumerate(rollouts.members)
+            for i, m in enumerate(rollouts.samples)
         ]
 
-    source.scores = fake_scores
+    source.collect_rewards = fake_scores
     return source
 
 

@@ -78,5 +78,5 @@ def test_a_class_with_settings_that_is_no_algorithm_is_refused(recipe, tmp_path)
     (tmp_path / "half_algorithm.py").write_text(
         "from my_algorithm import RewardWeightedSettings\n\nclass Half:\n    Settings = RewardWeightedSettings\n"
     )
-    with pytest.raises(RecipeError, match=r"has no class 'Half' that is a subclass of wfm_ds.algorithms.base.RlAlgorithm"):
+    with pytest.raises(RecipeError, match=r"no class 'Half' that is a subclass of wfm_ds.algorithms.base.RlAlgorithm"):
         build_rl_algorithm(recipe("half_algorithm:Half"), GRID)

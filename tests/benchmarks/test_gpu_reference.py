@@ -53,7 +53,7 @@ def share_weights(ours, plain):
 
 
 def encode_texts(ours, prompts):
-    rows = ours.loop.job.texts.encode(prompts)
+    rows = ours.loop.job.text_cache.encode(prompts)
     return Texts(rows["prompt_embeds"].float(), rows["pooled_prompt_embeds"].float())
 
 
@@ -71,8 +71,8 @@ def assert_equal_gradients(ours, our_loss, plain, plain_loss):
 
 def predict_with_policy(ours, policy, batch):
     loop = ours.loop
-    with loop.job.engine.policy(policy):
-        return loop.velocity(policy, MicroBatch(batch, 0))
+    with loop.job.engine.use_policy(policy):
+        return loop.predict_velocity(policy, MicroBatch(batch, 0))
 
 
 def without_deepspeed(ours):
@@ -85,7 +85,7 @@ def first_batch(ours):
     """Return four loss terms of a step's first update, assembled as in the loop."""
     loop = ours.loop
     rollouts = loop.source.collect_rollouts(1)
-    advantages = [0.3 * (-1) ** i * (i + 1) for i in range(len(rollouts.members))]
+    advantages = [0.3 * (-1) ** i * (i + 1) for i in range(len(rollouts.samples))]
     terms = loop.algorithm.updates(rollouts, advantages, 1)[0][:4]
     return loop.algorithm.assemble(terms, rollouts.local_rollouts, loop.job.world.device)
 
@@ -103,7 +103,7 @@ def test_diffusion_nft(side_by_side):
     with side_by_side("diffusion_nft") as ours:
         steps, batch, texts = load_shared_batch(ours)
         references = {policy: predict_with_policy(ours, policy, batch) for policy in ours.loop.algorithm.references}
-        velocity = ours.loop.velocity("policy", MicroBatch(batch, 0))
+        velocity = ours.loop.predict_velocity("policy", MicroBatch(batch, 0))
         our_loss = ours.loop.algorithm.loss(velocity, batch, references)[0]
         plain_loss = nft_loss(steps.plain, batch.clean_latents, batch.noise, batch.sigma, texts, batch.credit, old=True)
         assert_equal_gradients(ours, our_loss, steps.plain, plain_loss)
@@ -113,7 +113,7 @@ def test_flow_grpo(side_by_side):
     with side_by_side("flow_grpo") as ours:
         steps, batch, texts = load_shared_batch(ours)
         references = {"ref": predict_with_policy(ours, "ref", batch)}
-        velocity = ours.loop.velocity("policy", MicroBatch(batch, 0))
+        velocity = ours.loop.predict_velocity("policy", MicroBatch(batch, 0))
         loss_B, _ = ours.loop.algorithm.loss(velocity, batch, references)
         made = Transition(
             batch.latents, batch.next_latents, batch.sigma, batch.sigma + batch.dt, own_log_prob(steps, batch, texts)
@@ -142,7 +142,7 @@ def test_sft(side_by_side):
         generator = torch.Generator().manual_seed(1)
         clean, noise = torch.randn(2, 3, *ours.loop.job.sampler.latent_shape, generator=generator)
         sigma_B, prompts = torch.tensor([0.2, 0.6, 0.9]), [f"noise number {n}" for n in range(3)]
-        conditioning = ours.loop.job.texts.encode(prompts)
+        conditioning = ours.loop.job.text_cache.encode(prompts)
         velocity = ours.loop.job.forward("policy", add_noise(clean, noise, sigma_B), sigma_B, conditioning, 0)
         our_loss = (velocity - (noise - clean)).square().flatten(1).mean(1)
         plain_loss = sft_loss(steps.plain, clean, noise, sigma_B, encode_texts(ours, prompts))
@@ -167,7 +167,7 @@ def test_a_step_forwards_as_many_samples_as_ours(side_by_side, algorithm):
         steps = make_reference_loop(ours.loop.job.recipe)
         mine, theirs = count_samples(ours.loop.job.engine.module), count_samples(steps.plain.transformer)
         before = [parameter.detach().clone() for parameter in steps.plain.trained.values()]
-        ours.loop.advance()
+        ours.loop.run_step()
         steps.step()
         assert theirs == mine
         assert mine["with gradient"] > 0

@@ -103,7 +103,7 @@ def test_a_network_with_other_inputs_is_refused(tiny_pipelines, tmp_path, key):
         registry.load_model(folder, dtype=torch.float32, device="cpu")
 
 
-# Behavior of diffusers: if one of these fails, diffusers has changed; then remove its row from docs/models/qwen_image.md.
+# Behavior of diffusers: if one of these fails, diffusers has changed; remove its row from docs/models/qwen_image.md.
 
 
 def test_without_a_negative_prompt_the_stock_call_has_no_guidance(pipeline):

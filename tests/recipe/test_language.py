@@ -7,6 +7,7 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.algorithms.vlm_sft import VlmSftAlgorithm
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.run.memory_advice import suggest_keys_after_oom
+from wfm_ds.run.model_revision import set_revision
 
 GOOD = """\
 run: {output_dir: out, steps: 3}
@@ -34,6 +35,12 @@ def test_a_recipe_of_a_language_model_has_no_sampling_and_its_dump_none_either(l
     assert "sampling" not in recipe_file.dump_recipe(recipe)
     assert load(text=recipe_file.dump_recipe(recipe)) == recipe
     assert derive_run_sizes(recipe, 4).samples_per_step == 24  # rows
+
+
+def test_the_stored_recipe_of_a_run_keeps_the_commit_of_its_hub_model(load):
+    """A run stores the commit in model.revision; resuming reads the stored recipe."""
+    stored = recipe_file.dump_recipe(set_revision(load("model.path=owner/reasoner"), "0" * 40))
+    assert load(text=stored).model.revision == "0" * 40
 
 
 @pytest.mark.parametrize(

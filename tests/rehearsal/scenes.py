@@ -44,7 +44,7 @@ def step_with_hook(loop, record, hook, **how):
     handle = (module.register_forward_pre_hook if how else module.register_forward_hook)(hook, **how)
     record.clear()
     try:
-        loop.advance()
+        loop.run_step()
     finally:
         handle.remove()
 

@@ -129,7 +129,7 @@ class MergedAdapter:
 def collect_lora_layers(
     tensors: Iterable[tuple[str, Tensor | None]], settings: Mapping[str, Any]
 ) -> tuple[LoraLayers, dict[str, Tensor]]:
-    """Sort the tensors of a source. Returns the LoRA layers and the tensors of fully trained layers.
+    """Split the tensors of a source into LoRA layers and tensors of fully trained layers, and return both.
 
     Raises ModelError for tensors with other names and for incomplete layers.
     """

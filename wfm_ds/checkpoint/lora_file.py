@@ -257,7 +257,7 @@ def _parse_layers(
 def _group_tensors(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], set[str]]:
-    """Sort the tensors of a file by their keys.
+    """Group the tensors of a file by layer.
 
     Returns the tensors of each layer by role (A, B, alpha, ...), the tensors of fully trained modules by diffusers
     name, and the unknown keys.

@@ -238,7 +238,7 @@ def evaluate_models(
                 settings = {"sampling": sampling_summary(sampler.settings), "solver": sampler.eval_solver}
                 settings |= {"dtype": str(sampler.model.dtype).removeprefix("torch."), "prompts": args.prompts.name}
                 measured.append(
-                    ModelEvaluator(args, entry, sampler, rewards, list(functions), eye).measure_loss(prompts, seeds)
+                    ModelEvaluator(args, entry, sampler, rewards, list(functions), eye).measure_model(prompts, seeds)
                 )
             del sampler
             free_memory()
@@ -329,7 +329,7 @@ class ModelEvaluator:
         self.folder, self.batch = args.out / entry.name, args.batch
         self.failures: dict[str, dict[str, Score]] = {}
 
-    def measure_loss(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> ModelResults:
+    def measure_model(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> ModelResults:
         """Generate and score samples for every prompt with every seed, and return the results.
 
         Raises UserError if the files cannot be written.

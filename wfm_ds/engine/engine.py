@@ -396,8 +396,10 @@ class DenoiserEngine:
         """Yield the names and full tensors of a policy. Collective: all ranks must iterate to the end.
 
         The tensors are on the CPU of rank 0, and None on other ranks. Trained tensors are fp32, from the policy's
-        master weights. In full training these are all parameters and persistent buffers, with their diffusers names.
-        With LoRA these are the tensors of the policy's adapter; their names do not contain the adapter's name
+        master weights.
+
+        Full training yields all parameters and persistent buffers with their diffusers names. LoRA yields the tensors
+        of the policy's adapter; their names do not contain the adapter's name
         (`transformer_blocks.0.attn.to_k.lora_A.weight`).
         """
         flats = self._policy_flats(policy)

@@ -43,8 +43,8 @@ LOAD_LINE = "load it with:"  # log message before the lines that load the weight
 class BoundedCurve:
     """A curve with a bounded number of points, for runs of any length.
 
-    Consecutive points form a stretch. Only the lowest and the highest point of each stretch are stored. If there are too
-    many stretches, neighbours are merged, which doubles the length of a stretch.
+    Consecutive points form a stretch. Only the lowest and the highest point of each stretch are stored. If there are
+    too many stretches, neighbours are merged, which doubles the length of a stretch.
     """
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:

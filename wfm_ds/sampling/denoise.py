@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from wfm_ds.types import ConditioningFrames
 
 PredictVelocity: TypeAlias = Callable[[Tensor, float], Tensor]
-"""Function that predicts the velocity eps - x0 of latents [B, ...] at one noise level, float32, guided if requested."""
+"""Function: latents [B, ...] and a noise level -> velocity eps - x0, float32. Guided if the rollout is guided."""
 
 
 @dataclass(frozen=True, slots=True)
