@@ -71,7 +71,7 @@ def measure_rank(folder: Path, way: str, zero: str, what: str) -> dict[str, Any]
     from diffusers import SD3Transformer2DModel
 
     from wfm_ds.distributed.world import World
-    from wfm_ds.engine import engine as engine_module
+    from wfm_ds.engine import preparation
     from wfm_ds.engine.engine import DenoiserEngine
     from wfm_ds.models.loading import load_network
     from wfm_ds.recipe.schema import Recipe
@@ -89,7 +89,7 @@ def measure_rank(folder: Path, way: str, zero: str, what: str) -> dict[str, Any]
         }
     )
     if way == "whole":
-        vars(engine_module)["place"] = lambda *_: None  # DeepSpeed receives the network as loaded by diffusers
+        vars(preparation)["place_weights"] = lambda *_: None  # DeepSpeed receives the network as loaded by diffusers
     with peak.track():
         denoiser = load_network(
             folder / "base" / "transformer", SD3Transformer2DModel, torch.bfloat16, mapped=way == "mapped"

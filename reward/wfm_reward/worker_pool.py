@@ -42,7 +42,7 @@ STOP_S = 3.0  # seconds for an idle process to exit after its stdin is closed
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:
-    """How to start the `workers` processes of a reward or decoder.
+    """Start command of the `workers` processes of a reward or decoder.
 
     Each process runs `python -m MODULE` and reads its settings as JSON from stdin.
     """

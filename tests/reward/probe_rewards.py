@@ -119,7 +119,7 @@ class Failing(Brightness):
     def score_item(self, item):
         if self.failure(item) == "raise":
             raise RuntimeError("this picture is unbearable")
-        return item.scored(float("nan")) if self.failure(item) == "nan" else super().score_item(item)
+        return item.score(float("nan")) if self.failure(item) == "nan" else super().score_item(item)
 
 
 class CannotLoad(Brightness):

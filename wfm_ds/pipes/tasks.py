@@ -23,7 +23,7 @@ class Admission(Enum):
 
 
 class ReportStatus(Enum):
-    """How the ledger handled a worker's report."""
+    """Outcome of a worker's report in the ledger."""
 
     ACCEPTED = auto()
     LATE = auto()  # accepted although the lease had expired

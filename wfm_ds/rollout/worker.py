@@ -199,7 +199,7 @@ def build_generator(
     on_chunk_start = None
     if recipe.rl.rollout.cuda_graph:
         network: Any = ReplayingNetwork(model.denoiser)
-        model.denoiser, on_chunk_start = network, network.begin
+        model.denoiser, on_chunk_start = network, network.drop_stale_recordings
     return ChunkGenerator(
         model, texts, recipe.sampling, algorithm, weights, recipe.joint_guidance_batches, on_chunk_start
     )

@@ -1,1 +1,1 @@
-"""What belongs to a run besides its training loop: folder, copies in S3, model loading, memory estimate, shutdown."""
+"""Parts of a run other than its training loop: folder, copies in S3, model loading, memory estimate, shutdown."""

@@ -46,7 +46,7 @@ class Trajectory:
 
 
 class SamplingPlan(Protocol):
-    """How to sample a rollout: solver, noise levels, stochastic steps, stored steps. Fixed before the rollout."""
+    """Plan for sampling a rollout: solver, noise levels, stochastic steps, stored steps. Fixed before the rollout."""
 
     @property
     def stored_steps(self) -> tuple[int, ...]:

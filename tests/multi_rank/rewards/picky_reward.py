@@ -18,7 +18,7 @@ class Picky(Reward):
 
     def _score(self, item):
         if "square" in item.prompt:
-            return item.scored(0.5)
+            return item.score(0.5)
         if "triangle on black" in item.prompt:
-            return item.failed("it cannot be seen")
-        return item.scored(float(item.frames.mean()) / 255)
+            return item.fail("it cannot be seen")
+        return item.score(float(item.frames.mean()) / 255)
