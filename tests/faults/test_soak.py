@@ -1,4 +1,4 @@
-"""Samples through hub and reward service while their processes are killed: what benchmarks.soak does, in small."""
+"""Samples pass through the broker and the reward service while processes are killed: a small run of benchmarks.soak."""
 
 import subprocess
 import sys
@@ -29,4 +29,7 @@ def test_what_grows_is_named():
     flat |= {"descriptors, first third": 30, "descriptors, last third": 38}
     assert find_growth([flat]) == []
     leaky = [flat | {"MiB, last third": 54.5}, flat | {"process": "client", "descriptors, last third": 39}]
-    assert find_growth(leaky) == ["hub grew by 4.5 MiB; the limit is 4", "client has 9 more descriptors; the limit is 8"]
+    assert find_growth(leaky) == [
+        "hub grew by 4.5 MiB; the limit is 4",
+        "client has 9 more descriptors; the limit is 8",
+    ]
