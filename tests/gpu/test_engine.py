@@ -24,7 +24,7 @@ def losses(config, lora, device):
             engine.backward(loss_B.sum(), 4)
             total += float(loss_B.detach().sum()) / 4
         result = engine.step()
-        assert result.applied
+        assert result.is_applied
         found.append([total, result.grad_norm])
     return found
 

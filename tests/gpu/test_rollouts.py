@@ -26,7 +26,7 @@ def samples(recipe, overrides, strict=False):
             plan = loop.algorithm.plan
             loop.algorithm.plan = lambda step: Watched(plan(step))
         rollouts = loop.source.collect_rollouts(1)
-        loop.source.scores(rollouts)
+        loop.source.collect_rewards(rollouts)
         return torch.stack([sample.clean_latents for sample in rollouts.local_rollouts]).cpu()
 
 

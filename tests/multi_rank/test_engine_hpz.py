@@ -36,7 +36,7 @@ def train_and_show(config, lora, dtype):
         follow(engine, result)
         rows.append([loss, result.grad_norm])
         for policy in ("old", "train", "ema", "ref"):
-            with engine.policy(policy), torch.no_grad():
+            with engine.use_policy(policy), torch.no_grad():
                 outputs += [predict(engine.forward_module, [step], kind) for _ in range(2)]
                 copies += sum(p.ds_secondary_tensor is not None for p in engine.module.parameters())
     tensors = {policy: full_tensors(engine, policy) for policy in ("train", "old", "ema")}
