@@ -99,16 +99,14 @@ class MicroBatches(Generic[TermT]):
         release=False caches batches for the next pass, as long as they fit into the cache. release=True is for the last
         pass: it removes each batch from the cache when it is yielded.
         """
+        free = 0 if release else self.cache_bytes - sum(num_bytes(micro.batch) for micro in self._cache.values())
         for i, (terms, expert) in enumerate(self.splits):
             micro = self._cache.pop(i, None) if release else self._cache.get(i)
             if micro is None:
                 micro = MicroBatch(self.assemble(terms), expert)
-                if not release and num_bytes(micro.batch) <= self.cache_bytes - self._cache_size():
-                    self._cache[i] = micro
+                if not release and (size := num_bytes(micro.batch)) <= free:
+                    self._cache[i], free = micro, free - size
             yield micro
-
-    def _cache_size(self) -> int:
-        return sum(num_bytes(micro.batch) for micro in self._cache.values())
 
 
 def num_bytes(batch: Any) -> int:
