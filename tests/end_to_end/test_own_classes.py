@@ -67,7 +67,7 @@ def test_a_family_and_a_kind_of_data_of_ones_own_train(tmp_path):
 @pytest.mark.parametrize(
     ("module", "says"),
     [
-        ("raise OSError('no disk today')", "importing 'mine' fails in "),
+        ("raise OSError('no disk today')", "importing 'mine' failed in "),
         ("class Mine:\n    pass", "the class needs an attribute Settings, a subclass of RlSettings"),
     ],
 )

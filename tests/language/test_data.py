@@ -160,10 +160,10 @@ def test_rows_of_a_step_are_the_same_for_any_number_of_ranks(load):
     for ranks in (2, 3):
         shares = [source_of(load)[0] for _ in range(ranks)]
         for step, rows in enumerate(whole, 1):
-            parts = [ids(share.step(step, rank, ranks)) for rank, share in enumerate(shares)]
+            parts = [ids(share.read_step(step, rank, ranks)) for rank, share in enumerate(shares)]
             assert [parts[k % ranks][k // ranks] for k in range(6)] == rows
     late = source_of(load)[0]
-    assert ids(late.step(3, 0, 1)) == whole[2]  # no step needs those before it
+    assert ids(late.read_step(3, 0, 1)) == whole[2]  # no step needs those before it
     assert isinstance(data, LanguageData)
 
 
