@@ -1,7 +1,4 @@
-"""Fused pointwise operators for flow-matching training. Does not depend on wfm_ds.
-
-Every operator has a Triton backend for CUDA and an eager torch backend for all other devices. See docs/measurements.md.
-"""
+"""Fused pointwise operators for flow-matching training: Triton on CUDA, eager torch on other devices."""
 
 from wfm_kernels.coefficients import sde_coefficients
 from wfm_kernels.noise import NOISE_CONTRACT

@@ -1,4 +1,4 @@
-"""Selection of the backend for a call, from devices, dtypes and the environment. It reads no tensor values."""
+"""Selection of the backend for a call, from devices, dtypes and the environment, without reading tensor values."""
 
 from __future__ import annotations
 
@@ -65,10 +65,7 @@ def _find_obstacle(latents: Tensor, tensors: list[Tensor]) -> str | None:
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton interprets kernels in Python (TRITON_INTERPRET=1).
-
-    Triton checks the variable when a kernel is defined, so set it before importing the kernels.
-    """
+    """Return whether Triton interprets kernels in Python (TRITON_INTERPRET=1, set before importing the kernels)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

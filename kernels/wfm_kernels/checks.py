@@ -15,10 +15,7 @@ def working_dtype(latents: Tensor) -> torch.dtype:
 
 
 def require_latents(**latents: Tensor | None) -> None:
-    """Raise ValueError unless all tensors are [B, ...], not empty, of one shape, and of valid dtypes.
-
-    None is skipped.
-    """
+    """Raise ValueError unless all tensors are non-empty [B, ...] of one shape and valid dtypes. None is skipped."""
     present = {name: tensor for name, tensor in latents.items() if tensor is not None}
     for name, tensor in present.items():
         if tensor.dtype not in (*LATENT_DTYPES, EXACT_DTYPE):

@@ -1,7 +1,4 @@
-"""Coefficients of stochastic samplers: five numbers per step.
-
-All samplers are affine in the latents and the velocity, so one kernel serves all of them.
-"""
+"""Coefficients of stochastic samplers: five numbers per step, since samplers are affine in latents and velocity."""
 
 from __future__ import annotations
 
@@ -62,10 +59,7 @@ def sde_coefficients(
 
 
 def _clamp_sigma(s: Tensor, sigma_max: float | None) -> Tensor:
-    """Return the sigma to use in Flow-SDE's 1 - sigma.
-
-    It is bounded by sigma_max, because a schedule may start at 1 or close to it.
-    """
+    """Return the sigma in Flow-SDE's 1 - sigma: at most sigma_max, because a schedule may start close to 1."""
     bounded = s if sigma_max is None else s.clamp(max=sigma_max)
     if bool((bounded >= 1).any()):
         raise ValueError(

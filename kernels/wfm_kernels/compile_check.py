@@ -286,10 +286,7 @@ def _read_resources(ptx: str, report: CompileReport) -> None:
 
 
 def _assemble_ptx(source: Path) -> str:
-    """Assemble a PTX file. Returns the output of the first bundled ptxas that accepts it.
-
-    Raises RuntimeError if none of Triton's ptxas programs accepts the file.
-    """
+    """Return the output of the first bundled ptxas that accepts the PTX file. Raises RuntimeError if none does."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -344,10 +341,7 @@ def _check_accesses(report: CompileReport) -> None:
 
 
 def compare_sum_layouts(reports: list[CompileReport]) -> None:
-    """Check that the sampling and log-probability kernels sum in the same order.
-
-    For each pair of dtypes, both must use the same layout.
-    """
+    """Check that the sampling and log-probability kernels sum in the same order (layout), for each dtype pair."""
     layouts: dict[str, str] = {}
     for report in reports:
         if report.variant.kernel == "sde_kernel":

@@ -1,8 +1,6 @@
-"""NumPy implementation of the noise contract (noise.py) for CPUs.
+"""NumPy implementation of the noise contract (noise.py) for CPUs: the same bits in a third to half of the time.
 
-Returns the same bits as noise.py in a third to half of the time, because numpy has less overhead per operation and the
-buffers are reused for every block. Logarithm, square root, sine and cosine use torch, because numpy's results differ in
-the last bit.
+Logarithm, square root, sine and cosine use torch, because numpy's results differ in the last bit.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ PhiloxWords = npt.NDArray[np.uint32]
 
 
 def host_philox_words(seeds: npt.NDArray[np.int64], num_counters: int, block_size: int) -> Iterator[PhiloxWords]:
-    """Yield the Philox words of `num_counters` counters in blocks [2, 2, B, count] uint32.
+    """Yield the Philox words of `num_counters` counters in blocks [2, 2, B, count] uint32, for seeds [B].
 
-    seeds: [B]. block_size: maximum number of counters per block. Element [i, j] of a block is word 2 j + i of each
-    counter. The next block overwrites the array.
+    Element [i, j] of a block is word 2 j + i of each counter. block_size: maximum number of counters per block. The
+    next block overwrites the array.
     """
     keys = seeds.view(_U64)
     # Carries into the upper halves are masked off in each round.

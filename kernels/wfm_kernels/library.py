@@ -1,7 +1,6 @@
 """Registration of the torch operators `wfm_kernels::*`, which torch.compile and CUDA graphs treat as opaque nodes.
 
-Arguments are validated in ops.py, not here. Operators must return new tensors, so results that are not requested are
-empty tensors.
+Arguments are validated in ops.py. Operators must return new tensors, so unrequested results are empty tensors.
 """
 
 from __future__ import annotations

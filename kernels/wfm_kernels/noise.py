@@ -1,8 +1,8 @@
 """The noise contract: each normal number depends only on its sample's seed and on its index in the sample.
 
 Number i of a sample with seed s is word i mod 4 of the Box-Muller transform of Philox4x32-10 (Salmon et al. 2011) with
-key s (64 bits) and counter i div 4. It does not depend on batch, rank, launch shape or backend. The integers are equal
-on all devices; logarithm and sine may differ between devices in the last bits (below 1e-6).
+key s (64 bits) and counter i div 4, for every batch, rank, launch shape and backend. The integers are equal on all
+devices; logarithm and sine may differ between devices in the last bits (below 1e-6).
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ _BLOCK = 8192  # counters per block; limits the memory for words
 
 
 def philox_words(seeds: Tensor, num_counters: int, first: int = 0) -> Tensor:
-    """Return the Philox words of counters first, first + 1, ...: [B, num_counters, 4] int64 in [0, 2**32).
-
-    seeds: [B] int64. To reduce the number of operations, the two halves of the state are one tensor [2, B,
-    num_counters], and the keys of all rounds are computed together.
-    """
+    """Return the Philox words [B, num_counters, 4] of counters first, first + 1, ...: int64 in [0, 2**32)."""
     multipliers, steps = (
         torch.tensor(pair, dtype=torch.int64, device=seeds.device).view(2, 1, 1) for pair in (MULTIPLIERS, KEY_STEPS)
     )
@@ -41,7 +37,7 @@ def philox_words(seeds: Tensor, num_counters: int, first: int = 0) -> Tensor:
 
 
 def normal_from_words(words: Tensor) -> Tensor:
-    """Return standard normal numbers float32 for words [..., 4] int64, in the same shape."""
+    """Return standard normal numbers, float32 [..., 4], for int64 words [..., 4]."""
     unit = torch.minimum(words, WORD_MASK - words).float() * TO_UNIT
     radius = (-2.0 * unit[..., 0::2].clamp_min(MIN_UNIFORM).log()).sqrt()
     angle = TWO_PI * unit[..., 1::2]

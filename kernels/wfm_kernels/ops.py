@@ -31,7 +31,7 @@ class SdeStep:
 
 @dataclass(frozen=True, slots=True)
 class NftLoss:
-    """Per-sample parts of a DiffusionNFT loss, [B] float32."""
+    """DiffusionNFT losses and statistics of each sample, [B] float32."""
 
     policy: Tensor
     kl: Tensor | None  # None without a reference
@@ -50,7 +50,7 @@ def sde_step(
     return_mean: bool = False,
     backend: Backend = "auto",
 ) -> SdeStep:
-    """Run one denoise step of any sampler in sde_coefficients, and return the log-probability of the result.
+    """Run one denoising step of any sampler in sde_coefficients, and return the log-probability of the result.
 
     velocity, latents: [B, ...] of one shape, each float32, bfloat16 or float16.
     coefficients: [B,5] float64; one expanded row is allowed.
@@ -89,12 +89,11 @@ def sde_log_prob(
     guidance_scale: float = 1.0,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return the log-probability [B] float32 of stored transitions, averaged over the elements of a sample.
+    """Return the log-probability [B] float32 of stored steps, averaged over the elements of a sample.
 
-    Arguments as in sde_step. Returns the same bits as sde_step for the same velocity dtype. Differentiable once, with
-    respect to velocity and uncond_velocity; for detached inputs no gradient is computed. Gradients have the dtype of
-    their input. In float16, scale the loss: gradients of a mean over a sample are subnormal otherwise. Raises
-    ValueError for invalid arguments.
+    Arguments as in sde_step, which returns the same bits for the same velocity dtype. Differentiable once, with respect
+    to velocity and uncond_velocity; gradients have the dtype of their input. In float16, scale the loss: gradients of a
+    mean over a sample are subnormal otherwise. Raises ValueError for invalid arguments.
     """
     require_latents(velocity=velocity, latents=latents, next_latents=next_latents, uncond_velocity=uncond_velocity)
     require_coefficients(coefficients, latents)
@@ -127,8 +126,8 @@ def nft_loss(
         w+ = max(mean|p|, 1e-5)     w- = max(mean|q|, 1e-5)          (without gradient)
         policy = (r mean(p^2)/w+ + (1-r) mean(q^2)/w-) / beta         kl = mean((v - v_ref)^2)
 
-    p and q are the x0 errors of the published form, computed without the noisy latents to avoid cancellation.
-    Differentiable once, with respect to velocity only.
+    p and q are the published x0 errors, computed without the noisy latents to avoid cancellation. Differentiable once,
+    with respect to velocity only.
 
     stats: loss_positive, loss_negative (the two quotients), weight_positive, weight_negative (w+, w-), old_deviation,
     old_deviation_max (mean and maximum of (v - v_old)^2), and with a reference old_ref_deviation (mean of (v_old -
@@ -171,13 +170,11 @@ def flow_noise(
     noise: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return (1 - sigma) * clean_latents + sigma * noise, and the noise. Not differentiable.
+    """Return ((1 - sigma) * clean_latents + sigma * noise, noise). Not differentiable.
 
-    clean_latents: [B, ...] float32, bfloat16 or float16; the noisy latents have the same dtype.
-    sigma: [B] float32.
-    seeds, noise: exactly one of them; seeds [B] int64 (see noise.py), noise float32 of the latents' shape.
-
-    Raises ValueError for invalid arguments.
+    clean_latents: [B, ...] float32, bfloat16 or float16; the noisy latents have the same dtype. sigma: [B] float32.
+    seeds, noise: exactly one of them; seeds [B] int64 (see noise.py), noise float32 of the latents' shape. Raises
+    ValueError for invalid arguments.
     """
     require_latents(clean_latents=clean_latents, noise=noise)
     require_vectors(clean_latents, sigma=sigma)
@@ -193,10 +190,9 @@ def flow_noise(
 def quantise_rows(x: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
     """Quantize each row to float8 e4m3. Return q (shape of x) and scales float32 [..., 1], x ~ q * scale.
 
-    x: [..., K] float32, bfloat16 or float16. The scale of a row is its largest magnitude / 448 (the maximum of e4m3),
-    or 1 for a row of zeros. Values are rounded to nearest even. Rows are independent of each other. If a row contains
-    NaN or infinity, its products are NaN, so that the error stays visible. Not differentiable. Raises ValueError for
-    other dtypes, an empty x, or K above 32768.
+    x: [..., K] float32, bfloat16 or float16. A row's scale is its largest magnitude / 448 (the maximum of e4m3), or 1
+    for a row of zeros. Values are rounded to nearest even. If a row contains NaN or infinity, its products are NaN, so
+    that the error stays visible. Not differentiable. Raises ValueError for other dtypes, an empty x, or K above 32768.
     """
     if x.dtype not in LATENT_DTYPES or x.ndim == 0 or x.numel() == 0 or x.shape[-1] > MAX_ROW:
         raise ValueError(

@@ -45,10 +45,7 @@ def sde_mean_and_std(
 
 
 def sde_log_prob(kind: str, x_next: Tensor, mean_t: Tensor, std: Tensor) -> Tensor:
-    """Return the log-probability averaged over the elements of each sample, [B].
-
-    std: [B,1,..,1]. The result is 0 for samples with std 0.
-    """
+    """Return the log-probability averaged over the elements of each sample, [B]; 0 if std [B,1,..,1] is 0."""
     squared = (x_next.detach() - mean_t) ** 2
     if kind == "cps":
         elements = -squared
@@ -68,10 +65,7 @@ def nft_loss(
     beta: float,
     ref_velocity: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the DiffusionNFT loss (arXiv 2509.16117), computed from noisy latents and x0 predictions.
-
-    Returns tensors [B] by their names in NftLoss.
-    """
+    """Return {name in NftLoss: [B]} of the DiffusionNFT loss (arXiv 2509.16117), computed from x0 predictions."""
     s, old = expand_per_sample(sigma, clean_latents), old_velocity.detach()
     noisy = (1 - s) * clean_latents + s * noise
     positive = noisy - s * (beta * velocity + (1 - beta) * old) - clean_latents

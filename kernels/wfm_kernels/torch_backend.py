@@ -1,6 +1,6 @@
 """Eager torch backend, for CPUs and machines without Triton. Computes in float32 (float64 for float64 latents).
 
-Same arguments and results as triton_backend.py. Latents are flattened to rows [B, n] internally.
+Its functions have the arguments and results of triton_backend.py. Latents are flattened to rows [B, n] internally.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def sde_step(
     guidance: float,
     return_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the next latents, their log-probability [B], and the mean (empty unless return_mean is set)."""
+    """Return (next latents, their log-probability [B], mean). The mean is empty unless return_mean is set."""
     mean = _step_mean(velocity, latents, coefficients, uncond, guidance)
     std = coefficients[:, 2:3].to(mean.dtype)
     z = _draw_noise(seeds, mean) if noise is None else _flatten_samples(noise, mean.dtype)
@@ -153,10 +153,7 @@ def nft_loss_backward(
     stats: Tensor,
     beta: float,
 ) -> Tensor:
-    """Return the gradient with respect to the velocity. The weights w+ and w- (rows 2 and 3 of stats) are constants.
-
-    upstream_kl: required with `ref`.
-    """
+    """Return the gradient with respect to the velocity. The weights w+ and w- (stats[2] and stats[3]) are constants."""
     positive, negative, _ = _nft_errors(velocity, old, clean, noise, sigma, beta)
     n, r = positive.shape[1], reward_weight.double()
     scale = 2 * upstream.double() * sigma.double() / n
@@ -171,7 +168,7 @@ def nft_loss_backward(
 
 
 def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the noisy latents, and the noise if it was generated from seeds (otherwise an empty tensor)."""
+    """Return (noisy latents, noise). The noise is empty unless it was drawn from seeds."""
     x0 = _flatten_samples(clean, working_dtype(clean))
     eps = _draw_noise(seeds, x0) if noise is None else _flatten_samples(noise, x0.dtype)
     s = sigma.unsqueeze(1)
@@ -180,7 +177,7 @@ def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values in float8 e4m3 (shape of x) and the scale of each row, float32 [..., 1]."""
+    """Return (float8 e4m3 values in the shape of x, float32 scale of each row [..., 1])."""
     rows = x.float()
     greatest = rows.abs().amax(-1, keepdim=True)
     scale = torch.where(greatest == 0, 1.0, (greatest / E4M3_MAX).clamp_min(MIN_SCALE))

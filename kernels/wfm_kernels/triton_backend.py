@@ -36,10 +36,7 @@ def _launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, *
 
 
 def _align_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied if necessary so that it is contiguous and 16-byte aligned.
-
-    Vector loads and a fixed order of summation need this.
-    """
+    """Return the tensor, copied unless it is contiguous and 16-byte aligned, as vector loads require."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -49,10 +46,7 @@ def _align_optional(tensor: Tensor | None) -> Tensor | None:
 
 
 def _split_sample(n: int, block: int) -> tuple[int, int]:
-    """Return (tiles per program, programs per sample) for samples of n elements.
-
-    The result, and so the order of summation, does not depend on the batch size.
-    """
+    """Return (tiles per program, programs per sample) for samples of n elements, independent of the batch size."""
     blocks = -(-n // block)
     split = min(MAX_SPLIT, 1 << (blocks - 1).bit_length())
     return -(-blocks // split), split
@@ -75,10 +69,7 @@ def _run_sde_kernel(
     seeds: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> Tensor:
-    """Run sde_kernel and return the log-probability [B] of the next latents `out`.
-
-    given: whether `out` is read (a stored step); otherwise it is written.
-    """
+    """Return the log-probability [B] of the next latents `out`, which the kernel reads if `given`, else writes."""
     batch, n = len(latents), latents.numel() // len(latents)
     tiles, split = _split_sample(n, BLOCK)
     coefficients = _contiguous_rows(coefficients)

@@ -1,8 +1,8 @@
 """Triton kernels (device code). triton_backend.py launches them.
 
-A program handles TILES blocks of one sample (grid: parts of a sample x samples). Loads are converted to float32. Each
-program writes one float32 partial sum, and a second kernel adds the partial sums. The split depends only on the length
-of a sample, so a sample's sum does not depend on its batch.
+The grid is programs per sample x samples; each program handles TILES blocks of a sample. Loads are converted to
+float32. Each program writes one float32 partial sum, and a second kernel adds the partial sums. The split depends only
+on the length of a sample, so a sample's sum does not depend on its batch.
 """
 
 import os
@@ -65,10 +65,7 @@ def sde_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute a step, or the log-probability of a stored step (GIVEN).
-
-    Both use the same kernel, so that they sum in the same order.
-    """
+    """Compute a step, or the log-probability of a stored step (GIVEN), with one order of summation for both."""
     part, sample = tl.program_id(0), tl.program_id(1)
     row = sample.to(tl.int64) * n  # int64: a batch of videos can exceed 2**31 elements
     coef = coef_ptr + sample * coef_stride

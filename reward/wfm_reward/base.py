@@ -13,6 +13,7 @@ from wfm_ds.types import MediaBatch, MediaItem, Score
 from wfm_reward.frames import FrameRule
 
 MAX_BATCH = 64
+DEFAULT_MAX_BATCH = 16  # of recipes and service configurations
 FRAMES_PARAMETER = inspect.Parameter("frames", inspect.Parameter.KEYWORD_ONLY, default="first")
 
 __all__ = ["MAX_BATCH", "MediaBatch", "MediaItem", "Range", "Reward", "RewardError", "Score"]
@@ -55,10 +56,11 @@ class Reward(ABC):
     required_inputs: ClassVar[tuple[str, ...]] = ()
     """Required conditioning inputs of an item, such as "actions". Metadata of the same name does not count."""
     stall_s: ClassVar[float] = 120.0
-    """Maximum seconds per batch. A worker that takes longer is considered hung and is replaced. Service configurations
-    and recipes can lower it."""
+    """Maximum seconds per batch. A worker that takes longer is considered hung and is replaced. A service configuration
+    can set another value. If the trainer starts the service, `reward.timeout_s` is the upper limit."""
     max_batch: ClassVar[int] = MAX_BATCH
-    """Maximum number of items per batch. Service configurations and recipes can only lower it."""
+    """Maximum number of items per batch. Service configurations and recipes can only lower it. Their default is 16, or
+    this value if it is smaller."""
     backbone: ClassVar[str] = ""
     """Family of the underlying network, such as "CLIP". Rewards with the same backbone make correlated errors, so one
     cannot serve as an independent check of the other."""

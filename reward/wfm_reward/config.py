@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -52,11 +52,11 @@ class RewardConfig(ConfigSection):
     """One reward."""
 
     device: str = "cpu"
-    """Device of the model."""
+    """Device of the model, such as `cuda:0`. Numbers count the GPUs that the service sees (CUDA_VISIBLE_DEVICES)."""
     workers: PositiveInt = 1
     """Number of worker processes."""
-    max_batch: PositiveInt = Field(16, le=MAX_BATCH)
-    """Maximum number of items per batch."""
+    max_batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
+    """Maximum number of items per batch. Unset: 16, or the maximum of the reward's class if that is smaller."""
     max_wait_ms: NonNegativeFloat = 0.0
     """Requests that arrive within this time share a batch. 0: each request is its own batch, so that scores do not
     depend on other requests."""
@@ -64,8 +64,8 @@ class RewardConfig(ConfigSection):
     """Maximum number of queued tasks of this reward. Above it, clients must resubmit later. Unset:
     pipes.max_waiting."""
     stall_s: PositiveFloat | None = None
-    """Seconds without progress after which a worker is replaced. A task is tried at most three times. Unset: 120, or
-    660 for rewards that call other services."""
+    """Seconds without progress after which a worker is replaced. A task is tried at most three times. Unset: the
+    value of the reward's class, by default 120, and 660 for built-in rewards that call other services."""
     python: Path | None = None
     """Python interpreter of the workers. It needs the packages of the model, numpy, pyzmq and msgpack. Unset: the
     interpreter of the service."""

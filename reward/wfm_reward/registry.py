@@ -14,7 +14,7 @@ from typing import Any
 import wfm_reward.rewards
 from wfm_ds.errors import RewardError
 from wfm_ds.user_class import import_class, is_user_class
-from wfm_reward.base import Reward
+from wfm_reward.base import DEFAULT_MAX_BATCH, Reward
 
 
 def list_reward_names() -> list[str]:
@@ -28,11 +28,12 @@ def get_reward_class(name: str) -> type[Reward]:
     A name `NAME/LABEL` selects the same class as NAME; labels allow one recipe to use a reward several times. Raises
     RewardError, with the closest known name, for an unknown name.
     """
-    if is_class_path(name):
-        return import_class(name, Reward, key="reward", error=RewardError)
-    rewards, (name, slash, label) = _load_builtin_rewards(), name.partition("/")
+    name, slash, label = name.partition("/")
     if slash and not label:
         raise RewardError(f"reward {name}/ has no label: write {name} or {name}/LABEL")
+    if is_user_class(name):
+        return import_class(name, Reward, key="reward", error=RewardError)
+    rewards = _load_builtin_rewards()
     if name not in rewards:
         close = difflib.get_close_matches(name, rewards, n=1)
         raise RewardError(
@@ -44,14 +45,14 @@ def get_reward_class(name: str) -> type[Reward]:
 
 
 def is_class_path(name: str) -> bool:
-    """Return whether the name has the form `package.module:Class`."""
+    """Return whether the name has the form `package.module:Class` or `package.module:Class/LABEL`."""
     return is_user_class(name.partition("/")[0])
 
 
 def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
     """Create a reward without calling `load`. Raises RewardError for unknown names and invalid options."""
     reward, arguments = get_reward_class(name), dict(options)
-    label = "" if is_class_path(name) else name.partition("/")[2]
+    label = name.partition("/")[2]
     if label and reward.label_option is not None:
         arguments.setdefault(reward.label_option, label)
     known = reward.option_parameters()
@@ -77,12 +78,23 @@ def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
     return instance
 
 
-def check_reward(name: str, device: str, options: Mapping[str, Any], max_batch: int) -> None:
+def check_reward(name: str, device: str, options: Mapping[str, Any], max_batch: int | None) -> None:
     """Check the name, options and batch size of a reward without loading a model. Raises RewardError."""
-    reward = get_reward_class(name)
-    if max_batch > reward.max_batch:
-        raise RewardError(f"reward {name} accepts at most {reward.max_batch} items per batch; max_batch is {max_batch}")
+    resolve_max_batch(name, max_batch)
     create_reward(name, device, options)
+
+
+def resolve_max_batch(name: str, max_batch: int | None) -> int:
+    """Return the batch size of a configuration; if it is unset, the default of this reward.
+
+    Raises RewardError if the reward accepts only smaller batches.
+    """
+    largest = get_reward_class(name).max_batch
+    if max_batch is None:
+        return min(DEFAULT_MAX_BATCH, largest)
+    if max_batch > largest:
+        raise RewardError(f"reward {name} accepts at most {largest} items per batch; max_batch is {max_batch}")
+    return max_batch
 
 
 @functools.cache

@@ -138,7 +138,7 @@ class RewardServer:
         kinds = {
             f"score:{name}": TaskKind(
                 worker_stall_s(name, reward),
-                {"max_batch": reward.max_batch, "options": reward.options},
+                {"max_batch": registry.resolve_max_batch(name, reward.max_batch), "options": reward.options},
                 reward.max_waiting,
             )
             for name, reward in self.config.rewards.items()

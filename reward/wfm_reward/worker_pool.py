@@ -58,7 +58,8 @@ class WorkerProgram:
 
 def reward_program(name: str, config: RewardConfig) -> WorkerProgram:
     """Return the program of a reward's workers."""
-    settings = config.model_dump(include={"device", "options", "max_batch", "max_wait_ms"})
+    settings = config.model_dump(include={"device", "options", "max_wait_ms"})
+    settings["max_batch"] = registry.resolve_max_batch(name, config.max_batch)
     settings["stall_s"] = worker_stall_s(name, config)
     return WorkerProgram(
         f"reward {name}", f"score:{name}", "wfm_reward.worker", {"reward": name, **settings}, config.device,

@@ -1,4 +1,4 @@
-"""The algorithm of docs/own_algorithm.md as the page has it, against its formula in float64."""
+"""The algorithms of docs/own_algorithm.md as the page has them, against their formulas in float64."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from pages import write_code
-from wfm_ds.algorithms import build_rl_algorithm
+from wfm_ds.algorithms import build_rl_algorithm, engine_policy_copies
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.sampling.shapes import sample_mean
 from wfm_ds.types import Prompt, Rollout
 
 GRID = torch.linspace(1, 0, 5, dtype=torch.float64)
@@ -18,7 +19,8 @@ ADVANTAGES = [0.5, None, -1.0, 2.0]
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
-    write_code("own_algorithm.md", "my_algorithm.py", tmp_path)
+    for module in ("my_algorithm.py", "my_loss.py"):
+        write_code("own_algorithm.md", module, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
     def made(name="my_algorithm:RewardWeighted", **keys):
@@ -68,6 +70,29 @@ def test_its_loss_is_the_formula_of_the_page(recipe):
     # The noisy latents and the target are of one noise: x_s = x0 + sigma (eps - x0).
     clean = torch.stack([rollouts[t.row].clean_latents for t in terms])
     torch.testing.assert_close(batch.latents, clean + batch.sigma.view(-1, 1, 1, 1) * batch.target)
+
+
+@pytest.mark.parametrize("with_reference", [True, False])
+def test_its_loss_on_the_forward_process_is_the_formula_of_the_page(recipe, with_reference):
+    made = recipe("my_loss:BestSamples", kl_beta=0.25, num_levels=2)
+    assert not made.rl.algorithm.compares_log_probs
+    assert engine_policy_copies(made) == {"ref"}
+    algorithm = build_rl_algorithm(made, GRID)
+    assert algorithm.references == ("ref",)
+    rollouts = samples()
+    [terms] = algorithm.updates(SimpleNamespace(local_rollouts=rollouts, first_index=0), ADVANTAGES, step=1)
+    batch = algorithm.assemble(terms, rollouts, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(1)
+    velocity, ref_velocity = (torch.randn(batch.latents.shape, generator=draw) for _ in range(2))
+    loss_B, stats = algorithm.loss(velocity, batch, {"ref": ref_velocity} if with_reference else {})
+
+    credit = torch.tensor([0.5, 0.0, 0.0, 2.0], dtype=torch.float64).repeat_interleave(2)
+    clean = torch.stack([rollouts[t.row].clean_latents for t in terms]).double()
+    target = (batch.latents.double() - clean) / batch.sigma.double().view(-1, 1, 1, 1)
+    error = sample_mean((velocity.double() - target).square())
+    distance = sample_mean((velocity.double() - ref_velocity.double()).square()) * with_reference
+    torch.testing.assert_close(loss_B.double(), credit * error + 0.25 * distance, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stats["kl/ref"].double(), distance, rtol=1e-5, atol=1e-6)
 
 
 def test_the_numbers_of_a_step_follow_from_its_settings(recipe):

@@ -78,6 +78,10 @@ def test_names_are_words_with_commas():
         ("tiny:sd3 --rewards colour", "unknown reward 'colour'; did you mean color?"),
         ("tiny:sd3 --rewards motion", "reward motion scores videos, but the model generates images"),
         ("tiny:sd3 --rewards gen_eval", "reward gen_eval needs the metadata key 'tag', missing in 2 of 2 prompts"),
+        (
+            "tiny:sd3 --rewards color --reward-device 7",
+            "argument --reward-device: expected cpu, cuda or cuda:N, got '7'",
+        ),
         ("tiny:sd3 --rewards color --held-out color", "--held-out: color was used for training, so it is not held out"),
         ("{run} --judges color", "--held-out: color was used for training, so it is not held out"),
         ("{empty} --rewards color", "{empty} is not a pipeline (no model_index.json), an export or a run"),

@@ -18,6 +18,7 @@ from wfm_ds.errors import RecipeError, RewardError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.run.memory_estimate import estimate_memory
 from wfm_ds.run.model_loading import load_model
+from wfm_ds.training import preflight
 
 
 @pytest.fixture
@@ -209,6 +210,13 @@ def test_too_little_disk_space_and_memory_are_errors(recipe):
         assert finding.level == "error"
         assert sizes.peak_phase in finding.text
         assert finding.advice.startswith("change ")
+
+
+def test_more_ranks_than_gpus_are_a_warning_about_the_reward_service(recipe, monkeypatch):
+    monkeypatch.setattr(preflight, "uses_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    finding = next(f for f in doctor_recipe.recipe_findings(recipe(), 16) if f.name == "hosts")
+    assert (finding.level, "reward.spawn: true" in finding.text) == ("warning", True)
 
 
 # ---- the command

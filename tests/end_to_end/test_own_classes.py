@@ -29,6 +29,60 @@ def train(folder, recipe, *overrides):
     )
 
 
+@pytest.fixture
+def wfm(tmp_path):
+    """Runs the command `wfm` in a folder with the user's modules. As in an installation, it is a script elsewhere."""
+    script = tmp_path / "bin" / "wfm"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom wfm_ds.command.main import main\nsys.exit(main())\n")
+    folder = tmp_path / "here"
+    folder.mkdir()
+
+    def run(*words):
+        done = subprocess.run(
+            [sys.executable, str(script), *map(str, words)],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'reward'}"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run.folder = folder
+    return run
+
+
+def test_wfm_imports_a_reward_from_the_current_folder(wfm):
+    write_code("own_reward.md", "my_rewards.py", wfm.folder)
+    assert wfm("rewards", "my_rewards:Brightness").startswith("brightness\n  scores     image\n")
+    assert wfm("rewards", "my_rewards:Brightness/dark") == wfm("rewards", "my_rewards:Brightness")
+
+
+@pytest.mark.slow
+def test_wfm_checks_a_family_in_the_current_folder(wfm):
+    write_code("own_model.md", "my_lumina.py", wfm.folder)
+    tiny_lumina().save_pretrained(wfm.folder / "pipeline")
+    assert "checks passed" in wfm("models", "check", "my_lumina:Lumina2", "--tiny", "pipeline")
+
+
+@pytest.mark.slow
+def test_wfm_trains_with_an_algorithm_and_two_uses_of_a_reward_in_the_current_folder(wfm):
+    """The launcher, the ranks, the rollout worker, and the reward service with its workers import them."""
+    write_code("own_algorithm.md", "my_algorithm.py", wfm.folder)
+    write_code("own_reward.md", "my_rewards.py", wfm.folder)
+    words = ["run.output_dir=out", f"data.path={ROOT / 'recipes/tiny/prompts/colors'}"]
+    words += ["algorithm.name=my_algorithm:RewardWeighted", "algorithm.temperature=0.5"]
+    rewards = [{"name": "my_rewards:Brightness"}, {"name": "my_rewards:Brightness/dark", "options": {"target": 0.0}}]
+    words += [f"reward.functions={json.dumps(rewards)}"]
+    wfm("train", ROOT / "recipes" / "tiny" / "sd3_nft_async.yaml", *words)
+    (line, *_) = (line for line in metrics(wfm.folder / "out") if "reward/total/mean" in line)
+    means = [line[f"reward/my_rewards:Brightness{label}/mean"] for label in ("", "/dark")]
+    assert sum(means) == pytest.approx(1.0)
+
+
 def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -117,6 +117,17 @@ def test_two_nodes_train_as_two_ranks_of_one_node(nodes, two_ranks, tiny_pipelin
     assert_same_runs(tmp_path / "one", tmp_path / "out")
 
 
+def test_rewards_of_one_node_alone_are_refused_on_both(tiny_pipelines, tmp_path):
+    words = [str(ROOT / "recipes" / "tiny" / "sd3_nft.yaml"), f"model.path={tiny_pipelines('sd3')}"]
+    both = Nodes(tmp_path, *words, f"run.output_dir={tmp_path / 'out'}")
+    try:
+        assert both.codes() == [2, 2], both.printed()
+    finally:
+        both.end()
+    assert both.printed().count("error: reward.spawn: true: the reward service cannot be reached by 1 of 2 ranks") == 1
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_dead_node_ends_the_other_which_names_it(nodes, tmp_path, dead):
     both = nodes(*ENDLESS)

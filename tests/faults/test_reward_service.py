@@ -27,6 +27,7 @@ BRIGHTNESS, OTHER, MOODY = (f"probe_rewards:{name}" for name in ("Brightness", "
 def probes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
+        patch.syspath_prepend(PROBES)
         yield
 
 

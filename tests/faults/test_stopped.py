@@ -27,6 +27,7 @@ BRIGHTNESS = "probe_rewards:Brightness"
 def probes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
+        patch.syspath_prepend(PROBES)
         yield
 
 

@@ -74,6 +74,7 @@ def test_a_rollout_worker_that_was_asked_to_leave_is_replaced_until_there_is_no_
 
 def test_a_reward_whose_workers_die_now_and_then_is_not_down(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS / "reward"), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(TESTS / "reward")
     moody = {"name": "probe_rewards:Moody", "workers": 2, "max_batch": 1}
     recipe = RewardRecipe(functions=[moody | {"options": {"journal": str(tmp_path / "journal")}}])
     with RewardService(recipe, tmp_path) as rewards:

@@ -78,6 +78,7 @@ TWINS = {
     "cosmos3_edge_sft": "cosmos3_sft",
     "cosmos3_nano_sft": "cosmos3_sft",
     "cosmos3_nano_actions_sft": "cosmos3_sft",
+    "cosmos3_nano_actions_nft": "cosmos3_actions_nft",
     "cosmos3_nano_nft": "cosmos3_nft",
     "cosmos3_nano_flow_grpo": "cosmos3_flow_grpo",
     "cosmos3_super_sft_lora": "cosmos3_sft_lora",
@@ -140,12 +141,16 @@ def train_and_keep_pictures(recipe, overrides, kept):
 @pytest.fixture(scope="module")
 def media(tmp_path_factory):
     """{data.path in a recipe: a folder with what it is about}"""
+    from wfm_ds.data.brightness import write_clip as write_brightness_clip
     from wfm_ds.data.digits import write_digits
     from wfm_ds.data.room import write_room
 
     folder = tmp_path_factory.mktemp("media")
     write_digits(folder / "digits")
     write_room(folder / "room")
+    (folder / "brightness").mkdir()
+    for i in range(4):
+        write_brightness_clip(folder / "brightness", i, wrong=0.0)
     (folder / "clips").mkdir()
     for i in range(3):
         # Of a pair of equal clips DPO would learn nothing.
@@ -158,6 +163,7 @@ def media(tmp_path_factory):
         "outputs/clips.jsonl": clip_pairs(folder),
         "outputs/clips": folder / "clips",
         "outputs/room/clips": folder / "room" / "clips",
+        "outputs/brightness/clips": folder / "brightness",
         "recipes/tiny/prompts/colors": RECIPES / "tiny" / "prompts" / "colors",
     }
 

@@ -75,6 +75,17 @@ def test_a_stored_recipe_with_old_names_is_converted(folder):
     assert not any(old.partition(".")[2] in text for old in RENAMED_KEYS)
 
 
+def test_the_old_default_batch_of_a_stored_recipe_is_unset(folder):
+    """Otherwise a run with a service of its own could not be continued."""
+    values = yaml.safe_load((folder / "recipe.yaml").read_text())
+    values["reward"] |= {"spawn": False, "endpoint": "pipes.json", "functions": [{"name": "color", "max_batch": 16}]}
+    values["validation"]["judges"] = ["ocr", {"name": "digits", "max_batch": 16}]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    recipe = recipe_file.load_stored_recipe(folder / "recipe.yaml")
+    rewards = [*recipe.reward.functions, *recipe.validation.held_out_rewards]
+    assert [reward.max_batch for reward in rewards] == [None] * 3
+
+
 def test_an_override_of_a_stored_recipe_uses_new_names(folder):
     with pytest.raises(RecipeError, match=r"override data\.choose=spread: .* renamed to reward_std"):
         recipe_file.load_stored_recipe(folder / "recipe.yaml", ["data.choose=spread"])

@@ -7,7 +7,9 @@ import pytest
 from wfm_ds import recipe_docs
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.algorithms import ConditioningFramesSettings, ForwardProcessSettings
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.schema_description import iterate_sections
 
 
 def test_the_page_is_what_the_schema_generates(root):
@@ -15,11 +17,56 @@ def test_the_page_is_what_the_schema_generates(root):
     assert page == recipe_docs.render_page(), "run: python -m wfm_ds.recipe_docs docs/recipes.md"
 
 
-def test_the_page_is_plain_text_in_well_formed_tables():
+def page_sections():
+    """Return {heading: {key: entry}} of the generated page."""
+    sections = re.split(r"^## ", recipe_docs.render_page(), flags=re.MULTILINE)[1:]
+    return {
+        text.split("\n")[0]: {entry[1]: entry[0] for entry in re.finditer(r"^\* `(\w+)` \(.+?; .+?\): .+$", text, re.M)}
+        for text in sections
+    }
+
+
+def test_the_page_is_plain_text_with_one_entry_per_line():
     page = recipe_docs.render_page()
     assert page.isascii()
-    rows = [line for line in page.splitlines() if line.startswith("|")]
-    assert all(len(re.findall(r"(?<!\\)\|", row)) == 5 for row in rows)
+    entries = [line for line in page.splitlines() if line.startswith("* ")]
+    assert len(entries) == sum(len(section) for section in page_sections().values())
+    assert "* `lr` (float > 0; `0.0001`): Peak learning rate." in entries
+    assert (
+        "* `betas` (list of 2: float in [0, 1); `[0.9, 0.999]`): Decay rates of the first and second moment." in entries
+    )
+    assert not [line for line in entries if re.search(r" (a|an|each|one of) |None", line.split("): ")[0])]
+
+
+def test_every_key_of_every_section_is_on_the_page_and_shared_keys_only_once():
+    sections = page_sections()
+    shared = {base: sections.pop(recipe_docs.base_heading(base)) for base in recipe_docs.SHARED_SETTINGS}
+    printed = list(sections.values())
+    classes = list(iterate_sections())
+    assert len(printed) == len(classes)
+    for entries, (_, title, section) in zip(printed, classes, strict=True):
+        inherited = {key for base in shared if issubclass(section, base) for key in shared[base]}
+        assert inherited | set(entries) | recipe_docs.heading_keys(section) == set(section.model_fields), title
+    assert ["combine" in entries for entries in printed].count(True) == 1  # ddrl has another default
+    assert "num_levels" in shared[ForwardProcessSettings]
+    assert "num_levels" not in shared[ConditioningFramesSettings]
+
+
+def test_an_algorithm_repeats_a_shared_key_only_if_it_differs():
+    entries = page_sections()["`algorithm` with `name: ram`"]
+    assert entries["advantage_std"] == (
+        "* `advantage_std` (group, global, none; `group`): As above, with another default."
+    )
+    assert "adv_mode" not in entries
+    dgpo = page_sections()["`algorithm` with `name: dgpo`"]
+    assert dgpo["updates_per_rollout"].endswith("Always 1, so that every update contains whole groups.")
+
+
+def test_links_to_shared_keys_resolve():
+    page = recipe_docs.render_page()
+    anchors = {recipe_docs.heading_anchor(line[3:]) for line in page.splitlines() if line.startswith("## ")}
+    assert "algorithm-keys-of-all-rl-algorithms" in anchors
+    assert set(re.findall(r"\(#([^)]+)\)", page)) <= anchors
 
 
 def test_pages_named_in_descriptions_are_linked(root):

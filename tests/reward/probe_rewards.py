@@ -44,6 +44,10 @@ class Few(Brightness):
     name, max_batch = "few", 4
 
 
+class Patient(Brightness):
+    name, stall_s = "patient", 300.0
+
+
 class Labelled(Brightness):
     name, required_metadata = "labelled", ("label",)
 

@@ -27,6 +27,7 @@ BRIGHTNESS, OTHER, MOODY = (f"probe_rewards:{name}" for name in ("Brightness", "
 def probes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
+        patch.syspath_prepend(PROBES)
         yield
 
 
@@ -195,6 +196,29 @@ def test_the_service_is_private_and_its_configuration_is_the_recipes(shared):
     assert written["rewards"][BRIGHTNESS]["max_batch"] == 4
     assert load_config(folder / "reward_service.yaml").rewards[BRIGHTNESS].stall_s == 30
     assert written == build_service_config(recipe, Path(written["pipes"]["folder"]))
+
+
+def test_the_class_of_a_reward_decides_its_batches_and_when_it_hangs():
+    few, patient = "probe_rewards:Few", "probe_rewards:Patient"
+    for timeout_s, stall_s in ((30, 30), (600, 300)):
+        recipe = a_recipe({"name": few}, {"name": f"{patient}/b", "device": "cuda:7"}, timeout_s=timeout_s)
+        rewards = build_service_config(recipe, Path("sockets"))["rewards"]
+        assert rewards[few] == {"stall_s": min(timeout_s, 120), "device": "cpu", "workers": 1, "options": {}}
+        assert (rewards[f"{patient}/b"]["stall_s"], rewards[f"{patient}/b"]["device"]) == (stall_s, "cuda:7")
+
+
+def test_one_class_scores_under_two_labels_in_batches_that_it_accepts(tmp_path):
+    few, journal = "probe_rewards:Few", tmp_path / "journal"
+    names = [few, f"{few}/again"]
+    recipe = a_recipe(*({"name": name, "options": {"journal": str(journal)}} for name in names))
+    with RewardService(recipe, tmp_path) as service:
+        client = RewardClient(service.endpoint, recipe, "run", "rank0")
+        client.submit(a_batch(6))
+        scores = client.wait()
+        client.close()
+    assert all(scores[f"s{i}"][name].value is not None for i in range(6) for name in names)
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert {(line["reward"], len(line["ids"])) for line in lines} == {(name, n) for name in names for n in (4, 2)}
 
 
 def test_a_service_that_lacks_a_reward_is_an_error_that_names_what_it_offers(shared):

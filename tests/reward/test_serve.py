@@ -18,6 +18,7 @@ import psutil
 import pytest
 import yaml
 
+from pages import write_code
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.broker import Broker
@@ -279,11 +280,24 @@ def test_a_batch_is_as_large_as_its_reward_allows(sharpness, tmp_path, capsys):
     assert "error: reward users_rewards:Sharpness accepts at most 4 items per batch" in capsys.readouterr().err
 
 
-def test_the_reward_of_the_docs_is_one(tmp_path, root, monkeypatch):
-    (text,) = re.findall(
-        r"```python\n(from wfm_reward.base.*?)```", (root / "docs" / "own_reward.md").read_text(), re.DOTALL
-    )
-    (tmp_path / "my_rewards.py").write_text(text)
+def test_an_unset_batch_size_is_16_or_what_its_reward_allows(sharpness, tmp_path, capsys):
+    assert [registry.resolve_max_batch(name, None) for name in (sharpness, "color")] == [4, 16]
+    config = write_config(tmp_path, {"rewards": {sharpness: {}, f"{sharpness}/again": {}}})
+    assert serve.main([str(config), "--check"]) == 0
+    assert json.loads(capsys.readouterr().out)["rewards"] == [sharpness, f"{sharpness}/again"]
+    program = worker_pool.reward_program(sharpness, load_config(config).rewards[sharpness])
+    assert program.settings["max_batch"] == 4
+
+
+def test_a_label_does_not_change_the_class(sharpness):
+    assert registry.get_reward_class(f"{sharpness}/again") is registry.get_reward_class(sharpness)
+    assert registry.create_reward(f"{sharpness}/again", "cpu", {"radius": 3}).radius == 3
+    with pytest.raises(RewardError, match=f"reward {sharpness}/ has no label"):
+        registry.get_reward_class(f"{sharpness}/")
+
+
+def test_the_reward_of_the_docs_is_one(tmp_path, monkeypatch):
+    write_code("own_reward.md", "my_rewards.py", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     reward = registry.create_reward("my_rewards:Brightness", "cpu", {"target": 0.5})
     reward.load()

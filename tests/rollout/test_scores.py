@@ -63,6 +63,7 @@ def test_latents_that_are_not_finite_are_named_failures_and_their_neighbours_are
 
 def test_videos_are_sent_with_their_speed(root, tiny_pipelines, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(root / "tests" / "reward"), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(root / "tests" / "reward")
     journal = tmp_path / "journal"
     functions = f"[{{name: motion}}, {{name: 'probe_rewards:Brightness', options: {{journal: {journal}}}}}]"
     sizes = ["sampling.num_frames=5", "sampling.fps=7.5"]

@@ -4,7 +4,9 @@ import json
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,8 +18,10 @@ from wfm_ds.pipes.keys import KeyFileError, create_key_pair
 from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.rollout import service
+from wfm_ds.recipe.sections import RewardRecipe
+from wfm_ds.rollout import async_source, service
 from wfm_ds.rollout.identity import compute_identity, require_same_identity
+from wfm_ds.rollout.rewards import RewardService, service_environment
 from wfm_ds.rollout.service import (
     RANK_VARIABLES,
     RolloutService,
@@ -229,6 +233,64 @@ def test_a_gpu_that_trains_too_is_warned_of(machine, caplog, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert gpus_of(["cuda:0"], 1) == ["0"]  # the ranks compute on the CPU
     assert not caplog.records
+
+
+def reward_recipe(*devices):
+    return RewardRecipe(functions=[{"name": f"color/{i}", "device": device} for i, device in enumerate(devices)])
+
+
+@pytest.mark.parametrize(
+    ("visible", "note", "device", "seen"),
+    [
+        ("0,1,2,3,4,5", "all", "cuda:7", None),
+        ("2,3", "2,3,4", "cuda:2", "2,3,4"),
+        ("GPU-a,GPU-b", None, "cuda:1", "GPU-a,GPU-b"),
+        ("0,1", "all", "cpu", "0,1"),
+    ],
+)
+def test_rewards_on_gpus_see_all_of_the_run(machine, caplog, visible, note, device, seen):
+    machine(8, visible, note)
+    num_ranks = 1 if note is None else 2
+    assert service_environment(reward_recipe("cpu", device), num_ranks).get("CUDA_VISIBLE_DEVICES") == seen
+    assert not caplog.records
+
+
+def test_a_reward_on_a_gpu_that_trains_is_warned_of_and_one_that_is_not_there_refused(machine, caplog, tmp_path):
+    machine(8, "0,1", "all")
+    service_environment(reward_recipe("cuda:1", "cuda:2"), 2)
+    assert "reward devices: cuda:1 (color/0) also used for training" in caplog.text
+    with pytest.raises(RecipeError, match=r"^device of reward color/0: cuda:8 does not exist: this machine has 8"):
+        RewardService(reward_recipe("cuda:8"), tmp_path / "service")
+    assert not (tmp_path / "service").exists()
+
+
+def test_a_device_is_read_from_the_recipe_only_if_the_trainer_starts_the_service():
+    for device in ("7", "cuda:", "cuda:a", ""):
+        with pytest.raises(ValueError, match="device"):
+            reward_recipe(device)
+    with pytest.raises(ValueError, match=r"device: only read with reward\.spawn: true"):
+        RewardRecipe(functions=[{"name": "color", "device": "cuda:1"}], spawn=False, endpoint="ipc:///x")
+
+
+def test_the_threads_of_workers_depend_on_the_ranks_of_this_machine(monkeypatch):
+    """Two machines of two ranks."""
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    counted = []
+
+    class Started(UserError):
+        pass
+
+    def start(recipe, identity, rewards, num_ranks):
+        counted.append(num_ranks)
+        raise Started
+
+    monkeypatch.setattr(async_source, "RolloutService", start)
+    monkeypatch.setattr(async_source, "compute_identity", lambda recipe, model: {})
+    world = SimpleNamespace(size=4, run_checked=lambda work, on="all": work())
+    job = SimpleNamespace(world=world, recipe=changed(), model=None)
+    with pytest.raises(Started):
+        async_source.start_async_source(job, None, None, "", ExitStack())
+    assert counted == [2]
 
 
 PRINTS = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]), flush=True); sys.stdin.read()"

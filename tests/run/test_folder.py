@@ -241,6 +241,8 @@ def test_micro_batches_decide_which_expert_trains_so_that_their_number_must_stay
         "validation.every=3",
         "checkpoint.every=1",
         "reward.timeout_s=7",
+        "reward.functions.0.workers=2",
+        "reward.functions.0.device='cuda:1'",
         "engine.deepspeed=zero3",
         "engine.micro_batch_size=1",
         "engine.sequence_parallel=2",

@@ -15,6 +15,7 @@ from wfm_ds.data.pixels import Framing
 from wfm_ds.errors import DataError, ModelError, RecipeError, RewardError, UserError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.run.model_loading import load_model
+from wfm_ds.training import preflight
 from wfm_ds.training.preflight import check_and_load_data
 from wfm_ds.training.run_check import check_run
 
@@ -107,6 +108,45 @@ def test_replicas_must_fit_on_a_node(sft, monkeypatch):
         check_and_load_data(sft("engine.sequence_parallel=4"), world_size=4)
 
 
+@pytest.mark.parametrize("variable", ["LOCAL_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_service_for_one_host_is_refused_on_two(rl, sft, monkeypatch, variable):
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    monkeypatch.setenv(variable, "1")
+    words = "cannot be reached by 1 of 2 ranks, which run on other hosts: "
+    with pytest.raises(RecipeError, match=f"^reward.spawn: true: the reward service {words}start a separate service"):
+        check_and_load_data(rl(), world_size=2)
+    check_and_load_data(rl(), world_size=1)
+    with pytest.raises(RecipeError, match=f"^validation.held_out_rewards: their service {words}remove them"):
+        check_and_load_data(sft("validation.held_out_rewards=[color]"), world_size=2)
+    check_and_load_data(sft(), world_size=2)
+    preflight.check_hosts(rl("reward.spawn=false", "reward.endpoint=tcp://10.0.0.5:6100"), 2, 1)
+
+
+def test_rollout_workers_for_one_host_are_refused_on_two(rl, root):
+    recipe = rl("rollout.mode=async", "reward.spawn=false", "reward.endpoint=tcp://10.0.0.5:6100")
+    with pytest.raises(RecipeError, match=r"^rollout\.bind: ipc cannot be reached by 1 of 2 ranks"):
+        preflight.check_hosts(recipe, 2, 1)
+    preflight.check_hosts(recipe, 2, 2)
+
+
+def test_more_ranks_than_gpus_are_warned_of(rl, monkeypatch):
+    monkeypatch.setattr(preflight, "uses_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    [warning] = preflight.host_warnings(rl(), 16)
+    assert warning.startswith(
+        "this machine has 8 GPUs. On several hosts: reward.spawn: true: the reward service cannot"
+    )
+    assert preflight.host_warnings(rl(), 8) == []
+    monkeypatch.setattr(preflight, "uses_cuda", lambda: False)
+    assert preflight.host_warnings(rl(), 16) == []
+
+
+def test_rewards_on_gpus_are_not_started_on_a_machine_without(rl, monkeypatch, caplog):
+    monkeypatch.setattr(preflight, "is_accelerator_present", lambda: False)
+    check_run(rl("reward.functions=[{name: color, device: 'cuda:7'}]"), world_size=1)
+    assert "the rewards were not started: this machine has no GPU for color" in caplog.text
+
+
 def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
     recipe = sft("lora={rank: 4, alpha: 8}")
     model = load_model(recipe, torch.device("cpu"))
@@ -147,6 +187,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(rl, tmp_path, overrides, er
 
 def test_a_batch_larger_than_its_reward_takes_is_refused_before_anything_starts(rl, root, monkeypatch):
     monkeypatch.syspath_prepend(root / "tests" / "reward")
+    check_and_load_data(rl("reward.functions=[{name: probe_rewards:Few}]"), world_size=1)
     check_and_load_data(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 4}]"), world_size=1)
     with pytest.raises(RewardError, match="reward probe_rewards:Few accepts at most 4 items per batch; max_batch is 5"):
         check_and_load_data(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 5}]"), world_size=1)

@@ -17,8 +17,8 @@ RlAlgorithm: TypeAlias = base.RlAlgorithm[Any, Any]
 def build_rl_algorithm(recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> RlAlgorithm:
     """Build the recipe's RL algorithm for the rollout noise levels `sigmas` [N+1] float64.
 
-    model: the model to train; without it the algorithm can only plan rollouts. Raises RecipeError if the algorithm does
-    not support these noise levels.
+    model: properties of the model to train; without it the algorithm can only plan rollouts. Raises RecipeError if the
+    algorithm does not support these noise levels.
     """
     settings = recipe.rl.algorithm
     path = settings.implementation or settings.name
@@ -27,7 +27,6 @@ def build_rl_algorithm(recipe: Recipe, sigmas: Tensor, model: ModelProperties | 
 
 
 def build_supervised_algorithm(recipe: Recipe) -> SupervisedAlgorithm:
-    """Build the recipe's supervised algorithm."""
     settings = recipe.supervised_settings
     path = settings.implementation
     algorithm: type[SupervisedAlgorithm] = import_class(
@@ -42,6 +41,6 @@ def rl_policy_copies(recipe: Recipe) -> frozenset[str]:
 
 
 def engine_policy_copies(recipe: Recipe) -> frozenset[str]:
-    """Return the names of all copies of the weights that the engine keeps for this recipe."""
+    """Return the names of all policy copies that the engine keeps for this recipe, including `ema`."""
     algorithm = rl_policy_copies(recipe) if recipe.is_rl else frozenset(recipe.algorithm.reference_policies)
     return algorithm | ({"ema"} if recipe.ema is not None else set())

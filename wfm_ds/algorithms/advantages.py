@@ -1,6 +1,6 @@
 """Rewards and advantages of an RL step, computed from its scores in float64 on the host. Bit-identical on every rank.
 
-Samples with a failed reward have reward None. Samples of groups with fewer than two rewards have advantage None.
+A sample with a failed reward has reward None. Samples of groups with fewer than two rewards have advantage None.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Advantages:
 def combine_scores(scores: Sequence[Mapping[str, Score]], recipe: RewardRecipe) -> Rewards:
     """Combine the scores of each sample into its reward.
 
-    scores: for each sample, the score of each reward function by name. The reward is None if a function with non-zero
-    weight failed or has no score, or if the sum overflows.
+    scores: {reward function: score} of each sample. A reward is None if a function with non-zero weight failed or has
+    no score, or if the sum overflows.
     """
     weighted = [f for f in recipe.functions if f.weight != 0]
     weights = tuple(f.weight for f in weighted)
@@ -108,9 +108,9 @@ def compute_advantages(
               with mean and std over all samples of groups with at least two rewards
 
     transform: elementwise function. Groups with constant rewards get exactly 0 before `transform`, or None with
-    `zero_std: drop`. best_of_n ranks the values after `transform`; among equal values, earlier samples rank better. If
-    no values are equal, the result does not depend on the order of the samples, bit for bit. Raises ValueError for
-    unequal lengths and for non-finite rewards.
+    `zero_std: drop`. best_of_n ranks the values after `transform`; ties go to earlier samples. Without ties, the result
+    does not depend on the order of the samples, bit for bit. Raises ValueError for unequal lengths and for non-finite
+    rewards.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     raw = _normalize_advantages(columns, valid, compared, settings)
@@ -134,8 +134,8 @@ def select_best_and_worst(
     """Select `count` samples of each group, half of them the best and half the worst as ranked by best_of_n.
 
     Returns (sorted indices of the selected samples, ids of the groups with unequal rewards). Samples without a reward
-    are selected only if a group has fewer than `count` rewards. Groups need at least `count` samples; an odd count
-    requires groups of exactly that size. Raises ValueError as compute_advantages does.
+    are selected only if a group has fewer than `count` rewards. Groups need at least `count` samples, or exactly
+    `count` if it is odd. Raises ValueError as compute_advantages does.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     ranked = _normalize_advantages(columns, valid, compared, settings)
@@ -154,9 +154,8 @@ def _compare_groups(
 ) -> tuple[list[int], list[Indices], list[tuple[float, Array]], list[bool]]:
     """Check rewards and groups. Returns (valid, compared, columns, constant).
 
-    valid: indices of the samples with a reward. compared: for each group with at least two rewards, the indices of
-    these samples. columns: result of `_reward_columns`. constant: for each entry of `compared`, whether all columns are
-    constant.
+    valid: indices of samples with a reward. compared: these indices by group, for groups with at least two rewards.
+    columns: result of `_reward_columns`. constant: for each compared group, whether all its rewards are constant.
     """
     if len(rewards.totals) != len(groups):
         raise ValueError(f"{len(rewards.totals)} rewards but {len(groups)} group ids")
@@ -170,10 +169,7 @@ def _compare_groups(
 
 
 def _reward_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array]]:
-    """Return (weight, one value per sample) of each reward that is centered and scaled separately.
-
-    Values of samples without a reward are NaN.
-    """
+    """Return (weight, value of each sample) of each reward that is normalized separately. Missing values are NaN."""
     if combine == "sum":
         return [(1.0, np.array([math.nan if r is None else r for r in rewards.totals], np.float64))]
     missing = (math.nan,) * len(rewards.weights)
@@ -185,10 +181,7 @@ def _reward_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array]]
 def _normalize_advantages(
     columns: Sequence[tuple[float, Array]], valid: Sequence[int], compared: Sequence[Indices], settings: RlSettings
 ) -> Array:
-    """Return the advantage of each sample before transform, clip and mode.
-
-    The arguments are as returned by `_compare_groups`. Samples that are not in `compared` get 0.
-    """
+    """Return each sample's advantage before transform, clip and mode; 0 for samples that are not in `compared`."""
     unbiased = settings.std_unbiased
     advantages = np.zeros(len(columns[0][1]))
     for weight, values in columns:
@@ -238,10 +231,7 @@ def _is_constant(values: Array) -> bool:
 
 
 def group_variance(rewards: Sequence[float | None]) -> float | None:
-    """Return the unbiased variance of one group's rewards: 0 if constant, None for fewer than two rewards.
-
-    For a binary reward with success rate p, its expected value is p (1 - p).
-    """
+    """Return the unbiased variance of one group's rewards: 0 if constant, None for fewer than two rewards."""
     values = np.sort(np.array([reward for reward in rewards if reward is not None], np.float64))
     if len(values) < 2:
         return None
@@ -253,9 +243,8 @@ def reward_stats(
 ) -> dict[str, float]:
     """Return the metrics `reward/<name>/...` of every function (weight 0 too), from raw scores before clip and weight.
 
-    mean, std (population), min, max and clipped_fraction are over valid scores, group_std_mean over groups with at
-    least two valid scores, seconds_mean over all scores. failed counts failed and missing scores. Undefined metrics are
-    omitted.
+    mean, std (population), min, max and clipped_fraction cover valid scores, group_std_mean groups with at least two
+    valid scores, seconds_mean all scores. failed counts failed and missing scores. Undefined metrics are omitted.
     """
     stats: dict[str, float] = {}
     for function in functions:
@@ -280,10 +269,7 @@ def reward_stats(
 
 
 def reward_warnings(stats: Mapping[str, float], functions: Sequence[RewardFunction], num_samples: int) -> list[str]:
-    """Return warnings about rewards with non-zero weight that are equal for all samples, or mostly clipped.
-
-    stats: result of reward_stats for an RL step of num_samples samples.
-    """
+    """Return warnings about weighted rewards that are constant or mostly clipped. stats: result of reward_stats."""
     warnings = []
     for name in (f.name for f in functions if f.weight != 0):
         known = num_samples - int(stats[f"reward/{name}/failed"])

@@ -1,7 +1,7 @@
 """Advantage Weighted Matching (AWM, arXiv 2509.25050): policy gradients on the forward process.
 
-The negative flow-matching loss of a re-noised clean sample serves as its log-probability. The ratio to the old policy,
-at the same noise level and noise, enters a clipped policy loss weighted by the sample's advantage.
+The negative flow-matching loss of a re-noised clean sample serves as its log-probability. The ratio to the old policy
+at the same noise and noise level enters a clipped policy loss, weighted by the advantage.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class Awm(ForwardProcess):
         self.references = ("old", *self.kl_betas)
 
     def credit_from_advantage(self, advantage: float) -> float:
-        """Return the scaled advantage."""
         return advantage / self.settings.adv_clip_max * self.settings.adv_max
 
     def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:

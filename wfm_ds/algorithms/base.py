@@ -24,45 +24,45 @@ if TYPE_CHECKING:
 TermT = TypeVar("TermT", bound=LossTerm)
 BatchT = TypeVar("BatchT", bound=LossTermBatch)
 Stats: TypeAlias = dict[str, "Tensor | tuple[Tensor, Tensor]"]
-"""Detached values [B] by metric tag, or (value [B], mask [B]) if only some terms count (meter.Meter)."""
+"""{metric tag: detached values [B], or (values [B], mask [B]) if only some loss terms count}; see meter.Meter."""
 
 
 class StepSamples(Protocol):
-    """The samples of one RL step on this rank."""
+    """This rank's samples of one RL step."""
 
     @property
     def local_rollouts(self) -> Sequence[Rollout]: ...
 
     @property
     def first_index(self) -> int:
-        """Return the index of local_rollouts[0] among the samples of all ranks."""
+        """Index of local_rollouts[0] among the samples of all ranks."""
 
 
 class RlAlgorithm(ABC, Generic[TermT, BatchT]):
-    """An RL algorithm for one recipe and its rollout noise levels.
-
-    Decisions on the host are identical on every rank.
-    """
+    """Base class of RL algorithms, built for one recipe. Decisions on the host are identical on every rank."""
 
     Settings: ClassVar[type[RlSettings]]
-    """Settings class of the recipe section `algorithm`."""
+    """Class of the recipe section `algorithm`."""
     area: ClassVar[str]
     """Prefix of the algorithm's metric tags."""
     settings: RlSettings
     rollout_policy = "train"
-    """The policy that generates rollouts: `train` or the name of a copy."""
+    """Policy that generates rollouts: `train` or the name of a policy copy."""
     references: tuple[str, ...] = ()
-    """Policies that the loss compares against, in the order of their forward passes: `old`, `ref`, or `ema` (if the
-    recipe has one). A policy is omitted from the loss's `references` while its weights equal the trained ones; the loss
-    then uses its own detached prediction."""
+    """Policies that the loss compares against (`old`, `ref`, `ema`), in the order of their forward passes.
+
+    While a policy's weights equal the trained ones, it is omitted from the loss's `references`; the loss then uses its
+    own detached prediction.
+    """
     uses_old_predictions = False
-    """Whether `old` predictions come from the trained weights before the first update of the RL step, instead of from a
-    copy of the weights."""
+    """Whether `old` predictions come from the trained weights at the start of the RL step, not from a policy copy."""
 
     uses_group_statistics = False
-    """Whether the loss needs sums over groups of terms that span micro-batches and ranks. If True, the loop calls
-    `group_statistics` on every micro-batch before the first backward pass, without gradients. It sums the results per
-    group over all ranks and stores each term's sum in `batch.group_statistics`."""
+    """Whether the loss needs sums over groups of loss terms that span micro-batches and ranks.
+
+    The RL loop then calls `group_statistics` on every micro-batch before the first backward pass, sums the results per
+    group over all ranks, and stores each term's sum in `batch.group_statistics`.
+    """
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
         """sigmas: noise levels of rollouts, [N+1] float64, descending to 0.
@@ -87,24 +87,24 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[TermT]]:
         """Return this rank's loss terms for each optimizer step.
 
-        Every rank must return the same number of terms with each value of `num_parts`. Terms of samples without an
-        advantage have weight 0; the loop drops them unless they are needed for padding.
+        Every rank must return equally many terms for each value of `num_parts`. Terms of samples without an advantage
+        have weight 0; the RL loop keeps them only for padding.
         """
 
     def has_gradient(self, term: TermT, equal_policies: Set[str]) -> bool:
-        """Return False if the gradient of the term is known to be zero, else True.
+        """Return False if the gradient of the loss term is known to be zero, else True.
 
-        equal_policies: names of the policies that equal the trained policy. The loop skips terms without gradient but
-        still counts them in the loss denominator.
+        equal_policies: names of the policies that equal the trained policy. The RL loop skips terms without gradient
+        but counts them in the loss denominator.
         """
         return True
 
     @abstractmethod
     def assemble(self, terms: Sequence[TermT], rollouts: Sequence[Rollout], device: torch.device) -> BatchT:
-        """Build the batch of these terms. rollouts: all rollouts of this rank."""
+        """Build the batch of these loss terms. rollouts: all rollouts of this rank."""
 
     def conditioning_frames(self, samples: Sequence[Rollout], device: torch.device) -> ConditioningFrames | None:
-        """Return the conditioning frames of these samples, for `assemble`. None in runs without conditioning frames."""
+        """Return the conditioning frames of these samples; None in runs without conditioning frames."""
         if not self.uses_conditioning_frames:
             return None
         latents = torch.stack([sample.data_latents for sample in samples if sample.data_latents is not None])
@@ -113,26 +113,25 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
     @abstractmethod
     def loss(self, velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        """Return the unreduced loss of each term, [B], and statistics.
+        """Return (unreduced loss of each loss term [B], statistics).
 
-        velocity: prediction at (latents, sigma) with the guidance of the rollout, with gradient. references:
-        predictions of the reference policies by name. If `batch` is one of several parts, return only this part's
-        contribution to the loss. The loop sums `loss/total` over parts; every other statistic must come from one part
-        only.
+        velocity: prediction at (latents, sigma) with the guidance of the rollout, with gradient. references: {policy:
+        prediction}. If `batch` is one of several from `LossTermBatch.parts`, return only its contribution to the loss.
+        The RL loop sums `loss/total` over these batches; every other statistic must come from only one of them.
         """
 
     def group_statistics(
         self, terms: Sequence[TermT], velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]
     ) -> tuple[Sequence[str], Tensor]:
-        """Return the id of each term's group, and the value that each term adds to the sum of its group, [B].
+        """Return (id of each loss term's group, value [B] that each term adds to the sum of its group).
 
-        Only called if `uses_group_statistics`. velocity: prediction of the weights before the optimizer step, without
-        gradient. references: as in `loss`.
+        Called only if `uses_group_statistics`. velocity: prediction before the optimizer step, without gradient.
+        references: as in `loss`.
         """
         raise NotImplementedError
 
     def policy_decays(self, step: int, num_updates: int) -> Mapping[str, float]:
-        """Return the decay d of each policy copy to update at the end of this RL step, by name.
+        """Return {policy: decay d} of the policy copies to update at the end of this RL step.
 
         The update is copy <- d*copy + (1-d)*trained weights. num_updates: optimizer steps of the run so far.
         """
@@ -143,8 +142,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
 
 def split_rows_over_updates(num_samples: int, first_index: int, num_updates: int) -> list[list[int]]:
-    """Return the indices of this rank's samples that each optimizer step trains.
+    """Return, for each optimizer step, the indices of this rank's samples that it trains.
 
-    Sample i of all ranks is trained in optimizer step i mod num_updates. first_index: i of this rank's first sample.
+    Sample i of all ranks is trained in step i mod num_updates. first_index: i of this rank's first sample.
     """
     return [[row for row in range(num_samples) if (first_index + row) % num_updates == u] for u in range(num_updates)]

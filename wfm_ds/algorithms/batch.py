@@ -13,12 +13,12 @@ from wfm_ds.types import ConditioningFrames, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerm:
-    """One (sample, noise level) pair to train on. Holds no tensors. Each algorithm adds its own fields."""
+    """One (sample, noise level) pair to train on, without tensors. Each algorithm adds its own fields."""
 
     row: int  # index of the sample among this rank's rollouts
     sigma: float
-    weight: float  # 1, or 0 for padding that only keeps ranks equal
-    num_parts: int = 1  # parts of its loss, each with its own forward and backward pass (LossTermBatch.parts)
+    weight: float  # 1; 0 for padding, so that all ranks run equal forward passes
+    num_parts: int = 1  # forward and backward passes that its loss needs (LossTermBatch.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +34,16 @@ class LossTermBatch:
 
     @property
     def loss_mask(self) -> Tensor | None:
-        """Return a mask [B,1,T,1,1]: 0 on conditioning frames, which losses exclude, and 1 elsewhere.
-
-        Returns None if there are no conditioning frames.
-        """
+        """Mask [B,1,T,1,1]: 0 on conditioning frames, which losses exclude, else 1; None without conditioning."""
         return None if self.conditioning_frames is None else free_frame_mask(self.conditioning_frames)
 
     def parts(self) -> Sequence[LossTermBatch]:
-        """Return one batch for each forward and backward pass. This is only `self` unless num_parts > 1.
+        """Return one batch for each forward and backward pass: only `self` unless num_parts > 1.
 
-        Every part has the weights [B] of all terms. The loss of a term is the sum of its losses in all parts.
+        Each batch has the weights [B] of all loss terms. The loss of a term is the sum of its losses in all batches.
         """
         return [self]
 
     def reference_inputs(self) -> LossTermBatch:
-        """Return a batch with only the inputs that reference policies predict. Default: the whole batch."""
+        """Return a batch with only the inputs for reference policies. Default: the whole batch."""
         return self

@@ -1,8 +1,8 @@
 """DDRL (arXiv 2512.04332): policy gradients on churned EDM rollouts, regularized by a diffusion loss on data.
 
-For each trained step, a rollout stores only the latents that the denoiser gets. The transition from there is Gaussian.
-Its mean is affine in the velocity, its noise is drawn from the sample's seed, and its gain and std are constants of the
-sampling plan. The loss functions are in ddrl_losses.py.
+For each trained step, a rollout stores only the input latents of the denoiser. The transition to the next state is
+Gaussian: its mean is affine in the velocity, its noise is drawn again from the sample's seed, and its gain and std are
+constants of the sampling plan. The loss functions are in ddrl_losses.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DdrlTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True)
 class DataNoise:
-    """The noise added to a term's data sample."""
+    """The noise to add to the data sample of a loss term."""
 
     sigma: float
     seed: int
@@ -77,13 +77,13 @@ class CleanData:
 class DdrlBatch(LossTermBatch):
     """B loss terms, D of them with a data sample.
 
-    The rows of `latents`, `sigma`, `prompts` and `conditioning_frames` are the B rollout states followed by the D noisy
-    data samples. One forward pass covers all B + D rows, unless `is_split`: then `parts` returns a batch of the rollout
-    states and a batch of the data samples.
+    The rows of `latents`, `sigma`, `prompts` and `conditioning_frames` are the B rollout states, then the D noisy data
+    samples. One forward pass covers all rows, unless `is_split`: then `parts` returns a batch of the states and a batch
+    of the data samples.
     """
 
-    transitions: Transitions | None  # None in the data part
-    data: CleanData | None  # None in the state part, and without a data loss
+    transitions: Transitions | None  # None in the batch of data samples
+    data: CleanData | None  # None in the batch of states, and without a data loss
     is_split: bool
 
     @property
@@ -112,7 +112,7 @@ class DdrlBatch(LossTermBatch):
         )
 
     def reference_inputs(self) -> LossTermBatch:
-        """Return only the rollout states, because reference policies do not predict data samples."""
+        """Return only the rollout states: reference policies do not predict data samples."""
         states = slice(self.num_states)
         return LossTermBatch(
             latents=self.latents[states],
@@ -127,7 +127,6 @@ class DdrlBatch(LossTermBatch):
         return None if frames is None else ConditioningFrames(frames.latents[rows], frames.counts[rows])
 
     def row_mask(self, rows: slice) -> Tensor | None:
-        """Return the loss mask of these rows."""
         mask = self.loss_mask
         return None if mask is None else mask[rows]
 
@@ -138,7 +137,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
     settings: DdrlAlgorithm
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
-        """See RlAlgorithm. Rollouts do not use the noise levels `sigmas`, because EDM solvers have their own."""
+        """See RlAlgorithm. Rollouts do not use `sigmas`, because EDM solvers have their own noise levels."""
         super().__init__(recipe, sigmas, model)
         self.on_policy = recipe.rl.rollout.policy != "reference"
         self.reference_policy = self.settings.reference_policy
@@ -281,7 +280,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
     def _policy_loss(
         self, velocity: Tensor, transitions: Transitions, references: Mapping[str, Tensor], mask: Tensor | None
     ) -> tuple[Tensor, Stats]:
-        """Return the policy loss of each term [B], including the KL to the reference, and its statistics."""
+        """Return (policy loss including the KL to the reference [B], statistics)."""
         s, gain, std, advantage = self.settings, transitions.gain, transitions.std, transitions.advantage
         reference = references.get(self.reference_policy, velocity.detach())
         old = velocity.detach() if self.on_policy else reference
@@ -295,10 +294,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         return loss, stats
 
     def _data_loss(self, velocity: Tensor, batch: DdrlBatch, data: CleanData) -> tuple[Tensor, Tensor]:
-        """Return (data loss of each term [B], mask [B] of terms with a data sample).
-
-        velocity: predictions at the D noisy data samples. The loss is 0 for terms without a data sample.
-        """
+        """Return (data loss [B], mask [B] of loss terms with a data sample). velocity: [D, ...], at these samples."""
         zeros = torch.zeros_like(batch.weight)
         if len(velocity) == 0:
             return zeros, zeros
@@ -307,7 +303,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         return zeros.index_add(0, data.term_indices, losses), zeros.index_fill(0, data.term_indices, 1.0)
 
     def _ratio_metrics(self, log_rho: Tensor, advantage: Tensor) -> Stats:
-        """Return metrics of the ratio to the rollout policy, detached [B]. Empty for on-policy rollouts."""
+        """Return detached metrics [B] of the ratio to the rollout policy; empty for on-policy rollouts."""
         if self.on_policy:  # the ratio is 1 before the only update of the step
             return {}
         deviation, positive = torch.expm1(log_rho), advantage > 0
@@ -335,15 +331,12 @@ class NoisyData:
     term_indices: Sequence[int]  # indices of their terms
     clean_latents: Tensor  # [D, ...]
     noise: Tensor  # [D, ...]
-    noisy_latents: Tensor  # [D, ...], noisy
+    noisy_latents: Tensor  # [D, ...]
     sigma: Tensor  # [D]
 
 
 def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], states: Tensor) -> NoisyData:
-    """Add noise to the data samples of the terms that have one.
-
-    samples: rollout of each term. states: rollout state of each term; has the shape, dtype and device of the result.
-    """
+    """Add noise to the data samples of loss terms that have one. samples, states: rollout and state of each term."""
     chosen = [(i, t.data, samples[i]) for i, t in enumerate(terms) if t.data is not None]
     if not chosen:
         empty = states[:0]

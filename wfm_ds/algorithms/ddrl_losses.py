@@ -1,4 +1,4 @@
-"""The parts of the DDRL loss (arXiv 2512.04332), per sample."""
+"""Loss functions of DDRL (arXiv 2512.04332), per sample."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def log_ratio(
         literal     -q, as in the published code: in EDM coordinates, high noise levels dominate
         std_scaled  -q/(2 std)
 
-    The result is exactly 0 for equal velocities, because no squares are subtracted. Raises ValueError for an unknown
-    norm and for wrong shapes or dtypes.
+    Equal velocities give exactly 0, because no squares are subtracted. Raises ValueError for an unknown norm and for
+    wrong shapes or dtypes.
     """
     require_latents(velocity=velocity, old_velocity=old_velocity, noise=noise)
     require_vectors(velocity, gain=gain, std=std)
@@ -68,7 +68,7 @@ def reference_kl(
 ) -> Tensor:
     """Return the KL divergence per element of two transitions, mean((mu - mu_ref)^2)/(2 std^2): [B].
 
-    With norm `literal` the division is omitted, like in the published code. Arguments as for log_ratio.
+    norm `literal` omits the division, like the published code. Arguments as for log_ratio.
     """
     require_latents(velocity=velocity, ref_velocity=ref_velocity)
     require_vectors(velocity, gain=gain, std=std)
@@ -79,8 +79,8 @@ def reference_kl(
 def data_loss(velocity: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the EDM loss (1 + S^2)/S^2 * mean((x0 - x0_hat)^2), [B], with the EDM noise level S = sigma/(1 - sigma).
 
-    velocity: prediction at the noisy latents, which gives x0_hat. This equals the mean squared velocity error with
-    weight (1 - sigma)^2 + sigma^2. Shapes as for log_ratio, sigma [B].
+    velocity: prediction at the noisy latents, which gives x0_hat. The loss equals the mean squared velocity error times
+    (1 - sigma)^2 + sigma^2. Shapes as for log_ratio, sigma [B].
     """
     require_latents(velocity=velocity, clean=clean, noise=noise)
     require_vectors(velocity, sigma=sigma)
@@ -88,10 +88,7 @@ def data_loss(velocity: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, mas
 
 
 def draw_data_sigma(run_seed: int, *key: int | str, video: bool) -> float:
-    """Draw a noise level in (0, 1) from the training density of Cosmos-Predict2.5. Depends only on run_seed and key.
-
-    video: whether the sample is a video; noise levels of videos are larger.
-    """
+    """Draw a sigma in (0, 1) from Cosmos-Predict2.5's training density. Depends only on the arguments."""
     quantile = min(max(draw_uniform(run_seed, "data_sigma", *key), QUANTILE_MARGIN), 1 - QUANTILE_MARGIN)
     if draw_uniform(run_seed, "data_sigma_noisy", *key) < HIGH_NOISE_FRACTION:
         low, high = map(math.log, HIGH_NOISE_LEVELS)

@@ -1,8 +1,8 @@
 """DGPO (arXiv 2510.08425): direct group preference optimization, weighted by advantages.
 
-The loss decreases the velocity errors of samples with positive advantage and increases the errors of other samples.
-Each group has a weight. It is large while the policy does not yet prefer the better samples of the group more than the
-reference does. All samples of a group use the same noise levels and noise, so that their errors are comparable.
+The loss decreases the velocity errors of samples with positive advantage and increases the errors of other samples. A
+group's weight is large while the policy does not yet prefer its better samples more than the reference does. Samples of
+a group share noise levels and noise, so that their errors are comparable.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class Dgpo(ForwardProcess):
-    """DGPO loss, with error l = mean((v - u)^2), target u = noise - clean latents, advantage A and group size K.
+    """DGPO loss, with error l = mean((v - u)^2), target u = noise - clean latents, advantage A and group size K:
 
         loss = sigmoid(sum over the group of A beta (l - l_ref) / K) A l
 
-    The sum is over the samples of a group at one noise level. The sigmoid is treated as a constant.
+    The sum is over a group's samples at one noise level. The sigmoid is a constant in the backward pass.
     """
 
     Settings = DgpoAlgorithm
@@ -55,7 +55,7 @@ class Dgpo(ForwardProcess):
         batch: ForwardBatch,
         references: Mapping[str, Tensor],
     ) -> tuple[list[str], Tensor]:
-        """See RlAlgorithm. The group id is the noise seed, which only a group's samples at one noise level share."""
+        """See RlAlgorithm. The noise seed is the group id: only a group's samples at one noise level share it."""
         errors, ref_errors = self._velocity_errors(velocity, batch), self._velocity_errors(references["ref"], batch)
         contributions = batch.credit * self.settings.beta * (errors - ref_errors) / self.group_size
         return [str(term.noise_seed) for term in terms], contributions
@@ -72,6 +72,5 @@ class Dgpo(ForwardProcess):
         return weight_B * batch.credit * errors, stats
 
     def _velocity_errors(self, velocity: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the velocity error l of each term, [B]."""
         require_latents(velocity=velocity, clean=batch.clean_latents, noise=batch.noise)
         return sample_mean((velocity - (batch.noise - batch.clean_latents)).square(), batch.loss_mask)

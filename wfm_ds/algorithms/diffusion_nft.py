@@ -1,7 +1,7 @@
 """DiffusionNFT (arXiv 2509.16117): reinforcement learning on the forward process, without log-probabilities.
 
-A rollout gives clean latents and a reward. The loss re-noises the latents and moves the velocity towards samples with a
-high reward and away from samples with a low reward, relative to the old policy.
+The loss re-noises the clean latents of a rollout. It moves the velocity towards samples with a high reward and away
+from samples with a low reward, relative to the old policy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def nft_loss(
     ref_velocity: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the unreduced loss of each sample, [B], and its parts, detached [B] by metric tag.
+    """Return (unreduced loss of each sample [B], {metric tag: detached values [B]}).
 
     Latents and velocities are [B,C,h,w] or [B,C,T,h,w] float32; all velocities are predictions at the same (noisy
     latents, sigma). sigma and reward_weight are [B] float32; reward_weight r is in [0, 1] (see reward_weights). With
@@ -62,10 +62,9 @@ def nft_loss(
 
         l = adv_clip_max*(r*L+ + (1-r)*L-)/beta + kl_beta*mean((v - v_ref)^2)
 
-    The denominator mean|e| is a constant of at least 1e-5. wfm_kernels.nft_loss computes the loss. mask: [B,1,T,1,1], 0
-    on frames excluded from means and maxima; None if all frames count. Only `velocity` gets a gradient, and the
-    gradient of sample i does not depend on other samples. nft/old_deviation_max is the maximum over the elements of a
-    sample.
+    The denominator mean|e| is a constant of at least 1e-5. mask: [B,1,T,1,1], 0 on frames excluded from means and
+    maxima; None if all frames count. Only `velocity` gets a gradient; the gradient of a sample does not depend on other
+    samples.
 
     Raises ValueError for wrong shapes or dtypes, for beta <= 0, and if exactly one of kl_beta > 0 and ref_velocity is
     set.
@@ -116,10 +115,7 @@ def reward_weights(advantages: Sequence[float] | npt.NDArray[np.float64], adv_cl
 
 
 def old_decay(setting: str | DecaySchedule, num_updates: int) -> float:
-    """Return the decay d of `old <- d*old + (1-d)*theta` after `num_updates` optimizer steps of the run.
-
-    Raises ValueError for an unknown preset.
-    """
+    """Return decay d of `old <- d*old + (1-d)*theta` after num_updates steps. Raises ValueError for unknown presets."""
     if not isinstance(setting, str):
         flat_steps, initial, slope, maximum = setting.flat_steps, setting.initial, setting.slope, setting.max
     elif setting in OLD_DECAY_PRESETS:
@@ -146,7 +142,7 @@ class DiffusionNft(ForwardProcess):
         return float(reward_weights([advantage], self.settings.adv_clip_max)[0])
 
     def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
-        """Return False if v = v_old, r = 1/2 and there is no KL term: the two halves of the loss then cancel."""
+        """Return False if v = v_old, r = 1/2 and there is no KL loss: the two halves of the policy loss then cancel."""
         return (
             self.settings.kl_beta > 0
             or "old" not in equal_policies

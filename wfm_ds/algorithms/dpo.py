@@ -30,15 +30,12 @@ def implicit_rewards(errors: Tensor, ref_errors: Tensor, beta: float) -> Tensor:
 
 
 def preference_loss(rewards: Tensor) -> Tensor:
-    """Return -log sigmoid(r_chosen - r_rejected), [...], for implicit rewards [2, ...].
-
-    The loss is log 2 if the policy equals the reference.
-    """
+    """Return -log sigmoid(r_chosen - r_rejected), [...], for implicit rewards [2, ...]."""
     return -logsigmoid(rewards[0] - rewards[1])
 
 
 def is_preferred(margins: Tensor) -> Tensor:
-    """Return 1 if the chosen sample has the larger reward, 0 if smaller, 1/2 if equal (as before the first update)."""
+    """Return 1 for a positive reward margin, 0 for a negative one, and 1/2 for 0 (as before the first update)."""
     return (1 + torch.sign(margins)) / 2
 
 
@@ -61,9 +58,6 @@ class Dpo(SupervisedAlgorithm):
         return preference_loss(rewards), stats
 
     def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See SupervisedAlgorithm. The additional metric is the accuracy.
-
-        The accuracy of a pair depends on its reward margin, averaged over the noise levels (see `is_preferred`).
-        """
+        """See SupervisedAlgorithm. `accuracy` [N] compares the rewards of each pair, averaged over noise levels."""
         rewards = implicit_rewards(errors, references["ref"], self.settings.beta)
         return preference_loss(rewards), {"accuracy": is_preferred((rewards[0] - rewards[1]).mean(dim=1))}

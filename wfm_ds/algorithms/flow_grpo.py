@@ -3,10 +3,10 @@
 Its settings also cover Flow-GRPO-Fast, MixGRPO (2507.21802), DanceGRPO (2505.07818), GRPO-Guard (2510.22319) and
 Flow-DPPO (2606.11025).
 
-With a stochastic solver each noisy step is a draw x' ~ N(mu, s^2) with mu = c_x*x + c_v*v. The rollout uses the trained
-weights and stores (x, x', log-probability). The loss runs the denoiser again at x and increases or decreases the
-probability of x' according to the sample's advantage. Log-probabilities are averaged over the n elements of a sample,
-so ratios are the n-th root of the true ratios.
+With a stochastic solver each noisy step draws x' ~ N(mu, s^2) with mu = c_x*x + c_v*v. The rollout uses the trained
+weights and stores (x, x', log-probability). The loss predicts v at x again, and increases or decreases the probability
+of x' according to the sample's advantage. Log-probabilities are averaged over the n elements of a sample, so ratios are
+the n-th root of the true ratios.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ MAX_START_DEVIATION = 0.1  # fraction of the trust region; larger initial deviat
 
 
 def policy_drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> Tensor:
-    """Return |log p_old - log p_rollout| / clip_range of each term, [B], detached. It measures how stale the sample is.
+    """Return how stale each loss term is: |log p_old - log p_rollout| / clip_range, [B], detached.
 
-    Both log-probabilities are [B] float32, averaged over the n elements of a sample. Their difference is not usable for
-    importance weights: the true ratio is exp(difference) to the n-th power, practically 0 or infinite.
+    Both log-probabilities are [B] float32, averaged over the n elements of a sample. Importance weights are not usable:
+    the true ratio is exp(difference) to the n-th power, practically 0 or infinite.
     """
     require_vectors(old_log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
     return ((old_log_prob - rollout_log_prob).abs() / clip_range).detach()
@@ -65,21 +65,20 @@ def grpo_guard_log_ratio(
 ) -> Tensor:
     """Return GRPO-Guard's log ratio [B]: (log p - log p_old + mean((mu - mu_old)^2)/(2 s^2)) * s.
 
-    It removes the bias of the log ratio and normalizes its scale across steps. It is computed in the equivalent form
-    mean(z*(mu - mu_old)), z = (x' - mu_old)/s, which is exactly 0 for equal means.
-
-    Latents and means have the same shape [B, ...]. std is s, [B]. mask: as in sample_mean. Gradients flow to `mean`.
+    It removes the bias of the log ratio and normalizes its scale across steps. The equivalent form mean(z*(mu -
+    mu_old)), z = (x' - mu_old)/s, is computed, which is exactly 0 for equal means. Latents and means: [B, ...]. std: s,
+    [B]. mask: as in sample_mean. Gradients flow to `mean`.
     """
     old = old_mean.detach()
     return sample_mean((next_latents - old) * (mean - old), mask) / std
 
 
 def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
-    """Return the factor that turns mean((v - v_ref)^2) into the KL of this kind, [B] float64.
+    """Return the factor [B] float64 that turns mean((v - v_ref)^2) into the KL of this kind.
 
-    dt: [B], noise level after minus noise level before the step, negative. The means of two steps with equal std s
-    differ by c_v*(v - v_ref). Kind `gaussian` is c_v^2/(2 s^2), `flow_grpo` uses the diffusion g^2 = s^2/-dt instead of
-    s^2, and `velocity` is 1. Raises ValueError for an unknown kind.
+    The means of two steps with equal std s differ by c_v*(v - v_ref). `gaussian`: c_v^2/(2 s^2). `flow_grpo`: c_v^2/(2
+    g^2) with the diffusion g^2 = s^2/-dt. `velocity`: 1. dt: [B], sigma_next - sigma, negative. Raises ValueError for
+    an unknown kind.
     """
     gaussian = coefficients[:, 1].square() / (2 * coefficients[:, STD_COLUMN].square())
     match kind:
@@ -97,7 +96,7 @@ class TransitionTerm(LossTerm):
     denoise_step: int  # index of the denoising step
     transition_index: int  # index of its transition in the rollout
     advantage: float
-    is_first_update: bool  # in the first update of the RL step: the rollout weights are still current
+    is_first_update: bool  # in the first update of the RL step, before the rollout weights change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,11 +302,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def _old_policy_source(
         self, batch: TransitionBatch, references: Mapping[str, Tensor]
     ) -> Literal["own", "rollout", "recomputed"]:
-        """Return how the probabilities of the old policy are obtained.
-
-        `own`: the old policy equals the trained policy. `rollout`: stored by the rollout. `recomputed`: from the
-        predictions `references["old"]`.
-        """
+        """Return the source of old probabilities: `own` prediction, stored by the `rollout`, or `recomputed`."""
         if self.uses_old_predictions:
             return "recomputed" if "old" in references else "own"
         return "own" if self.settings.old_log_prob == "auto" and batch.is_first_update else "rollout"
@@ -334,7 +329,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         return transition_mean(velocity, batch.latents, batch.coefficients)
 
     def _outside_trust_region(self, comparison: PolicyComparison) -> tuple[Tensor, Tensor]:
-        """Return masks [B] of the terms outside the trust region: with increased and with decreased probability."""
+        """Return masks [B] of loss terms outside the trust region: (probability increased, probability decreased)."""
         log_ratio = comparison.log_ratio.detach()
         if comparison.divergence is None:
             return outside_clip_range(log_ratio, self.clip_low, self.clip_high)
@@ -342,7 +337,6 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         return outside & (log_ratio > 0), outside & (log_ratio < 0)
 
     def _policy_metrics(self, comparison: PolicyComparison, batch: TransitionBatch) -> Stats:
-        """Return metrics of the difference from the old policy, detached [B]."""
         log_prob, log_ratio = comparison.log_prob, comparison.log_ratio.detach()
         deviation = torch.expm1(log_ratio)
         stats = ratio_stats(log_ratio, *self._outside_trust_region(comparison), batch.advantage) | {

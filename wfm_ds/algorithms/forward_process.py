@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardTerm(LossTerm):
-    """One (sample, noise level) pair. Equal noise seeds give equal noise."""
+    """One (sample, noise level) pair to train on. Equal noise seeds give equal noise."""
 
     noise_seed: int
     advantage: float  # 0 for a sample without an advantage (its weight is 0)
@@ -39,7 +39,7 @@ class ForwardTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch(LossTermBatch):
-    """B loss terms, with the clean latents and the noise that give `latents`, [B, ...] each, and the credit, [B]."""
+    """B loss terms with their clean latents and noise, [B, ...] each, and their credit, [B]."""
 
     clean_latents: Tensor
     noise: Tensor
@@ -65,14 +65,11 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         return advantage
 
     def noise_key(self, rollout: Rollout) -> tuple[int | str, ...]:
-        """Return the key that seeds a sample's noise levels and noise within an RL step. Default: the sample's seed.
-
-        Samples with equal keys are trained at equal noise levels with equal noise.
-        """
+        """Return the seed key of a sample's noise levels and noise, which samples with equal keys share."""
         return (rollout.seed,)
 
     def noise_levels(self, step: int, *key: int | str) -> list[tuple[int, float]]:
-        """Return (index, sigma) of each noise level at which samples with this key are trained, in training order.
+        """Return (index, sigma) of each noise level on which samples with this key are trained, in training order.
 
         The index is the denoising step of the rollout (`levels: grid`) or the stratum of (0, 1) (`levels: stratified`).
         """
@@ -111,7 +108,6 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         ]
 
     def assemble(self, terms: Sequence[ForwardTerm], rollouts: Sequence[Rollout], device: torch.device) -> ForwardBatch:
-        """Build the batch. Noise depends only on each term's seed."""
         samples = [rollouts[t.row] for t in terms]
         clean = torch.stack([s.clean_latents for s in samples])
         numbers = (

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def noise_level(sampling: SamplingRecipe) -> float:
-    """Return sampling.noise_level, which scales the noise of a stochastic solver, or the solver's published default."""
+    """Return the noise scale of the stochastic solver: sampling.noise_level, or the solver's published default."""
     return DEFAULT_NOISE_LEVELS[sampling.solver] if sampling.noise_level is None else sampling.noise_level
 
 
@@ -49,8 +49,5 @@ def rollout_plan(
 
 
 def exploration_plan(sampling: SamplingRecipe, sigmas: Tensor) -> FlowPlan:
-    """Return the sampling plan for the candidates of sampling.explore, with fewer noise levels `sigmas` [N+1].
-
-    Uses the rollout's solver, or `ode` if that is stochastic.
-    """
+    """Return the plan for the candidates of sampling.explore: the rollout's solver, or `ode` if it is stochastic."""
     return deterministic_plan("ode" if sampling.is_stochastic else sampling.solver, sigmas)

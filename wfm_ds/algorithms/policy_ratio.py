@@ -10,9 +10,9 @@ from wfm_ds.sampling.shapes import require_vectors, sample_mean
 
 
 def ppo_clip_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return max(-A*rho, -A*clip(rho, 1 - clip_low, 1 + clip_high)) of each term, with rho = exp(log_ratio).
+    """Return max(-A*rho, -A*clip(rho, 1 - clip_low, 1 + clip_high)), [B], with rho = exp(log_ratio).
 
-    All tensors are [B] float32. Raises ValueError for other shapes, because a [B,1] tensor would broadcast to [B,B].
+    All tensors are [B] float32. Raises ValueError for other shapes, because [B,1] would broadcast to [B,B].
     """
     require_vectors(log_ratio, log_ratio=log_ratio, advantage=advantage)
     ratio = torch.exp(log_ratio)
@@ -20,10 +20,10 @@ def ppo_clip_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_hi
 
 
 def divergence_policy_loss(log_ratio: Tensor, divergence: Tensor, advantage: Tensor, bound: float) -> Tensor:
-    """Return the Flow-DPPO loss of each term: -A*rho, rho = exp(log_ratio). All tensors are [B] float32.
+    """Return the Flow-DPPO loss -A*rho, [B], with rho = exp(log_ratio). All tensors are [B] float32.
 
-    Loss and gradient are 0 for terms with a divergence from the old policy of at least `bound` and a ratio that has
-    moved in the direction of the advantage. Raises ValueError for other shapes.
+    Loss and gradient are 0 if the divergence from the old policy is at least `bound` and the ratio has moved in the
+    direction of the advantage. Raises ValueError for other shapes.
     """
     require_vectors(log_ratio, log_ratio=log_ratio, divergence=divergence, advantage=advantage)
     dropped = (divergence >= bound) & (log_ratio.sign() * advantage.sign() > 0)
@@ -33,25 +33,18 @@ def divergence_policy_loss(log_ratio: Tensor, divergence: Tensor, advantage: Ten
 
 
 def step_divergence(mean: Tensor, old_mean: Tensor, std: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the KL divergence per element of two denoising steps N(mean, s^2) and N(old_mean, s^2), [B], detached.
-
-    It is mean((mean - old_mean)^2)/(2 s^2). Both means have the same shape [B, ...]. std is s, [B]. mask: as in
-    sample_mean.
-    """
+    """Return the KL per element of N(mean, s^2) and N(old_mean, s^2), [B], detached. Means: [B, ...]; std: s, [B]."""
     return (sample_mean((mean - old_mean).square(), mask) / (2 * std.square())).detach()
 
 
 def outside_clip_range(log_ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Return two masks [B]: ratios above 1 + clip_high, and ratios below 1 - clip_low."""
+    """Return two masks [B]: (ratio above 1 + clip_high, ratio below 1 - clip_low)."""
     deviation = torch.expm1(log_ratio)
     return deviation > clip_high, deviation < -clip_low
 
 
 def ratio_stats(log_ratio: Tensor, higher: Tensor, lower: Tensor, advantage: Tensor) -> Stats:
-    """Return metrics of the ratio, detached [B].
-
-    higher, lower: masks [B] of the terms with a ratio above and below the trust region.
-    """
+    """Return detached metrics [B] of the ratio. higher, lower: masks [B] of ratios above, below the trust region."""
     deviation = torch.expm1(log_ratio)
     active = torch.where(advantage > 0, higher, lower & (advantage < 0))
     return {

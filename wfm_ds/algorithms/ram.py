@@ -18,8 +18,8 @@ def ram_loss(
 ) -> Tensor:
     """Return mean((v - target)^2) of each sample, [B], with the constant target v_ref + R*(u - v), u = noise - clean.
 
-    Velocities and latents are [B,C,h,w] or [B,C,T,h,w] float32, both velocities at the same noisy latents. tilt: R, [B]
-    float32. mask: as in sample_mean. Raises ValueError for other shapes and dtypes.
+    Velocities and latents are [B,C,h,w] or [B,C,T,h,w] float32, both velocities at the same noisy latents. tilt: R,
+    [B]. mask: as in sample_mean. Raises ValueError for other shapes and dtypes.
     """
     require_latents(velocity=velocity, ref_velocity=ref_velocity, clean=clean, noise=noise)
     require_vectors(velocity, tilt=tilt)

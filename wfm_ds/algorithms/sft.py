@@ -1,7 +1,6 @@
 """Supervised fine-tuning: the velocity-matching loss, and the noise levels of all supervised algorithms.
 
-Noise levels are drawn as q in (0, 1); the timestep shift of the model family turns q into sigma. Larger q means more
-noise.
+A noise level is drawn as q in (0, 1), larger for more noise. The model family's timestep shift turns q into sigma.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from wfm_ds.seeds import draw_uniform
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms import SupervisedSettings
 
-NUM_BUCKETS = 8  # equal parts of q, in sft/loss_bucket<j> and val/loss_bucket<j>
+NUM_BUCKETS = 8  # equal intervals of q, in sft/loss_bucket<j> and val/loss_bucket<j>
 MAX_SIGMA_SQRT_WEIGHT = 100.0
 MIN_SNR_GAMMA = 5.0
 
 
 class Sft(SupervisedAlgorithm):
-    """Velocity matching: the velocity error of each sample, weighted by noise level."""
+    """Velocity matching: the velocity error of each sample, weighted by its noise level."""
 
     area = "sft"
     settings: SftAlgorithm
@@ -48,11 +47,7 @@ class Sft(SupervisedAlgorithm):
 
 
 def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
-    """Return the q below which the fraction `a` of the training density lies.
-
-    a: in (0, 1) float64; q has the same shape. The density `mode` uses f_mode(1 - a) of the SD3 paper (arXiv
-    2403.03206).
-    """
+    """Return the q below which the fraction a in (0, 1) of the training density lies. `mode`: arXiv 2403.03206."""
     match algorithm.timestep_density:
         case "uniform":
             return a.clone()
@@ -64,7 +59,7 @@ def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SigmaBand:
-    """The noise levels of one expert and the fraction of the training density that it covers."""
+    """The noise levels of one expert (of a two-expert model) and their fraction of the training density."""
 
     low: float = 0.0  # sigma in [low, high); 1 belongs to the last band
     high: float = 1.0
@@ -99,10 +94,10 @@ def _density_below(algorithm: SupervisedSettings, shift: float, sigma: float) ->
 
 
 def draw_experts(bands: Sequence[SigmaBand], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
-    """Draw the expert that all ranks train in each micro-batch of an optimizer step.
+    """Draw the expert that all ranks train in each micro-batch of an optimizer step. Identical on every rank.
 
-    In every step, each expert gets its fraction of the training density up to rounding; on average over steps it gets
-    exactly this fraction. The order is drawn for each step. Identical on every rank.
+    Each expert gets exactly its fraction of the training density on average over steps, and within one micro-batch of
+    it in every step. The order is random.
     """
     ends = list(itertools.accumulate(band.density_below_high - band.density_below_low for band in bands))
     offset = draw_uniform(run_seed, "training_expert", step)
@@ -125,8 +120,7 @@ def draw_training_sigmas(
     positions: index of each sample in the endless pass over the data, unique in a run. Optimizer step s (from 1) trains
     positions (s-1)*global_batch to s*global_batch - 1. A noise level depends only on (run_seed, position), not on rank
     or micro-batch. With `algorithm.stratified`, the density is split into global_batch strata of equal probability, and
-    each position of a global batch draws from a different stratum. A permutation that depends on (run_seed, step)
-    assigns the strata.
+    a permutation seeded by (run_seed, step) gives each position of a global batch a different stratum.
     """
     draws = [draw_uniform(run_seed, "training_sigma", position) for position in positions]
     if algorithm.stratified:
@@ -140,7 +134,7 @@ def draw_training_sigmas(
 
 
 def clamp_to_band(sigma: Tensor, band: SigmaBand) -> Tensor:
-    """Clamp noise levels to their band. Rounding to float32 may have moved them outside."""
+    """Clamp noise levels to their band, because rounding to float32 may have moved them outside."""
     if band == FULL_BAND:
         return sigma
     low, high = (torch.tensor(end, dtype=torch.float64) for end in (band.low, band.high))
@@ -185,10 +179,9 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
 
 
 def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float]) -> Tensor | None:
-    """Return the number of conditioning frames (first latent frames) of each sample, [B] int64.
+    """Return each sample's number of conditioning frames (first latent frames), [B] int64; None if it is always 0.
 
-    num_frames: smallest and largest number. draws: one uniform random number in [0, 1) per sample. Returns None if the
-    largest number is 0.
+    num_frames: smallest and largest number. draws: one uniform random number in [0, 1) per sample.
     """
     low, high = num_frames
     if high == 0:
@@ -202,6 +195,6 @@ def validation_sigmas(shift: float, num_levels: int = NUM_BUCKETS) -> Tensor:
 
 
 def bucket_index(sigma: Tensor, shift: float, num_buckets: int = NUM_BUCKETS) -> Tensor:
-    """Return the bucket of each sigma, int64. Buckets split the range of q into num_buckets equal parts."""
+    """Return the bucket of each sigma, int64. Buckets split the range of q into num_buckets equal intervals."""
     q = invert_shift(sigma.double(), shift)
     return (q * num_buckets).long().clamp(0, num_buckets - 1)

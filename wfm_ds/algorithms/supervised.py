@@ -1,7 +1,7 @@
 """Interface between the supervised training loop and an algorithm.
 
-The loss only needs one number per forward and sample: the velocity error. The loop can therefore evaluate several
-policies one after the other without storing their predictions.
+The loss needs only the velocity error of each sample, so the loop can evaluate several policies one after the other
+without storing their predictions.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ class SupervisedAlgorithm(ABC):
 
     @abstractmethod
     def loss(self, errors: Tensor, sigma: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        """Return the unreduced loss of each sample, [B], and its statistics.
+        """Return (unreduced loss of each sample [B], statistics).
 
-        errors: velocity errors of the trained policy [M, B], with gradient. sigma: [B], one noise level per sample.
-        references: errors [M, B] of the reference policies by name.
+        errors: velocity errors [M, B] of the trained policy, with gradient. sigma: [B]. references: {policy: errors}.
         """
 
     @abstractmethod
     def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the validation loss [N, L] and further metrics [N] by name.
+        """Return (validation loss [N, L], {metric: values [N]}).
 
-        errors: velocity errors of the evaluated policy [M, N, L]; references: errors of the reference policies by name.
+        errors: velocity errors [M, N, L] of the evaluated policy. references: {policy: errors}.
         """
 
 
 def velocity_errors(
     velocity: Tensor, clean_latents: Tensor, noise: Tensor, conditioning_mask: Tensor | None = None
 ) -> Tensor:
-    """Return mean((velocity - (noise - clean_latents))^2) of each row, [B].
+    """Return mean((velocity - (noise - clean_latents))^2) of each sample, [B].
 
     Latents and velocity are [B,C,h,w] or [B,C,T,h,w] float32. conditioning_mask: [B,1,T,1,1] float32, 1 on conditioning
     frames, which are excluded from the mean. Raises ValueError for other shapes and dtypes.

@@ -12,7 +12,7 @@ QUANTILE_MARGIN = 2.0**-33  # draws keep this distance from 0 and 1: no velocity
 
 
 def draw_permutation(count: int, run_seed: int, purpose: str, *key: int | str) -> list[int]:
-    """Return a uniformly random permutation of 0 .. count-1. Depends only on (run_seed, purpose, key) and count."""
+    """Return a uniformly random permutation of 0 .. count-1. Depends only on the arguments."""
     # Sort by hashes: random generators may change between library versions.
     return sorted(range(count), key=lambda i: derive_seed(run_seed, purpose, *key, i))
 
@@ -20,8 +20,8 @@ def draw_permutation(count: int, run_seed: int, purpose: str, *key: int | str) -
 def draw_training_steps(num_steps: int, fraction: float, seed: int) -> list[int]:
     """Return the denoising steps that one sample is trained on, in training order.
 
-    Draws count_of_fraction(num_steps, fraction) different steps from 0 to num_steps - 1. seed must differ between
-    samples and RL steps. Raises ValueError for a fraction outside (0, 1].
+    Draws count_of_fraction(num_steps, fraction) of the steps 0 .. num_steps-1. seed must differ between samples and RL
+    steps. Raises ValueError for a fraction outside (0, 1].
     """
     if num_steps < 1 or not 0 < fraction <= 1:
         raise ValueError(
@@ -38,8 +38,8 @@ def draw_steps(num_steps: int, count: int, seed: int) -> list[int]:
 def draw_stratified_sigmas(num_levels: int, shift: float, run_seed: int, *key: int | str) -> list[float]:
     """Draw one noise level per stratum of (0, 1), ascending: q is uniform in its stratum and then shifted.
 
-    Values are rounded to float32 in (0, 1], so that the expert is chosen for the same value that the denoiser gets. The
-    overall density does not depend on num_levels. Depends only on (run_seed, key).
+    Values are float32 in (0, 1], as the denoiser gets them, so that both choose the same expert. The overall density
+    does not depend on num_levels. Depends only on the arguments.
     """
     draws = [(part + draw_uniform(run_seed, "train_sigma", *key, part)) / num_levels for part in range(num_levels)]
     q = torch.tensor(draws, dtype=torch.float64).clamp(QUANTILE_MARGIN, 1 - QUANTILE_MARGIN)

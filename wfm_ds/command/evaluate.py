@@ -75,6 +75,13 @@ def parser() -> CommandParser:
     p.add_argument(
         "--held-out", metavar="C,D", type=parse_names, default=[], help="held-out rewards, not used for training"
     )
+    p.add_argument(
+        "--reward-device",
+        type=parse_device,
+        default="cpu",
+        metavar="DEVICE",
+        help="device of the rewards, e.g. cuda:1 (default cpu)",
+    )
     p.add_argument("--judges", dest="held_out", type=parse_names, help=argparse.SUPPRESS)  # former name of --held-out
     p.add_argument(
         "--seeds", type=parse_positive, default=4, metavar="N", help="seeds 0 to N-1 for each prompt (default 4)"
@@ -111,6 +118,15 @@ def parse_names(text: str) -> list[str]:
     if not parts or len(set(parts)) < len(parts):
         raise argparse.ArgumentTypeError(f"{text!r} must be a list of distinct names")
     return parts
+
+
+def parse_device(text: str) -> str:
+    from wfm_ds.recipe.section import check_device_name
+
+    try:
+        return check_device_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run(args: argparse.Namespace) -> int:
@@ -196,7 +212,7 @@ def select_functions(
     for name in dict.fromkeys([*reward_names, *args.held_out]):
         rewards.get_reward_class(name)
         options = known[name].options if name in known else {}
-        functions[name] = RewardFunction(name=name, options=options)
+        functions[name] = RewardFunction(name=name, options=options, device=args.reward_device)
         check_reward_needs(functions[name], prompts, is_local=True, makes_video=video)
     return functions
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -43,8 +44,24 @@ EXAMPLE = "wfm train tiny/sd3_nft --gpus 2"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code.
+
+    argv: default sys.argv. With the default, modules in the current folder can be imported.
+    """
+    if argv is None:
+        add_current_folder()
     arguments = list(sys.argv[1:] if argv is None else argv)
     return run_with_exit_code(lambda: run_subcommand(arguments))
+
+
+def add_current_folder() -> None:
+    """Put the current folder first on sys.path, as `python -m` does, but not with Python's option -P.
+
+    Child processes need no PYTHONPATH: they are started in the same folder with `python -m`.
+    """
+    folder = os.getcwd()
+    if not sys.flags.safe_path and sys.path[0] != folder:
+        sys.path.insert(0, folder)
 
 
 def run_subcommand(arguments: Sequence[str]) -> int:

@@ -28,14 +28,14 @@ SampleInputs: TypeAlias = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceInputs:
-    """A call of the diffusers pipeline for one sample with inputs, and the sample's size."""
+    """A diffusers pipeline call for one sample with inputs such as actions, and the sample's size."""
 
     size: tuple[int, int, int]
-    """Height, width, frames. The call may support only a few sizes."""
+    """Height, width and frames of the sample, because the call may support only a few sizes."""
     call: Callable[[Path, Tensor], tuple[Any, SampleInputs, dict[str, Any]]]
-    """Maps (folder, pixels of a sample) to the pipeline, the sample's inputs, and call arguments."""
+    """Maps (folder, pixels [1,3,...]) to (pipeline, inputs of the sample, call arguments)."""
     num_conditioning_frames: int = 0
-    """How many first latent frames of the pixels the call is conditioned on."""
+    """Number of conditioning frames (latent frames) that the call takes from the pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,39 +49,39 @@ class Case:
     extra_components: Mapping[str, Any] = field(default_factory=dict)
     """Components that diffusers needs in addition to the folder."""
     has_euler_scheduler: bool = False
-    """The pipeline's scheduler is Euler with float timesteps, like our solver `ode`."""
+    """Whether the pipeline's scheduler already takes the steps of our solver `ode`: Euler with float timesteps."""
     conditioning_frames_call: Callable[..., tuple[Any, dict[str, Any]]] | None = None
     """Maps (folder, pixels, count) to the diffusers pipeline and its call arguments for conditioning frames."""
     inputs: Callable[[int, int, int], Sequence[SampleInputs]] | None = None
-    """Maps (height, width, frames) to the input arrays of two different samples, by name. Required for families with
+    """Maps (height, width, frames) to {name: array} for each of two different samples. Required for families with
     `input_specs`."""
     reference_inputs: ReferenceInputs | None = None
     """None: skip comparing inputs with the diffusers pipeline."""
     sigmas: tuple[tuple[float, float], ...] = ((0.9, 0.3),)
     """Sigmas of two samples, for each expert."""
     block_lists: tuple[str, ...] = ()
-    """Names of the denoiser's block lists. (): skip comparing them with block_classes."""
+    """Denoiser attributes that list its blocks, such as "transformer_blocks". (): skip comparing block_classes."""
     zero_gradient_parameters: tuple[str, ...] = ()
     """Parameters with a mathematically zero gradient that autograd computes with rounding errors. Parameters without
     any gradient belong to the family's `unused_parameter_patterns`."""
     takes_negative_prompt: bool = True
     """Whether the diffusers pipeline takes a negative prompt."""
     one_sample_per_call: bool = False
-    """The diffusers pipeline generates only one sample per call."""
+    """Whether the diffusers pipeline generates only one sample per call."""
     shared_arguments: tuple[str, ...] = ()
-    """List arguments of the call that do not have one item per sample."""
+    """Call arguments that are lists but apply to all samples, unlike lists with one item per sample."""
     required_call_kwargs: Callable[[Tensor], Mapping[str, Any]] | None = None
     """Maps the pixels of two samples to call arguments (lists) for required inputs and conditioning frames."""
     unpack_latents: Callable[[DiffusionModel, Tensor], Tensor] | None = None
     """Maps (model, latents of the diffusers pipeline) to latents in our layout. None: the layouts are equal."""
     vae_has_frame_axis: bool = False
-    """This image family uses a video VAE."""
+    """Whether an image family uses a video VAE."""
     tolerance: float = 1e-5
     """Maximum absolute difference from the diffusers pipeline, for latents and pixels."""
 
 
 class FixedGridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
-    """Euler on fixed sigmas with float timesteps. With it, a diffusers pipeline takes the steps of the `ode` solver."""
+    """An Euler scheduler with given sigmas and float timesteps, which takes the same steps as the solver `ode`."""
 
     def use_grid(self, sigmas: Sequence[float] | Tensor) -> FixedGridEuler:
         self.grid = [float(sigma) for sigma in sigmas[:-1]]
@@ -95,7 +95,7 @@ class FixedGridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
 
 
 def load_reference_pipeline(folder: Path, case: Case, pipeline_class: Any = DiffusionPipeline) -> Any:
-    """Load the diffusers pipeline of a folder, with its own class or another one."""
+    """Load the diffusers pipeline of a folder as `pipeline_class`, by default the class in model_index.json."""
     with hide_progress_bars():
         pipeline = pipeline_class.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, **case.extra_components
@@ -116,7 +116,7 @@ def denoise_latents(
 ) -> Tensor:
     """Sample clean latents with the wfm_ds sampling loop.
 
-    guidance_scale: one number, or one per expert. uncond: negative conditioning; None: no guidance.
+    guidance_scale: one number, or {expert: number}. uncond: negative conditioning; None: no guidance.
     """
 
     def predict(latents: Tensor, sigma: float) -> Tensor:
@@ -132,10 +132,10 @@ def denoise_latents(
 
 
 def run_reference_pipeline(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: Any) -> Tensor:
-    """Run a diffusers pipeline with these sigmas.
+    """Generate images [B,C,H,W] or videos [B,C,F,H,W] with a diffusers pipeline and these sigmas.
 
-    Returns images [B,C,H,W], videos [B,C,F,H,W], or latents in the pipeline's layout. more: arguments of the pipeline
-    call; the default prompt is PROMPTS.
+    more: arguments of the pipeline call; the default prompt is PROMPTS. With output_type "latent" (the default),
+    latents are returned in the pipeline's layout.
     """
     if not case.has_euler_scheduler:
         pipeline.scheduler = FixedGridEuler(shift=1.0).use_grid(sigmas)
@@ -168,5 +168,5 @@ def _add_batch_axis(video: Tensor) -> Tensor:
 
 
 def _select_sample(value: Any, i: int) -> Any:
-    """Return the value of a call argument for sample `i`: its item of a list, or the whole value otherwise."""
+    """Return item `i` if the call argument is a list, otherwise the argument itself."""
     return value[i] if isinstance(value, list) else value

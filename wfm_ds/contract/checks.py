@@ -47,17 +47,15 @@ CHECKS: tuple[Check, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of a check."""
-
     name: str
     message: str | None
-    """None: the check passed."""
+    """Why the check failed or does not apply. None: it passed."""
     applies: bool = True
-    """False: the check does not apply to this family; the message says why."""
+    """Whether the check applies to this family."""
 
 
 def run_checks(subject: FamilyUnderTest, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
-    """Run the checks and yield their results. An exception in the family's code also counts as a failure."""
+    """Run the checks and yield their results. Any exception in the family's code is a failure."""
     for check in checks:
         name = check.__name__.removeprefix("check_").replace("_", " ")
         try:
@@ -75,7 +73,7 @@ def run_checks(subject: FamilyUnderTest, checks: Sequence[Check] = CHECKS) -> It
 
 
 def _error_location(error: Exception) -> str:
-    """Return file and line of the last traceback frame."""
+    """Return file:line of the last traceback frame."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -38,7 +38,7 @@ INVALID_ARGUMENTS: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, An
 
 
 def check_batch_matches_samples(subject: FamilyUnderTest) -> None:
-    """Denoising two samples with different prompts and sigmas in a batch equals denoising each separately."""
+    """Check that denoising two samples with different prompts and sigmas together equals denoising each alone."""
     model = subject.model
     latents, sigma, conditioning = subject.denoise_arguments(model)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def check_batch_matches_samples(subject: FamilyUnderTest) -> None:
 
 
 def check_invalid_arguments(subject: FamilyUnderTest) -> None:
-    """`denoise` rejects invalid arguments with a message that names the problem."""
+    """Check that `denoise` rejects invalid arguments with a message that names the problem."""
     model = subject.model
     valid = subject.denoise_arguments(model)
     for description, change, message in INVALID_ARGUMENTS:
@@ -58,7 +58,7 @@ def check_invalid_arguments(subject: FamilyUnderTest) -> None:
 
 
 def check_unsupported_frames(subject: FamilyUnderTest) -> None:
-    """`denoise` rejects incomplete conditioning frames. Families without support reject any conditioning frames."""
+    """Check that `denoise` rejects a conditioning frame mask without conditioning latents."""
     model = subject.model
     conditioning = model.encode_text(PROMPTS) | {MASK_KEY: torch.zeros(2, 1, 1, 1, 1)}
     message = "both of" if model.supports_clean_frames else "must hold"
@@ -68,13 +68,13 @@ def check_unsupported_frames(subject: FamilyUnderTest) -> None:
 
 
 def check_prompt_lists(subject: FamilyUnderTest) -> None:
-    """`encode_text` rejects an empty list and a plain string."""
+    """Check that `encode_text` rejects an empty list and a plain string."""
     for description, prompts in (("an empty list", []), ("a string", "a red circle")):
         require_value_error(description, subject.model.encode_text, prompts, message="list of at least one text")
 
 
 def check_block_classes(subject: FamilyUnderTest) -> None:
-    """`block_classes` match the network's blocks, and the block lists of the case if it names any."""
+    """Check that `block_classes` match the network's blocks, and the block lists of the case if it names any."""
     model, case = subject.model, subject.case
     matches = [m for m in model.denoiser.modules() if isinstance(m, model.block_classes)]
     for block_class in model.block_classes:
@@ -89,7 +89,7 @@ def check_block_classes(subject: FamilyUnderTest) -> None:
 
 
 def check_num_tokens(subject: FamilyUnderTest) -> None:
-    """num_tokens is an integer proportional to the area."""
+    """Check that num_tokens returns a positive integer that doubles with the height."""
     model, frames = subject.model, subject.size[2]
     side = 2 * model.size_multiple(frames)  # the smallest size may be less than one patch
     num_small, num_large = (model.num_tokens(model.latent_shape(side * n, side, frames)) for n in (1, 2))
@@ -98,7 +98,7 @@ def check_num_tokens(subject: FamilyUnderTest) -> None:
 
 
 def check_lora_and_checkpointing(subject: FamilyUnderTest) -> None:
-    """LoRA finds a layer for every target, and gradient checkpointing does not change gradients."""
+    """Check that each LoRA target matches a layer, and that gradient checkpointing does not change gradients."""
     model = subject.load_model()
     for target in model.default_lora_targets:
         fail_unless(bool(match_linear_layers(model.denoiser, [target])), f"no linear layer's name ends with {target}")
@@ -116,10 +116,7 @@ def check_lora_and_checkpointing(subject: FamilyUnderTest) -> None:
 
 
 def check_unused_parameters(subject: FamilyUnderTest) -> None:
-    """unused_parameter_patterns match exactly the parameters that get no gradient in full training.
-
-    Weight decay would shrink parameters without a gradient that the patterns do not match.
-    """
+    """Check that unused_parameter_patterns match exactly the parameters without gradient in full training."""
     model = subject.load_model()
     model.denoiser.requires_grad_(True)
     used = {name for name, gradient in compute_gradients(subject, model, checkpointing=False).items() if gradient.any()}
@@ -136,7 +133,7 @@ def _require_no_names(problem: str, names: set[str] | frozenset[str]) -> None:
 
 
 def add_random_adapter(model: DiffusionModel, b_std: float) -> None:
-    """Add LoRA (rank 2, alpha 6) to the family's targets. The B matrices are random with std `b_std`."""
+    """Add LoRA (rank 2, alpha 6) to the family's default targets, with random B matrices of std `b_std`."""
     module: Any = model.denoiser
     targets = peft_targets(module, model.default_lora_targets)
     module.requires_grad_(False)
@@ -148,7 +145,7 @@ def add_random_adapter(model: DiffusionModel, b_std: float) -> None:
 
 
 def compute_gradients(subject: FamilyUnderTest, model: DiffusionModel, *, checkpointing: bool) -> dict[str, Tensor]:
-    """Return gradients by parameter name for a loss on every expert; zeros for parameters without a gradient."""
+    """Return {parameter name: gradient} of a loss on every expert, with zeros for parameters without a gradient."""
     for part in model.denoiser_components:
         getattr(model.pipeline, part).gradient_checkpointing = False
     module: Any = model.denoiser

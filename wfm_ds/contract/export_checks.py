@@ -27,7 +27,7 @@ MIN_TRAINING_EFFECT = 1e-2  # minimum change of the latents by training, so that
 
 @dataclass
 class ExportSource:
-    """Provides the engine methods that an export uses, for a denoiser in one process."""
+    """The engine interface that an export reads weights from, for a denoiser in one process."""
 
     model: DiffusionModel
     uses_lora: bool
@@ -42,7 +42,7 @@ class ExportSource:
 
 
 def check_lora_export(subject: FamilyUnderTest) -> None:
-    """diffusers generates the same latents from an exported LoRA, and reloading it gives bit-identical latents."""
+    """Check that diffusers samples an exported LoRA like the trained model, and that reloading it is bit-exact."""
     model = subject.load_model()
     before = subject.sample_latents(model)
     model.prepare_for_lora(model.default_lora_targets)
@@ -62,7 +62,7 @@ def check_lora_export(subject: FamilyUnderTest) -> None:
 
 
 def check_full_export(subject: FamilyUnderTest) -> None:
-    """diffusers generates the same latents from a full export."""
+    """Check that diffusers generates the same latents from a full export as the trained model."""
     model = subject.load_model()
     before = subject.sample_latents(model)
     generator = torch.Generator().manual_seed(1)

@@ -37,24 +37,20 @@ MAX_FRAMES = 64  # largest number of frames to try for two latent frames
 
 
 class CheckFailed(Exception):
-    """Raised if a check fails. The message is one sentence."""
+    """Raised by a failed check. The message is one sentence."""
 
 
 class CheckNotApplicable(Exception):
-    """Raised if a check does not apply to the family. The message gives the reason."""
+    """Raised by a check that does not apply to the family. The message gives the reason."""
 
 
 def fail_unless(condition: bool, message: str) -> None:
-    """Raise CheckFailed with this message unless the condition holds."""
     if not condition:
         raise CheckFailed(message)
 
 
 def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol: float = 0.0) -> None:
-    """Raise CheckFailed unless `got` and `want` have equal shapes and close values.
-
-    The message names the largest difference.
-    """
+    """Raise CheckFailed with the largest difference unless `got` and `want` have equal shapes and close values."""
     fail_unless(
         got.shape == want.shape, f"{description}: the shape is {list(got.shape)} and should be {list(want.shape)}"
     )
@@ -65,7 +61,7 @@ def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol
 
 @dataclass(frozen=True)
 class FamilyUnderTest:
-    """The folder of a tiny pipeline and its family: a built-in family, or the user's class."""
+    """A tiny pipeline folder, the family to test with it (built-in or a user's class) and the case."""
 
     folder: Path
     case: Case
@@ -77,7 +73,6 @@ class FamilyUnderTest:
         return self.load_model()
 
     def load_model(self, dtype: torch.dtype = torch.float32, **options: Any) -> DiffusionModel:
-        """Load a new model, for a check that modifies it."""
         options = {"dtype": dtype, "device": "cpu", **self.case.load_options, **options}
         return registry.load_model(self.folder, user_family=self.user_family, **options)
 
@@ -87,7 +82,7 @@ class FamilyUnderTest:
         return self.load_model(inputs=sorted({name for row in self.sample_inputs() for name in row}))
 
     def sample_inputs(self) -> list[SampleInputs]:
-        """Return the inputs of two samples with size `size`; empty if the case has no inputs."""
+        """Return {name: array} for each of two samples of size `size`, or [] if the case has no inputs."""
         return [] if self.case.inputs is None else list(self.case.inputs(*self.size))
 
     def load_reference_pipeline(self) -> Any:
@@ -95,7 +90,7 @@ class FamilyUnderTest:
 
     @cached_property
     def size(self) -> tuple[int, int, int]:
-        """Height, width and number of frames of the samples, in pixels."""
+        """Height, width and number of frames of the samples."""
         if self.case.size is not None:
             return self.case.size
         frames = self._find_two_latent_frames() if self.model.is_video else 1
@@ -113,14 +108,13 @@ class FamilyUnderTest:
 
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:
-        """The shape of a sample's latents."""
         return self.model.latent_shape(*self.size)
 
     def initial_noise(self, count: int = 2) -> Tensor:
         return draw_cpu_normal(SEEDS[:count], self.latent_shape)
 
     def noise_generators(self) -> list[torch.Generator]:
-        """Return generators that make the diffusers pipeline draw the same noise as `initial_noise`."""
+        """Return generators with which the diffusers pipeline draws the noise of `initial_noise`."""
         return [torch.Generator("cpu").manual_seed(seed) for seed in SEEDS]
 
     def random_pixels(self, count: int = 2) -> Tensor:
@@ -132,10 +126,7 @@ class FamilyUnderTest:
     def denoise_arguments(
         self, model: DiffusionModel, count: int = 2, expert: int = 0
     ) -> tuple[Tensor, Tensor, Conditioning]:
-        """Return arguments of `denoise` for `count` samples.
-
-        Sigmas, prompts and numbers of conditioning frames differ between the samples. Required inputs are included.
-        """
+        """Return (noise, sigma, conditioning) for `denoise`. Sigma, prompt and frames differ per sample."""
         num_frames = (
             (min(model.conditioning_frame_counts), max(model.conditioning_frame_counts))
             if model.supports_clean_frames
@@ -145,17 +136,14 @@ class FamilyUnderTest:
         return self.initial_noise(count), torch.tensor(self.case.sigmas[expert])[:count], conditioning
 
     def encode_prompts(self, model: DiffusionModel, prompts: Sequence[str]) -> Conditioning:
-        """Format and encode prompts as in a run, including required inputs and conditioning frames."""
+        """Format and encode prompts as in training, and add required inputs and conditioning frames."""
         text = model.encode_text([model.format_prompt(prompt, *self.size) for prompt in prompts])
         return text | self.encode_required_inputs(model, len(prompts))
 
     def encode_required_inputs(
         self, model: DiffusionModel, count: int = 2, num_frames: Sequence[int] | None = None
     ) -> Conditioning:
-        """Encode required inputs and conditioning frames of `count` samples.
-
-        num_frames: number of clean conditioning frames per sample; default: the family's minimum.
-        """
+        """Encode required inputs and `num_frames` conditioning frames per sample (default: the family's minimum)."""
         required = {name for name, spec in model.input_specs.items() if spec.required}
         fail_unless(not required or self.case.inputs is not None, NO_CASE_INPUTS)
         rows = (
@@ -174,7 +162,7 @@ class FamilyUnderTest:
     def encode_inputs(
         self, model: DiffusionModel, rows: Sequence[SampleInputs], frames: Sequence[npt.NDArray[np.uint8]]
     ) -> Conditioning:
-        """Encode the inputs of samples. If the family takes the first frame as an input, `frames` are included."""
+        """Encode the inputs `rows` of samples, with first frames [H,W,3] if the family needs them as inputs."""
         if not model.uses_clean_frames:
             rows = [row | {FIRST_FRAME: frame.astype(np.float32)} for row, frame in zip(rows, frames, strict=False)]
         return model.encode_inputs(rows, self.size[2], self.size[:2]) if any(rows) else {}
@@ -186,7 +174,7 @@ class FamilyUnderTest:
         return list((levels[:, :, 0] if self.model.is_video else levels).movedim(1, -1).numpy())
 
     def pipeline_call_kwargs(self, w: float, **more: Any) -> dict[str, Any]:
-        """Return arguments of the diffusers pipeline for PROMPTS and SEEDS."""
+        """Return the diffusers pipeline's arguments at guidance scale w, including generators for SEEDS."""
         call = {**self.model.pipeline_call_kwargs(w, *self.size), "generator": self.noise_generators()}
         if not self.model.uses_clean_frames:
             call["image"] = [Image.fromarray(frame) for frame in self.first_frames]
@@ -201,6 +189,6 @@ class FamilyUnderTest:
         return denoise_latents(model, self.initial_noise(), self.encode_prompts(model, PROMPTS), grid, solver="ode")
 
     def reference_latents(self, pipeline: Any, sigmas: Sequence[float] | Tensor, **call: Any) -> Tensor:
-        """Return the latents that a diffusers pipeline generates, in the layout of wfm_ds."""
+        """Generate latents with a diffusers pipeline and convert them to the layout of wfm_ds."""
         latents = run_reference_pipeline(pipeline, self.case, sigmas, **call)
         return latents if self.case.unpack_latents is None else self.case.unpack_latents(self.model, latents)

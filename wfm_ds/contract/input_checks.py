@@ -31,14 +31,14 @@ MIN_INPUT_EFFECT = 1e-3  # minimum change of velocities, which have magnitude 1
 
 
 def check_inputs_change_velocity(subject: FamilyUnderTest) -> None:
-    """Samples that differ only in their inputs get different velocities."""
+    """Check that samples that differ only in their inputs get different velocities."""
     one, other = _predict_velocity(subject, _encode_identical_texts(subject) | _encode_all_inputs(subject))
     difference = float((one - other).abs().max())
     fail_unless(difference > MIN_INPUT_EFFECT, f"other inputs change the velocity by only {difference:.1g}")
 
 
 def check_swapped_inputs(subject: FamilyUnderTest) -> None:
-    """Swapping the inputs of two samples swaps their velocities."""
+    """Check that swapping the inputs of two otherwise identical samples swaps their velocities."""
     text, inputs = _encode_identical_texts(subject), _encode_all_inputs(subject)
     swapped = {name: tensor.flip(0) for name, tensor in inputs.items()}
     want = _predict_velocity(subject, text | inputs).flip(0)
@@ -48,10 +48,7 @@ def check_swapped_inputs(subject: FamilyUnderTest) -> None:
 
 
 def check_batch_with_inputs(subject: FamilyUnderTest) -> None:
-    """Denoising two samples with different inputs in a batch equals denoising each separately.
-
-    Their prompts and noise differ as well.
-    """
+    """Check that denoising two samples with different inputs together equals denoising each alone."""
     model, case = _load_model(subject), subject.case
     latents, sigma, text = _call_arguments(subject)
     inputs = _encode_all_inputs(subject)
@@ -66,7 +63,7 @@ def check_batch_with_inputs(subject: FamilyUnderTest) -> None:
 
 
 def check_inputs_in_both_guidance_halves(subject: FamilyUnderTest) -> None:
-    """The negative half of guidance uses the inputs too, in separate and in joint forward passes."""
+    """Check that the negative half of guidance uses the inputs, in separate and in joint forward passes."""
     model, case = _load_model(subject), subject.case
     latents, sigma, text = _call_arguments(subject)
     negative_text = model.format_prompt(model.resolve_negative_prompt(), *subject.size, negative=True)
@@ -88,7 +85,7 @@ def check_inputs_in_both_guidance_halves(subject: FamilyUnderTest) -> None:
 
 
 def check_inputs_match_reference(subject: FamilyUnderTest) -> None:
-    """The wfm_ds sampling loop generates the same latents from inputs as diffusers."""
+    """Check that the wfm_ds sampling loop and diffusers generate equal latents from the same inputs."""
     model, case = _load_model(subject), subject.case
     reference = case.reference_inputs
     if reference is None:
@@ -110,7 +107,7 @@ def check_inputs_match_reference(subject: FamilyUnderTest) -> None:
 
 
 def check_missing_inputs(subject: FamilyUnderTest) -> None:
-    """Samples without optional inputs are accepted. Samples without required inputs raise ValueError."""
+    """Check that a sample without optional inputs is accepted and one without a required input raises ValueError."""
     model = _load_model(subject)
     rows, required = subject.sample_inputs(), _list_required_inputs(model)
     for name in required:
@@ -127,7 +124,7 @@ def check_missing_inputs(subject: FamilyUnderTest) -> None:
 
 
 def _load_model(subject: FamilyUnderTest) -> DiffusionModel:
-    """Load the model with all inputs of the case. Raises CheckNotApplicable for a family without inputs."""
+    """Load the model with all inputs of the case. Raises CheckNotApplicable if the family has no input_specs."""
     if not subject.model.input_specs:
         raise CheckNotApplicable("the family has no inputs")
     fail_unless(subject.case.inputs is not None, NO_CASE_INPUTS)
@@ -142,7 +139,7 @@ def _list_required_inputs(model: DiffusionModel) -> list[str]:
 
 
 def _encode_all_inputs(subject: FamilyUnderTest) -> Conditioning:
-    """Encode the inputs of two samples and check the keys of the result."""
+    """Encode all inputs of two samples and check the keys of the result."""
     model = _load_model(subject)
     inputs = _encode_rows(subject, model, subject.sample_inputs())
     unknown = sorted(inputs.keys() - model.optional_conditioning_keys)
@@ -154,21 +151,21 @@ def _encode_all_inputs(subject: FamilyUnderTest) -> Conditioning:
 
 
 def _call_arguments(subject: FamilyUnderTest) -> tuple[Tensor, Tensor, Conditioning]:
-    """Return noise, sigma and text conditioning of two different samples, with required conditioning frames."""
+    """Return (noise, sigma, text conditioning) of two samples, with required inputs and conditioning frames."""
     model = _load_model(subject)
     text = subject.encode_prompts(model, PROMPTS)
     return subject.initial_noise(), torch.tensor(subject.case.sigmas[0]), text
 
 
 def _encode_identical_texts(subject: FamilyUnderTest) -> Conditioning:
-    """Return identical text and conditioning frames for two samples."""
+    """Return conditioning of two samples with identical text, required inputs and conditioning frames."""
     model = _load_model(subject)
     text = subject.encode_prompts(model, [PROMPTS[0]] * 2)
     return {name: tensor[:1].expand_as(tensor) for name, tensor in text.items()}
 
 
 def _predict_velocity(subject: FamilyUnderTest, conditioning: Conditioning) -> Tensor:
-    """Predict velocities of two samples with the same noise and sigma."""
+    """Predict the velocities of two samples that have the same noise and sigma."""
     noise = subject.initial_noise(1)
     sigma = torch.full((2,), subject.case.sigmas[0][0])
     with torch.no_grad():

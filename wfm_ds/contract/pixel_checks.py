@@ -14,7 +14,7 @@ MAX_BF16_ERROR = {"denoiser": 2e-2, "vae": 5e-2}  # maximum difference of bfloat
 
 
 def require_value_error(description: str, call: Callable[..., Any], *arguments: Any, message: str) -> None:
-    """Raise CheckFailed unless the call raises a ValueError with this text in its message."""
+    """Raise CheckFailed unless the call raises a ValueError that contains `message`."""
     try:
         call(*arguments)
     except ValueError as error:
@@ -28,7 +28,7 @@ def require_value_error(description: str, call: Callable[..., Any], *arguments: 
 
 
 def check_size_multiples(subject: FamilyUnderTest) -> None:
-    """latent_shape accepts exactly the multiples of `size_multiple`. The error for other sizes names that multiple."""
+    """Check that latent_shape accepts exactly the multiples of size_multiple and names it in errors."""
     model, frames = subject.model, subject.size[2]
     multiple = model.size_multiple(frames)
     for size in range(1, 2 * multiple + 2):
@@ -43,7 +43,7 @@ def check_size_multiples(subject: FamilyUnderTest) -> None:
 
 
 def check_shapes(subject: FamilyUnderTest) -> None:
-    """Latents are float32 with the shape from latent_shape, and decode to pixels of the original size."""
+    """Check that latents are float32 with the shape from latent_shape and decode to the original pixel shape."""
     model, (height, width, frames) = subject.model, subject.size
     pixels = subject.random_pixels()
     latents = model.encode_pixels(pixels)
@@ -58,9 +58,9 @@ def check_shapes(subject: FamilyUnderTest) -> None:
 
 
 def check_encode_inverts_decode(subject: FamilyUnderTest) -> None:
-    """Decoding inverts the normalization of latents that encoding applies.
+    """Check that decode_latents inverts the latent normalization of encode_pixels.
 
-    The pixels themselves are not compared with the original, because a random VAE does not reconstruct them.
+    The reference is an unnormalized VAE round trip, because a random VAE does not reconstruct pixels.
     """
     model, vae = subject.model, subject.model.pipeline.vae
     pixels = subject.random_pixels()
@@ -79,9 +79,9 @@ def check_encode_inverts_decode(subject: FamilyUnderTest) -> None:
 
 
 def check_bfloat16_denoiser(subject: FamilyUnderTest) -> None:
-    """A bfloat16 denoiser returns float32 velocities that are close to those of a float32 denoiser.
+    """Check that a bfloat16 denoiser returns float32 velocities close to the float32 denoiser's velocities.
 
-    Its modules that must be float32, and all other components, stay float32.
+    Modules in _keep_in_fp32_modules and all other components must stay float32.
     """
     low = subject.load_model(torch.bfloat16)
     float32_modules = low.pipeline.transformer._keep_in_fp32_modules or []
@@ -99,10 +99,7 @@ def check_bfloat16_denoiser(subject: FamilyUnderTest) -> None:
 
 
 def check_bfloat16_vae(subject: FamilyUnderTest) -> None:
-    """A bfloat16 VAE takes and returns float32 values that are close to those of a float32 VAE.
-
-    Its latents have a different cache key.
-    """
+    """Check that a bfloat16 VAE gives float32 values close to the float32 VAE's, with another cache key."""
     model, low = subject.model, subject.load_model(vae_dtype=torch.bfloat16)
     pixels = subject.random_pixels()
     latents = model.encode_pixels(pixels)

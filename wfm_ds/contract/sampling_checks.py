@@ -1,4 +1,4 @@
-"""Checks of sampling: latents and pixels are equal to those of the diffusers pipeline."""
+"""Checks of sampling: latents and pixels equal the output of the diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ MIN_PROMPT_EFFECT = 1e-3  # minimum pixel difference between two prompts, pixels
 
 
 def check_latents_without_guidance(subject: FamilyUnderTest) -> None:
-    """Without guidance, wfm_ds generates the same latents as diffusers, for two prompts in one batch."""
+    """Check that wfm_ds and diffusers generate equal latents for two prompts in a batch, without guidance."""
     _require_same_latents(subject, 1.0, None)
 
 
 def check_latents_with_guidance(subject: FamilyUnderTest) -> None:
-    """With guidance and the pipeline's default negative prompt, wfm_ds generates the same latents as diffusers."""
+    """Check that wfm_ds and diffusers generate equal latents with guidance and the default negative prompt."""
     _skip_unsupported_guidance(subject, GUIDANCE_SCALE)
     _require_same_latents(subject, GUIDANCE_SCALE, None)
 
 
 def check_latents_with_another_embedded_guidance(subject: FamilyUnderTest) -> None:
-    """Changing the embedded guidance scale changes the latents, in the same way as in diffusers."""
+    """Check that doubling the embedded guidance scale changes the latents in the same way as in diffusers."""
     if subject.model.embedded_guidance is None:
         raise CheckNotApplicable("the network does not support embedded guidance")
     other = subject.load_model(embedded_guidance=2 * subject.model.embedded_guidance)
@@ -56,7 +56,7 @@ def _skip_unsupported_guidance(subject: FamilyUnderTest, w: float) -> None:
 
 
 def check_latents_with_a_negative_prompt(subject: FamilyUnderTest) -> None:
-    """With guidance and a negative prompt, wfm_ds generates the same latents as diffusers."""
+    """Check that wfm_ds and diffusers generate equal latents with guidance and a given negative prompt."""
     if not subject.case.takes_negative_prompt:
         raise CheckNotApplicable("the diffusers pipeline has no negative prompt")
     _require_same_latents(subject, GUIDANCE_SCALE, "a blue square")
@@ -75,7 +75,7 @@ def _require_same_latents(subject: FamilyUnderTest, w: float, negative: str | No
 
 
 def check_decoded_pixels(subject: FamilyUnderTest) -> None:
-    """Decoded pixels equal those of diffusers and have the documented layout."""
+    """Check that wfm_ds and diffusers decode latents to equal pixels, with the layout that to_uint8 documents."""
     model, case = subject.model, subject.case
     pipeline, grid = subject.load_reference_pipeline(), model.sigmas(2, subject.latent_shape)
     latents = subject.reference_latents(pipeline, grid, **subject.pipeline_call_kwargs(1.0))
@@ -88,7 +88,7 @@ def check_decoded_pixels(subject: FamilyUnderTest) -> None:
 
 
 def check_several_samples_of_a_prompt(subject: FamilyUnderTest) -> None:
-    """Repeating conditioning rows equals encoding the prompt several times."""
+    """Check that repeat_conditioning(encode_text(prompts), 3) equals encoding each prompt three times."""
     model = subject.model
     repeated = model.repeat_conditioning(model.encode_text(PROMPTS), 3)
     encoded = model.encode_text([prompt for prompt in PROMPTS for _ in range(3)])
@@ -101,7 +101,7 @@ def check_several_samples_of_a_prompt(subject: FamilyUnderTest) -> None:
 
 
 def check_stacked_texts(subject: FamilyUnderTest) -> None:
-    """Texts encoded separately and stacked give the same velocities as texts encoded together."""
+    """Check that prompts encoded separately and stacked give the same velocities as prompts encoded together."""
     model = subject.model
     latents, sigma, _ = subject.denoise_arguments(model)
     shared = subject.encode_required_inputs(model)
@@ -112,7 +112,7 @@ def check_stacked_texts(subject: FamilyUnderTest) -> None:
 
 
 def check_prompts_matter(subject: FamilyUnderTest) -> None:
-    """Different prompts give different samples from the same noise."""
+    """Check that different prompts give different samples from the same noise."""
     model = subject.model
     noise = subject.initial_noise(1)
     noise = noise.repeat(2, *[1] * (noise.ndim - 1))
@@ -127,7 +127,7 @@ def check_prompts_matter(subject: FamilyUnderTest) -> None:
 
 
 def check_grid_ends_at_clean_latents(subject: FamilyUnderTest) -> None:
-    """Integrating the exact velocity over the pipeline's sigmas, starting from noise, ends at the clean latents."""
+    """Check that integrating the exact velocity over the pipeline's sigmas leads from noise to the clean latents."""
     model = subject.model
     clean, latents = subject.initial_noise(), subject.initial_noise().flip(0)
     grid = model.sigmas(10, subject.latent_shape)
@@ -137,7 +137,7 @@ def check_grid_ends_at_clean_latents(subject: FamilyUnderTest) -> None:
 
 
 def check_conditioning_frames(subject: FamilyUnderTest) -> None:
-    """Conditioning frames stay unchanged and affect the other frames, with the same latents as in diffusers."""
+    """Check that conditioning frames stay unchanged and affect the other frames, with equal latents in diffusers."""
     model, case = subject.model, subject.case
     if case.conditioning_frames_call is None:
         raise CheckNotApplicable("the case has no conditioning_frames_call")

@@ -54,7 +54,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def summary_lines(dataset: SampleSet) -> list[str]:
-    """Return the lines of a data set's summary."""
     from wfm_ds.data.samples import IMAGE_SUFFIXES, REASONS
 
     kinds = Counter("images" if s.media.suffix in IMAGE_SUFFIXES else "videos" for s in dataset.samples)

@@ -1,7 +1,4 @@
-"""Width, scaling and trajectory library of a run's actions.
-
-They are read before any model is loaded and are identical on every rank.
-"""
+"""Action width, action scaling and extra action trajectories of a run, loaded before the model."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ NUM_PROBED = 16  # number of samples read to find the width of the actions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionData:
-    """Width and scaling of the data's actions, and optional extra trajectories for RL."""
+    """Action width and scaling of the training data, and optional extra action trajectories for RL."""
 
     width: int  # numbers per action
     scaling: ActionScaling | None = None
@@ -32,10 +29,7 @@ class ActionData:
 
 
 def load_action_data(recipe: Recipe, samples: Sequence[Sample]) -> ActionData | None:
-    """Load the action width, scaling and trajectory library of a recipe. Return None if data.inputs has no actions.
-
-    Raises DataError if a file cannot be used.
-    """
+    """Return the ActionData of a recipe, or None if data.inputs has no actions. Raises DataError for unusable files."""
     if ACTIONS not in recipe.data.inputs:
         return None
     scaling = load_scaling(recipe.data.actions)
@@ -50,7 +44,7 @@ def load_action_data(recipe: Recipe, samples: Sequence[Sample]) -> ActionData | 
 
 
 def probe_action_width(samples: Sequence[Sample]) -> int:
-    """Return the most common action width among the first samples. Raises DataError if no actions can be read."""
+    """Return the most common action width of the first samples. Raises DataError if none has actions [N-1,D]."""
     widths: Counter[int] = Counter()
     for sample in samples[:NUM_PROBED]:
         try:
@@ -68,9 +62,9 @@ def probe_action_width(samples: Sequence[Sample]) -> int:
 
 
 def load_trajectory_library(path: Path, shape: tuple[int, int], scaling: ActionScaling | None) -> Floats:
-    """Load N trajectories from an .npy file [N,F-1,D] and scale them like the actions of the training data.
+    """Load action trajectories float32 [N,F-1,D] from an .npy file and scale them like the training actions.
 
-    shape: required (F-1, D). Raises DataError if the file cannot be used.
+    shape: required (F-1, D). Raises DataError for an unreadable file, a different shape or non-finite numbers.
     """
     try:
         with path.open("rb") as file:

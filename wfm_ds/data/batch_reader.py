@@ -1,7 +1,4 @@
-"""Reads and decodes batches in advance, in threads. Replaces bad files by substitutes and counts them.
-
-Subclasses decide which sample is used at each position.
-"""
+"""Readers of training batches: decode files ahead in threads, and replace and count bad files."""
 
 from __future__ import annotations
 
@@ -34,20 +31,20 @@ READ_TIMEOUT_S = 300.0  # per sample, so that a hanging file system causes an er
 
 
 def candidate_offsets(offset: int, num_samples: int) -> list[int]:
-    """Return the offsets (positions within an epoch) to try: `offset`, then substitutes half an epoch away from it."""
+    """Return the epoch offsets to try in order: `offset`, then up to MAX_SUBSTITUTES others half an epoch away."""
     half_epoch = (num_samples + 1) // 2
     return [offset, *((offset + half_epoch + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One decoded sample of a batch."""
+    """One sample of a training batch, with decoded pixels or cached latents."""
 
     sample_id: str  # id of the substitute if the file was bad
     epoch: int
-    position: int  # in the endless pass; unique in a run; seeds noise and noise level
+    position: int  # in the endless sequence of samples; unique in a run; seeds noise and noise level
     prompt: Prompt
-    media: Media | None  # None on ranks that do not read files, like framing
+    media: Media | None  # None, like framing, on ranks that do not read files
     framing: Framing | None  # of the pixels or latents
     pixels: npt.NDArray[np.uint8] | None  # [H,W,3] of an image, [F,H,W,3] of a video; None with cached latents
     latents: Any = None  # from cached_latents
@@ -56,7 +53,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Result of reading one position: the sample (None if all candidates were bad) and the bad files."""
+    """The sample read for one position (None if all candidates were bad), and the errors of its bad files."""
 
     sample: TrainingSample | None
     failures: tuple[BadMedia, ...]
@@ -64,7 +61,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class SampleCandidate:
-    """A sample to try at a position, with its framing and epoch."""
+    """A sample that may be used at a position, with its framing and epoch."""
 
     sample: Sample
     framing: Framing
@@ -72,10 +69,11 @@ class SampleCandidate:
 
 
 class BatchReader(ABC):
-    """Batches from an endless pass over the data. A position is an index into this pass.
+    """Base class that reads training batches from an endless sequence of samples, epoch after epoch.
 
-    Optimizer step s uses positions (s-1) * global_batch to s * global_batch - 1, partitioned over the data-parallel
-    ranks. `bad` counts the bad files that this rank read, by reason and including repeats.
+    A position is an index into this sequence. Optimizer step s uses `global_batch` positions from (s-1) * global_batch
+    on, sharded over the data-parallel ranks. `bad` maps each reason to the number of bad files that this rank read,
+    including repeats.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class BatchReader(ABC):
         rejected: Mapping[str, int] = MappingProxyType({}),
         inputs: InputReader | None = None,
     ) -> None:
-        """num_samples: size of the dataset; None if unknown. For the other arguments see BatchSource."""
+        """num_samples: size of the dataset, None if unknown. BatchSource documents the other arguments."""
         self.global_batch = global_batch
         self.seed = seed
         self.max_bad_fraction = max_bad_fraction
@@ -106,36 +104,30 @@ class BatchReader(ABC):
 
     @abstractmethod
     def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
-        """Yield the sample at a position, then its substitutes. Runs in worker threads and must not change state."""
+        """Yield the sample at a position, then its substitutes. Called in worker threads: must not change state."""
 
     def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return this rank's contiguous shard of the global batch of optimizer step `step` (from 1), in order.
+        """Return this rank's contiguous shard of the global batch of an optimizer step (from 1).
 
-        Raises DataError if too many files were bad (max_bad_fraction), or if a file and all its substitutes are bad.
-        The error is raised on this rank only; the caller must propagate it to the other ranks.
+        Raises DataError if too many files are bad (max_bad_fraction), or if a file and all its substitutes are bad. The
+        error is raised on this rank only; the caller must propagate it to the other ranks.
         """
         positions, next_positions = (self._batch_positions(s, rank, world_size) for s in (step, step + 1))
         return self.read_positions(positions, ahead=next_positions)
 
     def read_positions(self, positions: Sequence[int], *, ahead: Sequence[int] = ()) -> list[TrainingSample]:
-        """Return the samples at these positions of the endless pass, in order. Raises DataError like `read_batch`.
-
-        ahead: positions of the next call, which are read in the background.
-        """
+        """Return the samples at these positions and prefetch those at `ahead`. Raises DataError like `read_batch`."""
         futures = self._submit(positions)
         self._ahead = self._submit(ahead)
         return [self._wait_for_sample(position, future) for position, future in futures.items()]
 
     def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
-        """Return the metrics `data/bad/REASON`: entries rejected by the scan and bad files read, over all ranks.
-
-        world_sums: function that sums metrics over all ranks. Collective.
-        """
+        """Return {data/bad/REASON: count}: bad files of all ranks and entries that the scan rejected. Collective."""
         counts = world_sums({f"data/bad/{reason}": self.bad[reason] for reason in BAD_MEDIA_REASONS})
         return counts | {f"data/bad/{reason}": count for reason, count in self.rejected.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's record of bad files as JSON. The order of samples needs no state."""
+        """Return this rank's record of bad files as JSON. The sample order needs no state."""
         return {
             "bad": dict(self.bad),
             "logged": dict(self._logged),
@@ -148,7 +140,7 @@ class BatchReader(ABC):
         self._recent.extend(bool(bad) for bad in state["recent"])
 
     def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
-        """Restore the records of all ranks, for any previous world size. No file is logged or counted twice."""
+        """Restore the bad-file records saved by all ranks, for any new world size. No file is counted twice."""
         if len(states) == world_size:
             self.restore(states[rank])
             return
@@ -174,7 +166,7 @@ class BatchReader(ABC):
         return {p: ahead.pop(p) if p in ahead else self._pool.submit(self._load_first_usable, p) for p in positions}
 
     def _load_first_usable(self, position: int) -> LoadResult:
-        """Decode the first usable candidate of a position. Runs in worker threads and must not change state."""
+        """Decode the first usable candidate of a position. Called in worker threads: must not change state."""
         failures: list[BadMedia] = []
         for candidate in self._list_candidates(position):
             try:
@@ -184,7 +176,7 @@ class BatchReader(ABC):
         return LoadResult(None, tuple(failures))
 
     def _decode(self, candidate: SampleCandidate, position: int) -> TrainingSample:
-        """Decode a candidate; for a pair, both the chosen and the rejected side. Raises BadMedia."""
+        """Decode a candidate, or both the chosen and the rejected side of a preference pair. Raises BadMedia."""
         sample, framing, epoch = candidate.sample, candidate.framing, candidate.epoch
         draw = self._make_draw(epoch, sample.id)
         prompt = sample.prompt if self.inputs is None else self.inputs.load_prompt(sample, framing, draw)

@@ -1,7 +1,7 @@
 """`python -m wfm_ds.data.brightness OUT_DIR`: write the brightness demo, grey clips that actions brighten or darken.
 
-Half of the clips come with a wrong trajectory. After SFT the model therefore follows actions only partly, and RL can
-improve it.
+Half of the training clips come with unrelated actions. After SFT the model therefore follows actions only partly, and
+RL can improve it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from wfm_ds.seeds import derive_seed
 from wfm_reward.brightness_demo import MAX_START, Frames, encode_actions, frame_brightness, render_frames, sample_moves
 
 NUM_CLIPS, NUM_HELD_OUT = 2048, 256
-WRONG_FRACTION = 0.5  # share of training clips with a wrong trajectory
+WRONG_FRACTION = 0.5  # share of training clips with unrelated actions
 PROMPT = json.dumps({"caption": "a grey wall"})  # action models use JSON captions without further templates
 PROMPTS, START = "prompts.txt", "start.png"
 
 
 def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
-    """Write NNNN.mkv, .json and .actions.npy and return the frames.
-
-    wrong: probability that the written actions are unrelated to the clip.
-    """
+    """Write NNNN.mkv, .json and .actions.npy. Return the frames. wrong: probability of unrelated actions."""
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
     moves, wrong_moves = sample_moves(generator), sample_moves(generator)
     stem, frames = f"{number:04}", render_frames(frame_brightness(generator.uniform(-MAX_START, MAX_START), moves))
@@ -42,11 +39,11 @@ def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
 
 
 def write_brightness(out: Path) -> int:
-    """Write the demo and return the number of training clips.
+    """Write the demo and return the number of training clips. Raises DataError if `out` is not empty.
 
-    clips/: 2048 clips NNNN.mkv with .json and .actions.npy, half of them with a wrong trajectory. held_out/: 256 clips
-    with correct trajectories. prompts.txt: the prompt. start.png: the first frame of the last held-out clip. The files
-    are bitwise reproducible with the same library versions. Raises DataError if the folder exists and is not empty.
+    clips/: 2048 clips NNNN.mkv with .json and .actions.npy, half of them with unrelated actions. held_out/: 256 clips
+    with correct actions. prompts.txt: the prompt. start.png: the first frame of the last held-out clip. The files are
+    bitwise reproducible with the same library versions.
     """
     require_new_folder(out)
     for name, count, wrong in (("clips", NUM_CLIPS, WRONG_FRACTION), ("held_out", NUM_HELD_OUT, 0.0)):

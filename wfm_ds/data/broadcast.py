@@ -22,28 +22,27 @@ from wfm_ds.pipes.arrays import pack_arrays, unpack_arrays
 
 
 class _UserMediaError(Exception):
-    """Raised for media of a user-defined class, which cannot be sent to other ranks."""
+    """Raised for samples with a user-defined media class, which cannot be sent to other ranks."""
 
 
 def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData:
-    """Run the function `read` on rank 0 and return its data on every rank. Collective.
+    """Call `read` on rank 0 and return its result on every rank. Collective.
 
-    If the data contains media of user-defined classes, every rank runs `read`. A UserError of rank 0 is raised on all
-    ranks.
+    If a sample has a user-defined media class, every rank calls `read`. A UserError of rank 0 is raised on all ranks.
     """
     results = list[TrainingData]()
     world.run_without_timeout(lambda: results.append(read()))
     packed = world.broadcast(pack_data(results[0]) if results and world.size > 1 else None)
     if world.is_main and (packed is not None or world.size == 1):
         return results[0]
-    if packed is None:  # the same on all ranks
+    if packed is None:  # identical on every rank
         data: TrainingData = world.run_checked(lambda: results[0] if results else read())
         return data
     return unpack_data(packed)
 
 
 def pack_data(data: TrainingData) -> dict[str, Any] | None:
-    """Return the data as JSON, or None if it contains media of user-defined classes."""
+    """Return the data as JSON, or None if a sample has a user-defined media class."""
     versions: dict[str, list[str | int]] = {}
     try:
         samples, held_out = ([_pack_sample(s, versions) for s in part] for part in (data.samples, data.held_out))

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: several training sizes in one run. Each image or video is cropped to the nearest size."""
+"""Aspect-ratio buckets: several training sizes in one run. Each image or video is cropped to the best-fitting size."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ ASPECT_RATIOS = ((1, 1), (5, 4), (4, 3), (3, 2), (16, 9), (2, 1))
 
 
 def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
-    """Return this size and others with about as many pixels, with aspect ratios from 2:1 to 1:2.
-
-    Heights and widths are multiples of `multiple`.
-    """
+    """Return this size, and sizes of about the same area with ratios 2:1 to 1:2 and sides divisible by `multiple`."""
 
     def snap_side(ratio: float) -> int:
         return multiple * max(1, round(math.sqrt(height * width * ratio) / multiple))
@@ -31,10 +28,9 @@ def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
 
 
 def nearest_size(sizes: Sequence[ImageSize], height: int, width: int) -> int:
-    """Return the index of the size with the nearest aspect ratio (smallest quotient of the two ratios).
+    """Return the index of the size with the aspect ratio nearest to height / width (smallest quotient of the ratios).
 
-    Among sizes with equal aspect ratios, choose the largest one that needs no upscaling, or the smallest one if all
-    need it. Ties go to the first.
+    Among sizes of equal ratio, prefer the largest that needs no upscaling, else the smallest. Ties go to the first.
     """
 
     def distance(index: int) -> tuple[float, bool, int]:
@@ -51,7 +47,7 @@ def nearest_size(sizes: Sequence[ImageSize], height: int, width: int) -> int:
 
 
 class Buckets:
-    """The training sizes of a run, as one `Framing` each. Each image or video uses one of them."""
+    """The training sizes of a run, one Framing each. Every image or video is assigned to one of them."""
 
     def __init__(self, framing: Framing, sizes: Sequence[ImageSize]) -> None:
         """framing: settings that all sizes share; its height and width are replaced."""
@@ -59,13 +55,13 @@ class Buckets:
         self.framings = [dataclasses.replace(framing, height=height, width=width) for height, width in sizes]
 
     def choose_bucket(self, media: Media) -> int:
-        """Return the bucket index of an image or video. Reads the size of the file if there are several buckets."""
+        """Return the bucket index for an image or video. With several buckets, its size is read from the file."""
         if len(self.sizes) == 1:
             return 0
         try:
             return nearest_size(self.sizes, *media_size(media))
         except BadMedia:
-            return 0  # decoding fails in the same way and counts the file
+            return 0  # decoding will fail with the same error and count the file
 
     def choose_framing(self, media: Media) -> Framing:
         return self.framings[self.choose_bucket(media)]

@@ -17,10 +17,10 @@ KEY_SEQUENCE = re.compile(r"[a-z]+-\d+(,[a-z]+-\d+)*", re.IGNORECASE)
 
 
 def read_camera(camera: str, lens: Sequence[float] | None) -> dict[str, Floats]:
-    """Return float32 `c2w` [F,4,4] and `intrinsics` [4] or [F,4]. Intrinsics keep the pixel unit of their source.
+    """Return float32 {c2w: [F,4,4], intrinsics: [4] or [F,4]}. Intrinsics are in pixels of the source and not rescaled.
 
-    camera: a JSON file with `c2w` and optional `intrinsics`; an .npy file with c2w; or keys with frame counts such as
-    `w-80,jw-40`, as in the diffusers SANA-WM pipeline.
+    camera: a .json file with `c2w` and optional `intrinsics`, an .npy file with c2w, or keys with frame counts such as
+    `w-80,jw-40` (as in the diffusers SANA-WM pipeline).
     lens: fx, fy, cx, cy. Required if the camera file has no intrinsics, otherwise not allowed.
     Raises ValueError for invalid content and OSError if a file cannot be read.
     """
@@ -40,7 +40,7 @@ def read_camera(camera: str, lens: Sequence[float] | None) -> dict[str, Floats]:
 
 
 def read_camera_file(file: Path) -> dict[str, Floats]:
-    """Read c2w, and intrinsics if present, from a .json or .npy file."""
+    """Read c2w from an .npy file, or c2w and optional intrinsics from a .json file."""
     if file.suffix == ".npy":
         with file.open("rb") as stream:
             return {POSES: read_npy(stream)}
@@ -53,10 +53,7 @@ def read_camera_file(file: Path) -> dict[str, Floats]:
 
 
 def poses_from_keys(keys: str) -> Floats:
-    """Return the poses c2w [N+1,4,4] of a camera that is controlled by keys for N frames.
-
-    The keys w a s d move the camera, i j k l turn it. Raises ValueError if `keys` is not a key sequence.
-    """
+    """Return c2w [N+1,4,4] for keys pressed during N frames: wasd moves, ijkl turns the camera. Raises ValueError."""
     if KEY_SEQUENCE.fullmatch(keys) is None:
         raise ValueError("neither a .json or .npy file nor keys with frame counts such as w-80,jw-40")
     from diffusers.pipelines.sana_wm.cam_utils import action_string_to_c2w

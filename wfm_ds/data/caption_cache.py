@@ -1,10 +1,9 @@
-"""Cache of a folder's captions. A caption is only reused if its file cannot have changed.
+"""Cache of the captions of a folder. A caption is only reused if its file cannot have changed.
 
     CACHE/captions/<hash of the folder>.json    {"format", "folder", "captions": {name: [state, caption]}}
 
-A cached caption is valid if its file still has the same size, modification time, change time and inode. Two changes
-within one tick of the file system's clock leave equal times, so files changed less than RECENT_S before the scan are
-not cached.
+The state is the size, modification time, change time and inode of the caption file. Two changes within one tick of the
+file system's clock would leave it unchanged, so files changed less than RECENT_S before the scan are not cached.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ RECENT_S = 60.0  # file system clocks tick every 2 s at worst, and a file server
 
 
 class CaptionCache:
-    """The cached captions of one folder. A scan calls `lookup` and `store` for each file, then `save`."""
+    """Cached captions of a folder. A scan calls `lookup` for each file, `store` after a miss, and `save` at the end."""
 
     def __init__(self, folder: Path, cache_dir: Path, *, now_ns: int) -> None:
-        """now_ns: a time before the scan starts, in nanoseconds since the epoch."""
+        """now_ns: Unix time in nanoseconds, taken before the scan."""
         self.folder, self.now_ns = os.path.abspath(folder), now_ns
         digest = hashlib.sha256(os.fsencode(self.folder)).hexdigest()
         self.file = cache_dir / "captions" / f"{digest}.json"
@@ -40,12 +39,12 @@ class CaptionCache:
         self._num_read = 0
 
     def file_state(self, path: str) -> list[int]:
-        """Return size, times and inode of a file. If the file changes, at least one of them changes. Raises OSError."""
+        """Return [size, mtime_ns, ctime_ns, inode] of a file. Raises OSError."""
         status = os.stat(path)
         return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
     def lookup(self, path: str, state: Sequence[int]) -> tuple[bool, Any]:
-        """Return (True, caption) if the caption of the file `path` is cached for this state, else (False, None)."""
+        """Return (True, caption) if the file's caption is cached for this state, else (False, None)."""
         entry = self._previous.get(path)
         if entry is None or entry[0] != state:
             return False, None
@@ -53,14 +52,14 @@ class CaptionCache:
         return True, entry[1]
 
     def store(self, path: str, state: Sequence[int], caption: Any) -> None:
-        """Add a caption (JSON). `state` must have been taken before the caption was read."""
+        """Cache a caption (JSON) unless its file changed recently. `state` must be taken before reading the caption."""
         self._num_read += 1
         _, mtime_ns, ctime_ns, _ = state
         if max(mtime_ns, ctime_ns) < self.now_ns - RECENT_S * 1e9:
             self._current[path] = [list(state), caption]
 
     def save(self) -> None:
-        """Write the cache file if its content changed. A write error is logged and only costs time."""
+        """Write the cache file if its content changed. A write error is only logged."""
         if not self._num_read and self._current.keys() == self._previous.keys():
             return
         names = {os.path.relpath(path, self.folder): entry for path, entry in self._current.items()}
@@ -72,7 +71,7 @@ class CaptionCache:
             log.info("caption cache of %s cannot be written, captions are read at each start: %s", self.folder, error)
 
     def _load(self) -> dict[str, list[Any]]:
-        """Return the captions of the last scan by path. Empty if there is no valid cache file for this folder."""
+        """Return {path: [state, caption]} of the last scan, or {} without a valid cache file of this folder."""
         try:
             content = json.loads(self.file.read_bytes())
             if content["format"] != FORMAT or content["folder"] != to_printable(self.folder):
@@ -83,10 +82,7 @@ class CaptionCache:
 
 
 def read_caption(path: str, cache: CaptionCache | None, parse: Callable[[bytes], Any]) -> Any:
-    """Read and parse a caption file, from the cache if possible. Returns None if it cannot be read.
-
-    parse: function that parses the bytes of the file to JSON.
-    """
+    """Return parse(content of the file), a JSON value, from the cache if possible. None if the file is unreadable."""
     try:
         if cache is None:
             return parse(read_regular(path))

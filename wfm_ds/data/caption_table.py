@@ -28,24 +28,23 @@ JSON_SCALAR = str | int | float | bool | None  # values that JSON can represent
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One line of a table."""
+    """One row of a caption table, as {column: value}."""
 
     location: str  # for messages, e.g. `line 7`
     values: dict[str, Any]
 
 
 class CaptionTable(SampleSet):
-    """Captioned media listed in a table. Ids are the paths relative to the table's folder, without the last suffix.
+    """Captioned images and videos listed in a table. Ids are relative paths without suffix, as in CaptionedFolder.
 
-    A captioned folder would use the same ids. Columns other than file, caption and `negative_prompt` become metadata.
-    Files that are not in the table are ignored.
+    Columns other than file, caption and `negative_prompt` become metadata. Files that are not in the table are ignored.
     """
 
     def __init__(self, table: Path, *, column: str | None = None, max_bad_fraction: float) -> None:
-        """Read the table.
+        """Read the table. column: caption column; None uses the first of CAPTION_COLUMNS.
 
-        column: caption column; None uses the first of CAPTION_COLUMNS. Raises DataError if the table cannot be read, a
-        column is missing, there is no usable sample, or more than max_bad_fraction of the lines are bad.
+        Raises DataError if the table cannot be read, a column is missing, there is no usable sample, or more than
+        max_bad_fraction of the rows are bad.
         """
         super().__init__(str(table.parent))
         self.table = table
@@ -109,7 +108,7 @@ class CaptionTable(SampleSet):
         return file in self._names(folder)
 
     def _make_id(self, name: str) -> str:
-        """Return the id of the image or video `name`. Also remember files outside of the table's folder, for a note."""
+        """Return the sample id for a file name. Names outside the table's folder are recorded for a log note."""
         path, top = self._resolve_path(name), os.path.normpath(self.table.parent)
         is_inside = os.path.commonpath([os.path.abspath(path), os.path.abspath(top)]) == os.path.abspath(top)
         if not is_inside:
@@ -119,7 +118,7 @@ class CaptionTable(SampleSet):
 
 
 def find_columns(table: Path, rows: Sequence[TableRow], column: str | None) -> tuple[str, str]:
-    """Return the file column and the caption column. Raises DataError if one is missing."""
+    """Return the names of the file column and the caption column. Raises DataError if one is missing."""
     names = list(dict.fromkeys(name for row in rows for name in row.values))
     rest = f" and {len(names) - MAX_COLUMNS_SHOWN} more" if len(names) > MAX_COLUMNS_SHOWN else ""
     prefix = to_printable(f"{table.name} has the columns {', '.join(names[:MAX_COLUMNS_SHOWN])}{rest}")
@@ -135,7 +134,7 @@ def find_columns(table: Path, rows: Sequence[TableRow], column: str | None) -> t
 
 
 def read_rows(table: Path) -> list[TableRow]:
-    """Read the rows of a .jsonl or .csv file (UTF-8) or a .parquet file. Raises DataError that names the bad line."""
+    """Read the rows of a .jsonl, .csv (UTF-8) or .parquet file. Raises DataError that names the invalid line."""
     suffix = table.suffix.lower()
     if suffix == ".parquet":
         return read_parquet_rows(table)
@@ -169,7 +168,7 @@ def parse_csv_row(table: Path, number: int, row: Mapping[str | None, Any]) -> di
 
 
 def read_parquet_rows(table: Path) -> list[TableRow]:
-    """Read the rows of a parquet file, without values that JSON cannot represent."""
+    """Read the rows of a parquet file, keeping only strings, numbers, booleans and None."""
     try:
         import pyarrow
         import pyarrow.parquet

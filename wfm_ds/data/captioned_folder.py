@@ -1,7 +1,4 @@
-"""Captioned folder: NAME.txt or NAME.json next to NAME.png or NAME.mp4.
-
-Scanning only matches file names and reads captions; it decodes no media.
-"""
+"""Folders with a caption file NAME.txt or NAME.json next to NAME.png or NAME.mp4. Scanning decodes no media."""
 
 from __future__ import annotations
 
@@ -34,11 +31,10 @@ SUFFIXES = MEDIA_SUFFIXES | TEXT_SUFFIXES | {".json"}
 
 
 class CaptionedFolder(SampleSet):
-    """Captioned media in a folder. Ids are paths relative to it, without the last suffix and with forward slashes.
+    """Captioned images and videos in a folder. Ids are relative paths with forward slashes, without the last suffix.
 
-    The caption is `prompt` of NAME.json. If that is missing, it is the text of NAME.txt or NAME.caption, and NAME.json
-    only adds metadata. Files may be in subfolders at any depth, with suffixes in upper or lower case. Hidden files and
-    files of other types are ignored. Links to folders are followed.
+    The caption is `prompt` of NAME.json, or else the text of NAME.txt or NAME.caption; NAME.json then only adds
+    metadata. Subfolders are scanned at any depth, also through links. Hidden files and other file types are ignored.
     """
 
     def __init__(
@@ -77,7 +73,6 @@ class CaptionedFolder(SampleSet):
         self.check(max_bad_fraction)
 
     def empty_message(self) -> str:
-        """Return the message for a folder without media and captions."""
         return f"{self.source} has no captioned media: put NAME.txt or NAME.json next to each NAME.png or NAME.mp4"
 
     def _add_entry(self, sample_id: str, files: list[str]) -> None:
@@ -114,10 +109,10 @@ class CaptionedFolder(SampleSet):
             self.reject("no_json", media_file)
 
     def _reject_lone_texts(self) -> None:
-        """Reject text files without an image or video if the folder's captions are text files.
+        """Reject text files without an image or video, unless they are probably notes.
 
-        That is the case if it has no JSON captions and most of its text files belong to an image or video. Otherwise
-        the text files are notes and are ignored.
+        They count as captions of missing files if the folder has no JSON captions and most text files belong to an
+        image or video.
         """
         if not self._num_objects and len(self.lone_texts) < self._num_texts:
             for path in self.lone_texts:
@@ -125,7 +120,7 @@ class CaptionedFolder(SampleSet):
 
 
 def group_by_stem(folder: Path) -> dict[str, list[str]]:
-    """Return the sorted paths of all caption and media files in the folder and its subfolders, by sample id."""
+    """Return {sample id: sorted paths of its media and caption files} for a folder and its subfolders."""
     entries: dict[str, list[str]] = {}
     start = len(os.path.join(folder, ""))
     for path in sorted(files_below(folder)):
@@ -136,20 +131,16 @@ def group_by_stem(folder: Path) -> dict[str, list[str]]:
 
 
 def file_id(path: Path, folder: Path) -> str:
-    """Return the path relative to the folder, without its last suffix and encodable as UTF-8."""
+    """Return a file's sample id: its path relative to the folder, without the last suffix, as valid UTF-8."""
     return to_printable(path.relative_to(folder).with_suffix("").as_posix())
 
 
 def walk_paths(folder: Path) -> Iterator[Path]:
-    """Yield all files in the folder and its subfolders, as Path objects."""
     return map(Path, files_below(folder))
 
 
 def files_below(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files in the folder and its subfolders.
-
-    Visits each folder only once, even if links form a cycle.
-    """
+    """Yield the paths of all visible files below a folder. Each folder is visited once, even if links form a cycle."""
     visited: set[str] = set()
     for parent, folders, files in os.walk(folder, followlinks=True, onerror=_raise_unreadable):
         real_path = os.path.realpath(parent)
@@ -167,11 +158,7 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def read_json_caption(path: str, sample_id: str, cache: CaptionCache | None) -> tuple[Prompt | None, dict[str, Any]]:
-    """Read a JSON caption file. Return (prompt, {}), or (None, metadata) if it contains no prompt.
-
-    The metadata is the JSON object, to be used with a text caption. It is empty if the file cannot be read or is not a
-    JSON object.
-    """
+    """Return (prompt, {}) of a JSON file, (None, its object) if it has no prompt, or (None, {}) if it is invalid."""
 
     def pack_content(data: bytes) -> list[Any] | dict[str, Any] | None:
         prompt = parse_caption(data, sample_id)

@@ -30,7 +30,7 @@ Caption = Mapping[str, Any]
 
 
 def media_files(folder: Path) -> list[Path]:
-    """Return all images and videos in the folder and its subfolders, sorted. Raises DataError if there are none."""
+    """Return all images and videos below a folder, sorted. Raises DataError if there are none."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder")
     files = sorted(path for path in walk_paths(folder) if path.suffix.lower() in MEDIA_SUFFIXES)
@@ -40,10 +40,7 @@ def media_files(folder: Path) -> list[Path]:
 
 
 def read_caption_table(table: Path) -> dict[str, Caption]:
-    """Read captions by file name from a UTF-8 CSV file with a header line or a UTF-8 JSONL file.
-
-    Raises DataError that names the line, for a row without `file` or `prompt` and for a duplicate file.
-    """
+    """Return {file: caption} from a .csv or .jsonl table. Raises DataError for an invalid row or a duplicate file."""
     captions: dict[str, Caption] = {}
     for table_row in read_rows(table):
         row, where = dict(table_row.values), f"{table}: {table_row.location}"
@@ -59,9 +56,10 @@ def read_caption_table(table: Path) -> dict[str, Caption]:
 
 
 def plan_captions(folder: Path, captions: Mapping[str, Caption], layout: str = "json") -> dict[Path, Caption]:
-    """Return the caption files to write, with their content.
+    """Return {caption file to write: its caption}.
 
-    Raises DataError if table and folder do not contain the same files, or if the layout cannot store the captions.
+    captions: {path relative to `folder`: caption}. Raises DataError if these are not exactly the media files in the
+    folder, or if the layout cannot store the captions.
     """
     media = {path.relative_to(folder).as_posix(): path for path in media_files(folder)}
     for problem, names in (
@@ -82,10 +80,7 @@ def plan_captions(folder: Path, captions: Mapping[str, Caption], layout: str = "
 
 
 def caption_path(folder: Path, media_file: Path, layout: str) -> Path:
-    """Return the caption file of an image or video.
-
-    Raises DataError if the layout is `cosmos` and the media file is not in the folder that this layout requires.
-    """
+    """Return the caption file for an image or video. Raises DataError if layout `cosmos` does not allow its folder."""
     if layout != "cosmos":
         return media_file.with_suffix(f".{layout}")
     top, *inner = media_file.relative_to(folder).parts
@@ -99,10 +94,7 @@ def caption_path(folder: Path, media_file: Path, layout: str) -> Path:
 
 
 def write_captions(plan: Mapping[Path, Caption], *, overwrite: bool) -> int:
-    """Write all captions and return their number.
-
-    Raises DataError, before writing anything, if a caption file exists and `overwrite` is False.
-    """
+    """Write all captions and return their number. Without `overwrite`, existing files raise DataError up front."""
     existing = [path for path in plan if path.exists()]
     if existing and not overwrite:
         raise DataError(f"{len(existing)} captions exist, e.g. {existing[0]}. Replace them with --overwrite")

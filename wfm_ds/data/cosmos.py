@@ -18,15 +18,14 @@ SAFE_SUFFIX, PICKLE_SUFFIXES = ".safetensors", (".pickle", ".pkl")
 
 
 class CosmosFolder(SampleSet):
-    """Captioned media in a Cosmos folder. Ids are NAME, which may be a relative path in metas/, videos/ and images/."""
+    """Captioned images and videos of a Cosmos folder. Ids are paths relative to metas/, without suffix."""
 
     def __init__(
         self, folder: Path, *, allow_pickle: bool = False, max_bad_fraction: float, cache_dir: Path | None = None
     ) -> None:
         """Scan the folder.
 
-        allow_pickle: also use embeddings in pickle files; a safetensors file with the same name has priority.
-        cache_dir: folder of the caption cache; None: no cache.
+        allow_pickle: also use text embeddings in pickle files. cache_dir: folder of the caption cache; None: no cache.
         Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(str(folder))
@@ -66,10 +65,7 @@ class CosmosFolder(SampleSet):
 
 
 def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
-    """Return the text embedding files by sample id.
-
-    If a sample has several, safetensors have priority over pickles, then the order of EMBEDDING_FOLDERS decides.
-    """
+    """Return {sample id: text embedding file}. safetensors take priority, then the order of EMBEDDING_FOLDERS."""
     suffixes = (SAFE_SUFFIX, *(PICKLE_SUFFIXES if allow_pickle else ()))
     embeddings: dict[str, Path] = {}
     for suffix in suffixes:
@@ -81,10 +77,7 @@ def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
 
 
 def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]:
-    """Return the files with one of these suffixes, by path relative to the folder and without suffix.
-
-    Empty if the folder does not exist.
-    """
+    """Return {sample id: files with one of these suffixes}, or {} if the folder does not exist."""
     files: dict[str, list[Path]] = {}
     if folder.is_dir():
         for path in sorted(walk_paths(folder)):

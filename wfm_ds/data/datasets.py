@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LatentLookup: TypeAlias = Callable[[Media, Framing], Any]  # the cached latents of an image or video, or None
+LatentLookup: TypeAlias = Callable[[Media, Framing], Any]  # returns the cached latents of an image or video, or None
 
 
 class SizedModel(Protocol):
-    """The part of a model's interface (models/base.py) that determines valid sizes."""
+    """The methods of the model interface (models/base.py) that determine valid sizes."""
 
     def latent_shape(self, height: int, width: int, num_frames: int, /) -> tuple[int, ...]:
-        """Return the shape of the latents. Raises ValueError for a size that the model does not support."""
+        """Return the latent shape (C,h,w) or (C,T,h,w). Raises ValueError for an unsupported size."""
         ...
 
     def size_multiple(self, num_frames: int, /) -> int:
@@ -61,7 +61,7 @@ class SizedModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """Data of a run. SFT: captioned media for training and validation. RL: prompts or captioned media."""
+    """Data of a run. SFT: captioned images and videos for training and validation. RL: prompts, or captioned media."""
 
     prompts: list[Prompt]  # RL: training prompts; the captions if there are samples
     samples: list[Sample]  # for training
@@ -114,10 +114,7 @@ def load_held_out_folder(data: DataRecipe, folder: Path) -> list[Sample]:
 
 
 def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
-    """Return the training samples of one epoch and the held-out samples.
-
-    Held-out samples come from validation.path if it is set, otherwise they are split off from the dataset.
-    """
+    """Return one epoch's training samples, and held-out samples (from validation.path, or else split off)."""
     data, validation = recipe.data, recipe.validation
     if validation.path is not None:
         return dataset.epoch_samples(dataset.samples), scan_paths(
@@ -132,7 +129,7 @@ def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], lis
 def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
     """Scan the data at these paths and log the rejected entries. Only tar shards may have several paths.
 
-    pairs: whether the algorithm trains on preference pairs. Raises DataError if the samples are of the other kind.
+    pairs: whether the algorithm trains on preference pairs. Raises DataError if the samples do not match.
     """
     dataset = build_sample_set(data, paths)
     check_pairs(dataset, pairs)
@@ -140,7 +137,7 @@ def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> Sample
 
 
 def log_scan_result(dataset: SampleSet) -> SampleSet:
-    """Log the notes and rejected entries of a scan."""
+    """Log the notes and rejected entries of a scan, and return it."""
     for note in dataset.notes:
         log.warning("%s: %s", dataset.source, note)
     for reason, names in dataset.bad.items():
@@ -149,7 +146,7 @@ def log_scan_result(dataset: SampleSet) -> SampleSet:
 
 
 def check_pairs(dataset: SampleSet, pairs: bool) -> None:
-    """Raise DataError unless all samples are preference pairs (if `pairs`) or all are single images or videos."""
+    """Raise DataError unless all samples are preference pairs (`pairs`), or all are single images or videos."""
     mismatch = next((sample for sample in dataset.samples if (sample.rejected is not None) != pairs), None)
     if mismatch is not None:
         wanted = "a pair: set `rejected`" if pairs else "a single image or video: omit `rejected`"
@@ -185,7 +182,7 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def build_user_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    """Scan with the user's SampleSet subclass. Raises DataError if it is invalid or does not accept data.options."""
+    """Scan with the user-defined SampleSet class. Raises DataError if it is invalid or rejects data.options."""
     key = "data.kind"
     make: Callable[..., SampleSet] = import_class(data.kind, SampleSet, key=key, error=DataError)
     arguments: dict[str, Any] = {"max_bad_fraction": data.max_bad_fraction, **data.options}
@@ -237,16 +234,15 @@ def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:
 
 
 def trains_on_data(recipe: Recipe) -> bool:
-    """Return whether an RL run also trains on the data itself, instead of only generating samples conditioned on it."""
+    """Return whether an RL run also has loss terms on the dataset itself, not only on generated samples."""
     algorithm = recipe.rl.algorithm
     return algorithm.num_data_terms(algorithm.terms_per_sample(recipe.sampling)) > 0
 
 
 def frames_per_clip(recipe: Recipe, model: SizedModel) -> int:
-    """Return the number of frames to read per clip.
+    """Return the number of frames to read per clip, usually sampling.num_frames.
 
-    An RL run that trains only on rollouts reads just the conditioning frames, so a single image can be enough. All
-    other runs read sampling.num_frames.
+    An RL run that trains only on generated samples reads just the conditioning frames, so a single image can be enough.
     """
     size, (_, most) = recipe.sampling, recipe.algorithm.conditioning_frame_range
     if not recipe.is_rl or most == 0 or trains_on_data(recipe):
@@ -277,7 +273,7 @@ def assign_buckets(samples: Sequence[Sample], buckets: Buckets, world: World, wo
 
 
 def build_input_reader(recipe: Recipe, model: ConditionedModel, data: TrainingData) -> InputReader | None:
-    """Return the reader of conditioning inputs, or None if the run uses none."""
+    """Return the reader of conditioning inputs such as actions or cameras, or None if the run uses none."""
     actions = data.actions
     width, scaling = (None, None) if actions is None else (actions.width, actions.scaling)
     return InputReader.from_recipe(recipe, model, width=width, scaling=scaling)
@@ -293,10 +289,10 @@ def find_usable_samples(
     what: str = "samples",
     inputs: InputReader | None = None,
 ) -> list[Sample]:
-    """Return the first `count` samples that can be decoded. Their prompts contain the inputs for the centre crop.
+    """Return the first `count` samples that can be decoded, with the conditioning inputs of the centre crop.
 
-    Bad samples are skipped and logged. Raises DataError if no sample is usable, or if more than data.max_bad_fraction
-    of `dataset_size` samples are bad. what: name of the samples in messages.
+    Bad samples are skipped and logged. Raises DataError if all are bad, or if more than data.max_bad_fraction of
+    `dataset_size` samples are bad. what: name of the samples in messages.
     """
     usable, broken = list[Sample](), list[BadMedia]()
     for sample in samples:
@@ -341,11 +337,10 @@ def build_batch_source(
     cached_latents: LatentLookup | None,
     inputs: InputReader | None = None,
 ) -> BatchReader:
-    """Return the source of training batches. The caller closes it. Collective.
+    """Return the reader of training batches, to be closed by the caller. Collective.
 
     global_batch: samples per optimizer step over all ranks. unit: number of consecutive samples of equal size.
     cached_latents: function that returns the cached latents of an image or video, or None.
-    inputs: reader from `build_input_reader`.
     """
     if recipe.data.streaming:
         return StreamSource(
@@ -374,7 +369,6 @@ def build_batch_source(
 
 
 def log_rejected(data: TrainingData) -> None:
-    """Log each entry of the training data that the scan rejected."""
     for reason, names in data.bad.items():
         for name in names:
             log.info("skipped %s: %s (%s)", name, REASONS[reason], reason)

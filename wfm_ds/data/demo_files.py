@@ -19,7 +19,7 @@ def require_new_folder(out: Path) -> None:
 
 
 def write_video(path: Path, frames: npt.NDArray[np.uint8], fps: int) -> None:
-    """Write frames [T,H,W,3] as a lossless video (FFV1 in Matroska). The file is bitwise reproducible."""
+    """Write RGB frames [T,H,W,3] as a lossless video (FFV1 in Matroska). The file is bitwise reproducible."""
     options = {"fflags": "+bitexact"}  # no random identifier in the file
     with av.open(str(path), "w", format="matroska", options=options) as container:
         stream = container.add_stream("ffv1", rate=Fraction(fps))

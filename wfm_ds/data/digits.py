@@ -25,19 +25,19 @@ DigitSplit = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 
 def sft_split() -> DigitSplit:
-    """Return the images with even indices, for training."""
+    """Return images with even indices and their digits, for training."""
     images, labels = all_digits()
     return images[::2], labels[::2]
 
 
 def reward_split() -> DigitSplit:
-    """Return the images with odd indices, for the reward's classifier."""
+    """Return images with odd indices and their digits, for the classifier of the `digits` reward."""
     images, labels = all_digits()
     return images[1::2], labels[1::2]
 
 
 def all_digits() -> DigitSplit:
-    """Return all 1797 images, with grey levels 0 to 16 rescaled to 0 to 255."""
+    """Return all 1797 images, with grey levels 0 to 16 rescaled to 0 to 255, and their digits."""
     from sklearn.datasets import load_digits  # slow import, not needed for --help
 
     digits = load_digits()
@@ -49,18 +49,17 @@ def digit_caption(digit: int) -> dict[str, str | int]:
 
 
 def preference_pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str | int]:
-    """Return the line of pairs.jsonl for the image with index `number`."""
+    """Return a line of pairs.jsonl: image `number` is preferred to the next image of a different digit."""
     other_digits = np.flatnonzero(np.roll(labels, -number) != labels[number])
     files = [f"images/{index % len(labels) + 1:04}.png" for index in (number, number + int(other_digits[0]))]
     return {**digit_caption(int(labels[number])), "chosen": files[0], "rejected": files[1]}
 
 
 def write_digits(out: Path) -> int:
-    """Write the demo and return the number of images.
+    """Write the demo and return the number of images. Raises DataError if `out` is not empty.
 
-    images/: 899 images NNNN.png with .json captions. prompts/train.jsonl: 10 prompts. pairs.jsonl: for each image, a
-    pair in which it is preferred to the next image of a different digit. The files are bitwise reproducible with the
-    same library versions. Raises DataError if the folder exists and is not empty.
+    images/: 899 images NNNN.png with .json captions. prompts/train.jsonl: 10 prompts. pairs.jsonl: one preference pair
+    per image. The files are bitwise reproducible with the same library versions.
     """
     require_new_folder(out)
     images, labels = sft_split()

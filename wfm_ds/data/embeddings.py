@@ -25,7 +25,7 @@ from wfm_ds.storage import atomic
 from wfm_ds.storage.regular_files import read_regular
 
 EMBEDDING_KEY = "prompt_embeds"  # name of the tensor in the safetensors file
-# Names in numpy's pickles, before and since numpy 2, protocols 3 to 5.
+# Functions and classes in pickled numpy arrays, before and since numpy 2, protocols 3 to 5.
 ALLOWED_NAMES = frozenset(
     {
         ("numpy", "ndarray"),
@@ -60,7 +60,7 @@ PICKLE_ERRORS = (
 
 
 class ArrayUnpickler(Unpickler):
-    """Unpickler that only allows the names that numpy needs to reconstruct arrays."""
+    """Unpickler that only imports the functions and classes that numpy needs to reconstruct arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED_NAMES:
@@ -69,10 +69,7 @@ class ArrayUnpickler(Unpickler):
 
 
 def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
-    """Read the embedding [n, D] from a pickle that contains one array of floats or a list with one array.
-
-    Raises DataError for any other content.
-    """
+    """Read a float embedding [n, D] from a pickle with one array, or a list with one. Raises DataError otherwise."""
     try:
         content = ArrayUnpickler(io.BytesIO(read_regular(path))).load()
     except PICKLE_ERRORS as error:
@@ -88,7 +85,7 @@ def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
 
 
 def convert_pickles(folder: Path) -> tuple[int, list[str]]:
-    """Convert the pickles of a Cosmos folder that have no safetensors file yet. Return their number and the errors."""
+    """Write the missing safetensors files of a Cosmos folder. Return (number written, error messages)."""
     num_written, errors = 0, list[str]()
     for name in EMBEDDING_FOLDERS:
         for paths in files_by_id(folder / name, frozenset(PICKLE_SUFFIXES)).values():

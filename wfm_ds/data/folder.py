@@ -26,7 +26,7 @@ KOHYA = re.compile(r"(\d+)_.+")
 
 
 def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = None) -> SampleSet:
-    """Scan a folder with the given layout, or else the detected one. Raises DataError like the SampleSet classes."""
+    """Scan a folder in this layout (None: detect it). Raises DataError like the SampleSet classes."""
     detected = layout or detect_layout(folder)
     limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache_dir()
     if detected.kind == "cosmos":
@@ -42,7 +42,7 @@ def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = No
 
 
 def load_hf_dataset(data: DataRecipe, path: str) -> HfDataset:
-    """Load a dataset with the `datasets` library. Raises DataError if that fails."""
+    """Load a Hugging Face dataset with the split and columns of the recipe. Raises DataError like HfDataset."""
     return HfDataset(
         path,
         data.split,
@@ -54,7 +54,7 @@ def load_hf_dataset(data: DataRecipe, path: str) -> HfDataset:
 
 
 class MediaFolder(CaptionedFolder):
-    """A captioned folder with a detected layout. Errors about missing captions describe the contents of the folder."""
+    """CaptionedFolder for `data.kind: folder`. Errors about missing captions describe the folder and suggest a fix."""
 
     def empty_message(self) -> str:
         return empty_folder_message(self.folder, self.source)
@@ -74,10 +74,7 @@ class MediaFolder(CaptionedFolder):
 def missing_captions_message(
     folder: Path, source: str, uncaptioned: Sequence[str], captioned: Sequence[str], lone_texts: Sequence[str]
 ) -> str:
-    """Return the message about media without captions.
-
-    uncaptioned, captioned: media files without and with a caption. lone_texts: text files without an image or video.
-    """
+    """Return the error message for media without captions. lone_texts: text files without an image or video."""
 
     def relative(path: str) -> str:
         return to_printable(os.path.relpath(path, folder))
@@ -106,7 +103,6 @@ def missing_captions_message(
 
 
 def empty_folder_message(folder: Path, source: str) -> str:
-    """Return the message for a folder without images, videos and JSON captions."""
     suffixes = Counter(os.path.splitext(path)[1].lower() for path in files_below(folder))
     unsupported = [(count, suffix) for suffix, count in suffixes.items() if suffix in UNSUPPORTED_SUFFIXES]
     if unsupported:

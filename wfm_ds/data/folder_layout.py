@@ -1,7 +1,4 @@
-"""Layout detection for `data.kind: folder`, from file names. The first matching sign decides.
-
-A sign is a group of file names that identifies a layout. Detection lists at most three folders and opens no file.
-"""
+"""Layout detection for `data.kind: folder`, from file names. No file is opened; the first matching sign decides."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ SAVED_FILES = ("state.json", "dataset_info.json")  # written by save_to_disk of 
 
 @dataclass(frozen=True, slots=True)
 class FolderLayout:
-    """Layout of a folder, and the sign that it was detected by."""
+    """Layout of a folder, and the sign (file names, for messages) that identified it."""
 
     kind: LayoutKind
     sign: str
@@ -48,7 +45,7 @@ def detect_layout(folder: Path) -> FolderLayout:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted and without hidden files. Raises DataError if it cannot be listed."""
+    """Return the visible names in a folder, sorted. Raises DataError if it cannot be listed."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except NotADirectoryError as error:
@@ -60,7 +57,6 @@ def list_names(folder: Path) -> list[str]:
 
 
 def missing_folder_message(folder: Path) -> str:
-    """Return the message for a folder that does not exist, with a suggestion."""
     path = shorten_path(folder)
     if (command := demo_command(folder)) is not None:
         return f"{path} not found. Create it: {command}"
@@ -74,7 +70,7 @@ def demo_command(folder: Path) -> str | None:
 
 
 def cosmos_sign(folder: Path, names: list[str]) -> str | None:
-    """Return the sign of a Cosmos folder, or None if it has none."""
+    """Return the file names that identify a Cosmos folder, such as `metas/*.txt and videos/`, or None."""
     media = next((name for name in ("videos", "images") if name in names), None)
     if media is None or "metas" not in names or not os.path.isdir(folder / "metas"):
         return None
@@ -83,7 +79,7 @@ def cosmos_sign(folder: Path, names: list[str]) -> str | None:
 
 
 def parquet_sign(folder: Path, names: list[str]) -> str | None:
-    """Return the sign of a dataset in parquet shards, in the folder itself or in data/, or None if it has none."""
+    """Return the parquet shards in the folder or in data/, as text for messages, or None without any."""
     inner = list_names(folder / "data") if "data" in names and os.path.isdir(folder / "data") else []
     for prefix, files in (("", names), ("data/", inner)):
         if shards := [name for name in files if name.lower().endswith(".parquet")]:

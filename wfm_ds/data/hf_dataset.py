@@ -1,7 +1,7 @@
 """Hugging Face datasets: by Hub id, from `save_to_disk`, or as parquet shards.
 
-The `datasets` library writes arrow files to its own cache, and media are read from them by row. Order, ids and resuming
-work as for other kinds of data. Ranks other than rank 0 need the arrow files but no network.
+The `datasets` library writes arrow files to its own cache, and images and videos are read from them by row. Only rank 0
+needs network access; the other ranks read the arrow files.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HfMedia:
 
 @functools.lru_cache(maxsize=8)
 def open_column(source: HfColumn) -> Any:
-    """Return the memory-mapped column as a dataset. Each row has bytes and path. Cached per process."""
+    """Return a memory-mapped dataset with this column only; each row has bytes and path. Cached per process."""
     from datasets import Dataset, concatenate_datasets
 
     dataset = concatenate_datasets([Dataset.from_file(file) for file in source.files]).select_columns([source.name])
@@ -63,12 +63,12 @@ def open_column(source: HfColumn) -> Any:
 
 
 def disable_decoding(dataset: Any, column: str) -> Any:
-    """Return the dataset with a column of raw bytes instead of decoded images or videos."""
+    """Return the dataset with raw bytes instead of decoded images or videos in `column`."""
     return dataset.cast_column(column, type(dataset.features[column])(decode=False))
 
 
 class HfDataset(SampleSet):
-    """Captioned media of one split. Ids are SPLIT/ROW, e.g. train/000000012."""
+    """Captioned images or videos of one split. Ids are SPLIT/ROW, e.g. train/000000012."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class HfDataset(SampleSet):
 
 
 def parse_row(sample_id: str, media: Media | None, text: Any, metadata: dict[str, Any]) -> Sample | str:
-    """Return the sample of a row, or the reason why it is unusable (a key of REASONS). metadata: the other columns."""
+    """Return the sample of a row, or a key of REASONS if it is unusable. metadata: {column: value} of other columns."""
     negative = metadata.pop(NEGATIVE_COLUMN, None)
     if media is None:
         return "no_media"
@@ -154,10 +154,9 @@ def is_saved_dataset(path: str) -> bool:
 
 
 def find_media_column(features: Mapping[str, Any], source: str, wanted: str | None) -> tuple[str, str]:
-    """Return the media column and its type, `Image` or `Video`.
+    """Return the name of the media column and its type, `Image` or `Video`.
 
-    wanted: the column from the recipe; None: the only column with images or videos. Raises DataError if it does not
-    exist or if there are several.
+    wanted: data.image_column; None: the only column with media. Raises DataError if it is missing or ambiguous.
     """
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
     candidates = [name for name, kind in kinds.items() if kind in DEFAULT_SUFFIX]
@@ -178,7 +177,7 @@ def describe_media_columns(columns: Sequence[str]) -> str:
 
 
 def find_text_column(columns: Sequence[str], source: str, wanted: str | None) -> str:
-    """Return the caption column. Raises DataError if there is none."""
+    """Return the caption column: `wanted`, or else the first of CAPTION_COLUMNS. Raises DataError if it is missing."""
     prefix = f"{source} has the columns {', '.join(columns)}"
     if wanted is not None and wanted not in columns:
         raise DataError(f"{prefix}, but not data.caption_column {wanted} {DOCS_HINT}")
@@ -189,7 +188,7 @@ def find_text_column(columns: Sequence[str], source: str, wanted: str | None) ->
 
 
 def list_media(dataset: Any, source: HfColumn, default: str) -> list[Media | None]:
-    """Return the media of all rows, with None for empty rows. Does not read the bytes."""
+    """Return the image or video of each row, None for an empty row. Does not read the bytes."""
     import pyarrow.compute as pc
 
     column = disable_decoding(dataset, source.name).data.column(source.name)
@@ -210,13 +209,12 @@ def media_suffix(name: str | None, default: str) -> str:
 
 
 def metadata_columns(dataset: Any, used: set[str]) -> dict[str, list[Any]]:
-    """Return the columns to use as metadata: those not in `used`, with values that JSON can represent."""
+    """Return {column: values} for the columns that are not in `used` and that JSON can represent."""
     columns = {name: dataset.data.column(name) for name in dataset.column_names if name not in used}
     return {name: column.to_pylist() for name, column in columns.items() if is_json_type(column.type)}
 
 
 def is_json_type(arrow_type: Any) -> bool:
-    """Return whether JSON can represent values of this arrow type."""
     from pyarrow import types
 
     plain = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)

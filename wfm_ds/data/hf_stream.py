@@ -36,8 +36,6 @@ READ_ERRORS = (OSError, ValueError, TypeError, RuntimeError, LookupError, EOFErr
 
 @dataclass(frozen=True, slots=True)
 class InMemoryMedia:
-    """An image or video in memory."""
-
     name: str
     suffix: str
     content: bytes
@@ -51,23 +49,17 @@ class InMemoryMedia:
 
 @dataclass(frozen=True, slots=True)
 class StreamedRow:
-    """A usable row and its epoch: the number of complete passes over the dataset before it."""
+    """A usable row, and the number of complete passes over the dataset before it."""
 
     sample: Sample
     epoch: int
 
 
 class HfStream:
-    """Endless stream of the usable rows of one split, in stored order. Ids are the same as in HfDataset.
-
-    The state is JSON. A stream restored from it continues with the same rows.
-    """
+    """Endless stream of the usable rows of one split, in stored order. Sample ids are as in HfDataset."""
 
     def __init__(self, data: DataRecipe) -> None:
-        """Open the stream of data.path without reading a row.
-
-        Raises DataError like HfDataset, and for datasets that cannot be streamed in a reproducible order.
-        """
+        """Open data.path without reading a row. Raises DataError, also if the order is not reproducible."""
         assert isinstance(data.path, str)
         self.source, self._split, self._max_bad_fraction = to_printable(data.path), data.split, data.max_bad_fraction
         self._version = stream_version(data.path, data.options)
@@ -117,7 +109,7 @@ class HfStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state. Raises DataError if the dataset has changed since."""
+        """Continue at the row of a saved state. Raises DataError if the dataset has changed since."""
         if state["version"] != self._version:
             raise DataError(
                 f"{self.source} has changed since the checkpoint ({state['version']}, now {self._version}): restore "
@@ -173,10 +165,7 @@ class HfStream:
 
 
 def stream_version(path: str, options: Mapping[str, Any]) -> str:
-    """Return the version of a streamed dataset. A resumed run requires the same version.
-
-    For a dataset on the Hub it is the commit, for a folder a hash of file names and sizes. Raises DataError.
-    """
+    """Return the commit of a Hub dataset, or a hash of a folder's file names and sizes. Raises DataError."""
     if os.path.isdir(path):
         if is_saved_dataset(path) or os.path.isfile(os.path.join(path, "dataset_dict.json")):
             raise DataError(f"{path} was written by save_to_disk and needs no streaming: remove data.streaming")

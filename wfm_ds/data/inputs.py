@@ -1,10 +1,10 @@
-"""Conditioning inputs of a sample (`data.inputs`): read them and select the part that belongs to the clip.
+"""Conditioning inputs of a sample (`data.inputs`): read them and select the values for the frames of the clip.
 
 An input is a key of NAME.json, or of its object `camera`. Its value is a number, a list of numbers, or the name of an
 .npy file in the folder of the image or video. Row i of `actions` [N-1,D] moves frame i to frame i + 1. `c2w` [N,4,4]
-and `intrinsics` [4] or [N,4] belong to the N frames of the file. Other inputs are used as a whole. For an image, the
-trajectory has exactly the length of a generated sample. FIRST_FRAME is not part of a recipe: models conditioned on the
-first frame get it from the image or video itself.
+and `intrinsics` [4] or [N,4] belong to the N frames of the file. Other inputs do not depend on the frames. For an
+image, N is the number of frames of a generated sample. FIRST_FRAME is not listed in data.inputs: it is decoded from the
+image or video.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ CAMERA_KEY = "camera"
 
 
 class DeclaredInput(Protocol):
-    """Specification of a conditioning input by a model family (models/input_specs.py)."""
+    """A conditioning input that a model accepts (models/input_specs.py)."""
 
     @property
     def rank(self) -> int: ...
 
 
 class ConditionedModel(Protocol):
-    """The part of a model's interface (models/base.py) that concerns conditioning inputs."""
+    """The members of the model interface (models/base.py) that concern conditioning inputs."""
 
     @property
     def input_specs(self) -> Mapping[str, DeclaredInput]: ...
@@ -57,7 +57,7 @@ class ConditionedModel(Protocol):
     def uses_clean_frames(self) -> bool: ...
 
     def encode_inputs(self, inputs: Sequence[Mapping[str, Floats]], num_frames: int, size: tuple[int, int], /) -> Any:
-        """Encode the inputs. Raises ValueError for invalid inputs."""
+        """Encode the inputs of B samples as conditioning tensors. Raises ValueError for invalid inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class InputReader:
     def from_recipe(
         cls, recipe: Recipe, model: ConditionedModel, *, width: int | None, scaling: ActionScaling | None
     ) -> InputReader | None:
-        """Return the reader of a recipe's inputs, or None if the model has none. width, scaling: see ActionData."""
+        """Return a reader, or None if the run has no conditioning inputs. width, scaling: see ActionData."""
         first_frame = recipe.algorithm.conditioning_frame_range[1] > 0 and not model.uses_clean_frames
         if not (recipe.data.inputs or first_frame):
             return None
@@ -92,9 +92,9 @@ class InputReader:
         )
 
     def load_prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
-        """Return the sample's prompt with its inputs, for the clip that `load_media` reads with this framing and draw.
+        """Return the sample's prompt with the conditioning inputs of the clip that `load_media` would decode.
 
-        Raises BadMedia with the reason `bad_actions` or `bad_input`, or with a reason that concerns the image or video.
+        Raises BadMedia with reason `bad_actions` or `bad_input`, or for an unusable image or video.
         """
         inputs = self._read_inputs(sample, framing, draw) if self.input_ndims else {}
         if self.needs_first_frame:
@@ -103,7 +103,6 @@ class InputReader:
         return replace(sample.prompt, inputs=inputs, metadata=metadata)
 
     def _read_inputs(self, sample: Sample, framing: Framing, draw: Draw) -> dict[str, Floats]:
-        """Read the inputs listed in data.inputs."""
         is_image = sample.media.suffix in IMAGE_SUFFIXES
         frames, total = (range(self.num_frames), None) if is_image else clip_frames(sample.media, framing, draw)
         inputs: dict[str, Floats] = {}
@@ -118,10 +117,7 @@ class InputReader:
         return inputs
 
     def _select_frames(self, name: str, raw: Floats, frames: Sequence[int], total: int) -> Floats:
-        """Select the values that belong to the frames with indices `frames`, of a file with `total` frames.
-
-        Raises ValueError for wrong shapes or non-finite values.
-        """
+        """Return an input's values for these frames of a file with `total` frames. Raises ValueError."""
         if not np.isfinite(raw).all():
             raise ValueError("contains NaN or infinite numbers")
         if name == ACTIONS:
@@ -142,10 +138,7 @@ class InputReader:
 
 
 def load_first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
-    """Decode the first frame of the clip that `load_media` reads with the same framing and draw.
-
-    Returns float32 [H,W,3], 0 to 255. Raises BadMedia.
-    """
+    """Return the first frame of the clip that `load_media` would decode, float32 [H,W,3], 0 to 255. Raises BadMedia."""
     single = replace(framing, num_frames=1, span=framing.span or framing.num_frames)
     pixels = load_media(media, single, draw).astype(np.float32)
     return pixels if pixels.ndim == 3 else pixels[0]
@@ -153,7 +146,7 @@ def load_first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
 
 @contextlib.contextmanager
 def convert_input_errors(name: str, media: Media) -> Iterator[None]:
-    """Context manager that converts READ_ERRORS of an invalid input to BadMedia."""
+    """Convert READ_ERRORS of the block to BadMedia with reason `bad_actions` or `bad_input`."""
     try:
         yield
     except READ_ERRORS as error:
@@ -161,20 +154,19 @@ def convert_input_errors(name: str, media: Media) -> Iterator[None]:
 
 
 def require_shape(array: Floats, shape: tuple[int | None, ...]) -> None:
-    """Raise ValueError unless the array has this shape."""
     if array.shape != shape:
         raise ValueError(f"shape {list(array.shape)}, expected {list(shape)} for the number of frames in this file")
 
 
 def transform_intrinsics(intrinsics: Floats, media: Media, framing: Framing, draw: Draw) -> Floats:
-    """Convert intrinsics from pixels of the original frames to pixels of the cropped and resized frames."""
+    """Convert intrinsics [F,4] from pixels of the file's frames to pixels of the cropped and resized frames."""
     height, width = media_size(media)
     box = crop_box((height, width), framing, framing.crop_position(draw))
     return crop_intrinsics(intrinsics, box, (framing.height, framing.width))
 
 
 def read_raw_input(sample: Sample, name: str) -> Floats:
-    """Read one input without selecting frames. Raises KeyError, OSError or ValueError."""
+    """Return the input `name` for all frames of the file, in float32. Raises KeyError, OSError or ValueError."""
     camera = sample.prompt.metadata.get(CAMERA_KEY)
     mappings = [sample.prompt.metadata, *([camera] if isinstance(camera, dict) else [])]
     value = next((mapping[name] for mapping in mappings if name in mapping), None)
@@ -187,10 +179,7 @@ def read_raw_input(sample: Sample, name: str) -> Floats:
 
 
 def find_sibling_file(sample: Sample, name: str) -> Media:
-    """Return the .npy file `name`, a path relative to the folder of the image or video, or in the same tar.
-
-    Raises ValueError for a path outside that folder and OSError if the file does not exist.
-    """
+    """Return the .npy file `name` from the sample's folder or tar. Raises ValueError or FileNotFoundError."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not name.endswith(".npy"):
         raise ValueError(f"{name} is not an .npy file below the folder of the image or video")
@@ -205,10 +194,7 @@ def find_sibling_file(sample: Sample, name: str) -> Media:
 
 
 def strip_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the metadata that rewards receive: without the inputs `names`.
-
-    A `camera` object that contains one of the inputs is removed as a whole.
-    """
+    """Return the metadata for rewards: without these inputs, and without a `camera` object that contains one."""
     camera = metadata.get(CAMERA_KEY)
     camera_keys = (
         [CAMERA_KEY]

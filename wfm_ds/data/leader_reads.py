@@ -1,4 +1,4 @@
-"""Reading by replica leaders: the first rank of a replica reads files and sends the other ranks their metadata."""
+"""Reading by replica leaders: the first rank of a replica reads files and sends sample metadata to its other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wfm_ds.distributed.world import World
 
 
 def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
-    """Run the function `read` on each replica leader and return its samples on every rank of the replica. Collective.
+    """Call `read` on each replica leader and return its samples on all ranks of the replica. Collective.
 
     Only the leader's samples have media, pixels or latents. A leader's UserError is raised on all ranks.
     """
@@ -22,10 +22,9 @@ def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> li
 
 
 def choose_on_leader(world: World, samples: Sequence[Sample], choose: Callable[[], list[Sample]]) -> list[Sample]:
-    """Run the function `choose` on each replica leader and return the chosen samples on every rank. Collective.
+    """Call `choose` on each replica leader and return its choice on all ranks of the replica. Collective.
 
-    samples: all samples, identical on every rank. Ranks of a replica get the same result. A leader's UserError is
-    raised on all ranks.
+    samples: all samples, identical on every rank. A leader's UserError is raised on all ranks.
     """
     chosen: list[Sample] | None = world.run_checked(choose, on="leaders")
     if chosen is not None:
@@ -36,7 +35,7 @@ def choose_on_leader(world: World, samples: Sequence[Sample], choose: Callable[[
 
 
 def pack_sample(sample: TrainingSample) -> list[Any]:
-    """Return the sample as JSON, without its media."""
+    """Return a sample as JSON, without media, pixels and latents."""
     return [sample.sample_id, sample.epoch, sample.position, pack_prompt(sample.prompt)]
 
 

@@ -12,10 +12,9 @@ from wfm_ds.data.video import load_clip, video_size
 
 
 def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """Decode to uint8 pixels: [H,W,3] for an image, [F,H,W,3] for a video.
+    """Decode to uint8 RGB: [H,W,3] for an image, [framing.num_frames,H,W,3] for a video.
 
-    If framing.num_frames is 1, a video yields one of its frames. Raises BadMedia, with the reason `too_short` for an
-    image if framing.num_frames is larger.
+    Raises BadMedia, also for an image if framing.num_frames > 1 (reason `too_short`).
     """
     if media.suffix not in IMAGE_SUFFIXES:
         return load_clip(media, framing, draw)

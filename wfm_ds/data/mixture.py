@@ -1,8 +1,6 @@
 """Weighted mixture of datasets: each dataset's share of the samples in an epoch is proportional to its weight.
 
-Samples are repeated to reach these shares: an epoch contains every sample at least once, and samples of datasets with
-larger weights more often. The order works as for other data: it is identical for any number of ranks and after a
-resume.
+An epoch contains every sample at least once, and repeats of some samples to reach these shares.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ MAX_GROWTH = 100  # maximum epoch length relative to the number of samples
 
 
 class SampleSetMixture(SampleSet):
-    """Mixture of datasets by name. Ids are NAME/ID. Rejected entries and notes come from all datasets."""
+    """Weighted mixture of named datasets. Sample ids are NAME/ID."""
 
     def __init__(self, sets: Mapping[str, tuple[SampleSet, float]]) -> None:
-        """sets: (dataset, weight) by name, with weights > 0."""
+        """sets: {name: (dataset, weight)}, with weights > 0."""
         super().__init__("data.sets")
         self.weights = {name: weight for name, (_, weight) in sets.items()}
         for name, (dataset, _) in sorted(sets.items()):
@@ -35,10 +33,7 @@ class SampleSetMixture(SampleSet):
         self.samples.sort(key=lambda sample: sample.id)
 
     def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:
-        """Return the samples of one epoch, including repeats.
-
-        Raises DataError if an epoch would be more than MAX_GROWTH times as long as `training`.
-        """
+        """Return an epoch's samples, with repeats. Raises DataError if there are over MAX_GROWTH * len(training)."""
         by_dataset: dict[str, list[Sample]] = {name: [] for name in self.weights}
         for sample in training:
             by_dataset[sample.id.partition("/")[0]].append(sample)
@@ -61,10 +56,7 @@ class SampleSetMixture(SampleSet):
 
 
 def epoch_counts(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """Return the number of samples per epoch for each dataset.
-
-    It is proportional to the weight, at least the dataset's size, and 0 for an empty dataset.
-    """
+    """Return {dataset: samples per epoch}, proportional to the weights and at least the dataset's size; 0 if empty."""
     total = sum(weights[name] for name, size in sizes.items() if size)
     shares = {name: weights[name] / total if size else 0.0 for name, size in sizes.items()}
     length = max((sizes[name] / share for name, share in shares.items() if share), default=0.0)
@@ -72,10 +64,7 @@ def epoch_counts(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict
 
 
 def repeat_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Return `count` samples: all given samples equally often, and some of them once more.
-
-    Copies get distinct ids, so that crop, clip and noise are drawn independently.
-    """
+    """Repeat samples evenly to length `count`. New ids for repeats make their crop, clip and noise independent."""
     rounds, rest = divmod(count, len(samples)) if samples else (0, 0)
     extra = [samples[i * len(samples) // rest] for i in range(rest)]  # evenly spaced: neighbours may be similar
     copies = [*samples]

@@ -1,7 +1,7 @@
 """`python -m wfm_ds.data.moving OUT_DIR`: write the moving-shapes demo of the video quickstart.
 
-Each possible clip is written 20 times as a lossless video. 7 of its 20 captions name a wrong direction. After SFT the
-model therefore moves shapes in the wrong direction about as often, and RL can improve it.
+Each possible clip is written 20 times as a lossless video. 7 of its 20 captions name a wrong direction, so after SFT
+the model often moves shapes in the wrong direction, and RL can improve it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def caption_fields(clip: MovingClip) -> dict[str, str]:
 
 
 def noisy_captions(clip: MovingClip) -> list[dict[str, str]]:
-    """Return the captions of all copies of a clip. The first NUM_WRONG captions cycle through wrong directions."""
+    """Return a clip's COPIES captions. The first NUM_WRONG of them cycle through wrong directions."""
     other_directions = [direction for direction in DIRECTIONS if direction != clip.direction]
     wrong = [
         MovingClip(clip.shape, other_directions[k % len(other_directions)], clip.variant) for k in range(NUM_WRONG)
@@ -35,10 +35,9 @@ def noisy_captions(clip: MovingClip) -> list[dict[str, str]]:
 
 
 def write_moving(out: Path) -> int:
-    """Write the demo and return the number of videos.
+    """Write the demo and return the number of videos. Raises DataError if `out` is not empty.
 
-    videos/: 960 videos NNNN.mkv with .json captions. prompts/train.jsonl: the 12 prompts. Raises DataError if the
-    folder exists and is not empty.
+    videos/: 960 videos NNNN.mkv with .json captions. prompts/train.jsonl: the 12 prompts.
     """
     require_new_folder(out)
     (out / "videos").mkdir(parents=True)

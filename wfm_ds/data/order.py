@@ -1,7 +1,4 @@
-"""Order of the training samples and batches in that order, independent of world size and number of workers.
-
-The order is a pure function of its arguments. Files are read in batch_reader.py.
-"""
+"""Order of the training samples, independent of world size and number of workers, and the batches in this order."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ T = TypeVar("T")
 
 
 def sample_index(position: int, num_samples: int, seed: int, shuffle: bool) -> int:
-    """Return the index of the sample at a position of the endless pass over the data. Position 0 starts epoch 0.
+    """Return the dataset index of the sample at a position, counted from 0 over all epochs.
 
     Each epoch contains every sample once. With shuffle, its order depends only on (seed, epoch).
     """
@@ -46,15 +43,15 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64
 def permutation(count: int, seed: int) -> npt.NDArray[np.int64]:
     """Return a permutation of range(count) that depends only on the seed.
 
-    It sorts raw 64-bit random numbers: numpy guarantees that these stay the same across versions, but not the result of
-    `Generator.permutation`. Resumed runs must see the same order after an upgrade.
+    A resumed run must see the same order after an upgrade: numpy keeps raw random numbers stable across versions, but
+    not `Generator.permutation`. So this function sorts raw 64-bit random numbers.
     """
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPosition:
-    """Position of a sample within its bucket: its epoch and its offset in the bucket's order of that epoch."""
+    """Position of a sample in its bucket: an epoch, and the offset in the bucket's order of that epoch."""
 
     bucket: int
     epoch: int
@@ -62,12 +59,12 @@ class BucketPosition:
 
 
 class BucketOrder:
-    """Endless pass over samples in several buckets. Every `unit` consecutive positions form a unit from one bucket.
+    """Endless sample order for several buckets. Every `unit` consecutive samples (a unit) are from one bucket.
 
-    Samples enter their buckets in the order of `sample_index`, epoch after epoch. When a bucket contains `unit`
-    samples, they form the next unit. Samples that are left at the end of an epoch stay in their bucket, so every sample
-    appears equally often. With one bucket, the order equals `sample_index`. Any position can be computed directly:
-    after a number of epochs, a bucket with n samples has filled epochs * n // unit units, for any order of the samples.
+    Samples enter their buckets in the order of `sample_index`, epoch after epoch. As soon as a bucket contains `unit`
+    samples, they form the next unit. Samples left at the end of an epoch stay in their bucket, so all samples appear
+    equally often. Any position can be computed directly, because in a number of epochs a bucket with n samples fills
+    epochs * n // unit units.
     """
 
     def __init__(self, buckets: Sequence[int], *, unit: int, seed: int, shuffle: bool) -> None:
@@ -79,7 +76,7 @@ class BucketOrder:
         self._cached_units = cache_epochs(self._epoch_units, maxsize=2)
 
     def locate(self, position: int) -> BucketPosition:
-        """Return the bucket position of the sample at a position of the endless pass, from 0."""
+        """Return the bucket and the position in it for a position of the endless order (from 0)."""
         unit, offset = divmod(position, self.unit)
         epoch = unit * self.unit // len(self.buckets)  # earliest epoch in which the unit can be filled
         while self._count_units(epoch + 1) <= unit:
@@ -90,7 +87,7 @@ class BucketOrder:
         return BucketPosition(bucket, *divmod(number * self.unit + offset, self.counts[bucket]))
 
     def sample_index(self, position: BucketPosition) -> int:
-        """Return the index of the sample at a bucket position."""
+        """Return the dataset index of the sample at a bucket position."""
         order, offsets = self._cached_split(position.epoch)
         return int(order[offsets[position.bucket][position.offset]])
 
@@ -98,17 +95,14 @@ class BucketOrder:
         return sum(epoch * count // self.unit for count in self.counts)
 
     def _split_epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-        """Return the order of an epoch and, for each bucket, the sorted positions of its samples in that order."""
+        """Return the sample order of an epoch and, per bucket, the sorted positions of its samples in that order."""
         num_samples = len(self.buckets)
         order = epoch_order(num_samples, self.seed, epoch) if self.shuffle else np.arange(num_samples)
         by_bucket = np.argsort(self.buckets[order], kind="stable")
         return order, np.split(by_bucket, np.cumsum(self.counts)[:-1])
 
     def _epoch_units(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return, for each unit filled in this epoch, its bucket index and its number within the bucket.
-
-        Units are ordered by the position of their last sample.
-        """
+        """Return bucket index and number in the bucket of each unit of this epoch, ordered by their last samples."""
         _, offsets = self._cached_split(epoch)
         numbers = [np.arange(epoch * n // self.unit, (epoch + 1) * n // self.unit) for n in self.counts]
         ends = [
@@ -121,7 +115,7 @@ class BucketOrder:
 
 
 def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], T]:
-    """Wrap `function` of an epoch with a cache of the last results. Concurrent threads compute each value only once."""
+    """Cache the last results of a function of the epoch. Concurrent threads compute each value only once."""
     cached, lock = functools.lru_cache(maxsize=maxsize)(function), threading.Lock()
 
     def lookup(epoch: int) -> T:
@@ -132,10 +126,10 @@ def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], 
 
 
 class BatchSource(BatchReader):
-    """Batches of a fully indexed dataset, in the order of BucketOrder.
+    """Batches of a scanned dataset, in the order of BucketOrder.
 
-    The sample at a position depends only on the position. A file that cannot be decoded is replaced by a substitute
-    from the same bucket, chosen by its offset in the epoch. All ranks therefore run the same number of forward passes.
+    A file that cannot be decoded is replaced by a sample of the same bucket that depends only on the position. All
+    ranks therefore run the same number of forward passes.
     """
 
     def __init__(
@@ -154,15 +148,11 @@ class BatchSource(BatchReader):
         rejected: Mapping[str, int] = MappingProxyType({}),
         inputs: InputReader | None = None,
     ) -> None:
-        """Create the source.
+        """global_batch: samples per optimizer step over all ranks. workers: number of decoding threads.
 
-        global_batch: samples per optimizer step over all ranks.
-        buckets: for each sample, its index in `framings`; None: all 0.
-        unit: number of consecutive positions with one bucket.
-        workers: number of decoding threads.
+        buckets: for each sample, its index in `framings`; None: all 0. unit: see BucketOrder.
         cached_latents: function that returns the latents of an image or video, or None to decode it.
-        rejected: number of rejected dataset entries by reason.
-        inputs: reader of conditioning inputs.
+        rejected: {reason: number of entries that the scan rejected}. inputs: reader of conditioning inputs.
         """
         if global_batch % unit:
             raise ValueError(f"a global batch of {global_batch} samples cannot be split into units of {unit}")

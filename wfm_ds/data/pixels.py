@@ -43,11 +43,11 @@ DECODE_ERRORS: tuple[type[Exception], ...] = (
 
 
 Draw = Callable[[str], float]
-"""Random number in [0, 1) for a purpose (`clip`, `crop_x`, `crop_y`), fixed per sample and epoch."""
+"""Function from a purpose (`clip`, `crop_x`, `crop_y`) to a random number in [0, 1), fixed per sample and epoch."""
 
 
 def draw_centre(purpose: str) -> float:
-    """Return 0.5. Used as the `Draw` for centre crops and clips from the middle of a video."""
+    """Return 0.5: the `Draw` function for centre crops and clips from the middle of a video."""
     return 0.5
 
 
@@ -81,10 +81,7 @@ class BadMedia(DataError):
 
 @contextlib.contextmanager
 def convert_decode_errors(media: Media, errors: tuple[type[Exception], ...] = DECODE_ERRORS) -> Iterator[None]:
-    """Context manager that converts errors of damaged files to BadMedia `decode`.
-
-    UserErrors of the storage, such as a lost connection, are not converted.
-    """
+    """Convert decoding errors of the block to BadMedia `decode`. UserErrors (lost connection) are not converted."""
     try:
         yield
     except UserError:
@@ -96,10 +93,9 @@ def convert_decode_errors(media: Media, errors: tuple[type[Exception], ...] = DE
 def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
     """Decode an image to uint8 RGB [height, width, 3]: rotate upright, resize to cover (bicubic, antialiased), crop.
 
-    An image that already has this size is returned unchanged. Transparent images are blended over white, 16-bit grey is
-    rounded to 8 bits, and animations yield their first frame. Raises BadMedia: `decode` if the file is missing,
-    truncated, not JPEG, PNG or WebP, or above Pillow's decompression bomb limit; `too_small` if it must be enlarged by
-    more than max_upscale.
+    Images of exactly this size are not resampled. Transparent images are blended over white, 16-bit grey is rounded to
+    8 bits, and animations yield their first frame. Raises BadMedia: `decode` if the file is missing, damaged, not JPEG,
+    PNG or WebP, or above Pillow's decompression bomb limit; `too_small` if it needs more than max_upscale.
     """
     with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         rgb = to_rgb(ImageOps.exif_transpose(image))
@@ -128,7 +124,7 @@ def check_size(media: Media, framing: Framing, height: int, width: int) -> None:
 
 
 def crop_to_cover(rgb: Image.Image, framing: Framing, position: tuple[float, float]) -> Image.Image:
-    """Resize an image so that it covers height x width, and crop it at this position."""
+    """Resize an image to cover the framing's height x width, and crop it at `position`."""
     if rgb.size == (framing.width, framing.height):
         return rgb
     return ImageOps.fit(rgb, (framing.width, framing.height), method=Image.Resampling.BICUBIC, centering=position)
@@ -137,10 +133,7 @@ def crop_to_cover(rgb: Image.Image, framing: Framing, position: tuple[float, flo
 def crop_box(
     size: tuple[int, int], framing: Framing, position: tuple[float, float]
 ) -> tuple[float, float, float, float]:
-    """Return the box (left, top, right, bottom) that `crop_to_cover` keeps, in pixels of the original image.
-
-    size: height and width of the original image.
-    """
+    """Return the (left, top, right, bottom) pixels of an image of `size` (height, width) that `crop_to_cover` keeps."""
     height, width = size
     crop_height = min(height, width * framing.height / framing.width)
     crop_width = min(width, height * framing.width / framing.height)
@@ -159,7 +152,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def grey16_to_rgb(image: Image.Image) -> Image.Image:
-    """Convert 16-bit grey to RGB. Pillow's own conversion would clip values at 255, so most images would be white."""
+    """Convert 16-bit grey to RGB by rescaling. Pillow's conversion would clip values at 255 to white."""
     levels = np.asarray(image).astype(np.uint32)
     grey = (levels * 255 + 32767) // 65535
     transparent = image.info.get("transparency")

@@ -28,17 +28,13 @@ def load_pairs(paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction
 
 
 class PairTable(SampleSet):
-    """Pairs of a JSONL file. Each line has `prompt` and the paths `chosen` and `rejected`, relative to the file.
+    """Preference pairs of a JSONL file with `prompt` and relative paths `chosen` and `rejected` in each line.
 
-    Ids are the line's `id` if it has one, otherwise `CHOSEN > REJECTED`, so they do not change when lines are added or
-    moved. Other keys become metadata.
+    The sample id is the line's `id` or else `CHOSEN > REJECTED`, never the line number. Other keys become metadata.
     """
 
     def __init__(self, table: Path, *, max_bad_fraction: float) -> None:
-        """Read the table.
-
-        Raises DataError if it cannot be read, has no usable pair, or more than max_bad_fraction of the lines are bad.
-        """
+        """Read the table. Raises DataError if it is unreadable, empty, or has more than max_bad_fraction bad lines."""
         super().__init__(str(table))
         try:
             lines = read_regular(table).split(b"\n")
@@ -90,7 +86,7 @@ class PairTable(SampleSet):
 
 
 def list_folder(folder: str) -> frozenset[str]:
-    """Return the names in a folder; empty if it cannot be listed."""
+    """Return the names in a folder, or an empty set if it cannot be listed."""
     try:
         return frozenset(os.listdir(folder))
     except OSError:
@@ -98,7 +94,7 @@ def list_folder(folder: str) -> frozenset[str]:
 
 
 class PairShards(TarShards):
-    """Pairs in tar files. A pair consists of KEY.chosen.EXT, KEY.rejected.EXT and the caption KEY.json or KEY.txt."""
+    """Preference pairs in tar files: KEY.chosen.EXT, KEY.rejected.EXT and the caption KEY.json or KEY.txt."""
 
     content = "pairs (NAME.chosen.EXT and NAME.rejected.EXT)"
 
@@ -124,6 +120,6 @@ class PairShards(TarShards):
 
 
 def is_pair_member(member: IndexEntry, role: str) -> bool:
-    """Return whether a tar member is the image or video with this role (`chosen` or `rejected`) in its pair."""
+    """Return whether a tar member is the image or video with this role (`chosen` or `rejected`) of a pair."""
     stem, suffix = os.path.splitext(member.field)
     return stem == role and suffix in MEDIA_SUFFIXES

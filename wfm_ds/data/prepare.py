@@ -1,7 +1,7 @@
 """`python -m wfm_ds.data.prepare RECIPE [section.key=value ...]`: fill the cache of text embeddings and latents.
 
-Under the `deepspeed` launcher the ranks share the work. An interrupted run can be continued: entries that are already
-written are kept. Exit codes: see wfm_ds.train.
+Under the `deepspeed` launcher the ranks share the work. After an interruption, run it again: existing entries are kept.
+Exit codes: see wfm_ds.train.
 """
 
 from __future__ import annotations
@@ -72,10 +72,7 @@ def run_prepare(recipe: Recipe) -> int:
 
 
 def fill_caches(recipe: Recipe, world: World) -> str:
-    """Fill the caches and return a summary. Collective: each rank encodes its shard.
-
-    Raises UserError on all ranks.
-    """
+    """Fill the text-embedding and latent caches. Return a summary. Raises UserError on all ranks. Collective."""
     from wfm_ds.data.broadcast import read_on_main
     from wfm_ds.data.datasets import load_data
     from wfm_ds.run.memory_advice import suggest_part_keys

@@ -2,10 +2,10 @@
 
     weight = floor + (1 - floor) s / max s      s^2: running mean of the reward variance within a group
 
-Groups with equal rewards have zero gradient, so their prompts are sampled less often. Compared with the prompt with the
-largest std, any other prompt is sampled at least `floor` times as often. The scale of the rewards has no effect. With n
-prompts, each has a probability of at least floor / n. For rewards of 0 or 1 with success rate p, s^2 estimates p (1 -
-p). Prompts without rewards so far get the mean std of the others. If all stds are 0, all weights are equal.
+Groups with equal rewards have zero gradient, so their prompts are sampled less often, but at least `floor` times as
+often as the prompt with the largest std. The scale of the rewards has no effect. For rewards of 0 or 1 with success
+rate p, s^2 estimates p (1 - p). Prompts without rewards so far get the mean std of the others. If all stds are 0, all
+weights are equal.
 """
 
 from __future__ import annotations
@@ -36,16 +36,13 @@ class RewardStdTable:
         self.variances = np.full(num_prompts, np.nan)
 
     def update(self, prompt: int, variances: Sequence[float]) -> None:
-        """Update the running variance of a prompt with the variances of its groups in one RL step.
-
-        The groups have equal weights, so their order does not matter.
-        """
+        """Update a prompt's running variance with the reward variances of its groups in one RL step."""
         decay = 0.0 if math.isnan(self.variances[prompt]) else self.memory ** len(variances)
         mean = math.fsum(variances) / len(variances)
         self.variances[prompt] = mean if decay == 0 else decay * self.variances[prompt] + (1 - decay) * mean
 
     def weights(self) -> Weights:
-        """Return the weight of each prompt as an integer up to UNIT."""
+        """Return the sampling weight of each prompt as an integer up to UNIT."""
         stds = np.sqrt(self.variances)
         known_stds = stds[~np.isnan(stds)]
         if not known_stds.any():
@@ -58,11 +55,7 @@ class RewardStdTable:
         return weights
 
     def stats(self) -> dict[str, float]:
-        """Return metrics of the table.
-
-        They are the number of prompts with rewards so far, their mean reward std, and the effective number of prompts
-        for the next draw, (sum of weights)^2 / sum of weights^2.
-        """
+        """Return metrics: prompts with rewards, their mean reward std, effective prompts (sum w)^2 / (sum w^2)."""
         stds = np.sqrt(self.variances[~np.isnan(self.variances)])
         weights = self.weights().astype(np.float64)
         stats = {
@@ -72,7 +65,7 @@ class RewardStdTable:
         return stats | ({"data/prompt_reward_std_mean": math.fsum(stds) / len(stds)} if len(stds) else {})
 
     def state(self) -> dict[str, str]:
-        """Return the prompts that have rewards and their variances as JSON, 16 characters per prompt."""
+        """Return indices and variances of the prompts with rewards as base64 text, 16 characters per prompt."""
         (indices,) = np.nonzero(~np.isnan(self.variances))
         return {
             "seen": encode_array(indices.astype("<i4")),
@@ -80,16 +73,14 @@ class RewardStdTable:
         }
 
     def restore(self, state: Mapping[str, str]) -> None:
-        """Restore the result of `state`, for the same number of prompts."""
         self.variances[:] = np.nan
         self.variances[decode_array(state["seen"], "<i4")] = decode_array(state["variances"], "<f8")
 
 
 def draw_prompts(weights: Weights, count: int, *, seed: int, step: int) -> list[int]:
-    """Draw the `count` prompts of RL step `step`.
+    """Return the indices of the `count` prompts of RL step `step`.
 
-    Prompt i appears count * w_i / sum(w) times on average. In each step this number is rounded up or down, so a prompt
-    appears twice only if it is above 1.
+    Prompt i is drawn n = count * w_i / sum(w) times on average, and n rounded up or down times in each step.
     """
     order = permutation(len(weights), derive_seed(seed, "prompt_order", step))
     # Scale to the sum instead of modulo, so that rounding errors in rewards rarely change the draw.
@@ -98,10 +89,9 @@ def draw_prompts(weights: Weights, count: int, *, seed: int, step: int) -> list[
 
 
 def systematic_sample(weights: Weights, count: int, start: int) -> npt.NDArray[np.int64]:
-    """Return `count` indices by systematic sampling (Madow 1949).
+    """Return `count` indices by systematic sampling (Madow 1949). start: uniform in [0, sum(w)).
 
-    The weights are laid end to end on a line; points at distance sum(w) / count, starting at start / count, select the
-    indices. start: uniform in [0, sum(w)).
+    The weights are laid end to end on a line. Points at distance sum(w) / count, from start / count on, select indices.
     """
     total = int(weights.sum())
     return np.searchsorted(count * np.cumsum(weights), start + total * np.arange(count), side="right")

@@ -1,7 +1,6 @@
 """Prompt sets for RL and validation: prompt files and the order of prompts in training.
 
-Supports the file formats of published prompt sets; none is included. An invalid line is an error and is not skipped,
-because ids contain line numbers and prompt files are small enough to repair.
+An invalid line is an error instead of being skipped: ids contain line numbers, and prompt files are easy to repair.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ QUOTED = re.compile(r'"([^"]*)"')
 NUM_SHOWN = 10
 
 ParseLine = Callable[[str, str], Prompt]
-"""Parse (id, stripped line) to a prompt. Raises ValueError with the problem of the line."""
+"""Function that parses (id, stripped line) to a prompt. Raises ValueError for an invalid line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +35,13 @@ class PromptFormat:
 
 
 def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
-    """Read the prompt set `name` in its published format. Ids are `name/split/line number`.
+    """Read the prompt set `name` in its published file format. Ids are `name/split/line number`.
 
-    pickscore: {split}.txt with one prompt per line. ocr: the same format; the text in the first double quotes becomes
-    the metadata `ocr_target`. geneval: {split}_metadata.jsonl or {split}.jsonl; the whole object becomes metadata.
-    dance_grpo_t2v: {split}.txt, or video_prompts.txt if it does not exist. Any other name: {split}.txt, or
-    {split}.jsonl with `prompt` and optional `negative_prompt`; other keys become metadata. Files are UTF-8; blank lines
-    are skipped.
-    Raises DataError for a missing folder or file, an empty file, and invalid lines (with their numbers).
+    pickscore: {split}.txt with one prompt per line. ocr: the same; the text in the first double quotes becomes the
+    metadata `ocr_target`. geneval: {split}_metadata.jsonl or {split}.jsonl; the whole object becomes metadata.
+    dance_grpo_t2v: {split}.txt, or video_prompts.txt if it does not exist. Other names: {split}.txt, or {split}.jsonl
+    with `prompt` and optional `negative_prompt`; other keys become metadata. Blank lines are skipped.
+    Raises DataError for a missing folder or file, an empty file, or invalid lines.
     """
     if not folder.is_dir():
         raise DataError(f"data.path {folder} is not a folder: it must contain the prompt file of {name}")
@@ -61,10 +59,7 @@ def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
 
 
 def load_prompt_file(path: Path) -> list[Prompt]:
-    """Read the prompts of a .txt file (one per line) or .jsonl file (`prompt` in each object).
-
-    Ids are `file name without suffix/line number`. Raises DataError like load_prompts.
-    """
+    """Read a .txt or .jsonl prompt file. Ids are `FILE_STEM/line number`. Raises DataError like load_prompts."""
     if path.suffix not in PARSERS:
         raise DataError(
             f"{path} is neither a .txt file (one prompt per line) nor a .jsonl file (objects with `prompt`)"
@@ -73,10 +68,7 @@ def load_prompt_file(path: Path) -> list[Prompt]:
 
 
 class PromptOrder:
-    """Order of the prompts in RL training. Each epoch contains every prompt once.
-
-    An epoch can end in the middle of a step. A step with prompts from two or more epochs may contain a prompt twice.
-    """
+    """Order of the prompts in RL training: every prompt once per epoch. An epoch can end in the middle of a step."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:
@@ -90,11 +82,10 @@ class PromptOrder:
         return self._select((step - 1) * count, count, self._seed)
 
     def extra_prompts(self, step: int, count: int, attempt: int) -> list[Prompt]:
-        """Return `count` additional prompts for RL step `step`, different for each `attempt`.
+        """Return `count` additional prompts for an RL step. attempt: number of the refill round, from 1.
 
-        attempt: number of the refill round, from 1. With shuffle, each attempt has a separate order that contains every
-        prompt once per epoch. Without it, the prompts that follow those of the step are used. The result depends only
-        on the arguments.
+        With shuffle, each attempt has a separate order that contains every prompt once per epoch. Without it, the
+        prompts that follow the step's prompts are used.
         """
         return self._select((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
 
@@ -104,10 +95,7 @@ class PromptOrder:
 
 
 def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Prompt]:
-    """Read all prompts of a file. Raises DataError that names the invalid lines.
-
-    parse: function that parses (id, line) to a prompt.
-    """
+    """Read all prompts of a file. Raises DataError that lists the invalid lines. parse=None chooses by suffix."""
     parse = parse or PARSERS[path.suffix]
     prompts: list[Prompt] = []
     errors: list[str] = []
@@ -125,7 +113,7 @@ def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Pr
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, stripped line) for all lines that are not blank. Only line feeds separate lines."""
+    """Yield (line number from 1, stripped line) for lines that are not blank. Raises DataError if not UTF-8."""
     try:
         raw = read_regular(path)
     except OSError as error:

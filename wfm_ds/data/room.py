@@ -1,6 +1,6 @@
-"""`python -m wfm_ds.data.room OUT_DIR`: write the room demo, rendered clips of a tiled room with their camera paths.
+"""`python -m wfm_ds.data.room OUT_DIR`: write the room demo, rendered clips of a tiled room with exact camera paths.
 
-It is small enough for tests and for trying camera-conditioned models. Poses and intrinsics are exact.
+It is small enough for tests and for trying camera-conditioned models.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ MAX_TURN, MAX_STEP = 5.0, 0.08  # maximum per frame: degrees, metres
 
 
 def camera_path(turn: float, forward: float, sideways: float) -> Floats:
-    """Return camera-to-world poses [9,4,4] in OpenCV axes.
-
-    turn: degrees per frame; forward, sideways: metres per frame.
-    """
+    """Return camera-to-world poses [9,4,4] in OpenCV axes, for a motion per frame in degrees and metres."""
     poses = np.tile(np.eye(4), (NUM_FRAMES, 1, 1))
     for previous, pose, angle in zip(poses, poses[1:], np.radians(turn) * np.arange(1, NUM_FRAMES), strict=False):
         pose[:3, :3] = [[np.cos(angle), 0, np.sin(angle)], [0, 1, 0], [-np.sin(angle), 0, np.cos(angle)]]
@@ -43,7 +40,7 @@ def camera_path(turn: float, forward: float, sideways: float) -> Floats:
 
 
 def render_frames(poses: Floats) -> npt.NDArray[np.uint8]:
-    """Render the room from camera poses [F,4,4] to frames [F,32,32,3]."""
+    """Render the room from camera-to-world poses [F,4,4] to frames [F,32,32,3]."""
     fx, fy, cx, cy = LENS
     y, x = np.mgrid[:SIDE, :SIDE] + 0.5
     rays = np.stack([(x - cx) / fx, (y - cy) / fy, np.ones_like(x)], axis=-1)
@@ -78,11 +75,10 @@ def write_clip(folder: Path, number: int) -> tuple[Floats, npt.NDArray[np.uint8]
 
 
 def write_room(out: Path) -> int:
-    """Write the demo and return the number of clips.
+    """Write the demo and return the number of clips. Raises DataError if `out` is not empty.
 
     clips/: clips NNNN.mkv with .c2w.npy and .json. start.png, camera.json and prompts.txt: first frame, camera and
-    prompt of the last clip, for `wfm generate`. The files are bitwise reproducible with the same library versions.
-    Raises DataError if the folder exists and is not empty.
+    prompt for `wfm generate`. The files are bitwise reproducible with the same library versions.
     """
     require_new_folder(out)
     (out / "clips").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Captioned images and videos, the storage of their files, and the rejected entries of a dataset."""
+"""Samples of a dataset: captioned images and videos in local or remote files, and rejected entries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_SHOWN = 10
 
 
 class Media(Protocol):
-    """An image or video file in any storage, such as a local file, S3 or a tar."""
+    """Interface of an image or video file, such as a local file, an S3 object or a tar member."""
 
     @property
     def name(self) -> str:
@@ -51,8 +51,6 @@ class Media(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """An image or video in a local file."""
-
     file: str | Path  # str for large datasets: Path needs ten times the memory and time
 
     @property
@@ -76,7 +74,7 @@ class LocalFile:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """An image or video in a remote file, s3://..."""
+    """An image or video at an s3:// address."""
 
     address: str
 
@@ -96,20 +94,16 @@ class RemoteFile:
 
 
 def media_from_path(address: str) -> Media:
-    """Return the image or video at a path or s3:// address."""
     return RemoteFile(address) if is_remote(address) else LocalFile(address)
 
 
 def to_printable(name: str) -> str:
-    r"""Return a file name as text that can be encoded as UTF-8, for ids and messages. Invalid bytes become \udcNN."""
+    r"""Return a file name as valid UTF-8, for ids and messages. Invalid bytes become \udcNN."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def is_encodable(value: Any) -> bool:
-    r"""Return whether all text of a JSON value can be encoded as UTF-8.
-
-    JSON can contain half of a surrogate pair ("\ud800"), which tokenizers, files and messages do not accept.
-    """
+    r"""Return whether a JSON value can be encoded as UTF-8. Half of a surrogate pair, such as "\ud800", cannot."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError):
@@ -125,7 +119,7 @@ def file_identity(path: Path) -> tuple[str | int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A captioned image or video, or a preference pair. It is not decoded yet."""
+    """A captioned image or video, or a preference pair, before decoding."""
 
     id: str
     media: Media
@@ -141,9 +135,9 @@ class Sample:
 
 
 class SampleSet:
-    """Samples and rejected entries of a dataset. Subclasses scan one kind of dataset in their constructor.
+    """Base class of scanned datasets. Subclasses scan one kind of dataset in their constructor.
 
-    `samples` is sorted by id. `bad` lists the rejected entries by reason (keys of REASONS), in scan order.
+    `samples` is sorted by id. `bad` maps reasons (keys of REASONS) to the names of rejected entries, in scan order.
     """
 
     def __init__(self, source: str) -> None:
@@ -176,8 +170,7 @@ class SampleSet:
         """Return (training, held-out) samples, both sorted by id.
 
         holdout: expected share of held-out samples, in [0, 1). A hash of the id decides, so adding or removing samples
-        does not move the others. If there are two or more samples and holdout > 0, both parts are non-empty: the sample
-        with the smallest hash is held out, and the one with the largest hash is trained on.
+        does not move the others. With two or more samples and holdout > 0, both lists are non-empty.
         """
         if holdout == 0 or len(self.samples) < 2:
             return list(self.samples), []
@@ -190,7 +183,7 @@ class SampleSet:
 
 
 def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
-    """Parse a JSON caption. Keys other than prompt and negative_prompt become metadata. None if it has no prompt."""
+    """Parse a JSON caption, None if it has no prompt. Keys other than prompt and negative_prompt become metadata."""
     caption = parse_object(content)
     if caption is None:
         return None
@@ -201,7 +194,7 @@ def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
 
 
 def parse_object(content: bytes) -> dict[str, Any] | None:
-    """Parse a JSON object with text that can be encoded as UTF-8. Returns None for anything else."""
+    """Parse a JSON object that can be encoded as UTF-8. Return None for anything else."""
     try:
         value = json.loads(content)  # accepts UTF-8, UTF-16 and UTF-32, with or without BOM
     except (ValueError, RecursionError):
@@ -210,7 +203,7 @@ def parse_object(content: bytes) -> dict[str, Any] | None:
 
 
 def pack_prompt(prompt: Prompt) -> list[Any]:
-    """Return a prompt as JSON."""
+    """Return a prompt as a JSON list for `unpack_prompt`."""
     packed = [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
     return [*packed, pack_arrays(prompt.inputs)] if prompt.inputs else packed
 

@@ -32,10 +32,7 @@ def draw_square(number: int, colour: tuple[int, int, int]) -> Image.Image:
 
 
 def annotation_row(number: int, names: Sequence[str]) -> dict[str, Any]:
-    """Return the LLaVA row of image `number`, with a question about the image.
-
-    Every fourth row has a second question, about the next image.
-    """
+    """Return the LLaVA row of image `number`: a question about it and, in every fourth row, about the next image."""
     turns = [
         {"from": "human", "value": "<image>\nthe square is"},
         {"from": "gpt", "value": f"{names[number]} square"},
@@ -52,9 +49,9 @@ def annotation_row(number: int, names: Sequence[str]) -> dict[str, Any]:
 
 
 def write_squares(out: Path) -> int:
-    """Write images/NNN.png and annotations.json. Return the number of images. The files are bitwise reproducible.
+    """Write images/NNN.png and annotations.json, bitwise reproducible. Return the number of images.
 
-    Raises DataError if the folder exists and is not empty.
+    Raises DataError if `out` is not empty.
     """
     require_new_folder(out)
     (out / "images").mkdir(parents=True)

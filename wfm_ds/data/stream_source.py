@@ -1,7 +1,4 @@
-"""Batches of a stream, identical for any number of ranks.
-
-Every replica reads all rows of the stream and decodes only its shard.
-"""
+"""Batches of a streamed dataset. Every replica reads all rows of the stream and decodes only its shard."""
 
 from __future__ import annotations
 
@@ -19,17 +16,16 @@ from wfm_ds.data.samples import REASONS
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """Rows of one optimizer step, and the stream state after them."""
+    """Rows of one optimizer step, and the state of the stream after them."""
 
     rows: Sequence[StreamedRow]
     state: dict[str, Any]
 
 
 class StreamSource(BatchReader):
-    """Batches of a stream, in step order. Position p is the usable row p of the endless stream.
+    """Batches of an endless stream, identical for any number of ranks. Position p is the usable row p of the stream.
 
-    A file that cannot be decoded is replaced by another row of the same step; the choice depends only on the rows of
-    this step. The undecoded rows of two steps are in memory.
+    A file that cannot be decoded is replaced by another row of its step. Undecoded rows of two steps are in memory.
     """
 
     def __init__(
@@ -43,10 +39,7 @@ class StreamSource(BatchReader):
         workers: int = 2,
         inputs: InputReader | None = None,
     ) -> None:
-        """open_stream: function that opens the stream at its first row.
-
-        It is called with the first batch, so only on replica leaders.
-        """
+        """open_stream: opens the stream at its first row. Called for the first batch, so only on replica leaders."""
         super().__init__(
             global_batch=global_batch, seed=seed, max_bad_fraction=max_bad_fraction, workers=workers, inputs=inputs
         )

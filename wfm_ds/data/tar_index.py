@@ -1,7 +1,4 @@
-"""Index of a tar file, read in one pass over its headers and optionally cached on disk.
-
-Nothing is extracted, and member names are never used as paths.
-"""
+"""Index of a tar file, built from its headers and optionally cached on disk. Members are never extracted to files."""
 
 from __future__ import annotations
 
@@ -45,9 +42,9 @@ class TarIndex:
 
 
 def load_tar_index(address: str, cache_dir: Path | None) -> TarIndex:
-    """Return the index of a local or S3 tar. Uses the index in cache_dir if it was made from this version of the file.
+    """Return the index of a local or S3 tar, from cache_dir if the tar is unchanged.
 
-    Raises DataError if the file is missing or not an uncompressed tar, and StorageError for storage failures.
+    Raises DataError if the file is missing or not an uncompressed tar, and StorageError if it cannot be read.
     """
     try:
         version = storage.file_version(address)
@@ -65,7 +62,7 @@ def load_tar_index(address: str, cache_dir: Path | None) -> TarIndex:
 
 
 def read_index_file(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
-    """Read a cached index file. Returns None if it does not exist or was made from a different version of the tar."""
+    """Return a cached index, or None if it does not exist or was made from a different version of the tar."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

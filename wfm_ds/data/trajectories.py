@@ -1,4 +1,4 @@
-"""Actions and camera paths of a clip: composition of the actions of skipped frames, scaling, cropping of intrinsics."""
+"""Actions and camera paths of a clip: compose actions of skipped frames, scale actions, crop intrinsics."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ STATS_KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists i
 def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None) -> Floats:
     """Return the actions [len(frames)-1,D] between consecutive selected frames.
 
-    actions: [N-1,D]; row i moves frame i to frame i + 1.
-    compose: how to combine several actions between two selected frames, `sum` or `pose` (see `pose_product`). None:
-    raise ValueError if frames are skipped or repeated.
+    actions: [N-1,D]; row i moves frame i to frame i + 1. compose: how to combine the actions between two selected
+    frames, `sum` or `pose` (see `pose_product`); None: raise ValueError if frames are skipped or repeated.
     """
     spans = list(itertools.pairwise(frames))
     if compose is None and any(stop != start + 1 for start, stop in spans):
@@ -52,10 +51,9 @@ def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None)
 
 
 def pose_product(poses: Floats) -> Floats:
-    """Compose n relative poses [n,9] to one pose [9]. n = 0 yields the identity.
+    """Compose n poses [n,9], each relative to the previous one, to one pose [9]. n = 0 yields the identity.
 
-    Each pose is relative to the previous one. A rotation is stored as the first two columns of its matrix (Zhou et al.,
-    CVPR 2019).
+    A pose is a translation [3] and the first two columns of a rotation matrix [6] (Zhou et al., CVPR 2019).
     """
     orientation, translation = np.eye(3), np.zeros(3)
     for pose in poses.astype(np.float64):
@@ -65,10 +63,7 @@ def pose_product(poses: Floats) -> Floats:
 
 
 def rotation_matrix(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the rotation matrix [3,3] with these first two columns, after Gram-Schmidt orthonormalization.
-
-    Raises ValueError if they are parallel.
-    """
+    """Return the rotation [3,3] from its first two columns by Gram-Schmidt. Raises ValueError if they are parallel."""
     x = first / (np.linalg.norm(first) or 1)
     y = second - (x @ second) * x
     if np.linalg.norm(x) == 0 or np.linalg.norm(y) < 1e-6 * np.linalg.norm(second) or not second.any():
@@ -78,10 +73,7 @@ def rotation_matrix(first: npt.NDArray[np.float64], second: npt.NDArray[np.float
 
 
 def require_rigid(poses: Floats) -> None:
-    """Raise ValueError unless all poses [F,4,4] are rigid.
-
-    Rotations must be orthonormal up to RIGID_TOLERANCE with determinant 1, and the last row must be 0 0 0 1.
-    """
+    """Raise ValueError unless all poses [F,4,4] are rigid: a rotation, a translation and the last row 0 0 0 1."""
     rotations = poses[:, :3, :3].astype(np.float64)
     products = np.einsum("fji,fjk->fik", rotations, rotations)
     if np.abs(products - np.eye(3)).max() > RIGID_TOLERANCE or (np.linalg.det(rotations) < 0).any():
@@ -106,10 +98,7 @@ class ActionScaling:
 
 
 def load_scaling(actions: ActionsRecipe) -> ActionScaling | None:
-    """Load the scaling from data.actions.stats. Returns None if actions are not normalized.
-
-    Raises DataError if the file does not contain the lists that data.actions.normalize needs.
-    """
+    """Return the scaling from data.actions.stats, or None if actions are not normalized. Raises DataError."""
     if actions.normalize == "none" or actions.stats is None:
         return None
     first, second = STATS_KEYS[actions.normalize]
@@ -155,5 +144,4 @@ def crop_intrinsics(intrinsics: Floats, box: tuple[float, float, float, float], 
 
 
 def is_numeric(array: Any) -> bool:
-    """Return whether this is a numpy array of real numbers."""
     return isinstance(array, np.ndarray) and array.dtype.kind in "biuf"

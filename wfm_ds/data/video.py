@@ -48,10 +48,7 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 
 
 def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], int]:
-    """Return the frame indices of a clip and the number of frames in the file, without decoding.
-
-    The clip has framing.span frames if that is set, otherwise framing.num_frames. Raises BadMedia like choose_frames.
-    """
+    """Return (frame indices of the clip, number of frames in the file) without decoding. Raises BadMedia."""
     with open_video(media) as container:
         stream = container.streams.video[0]
         times, _ = read_timestamps(container, stream)
@@ -71,10 +68,7 @@ def video_size(media: Media) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def open_video(media: Media) -> Iterator[InputContainer]:
-    """Context manager that opens a video file for single-threaded decoding.
-
-    Worker threads decode several files in parallel.
-    """
+    """Open a video for single-threaded decoding (worker threads decode files in parallel). Raises BadMedia."""
     with (
         convert_decode_errors(media, (*DECODE_ERRORS, av.FFmpegError)),
         media.open() as file,
@@ -85,22 +79,17 @@ def open_video(media: Media) -> Iterator[InputContainer]:
 
 
 def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
-    """Return the times of all frames, and of the keyframes, both ascending and in the stream's time base.
-
-    Reads the packets without decoding them.
-    """
+    """Return the ascending times of all frames and of the keyframes, in the stream's time base, without decoding."""
     is_keyframe = {p.pts: p.is_keyframe for p in container.demux(stream) if p.pts is not None and not p.is_discard}
     return sorted(is_keyframe), sorted(time for time, is_key in is_keyframe.items() if is_key)
 
 
 def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Framing, draw: Draw) -> Sequence[int]:
-    """Choose the frames of a clip from a video. Return ascending indices.
+    """Return the ascending frame indices of a clip of framing.span frames, or else framing.num_frames.
 
-    seconds: [N], times of the video's frames. The clip has framing.span frames if that is set, otherwise num_frames.
-    Without fps the frames are consecutive. With fps the clip lasts (num_frames - 1) / fps seconds: a random start time
-    is chosen for which the clip fits, then the frames nearest to multiples of 1 / fps after it. Raises BadMedia:
-    `too_short` (clips are not padded or looped), or `low_fps` if a frame would be repeated and framing.allow_repeats is
-    False.
+    seconds: [N], times of the video's frames. Without framing.fps the frames are consecutive. With it, they are the
+    frames nearest to times 1 / fps apart, from a start at which the clip fits. Raises BadMedia: `too_short`, or
+    `low_fps` if a frame would be repeated and framing.allow_repeats is False.
     """
     count, total = framing.span or framing.num_frames, len(seconds)
     u = draw("clip") if framing.clip == "random" else 0.5
@@ -134,7 +123,7 @@ def nearest_frame(seconds: npt.NDArray[np.float64], moment: float) -> int:
 def decode_frames(
     container: InputContainer, stream: VideoStream, start: int, wanted: Set[int]
 ) -> Iterator[tuple[int, VideoFrame]]:
-    """Decode from time `start` on, and yield (time, frame) for frames with a time in `wanted`."""
+    """Seek to time `start`, decode, and yield (time, frame) for each frame with a time in `wanted`."""
     container.seek(start, stream=stream)
     last = max(wanted)
     for frame in container.decode(stream):

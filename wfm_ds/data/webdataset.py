@@ -45,11 +45,10 @@ class TarMember:
 
 
 class TarShards(SampleSet):
-    """Captioned media in tar files. A sample is a group of consecutive members with the same key.
+    """Captioned images and videos in tar files. Consecutive members with the same key form a sample.
 
-    It has one image or video and a caption: `json` with `prompt`, or `txt`. If it has `txt` and a `json` without
-    `prompt`, the JSON object becomes metadata. Ids are FOLDER/SHARD/KEY: the name of the shard's folder, the name of
-    the shard without .tar, and the key.
+    A sample has one image or video and a caption: `json` with `prompt`, or `txt`. With `txt`, a `json` without `prompt`
+    becomes metadata. Ids are FOLDER/SHARD/KEY: the shard's folder name, its file name without .tar, and the key.
     """
 
     content: ClassVar = "captioned media"  # for messages
@@ -57,10 +56,9 @@ class TarShards(SampleSet):
     def __init__(self, patterns: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> None:
         """Index the shards.
 
-        patterns: paths and s3:// addresses, which may contain {000..123} and globs. cache_dir: folder for cached
-        indices.
-        Raises DataError if a shard is missing, if two shards have the same name and the same folder name, if there is
-        no usable sample, or if more than max_bad_fraction of the entries are bad.
+        patterns: paths and s3:// addresses with optional {000..123} and globs. cache_dir: folder for cached indices.
+        Raises DataError if a shard is missing, two shards have equal file and folder names, there is no usable sample,
+        or more than max_bad_fraction of the entries are bad.
         """
         super().__init__(", ".join(patterns))
         shards = list(dict.fromkeys(address for pattern in patterns for address in storage.expand_pattern(pattern)))
@@ -114,7 +112,7 @@ class TarShards(SampleSet):
 
 
 def parse_prompt(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:
-    """Return the prompt from the json and txt captions of a sample, or None if neither is valid."""
+    """Return the prompt from a sample's json or txt caption, or None if neither is valid."""
     if json_text is not None and (prompt := parse_caption(json_text.encode(), sample_id)) is not None:
         return prompt
     if plain_text is None or not plain_text.strip():
@@ -128,10 +126,7 @@ def parse_prompt(json_text: str | None, plain_text: str | None, sample_id: str) 
 
 
 def unique_shard_names(shards: Sequence[str]) -> list[str]:
-    """Return FOLDER/NAME of each shard, without .tar. A name does not depend on the other shards, so ids are stable.
-
-    Raises DataError if two shards have the same name.
-    """
+    """Return FOLDER/NAME of each shard, without .tar, for sample ids. Raises DataError if two are equal."""
     shard_by_name: dict[str, str] = {}
     for shard in shards:
         path = PurePosixPath(shard)

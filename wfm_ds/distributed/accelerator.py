@@ -20,34 +20,25 @@ DEVICE_NODES = (
 
 
 def is_accelerator_present(devices: Path = Path("/dev")) -> bool:
-    """Return whether this machine has a GPU or another accelerator, judged by its device nodes.
-
-    Does not import torch.
-    """
+    """Return whether this machine has a GPU or another accelerator, by its device nodes. Does not import torch."""
     return any(next(devices.glob(pattern), None) is not None for pattern in DEVICE_NODES)
 
 
 def uses_cuda() -> bool:
-    """Return whether this process computes on GPUs.
-
-    It does if CUDA is available and DS_ACCELERATOR does not name another device.
-    """
+    """Return whether CUDA is available and DS_ACCELERATOR does not name another device."""
     import torch
 
     return os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.is_available()
 
 
 def choose_accelerator() -> None:
-    """Make DeepSpeed use the CPU if there is no CUDA device. If the user has set DS_ACCELERATOR, its value is kept."""
+    """Set DS_ACCELERATOR=cpu for DeepSpeed if CUDA is not available and the user has not set the variable."""
     if "DS_ACCELERATOR" not in os.environ and not uses_cuda():
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which this device is the thread's current device, as libraries, kernels and streams require.
-
-    A new thread starts with GPU 0 as its current device.
-    """
+    """Return a context that makes this device the thread's current one. A new thread starts with GPU 0."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -14,11 +14,11 @@ DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # values for which cuBLAS docum
 
 @contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Make torch use only deterministic kernels inside the context, and restore the settings afterwards.
+    """Make torch use only deterministic kernels inside the context, if `enabled`.
 
-    Enter the context before this process uses a GPU. Operations without a deterministic kernel raise an error.
-    Raises RecipeError if CUBLAS_WORKSPACE_CONFIG has a value with which cuBLAS is nondeterministic, or if it is unset
-    although CUDA is already initialized.
+    Enter it before this process uses a GPU. Operations without a deterministic kernel raise an error. Raises
+    RecipeError if CUBLAS_WORKSPACE_CONFIG has a value with which cuBLAS is nondeterministic, or if it is unset although
+    CUDA is already initialized.
     """
     if not enabled:
         yield
@@ -41,7 +41,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     cudnn_before = cudnn.benchmark, cudnn.deterministic
     os.environ.setdefault(CUBLAS_VARIABLE, DETERMINISTIC_WORKSPACES[0])
     torch.use_deterministic_algorithms(True)
-    cudnn.benchmark, cudnn.deterministic = False, True  # the benchmark may select other kernels at each start
+    cudnn.benchmark, cudnn.deterministic = False, True  # the benchmark may select different kernels in each process
     try:
         yield
     finally:

@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-SETTLE_S = 2.0  # wait after the first failure, because a rank that fails as a consequence may report first
+SETTLE_S = 2.0  # wait after the first failure, because the rank that caused it may report later than others
 MAX_NAMED_RANKS = 8  # ranks listed in one message
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Reason why the run ends.
-
-    ranks: the ranks that caused it. stuck: True if these ranks still run and can print their stack traces.
-    """
+    """The reason why a run ends. stuck: the blamed ranks still run and can print their stack traces."""
 
     ranks: tuple[int, ...]
     text: str
@@ -46,30 +43,28 @@ class RankRecord:
 
 
 class RankStates:
-    """The states of all ranks, and the fault that they imply."""
+    """The states of all ranks, and the fault that follows from them. Times `now_s` are in seconds."""
 
     def __init__(self, size: int, *, silent_s: float, stuck_s: float, max_gap_s: float) -> None:
-        """Create an empty table.
+        """Create an empty table for `size` ranks.
 
-        size: number of ranks.
-        silent_s: a rank without a report for this many seconds counts as gone.
-        stuck_s: the run counts as stuck if no rank makes progress for this many seconds.
-        max_gap_s: if `find_fault` is called later than this many seconds after its last call, the job was suspended,
-        and the additional time is not counted.
+        silent_s: a rank without a heartbeat for this many seconds counts as gone. stuck_s: the run counts as stuck if
+        no rank makes progress for this many seconds. max_gap_s: if two calls of `find_fault` are further apart, this
+        process was suspended, and the excess time is not counted.
         """
         self.size, self.silent_s, self.stuck_s, self.max_gap_s = size, silent_s, stuck_s, max_gap_s
         self.last_check_s: float | None = None
         self.members: dict[int, RankRecord] = {}
-        self.first_end_s: float | None = None  # time of the first gone or failed rank
+        self.first_end_s: float | None = None  # when the first rank was gone or failed
 
     def add_rank(self, rank: int, location: str, now_s: float) -> None:
         self.members[rank] = RankRecord(rank, location, heard_at_s=now_s, advanced_at_s=now_s)
 
     def record_beat(self, rank: int, num_started: int, num_advances: int, operation: str, now_s: float) -> None:
-        """Record a report.
+        """Record a heartbeat.
 
-        num_started: number of operations that all ranks run in the same order; compared between ranks.
-        num_advances: number of other signs of progress; only shows that the rank is not stuck.
+        num_started: number of operations that all ranks run in the same order; compared between ranks. num_advances:
+        number of other signs of progress; only shows that the rank is not stuck.
         """
         member = self.members[rank]
         member.heard_at_s = now_s
@@ -78,20 +73,17 @@ class RankStates:
             member.operation, member.advanced_at_s = operation, now_s
 
     def record_done(self, rank: int) -> None:
-        """Record that the rank has finished and sends no more reports."""
+        """Record that the rank has finished and sends no more heartbeats."""
         self.members[rank].state = "done"
 
     def record_failure(self, rank: int, reason: str, is_secondary: bool, now_s: float) -> None:
-        """Record that a rank failed.
-
-        is_secondary: True if it failed only because communication with other ranks failed.
-        """
+        """Record that a rank failed. is_secondary: it failed because communication with other ranks failed."""
         member = self.members[rank]
         member.state, member.reason, member.is_secondary = "failed", reason, is_secondary
         self._record_end(now_s)
 
     def record_disconnect(self, rank: int, reason: str, now_s: float) -> None:
-        """Record that the connection of a rank closed. A rank that had not reported its end counts as gone."""
+        """Record that a rank's connection closed. Unless it has finished or failed, the rank counts as gone."""
         member = self.members[rank]
         if member.state == "runs":
             member.state, member.reason = "gone", reason
@@ -103,7 +95,7 @@ class RankStates:
     def find_fault(self, now_s: float) -> Fault | None:
         """Return the fault that ends the run, None if there is none.
 
-        After the first failure, waits SETTLE_S seconds for the reports of other ranks before it returns a fault.
+        For SETTLE_S seconds or more after the first failure it returns None, so that the other ranks can report too.
         """
         self._exclude_sleep(now_s)
         for member in self._ranks_in_state("runs"):
@@ -116,14 +108,14 @@ class RankStates:
     def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
         """Return whether the cause of the first failure, at `ended_at_s`, is certain.
 
-        If all failures are secondary, every other rank must have sent a report since then or count as gone.
+        If all failures are secondary, each running rank must have sent a heartbeat since then.
         """
         running, ended = self._ranks_in_state("runs"), [*self._ranks_in_state("gone"), *self._ranks_in_state("failed")]
         is_known = not all(member.is_secondary for member in ended) or all(m.heard_at_s > ended_at_s for m in running)
         return is_known and now_s - ended_at_s >= SETTLE_S
 
     def _exclude_sleep(self, now_s: float) -> None:
-        """Exclude the time for which this process was suspended, by shifting the recorded times of all ranks."""
+        """Do not count the time for which this process was suspended: shift the recorded times of all ranks."""
         slept_s = 0.0 if self.last_check_s is None else now_s - self.last_check_s - self.max_gap_s
         self.last_check_s = now_s
         if slept_s > 0:
@@ -132,10 +124,10 @@ class RankStates:
                 member.advanced_at_s = min(now_s, member.advanced_at_s + slept_s)
 
     def _blame_ended(self) -> Fault:
-        """Return the fault of ranks that are gone or failed.
+        """Return the fault after ranks are gone or failed.
 
-        Blames, in this order: ranks that are gone; a rank that failed by its own error; the ranks that a failed rank
-        was waiting for.
+        It blames, in this order: ranks that are gone; a rank that failed by its own error; the ranks for which a failed
+        rank was waiting.
         """
         gone = self._ranks_in_state("gone")
         if gone:

@@ -27,36 +27,33 @@ COUNT_TIMEOUT_S = 300.0
 
 
 def launch_gpus_value(environ: Mapping[str, str]) -> str:
-    """Return the value of WFM_LAUNCH_GPUS for a run started with this environment."""
+    """Return WFM_LAUNCH_GPUS for a run that is started with this environment."""
     return environ.get(VISIBLE_DEVICES, ALL_GPUS)
 
 
 def split_visible_devices(visible: str) -> list[str]:
-    """Split the value of CUDA_VISIBLE_DEVICES into its entries: numbers, UUIDs or names of MIG slices."""
+    """Split CUDA_VISIBLE_DEVICES into its entries: numbers, UUIDs or names of MIG slices."""
     return [name.strip() for name in visible.split(",")] if visible else []
 
 
 @dataclass(frozen=True, slots=True)
 class MachineGpus:
-    """The GPUs of this machine that the run may use.
-
-    all: their entries in CUDA_VISIBLE_DEVICES. all[k] is `cuda:k` in recipes.
-    """
+    """The GPUs of this machine that the run may use, as entries of CUDA_VISIBLE_DEVICES. all[k] is `cuda:k`."""
 
     all: tuple[str, ...]
     training_gpus: frozenset[str]  # used by the training ranks of this machine
 
-    def visible_name(self, device: str) -> str | None:
+    def visible_name(self, device: str, key: str) -> str | None:
         """Return the CUDA_VISIBLE_DEVICES entry of a device such as `cuda:1`, None if the device is not a GPU.
 
-        Raises RecipeError if the GPU does not exist.
+        key: recipe key of the device, for the message. Raises RecipeError if the GPU does not exist.
         """
         match = CUDA_DEVICE.fullmatch(device)
         if match is None:
             return None
         number = int(match[1] or 0)
         if number >= len(self.all):
-            raise RecipeError(f"rollout.devices: {device} does not exist: {self._describe_range()}{_ssh_advice()}")
+            raise RecipeError(f"{key}: {device} does not exist: {self._describe_range()}{_ssh_advice()}")
         return self.all[number]
 
     def _describe_range(self) -> str:
@@ -80,12 +77,21 @@ def gpu_environment(environ: Mapping[str, str], gpu: str) -> dict[str, str]:
     return {**environ, VISIBLE_DEVICES: gpu}
 
 
+def run_gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that sees all GPUs of the run on this machine, with `cuda:k` as the k-th."""
+    run_gpus = environ.get(LAUNCH_GPUS)
+    if run_gpus is None:
+        return dict(environ)
+    others = {name: value for name, value in environ.items() if name != VISIBLE_DEVICES}
+    return others if run_gpus == ALL_GPUS else {**others, VISIBLE_DEVICES: run_gpus}
+
+
 @functools.cache
 def _list_gpus(visible: str) -> tuple[str, ...]:
-    """Return the GPUs that a process sees with this value of CUDA_VISIBLE_DEVICES, as entries of this variable.
+    """Return the GPUs that a process with this CUDA_VISIBLE_DEVICES sees, as entries of the variable.
 
-    Counts them in a subprocess, because CUDA reads the variable only once per process. CUDA ignores an unknown entry
-    and all entries after it.
+    A subprocess counts them, because CUDA reads the variable only once per process. CUDA ignores an unknown entry and
+    all entries after it.
     """
     environ = {name: value for name, value in os.environ.items() if name != VISIBLE_DEVICES}
     if visible != ALL_GPUS:
@@ -103,7 +109,6 @@ def _list_gpus(visible: str) -> tuple[str, ...]:
 
 
 def _ssh_advice() -> str:
-    """Return advice for the user if DeepSpeed started this rank over ssh, else ""."""
     if LAUNCH_GPUS in os.environ or "CROSS_RANK" not in os.environ:
         return ""
     return (

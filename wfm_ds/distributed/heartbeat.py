@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 BEAT_INTERVAL_S = 5.0
 SILENCE_TIMEOUT_S = 45.0  # tolerates a swapping machine, but ends a dead run within a minute
 CONNECT_TIMEOUT_S = 60.0
-CHECK_INTERVAL_S = 0.5  # between checks of the states on rank 0
-FLUSH_TIMEOUT_S = 10.0  # for the fault to reach all ranks before rank 0 exits
-EXIT_TIMEOUT_S = 20.0  # for the main thread to exit after it receives the fault
+CHECK_INTERVAL_S = 0.5  # between two checks of the ranks' states
+FLUSH_TIMEOUT_S = 10.0  # how long rank 0 waits for the fault to reach all ranks
+EXIT_TIMEOUT_S = 20.0  # how long the main thread may take to exit after a fault
 MAX_LINE_BYTES = 1 << 16
 
 
@@ -55,21 +55,16 @@ class JsonConnection:
         self._unread = b""
 
     def send(self, **message: Any) -> bool:
-        """Send the keyword arguments as a message.
-
-        Returns False if the connection is broken or its send buffer is full.
-        """
+        """Send keyword arguments as a JSON object. Returns False if the connection is broken or its buffer full."""
         with self._lock, contextlib.suppress(OSError):
             self.sock.sendall(json.dumps(message).encode() + b"\n", socket.MSG_DONTWAIT)
             return True
         return False
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived, possibly [].
+        """Return the objects that have arrived, [] if none is complete. Call it when the socket is readable.
 
-        None if the peer closed the connection or sent invalid data.
-
-        Call it when the socket is readable.
+        Returns None if the peer closed the connection or sent invalid data.
         """
         try:
             chunk = self.sock.recv(MAX_LINE_BYTES)
@@ -85,10 +80,10 @@ class JsonConnection:
 
 
 class RankRegistry:
-    """The thread on rank 0 that receives heartbeats, finds the fault, and sends it to all ranks."""
+    """Thread of rank 0 that receives the heartbeats of all ranks, finds the fault and sends it to all ranks."""
 
     def __init__(self, states: RankStates, host: str, *, all_addresses: bool = False) -> None:
-        """Start the thread. all_addresses: listen on all addresses instead of `host`."""
+        """Start the thread. all_addresses: listen on all addresses of this machine instead of `host`."""
         self.token = secrets.token_hex(16)
         self._states = states
         self._connections: dict[int, JsonConnection] = {}  # by rank
@@ -105,7 +100,7 @@ class RankRegistry:
         self._thread.join(timeout=FLUSH_TIMEOUT_S)
 
     def wait_for_end(self) -> None:
-        """Wait until the fault has been sent."""
+        """Wait until the fault has been sent, at most FLUSH_TIMEOUT_S seconds."""
         self._thread.join(timeout=FLUSH_TIMEOUT_S)
 
     def _serve_ranks(self) -> None:
@@ -152,7 +147,7 @@ class RankRegistry:
         yield from (line.sock for line in (*self._unauthenticated, *self._connections.values()))
 
     def _admit_rank(self, line: JsonConnection) -> None:
-        """Accept the rank if its first message has the token, else close the connection."""
+        """Register a connection if its first message has the token, else close it."""
         self._unauthenticated.remove(line)
         first = line.receive()
         rank = verify_rank(first, self.token, self._states.size)
@@ -184,10 +179,7 @@ class RankRegistry:
 
 
 def listen_on_host(host: str) -> socket.socket:
-    """Listen on a free port of the address `host`.
-
-    If it is not an address of this machine (NAT), listen on all addresses.
-    """
+    """Listen on a free port of the address `host`, or of all addresses if this machine does not have `host` (NAT)."""
     try:
         return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
@@ -196,17 +188,14 @@ def listen_on_host(host: str) -> socket.socket:
 
 
 def listen_on_all_addresses() -> socket.socket:
-    """Listen on a free port of all addresses. Peers other than ranks are rejected, since they lack the token."""
+    """Listen on a free port of all addresses. Connections without the token are closed later."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
 
 
 def wait_readable(sockets: list[socket.socket], timeout_s: float) -> set[socket.socket]:
-    """Wait up to `timeout_s` and return the sockets that are readable.
-
-    Uses poll(), because select() supports only file descriptors below 1024.
-    """
+    """Return the sockets that are readable within `timeout_s`. select() would not support descriptors above 1023."""
     poll = select.poll()
     by_number = {sock.fileno(): sock for sock in sockets}
     for number in by_number:
@@ -215,7 +204,7 @@ def wait_readable(sockets: list[socket.socket], timeout_s: float) -> set[socket.
 
 
 def verify_rank(messages: list[dict[str, Any]] | None, token: str, size: int) -> int | None:
-    """Return the rank in the first of these messages if its token is valid, else None."""
+    """Return the rank in the first message if the message has the token, else None."""
     if not messages or not hmac.compare_digest(str(messages[0].get("token")), token):
         return None
     rank = messages[0].get("rank")
@@ -223,7 +212,7 @@ def verify_rank(messages: list[dict[str, Any]] | None, token: str, size: int) ->
 
 
 class Heartbeat:
-    """Thread on every rank that sends heartbeats, receives the fault and then ends the process."""
+    """Thread of every rank that sends heartbeats, receives the fault and then ends the process."""
 
     def __init__(
         self,
@@ -239,8 +228,7 @@ class Heartbeat:
     ) -> None:
         """Connect to rank 0. Raises UserError if it is unreachable.
 
-        on_end: function called with the fault's text before the process exits, unless the main thread waits in
-        `report_failure`.
+        on_end: receives the fault's text before the process exits, unless the main thread waits in `report_failure`.
         registry: the RankRegistry, on rank 0 only.
         """
         self.rank, self.registry, self._liveness, self._silent_s = rank, registry, liveness, silent_s
@@ -271,9 +259,9 @@ class Heartbeat:
             self.registry.stop()
 
     def report_failure(self, reason: str, *, is_secondary: bool) -> Fault | None:
-        """Report an error of the main thread, and return the fault that ends the run. None if no fault arrives in time.
+        """Report an error of the main thread. Returns the fault that ends the run, None if none arrives in time.
 
-        is_secondary: True if communication with other ranks failed. The cause is then assumed to be another rank.
+        is_secondary: communication with other ranks failed, so another rank is assumed to be the cause.
         """
         self._main_waits.set()
         self._send_beat()  # the latest progress
@@ -313,7 +301,6 @@ class Heartbeat:
                 return
 
     def _send_beat(self) -> None:
-        """Send the progress of this rank. A broken connection is detected when receiving, not here."""
         liveness = self._liveness
         self._connection.send(beat=liveness.num_started, signs=liveness.num_advances, doing=liveness.operation)
 
@@ -321,11 +308,8 @@ class Heartbeat:
         return Fault((0,), f"rank 0 ({self._address[0]}) is gone: {reason}")
 
     def _end_run(self, fault: Fault) -> None:
-        """End the process because of this fault.
-
-        If the main thread waits in `report_failure`, it is left to exit by itself. A timer ends the process if the main
-        thread or `on_end` hangs.
-        """
+        """End the process. A main thread that waits in `report_failure` gets EXIT_TIMEOUT_S seconds to exit itself."""
+        # Ends the process if the main thread or `on_end` hangs.
         last_resort = threading.Timer(EXIT_TIMEOUT_S + FLUSH_TIMEOUT_S, self._exit, (1,))
         last_resort.daemon = True
         last_resort.start()
@@ -350,10 +334,10 @@ class Heartbeat:
 def start_heartbeat(
     world: Any, *, stuck_s: float, on_end: Callable[[str], None], exit_process: Callable[[int], object] = os._exit
 ) -> Heartbeat | None:
-    """Start the heartbeat of this rank. Returns None if there is only one rank. Collective.
+    """Start this rank's heartbeat. Returns None if there is only one rank. Collective.
 
-    stuck_s: the run ends if no rank makes progress for this many seconds.
-    Raises UserError on all ranks if any rank cannot reach rank 0.
+    stuck_s: the run ends if no rank makes progress for this many seconds. Raises UserError on all ranks if any rank
+    cannot reach rank 0.
     """
     from wfm_ds.distributed.world import ranks_per_node
 
@@ -383,7 +367,7 @@ def start_heartbeat(
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Return whether the error is a failed communication with other ranks, for which another rank may be the cause."""
+    """Return whether communication with other ranks failed, so that another rank may be the cause."""
     import torch.distributed as dist
 
     while error is not None:

@@ -19,13 +19,13 @@ SCRIPT_NAME = "deepspeed"
 
 
 def take_over() -> None:
-    """Replace this process by `python -m wfm_ds.launch` if it is the deepspeed script with a command for wfm_ds."""
+    """Replace this process by `python -m wfm_ds.launch` if it is `deepspeed` with a command for wfm_ds."""
     if Path(sys.argv[0]).name == SCRIPT_NAME and is_wfm_command(sys.argv[1:]):
         os.execv(sys.executable, [sys.executable, "-m", "wfm_ds.launch", *sys.argv[1:]])
 
 
 def is_wfm_command(argv: Sequence[str]) -> bool:
-    """Return whether the arguments use `-m`, which DeepSpeed lacks, or start a module of wfm_ds."""
+    """Return whether these arguments use `-m` or --wfm-version, which DeepSpeed lacks, or start a wfm_ds module."""
     if list(argv[:1]) == [VERSION_OPTION]:
         return True
     options, name_at = parse_runner_options(argv)

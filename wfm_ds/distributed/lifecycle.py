@@ -29,10 +29,7 @@ EXIT_WAIT_S = 15.0  # the launcher polls its ranks every second and ends them on
 
 
 class StopFlag:
-    """Records the signals SIGTERM and SIGINT (stop) and SIGUSR1 (save a checkpoint).
-
-    The flag is local to this rank. Ranks must agree before they act on it.
-    """
+    """Records SIGTERM and SIGINT (stop) and SIGUSR1 (save) on this rank. Ranks must agree before they act on it."""
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -44,23 +41,20 @@ class StopFlag:
 
     @property
     def signal_name(self) -> str | None:
-        """Return the name of the first stop signal, SIGTERM or SIGINT. None if none has arrived."""
+        """Name of the first stop signal, SIGTERM or SIGINT. None if none has arrived."""
         return None if self._signal is None else self._signal.name
 
     def raise_flag(self, number: int, frame: FrameType | None) -> None:
-        """Record a stop signal.
-
-        A signal handler; it only sets an attribute, because the launcher may repeat the signal anytime.
-        """
+        """Signal handler that records a stop signal. The launcher may repeat the signal at any time."""
         if self._signal is None:
             self._signal = signal.Signals(number)
 
     def request_save(self, number: int, frame: FrameType | None) -> None:
-        """Record SIGUSR1. A signal handler."""
+        """Signal handler that records SIGUSR1."""
         self._save_requested = True
 
     def take_save_request(self) -> bool:
-        """Return whether a checkpoint was requested since the last call."""
+        """Return whether SIGUSR1 has arrived since the last call."""
         requested, self._save_requested = self._save_requested, False
         return requested
 
@@ -69,10 +63,9 @@ _STOP_FLAG = StopFlag()  # one per process, like the signal handlers
 
 
 def install_signal_handlers() -> StopFlag:
-    """Record SIGTERM, SIGINT and SIGUSR1 from now on, and return the flag that records them.
+    """Record SIGTERM, SIGINT and SIGUSR1 in the process's only StopFlag and return it.
 
-    Every call returns the same flag. Call it in the main thread before heavy imports; until then, signals kill the
-    process.
+    Call it in the main thread before heavy imports; until then, these signals kill the process.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _STOP_FLAG.raise_flag)
@@ -81,10 +74,10 @@ def install_signal_handlers() -> StopFlag:
 
 
 class ParentWatch:
-    """A daemon thread that exits the process with code 77 when its parent or launcher has died.
+    """Daemon thread that exits the process with code 77 when its parent or launcher has died.
 
-    If a launcher is killed (kill -9, out of memory), its ranks would keep running and occupy the devices forever. The
-    thread uses os._exit because the main thread may hang in a collective.
+    Otherwise the ranks of a killed launcher (kill -9, out of memory) would occupy the devices forever. It uses os._exit
+    because the main thread may hang in a collective.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -95,7 +88,6 @@ class ParentWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and wait for it."""
         self._stop_event.set()
         self._thread.join(timeout=EXIT_WAIT_S)
 
@@ -109,8 +101,7 @@ class ParentWatch:
 def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | None:
     """Start a ParentWatch if a launcher started this process, else return None.
 
-    A run without a launcher may outlive the shell that started it. Call this before `World.join`, which sets the
-    environment variables of a rank.
+    A run without a launcher may outlive its shell. Call this before `World.join`, which sets a rank's variables.
     """
     if "LOCAL_RANK" not in os.environ and "WFM_LAUNCH_PID" not in os.environ:
         return None
@@ -118,9 +109,9 @@ def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | N
 
 
 def _find_launcher() -> psutil.Process | None:
-    """Return the launcher's process, given by WFM_LAUNCH_PID. None if the variable is not set.
+    """Return the launcher's process, given by WFM_LAUNCH_PID. Exits this process if it has died.
 
-    It is not set by DeepSpeed's own launcher and on other nodes. Exits the process if the launcher has died.
+    Returns None if the variable is not set: with DeepSpeed's own launcher, or on other nodes.
     """
     if "WFM_LAUNCH_PID" not in os.environ:
         return None
@@ -132,7 +123,7 @@ def _find_launcher() -> psutil.Process | None:
 
 
 def _is_alive(process: psutil.Process | None) -> bool:
-    """Return whether the process is running. False if it is a zombie, or if its id now belongs to another process."""
+    """Return whether the process runs. False if it is a zombie, or if its id now belongs to another process."""
     if process is None:
         return True
     try:
@@ -142,14 +133,12 @@ def _is_alive(process: psutil.Process | None) -> bool:
 
 
 def seconds_since_start() -> float:
-    """Return the seconds since this process started. Includes the time for imports."""
+    """Return the seconds since this process started, including imports."""
     return time.time() - psutil.Process().create_time()
 
 
 def write_status(status: Literal["finished", "preempted"], step: int) -> None:
-    """Write the final status for the launcher, as the last action of rank 0.
-
-    Does nothing if WFM_STATUS_FILE is not set.
+    """Write the final status for the launcher, if WFM_STATUS_FILE is set. Rank 0 calls it last.
 
     launch.py treats a job that exits with code 0 but without a status as failed.
     """
@@ -162,10 +151,10 @@ def write_status(status: Literal["finished", "preempted"], step: int) -> None:
 
 
 def exit_with_user_error(message: str, rank: int, *, prints: bool | None = None) -> NoReturn:
-    """Exit with code 2 because of a user error, and print `error: MESSAGE` on one rank only. Raises SystemExit.
+    """Print `error: MESSAGE` on one rank and exit with code 2. Raises SystemExit.
 
-    Every rank calls it in its main thread. Rank 0 prints and exits; the launcher then ends the other ranks, which wait
-    silently until then. prints: whether this rank prints instead of rank 0, for an error that only one rank has.
+    Every rank calls it in its main thread. Rank 0 prints and exits; the others wait silently until the launcher ends
+    them. prints: whether this rank prints instead of rank 0, for an error that only one rank has.
     """
     if prints if prints is not None else rank == 0:
         sys.stderr.write(f"error: {message}\n")
@@ -176,15 +165,15 @@ def exit_with_user_error(message: str, rank: int, *, prints: bool | None = None)
 
 
 def fail_rank(message: str) -> NoReturn:
-    """Exit because of a user error that all ranks have, e.g. in the recipe, before the process group exists."""
+    """Exit because of a user error that all ranks have, e.g. in the recipe. Call before the process group exists."""
     exit_with_user_error(message, int(os.environ.get("RANK", "0")))
 
 
 def _wait_for_signal(timeout_s: float) -> None:
     """Wait up to `timeout_s` for SIGTERM or SIGINT. Returns immediately if one has already arrived.
 
-    Does not use sigtimedwait, because the kernel may deliver the signal to a thread of torch that does not block it.
-    The wake-up file descriptor works for all threads.
+    Not with sigtimedwait: the kernel may deliver the signal to a torch thread that does not block it. A wake-up file
+    descriptor works for all threads.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -214,7 +203,7 @@ def strip_launcher_args(argv: Sequence[str]) -> list[str]:
 
 
 def run_and_exit(program: Callable[[], int]) -> NoReturn:
-    """Run the program and end the process with its exit code, by os._exit.
+    """Run `program` and end the process with its exit code, by os._exit.
 
     During a normal interpreter shutdown, threads of gloo or NCCL may abort the process with a different exit code.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class Liveness:
-    """Counts of operations and of other progress. The heartbeat thread reads them."""
+    """Counts of operations and of other progress, sent by the heartbeat thread."""
 
     def __init__(self) -> None:
         self.num_started = 0
@@ -17,10 +17,7 @@ class Liveness:
         self.operation = "start"
 
     def start_operation(self, operation: str) -> None:
-        """Count an operation before it starts.
-
-        Main thread only. All ranks must call it for the same operations, in order.
-        """
+        """Count an operation before it starts. Main thread only; all ranks count the same operations in order."""
         self.num_started += 1
         self.operation = operation
 

@@ -34,28 +34,22 @@ NOISY_LIBRARIES = (
 
 
 class _OwnHandler(logging.Handler):
-    """Base class of the handlers of `setup_logging`, by which `close_logging` recognizes them."""
+    """Base class by which `close_logging` recognizes the handlers of `setup_logging`."""
 
 
 class _FileHandler(logging.FileHandler, _OwnHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop the line on an OSError such as a full disk.
-
-        Writers of essential files report such an error themselves.
-        """
+        """Drop the line on an OSError such as a full disk, which writers of essential files report themselves."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # same for unflushed lines
+        with contextlib.suppress(OSError):  # unflushed lines are dropped too
             super().close()
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO], _OwnHandler):
-    """Writes to the current sys.stderr, looked up for each line.
-
-    While a progress bar is shown, rich replaces sys.stderr so that lines are printed above the bar.
-    """
+    """Writes to sys.stderr, looked up per line: rich replaces it while it shows a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -78,11 +72,11 @@ def _is_for_console(record: logging.LogRecord) -> bool:
 def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
     """Log to `output_dir/logs/rank_<R>.log` (INFO and above) and, on rank 0, to stderr.
 
-    output_dir: None: no log file.
-    console: True: stderr shows INFO lines of wfm_ds and wfm_reward, and warnings of other packages. False: only errors.
-    Python warnings are logged too. Noisy libraries log only warnings, and the handlers that they install on import are
-    removed; so call this function after heavy imports. Another call replaces the handlers of the previous one.
-    Raises UserError if the file cannot be written.
+    output_dir: None writes no file. console: True shows INFO lines of wfm_ds and wfm_reward and warnings of other
+    packages on stderr; False shows only errors. Python warnings are logged too. Replaces the handlers of an earlier
+    call. Raises UserError if the file cannot be written.
+
+    Call it after heavy imports: it removes the handlers that noisy libraries install on import.
     """
     root = logging.getLogger()
     close_logging()
@@ -131,7 +125,7 @@ def _quiet_library(library: logging.Logger) -> None:
 
 
 def quiet_libraries() -> None:
-    """Hide start-up messages of libraries. Environment variables that the user has set are kept."""
+    """Hide start-up messages of libraries, unless the user has set their verbosity variables."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

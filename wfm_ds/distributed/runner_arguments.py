@@ -30,7 +30,7 @@ OPTION_ALIASES = {
 
 
 def parse_runner_options(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]], int | None]:
-    """Return the runner's options as {full name: (index, value)}, and the index of the script or module name.
+    """Return ({full option name: (index, value)}, index of the script or module name; None if there is none).
 
     Like argparse, accepts `--name=value`, unambiguous prefixes of long options, and `-Xvalue`.
     """
@@ -49,10 +49,7 @@ def parse_runner_options(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]
 
 
 def full_option_name(option: str) -> str:
-    """Return the full name of an option: --node_rank for --node_r, --module for -m.
-
-    Unknown options are returned unchanged.
-    """
+    """Return an option's full name: --node_rank for --node_r, --module for -m. Unknown options are unchanged."""
     if option.startswith("--") and option not in SWITCHES:
         option = next((name for name in (*sorted(SWITCHES), *VALUE_OPTIONS) if name.startswith(option)), option)
     return OPTION_ALIASES.get(option, option)

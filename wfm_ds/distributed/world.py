@@ -30,25 +30,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-WAIT_INTERVAL_S = 10.0  # interval at which waiting ranks poll for completion, by a collective
+WAIT_INTERVAL_S = 10.0  # between two polls of the ranks in run_without_timeout
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The process groups of a replica that consists of several ranks."""
+    """The process groups of a replica with several ranks."""
 
     size: int
-    group: ProcessGroup  # its ranks, for collectives of the denoiser on the device
+    group: ProcessGroup  # the replica's ranks, for collectives of the denoiser on the device
     host_group: ProcessGroup  # the same ranks over gloo
     leaders: ProcessGroup  # the first rank of each replica, over gloo
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The process group as seen by this rank.
-
-    host_group: gloo group for flags, counts and texts.
-    """
+    """The process group as seen by this rank. host_group: gloo group for flags, counts and texts."""
 
     rank: int
     size: int
@@ -60,17 +57,14 @@ class World:
 
     @classmethod
     def single_process(cls) -> World:
-        """Return a World of size 1 on the CPU, for work without a process group."""
+        """Return a World of one rank on the CPU, for work without a process group."""
         import torch
 
         return cls(0, 1, 0, torch.device("cpu"), None)
 
     @classmethod
     def join(cls, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
-        """Join the process group of the launcher. Without a launcher, create a group of size 1.
-
-        Collective. Call it only once per run.
-        """
+        """Join the launcher's process group, or create one of size 1 without a launcher. Collective; once per run."""
         import deepspeed
         import torch
         import torch.distributed as dist
@@ -137,10 +131,7 @@ class World:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this rank is the leader of its replica.
-
-        The leader does the work that is needed once per replica: reading data, decoding, rewards.
-        """
+        """Whether this rank does the work that its replica needs only once: reading data, decoding, rewards."""
         return self.sp_rank == 0
 
     def _all_reduce(self, values: Mapping[str, float], op: Any) -> dict[str, float]:
@@ -155,26 +146,17 @@ class World:
         return dict(zip(values, numbers.tolist(), strict=True))
 
     def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the sum of each value over all ranks, in float64. Collective.
-
-        All ranks must pass the same names in the same order.
-        """
+        """Sum each value over all ranks, in float64. All ranks must pass the same names in order. Collective."""
         import torch.distributed as dist
 
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def sum_over_replicas(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the sum of each value over the replica leaders, identical on every rank. Collective.
-
-        All ranks must pass the same names in the same order.
-        """
+        """Sum each value over the replica leaders, on every rank. Names as in `sum_over_ranks`. Collective."""
         return self.sum_over_ranks(values if self.is_leader else dict.fromkeys(values, 0.0))
 
     def max_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the maximum of each value over all ranks. Collective.
-
-        All ranks must pass the same names in the same order.
-        """
+        """Return each value's maximum over all ranks. All ranks must pass the same names in order. Collective."""
         import torch.distributed as dist
 
         return self._all_reduce(values, dist.ReduceOp.MAX)
@@ -184,24 +166,21 @@ class World:
         return self.max_over_ranks({"flag": float(flag)})["flag"] > 0
 
     def broadcast(self, value: Any) -> Any:
-        """Return the JSON value of rank 0 on every rank. The values that other ranks pass are ignored. Collective."""
+        """Return rank 0's JSON value on every rank; the values of other ranks are ignored. Collective."""
         if self.size == 1:
             return _json_roundtrip(value)
         LIVENESS.start_operation("a broadcast of rank 0's value")
         return _broadcast_json(0, self.host_group, value if self.is_main else None, is_source=self.is_main)
 
     def broadcast_in_replica(self, value: Any) -> Any:
-        """Return the leader's JSON value on all ranks of its replica. Collective within the replica."""
+        """Return the leader's JSON value on all ranks of its replica. Collective in the replica."""
         if self.replica is None:
             return value
         LIVENESS.record_progress("a broadcast in a replica")  # the number of calls differs between replicas
         return _broadcast_json(self.rank - self.sp_rank, self.replica.host_group, value, is_source=self.is_leader)
 
     def broadcast_tensor_in_replica(self, tensor: Tensor | None) -> Tensor:
-        """Return the leader's tensor on all ranks of its replica, on each rank's device. The other ranks pass None.
-
-        Collective within the replica.
-        """
+        """Return the leader's tensor on each rank's device; other ranks pass None. Collective in the replica."""
         import torch
         import torch.distributed as dist
 
@@ -217,10 +196,10 @@ class World:
         return tensor
 
     def transfer_tensor(self, tensor: Tensor, source: int, target: int) -> Tensor:
-        """Send a tensor from replica `source` to replica `target` through the CPU, and return it.
+        """Send a tensor from replica `source` to replica `target` through the CPU.
 
-        Only the ranks of these two replicas call it, in the same order. On the target, `tensor` is any tensor of the
-        same shape and dtype.
+        Only the ranks of these two replicas call it, in the same order. `source` gets `tensor` back. `target` passes
+        any tensor of the same shape and dtype and gets the sent one.
         """
         import torch
         import torch.distributed as dist
@@ -236,10 +215,10 @@ class World:
         return received.to(tensor.device)
 
     def gather_replica_rows(self, rows: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Return the concatenated uint8 rows of a replica's ranks on its leader, and an empty array on the other ranks.
+        """Return the uint8 rows of a replica's ranks, concatenated, on its leader; other ranks get an empty array.
 
-        counts: number of rows of each rank; the leader has the most. All rows have the same shape.
-        Collective within the replica.
+        counts: number of rows of each rank; the leader has the most. All rows have the same shape. Collective in the
+        replica.
         """
         import torch
         import torch.distributed as dist
@@ -300,9 +279,8 @@ class World:
         return [a.numpy() for a in arrays]
 
     def run_without_timeout(self, work: Callable[[], Any], *, runs_here: bool | None = None) -> Any:
-        """Run `work` on some ranks while the other ranks wait without a time limit. Collective.
+        """Run `work` on rank 0, or where `runs_here` is True, while other ranks wait without a time limit. Collective.
 
-        runs_here: whether this rank runs it. None: only rank 0 runs it.
         Returns the result, or None on the waiting ranks. If `work` raises UserError on any rank, all ranks raise it.
         """
         is_runner = self.is_main if runs_here is None else runs_here
@@ -321,10 +299,10 @@ class World:
         dist.barrier(group=self.host_group)
 
     def run_checked(self, work: Callable[[], Any], on: Literal["all", "leaders", "main"] = "all") -> Any:
-        """Run `work` on the ranks given by `on`. If it raises UserError on any rank, all ranks raise it. Collective.
+        """Run `work` on all ranks, the replica leaders, or rank 0 (`main`). Collective.
 
-        on: all ranks, the replica leaders, or rank 0 (`main`).
-        Returns the result of this rank, or None if this rank did not run it.
+        Returns this rank's result, or None if it did not run `work`. If `work` raises UserError on any rank, all ranks
+        raise it.
         """
         result, error = None, None
         if {"all": True, "leaders": self.is_leader, "main": self.is_main}[on]:
@@ -346,10 +324,7 @@ def _json_roundtrip(value: Any) -> Any:
 
 
 def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_source: bool) -> Any:
-    """Return the JSON value of rank `source` on every rank of the group. Collective.
-
-    is_source: whether this rank is `source`.
-    """
+    """Return the JSON value of rank `source` on every rank of the group. is_source: this is that rank. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -364,12 +339,11 @@ def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_s
 
 
 def ranks_per_node(world_size: int) -> int:
-    """Return the number of ranks on this host, as set by the launcher. Without a launcher, return `world_size`."""
-    return int(os.environ.get("LOCAL_SIZE", world_size))
+    """Return the number of ranks on this host, as set by DeepSpeed's launcher or torchrun, else `world_size`."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size)
 
 
 def find_free_port() -> int:
-    """Return a TCP port that is currently free on the loopback interface."""
     import socket
 
     with socket.socket() as probe:
@@ -378,7 +352,7 @@ def find_free_port() -> int:
 
 
 def threads_per_rank() -> int:
-    """Return the number of CPU threads per rank: OMP_NUM_THREADS if set, else the cores divided by the local ranks."""
+    """Return OMP_NUM_THREADS if set, else the number of cores divided by the ranks on this host."""
     if "OMP_NUM_THREADS" in os.environ:
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1")))

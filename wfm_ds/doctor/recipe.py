@@ -40,6 +40,7 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
     Starts the reward service if the recipe does. Writes nothing except a temporary object at checkpoint.storage.
     """
     yield from (DoctorFinding("recipe", "warning", doubt) for doubt in recipe.algorithm.list_warnings())
+    yield from (DoctorFinding("hosts", "warning", doubt) for doubt in preflight.host_warnings(recipe, world_size))
     yield run_check("batch", lambda: batch_summary(recipe, world_size))
     if recipe.algorithm.trains_language:
         yield run_check("model and data", lambda: language_builder.language_summary(recipe))

@@ -1,4 +1,4 @@
-"""Dropout in the trained adapter. It is active only in forward passes with gradient and reproducible after a resume."""
+"""Dropout of the trained LoRA adapter: active only in forward passes with gradients, reproducible after a resume."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from wfm_ds.seeds import derive_seed
 class AdapterDropout:
     """The dropout layers of the adapter `default`.
 
-    The dropout masks are seeded with the run's seed, the rank, the optimizer step, and the index of the forward pass
-    within the step, so checkpoints need not store any random state. Blocks that are recomputed in the backward pass use
-    the same masks, because torch's checkpointing restores the random state.
+    Masks are seeded by run seed, rank, optimizer step and forward pass within the step, so checkpoints store no random
+    state. Blocks recomputed in the backward pass use the same masks, because torch's checkpointing restores the random
+    state.
     """
 
     def __init__(self, denoiser: nn.Module, seed: int, rank: int) -> None:
-        """Disable dropout in all adapters, because PEFT creates them in train mode.
-
-        Only the dropout of `default` can be enabled again.
-        """
+        """Disable dropout in all adapters (PEFT creates them in train mode). `seed_masks` enables only `default`."""
         layers = [dict(layer.lora_dropout) for layer in find_adapter_layers(denoiser)]
         for dropout in (dropout for by_adapter in layers for dropout in by_adapter.values()):
             dropout.training = False
@@ -36,10 +33,7 @@ class AdapterDropout:
 
     @contextlib.contextmanager
     def seed_masks(self, step: int, device: torch.device) -> Iterator[None]:
-        """Enable and seed dropout for one forward pass inside the context. Without gradients, dropout is disabled.
-
-        step: number of optimizer steps before this forward pass, including skipped steps.
-        """
+        """Enable dropout for one forward pass, unless gradients are disabled. step: optimizer steps, skipped or not."""
         with_gradient = torch.is_grad_enabled()
         for layer in self._layers:
             layer.training = with_gradient

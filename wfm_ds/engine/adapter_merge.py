@@ -1,8 +1,7 @@
 """Temporary merging of a LoRA into the weights of its layers, so that forward passes run without adapters.
 
-Afterwards the weights are restored bit for bit from copies on the same device. PEFT's unmerge would subtract the update
-instead, which causes rounding errors. Weights are changed in place, so captured CUDA graphs, which use the addresses of
-the weights, stay valid.
+The weights are restored bit for bit from copies on the same device; PEFT's unmerge would subtract the update and round.
+Weights are changed in place, so captured CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from torch import Tensor
 
 
 class AdapterMerge:
-    """Merges adapters into layers, and keeps copies of the original weights while an adapter is merged.
+    """Merges a LoRA adapter into the weights of its layers, and restores these weights.
 
-    layers: the adapted layers of a denoiser (flops.find_adapter_layers). They must not be partitioned, so ZeRO-3 is not
-    supported. The caller must disable all adapters while one is merged.
+    layers: the adapted layers of a denoiser (flops.find_adapter_layers), not partitioned (no ZeRO-3). The caller must
+    disable all adapters while one is merged.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -28,10 +27,7 @@ class AdapterMerge:
 
     @torch.no_grad()
     def merge(self, adapter: str) -> None:
-        """Merge this adapter into the original weights, replacing any adapter that was merged before.
-
-        The sum is computed in float32 and rounded once.
-        """
+        """Set each weight to its unmerged value plus this adapter's LoRA update, summed in float32 and rounded once."""
         if not self._original_weights:
             self._original_weights = [layer.get_base_layer().weight.detach().clone() for layer in self._layers]
         for layer, original in zip(self._layers, self._original_weights, strict=True):
@@ -40,7 +36,7 @@ class AdapterMerge:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the original weights if an adapter is merged, and free the copies."""
+        """Restore the unmerged weights and free their copies. Does nothing if no adapter is merged."""
         originals, self._original_weights = self._original_weights, []
         if originals:
             for layer, original in zip(self._layers, originals, strict=True):

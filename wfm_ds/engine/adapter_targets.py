@@ -1,4 +1,4 @@
-"""Selection of the layers that get adapters, by the target names of a recipe or a model family."""
+"""Selection of the layers that get LoRA adapters, by the target names of a recipe or a model family."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 
 BLOCK_NUMBER = "{}"
-"""Placeholder for the number of a block in a target."""
+"""Placeholder for a block's number in a target name."""
 
 
 def match_linear_layers(network: nn.Module, targets: Iterable[str]) -> list[str]:
-    """Return the names of the linear layers that match a target, by PEFT's rule.
-
-    A layer's name matches if it equals the target or ends with a dot and the target.
-    """
+    """Return the names of the linear layers that equal a target or end with a dot and a target (PEFT's rule)."""
     return [name for name, part in _match_modules(network, targets) if isinstance(part, nn.Linear)]
 
 
 def peft_targets(network: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Return the targets in the form that PEFT accepts.
-
-    A target with the BLOCK_NUMBER placeholder is replaced by the names of all modules that match it.
-    """
+    """Return targets that PEFT accepts: a target with BLOCK_NUMBER becomes the names of all modules that it matches."""
     names: list[str] = []
     for target in targets:
         names += [name for name, _ in _match_modules(network, [target])] if BLOCK_NUMBER in target else [target]

@@ -1,7 +1,7 @@
-"""Choice of the attention kernel for the denoiser, and its installation in every attention layer.
+"""Selection of the denoiser's attention kernel and its installation in every attention layer.
 
-The trainer, rollout workers and `generate` all use this module, so a recipe has the same effect in each of them. The
-kernels come from diffusers' dispatcher (diffusers.models.attention_dispatch). `native` leaves every layer unchanged.
+The trainer, rollout workers and `generate` all use this module. The kernels come from diffusers' dispatcher
+(diffusers.models.attention_dispatch). `native` leaves every layer unchanged.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from wfm_ds.ulysses.sd3 import SD3JointAttention
 
 Capability = tuple[int, int]
 
-CUDNN_FASTER_CAPABILITY: Capability = (9, 0)  # from here on cuDNN's kernel is the faster one, and `auto` selects it
+CUDNN_FASTER_CAPABILITY: Capability = (9, 0)  # from this one on, cuDNN is faster and `auto` selects it
 REPLACEMENT_PROCESSORS: Mapping[type, Any] = {
     JointAttnProcessor2_0: SD3JointAttention,
     CosmosAttnProcessor2_0: Cosmos25Attention,
 }
-"""Replacements for diffusers' processors that do not go through the dispatcher, or do not pass it a backend."""
+"""Replacements for diffusers' attention processors that bypass its dispatcher or do not pass it a backend."""
 # Processors that mask the padding of the text.
 MASKED_PROCESSORS = frozenset(
     {
@@ -49,7 +49,7 @@ MASKED_PROCESSORS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKernel:
-    """An attention kernel for half precision on a GPU, and its requirements. None of the kernels supports masks."""
+    """A half-precision attention kernel for GPUs and its requirements. None of the kernels supports masks."""
 
     backend: AttentionBackendName
     capabilities: tuple[Capability, Capability]  # compute capability of the GPU: lowest supported, first unsupported
@@ -90,10 +90,10 @@ KERNELS: Mapping[AttentionName, AttentionKernel] = {
 def choose_kernel(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, device: torch.device, *, trains: bool
 ) -> AttentionName:
-    """Return the kernel for this denoiser, dtype and device: `name` itself, or the one that `auto` selects.
+    """Return `name`, or the kernel that `auto` selects for this denoiser, dtype and device.
 
-    trains: whether gradients are needed. Does not change the denoiser, whose weights may be on the meta device. Raises
-    UserError, with the reason and a fix, if an explicitly named kernel cannot be used.
+    trains: whether gradients are needed. The denoiser may be on the meta device. Raises UserError with a reason and a
+    fix if an explicitly named kernel cannot be used.
     """
     if name == "native":
         return name
@@ -111,10 +111,7 @@ def choose_kernel(
 def find_obstacle(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, capability: Capability | None, *, trains: bool
 ) -> str | None:
-    """Return the first reason why a kernel cannot be used, with a fix; None if it can be used.
-
-    capability: compute capability of the GPU, None on a CPU. trains: whether gradients are needed.
-    """
+    """Return why a kernel cannot be used, with a fix; None if it can. capability: of the GPU, None on a CPU."""
     kernel, layers = KERNELS[name], list(attention_layers(denoiser))
     if trains and not kernel.has_backward:
         return "has no backward pass and cannot be used for training: use it for rollout workers and generate"
@@ -166,20 +163,17 @@ def is_installed(backend: AttentionBackendName) -> bool:
 
 
 def attention_layers(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and module of each layer that has an attention processor."""
+    """Yield (name, module) of each layer that has an attention processor."""
     for name, layer in denoiser.named_modules():
         if isinstance(layer, Attention | AttentionModuleMixin) and hasattr(layer, "processor"):
             yield name, layer
 
 
 def use_kernel(denoiser: nn.Module, name: AttentionName) -> None:
-    """Set the kernel that `choose_kernel` returned in all attention layers of the denoiser.
-
-    With sequence parallelism, call `install_ulysses` first. diffusers' set_attention_backend is not used because it
-    would also change every other model in the process.
-    """
+    """Set a kernel returned by `choose_kernel` in all attention layers. Install sequence parallelism before."""
     if name == "native":
         return
+    # Not diffusers' set_attention_backend, which also changes every other model in the process.
     for _, layer in attention_layers(denoiser):
         processor = REPLACEMENT_PROCESSORS.get(type(layer.processor))
         if processor is not None:

@@ -1,7 +1,4 @@
-"""Low-precision base weights for LoRA runs: which layers of the denoiser are quantised, and to which format.
-
-Maps each value of the recipe's base_precision to a layer class (fp8_linear.py, low_bit_linear.py).
-"""
+"""Low-precision base weights for LoRA: replaces linear layers by the layer class of the recipe's base_precision."""
 
 from __future__ import annotations
 
@@ -35,15 +32,11 @@ def quantise_base(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Replace linear layers in the denoiser's blocks by frozen low-precision layers on the device.
+    """Replace the denoiser's `eligible_layers` by frozen low-precision layers on the device.
 
-    Returns the number of quantised weight elements. With precision None, nothing is replaced and the result is 0.
-
-    Call it before adapters are added and before weights are moved or partitioned. Layers are replaced one by one, so
-    there are never two full copies of more than one weight. Not quantised are embeddings and the last layer (both are
-    outside the blocks), modulation layers (their outputs scale whole blocks), layers that the family keeps in float32,
-    and layers with an input or output size that is not a multiple of 16. Raises RecipeError if the device does not
-    support the precision, or if no layer qualifies.
+    Returns the number of quantised weight elements; 0 if `precision` is None. Call it before adapters are added and
+    before weights are moved or partitioned. Layers are replaced one by one to save memory. Raises RecipeError if the
+    device does not support the precision, or if no layer is eligible.
     """
     if precision is None:
         return 0
@@ -73,10 +66,10 @@ def require_layers(layers: Sequence[object], key: str, denoiser: nn.Module) -> N
 
 
 def eligible_layers(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]) -> list[tuple[str, nn.Linear]]:
-    """Return the names and modules of the layers to quantise: linear layers inside blocks.
+    """Return (name, layer) of the linear layers in the denoiser's blocks that can be quantised.
 
-    Excludes modulation layers, layers that the family keeps in float32, and layers with an input or output size that is
-    not a multiple of 16.
+    Skips modulation layers (their outputs scale whole blocks), layers that diffusers keeps in float32, and layers with
+    an input or output size that is not a multiple of 16.
     """
     blocks = tuple(block_classes)
     float32_names = [getattr(part, "_keep_in_fp32_modules", None) or () for part in denoiser.modules()]

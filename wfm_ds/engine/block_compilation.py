@@ -1,8 +1,8 @@
-"""Compilation of the denoiser's repeated blocks by torch.compile, one block at a time.
+"""torch.compile for the denoiser's repeated blocks, one block at a time.
 
-Blocks of the same structure share their compiled code, and hooks on a block are not compiled. Which compiled code runs
-depends only on the shapes of a forward pass, on the active adapters and on whether gradients are enabled, not on
-earlier passes. So a run that resumes from a checkpoint computes the same results as a run without interruption.
+Blocks of the same structure share compiled code. Hooks on a block are not compiled. The code of a forward pass depends
+only on its shapes, the active adapters and whether gradients are enabled, so a resumed run computes the same results as
+an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from torch import nn
 from wfm_ds.errors import UserError
 
 MAX_GRAPHS = 256
-"""Versions of one block class that a process may compile: kinds of blocks x shapes x policies, with and without
-gradient.
+"""Maximum number of compiled versions per block class: block kinds x shapes x policies x (with, without gradient).
 
-torch's default limit of 8 is too low for a run. Beyond the limit a forward pass raises instead of continuing without
-compilation.
+torch's default of 8 is too low. Beyond the limit, a forward pass raises an error instead of running uncompiled.
 """
 
 # Round half-precision values inside fused operators at the same places as eager kernels do. Without this, a forward
@@ -32,10 +30,10 @@ COMPILE_OPTIONS = {"emulate_precision_casts": True}
 
 
 def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]) -> int:
-    """Compile each block of these classes at its first use, as one graph without breaks. Returns the number of blocks.
+    """Compile each block of these classes at its first use, as one graph. Returns the number of blocks.
 
-    Call it as the last change to a denoiser before DeepSpeed: after adapters, gradient checkpointing and attention
-    kernels. Raises UserError if the denoiser has no such block.
+    Call it after adapters, gradient checkpointing and attention kernels, and before DeepSpeed. Raises UserError if the
+    denoiser has no block of these classes.
     """
     blocks = [part for part in denoiser.modules() if isinstance(part, tuple(block_classes))]
     if not blocks:
@@ -53,11 +51,7 @@ def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]
 
 
 def lift_recompile_limits(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled function so that it raises torch's recompile limits in the thread that calls it.
-
-    torch stores the limits per thread. Rollout workers denoise in several threads, and autograd recomputes blocks in
-    yet another thread.
-    """
+    """Make a compiled function increase torch's recompile limits, which are per thread, in every calling thread."""
 
     @functools.wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
 """Replay of a network's calls from CUDA graphs: the kernels of a call are recorded once and then launched together.
 
-A graph always uses the memory that it was recorded with. Therefore, arguments are copied to the recorded inputs,
-results are copied from the recorded outputs, and weights must be changed in place. If the address of a weight changes,
-all graphs are recorded again. Python code of the network runs only during recording. Only calls without gradient are
-supported. On a CPU, an ordinary call replaces the graph. Not yet run on a GPU.
+A graph always uses the memory of its recording. So arguments are copied to the recorded inputs, results are copied from
+the recorded outputs, and weights must be changed in place. If a weight's address changes, all graphs are recorded
+again. The network's Python code runs only during recording. Only calls without gradients are supported. On a CPU, an
+ordinary call replaces the graph. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 NUM_WARM_UPS = 2  # calls before the recording, in which kernels are compiled and selected and workspaces are allocated
 CaptureFunction: TypeAlias = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
-"""Records a computation. Returns a function that repeats it, and its result, which each repetition overwrites."""
+"""Records a computation. Returns (function that repeats it, its result, which each repetition overwrites)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,9 @@ class RecordedCall:
 
 
 class GraphReplayer:
-    """Runs a network by replaying recorded calls. There is one recording per signature of the arguments.
+    """Runs a network by replaying recorded calls, one recording per signature of the arguments.
 
-    A signature consists of the shape, dtype and device of each tensor, the values of all other arguments, and the
-    variant.
+    A signature has the shape, dtype and device of each tensor, the values of all other arguments, and the variant.
     """
 
     def __init__(self, network: Callable[..., Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
@@ -50,10 +49,9 @@ class GraphReplayer:
         self._captures: dict[torch.device, CaptureFunction] = {}
 
     def drop_stale_recordings(self) -> None:
-        """Discard all recordings if the address of a weight has changed.
+        """Discard all recordings if the address of a weight has changed. Call it before each rollout.
 
-        Call it before each rollout. Weights must not move during a rollout: the addresses are not checked at each call,
-        because checking 700 weights would take longer than the call itself.
+        Calls do not check the addresses, because checking 700 weights takes longer than the call itself.
         """
         if any(parameter.data_ptr() != address for parameter, address in self._weight_addresses):
             log.info("the addresses of the weights have changed: forward passes are recorded again")
@@ -62,10 +60,7 @@ class GraphReplayer:
 
     @torch.no_grad()
     def __call__(self, variant: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the network's result for these arguments, in new memory.
-
-        variant: name of the weights that are active in the network, such as a policy.
-        """
+        """Return the network's result in new memory. variant: name of the network's active weights, e.g. a policy."""
         values, layout = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, Tensor)]
         signature = (variant, layout, tuple(map(argument_signature, values)))
@@ -93,7 +88,7 @@ class GraphReplayer:
 
 
 class ReplayingNetwork:
-    """A wrapper that replays the calls of a network. Its other attributes are those of the network."""
+    """Wrapper that replays the calls of a network and passes on access to its attributes."""
 
     def __init__(self, network: Any) -> None:
         self._network = network
@@ -103,7 +98,6 @@ class ReplayingNetwork:
         return self._replayer("", args, kwargs)
 
     def drop_stale_recordings(self) -> None:
-        """Discard the recordings if a weight has moved (GraphReplayer.drop_stale_recordings)."""
         self._replayer.drop_stale_recordings()
 
     def __getattr__(self, name: str) -> Any:
@@ -115,7 +109,7 @@ def argument_signature(value: Any) -> Hashable:
 
 
 def clone_tensor(value: Any) -> Any:
-    """Return a copy of a tensor, which the next replay does not overwrite, or any other value unchanged."""
+    """Return a copy of a tensor, so that the next replay does not overwrite it; other values unchanged."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -128,7 +122,7 @@ def choose_capture(device: torch.device) -> CaptureFunction:
 
 
 def capture_plain_call(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """Imitate the capture of a computation: each replay calls it again."""
+    """Imitate the capture of a CUDA graph on a CPU: each replay calls `compute` again."""
     output = compute()
     outputs = tree_flatten(output)[0]
 
@@ -141,11 +135,7 @@ def capture_plain_call(compute: Callable[[], Any]) -> tuple[Callable[[], None], 
 
 
 class CudaCapture:
-    """Function that captures a computation as a CUDA graph.
-
-    All graphs share one memory pool, which is as large as the largest graph needs. They can share it because they are
-    replayed one after the other and their results are copied.
-    """
+    """Captures computations as CUDA graphs. They share one memory pool, because only one graph runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
@@ -167,7 +157,7 @@ class CudaCapture:
         return graph.replay, output
 
     def _warm_up(self, compute: Callable[[], Any]) -> None:
-        """Run the computation on a separate stream, as it will be during recording."""
+        """Run the computation on a side stream, as capturing does."""
         cuda: Any = torch.cuda  # its streams are not typed
         stream, current = cuda.Stream(self._device), cuda.current_stream(self._device)
         stream.wait_stream(current)

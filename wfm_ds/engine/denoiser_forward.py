@@ -1,7 +1,4 @@
-"""Forward passes of the denoiser, counted by purpose and optionally checked for agreement between ranks.
-
-The caller selects the policy and whether gradients are enabled (engine.py).
-"""
+"""Forward passes of the denoiser, counted by purpose and optionally checked for agreement between ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class DenoiseFunction(Protocol):
 
 
 class ForwardFunction(Protocol):
-    """Function that runs one forward pass for a purpose: rollout, policy, old, ref, validation, uncond, ..."""
+    """Signature of a forward pass that is counted by purpose: rollout, policy, old, ref, validation, uncond, ..."""
 
     def __call__(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
@@ -33,27 +30,20 @@ class ForwardFunction(Protocol):
 
 
 class CountingForward:
-    """A `ForwardFunction` that counts forward passes and samples by purpose.
-
-    `counts`: number of forward passes on this rank since the last reset. `num_samples`: number of samples in them,
-    which does not depend on the batch size.
-    """
+    """A ForwardFunction that counts its forward passes (`counts`) and their samples (`num_samples`) by purpose."""
 
     def __init__(
         self, denoise: DenoiseFunction, engine: DenoiserEngine | None = None, *, one_size: bool = True
     ) -> None:
-        """Create a counter.
+        """engine: engine that checks that the ranks agree before each forward pass; None for no check.
 
-        denoise: function that computes the velocity.
-        engine: engine of a training run, which checks that the ranks agree; None: no check.
-        one_size: whether all replicas use the same height and width, so that these are checked too.
+        one_size: whether all replicas use the same height and width, so that the check includes them.
         """
         self._denoise, self._engine, self._one_size = denoise, engine, one_size
         self.counts: Counter[str] = Counter()
         self.num_samples: Counter[str] = Counter()
 
     def reset_counts(self) -> None:
-        """Reset all counts to zero."""
         self.counts.clear()
         self.num_samples.clear()
 
@@ -62,7 +52,7 @@ class CountingForward:
     ) -> Tensor:
         """Return the velocity [B, ...] float32 for latents [B, ...] at sigma [B] under the active policy.
 
-        expert: index of the expert for all values in sigma; None: the model looks it up.
+        expert: index of the expert that runs all samples (of a two-expert model); None: the model finds it from sigma.
         """
         self.counts[purpose] += 1
         self.num_samples[purpose] += len(sigma)

@@ -1,7 +1,7 @@
-"""Peak FLOP/s of devices by name, for computing the utilisation.
+"""Peak FLOP/s of GPUs by device name, for computing hardware utilisation.
 
-The values are TFLOP/s of dense matrix products, from the manufacturers' data sheets. For a device that is not in the
-table, a recipe may set the peak (`logging.peak_tflops`).
+Values are TFLOP/s of dense matrix products from the manufacturers' data sheets. For other devices, a recipe may set
+`logging.peak_tflops`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """DenoiserEngine: the denoiser with DeepSpeed.
 
-Handles the scale of the loss, optimizer steps, the learning rate, the active policy, and gathering of full tensors from
-shards. Independent of algorithms, model families and files. Terms: theta denotes the trained weights, which are the
-policy `train`. The other policies are old, ref and ema (policies.py). An update is an optimizer step that was applied,
-i.e. not skipped.
+Handles loss scaling, optimizer steps, the learning rate, the active policy, and gathering of full tensors. Independent
+of algorithms, model families and files. theta denotes the trained weights (policy `train`); the other policies are old,
+ref and ema (policies.py). An update is an optimizer step that was not skipped.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's states
 class StepResult:
     """The outcome of an optimizer step. Identical on every rank."""
 
-    # False if a gradient was not finite on some rank, or if there were no terms; no weight changed on any rank
+    # False if a gradient was not finite on some rank, or if there were no loss terms; no weight changed on any rank
     is_applied: bool
     grad_norm: float  # global, before clipping, unscaled; NaN if not applied
     is_clipped: bool
@@ -53,12 +52,9 @@ class StepResult:
 
 
 class EngineForward:
-    """The denoiser as model families use it: calls go through DeepSpeed, attributes are those of the module.
+    """The denoiser as model families use it: calls go through DeepSpeed, attributes come from the module."""
 
-    DeepSpeed must run every forward pass that needs a gradient. The DeepSpeed engine itself is not passed to model
-    families because its attribute `config` would hide diffusers' `config`.
-    """
-
+    # Not the DeepSpeed engine itself, because its `config` would hide diffusers' `config`.
     def __init__(self, engine: DenoiserEngine) -> None:
         self._engine = engine
 
@@ -84,10 +80,7 @@ class DenoiserEngine:
         adapters: Adapters | None,
         gradient_watch: GradientWatch,
     ) -> None:
-        """Use `build` instead.
-
-        ds: the DeepSpeed engine that deepspeed.initialize returned for `module`. adapters: None in full training.
-        """
+        """Use `build` instead. ds: result of deepspeed.initialize for `module`. adapters: None in full training."""
         self.ds = ds
         self.module = module
         self.recipe = recipe
@@ -142,17 +135,16 @@ class DenoiserEngine:
         lora_targets: name suffixes of the layers to adapt; `lora.target_modules` in the recipe overrides them.
         policies: the required policies in addition to `train`: a subset of old, ref and ema.
         accumulation: number of backward passes per optimizer step.
-        total_updates: number of optimizer steps of the run, which is the length of the learning rate schedule.
+        total_updates: number of optimizer steps of the run, the length of the learning rate schedule.
         block_classes: classes of the repeated blocks.
-        frozen: names of the parameters that full training does not train.
-        initial_adapter: initial values of the adapter's tensors, named as in `iter_full_tensors`.
-        count_flops: whether to count the FLOPs of forward passes; tensor arguments must then have one row per sample.
-        shard_tokens: function that installs the sharding of a sample's tokens over the ranks of a replica.
-        find_part: function that maps a parameter's name to its part of the network. A step may leave out whole parts
-        (gradient_watch.py).
+        frozen: names of parameters that full training does not train.
+        initial_adapter: initial adapter tensors, named as in `iter_full_tensors`.
+        count_flops: whether to count FLOPs; tensor arguments of the denoiser must then have one row per sample.
+        shard_tokens: function that installs sequence parallelism over the ranks of a replica.
+        find_part: maps a parameter's name to its network component, such as an expert. A step may leave out components.
 
-        Raises RecipeError if the DeepSpeed JSON or the LoRA targets cannot work. Raises UserError if the denoiser does
-        not support sequence parallelism or the attention kernel.
+        Raises RecipeError if the DeepSpeed JSON or the LoRA targets cannot work, and UserError if the denoiser does not
+        support sequence parallelism or the attention kernel.
         """
         unknown = policies - {"old", "ref", "ema"}
         if unknown:
@@ -191,10 +183,7 @@ class DenoiserEngine:
     # Forward passes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the denoiser with the active policy. Collective.
-
-        All ranks must run the same forward passes in the same order.
-        """
+        """Run the denoiser with the active policy. Collective: equal forward passes in equal order on all ranks."""
         LIVENESS.start_operation("a forward pass of the denoiser")
         if self._flop_counter is not None:
             is_base = self.uses_lora and self.active_policy in ("ref", MERGED_POLICY)
@@ -210,10 +199,7 @@ class DenoiserEngine:
 
     @contextlib.contextmanager
     def replay_graphs(self) -> Iterator[None]:
-        """Use CUDA graphs for the forward passes inside the context, if the recipe enables them (cuda_graphs.py).
-
-        Only for forward passes without gradient.
-        """
+        """Use CUDA graphs for forward passes without gradient inside the context, if the recipe enables them."""
         self._is_replaying = True
         if self._graphs is not None:
             self._graphs.drop_stale_recordings()
@@ -227,15 +213,11 @@ class DenoiserEngine:
         return None if self._flop_counter is None else self._flop_counter.pop_count()
 
     def discard_flop_count(self) -> None:
-        """Discard the FLOPs counted since the last `pop_flop_count`, because they do not belong to a step."""
         if self._flop_counter is not None:
             self._flop_counter.discard()
 
     def check_ranks_agree(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Raise on all ranks if the ranks are about to run different forward passes (rank_guard.py).
-
-        Does nothing unless the recipe enables `engine.guard`.
-        """
+        """Raise on all ranks if their next forward passes differ (rank_guard.py). Only with `engine.guard`."""
         if self._guard is not None:
             self._guard.compare_ranks(*what, inputs=inputs)
 
@@ -244,9 +226,8 @@ class DenoiserEngine:
         """Run the forward passes inside the context with this policy. Collective. Cannot be nested.
 
         Gradients are disabled, except for `train` without `merge`. Each change of policy exchanges weights or, at
-        ZeRO-3, resets the prefetch order, so group forward passes by policy.
-
-        merge: merge the policy's adapter into the weights (adapter_merge.py). Not available for LoRA at ZeRO-3.
+        ZeRO-3, resets the prefetch order, so group forward passes by policy. merge: merge the policy's adapter into the
+        weights (adapter_merge.py); not for LoRA at ZeRO-3.
         """
         self._require_trained_policy(f"use_policy({name!r})")
         if name == "train" and not merge:
@@ -281,10 +262,7 @@ class DenoiserEngine:
     # Optimization
 
     def expect_backwards(self, num_backwards: int) -> None:
-        """Set the number of backward passes of the next optimizer step, instead of `accumulation`. Collective.
-
-        Call it before the first backward pass of that step.
-        """
+        """Set the number of backward passes of the next optimizer step. Call it before the first one. Collective."""
         if num_backwards < 1 or self._num_backwards:
             raise RuntimeError(
                 f"cannot expect {num_backwards} backward passes: {self._num_backwards} of the step are done"
@@ -297,8 +275,8 @@ class DenoiserEngine:
         The micro-steps of an optimizer step add up to the gradient of the mean loss over all N loss terms.
 
         loss_sum: sum of this rank's loss terms in this micro-step, fp32 scalar, equal on the ranks of a replica.
-        num_terms: N, the number of valid loss terms of the whole optimizer step over all replicas and micro-steps, at
-        least 1. For a step without loss terms call `skip_step`.
+        num_terms: N >= 1, the number of valid loss terms of the optimizer step over all replicas and micro-steps. For a
+        step without loss terms call `skip_step`.
         """
         self._require_trained_policy("backward")
         if loss_sum.ndim != 0:
@@ -314,18 +292,17 @@ class DenoiserEngine:
         last = self._num_backwards == self._expected_backwards
         self.ds.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks and divides by its own number of micro-steps, whatever the actual number. The
-        # ranks of a replica hold parts of one gradient, which are summed, so the factor is the number of ranks, not of
-        # replicas.
+        # ranks of a replica hold partial sums of one gradient, so the factor is the number of ranks, not of replicas.
         scale = self.world.size * self.accumulation / num_terms
         self.ds.backward(loss_sum * scale)
         if not last:
             self.ds.step()  # only counts the micro-step
 
     def step(self) -> StepResult:
-        """Update the weights. Collective, after all backward passes of the step.
+        """Update the weights after all backward passes of the step. Collective.
 
-        If a gradient is not finite on any rank, no rank changes its weights. Raises ModelError if some of the trained
-        parameters received no gradient.
+        If a gradient is not finite on any rank, no rank changes its weights. Raises ModelError if a trained parameter
+        received no gradient.
         """
         self._require_trained_policy("step")
         if self._num_backwards != self._expected_backwards:
@@ -346,10 +323,7 @@ class DenoiserEngine:
         return StepResult(is_applied=True, grad_norm=grad_norm, is_clipped=0 < bound < grad_norm, lr=lr)
 
     def skip_step(self) -> StepResult:
-        """Skip an optimizer step that has no loss terms. No weight changes.
-
-        All ranks must call it instead of `backward` and `step`.
-        """
+        """Skip an optimizer step without loss terms. All ranks call it instead of `backward` and `step`."""
         self._require_trained_policy("skip_step")
         if self._num_backwards:
             raise RuntimeError(f"skip_step() after {self._num_backwards} backward passes of a step")
@@ -360,10 +334,7 @@ class DenoiserEngine:
     # Policies
 
     def update_policy(self, name: str, decay: float) -> None:
-        """Update the copy of policy `old` or `ema`: copy <- decay * copy + (1 - decay) * theta. Collective.
-
-        Decay 0 copies theta.
-        """
+        """Update the copy `old` or `ema`: copy <- decay * copy + (1 - decay) * trained weights. Collective."""
         self._require_trained_policy("update_policy")
         if name == "ref":
             raise ValueError("ref is frozen: only old and ema follow the trained weights")
@@ -373,7 +344,7 @@ class DenoiserEngine:
             self._stale_adapters.add(name)  # its adapter is written at the next forward pass that needs it
 
     def update_ema(self) -> None:
-        """Update `ema` with the recipe's decay schedule, if the last step was applied. Collective, after each step."""
+        """Update `ema` with the recipe's decay if the last step was applied. Call it after each step. Collective."""
         options, update = self.recipe.ema, self.num_updates
         if options is None or update == self._last_ema_update:
             return
@@ -382,7 +353,7 @@ class DenoiserEngine:
             self.update_policy("ema", ema_decay(options.decay, update))
 
     def policy_distance(self, policy: str) -> float:
-        """Return norm(theta - policy) / norm(policy) over the trained tensors. Collective."""
+        """Return norm(trained weights - policy) / norm(policy) over the trained tensors. Collective."""
         masters, flats = self.shards.master_weights(), self._policy_flats(policy)
         sums = torch.zeros(2, dtype=torch.float64, device=masters[0].device)
         for parameter in self.shards.slices:
@@ -393,14 +364,11 @@ class DenoiserEngine:
         return math.sqrt(total["difference"] / total["norm"])
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the names and full tensors of a policy. Collective: all ranks must iterate to the end.
+        """Yield (name, full tensor) of a policy. Collective: all ranks must iterate to the end.
 
-        The tensors are on the CPU of rank 0, and None on other ranks. Trained tensors are fp32, from the policy's
-        master weights.
-
-        Full training yields all parameters and persistent buffers with their diffusers names. LoRA yields the tensors
-        of the policy's adapter; their names do not contain the adapter's name
-        (`transformer_blocks.0.attn.to_k.lora_A.weight`).
+        Tensors are on the CPU of rank 0, and None on other ranks. Trained tensors are fp32, from the policy's master
+        weights. Full training yields all parameters and persistent buffers with their diffusers names. LoRA yields the
+        adapter's tensors; names omit the adapter's name (`transformer_blocks.0.attn.to_k.lora_A.weight`).
         """
         flats = self._policy_flats(policy)
         for name, parameter in self.module.named_parameters():
@@ -414,16 +382,15 @@ class DenoiserEngine:
     # Checkpoints
 
     def step_counters(self) -> dict[str, int]:
-        """Return the engine's counters of updates and skipped steps, for checkpoints. Identical on every rank."""
+        """Return the counters of updates and skipped steps, for checkpoints. Identical on every rank."""
         return {"updates": self.num_updates, "skipped": self.num_skipped, "ema_seen": self._last_ema_update}
 
     def shard_states(self) -> dict[str, list[Tensor]]:
-        """Return this rank's shards of all states that training changes, by name.
+        """Return this rank's shards of all states that training changes, {name: one tensor per optimizer group}.
 
-        Names: `train`, the policies that change during training, and `optimizer.NAME` for each state of the optimizer.
-        Each state has one tensor per optimizer group, partitioned as in `shards.slices_by_name()`. A 0-dimensional
-        tensor is a single number for the whole group (AdamW's step). The tensors are views and change with the next
-        step.
+        Names are `train`, the policies that change during training, and `optimizer.NAME` for each optimizer state.
+        Tensors are partitioned as in `shards.slices_by_name()`; a 0-dimensional tensor is one number for the whole
+        group (AdamW's step). They are views and change with the next step.
         """
         states = {
             "train": self.shards.master_weights(),
@@ -436,7 +403,7 @@ class DenoiserEngine:
 
     @torch.no_grad()
     def restore_state(self, counters: Mapping[str, int], states: Mapping[str, Flats]) -> None:
-        """Restore what `step_counters` and `shard_states` returned, and update the weights to match. Collective."""
+        """Restore the results of `step_counters` and `shard_states`, and update the weights to match. Collective."""
         self._require_trained_policy("restore_state")
         self.num_updates, self.num_skipped = counters["updates"], counters["skipped"]
         self._last_ema_update = counters["ema_seen"]
@@ -454,15 +421,13 @@ class DenoiserEngine:
             self._stale_adapters |= self.copies.keys()
 
     def _moving_copies(self) -> dict[str, ShardedCopy]:
-        """Return the copies of all policies except `ref`, which never changes."""
         return {name: copy for name, copy in self.copies.items() if name != "ref"}
 
     def lora_config(self) -> peft.LoraConfig | None:
-        """Return the configuration of the adapter; None in full training."""
+        """Return the adapter's PEFT configuration; None in full training."""
         return cast(Any, self.module).peft_config["default"] if self.uses_lora else None
 
     def _policy_flats(self, policy: str) -> Sequence[Tensor]:
-        """Return this rank's fp32 values of a policy, one flat tensor per optimizer group."""
         if policy == "train":
             return self.shards.master_weights()
         if self.uses_lora and policy == "ref":
@@ -482,7 +447,7 @@ class DenoiserEngine:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of the buffers that model files contain, such as SD3's pos_embed.pos_embed."""
+    """Yield (name, value) of each buffer that model files contain, such as SD3's pos_embed.pos_embed."""
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:

@@ -1,8 +1,8 @@
-"""FLOPs of the forward passes of an engine.
+"""FLOPs of the engine's forward passes.
 
 Each forward pass is recorded with the shapes of its arguments. The FLOPs of each combination of shapes are computed
-once, on a copy of the denoiser on the meta device that was made before DeepSpeed partitioned it. So the count is exact
-for every image size and text length.
+once, on a meta-device copy of the denoiser made before DeepSpeed partitions it. So the count is exact for every image
+size and text length.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FlopCount:
 
 @dataclass(frozen=True, slots=True)
 class ForwardKind:
-    """Forward passes with the same FLOPs per sample."""
+    """Key of forward passes that have the same FLOPs per sample."""
 
     shapes: Hashable
     with_gradient: bool
@@ -48,10 +48,7 @@ class ForwardKind:
 
 
 class FlopCounter:
-    """Records the forward passes of one rank and returns their total FLOPs (`pop_count`).
-
-    The FLOPs of each `ForwardKind` are computed only once.
-    """
+    """Records the forward passes of one rank and returns their total FLOPs (`pop_count`)."""
 
     def __init__(self, meta_denoiser: nn.Module, *, checkpointing: bool) -> None:
         """meta_denoiser: the denoiser on the meta device, with its adapters and requires_grad flags."""
@@ -65,9 +62,9 @@ class FlopCounter:
     def from_denoiser(
         cls, denoiser: nn.Module, recipe: Recipe, targets: list[str], frozen: AbstractSet[str] = frozenset()
     ) -> FlopCounter:
-        """Create a counter for a denoiser that is not yet partitioned and does not yet have adapters.
+        """Create a counter for a denoiser that has no adapters yet and is not partitioned.
 
-        targets: layers that will get the recipe's adapters. frozen: parameters that full training leaves unchanged.
+        targets: names of the layers to adapt. frozen: names of parameters that full training does not train.
         """
         shadow = copy_to_meta(denoiser)
         make_trainable(shadow, recipe, targets, [], frozen)
@@ -76,7 +73,7 @@ class FlopCounter:
     def record_forward(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_gradient: bool, with_adapters: bool
     ) -> None:
-        """Record a forward pass with these arguments. The first tensor argument must have one row per sample."""
+        """Record a forward pass with these arguments. Tensors must have one row per sample."""
         batch = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         shapes = (
             tuple(map(_argument_shape, args)),
@@ -90,10 +87,7 @@ class FlopCounter:
             )
 
     def pop_count(self) -> FlopCount | None:
-        """Return the FLOPs of all forward passes since the last call.
-
-        Returns None if the denoiser needs the values of tensors, because tensors on the meta device have no values.
-        """
+        """Return the FLOPs since the last call; None if the denoiser reads tensor values, which meta tensors lack."""
         try:
             return sum((self._count_forwards(kind, samples) for kind, samples in self._samples.items()), FlopCount())
         except RuntimeError as error:
@@ -128,10 +122,7 @@ def make_trainable(
     names: Sequence[str],
     frozen: AbstractSet[str] = frozenset(),
 ) -> None:
-    """Give a denoiser on the meta device the adapters, requires_grad flags and dtype that the engine would set.
-
-    names: names of the adapters in addition to `default`. frozen: parameters that full training leaves unchanged.
-    """
+    """Give a meta-device denoiser the adapters (`default` and `names`), requires_grad flags and dtype of the engine."""
     if recipe.lora is None:
         set_trainable(meta_denoiser, frozen)
     else:
@@ -142,13 +133,10 @@ def make_trainable(
 
 
 def _argument_shape(value: Any) -> Hashable:
-    """Return the properties of an argument that determine the FLOPs per sample.
-
-    For a tensor these are its dtype and its shape without the batch dimension; for other arguments it is the value.
-    """
+    """Return (shape without batch dimension, dtype) of a tensor; other values unchanged."""
     return (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else value
 
 
 def _single_sample(value: Any) -> Any:
-    """Return the argument reduced to one sample, on the meta device."""
+    """Return a tensor's first sample on the meta device; other values unchanged."""
     return torch.empty_like(value[:1], device="meta") if isinstance(value, Tensor) else value

@@ -1,8 +1,7 @@
-"""Floating-point operations of a module, counted per operator on the meta device.
+"""FLOPs of a module, counted per operator on the meta device.
 
-Linear layers, attention and convolutions count as 2 FLOPs per multiply-add; pointwise operations are not counted.
-Nothing is computed and no memory is allocated, so counting for a model of 14 billion parameters takes seconds on a
-laptop.
+Linear layers, attention and convolutions count 2 FLOPs per multiply-add; pointwise operations are not counted. Nothing
+is computed or allocated, so counting a model of 14 billion parameters takes seconds on a laptop.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ def convolution_backward_flops(
     output_mask: Sequence[bool],
     **_: Any,
 ) -> int:
-    """Return the FLOPs of a convolution's backward pass.
-
-    The gradient of the input and the gradient of the weight each cost the same as the forward pass. torch's own formula
-    ignores the groups of the convolution in the gradient of the weight.
-    """
+    """Return the FLOPs of a convolution's backward pass. torch's own formula ignores groups in the weight gradient."""
     return conv_flop_count(x_shape, w_shape, grad_out_shape, transposed) * sum(output_mask[:2])
 
 
@@ -58,11 +53,7 @@ def make_flop_counter() -> FlopCounterMode:
 
 
 def measure_flops(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointing: bool) -> Flops:
-    """Count the FLOPs of `predict`, a function that runs a forward pass of `denoiser` on the meta device.
-
-    Uses the denoiser's active adapters and requires_grad flags. checkpointing: whether the backward pass recomputes the
-    activations of blocks.
-    """
+    """Count the FLOPs of `predict`, a forward pass of `denoiser` on the meta device, and of its backward pass."""
 
     def count_passes() -> tuple[int, int]:
         with make_flop_counter() as counter:
@@ -82,7 +73,7 @@ def measure_flops(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpo
 
 
 def count_without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -> int | None:
-    """Return the FLOPs of `predict` with the denoiser's adapters disabled; None if it has none."""
+    """Return the FLOPs of `predict` with adapters disabled; None if the denoiser has no adapters."""
     adapters = find_adapter_layers(denoiser)
     if not adapters:
         return None
@@ -96,12 +87,12 @@ def count_without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -
 
 
 def find_adapter_layers(denoiser: nn.Module) -> list[Any]:
-    """Return the layers that have adapters, in the order of modules."""
+    """Return the layers that have LoRA adapters, in the order of denoiser.modules()."""
     return [part for part in denoiser.modules() if isinstance(part, BaseTunerLayer)]
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of the module with parameters and buffers on the meta device, which have shapes but no values."""
+    """Return a copy of the module on the meta device: parameters and buffers have shapes but no values."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

@@ -1,8 +1,8 @@
-"""Linear layers with a frozen float8 e4m3 weight for LoRA: half the memory of bfloat16, and faster products on a GPU.
+"""Frozen float8 (e4m3) linear layers for LoRA: half the memory of bfloat16, and faster matrix products on a GPU.
 
-All policies of a run (trained, old, reference) use the same base, so two equal policies predict identical bits, and in
-the first update the probability ratios are exactly 1. Each row of a weight and each row of an input has its own scale
-(wfm_kernels.quantise_rows), so a sample's result does not depend on the other samples in its batch.
+All policies (trained, old, reference) use the same base weights, so equal policies predict identical bits and the
+ratios of the first update are exactly 1. Each row of a weight or input has its own scale (wfm_kernels.quantise_rows),
+so a sample's result does not depend on the other samples in its batch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class Fp8Linear(FrozenLinear):
     """A linear layer with a frozen weight [N, K], stored as e4m3 bytes and one float32 scale per row.
 
     y = (xq @ Wq^T) * scale(x) * scale(W)^T + bias, in the dtype of x [..., K]. The gradient of x uses the dequantised
-    weight in the dtype of the gradient. The weight gets no gradient. On a CPU the products are emulated in float64,
-    which adds them without rounding.
+    weight in the gradient's dtype. On a CPU the products are emulated in float64.
     """
 
     weight_bytes: Tensor
@@ -38,7 +37,7 @@ class Fp8Linear(FrozenLinear):
 
     @property
     def quantised_weight(self) -> tuple[Tensor, Tensor]:
-        """The e4m3 values of the weight [N, K] and their float32 scales [N, 1]. Both are views."""
+        """Views of the weight: e4m3 values [N, K] and float32 scales [N, 1]."""
         return self.weight_bytes.view(dtype=E4M3), self.scale_bits.view(dtype=torch.float32)
 
     @property
@@ -51,10 +50,7 @@ class Fp8Linear(FrozenLinear):
 
 
 class Fp8TwiceLinear(Fp8Linear):
-    """A layer with the same outputs as Fp8Linear that also computes the gradient of its input in float8.
-
-    It stores a second copy of the weight, with one scale per column, for the product with the rows of the gradient.
-    """
+    """An Fp8Linear that also computes the gradient of its input in float8, with a second, transposed weight."""
 
     back_bytes: Tensor
     back_scale_bits: Tensor
@@ -82,10 +78,7 @@ class _Fp8Matmul(torch.autograd.Function):
         back: Tensor | None = None,
         back_scale: Tensor | None = None,
     ) -> Tensor:
-        """back, back_scale: the second copy of the weight, e4m3 [K, N], and its scales, float32 [K, 1].
-
-        They are used to compute the gradient of x in float8.
-        """
+        """back, back_scale: transposed weight, e4m3 [K, N] and float32 [K, 1], for a float8 gradient of x."""
         ctx.in_float8 = back is not None
         ctx.save_for_backward(*((values, scale) if back is None else (back, back_scale)))
         rows, row_scale = quantise_rows(x)
@@ -103,17 +96,13 @@ class _Fp8Matmul(torch.autograd.Function):
 
 
 def dequantise(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values * scale, rounded once to `dtype`."""
     return (values.float() * scale).to(dtype)
 
 
 def fp8_matmul(
     rows: Tensor, row_scale: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return (rows * row_scale) @ (values * scale)^T + bias in `dtype`.
-
-    rows: e4m3 [..., K] with scales [..., 1]. values: e4m3 [N, K] with scales [N, 1].
-    """
+    """Return (rows * row_scale) @ (values * scale)^T + bias in `dtype`, for e4m3 rows [..., K] and values [N, K]."""
     if rows.device.type != "cpu":
         return torch._scaled_mm(
             rows.view(-1, rows.shape[-1]),
@@ -129,7 +118,7 @@ def fp8_matmul(
 
 
 def require_fp8(key: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise RecipeError for this recipe key if a GPU does not support float8 products with outputs in this dtype."""
+    """Raise RecipeError, naming the recipe key, if the GPU cannot multiply in float8 with outputs in `dtype`."""
     if device.type != "cuda":
         return
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:

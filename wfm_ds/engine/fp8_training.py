@@ -1,9 +1,9 @@
 """Full fine-tuning with float8 matrix products, using torchao or TransformerEngine.
 
-Weights stay ordinary parameters and are cast in every forward pass, so DeepSpeed, the optimizer, policies, checkpoints
-and exports work unchanged. Scales are computed from the current values, never from earlier steps, so equal weights
-predict identical bits. torchao uses one scale per row for weights and inputs, so a sample's prediction does not depend
-on the other samples in its batch. For TransformerEngine see transformer_engine_linear.py.
+Weights stay ordinary parameters and are cast in every forward pass, so DeepSpeed, the optimizer, checkpoints and
+exports work unchanged. Scales are computed from the current values, so equal weights predict identical bits. torchao
+uses one scale per row of weights and inputs, so a sample's prediction does not depend on its batch. For
+TransformerEngine see transformer_engine_linear.py.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ def train_in_float8(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Replace the denoiser's `eligible_layers` by layers of the library that share the same parameters.
+    """Replace the denoiser's `eligible_layers` by float8 layers of the library that share their parameters.
 
-    Returns the number of replaced layers. With library None, nothing is replaced. On a CPU, torchao emulates the
-    products, for tests. Raises RecipeError if the library is not installed or cannot be imported, if the GPU does not
-    support float8, or if the denoiser has no eligible layer.
+    Returns the number of replaced layers; 0 if `library` is None. On a CPU, torchao emulates the products, for tests.
+    Raises RecipeError if the library cannot be imported, the GPU does not support float8, or no layer is eligible.
     """
     if library is None:
         return 0
@@ -54,7 +53,7 @@ def train_in_float8(
 
 
 def torchao_layer_factory(device: torch.device) -> Callable[[nn.Linear], nn.Module]:
-    """Return a function that converts a torch linear layer to a torchao layer with the same parameters."""
+    """Return a function that converts a torch linear layer to a torchao layer that shares its parameters."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 

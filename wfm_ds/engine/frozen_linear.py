@@ -7,17 +7,14 @@ from torch import Tensor, nn
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer without a weight parameter. Subclasses define how the weight is stored and how to compute with it.
+    """A linear layer without a weight parameter. Subclasses define how it stores the weight and computes with it.
 
-    Subclasses must store the weight in integer buffers that are not part of state dicts. Then casting the module to
-    bfloat16, saving it and partitioning its parameters do not affect the weight.
+    Subclasses must store the weight in integer buffers outside state dicts, so that casting, saving or partitioning the
+    module does not affect it.
     """
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
-        """Replace `layer` by a layer that computes in `dtype`.
-
-        The weight is first rounded to `dtype`, whatever its current dtype, and then stored on the device.
-        """
+        """Round the weight of `layer` to `dtype` (the dtype of the model) and store it on the device."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.bias = layer.bias
@@ -30,5 +27,5 @@ class FrozenLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # peft reads its device and dtype
-        """The weight [N, K] in the dtype of the model, dequantised at each access."""
+        """The weight [N, K] in the model's dtype, dequantised at each access."""
         raise NotImplementedError

@@ -1,9 +1,7 @@
 """Gradient accumulation in float32 at ZeRO stage 1, whatever the dtype of the weights.
 
-At ZeRO stages 2 and 3, a key in the DeepSpeed JSON (written by recipe/deepspeed.py) has this effect. At stage 1, that
-key would select BF16_Optimizer, which stores its master weights in a place that `Shards` does not support. Without
-either, gradients would be summed in the dtype of the weights. In bfloat16, a sum of equal numbers stops growing after
-256 of them.
+In bfloat16, a sum of equal numbers stops growing after 256 of them. At ZeRO stages 2 and 3, a key in the DeepSpeed JSON
+selects float32 (recipe/deepspeed.py). At stage 1 that key would select BF16_Optimizer, which `Shards` does not support.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
 def accumulate_in_float32(ds: Any) -> None:
-    """Make the optimizer of ZeRO stage 1 accumulate gradients in float32. Call it before the first backward pass.
+    """Make the ZeRO stage 1 optimizer accumulate gradients in float32. Call it before the first backward pass.
 
-    Sets the attributes that the optimizer's constructor would set for float32 accumulation. They can be set afterwards,
+    Sets the attributes that the optimizer's constructor sets for float32 accumulation. This can be done afterwards,
     because nothing that the constructor creates depends on them.
     """
     optimizer = ds.optimizer

@@ -1,7 +1,4 @@
-"""Detection of trained parameters that no backward pass reaches.
-
-Such parameters have no gradient, but AdamW still shrinks them by weight decay, so their values would be lost silently.
-"""
+"""Detection of trained parameters that no backward pass reaches. AdamW's weight decay would shrink them silently."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ MAX_NAMED = 3  # maximum number of names in the error
 
 
 def single_part(name: str) -> str:
-    """Return the same part for every parameter name. For networks that every step runs completely."""
+    """Return one component for all parameter names. For networks that every step runs completely."""
     return ""
 
 
 class GradientWatch:
-    """Records which parameters receive a gradient.
+    """Checks that all trained parameters receive a gradient.
 
-    Uses hooks on the parameters. The hooks of a part of the network are removed after the first optimizer step that
-    runs this part. A gradient of zeros counts as a gradient, because LoRA's A has only zeros in the first step. The
-    hooks run on the host during autograd and do not synchronize with the device.
+    Hooks on the parameters record gradients without device synchronization. The hooks of a network component (e.g. an
+    expert) are removed after the first optimizer step that runs it. A gradient of zeros counts, because LoRA's A has
+    only zeros in the first step.
     """
 
     def __init__(
@@ -36,13 +33,13 @@ class GradientWatch:
     ) -> None:
         """Watch all trained parameters of a module.
 
-        frozen: names of weights without effect. Adapters of their layers are not watched, because their B stays 0.
-        find_part: function that maps a parameter's name to its part of the network. A step may leave out whole parts.
+        frozen: names of weights without effect on the output; their adapters are not watched, because their B stays 0.
+        find_part: maps a parameter's name to its network component, such as an expert. A step may leave out components.
         """
         self._find_part = find_part
         self._watched: dict[str, Any] = {}
         self._names_with_gradient: set[str] = set()
-        self._has_checked = False  # whether any part was checked before
+        self._has_checked = False  # whether any component was checked before
         parameter: Any
         for name, parameter in module.named_parameters():
             layer, adapter, _ = name.partition(".lora_")
@@ -55,14 +52,13 @@ class GradientWatch:
     def check_gradients(self, world: World) -> None:
         """Check that the watched parameters received gradients. Collective; call it before the optimizer step.
 
-        Raises ModelError on all ranks if a part of the network was run, but one of its parameters has no gradient on
-        any rank.
+        Raises ModelError on all ranks if a component was run but one of its parameters has no gradient on any rank.
         """
         if not self._watched:
             return
         reached = world.max_over_ranks({name: float(name in self._names_with_gradient) for name in self._watched})
         parts = {self._find_part(name) for name, has_gradient in reached.items() if has_gradient}
-        if not parts and not self._has_checked:  # otherwise the step ran a part that was checked before
+        if not parts and not self._has_checked:  # otherwise the step ran a component that was checked before
             parts = set(map(self._find_part, reached))
         self._has_checked = True
         checked = [name for name in reached if self._find_part(name) in parts]

@@ -1,7 +1,7 @@
 """Current and peak bytes of live tensors while a block of code runs, on a CPU or on the meta device.
 
-A tensor on the meta device has a storage with a size and a lifetime but uses no memory. So the memory of a forward and
-backward pass can be measured for a model that does not fit into the machine.
+Meta tensors have a size and a lifetime but use no memory. So the memory of a forward and backward pass can be measured
+for a model that does not fit into the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of live tensors on one type of device that operators inside the context create."""
+    """Counts the bytes of live tensors that operators inside the context create on one type of device."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ class LiveByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def is_counted(self, key: int) -> bool:
-        """Return whether the storage with this id is counted."""
+        """Return whether the tensor storage with this id (`storage_id`) is counted."""
         return key in self._counted_storages
 
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
@@ -62,8 +62,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 def emulate_gpu_attention() -> Iterator[None]:
     """Make attention on the meta device save the same tensors for the backward pass as GPU kernels do.
 
-    By default, torch uses the textbook formula on the meta device, which stores a matrix of all pairs of tokens. The
-    attention function is replaced, because a torch mode would miss recomputation in a backward pass.
+    By default, torch stores a matrix of all pairs of tokens there. The attention function is replaced, because a torch
+    mode would miss recomputation in the backward pass.
     """
     original = functional.scaled_dot_product_attention
 
@@ -87,10 +87,7 @@ def gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Scaled dot-product attention that saves its inputs, its output and one number per row for the backward pass.
-
-    For the meta device only.
-    """
+    """Meta-device attention that saves only inputs, output and one number per row for the backward pass."""
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)

@@ -1,7 +1,7 @@
 """Frozen linear layers with an 8-bit or 4-bit weight, which is dequantised at each use.
 
-They save memory but no time: products use the dtype of the model, with the dequantised weight. Inputs are not rounded,
-so the error is smaller than with float8, and any GPU is supported.
+They save memory but no time: matrix products use the dequantised weight in the model's dtype. Inputs are not rounded,
+so the error is smaller than with float8. Any GPU is supported.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ NF4_BLOCK = 64  # weight elements per scale in NF4
 
 
 class LowBitLinear(FrozenLinear):
-    """A linear layer that computes y = x W^T + bias with the dequantised weight, in the dtype of the model.
-
-    The dequantised weight is not kept; the backward pass dequantises it again for the gradient of x.
-    """
+    """A linear layer y = x W^T + bias that dequantises W again in each forward and backward pass."""
 
     def forward(self, input: Tensor) -> Tensor:
         product: Tensor = _RestoredMatmul.apply(input, self.bias, self)  # type: ignore[no-untyped-call]
@@ -59,10 +56,7 @@ class Int8Linear(LowBitLinear):
 
 
 class Nf4Linear(LowBitLinear):
-    """A linear layer with a weight [N, K] stored in NF4 (QLoRA, arXiv 2305.14314) by bitsandbytes.
-
-    Uses four bits per element and one float32 scale per 64 consecutive elements.
-    """
+    """A linear layer with an NF4 weight [N, K]: 4 bits per element, a float32 scale per 64 (arXiv 2305.14314)."""
 
     codes: Tensor
     scale_bits: Tensor
@@ -83,7 +77,7 @@ class Nf4Linear(LowBitLinear):
 
 
 def load_nf4_operators() -> Any:
-    """Return the module with bitsandbytes' operators. Raises RecipeError if bitsandbytes is not installed."""
+    """Return bitsandbytes' torch operators. Raises RecipeError if bitsandbytes is not installed."""
     require_package("bitsandbytes", "base_precision: nf4")
     import bitsandbytes  # noqa: F401, registers them
 

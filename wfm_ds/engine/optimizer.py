@@ -1,9 +1,8 @@
-"""The optimizer of the trained parameters, and a common checkpoint format for optimizer states.
+"""The optimizer of the trained parameters, and one checkpoint format for the states of all optimizers.
 
-The format is AdamW's: `step` is a single number, and `exp_avg` and `exp_avg_sq` are float32 with one element per
-element of the master weights. So a run can resume with a different number of ranks, which partition the master weights
-differently. For an 8-bit optimizer, the format also has the scale of each element. With it, the exact 8-bit codes can
-be restored if a block contains the same elements as before.
+The format is AdamW's: `step` is one number; `exp_avg` and `exp_avg_sq` are float32 with one element per master weight.
+So a run can resume with a different number of ranks. For an 8-bit optimizer, the format also has the scale of each
+element, which restores the exact 8-bit codes if a block contains the same elements as before.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ STATE_BLOCK = 256  # state elements per scale in bitsandbytes
 
 
 def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch.device) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer for all trained parameters.
-
-    On a GPU, a single fused kernel updates all of them; on other devices, torch selects the implementation. Raises
-    RecipeError if the optimizer's package is not installed.
-    """
+    """Return the recipe's optimizer for all trained parameters. Raises RecipeError if its package is not installed."""
     trained = [parameter for parameter in denoiser.parameters() if parameter.requires_grad]
     settings: dict[str, Any] = {
         "lr": options.lr,
@@ -46,17 +41,14 @@ def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch
 
 
 def should_use_fused(device: torch.device) -> bool | None:
-    """Return the value of AdamW's argument `fused` for a denoiser on this device.
-
-    It is None on a CPU, because fused arithmetic rounds differently there and would change the results of earlier runs.
-    """
+    """Return AdamW's argument `fused`: True on a GPU; None on a CPU, where fused kernels round differently."""
     return True if device.type == "cuda" else None
 
 
 def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """Return the optimizer's states of one master tensor, with AdamW's names; empty before the first step.
+    """Return one master tensor's optimizer states, {AdamW's name: tensor}; empty before the first step.
 
-    For AdamW, these are the optimizer's own tensors. For other optimizers, they are copies on the CPU.
+    For AdamW these are the optimizer's own tensors, for other optimizers copies on the CPU.
     """
     state: dict[str, Any] = optimizer.state[flat]
     if "state1" not in state:
@@ -73,10 +65,7 @@ def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Ten
 
 
 def write_states(optimizer: torch.optim.Optimizer, flat: Tensor, states: Mapping[str, Tensor]) -> None:
-    """Set the optimizer's states of one master tensor.
-
-    states: the result of `read_states` for a tensor with the same elements.
-    """
+    """Set one master tensor's optimizer states. states: result of `read_states` for the same elements."""
     state = optimizer.state[flat]
     if "fused" in optimizer.defaults:
         on_device = optimizer.defaults["fused"]  # fused AdamW keeps the step counter on this device
@@ -97,18 +86,18 @@ def write_states(optimizer: torch.optim.Optimizer, flat: Tensor, states: Mapping
 
 
 def decode_blocks(codes: Tensor, absmax: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantise 8-bit states. Returns the values and the scale of each element, both float32 [n].
+    """Dequantise 8-bit optimizer states. Returns (values, scale of each element), both float32 [n].
 
-    codes: [n]. absmax: one scale per block. code_book: the numbers from -1 to 1 that the codes represent, ascending.
+    codes: [n]. absmax: one scale per block. code_book: ascending numbers from -1 to 1, indexed by the codes.
     """
     scale = absmax.repeat_interleave(STATE_BLOCK)[: len(codes)]
     return code_book[codes.int()] * scale, scale
 
 
 def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise states: the inverse of `decode_blocks`. Returns codes [n] and one scale per block.
+    """Quantise optimizer states: the inverse of `decode_blocks`. Returns (codes [n], one scale per block).
 
-    If the elements of a block had different scales before, the block is scaled by its largest magnitude. Elements with
+    If the elements of a block have different scales, the largest magnitude becomes the block's scale. Elements with
     scale 0 were not quantised before.
     """
     missing = -len(values) % STATE_BLOCK

@@ -13,11 +13,11 @@ EXTRAS = {
     # Built from source against the installed torch.
     "transformer_engine": "--no-build-isolation 'wfm_ds[transformer-engine]'",
 }
-"""For each package, what to install with pip: the extra in setup.py that contains it."""
+"""{package: pip requirement that installs it, an extra in setup.py}."""
 
 
 def require_package(package: str, key: str) -> None:
-    """Raise RecipeError for this recipe key if the package is not installed."""
+    """Raise RecipeError, naming the recipe key, if the package is not installed."""
     if find_spec(package) is None:
         raise RecipeError(
             f"{key} needs the package {package}, which is not installed: pip install {EXTRAS[package]}, or "
@@ -26,7 +26,7 @@ def require_package(package: str, key: str) -> None:
 
 
 def require_packages(recipe: Recipe) -> None:
-    """Raise RecipeError for the first recipe key that needs a package that is not installed."""
+    """Raise RecipeError for the first recipe key that needs a missing package."""
     if recipe.model.base_precision == "nf4":
         require_package("bitsandbytes", "model.base_precision: nf4")
     if (library := recipe.model.fp8_training) is not None:

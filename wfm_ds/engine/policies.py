@@ -1,8 +1,8 @@
-"""The policies of one denoiser, as sharded fp32 copies and as LoRA adapters.
+"""The policies (sets of weights) of one denoiser, as sharded fp32 copies and as LoRA adapters.
 
-The policies are theta (the trained weights), old, ref and ema. This module locates this rank's master weights inside
-DeepSpeed's ZeRO optimizers, keeps copies with the same partitioning, and switches adapters. engine.py and the training
-loops decide when policies change. "Master" means the fp32 value that ZeRO updates.
+The policies are theta (the trained weights), old, ref and ema. This module finds this rank's master weights (the fp32
+values that ZeRO updates) in DeepSpeed's optimizers, keeps copies with the same partitioning, and switches adapters.
+engine.py and the training loops decide when policies change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Flats = Sequence[Tensor]  # one flat fp32 tensor per optimizer group: this rank'
 class ShardSlice:
     """This rank's slice of one parameter.
 
-    `flats[group][flat_start : flat_start + numel]` are the parameter's elements from index `parameter_start` on.
+    `flats[group][flat_start : flat_start + numel]` holds the parameter's elements from index `parameter_start` on.
     """
 
     group: int
@@ -54,31 +54,20 @@ class Shards:
         )
 
     def master_weights(self) -> list[Tensor]:
-        """Return this rank's fp32 master weights, one flat tensor per optimizer group.
-
-        The tensors are views and change with the next optimizer step.
-        """
+        """Return views of this rank's fp32 master weights, one flat tensor per optimizer group."""
         return [flat.detach() for flat in self._optimizer_flats()]
 
     def optimizer_states(self) -> list[dict[str, Tensor]]:
-        """Return the optimizer's states of each master tensor (optimizer.py); empty before its first step.
-
-        A state is a tensor with one value per element of the master tensor, or a single number for all elements
-        (`step`).
-        """
+        """Return the optimizer states {name: tensor} of each master tensor; empty before the first step."""
         return [read_states(self.ds.optimizer.optimizer, flat) for flat in self._optimizer_flats()]
 
     def load_optimizer_states(self, states: Mapping[str, Flats]) -> None:
-        """Set the optimizer's states of each master tensor.
-
-        states: by name as in `optimizer_states`, one tensor per master tensor.
-        """
+        """Set the optimizer states. states: {name as in `optimizer_states`: one tensor per master tensor}."""
         for group, flat in enumerate(self._optimizer_flats()):
             group_states = {name: flats[group] for name, flats in states.items()}
             write_states(self.ds.optimizer.optimizer, flat, group_states)
 
     def _optimizer_flats(self) -> Sequence[Tensor]:
-        """Return the flat fp32 tensors that the optimizer updates."""
         optimizer = self.ds.optimizer
         flats: Sequence[Tensor] = (
             optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
@@ -86,7 +75,7 @@ class Shards:
         return flats
 
     def slices_by_name(self) -> dict[str, ShardSlice]:
-        """Return this rank's slice of each parameter, by parameter name."""
+        """Return {parameter name: this rank's slice}."""
         names = {parameter: name for name, parameter in self.ds.module.named_parameters()}
         return {names[parameter]: piece for parameter, piece in self.slices.items()}
 
@@ -115,18 +104,12 @@ class Shards:
                 )
 
     def local_elements(self, parameter: nn.Parameter, flats: Flats) -> Tensor:
-        """Return a view [numel] of this rank's elements of a parameter.
-
-        flats: one flat tensor per optimizer group.
-        """
+        """Return a view [numel] of this rank's elements of a parameter. flats: one flat tensor per optimizer group."""
         piece = self.slices[parameter]
         return flats[piece.group][piece.flat_start : piece.flat_start + piece.numel]
 
     def gather_parameter(self, parameter: nn.Parameter, flats: Flats, device: torch.device) -> Tensor | None:
-        """Return one full parameter in fp32 on rank 0's CPU, None on other ranks. Collective.
-
-        Needs memory for one full parameter on `device`.
-        """
+        """Return one full parameter in fp32 on rank 0's CPU, None on other ranks. Collective. Gathers on `device`."""
         piece, shape = self.slices[parameter], getattr(parameter, "ds_shape", parameter.shape)
         whole = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
         whole[piece.parameter_start : piece.parameter_start + piece.numel] = self.local_elements(parameter, flats).to(
@@ -138,8 +121,8 @@ class Shards:
     def zero_gradients(self) -> None:
         """Zero the accumulated gradients at ZeRO-3 after an optimizer step.
 
-        ZeRO-3 overwrites the sums of the previous step only in the first micro-step, and only for the parameters used
-        there. Without this call, an expert that is used later, or not at all, would be updated with old gradients.
+        ZeRO-3 overwrites them only in the first micro-step, and only for the parameters used there. An expert that is
+        used later, or not at all, would be updated with old gradients.
         """
         if self.stage == 3:
             self.ds.optimizer.grad_partitions_flat_buffer.zero_()
@@ -171,12 +154,12 @@ class Shards:
 def refresh_gathered_weights(parameters: Sequence[Any]) -> None:
     """Discard outdated copies of these parameters after their shards changed at ZeRO-3. Collective.
 
-    Such copies are parameters that stay gathered and, with zero_hpz_partition_size, the secondary shards on each node.
-    DeepSpeed gathers from secondary shards, instead of the shards, until its next optimizer step.
+    Copies are parameters that stay gathered and, with zero_hpz_partition_size, the secondary shards of each node, from
+    which DeepSpeed would gather until its next optimizer step.
     """
     persistent = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
     if persistent:
-        persistent[0].partition(persistent)  # this may copy the old weights to the node's copy again
+        persistent[0].partition(persistent)  # this may write the old weights to the secondary shards again
     for parameter in parameters:
         parameter.ds_secondary_tensor = None
     if persistent:
@@ -184,10 +167,7 @@ def refresh_gathered_weights(parameters: Sequence[Any]) -> None:
 
 
 class ShardedCopy:
-    """An fp32 copy of the master weights with the same sharding.
-
-    Each rank stores 1 / world size of the copy. Updates need no communication.
-    """
+    """An fp32 copy of the master weights with the same sharding. Updates need no communication."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
@@ -195,7 +175,7 @@ class ShardedCopy:
 
     @torch.no_grad()
     def lerp_(self, decay: float) -> None:
-        """Update the copy in fp32: copy <- decay * copy + (1 - decay) * theta."""
+        """Update the copy in fp32: copy <- decay * copy + (1 - decay) * trained weights."""
         masters = self.shards.master_weights()
         if decay == 0:  # lerp with weight 1 would keep a NaN in the copy, and costs a multiplication
             torch._foreach_copy_(self.flats, masters)
@@ -206,8 +186,8 @@ class ShardedCopy:
     def use_weights(self) -> Iterator[None]:
         """Use this copy as the module's weights inside the context. Collective at entry and exit.
 
-        The trained weights are restored on exit and after an error that all ranks agreed on. After an error on this
-        rank alone they are not, because restoring them is collective.
+        Restores the trained weights on exit, also after an error that all ranks agreed on. Does not restore them after
+        an error on this rank alone, because restoring is collective.
         """
         self.shards.install_weights(self.flats)
         is_agreed = True
@@ -222,7 +202,7 @@ class ShardedCopy:
 
 
 def set_trainable(denoiser: nn.Module, frozen: AbstractSet[str]) -> None:
-    """Set requires_grad to False for the parameters named in `frozen` and to True for all others."""
+    """Freeze the parameters named in `frozen` and train all others (requires_grad)."""
     for name, parameter in denoiser.named_parameters():
         parameter.requires_grad_(name not in frozen)
 
@@ -235,11 +215,10 @@ def add_adapters(
     seed: int,
     initial_values: Mapping[str, Tensor] | None = None,
 ) -> Adapters:
-    """Add the adapter `default`, which is trained, and equal frozen adapters called `names`.
+    """Add the trained adapter `default`, and a frozen copy of it for each name in `names`.
 
-    Call it before DeepSpeed starts. seed: seed of the initial A matrices. initial_values: initial values of adapter
-    tensors, named without the adapter's name; each must belong to a tensor of the adapter. Raises RecipeError if no
-    layer can be adapted.
+    Call it before DeepSpeed starts. seed: seed of the initial A matrices. initial_values: initial adapter tensors;
+    their names omit the adapter's name. Raises RecipeError if no layer can be adapted.
     """
     denoiser.requires_grad_(False)
     config = peft.LoraConfig(
@@ -270,7 +249,7 @@ def add_adapters(
 
 @torch.no_grad()
 def write_initial_values(denoiser: nn.Module, initial_values: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    """Write these values, with names as in `iter_full_tensors`, into each of the adapters called `names`."""
+    """Write initial values, named as in DenoiserEngine.iter_full_tensors, into each adapter in `names`."""
     parameters = dict(denoiser.named_parameters())
     adapter_names = {name.replace(".default.", "."): name for name in parameters if ".default." in name}
     for name, value in initial_values.items():
@@ -279,10 +258,10 @@ def write_initial_values(denoiser: nn.Module, initial_values: Mapping[str, Tenso
 
 
 class Adapters:
-    """The adapters of a denoiser and the choice of the active one. Only `default` requires gradients.
+    """The LoRA adapters of a denoiser and the choice of the active one. Only `default` requires gradients.
 
-    PEFT's own switch visits all modules and sets requires_grad of thousands of parameters. The active adapter changes
-    many times per step, so this class finds the adapted layers once and changes only what differs.
+    PEFT's own switch visits all modules and sets thousands of flags. The active adapter changes many times per step, so
+    this class finds the adapted layers once.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
@@ -297,7 +276,7 @@ class Adapters:
         self.activate("default")
 
     def activate(self, name: str | None) -> None:
-        """Activate the adapter of this name. With None, disable all adapters."""
+        """Activate the adapter of this name; None disables all adapters."""
         for layer in (*self.layers, *self._module_copies):
             layer._disable_adapters = name is None
             if name is not None:
@@ -305,7 +284,7 @@ class Adapters:
 
 
 def write_adapter(denoiser: nn.Module, copy: ShardedCopy, name: str) -> None:
-    """Write a copy of the master weights, rounded to the module's dtype, into the frozen adapter `name`. Collective."""
+    """Write a policy copy, rounded to the module's dtype, into the frozen adapter `name`. Collective."""
     parameters: dict[str, Any] = dict(denoiser.named_parameters())
     pairs = [(parameters[n.replace(".default.", f".{name}.")], q) for n, q in parameters.items() if ".default." in n]
     with torch.no_grad(), copy.use_weights():

@@ -41,18 +41,18 @@ def prepare_denoiser(
     initial_adapter: Mapping[str, Tensor] | None = None,
     shard_tokens: TokenSharding = install_ulysses,
 ) -> Adapters | None:
-    """Prepare a denoiser in place for training. Collective.
+    """Prepare a denoiser in place for training. Returns the adapters; None in full training. Collective.
 
-    The steps, each of which relies on the previous ones: low-precision base, weight placement, adapters or full
-    training, gradient checkpointing, sequence parallelism, attention kernel, compiled blocks.
+    The order matters: low-precision base, weight placement, adapters or full training, gradient checkpointing, sequence
+    parallelism, attention kernel, compiled blocks.
 
     config: the config for deepspeed.initialize.
     names: names of the adapters in addition to `default`.
-    frozen: names of the parameters that full training does not train.
-    initial_adapter: initial values of the adapters (policies.add_adapters).
-    shard_tokens: function that installs the sharding of a sample's tokens over the ranks of a replica.
+    frozen: names of parameters that full training does not train.
+    initial_adapter: initial adapter tensors (policies.add_adapters).
+    shard_tokens: function that installs sequence parallelism over the ranks of a replica.
 
-    Returns the adapters, None in full training. Raises the same errors as `DenoiserEngine.build`.
+    Raises the same errors as `DenoiserEngine.build`.
     """
     module: Any = denoiser
     dtype = DTYPES[recipe.model.dtype]

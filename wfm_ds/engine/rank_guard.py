@@ -1,4 +1,4 @@
-"""Detection of ranks that are about to run different forward passes, or replicas with different inputs."""
+"""Detection of ranks that run different forward passes, or ranks of one replica with different inputs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from wfm_ds.distributed.world import World
 class RankGuard:
     """Compares forward passes between ranks, so that a mismatch raises an error instead of hanging.
 
-    Every rank must create it at the same point. It waits for other ranks as long as the collectives of `world` do,
-    because a rank that is still decoding videos or compiling is only late.
+    Create it at the same point on every rank. It waits for other ranks as long as the collectives of `world` do,
+    because a rank that is decoding videos or compiling is only late.
     """
 
     def __init__(self, world: World) -> None:
@@ -29,7 +29,7 @@ class RankGuard:
     def compare_ranks(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
         """Check that all ranks are about to run the same forward pass. Collective; call it before every forward pass.
 
-        what: values that identify the forward pass (policy, gradient, shape, ...). They must be the same on all ranks.
+        what: values that identify the forward pass (policy, gradient, shape, ...), equal on all ranks.
         inputs: tensors that must be bit-equal on the ranks of a replica.
 
         Raises RuntimeError on all ranks if they disagree, or if a rank does not call it within the timeout.
@@ -60,15 +60,11 @@ class RankGuard:
 
 
 def _signed_pair(mark: int) -> torch.Tensor:
-    """Return [mark, -mark].
-
-    The maxima of both numbers over all ranks sum to 0 only if the marks of all ranks are equal.
-    """
+    """Return [mark, -mark]. Their maxima over all ranks sum to 0 only if the marks of all ranks are equal."""
     return torch.tensor([mark, -mark])
 
 
 def tensor_checksum(tensors: Sequence[Tensor]) -> int:
-    """Return a checksum of the tensors' bytes."""
     mark = 0
     for tensor in tensors:
         mark = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes(), mark)

@@ -10,7 +10,7 @@ from wfm_ds.recipe.sections import OptimizerRecipe
 def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
     """Return the learning rate of update 1, 2, ..., total_updates.
 
-    The warm-up is linear, from 0 at update 0 to lr at update `warmup_steps`. Then the linear and cosine schedules decay
+    Warm-up is linear, from 0 at update 0 to lr at update `warmup_steps`. Then the linear and cosine schedules decay
     from lr to final_lr_fraction * lr at the last update. Without warm-up, the decay starts at the first update.
     """
     if update < recipe.warmup_steps:

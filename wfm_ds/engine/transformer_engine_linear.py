@@ -1,9 +1,8 @@
-"""TransformerEngine's linear layers, using the parameters of torch layers. Only this module imports TransformerEngine.
+"""TransformerEngine's linear layers with the parameters of torch layers. Only this module imports TransformerEngine.
 
-TransformerEngine cannot be imported without CUDA, so it is imported when the first layer is built. There is one scale
-per tensor, computed from the current values (Float8CurrentScaling). Equal weights predict identical bits for equal
-batches, but a sample's prediction depends on the other samples in its batch. Therefore, the recipe does not allow these
-layers for algorithms that compare predictions.
+TransformerEngine needs CUDA, so it is imported when the first layer is built. Scales are per tensor, from the current
+values (Float8CurrentScaling). Equal weights predict identical bits for equal batches, but a sample's prediction depends
+on its batch, so the recipe rejects these layers for algorithms that compare predictions.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ ROW_MULTIPLE = 16  # the number of rows must be a multiple of it; the gradient o
 
 
 def te_layer_factory(key: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
-    """Return a function that converts a torch linear layer to a TransformerEngine layer.
+    """Return a function that converts a torch linear layer to a TransformerEngine layer that shares its parameters.
 
-    The new layer has the same parameters with the same names in state dicts, and no additional ones. It accepts inputs
-    [..., in_features] with any number of rows. Raises RecipeError for this recipe key if the device is not a GPU or
-    TransformerEngine cannot be imported.
+    State dicts do not change. Inputs [..., in_features] may have any number of rows. Raises RecipeError, naming the
+    recipe key, if the device is not a GPU or TransformerEngine cannot be imported.
     """
     if device.type != "cuda":
         raise RecipeError(f"{key} needs a GPU, but the device is {device.type}: torchao's products are emulated there")

@@ -17,8 +17,6 @@ GENEVAL_TASKS = ("single_object", "two_object", "counting", "colors", "position"
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkScore:
-    """Score of one model in a benchmark."""
-
     benchmark: str
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -26,7 +24,7 @@ class BenchmarkScore:
 
 
 def benchmark_scores(prompts: Sequence[Prompt], scores: Mapping[str, Array], num_seeds: int) -> list[BenchmarkScore]:
-    """Return all benchmark scores that can be computed from the scores [P, S] of these prompts."""
+    """Return the benchmark scores for which `scores` {reward: [P, S]} has the rewards."""
     geneval_scores = (
         [geneval_score(prompts, scores["gen_eval/gen_eval_score"], num_seeds)]
         if "gen_eval/gen_eval_score" in scores
@@ -36,9 +34,9 @@ def benchmark_scores(prompts: Sequence[Prompt], scores: Mapping[str, Array], num
 
 
 def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> BenchmarkScore | None:
-    """Compute GenEval (arXiv 2310.11513, evaluation/summary_scores.py): accuracy averaged over its tasks.
+    """Compute GenEval's accuracy (arXiv 2310.11513, evaluation/summary_scores.py): the mean over its tasks.
 
-    Returns None if there are no scores.
+    correct: [P, S], 1 for a correct image. Returns None if all scores are missing.
     """
     by_task: dict[str, list[float]] = defaultdict(list)
     for prompt, row in zip(prompts, correct, strict=True):
@@ -56,7 +54,7 @@ def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> 
 
 
 def ocr_score(scores: Array | None) -> BenchmarkScore | None:
-    """Compute the mean OCR reward of Flow-GRPO (arXiv 2505.05470). Returns None if there are no scores."""
+    """Compute the mean OCR reward of Flow-GRPO (arXiv 2505.05470). Returns None if all scores are missing."""
     if scores is None or np.isnan(scores).all():
         return None
     deviations = ["RapidOCR, not PaddleOCR"]

@@ -25,17 +25,17 @@ Frames = npt.NDArray[np.uint8]
 
 
 class SampleEmbedder(Protocol):
-    """Embeds images and videos as vectors. The Euclidean distance measures how different two samples are."""
+    """Embeds images and videos as vectors. Their Euclidean distance measures how different two samples are."""
 
     name: str
 
     def embed(self, frames: Frames) -> Array:
-        """Embed an image or video [T,H,W,3] to a vector [D]."""
+        """Embed an image or video, uint8 [T,H,W,3], as a vector [D]."""
         ...
 
 
 class PixelEmbedder:
-    """Embeds the pixels of the downscaled image. The distance is the root mean square difference, from 0 to 1."""
+    """Embeds the pixels of downscaled frames. The distance is their root mean square difference, from 0 to 1."""
 
     name = f"RGB at {SIDE} x {SIDE}"
 
@@ -46,7 +46,7 @@ class PixelEmbedder:
 
 
 class DinoEmbedder:
-    """Embeds images as the normalized class token of DINOv2 (arXiv 2304.07193)."""
+    """Embeds frames as the normalized class tokens of DINOv2 (arXiv 2304.07193)."""
 
     def __init__(self, address: str, device: torch.device) -> None:
         """address: a folder, or the Hub id of a cached model. Raises ModelError if it cannot be loaded."""
@@ -88,15 +88,14 @@ def load_embedder(choice: str, device: torch.device) -> SampleEmbedder:
 
 
 def select_frames(frames: Frames) -> list[Frames]:
-    """Return the frames to embed: first, middle and last."""
     indices = sorted({round(k * (len(frames) - 1) / (NUM_FRAMES - 1)) for k in range(NUM_FRAMES)})
     return [frames[index] for index in indices]
 
 
 def prompt_diversity(vectors: Sequence[Array | None], num_seeds: int) -> Array:
-    """Return the mean pairwise distance between the samples of each prompt, [P].
+    """Return the mean pairwise distance between the samples of each prompt, [P]; NaN for fewer than two samples.
 
-    vectors: one per sample, ordered by prompt; None for a failed sample. Prompts with fewer than two vectors get NaN.
+    vectors: embedding [D] of each sample, ordered by prompt; None for a failed sample.
     """
     means = []
     for first in range(0, len(vectors), num_seeds):

@@ -31,7 +31,6 @@ HALF, HEIGHT = 90, 16  # half width and height of an interval plot, in pixels
 
 
 def render_page(results: EvaluationResults) -> str:
-    """Return the complete HTML document."""
     title = " and ".join(model.name for model in results.models)
     details = {model.name: model.path for model in results.models} | dict(results.settings)
     parts = [f"<p>{escape(format_headline(results))}</p>"]
@@ -44,7 +43,7 @@ def render_page(results: EvaluationResults) -> str:
 
 
 def render_comparison(results: EvaluationResults, comparison: ModelComparison) -> str:
-    """Return the verdict on a model and its table of differences."""
+    """Return the HTML of a model's verdict and of its table of differences to the base model."""
     verdict = comparison.verdict
     titles = ["", "", results.base.name, comparison.results.name, "difference", "better in", "", "in sd of the base"]
     rows = []
@@ -61,7 +60,7 @@ def render_comparison(results: EvaluationResults, comparison: ModelComparison) -
 
 
 def render_base(results: EvaluationResults) -> str:
-    """Return the table of the base model's scores, for an evaluation of only one model."""
+    """Return the HTML table of the base model's scores. Used if no other model is evaluated."""
     rows = (
         f"<tr><td>{escape(name)}</td><td>{escape(format_interval(results.means[name]))}</td></tr>"
         for name in results.rewards
@@ -70,21 +69,18 @@ def render_base(results: EvaluationResults) -> str:
 
 
 def axis_scale(comparison: ModelComparison) -> float:
-    """Return the half width of the plots' axis: the interval bound farthest from 0 in this comparison.
-
-    In standard deviations of the base model's scores.
-    """
+    """Return the largest absolute interval bound, in standard deviations of the base model's scores; 1 without one."""
     ends = [abs(gap.z) + interval_width(gap) for gap in comparison.differences.values() if gap is not None]
     return max((end for end in ends if math.isfinite(end)), default=0.0) or 1.0
 
 
 def interval_width(gap: Difference) -> float:
-    """Return the half width of a difference's interval, in standard deviations of the base model's scores."""
+    """Return half the width of the confidence interval, in standard deviations of the base model's scores."""
     return (gap.estimate.half_width or 0.0) / gap.base_std if gap.base_std > 0 else 0.0
 
 
 def render_interval(gap: Difference | None, scale: float) -> str:
-    """Plot a difference as a dot on its interval, with a line at 0."""
+    """Return an SVG plot of a difference: a dot on its interval, and a line at 0. "" if the difference is unknown."""
     if gap is None or not math.isfinite(gap.z):
         return ""
     centre, half, middle = HALF + HALF * gap.z / scale, HALF * interval_width(gap) / scale, HEIGHT / 2
@@ -97,7 +93,7 @@ def render_interval(gap: Difference | None, scale: float) -> str:
 
 
 def render_samples(results: EvaluationResults, prompt: int) -> str:
-    """Return the table of a prompt's samples: one row per seed, one column per model."""
+    """Return the HTML table of a prompt's samples: one row per seed, one column per model."""
     text = results.prompts[prompt].text
     titles = "".join(f"<th>{escape(model.name)}</th>" for model in results.models)
     rows = []
@@ -110,7 +106,6 @@ def render_samples(results: EvaluationResults, prompt: int) -> str:
 
 
 def render_sample(model: ModelResults, index: int, prompt: str, results: EvaluationResults) -> str:
-    """Return the HTML of one sample with its scores."""
     link, (height, width_pixels) = escape(quote(model.files[index])), model.sizes[index]
     size = f'width="{width_pixels}" height="{height}"' + (
         ' class="small"' if max(height, width_pixels) < SMALL_SIDE else ""

@@ -27,9 +27,9 @@ class MeanEstimate:
     """A mean over prompts with its confidence interval."""
 
     value: float
-    half_width: float | None  # of the interval at level CONFIDENCE; None with fewer than MIN_PROMPTS prompts
+    half_width: float | None  # confidence interval: value +- half_width; None for fewer than MIN_PROMPTS prompts
     num_prompts: int
-    num_samples: int  # number of scores or pairs
+    num_samples: int  # scores, or pairs of scores
 
     @property
     def low(self) -> float | None:
@@ -41,30 +41,29 @@ class MeanEstimate:
 
     @property
     def is_above_zero(self) -> bool:
-        """Whether the whole interval is above 0."""
         return self.low is not None and self.low > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Paired difference of two models' scores: other model minus base model."""
+    """Difference of two models' scores over pairs with the same prompt and seed: other minus base model."""
 
     estimate: MeanEstimate
-    num_better: int  # number of pairs with a higher score
+    num_better: int  # pairs in which the other model has the higher score
     num_missing: int  # number of pairs with a missing score
-    base_std: float  # standard deviation of all scores of the base
+    base_std: float  # standard deviation of all scores of the base model
     p_decrease: float  # one-sided p value of a decrease; NaN without an interval
 
     @property
     def z(self) -> float:
-        """The estimate in units of `base_std`."""
+        """The difference in standard deviations of the base model's scores."""
         if self.base_std > 0:
             return self.estimate.value / self.base_std
         return math.copysign(math.inf, self.estimate.value) if self.estimate.value else 0.0
 
 
 def prompt_means(scores: Array) -> Array:
-    """Average scores [P, S] over seeds, for prompts with at least one score. Returns at most P means."""
+    """Average scores [P, S] over seeds. Returns one mean per prompt that has a score, so at most P."""
     known = ~np.isnan(scores)
     counts = known.sum(axis=1)
     sums = np.where(known, scores, 0.0).sum(axis=1)
@@ -82,7 +81,7 @@ def estimate_mean(scores: Array) -> MeanEstimate | None:
 
 
 def compare_scores(base: Array, other: Array) -> Difference | None:
-    """Compare the scores [P, S] of two models. Returns None if no pair has both scores."""
+    """Compare the scores [P, S] of two models. Returns None if all pairs have a missing score."""
     gaps = other - base
     estimate = estimate_mean(gaps)
     if estimate is None:
@@ -98,7 +97,7 @@ def compare_scores(base: Array, other: Array) -> Difference | None:
 
 
 def p_value_decrease(means: Array) -> float:
-    """Return the p value of a one-sided t test for a mean below 0. NaN if there are fewer than MIN_PROMPTS means."""
+    """Return the p value of a one-sided t test for a mean below 0, NaN for fewer than MIN_PROMPTS means."""
     if len(means) < MIN_PROMPTS:
         return math.nan
     value, error = float(means.mean()), standard_error(means)
@@ -110,8 +109,8 @@ def p_value_decrease(means: Array) -> float:
 def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
     """Estimate the ratio other / base of positive values [P], as the geometric mean over prompts.
 
-    The half_width of the result refers to the logarithm of the ratio; see `ratio_bounds`. Prompts with a missing or
-    zero value are excluded.
+    Prompts with a missing or zero value are excluded; returns None if no prompt remains. `half_width` of the result is
+    in the logarithm of the ratio; see `ratio_bounds`.
     """
     usable = (base > 0) & (other > 0)  # False for NaN
     logs = np.log(other[usable]) - np.log(base[usable])
@@ -124,14 +123,14 @@ def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
 
 
 def ratio_bounds(ratio: MeanEstimate) -> tuple[float, float] | None:
-    """Return the bounds (low, high) of the confidence interval of an `estimate_ratio` result."""
+    """Return the confidence interval (low, high) of a result of `estimate_ratio`, None if it has none."""
     if ratio.half_width is None:
         return None
     return ratio.value * math.exp(-ratio.half_width), ratio.value * math.exp(ratio.half_width)
 
 
 def adjust_holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p values for multiple comparisons (Holm 1979, family-wise error rate). NaN is ignored."""
+    """Adjust p values for multiple comparisons (Holm 1979, family-wise error rate). NaN values are not counted."""
     adjusted = list(p_values)
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
     largest = 0.0

@@ -19,16 +19,13 @@ MARKS = {"trained": "T", "held_out": "", "related": "R"}
 
 
 def format_headline(results: EvaluationResults) -> str:
-    """Summarize the evaluation's protocol in one line."""
+    """Return one line with the numbers of prompts and seeds and the kind of interval."""
     seeds = f"{len(results.seeds)} seed{'' if len(results.seeds) == 1 else 's'}"
     return f"{len(results.prompts)} prompts x {seeds}, paired by seed, 95 % intervals over prompts"
 
 
 def format_text(results: EvaluationResults) -> str:
-    """Return the report as text: one table per model that compares it to the base model.
-
-    Without other models, the only table shows the base model's scores.
-    """
+    """Return the report as text: a table per model that compares it to the base model, or the base model's table."""
     blocks = [format_headline(results)]
     if not results.comparisons:
         blocks.append(
@@ -49,10 +46,10 @@ def format_text(results: EvaluationResults) -> str:
 
 
 def table_rows(results: EvaluationResults, comparison: ModelComparison) -> Iterator[list[str]]:
-    """Yield the table rows of a model.
+    """Yield the cells of each row of a model's table.
 
-    Columns: reward, mark (T trained, R related), base, model, difference, number of pairs in which the model is better,
-    remark.
+    Columns: reward, mark (T: trained on, R: related), mean of the base model, mean of the model, difference, number of
+    pairs in which the model is better, remark.
     """
     for name in results.rewards:
         difference = comparison.differences[name]
@@ -74,7 +71,6 @@ def table_rows(results: EvaluationResults, comparison: ModelComparison) -> Itera
 
 
 def list_notes(results: EvaluationResults) -> Iterator[str]:
-    """Yield the notes below the tables."""
     kinds = {other.trained_rewards.reward_role(name) for other in results.comparisons for name in results.rewards}
     if "trained" in kinds:
         yield "T: trained on; the others are held out"
@@ -103,7 +99,7 @@ def describe_missing(model: ModelResults, rewards: Sequence[str]) -> str:
 
 
 def format_json(results: EvaluationResults) -> str:
-    """Return the evaluation as JSON, without individual samples (the CSV has them)."""
+    """Return the results as JSON, without individual samples. `format_csv` has them."""
     content = {
         "settings": dict(results.settings),
         "prompts": [{"id": prompt.id, "prompt": prompt.text} for prompt in results.prompts],
@@ -179,10 +175,7 @@ def estimate_dict(estimate: MeanEstimate | None) -> dict[str, Any] | None:
 
 
 def format_csv(results: EvaluationResults) -> str:
-    """Return the samples as CSV, one per line.
-
-    Columns: model, prompt_id, prompt, seed, file, and one per reward, which is empty if the score is missing.
-    """
+    """Return a CSV line per sample: model, prompt_id, prompt, seed, file, and each score (empty if missing)."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(["model", "prompt_id", "prompt", "seed", "file", *results.rewards])
@@ -203,14 +196,12 @@ def format_value(estimate: MeanEstimate | None) -> str:
 
 
 def format_interval(estimate: MeanEstimate | None) -> str:
-    """Format a mean with its interval."""
     if estimate is None:
         return "-"
     return f"{format_number(estimate.value)}{format_bounds(estimate.low, estimate.high)}"
 
 
 def format_difference(gap: Difference | None) -> str:
-    """Format a difference with its interval."""
     if gap is None:
         return "-"
     estimate = gap.estimate
@@ -241,7 +232,7 @@ def mean_or_nan(values: Any) -> float:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Join rows of cells to lines of text with aligned columns."""
+    """Join rows of cells to one text, with aligned columns and a line per row."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in padded)

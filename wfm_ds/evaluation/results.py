@@ -29,7 +29,7 @@ class ModelResults:
     """Samples and scores of one model, ordered by prompt, then by seed."""
 
     name: str  # short, for tables and folders
-    path: str  # as given by the user
+    path: str  # as given on the command line
     files: Sequence[str]  # relative to the report
     sizes: Sequence[tuple[int, int]]  # height and width of each in pixels
     samples: SampleScores
@@ -38,10 +38,8 @@ class ModelResults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedRewards:
-    """Rewards that a model was trained on."""
-
     names: Sequence[str]  # names from the recipe, measured or not
-    reward: RewardRecipe | None  # weighted sum of the measured ones; None if none was measured
+    reward: RewardRecipe | None  # recipe of the weighted sum of the measured rewards; None if none was measured
     related: frozenset[str] = frozenset()  # held-out rewards that use the same network as a trained one
 
     def reward_role(self, reward: str) -> RewardRole:
@@ -52,13 +50,11 @@ class TrainedRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelComparison:
-    """Comparison of one model with the base."""
-
     results: ModelResults
     trained_rewards: TrainedRewards
-    means: Mapping[str, MeanEstimate | None]  # mean scores of the model by reward
-    differences: Mapping[str, Difference | None]  # other minus base, by reward
-    diversity: MeanEstimate | None  # ratio to the diversity of the base
+    means: Mapping[str, MeanEstimate | None]  # {reward: mean score of the model}
+    differences: Mapping[str, Difference | None]  # {reward: model minus base model}
+    diversity: MeanEstimate | None  # ratio to the diversity of the base model
     verdict: Verdict
 
 
@@ -70,9 +66,9 @@ class EvaluationResults:
     seeds: Sequence[int]
     rewards: Sequence[str]
     base: ModelResults
-    means: Mapping[str, MeanEstimate | None]  # mean scores of the base by reward
+    means: Mapping[str, MeanEstimate | None]  # {reward: mean score of the base model}
     comparisons: Sequence[ModelComparison]
-    benchmark_scores: Mapping[str, Sequence[BenchmarkScore]]  # by model
+    benchmark_scores: Mapping[str, Sequence[BenchmarkScore]]  # by model name
     embedder_name: str  # name of the embedder for diversity
     settings: Mapping[str, str]  # sampling settings, for the head of the report
 
@@ -91,7 +87,6 @@ def compare_models(
     embedder_name: str,
     settings: Mapping[str, str],
 ) -> EvaluationResults:
-    """Compare each of the other models with the base model."""
     scores = {
         one.name: scores_by_reward(one.samples, len(seeds)) for one in (base, *(results for results, _ in others))
     }

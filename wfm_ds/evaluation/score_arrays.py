@@ -16,7 +16,7 @@ SampleScores = Sequence[Mapping[str, Score]]
 
 
 def scores_by_reward(samples: SampleScores, num_seeds: int) -> dict[str, Array]:
-    """Return arrays [P, S] of scores, by reward and, for parts of rewards, by `reward/part`."""
+    """Return {reward: scores [P, S]}, and {`reward/part`: [P, S]} for rewards that report partial scores."""
     names = list(dict.fromkeys(name for sample in samples for name in sample))
     arrays = {name: reshape_scores([sample[name].value for sample in samples], num_seeds) for name in names}
     for name in names:
@@ -26,12 +26,12 @@ def scores_by_reward(samples: SampleScores, num_seeds: int) -> dict[str, Array]:
 
 
 def total_rewards(samples: SampleScores, num_seeds: int, reward: RewardRecipe) -> Array:
-    """Return the total rewards [P, S], the weighted sums that the recipe `reward` defines."""
+    """Return the total rewards [P, S]: the weighted sums that `reward` defines."""
     return reshape_scores(combine_scores(samples, reward).totals, num_seeds)
 
 
 def unit_std_reward_recipe(names: Sequence[str], base: Mapping[str, Array]) -> RewardRecipe:
-    """Return a reward recipe that divides each reward by its std over the base model's samples."""
+    """Return a recipe that weights each reward by 1 / its std over the base model's samples (by 1 if the std is 0)."""
     functions = []
     for name in names:
         valid = base[name][~np.isnan(base[name])]
@@ -41,5 +41,5 @@ def unit_std_reward_recipe(names: Sequence[str], base: Mapping[str, Array]) -> R
 
 
 def reshape_scores(values: Sequence[float | None], num_seeds: int) -> Array:
-    """Reshape values to [P, S], with NaN for None."""
+    """Reshape one value per sample to [P, S], with NaN for None."""
     return np.array([np.nan if value is None else value for value in values], np.float64).reshape(-1, num_seeds)

@@ -17,22 +17,19 @@ MIN_DECREASE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict on a model in comparison with its base model."""
-
     name: VerdictName
     message: str
-    decreases: Mapping[str, float]  # held-out rewards that decreased, with Holm-adjusted p values
+    decreases: Mapping[str, float]  # {held-out reward that decreased: Holm-adjusted p value}
 
 
 def decide_verdict(
     trained: str, total: Difference | None, held_out: Mapping[str, Difference], *, related: Collection[str] = ()
 ) -> Verdict:
-    """Decide the verdict from the differences between a model and its base model.
+    """Decide the verdict from the score differences between a model and its base model.
 
-    trained: names of the trained rewards for the message; "" if there are none.
-    total: difference of their weighted sum; None if it was not measured.
-    held_out: differences of the held-out rewards.
-    related: held-out rewards that use the same network as a trained reward. Their increase does not confirm a gain.
+    trained: names of the trained rewards, for the message; "" if there are none. total: difference of the weighted sum
+    of the trained rewards; None if it was not measured. related: held-out rewards that use the same network as a
+    trained reward. Their increase does not confirm a gain.
     """
     if not trained:
         return Verdict("cannot tell", "the model was not trained on rewards", {})
@@ -69,7 +66,7 @@ def decide_verdict(
 
 
 def find_decreases(held_out: Mapping[str, Difference], level: float) -> dict[str, float]:
-    """Return the held-out rewards that decreased by MIN_DECREASE or more, with Holm-adjusted p values below `level`."""
+    """Return {held-out reward: Holm-adjusted p value} if p < `level` and the decrease is at least MIN_DECREASE."""
     adjusted = adjust_holm([difference.p_decrease for difference in held_out.values()])
     return {
         name: p
@@ -79,5 +76,5 @@ def find_decreases(held_out: Mapping[str, Difference], level: float) -> dict[str
 
 
 def list_decreases(decreases: Mapping[str, float], held_out: Mapping[str, Difference]) -> str:
-    """Describe the decreases for a message, in standard deviations and with p values."""
+    """Describe the decreases for a message, in standard deviations of the base model's scores."""
     return ", ".join(f"{name} decreased by {-held_out[name].z:.2g} sd (p = {p:.1g})" for name, p in decreases.items())

@@ -43,7 +43,7 @@ class BadConversation(DataError):
 
 @dataclass(frozen=True, slots=True)
 class MediaReference:
-    """An image or video in a conversation."""
+    """An image or video in a conversation, by path or s3:// address."""
 
     kind: MediaKind
     address: str
@@ -73,11 +73,7 @@ class Conversation:
 
 
 def annotation_files(paths: Sequence[str]) -> list[str]:
-    """Return all annotation files for these paths and s3:// addresses.
-
-    A path may be a file or a folder; an s3:// folder ends with a slash. Raises DataError if a folder has no annotation
-    file.
-    """
+    """Return the annotation files at these paths; s3:// folders end with a slash. Empty folders raise DataError."""
     files: list[str] = []
     for path in paths:
         is_folder = path.endswith("/") if is_remote(path) else Path(path).is_dir()
@@ -111,7 +107,7 @@ def read_content(file: str) -> bytes:
 
 
 def parse_rows(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield (name, row) for all rows of an annotation file. Row is None for a JSONL line that is not JSON.
+    """Yield (name, row) for all rows of an annotation file; the row is None for a JSONL line that is not JSON.
 
     Raises DataError if the file is not UTF-8, or if a .json file does not contain a list.
     """
@@ -146,9 +142,9 @@ def _json_or_none(text: str) -> Any:
 def parse_conversation(
     row: Any, name: str, *, root: str | None = None, system_prompt: str | None = None
 ) -> Conversation:
-    """Parse a row to a conversation.
+    """Parse an annotation row to a conversation. Raises BadConversation.
 
-    root: folder that relative media paths refer to. system_prompt: used for rows without one. Raises BadConversation.
+    root: folder that relative media paths refer to. system_prompt: used for rows without one.
     """
     if not isinstance(row, dict) or not is_encodable(row):
         raise BadConversation("row", name, "not a JSON object")
@@ -165,7 +161,7 @@ def parse_conversation(
 
 
 class _MediaSupply:
-    """Assigns the media that a row lists to the tags (such as <image>) in its texts, in order."""
+    """Assigns the images and videos that a row lists to the tags, such as <image>, in its texts, in order."""
 
     def __init__(self, row: Mapping[str, Any], name: str, root: str | None) -> None:
         self._name, self._root = name, root
@@ -181,7 +177,7 @@ class _MediaSupply:
         return values
 
     def locate(self, kind: MediaKind, path: str) -> MediaReference:
-        """Return the reference to the image or video at a path relative to the root."""
+        """Return the image or video at a path relative to the root, at an absolute path or at an address."""
         full_path = path if self._root is None or "://" in path else f"{self._root.rstrip('/')}/{path}"
         return MediaReference(kind, path if path.startswith("/") else full_path)
 
@@ -191,10 +187,7 @@ class _MediaSupply:
         return MediaReference(kind, "")
 
     def resolve_media(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Replace the placeholders in `turns`.
-
-        Media without a tag are inserted before the first question, as in LLaVA.
-        """
+        """Replace the placeholders. Media without a tag are inserted before the first question, as in LLaVA."""
         remaining: dict[MediaKind, list[str]] = {}
         untagged: list[Part] = []
         for kind in MEDIA_KINDS:

@@ -26,8 +26,8 @@ def has_windows(network: Any) -> bool:
 def install_segment_attention(network: nn.Module) -> bool:
     """Replace SDPA in the decoder, in place, by attention per conversation. Return whether it was replaced.
 
-    Forward calls then need the argument `segments`, the number of tokens of each conversation. Decoders with another
-    attention implementation or with sliding windows are not changed.
+    Forward calls then need the argument `segments`, the number of tokens of each conversation. Decoders that do not use
+    SDPA, or that have sliding windows, are not changed.
     """
     unwrapped: Any = network
     decoder = unwrapped.model.language_model
@@ -39,7 +39,6 @@ def install_segment_attention(network: nn.Module) -> bool:
 
 
 def register_attention() -> None:
-    """Register this attention with transformers."""
     AttentionInterface.register(ATTENTION_NAME, segment_attention_forward)
 
 
@@ -55,7 +54,7 @@ def segment_attention_forward(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the interface of transformers: inputs [B,H,L,D] and output [B,L,H,D]."""
+    """Compute `segment_attention` with the interface of transformers: inputs [B,H,L,D], output [B,L,H,D]."""
     output = segment_attention(query_BHLD, key_BKLD, value_BKLD, segments, scaling=scaling, dropout=dropout)
     return output.transpose(1, 2).contiguous(), None
 

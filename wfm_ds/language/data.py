@@ -55,7 +55,6 @@ class SizedConversations:
 
     @property
     def media_kinds(self) -> frozenset[str]:
-        """Kinds of media in the conversations."""
         return frozenset(item.kind for conversation in self.conversations for item in conversation.media)
 
 
@@ -102,8 +101,7 @@ def measure_conversations(
 ) -> LanguageData:
     """Count the tokens of all conversations that are not in `cache`, sharded over the ranks. Collective.
 
-    Returns all valid conversations as training data. Raises DataError on all ranks if more than max_bad_fraction of the
-    rows are bad.
+    Return all valid conversations as training data. Raises DataError on all ranks if too many rows are bad.
     """
     count = len(annotations.conversations)
     cached_sizes = [UNKNOWN_SIZE] * count if cache is None else cache.read(count)
@@ -154,10 +152,7 @@ def _check_bad_rows(bad: Sequence[tuple[str, str]], num_good: int, max_bad_fract
 
 
 def load_conversations(recipe: Recipe, reader: ConversationReader, world: World) -> LanguageData:
-    """Load the recipe's conversations. Collective.
-
-    Held-out conversations come from validation.path if it is set, otherwise they are split off by a hash of the id.
-    """
+    """Load the recipe's conversations. Without validation.path, the held-out ones are split off. Collective."""
     data, validation = recipe.data, recipe.validation
 
     def load_paths(paths: Sequence[str]) -> LanguageData:
@@ -180,8 +175,7 @@ def load_conversations(recipe: Recipe, reader: ConversationReader, world: World)
 def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConversations, SizedConversations]:
     """Return (training, held-out) conversations. A hash of the id decides, so the split is identical in every run.
 
-    share: expected share of held-out conversations. If there are two or more conversations and share > 0, neither part
-    is empty.
+    share: expected share of held-out conversations. With two or more conversations and share > 0, neither is empty.
     """
     draws = [draw_uniform(0, "holdout", conversation.id) for conversation in dataset.conversations]
     if share == 0 or len(draws) < 2:
@@ -197,6 +191,6 @@ def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConve
 
 
 def first_by_id(dataset: SizedConversations, count: int) -> SizedConversations:
-    """Return the first `count` conversations after sorting them by id."""
+    """Return the first `count` conversations in the order of their ids."""
     order = sorted(range(len(dataset.conversations)), key=lambda i: dataset.conversations[i].id)[:count]
     return SizedConversations([dataset.conversations[i] for i in order], [dataset.sizes[i] for i in order])

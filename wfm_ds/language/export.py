@@ -1,6 +1,6 @@
 """Export of a language model: a folder for transformers, vLLM and SGLang, or a LoRA in peft format.
 
-Every rank iterates the engine's tensor stream, because each item is a collective gather. Rank 0 writes.
+Every rank iterates over the engine's tensors, because gathering each one is collective. Rank 0 writes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PREFIX_ALIASES = (("model.language_model.", "model."), ("model.visual.", "visual
 
 @dataclass(frozen=True, slots=True)
 class LanguageTarget:
-    """The folder of the base model, and dtype and shape of each tensor during training."""
+    """Folder of the base model, and dtype and shape of each tensor during training."""
 
     base: Path
     specs: Mapping[str, StoredTensorSpec]  # by transformers' names, tied weights only once
@@ -78,18 +78,15 @@ class BaseWeights:
                 }
 
     def file_key(self, name: str) -> str:
-        """Return the name that the files use for a tensor with this transformers name.
-
-        If the files do not contain the tensor, return `name` unchanged.
-        """
+        """Return the name of a transformers tensor in the files, or `name` if the files do not contain it."""
         aliases = [old + name.removeprefix(new) for new, old in PREFIX_ALIASES if name.startswith(new)]
         return next((candidate for candidate in (name, *aliases) if candidate in self._file_of), name)
 
     def file_shape(self, key: str, shape: torch.Size) -> torch.Size:
         """Return the shape that a tensor has in the files, given its shape in transformers.
 
-        transformers transposes the expert weights of some mixture-of-experts models on loading. Exports keep the
-        original layout, because other programs expect it.
+        transformers transposes the expert weights of some mixture-of-experts models on loading. Exports keep the layout
+        of the files, because inference servers expect it.
         """
         original = self._shapes.get(key, shape)
         return original if len(shape) == 3 and original == swap_last_dims(shape) else shape
@@ -104,7 +101,6 @@ class BaseWeights:
 
 
 def swap_last_dims(shape: torch.Size) -> torch.Size:
-    """Return a three-dimensional shape with its last two dimensions swapped."""
     return torch.Size((shape[0], shape[2], shape[1]))
 
 
@@ -160,13 +156,13 @@ def loading_code(base: Path, exported: Path, lora: bool) -> str:
 
 
 def _drain(stream: Iterator[tuple[str, Tensor | None]]) -> None:
-    """Iterate to the end, so that this rank takes part in the remaining gathers."""
+    """Iterate to the end, so that this rank takes part in the remaining collective gathers."""
     for _ in stream:
         pass
 
 
 def _check_finite(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors on rank 0. Raises ModelError if a tensor contains NaN or infinity."""
+    """Yield rank 0's tensors. Raises ModelError if one contains NaN or infinity."""
     for name, tensor in stream:
         assert tensor is not None, f"rank 0 got nothing for {name}"
         if not bool(torch.isfinite(tensor).all()):

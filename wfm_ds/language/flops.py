@@ -1,10 +1,9 @@
 """Floating-point operations of a vision-language model for packed sequences, from layer shapes and token counts.
 
-Linear layers and attention count 2 per multiply-add; pointwise operations are ignored. Attention is limited to each
-conversation, so its cost is proportional to the sum of their squared lengths. The cost of the head is proportional to
-the labelled tokens, that of the vision tower to the patches. In the backward pass, the gradient of a layer's input and
-the gradient of its weights cost as much as its forward pass each. This gives the usual 6 per weight and token for full
-training.
+Linear layers and attention count 2 per multiply-add; pointwise operations are ignored. Attention costs as much as the
+sum of the squared lengths of the conversations, the head as the labelled tokens, the vision tower as the patches. In
+the backward pass, the gradients of a layer's input and weights cost as much as its forward pass each. This gives the
+usual 6 per weight and token for full training.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ VISION, DECODER, HEAD = "model.visual.", "model.language_model.", "lm_head."
 INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # first linear layers of a block
 # Last linear layers of a block. The backward pass does not need their output, so checkpointing does not recompute them.
 OUTPUT_WEIGHTS = ("down_proj.weight", "linear_fc2.weight", "down_proj.lora_B.default.weight")
-LayerPosition: TypeAlias = tuple[int, int, int]  # part of the model, block in it, stage within the block
+LayerPosition: TypeAlias = tuple[int, int, int]  # model component, block in it, stage within the block
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,6 @@ class SequenceSize:
 
     @classmethod
     def from_sequence(cls, sequence: PackedSequence) -> SequenceSize:
-        """Return the sizes of a packed sequence on the host."""
         grids = [
             tuple(grid)
             for name, grid_tensor in sequence.media.items()
@@ -65,7 +63,7 @@ class Layer:
 
 
 class SequenceWork:
-    """Counts FLOPs of packed sequences. Created from an unsharded model with its adapters and requires_grad flags."""
+    """FLOP counter for packed sequences. Create it from the unsharded model, after adding adapters and freezing."""
 
     def __init__(self, network: Any, *, checkpointing: bool) -> None:
         self._layers = list(find_layers(network))
@@ -88,12 +86,12 @@ class SequenceWork:
         self._recorded += self.estimate(SequenceSize.from_sequence(sequence))
 
     def pop_work(self) -> FlopCount:
-        """Return the FLOPs of all sequences since the last call, and reset the count."""
+        """Return the FLOPs recorded since the last call, and reset the count."""
         work, self._recorded = self._recorded, FlopCount()
         return work
 
     def estimate(self, size: SequenceSize) -> FlopCount:
-        """Return the FLOPs of the forward pass, the backward pass and the recomputation by checkpointing."""
+        """Return the FLOPs of the forward pass, the backward pass and the recomputation by gradient checkpointing."""
         patches = size.num_patches
         items = {
             "patch": patches,
@@ -112,7 +110,7 @@ class SequenceWork:
         return FlopCount(required, recomputed)
 
     def _attention_flops(self, size: SequenceSize) -> Iterator[tuple[int, bool]]:
-        """Yield the FLOPs of the forward pass of each attention, and whether it has a backward pass."""
+        """Yield (FLOPs of the forward pass, whether there is a backward pass) for each attention layer."""
         squares = sum(length**2 for length in size.segments)
         for number in range(self._num_layers):
             yield 4 * self._text_width * squares, self._has_gradient((3, number, 1))
@@ -121,11 +119,7 @@ class SequenceWork:
             yield 4 * self._vision_width * pairs, self._has_gradient((0, number, 1))
 
     def _count_pairs(self, height: int, width: int, *, is_global: bool) -> int:
-        """Return the number of pairs of patches in a frame that attend to each other.
-
-        height, width: size of the frame in patches. is_global: whether attention covers the frame, not only windows of
-        it.
-        """
+        """Return the number of attending patch pairs in a frame (size in patches). is_global: without windows."""
         if is_global or not self._window:
             return (height * width) ** 2
         return _sum_squares(height, self._window) * _sum_squares(width, self._window)
@@ -135,7 +129,7 @@ class SequenceWork:
 
 
 def _sum_squares(length: int, part: int) -> int:
-    """Split `length` into parts of size `part` and a remainder, and return the sum of their squares."""
+    """Split `length` into pieces of size `part` and a remainder, and return the sum of their squared sizes."""
     return length // part * part**2 + (length % part) ** 2
 
 
@@ -157,15 +151,12 @@ def layer_position(name: str) -> LayerPosition:
 
 
 def first_trainable_position(network: nn.Module) -> LayerPosition:
-    """Return the position of the first trainable parameter. The backward pass ends there."""
+    """Return the position of the first trainable parameter, at which the backward pass ends."""
     return min(layer_position(name) for name, parameter in network.named_parameters() if parameter.requires_grad)
 
 
 def find_layers(network: nn.Module) -> Iterator[Layer]:
-    """Yield the linear layers of a model, including adapters.
-
-    Expert weights are multiplied by the fraction of experts that is active per token.
-    """
+    """Yield the linear layers of a model, with adapters. Expert weights count by the fraction of active experts."""
     config: Any = network.config
     text = config.get_text_config()
     first = first_trainable_position(network)

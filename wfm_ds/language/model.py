@@ -32,7 +32,7 @@ LOSS_CHUNK = 1024  # number of tokens with float32 logits in memory at a time
 
 @dataclass(frozen=True, slots=True)
 class TokenPrediction:
-    """Loss and accuracy of each labelled token."""
+    """Cross-entropy loss and accuracy of each labelled token."""
 
     losses: Tensor  # [N] float32, cross-entropy
     hits: Tensor  # [N] float32, 1 if the most likely token was correct, else 0
@@ -40,7 +40,7 @@ class TokenPrediction:
 
 @dataclass(kw_only=True)
 class LanguageModel:
-    """A loaded model with its tokenizer and image processor."""
+    """A loaded vision-language model with its tokenizer and image processor."""
 
     path: Path
     network: nn.Module
@@ -65,15 +65,12 @@ class LanguageModel:
 
     @property
     def has_frame_times(self) -> bool:
-        """Whether timestamps are written between the frames of a video."""
+        """Whether the model expects timestamps in the text between the frames of a video (Qwen3-VL)."""
         return str(self.config.model_type).startswith("qwen3")
 
     @property
     def default_lora_targets(self) -> list[str]:
-        """The full names of the linear layers in attention and MLPs of the language model.
-
-        Name suffixes would also match layers of the vision tower.
-        """
+        """Full names of the text decoder's linear layers. Name suffixes would also match the vision tower."""
         return [
             name
             for name, layer in self.network.named_modules()
@@ -81,7 +78,7 @@ class LanguageModel:
         ]
 
     def group_parameter_names(self, groups: Sequence[str]) -> frozenset[str]:
-        """Return the names of the parameters in these groups. Groups are vision, merger and language."""
+        """Return the names of the parameters in these groups, which are vision, merger and language."""
         return frozenset(name for name, _ in self.network.named_parameters() if parameter_group(name) in groups)
 
     @property
@@ -89,7 +86,7 @@ class LanguageModel:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     def rotary_positions(self, sample: ConversationSample) -> Tensor:
-        """Return the rotary positions [3, L] of one conversation. They are computed on the host."""
+        """Return the rotary positions int64 [3, L] of one conversation, on the CPU."""
         if not sample.pixels:
             return torch.arange(len(sample.tokens)).expand(3, -1)
         unwrapped: Any = self.network
@@ -107,10 +104,10 @@ class LanguageModel:
         return result
 
     def predict(self, sequence: PackedSequence) -> TokenPrediction:
-        """Return loss and accuracy of each labelled token. Logits are computed only for these tokens.
+        """Return the loss and accuracy of each labelled token. Logits are computed only for these tokens.
 
-        Collective: all ranks must run the same number of forward passes. Under sequence parallelism, the ranks of a
-        group pass the same sequence, and each receives the results of all its tokens.
+        Collective: all ranks must run the same number of forward passes. With sequence parallelism, all ranks of a
+        group pass the same sequence, and each receives the results of all labelled tokens.
         """
         if self.group is None:
             return self._forward(sequence, sequence.label_positions, sequence.targets)
@@ -148,7 +145,7 @@ def parameter_group(name: str) -> str:
 def score_logits(logits: Tensor, targets: Tensor) -> TokenPrediction:
     """Compute cross-entropy and accuracy of logits [N, V] against target tokens [N], in float32.
 
-    Works in chunks; the backward pass recomputes the float32 logits of each chunk instead of storing them.
+    The backward pass recomputes the float32 logits, LOSS_CHUNK tokens at a time, instead of storing them.
     """
     losses: list[Tensor] = []
     for chunk, chunk_targets in zip(torch.split(logits, LOSS_CHUNK), torch.split(targets, LOSS_CHUNK), strict=True):
@@ -176,10 +173,7 @@ def check_config(folder: Path) -> Any:
 
 
 def load_language_model(path: str, dtype: torch.dtype, revision: str | None = None) -> LanguageModel:
-    """Load a model with weights in their stored dtype. The engine casts and moves them later.
-
-    Raises ModelError if it cannot be loaded.
-    """
+    """Load a model in its stored dtype; the engine casts and moves it later. Raises ModelError if loading fails."""
     folder = download_language_model(path, revision)
     check_config(folder)
     try:
@@ -198,23 +192,23 @@ def load_language_model(path: str, dtype: torch.dtype, revision: str | None = No
     if missing := sorted(loading_info["missing_keys"]):
         raise ModelError(f"{folder}: {len(missing)} weights are missing, e.g. {missing[0]}; download the model again")
     network.train()  # enables gradient checkpointing; the models have no dropout
-    # The engine calls it by its name in diffusers models.
+    # The engine calls this method by the name that diffusers models use.
     network.enable_gradient_checkpointing = functools.partial(checkpoint_blocks, network)
     return LanguageModel(path=folder, network=network, tokenizer=tokenizer, image_processor=processor, dtype=dtype)
 
 
 def checkpoint_blocks(network: Any) -> None:
-    """Enable gradient checkpointing of the blocks.
+    """Enable non-reentrant gradient checkpointing of the transformer blocks.
 
-    transformers also sets requires_grad on embedding outputs; this is undone here. Only reentrant checkpointing needs
-    it, and it would make a frozen vision tower run a useless backward pass.
+    transformers also sets requires_grad on embedding outputs, which only reentrant checkpointing needs. This is undone
+    here, because it would make a frozen vision tower run a useless backward pass.
     """
     network.gradient_checkpointing_enable({"use_reentrant": False})
     network.disable_input_require_grads()
 
 
 def attention_kernel(dtype: torch.dtype) -> str:
-    """Return the attention implementation: FlashAttention 2 if installed and bf16, else SDPA."""
+    """Return transformers' attention implementation: FlashAttention 2 for bf16 if installed, else SDPA."""
     from transformers.utils import is_flash_attn_2_available
 
     return "flash_attention_2" if dtype == torch.bfloat16 and is_flash_attn_2_available() else "sdpa"

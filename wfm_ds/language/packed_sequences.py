@@ -1,8 +1,8 @@
 """Packed sequences: several conversations, with their images and videos, that do not attend to each other.
 
 Only the positions separate the conversations. `position_ids` has four rows: the position of each token within its
-conversation, starting at 0, and the three rotary positions of the model. If there is no mask and no cache, transformers
-uses the first row to limit attention to one conversation. With only three rows, or with a cache, it silently lets the
+conversation, starting at 0, and the three rotary positions of the model. Without mask and cache, transformers uses the
+first row to limit attention to one conversation. With only three rows, or with a cache, it silently lets the
 conversations attend to each other.
 """
 
@@ -33,7 +33,7 @@ VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 
 @dataclass(frozen=True, slots=True)
 class ConversationSample:
-    """A tokenised conversation with its pixels, ready for packing."""
+    """A tokenized conversation with its pixels, ready for packing."""
 
     id: str
     tokens: Tokens
@@ -41,7 +41,7 @@ class ConversationSample:
     seconds_per_time: list[float]  # time step of each video
 
     def media_grids(self, kind: MediaKind) -> Tensor | None:
-        """Return the grids [media, 3] int64 of all images or of all videos, or None if there are none."""
+        """Return the patch grids int64 [number of media, 3] of all images or all videos, or None without any."""
         grids = [pixels.grid for media_kind, pixels in self.pixels if media_kind == kind]
         return torch.tensor(grids) if grids else None
 
@@ -53,7 +53,7 @@ class ConversationSample:
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """The arguments of one forward pass, and the labels."""
+    """Model inputs and labels of one forward pass."""
 
     input_ids: Tensor  # [1, L] int64
     position_ids: Tensor  # [4, 1, L] int64
@@ -72,7 +72,7 @@ class PackedSequence:
 
 
 class ConversationReader:
-    """Reads conversations. Token counts need only the headers of media files, pixels need the whole files."""
+    """Reads and tokenizes conversations. Token counts need only file headers (of videos also the first frame)."""
 
     def __init__(
         self,
@@ -98,21 +98,21 @@ class ConversationReader:
         return tokens, media_sizes
 
     def measure(self, conversation: Conversation) -> ConversationSize:
-        """Return the token counts of a conversation. Reads only the headers of media files. Raises BadConversation."""
+        """Return the token counts of a conversation without decoding whole files. Raises BadConversation."""
         tokens, media_sizes = self.tokenize(conversation)
         media = sum(media_size.num_times * media_size.num_tokens for media_size in media_sizes)
         return ConversationSize(len(tokens), media, sum(label != IGNORE_INDEX for label in tokens.labels))
 
     def cache_key(self, recipe: Recipe, digest: str) -> str:
-        """Return the key under which the sizes of conversations are cached. digest: hash of the annotations."""
+        """Return the SizeCache key for this recipe, tokenizer and image processor. digest: hash of the annotations."""
         return cache_key(recipe, digest, self._renderer.tokenizer, self._media.processor)
 
     def read(self, conversation: Conversation) -> ConversationSample:
-        """Read a conversation with its pixels. Raises BadConversation."""
+        """Return the tokens and pixels of a conversation. Raises BadConversation."""
         return self._with_pixels(conversation, *self.tokenize(conversation))
 
     def read_question(self, conversation: Conversation) -> ConversationSample:
-        """Read a conversation that ends with a question, for generating the answer. Raises BadConversation."""
+        """Like `read`, for a conversation that ends with a question, to generate the answer. Raises BadConversation."""
         media_sizes = self._measure_media(conversation)
         tokens = self._renderer.render_question(conversation, [self._media_text(size) for size in media_sizes])
         return self._with_pixels(conversation, tokens, media_sizes)
@@ -138,7 +138,7 @@ class ConversationReader:
         )
 
     def blank_sample(self, kind: MediaKind) -> ConversationSample:
-        """Return a conversation that consists of one blank image or video of one token, without labels."""
+        """Return a conversation without labels that consists of one blank image or video of one token."""
         text = f"{VISION_START}{self._renderer.pads[kind]}{VISION_END}"
         ids = list(self._renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
         seconds = [1.0] if kind == "video" else []
@@ -153,10 +153,7 @@ class ConversationReader:
         return f"{VISION_START}{pads * size.num_times}{VISION_END}"
 
     def _truncate(self, conversation: Conversation, tokens: Tokens) -> Tokens:
-        """Truncate tokens to max_tokens.
-
-        Raises BadConversation if the recipe sets too_long: skip, or if image or video tokens would be cut off.
-        """
+        """Cut to max_tokens. Raises BadConversation for too_long: skip, or if image or video tokens would be lost."""
         media_ids, limit = frozenset(self._renderer.pad_ids.values()), self._max_tokens
         if self._too_long == "skip" or media_ids & set(tokens.ids[limit:]):
             raise BadConversation("too_long", conversation.id, f"{len(tokens)} tokens, the limit is {limit}")
@@ -164,15 +161,14 @@ class ConversationReader:
 
 
 class SequencePacker:
-    """Packs samples into one sequence. Adds blank images or videos if needed."""
+    """Packs conversations into one sequence, with a blank image or video for each kind of media that is missing.
+
+    All ranks must run the vision tower equally often, to gather its weights (ZeRO-3) or to sum its gradients. No other
+    token attends to a blank image or video.
+    """
 
     def __init__(self, positions: Positions, blanks: Sequence[ConversationSample], *, by_sample: bool) -> None:
-        """blanks: one blank sample per kind of media in the run. by_sample: weight 1 per sample instead of per token.
-
-        All ranks must run the vision tower equally often, to gather its weights (ZeRO-3) or to sum its gradients. A
-        sequence without images (or videos) therefore gets the blank sample of that kind, which no other token attends
-        to.
-        """
+        """blanks: one blank sample per kind of media in the run. by_sample: weight 1 per sample, not per token."""
         self._positions, self._blanks, self._by_sample = positions, blanks, by_sample
 
     def pack_samples(self, samples: Sequence[ConversationSample]) -> PackedSequence:
@@ -203,10 +199,7 @@ class SequencePacker:
 
 
 def stack_media(samples: Sequence[ConversationSample]) -> dict[str, Tensor]:
-    """Concatenate the media of all samples to model arguments.
-
-    The vision tower then runs once for all images and once for all videos.
-    """
+    """Return model arguments {name: tensor} with all images concatenated, and all videos concatenated."""
     media: dict[str, Tensor] = {}
     for kind in MEDIA_KINDS:
         patches = [pixels for sample in samples for media_kind, pixels in sample.pixels if media_kind == kind]

@@ -13,10 +13,7 @@ WINDOW = 1024  # packing window in an epoch's order; keeps distant conversations
 
 
 def pack_items(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into bins of size `capacity` by best-fit decreasing. Return the item indices of each bin.
-
-    No length may be larger than the capacity.
-    """
+    """Pack items into bins by best-fit decreasing. Return the item indices of each bin. lengths: up to `capacity`."""
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free capacity, bin), ascending
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -44,7 +41,7 @@ class PackingOrder:
         return self._cached_epoch(epoch)[offset]
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return the epoch of the sequence at this position, and its offset within the epoch."""
+        """Return (epoch, offset within the epoch) of the sequence at this position."""
         while not self._ends or self._ends[-1] <= position:
             previous = self._ends[-1] if self._ends else 0
             self._ends.append(previous + len(self._cached_epoch(len(self._ends))))

@@ -30,9 +30,9 @@ class Renderer:
     """Renders conversations to tokens for one model.
 
     The whole text is tokenized at once, because tokens can differ at the borders of separately tokenized pieces. To
-    locate an answer, the template is applied twice: to the turns before the answer (with the generation prompt), and to
-    the turns up to and including the answer. The first text must be a prefix of the second. The rest of the second
-    text, up to the end-of-turn token, is the answer.
+    locate an answer, the template is applied to the turns before it (with the generation prompt) and to the turns up to
+    and including it. The first text must be a prefix of the second. The rest of the second text, up to the end-of-turn
+    token, is the answer.
     """
 
     def __init__(self, tokenizer: Any, *, train_on: TrainOn = "answers") -> None:
@@ -52,11 +52,9 @@ class Renderer:
         self._media_pattern = re.compile(rf"(?:<\|vision_start\|>)?(?P<pad>{pads})(?:<\|vision_end\|>)?")
 
     def render(self, conversation: Conversation, expansions: Sequence[str]) -> Tokens:
-        """Tokenize a conversation.
+        """Tokenize a conversation. expansions: for each image or video, its text with start and end tokens.
 
-        expansions: for each image or video, the text that replaces it, including start and end tokens. Raises
-        BadConversation if the conversation's own text contains media tokens, and ModelError for an unsupported
-        template.
+        Raises BadConversation if the text contains other media tokens, and ModelError for an unsupported template.
         """
         text = self._apply_template(conversation.turns)
         answers = [(0, len(text))] if self.train_on == "all" else self._find_answers(conversation, text)
@@ -77,10 +75,7 @@ class Renderer:
     def _expand_media(
         self, text: str, conversation: Conversation, expansions: Sequence[str]
     ) -> tuple[str, Callable[[int], int]]:
-        """Replace each image or video token by its expansion.
-
-        Returns the new text and a function that maps positions in the old text to positions in the new one.
-        """
+        """Replace each media token by its expansion. Return the new text and a function from old to new positions."""
         matches = list(self._media_pattern.finditer(text))
         media = [self.pads[item.kind] for item in conversation.media]
         if [match["pad"] for match in matches] != media:
@@ -142,11 +137,7 @@ def _template_content(turn: Turn) -> Any:
 
 
 def splice_text(text: str, replacements: Sequence[tuple[int, int, str]]) -> tuple[str, Callable[[int], int]]:
-    """Replace parts of a text.
-
-    replacements: (start, end, new text) in ascending order. Returns the new text and a function that maps positions in
-    the old text to positions in the new one.
-    """
+    """Apply ascending (start, end, new text) edits. Return the text and a function from old to new positions."""
     pieces, last, shifts, shift = [], 0, [], 0
     for start, end, new in replacements:
         pieces += [text[last:start], new]

@@ -1,9 +1,9 @@
 """Sequence parallelism in the language model: the ranks of a replica share the tokens (DeepSpeed-Ulysses).
 
-Every rank has the whole packed sequence and embeds its text and media. In the decoder, each rank has only its shard of
-the tokens, with their positions and, in Qwen3-VL, the deepstack features of the media tokens. In attention, each rank
-has all tokens for its shard of the heads. After the backward pass, each rank has only a part of the gradient of every
-parameter, including the vision tower, so gradients must be summed over the ranks of a replica.
+Every rank embeds the text and media of the whole packed sequence. In the decoder, each rank has a shard of the tokens,
+with their positions and, in Qwen3-VL, the deepstack features of the media tokens. In attention, each rank has all
+tokens for a shard of the heads. After the backward pass, each rank has only a partial gradient of every parameter,
+including the vision tower, so gradients must be summed over the ranks of a replica.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ATTENTION_NAME = "wfm_ds_ulysses"  # in transformers' attention registry
 
 @dataclass(frozen=True, slots=True)
 class SequenceShards:
-    """The shards of the current sequence on the ranks.
+    """Shards of one packed sequence on the ranks of a replica.
 
-    It is passed to layers as an argument. A global variable would be wrong, because gradient checkpointing may
-    recompute a layer after the next sequence has started.
+    Layers receive it as an argument, because gradient checkpointing may recompute a layer after the next sequence has
+    started. A global variable would then describe the wrong sequence.
     """
 
     lengths: list[int]  # number of tokens of each rank
@@ -55,11 +55,10 @@ def check_sequence_parallel(network: Any, num_ranks: int) -> None:
 
 
 def install_sequence_parallel(network: nn.Module, group: ProcessGroup) -> None:
-    """Enable sequence parallelism in a model, in place.
+    """Enable sequence parallelism in a model, in place. Raises UserError like `check_sequence_parallel`.
 
-    All ranks of `group` must then call forward with the same sequence. Each rank receives the logits of its shard of
-    the tokens, and `logits_to_keep` counts from the first token of the shard. Raises UserError like
-    `check_sequence_parallel`.
+    All ranks of `group` must then call forward with the same sequence. Each rank receives the logits of its token
+    shard, and `logits_to_keep` counts from the first token of the shard.
     """
     check_sequence_parallel(network, dist.get_world_size(group))
     unwrapped: Any = network
@@ -74,16 +73,13 @@ def install_sequence_parallel(network: nn.Module, group: ProcessGroup) -> None:
 
 
 def tokens_per_rank(count: int, num_ranks: int) -> list[int]:
-    """Return the number of tokens of each rank, at least one. Shorter sequences are padded (see `pad_tokens`)."""
+    """Return the number of tokens of each rank, at least one (`pad_tokens` pads shorter sequences)."""
     count = max(count, num_ranks)
     return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
 
 
 def labels_per_rank(label_positions: Tensor, count: int, num_ranks: int) -> list[int]:
-    """Return the number of labels of each rank.
-
-    label_positions: ascending positions in a sequence of `count` tokens.
-    """
+    """Return the number of labels in each rank's token shard. label_positions: ascending, in `count` tokens."""
     ends = torch.tensor(tokens_per_rank(count, num_ranks)).cumsum(0)
     label_ends = torch.searchsorted(label_positions, ends.to(label_positions.device)).tolist()
     return [end - start for start, end in itertools.pairwise([0, *label_ends])]
@@ -92,10 +88,9 @@ def labels_per_rank(label_positions: Tensor, count: int, num_ranks: int) -> list
 def local_labels(
     label_positions: Tensor, targets: Tensor, count: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Return this rank's label positions, the targets at these positions, and the number of labels of each rank.
+    """Return this rank's label positions (from its first token), their targets, and the number of labels per rank.
 
-    The positions are relative to the rank's first token. Targets are already shifted by one token, so the last token of
-    a shard has its target too.
+    Targets are already shifted by one token, so the last token of a shard has its target too.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     lengths = labels_per_rank(label_positions, count, num_ranks)
@@ -104,7 +99,7 @@ def local_labels(
 
 
 def shard_arguments(arguments: dict[str, Any], group: ProcessGroup) -> None:
-    """Replace the decoder's arguments, in place, by the part for this rank's tokens."""
+    """Replace the decoder's forward arguments, in place, by this rank's shards."""
     lengths = tokens_per_rank(arguments["inputs_embeds"].shape[1], dist.get_world_size(group))
     embeddings, positions, mask = (
         None if arguments.get(name) is None else pad_tokens(arguments[name], dim, sum(lengths))
@@ -123,9 +118,9 @@ def shard_arguments(arguments: dict[str, Any], group: ProcessGroup) -> None:
 
 
 def pad_tokens(x: Tensor, dim: int, count: int) -> Tensor:
-    """Pad dimension `dim` of a tensor with zeros to length `count`.
+    """Pad dimension `dim` to length `count` with zeros.
 
-    Padding tokens get position 0. Each one is therefore a separate conversation that no other token attends to.
+    Padding tokens get position 0, so each one is a separate conversation that no other token attends to.
     """
     num_missing = count - x.shape[dim]
     if num_missing == 0:
@@ -140,7 +135,7 @@ def segment_lengths(positions: Tensor) -> list[int]:
 
 
 def kv_head_repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Return how often each key and value head must be repeated, so that the ranks can shard the heads evenly."""
+    """Return how often each key and value head must be repeated to shard the heads evenly over the ranks."""
     return next(
         factor
         for factor in range(1, num_heads // num_kv_heads + 1)
@@ -160,7 +155,7 @@ def ulysses_attention_forward(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention within each conversation, with the interface of transformers. Returns [B,n,H,D]. Collective.
+    """Compute attention within each conversation, with the interface of transformers. Return [B,n,H,D]. Collective.
 
     H query heads, K key and value heads, n local tokens. There are three all-to-all exchanges: for queries, for keys
     and values together, and for the output. No mask is needed, so memory grows linearly with the number of tokens.

@@ -1,4 +1,4 @@
-"""Reads the packed sequences of each training step in advance. Their content depends only on the step."""
+"""Reader of the packed sequences of each training step, one step ahead. Their content depends only on the step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepSequences:
 
 
 class SequenceSource:
-    """Source of packed sequences for one rank. Conversations with unreadable media are skipped."""
+    """Reads the packed sequences of one rank. Conversations with unreadable media are skipped."""
 
     def __init__(
         self,
@@ -48,10 +48,7 @@ class SequenceSource:
         self.tried, self.bad = 0, 0  # over all ranks, from `check_bad_fraction`
 
     def read_step(self, step: int, rank: int, num_ranks: int) -> StepSequences:
-        """Return this rank's sequences of a step (from 1): every `num_ranks`-th sequence of the step.
-
-        Raises DataError if a conversation cannot be read in time.
-        """
+        """Return every `num_ranks`-th sequence of a step (from 1), for this rank. Raises DataError after a timeout."""
         for upcoming in (step, step + 1):
             if upcoming not in self._ahead:
                 self._ahead[upcoming] = self._submit(upcoming, rank, num_ranks)
@@ -69,10 +66,7 @@ class SequenceSource:
         return float(epoch)
 
     def check_bad_fraction(self, bad: int, tried: int, max_bad_fraction: float) -> None:
-        """Add the counts of one step, summed over all ranks. Raises DataError if too many conversations are bad.
-
-        The counts are equal on all ranks, so all of them raise the error.
-        """
+        """Add the counts of a step, summed over all ranks. Raises DataError on all ranks if too many are bad."""
         self.bad, self.tried = self.bad + bad, self.tried + tried
         if self.bad > max_bad_fraction * max(self.tried, MIN_TRIED):
             raise DataError(

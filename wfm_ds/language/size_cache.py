@@ -1,10 +1,10 @@
-"""Cache of token counts of conversations, for runs with the same annotations, model and settings.
+"""Cache of the token counts of conversations, for runs with the same annotations, model and settings.
 
     CACHE/lengths/<hash>.npy    int32 [conversations, 3]: tokens, media tokens, labelled tokens; 0 0 0 if unknown
 
 The hash covers the annotation files, the tokenizer with its chat template, the image processor and all settings that
-change the tokens. It does not cover the media files. If the size of a media file has changed when it is read, its
-conversation is skipped.
+change the tokens, but not the media files. If the size of a media file has changed when it is read, its conversation is
+skipped.
 """
 
 from __future__ import annotations
@@ -53,16 +53,13 @@ def cache_key(recipe: Recipe, digest: str, tokenizer: Any, image_processor: Any)
 
 
 class SizeCache:
-    """Token counts that are cached under one key."""
+    """File with the token counts of all conversations for one cache key."""
 
     def __init__(self, cache_dir: Path, key: str) -> None:
         self.file = cache_dir / "lengths" / f"{key}.npy"
 
     def read(self, count: int) -> list[ConversationSize]:
-        """Return the sizes of all conversations.
-
-        A size is UNKNOWN_SIZE if it is not cached. If the cache file is invalid, this applies to all sizes.
-        """
+        """Return `count` sizes. Sizes that are not cached, or all if the file is invalid, are UNKNOWN_SIZE."""
         try:
             array = np.load(self.file, allow_pickle=False)
         except (FileNotFoundError, ValueError, EOFError, OSError):
@@ -72,7 +69,7 @@ class SizeCache:
         return [ConversationSize(*size) for size in array.tolist()]
 
     def write(self, sizes: Sequence[ConversationSize]) -> None:
-        """Write the sizes. A write error is logged and only costs time in later runs."""
+        """Write the sizes. A write error is only logged."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with atomic.new_file(self.file) as part, part.open("wb") as out:

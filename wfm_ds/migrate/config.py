@@ -13,15 +13,15 @@ VLM_SFT = "SFT of a vision-language model"
 
 
 class NoCounterpart(RecipeError):
-    """A recipe cannot express this value, although recipes support the key. The text is the reason."""
+    """Raised by a converter if no recipe value corresponds to a Cosmos-RL value. The message is the reason."""
 
 
 @dataclass(slots=True)
 class CosmosConfig:
-    """A configuration as flat dotted keys.
+    """A Cosmos-RL configuration as flat dotted keys.
 
-    settings: the keys that are set. defaults: values of missing keys. notes: messages for the user, added during
-    conversion.
+    settings: keys that the configuration sets. defaults: Cosmos-RL's values for the others. notes: messages for the
+    user, added during the conversion.
     """
 
     mode: str
@@ -42,7 +42,7 @@ class CosmosConfig:
 
     @property
     def model(self) -> str:
-        """Model name in the configuration, in lower case."""
+        """Model name or path in the configuration, in lower case."""
         return str(
             self.settings.get("policy.model_name_or_path", self.settings.get("checkpoint.load_path", ""))
         ).lower()
@@ -52,7 +52,7 @@ ValueConverter = Callable[[Any, CosmosConfig], Any]
 
 
 def choice_converter(choices: Mapping[Any, str]) -> Callable[[Any, CosmosConfig], str]:
-    """Return a converter that maps each key of `choices` to its name and rejects all other values."""
+    """Return a converter that looks up the value in `choices`. It raises NoCounterpart for any other value."""
 
     def convert(value: Any, _: CosmosConfig) -> str:
         if value not in choices:

@@ -12,10 +12,7 @@ from wfm_ds.migrate.config import CosmosConfig, NoCounterpart, choice_converter
 
 
 def model_folder(value: str, source: CosmosConfig) -> str:
-    """Return the model folder.
-
-    For a model on the Hugging Face Hub, return the folder that the user must download it to.
-    """
+    """Return the model folder. For a Hub id, it is a local folder to which the user must download the model."""
     if not value:
         raise NoCounterpart("empty value")
     if value.startswith((".", "/", "~")) or value.count("/") != 1:
@@ -40,10 +37,7 @@ def zero_stage(_: Any, source: CosmosConfig) -> str:
 
 
 def zero_config_name(shards: int, replicas: int, source: CosmosConfig) -> str:
-    """Return the name of the DeepSpeed config for `replicas` copies of the weights, each split into `shards` shards.
-
-    shards: -1 means one shard per rank.
-    """
+    """Return the DeepSpeed config for `replicas` model copies in `shards` shards each (-1: one shard per rank)."""
     if shards == 1:
         return "zero2"
     if replicas == 1:
@@ -160,10 +154,7 @@ def timestep_density(value: str, source: CosmosConfig) -> str:
 
 
 def guidance_scale(value: float, source: CosmosConfig) -> float:
-    """Return the scale w of our guidance v_u + w * (v_c - v_u).
-
-    The Cosmos pipelines of diffusers use v_c + g * (v_c - v_u), so w = 1 + g.
-    """
+    """Return w = 1 + g: wfm_ds guides with v_u + w * (v_c - v_u), Cosmos in diffusers with v_c + g * (v_c - v_u)."""
     if value <= 1:
         return 1.0
     if "cosmos" in source.model:

@@ -22,15 +22,15 @@ from wfm_ds.migrate.wfm_values import VIDEO_DATA
 
 DIFFUSERS_MODES, WFM_MODES = (SFT, NFT), (DDRL, WFM_SFT)
 TRAINER_MODES = (*DIFFUSERS_MODES, VLM_SFT)
-ABSENT = object()  # a marker, since any value may be a default
+ABSENT = object()  # no default; None could be one
 
 
 @dataclass(frozen=True, slots=True)
 class KeyMapping:
-    """Mapping of a Cosmos-RL key to a recipe key, or to several recipe keys if `convert` returns a tuple.
+    """Maps a Cosmos-RL key to a recipe key, or to several if `convert` returns a tuple.
 
-    default: Cosmos-RL's default value. It is written to the recipe, because the default in wfm_ds may differ.
-    A Cosmos-RL key may have several mappings.
+    A Cosmos-RL key may have several mappings. default: Cosmos-RL's default value. If the configuration does not set the
+    key, the recipe gets this value, because the default of wfm_ds may differ.
     """
 
     cosmos_key: str

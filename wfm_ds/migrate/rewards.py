@@ -19,19 +19,13 @@ SERVICE_NOTE = (
 
 
 def remote_reward(name: str, output: str, source: CosmosConfig) -> dict[str, Any]:
-    """Return the entry for a reward that Cosmos-RL's service computes.
-
-    output: the name of the output used as score, or a sum of several.
-    """
+    """Return the recipe entry of a reward of Cosmos-RL's service. output: name of its score, or a sum of names."""
     source.add_note(SERVICE_NOTE)
     return {"name": f"remote/{name}", "options": {"output": output}}
 
 
 def convert_named_rewards(value: list[dict[str, Any]] | None, source: CosmosConfig) -> list[dict[str, Any]]:
-    """Convert rewards given as a list of tables with `name` and `score_key`.
-
-    value: None if the configuration has no list.
-    """
+    """Convert a list of rewards with `name` and `score_key`. None: the configuration has no list."""
     if not source[USE_REMOTE]:
         if value is None:
             raise NoCounterpart("the rewards are computed by functions in the user's script")
@@ -54,7 +48,7 @@ def _reward_entry(function: dict[str, Any], source: CosmosConfig) -> dict[str, A
 
 
 def convert_weighted_rewards(value: dict[str, float], source: CosmosConfig) -> list[dict[str, Any]]:
-    """Convert rewards given in the older form {name: weight}. The output used as score has the name of the reward."""
+    """Convert rewards in the older form {name: weight}, in which the score is the output `name`."""
     functions = [
         (remote_reward(name, name, source) if source[USE_REMOTE] else {"name": name}) | {"weight": weight}
         for name, weight in value.items()
@@ -63,10 +57,7 @@ def convert_weighted_rewards(value: dict[str, float], source: CosmosConfig) -> l
 
 
 def convert_wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
-    """Convert the rewards of a wfm mode configuration.
-
-    Advantages are computed per reward, so each entry has its own clip.
-    """
+    """Convert the rewards of a `--wfm-mode` configuration. Raises NoCounterpart if none is enabled."""
     functions: list[dict[str, Any]] = []
     service = f"{WFM_REWARD}.remote_reward"
     if source[f"{service}.enabled"]:
@@ -80,7 +71,7 @@ def convert_wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
 
 
 def add_unknown_reward_notes(functions: list[dict[str, Any]], source: CosmosConfig) -> list[dict[str, Any]]:
-    """Add a note for each local reward that is not part of wfm_ds. Returns `functions` unchanged."""
+    """Add a note for each local reward that wfm_ds does not have. Returns `functions` unchanged."""
     from wfm_reward import registry
 
     local = {function["name"] for function in functions if not function["name"].startswith("remote/")}

@@ -19,7 +19,10 @@ POLICY_TABLE = "train.train_policy"
 
 
 def run_steps(_: Any, source: CosmosConfig) -> int:
-    """Return --steps if it is set, else the steps of all epochs, but at most max_num_steps."""
+    """Return --steps if given, else the steps of all epochs, limited by train.max_num_steps.
+
+    Raises NoCounterpart if the data cannot be counted and no limit is set, or if all epochs are shorter than one step.
+    """
     if source.steps is not None:
         return source.steps
     max_steps = source.settings.get("train.max_num_steps")
@@ -35,7 +38,7 @@ def run_steps(_: Any, source: CosmosConfig) -> int:
 
 
 def epoch_steps(source: CosmosConfig) -> int | None:
-    """Return the number of optimizer steps (SFT) or RL steps in all epochs, None if the data cannot be counted."""
+    """Return the optimizer steps (SFT) or RL steps in all epochs, None if samples or ranks cannot be counted."""
     samples, ranks = num_samples(source), num_data_ranks(source)
     if samples is None or ranks is None:
         return None

@@ -47,7 +47,7 @@ REQUIRED_FOR_RL = {"reward.functions": "the rewards, e.g. [{name: ocr}]"}
 
 @dataclass(slots=True)
 class Migration:
-    """The converted recipe as dotted keys, and a record of how each key of the configuration was handled."""
+    """The recipe as {dotted key: value}, and what happened to the configuration's other keys."""
 
     mode: str
     values: dict[str, Any]
@@ -77,8 +77,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def migrate_config(config: Mapping[str, Any], *, steps: int | None = None) -> Migration:
     """Convert a configuration. steps: run length that overrides the configuration's.
 
-    Raises RecipeError if the configuration trains a kind of model that is not supported, or a vision-language model
-    without annotations.
+    Raises RecipeError if the kind of model or training is not supported, a value has the wrong type, or a key is set
+    twice under an old and a new name.
     """
     settings, renamed = rename_old_keys(flatten_tables(config))
     mode = detect_mode(settings)
@@ -109,7 +109,7 @@ def migrate_config(config: Mapping[str, Any], *, steps: int | None = None) -> Mi
 
 
 def list_required_keys(mode: str) -> dict[str, str]:
-    """Return {required recipe key: description} for the mode."""
+    """Return {recipe key that the mode requires: description for the user}."""
     if mode == VLM_SFT:
         without_sampling = {key: what for key, what in REQUIRED.items() if not key.startswith("sampling.")}
         return without_sampling | REQUIRED_FOR_LANGUAGE
@@ -128,7 +128,7 @@ def flatten_tables(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def rename_old_keys(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings with current key names, and a message for each key that was renamed."""
+    """Return (settings with current key names, messages). Raises RecipeError if a key is set under two names."""
     current: dict[str, Any] = {}
     messages: list[str] = []
     for name, value in settings.items():
@@ -174,22 +174,22 @@ def detect_mode(settings: Mapping[str, Any]) -> str:
 
 
 def is_vision_model(settings: Mapping[str, Any]) -> bool:
-    """Return whether the language model is a vision-language model.
-
-    It is one if it has LLaVA annotations or a typical model name.
-    """
+    """Return whether a language model is a vision-language model, by its LLaVA annotations or its name."""
     name = str(settings.get("policy.model_name_or_path", "")).lower()
     return ANNOTATIONS in settings or any(word in name for word in ("-vl", "cosmos-reason"))
 
 
 def should_apply_default(row: KeyMapping, source: CosmosConfig) -> bool:
-    """Return whether the recipe needs Cosmos-RL's default of a key that the configuration does not set."""
+    """Return whether to write Cosmos-RL's default of a missing key. LoRA defaults need a table `policy.lora`."""
     is_lora_key = row.cosmos_key.startswith("policy.lora.")
     return row.default is not ABSENT and (not is_lora_key or source.has_table("policy.lora"))
 
 
 def apply_mapping(row: KeyMapping, value: Any, source: CosmosConfig, migration: Migration) -> bool:
-    """Convert the value and add it to the recipe. If it has no counterpart, record the reason and return False."""
+    """Convert a value and add it to the migration. Returns False, with the reason recorded, if that is impossible.
+
+    Raises RecipeError if the value has the wrong type or form.
+    """
     try:
         converted = row.convert(value, source)
     except NoCounterpart as reason:
@@ -206,7 +206,7 @@ def apply_mapping(row: KeyMapping, value: Any, source: CosmosConfig, migration: 
 
 
 def render_recipe(migration: Migration, name: str) -> str:
-    """Return the text of the recipe: comments about keys that need attention, then the sections."""
+    """Return the recipe as text: comments about keys that need attention, then the YAML sections."""
     head = [
         f"{migration.mode}, converted from the Cosmos-RL configuration {name}",
         *comment_section("To be filled in", [f"{key}: {what}" for key, what in migration.missing.items()]),
@@ -227,7 +227,7 @@ def comment_section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def render_sections(migration: Migration) -> str:
-    """Return the YAML of the sections in schema order, with a comment for each key that the user must fill in."""
+    """Return the YAML sections in schema order, with a comment for each key that the user must fill in."""
     text = ""
     for section in Recipe.model_fields:
         values = {key: value for key, value in migration.values.items() if key.startswith(f"{section}.")}
@@ -242,7 +242,7 @@ def render_sections(migration: Migration) -> str:
 
 
 def check_recipe(migration: Migration, text: str) -> None:
-    """Raise RecipeError if the text is not a valid, complete recipe."""
+    """Raise RecipeError if the recipe `text` is invalid or incomplete."""
     if migration.missing:
         raise RecipeError(f"the recipe is incomplete; fill in {', '.join(migration.missing)}")
     with tempfile.TemporaryDirectory(prefix="wfm_migrate_") as folder:

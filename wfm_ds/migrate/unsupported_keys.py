@@ -254,7 +254,7 @@ UNSUPPORTED, UNSUPPORTED_LANGUAGE = _reasons_by_key(_DIFFUSION_ROWS), _reasons_b
 
 
 def find_reason(key: str, mode: str = SFT) -> str | None:
-    """Return the reason why recipes of this mode do not have the key, None if the key is unknown."""
+    """Return why recipes of this mode have no counterpart of a Cosmos-RL key, None if the key is unknown."""
     tables = [key.rpartition(".")[0] if n == 0 else ".".join(key.split(".")[:n]) for n in range(len(key.split(".")))]
     names = (key, *(f"{t}.*" for t in tables))
     if mode != VLM_SFT:

@@ -44,7 +44,7 @@ MAX_SIZE_MULTIPLE = 1024  # largest multiple of height and width to try, in pixe
 
 @dataclass(frozen=True, slots=True)
 class NegativeText:
-    """A negative prompt, or the empty string that replaces a dropped caption. Encoded with `encode_negative_text`."""
+    """A negative prompt, or the empty text that replaces a dropped caption. Encoded by `encode_negative_text`."""
 
     text: str
 
@@ -60,7 +60,7 @@ class DiffusionModel(ABC):
     conditioning_keys: ClassVar[frozenset[str]]  # keys that encode_text returns and denoise expects
     default_lora_targets: tuple[str, ...]  # suffixes of linear layers; {} is a block number
     lora_layer_names: ClassVar[tuple[LoraLayerName, ...]] = ()  # layer names in LoRA files of other tools
-    comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # original layer names
+    comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # prefix in LoRA files
     required_components: ClassVar[tuple[str, ...]]  # components that must not be null in model_index.json
     block_classes: ClassVar[tuple[type[nn.Module], ...]]  # for gradient checkpointing, ZeRO-3 leaves, torch.compile
     is_video: ClassVar[bool] = False  # pixels [B,3,F,H,W], latents [B,C,T,h,w], also for one frame
@@ -73,8 +73,8 @@ class DiffusionModel(ABC):
     conditioning_frame_counts: tuple[int, ...] = (0,)  # allowed numbers of conditioning latent frames
     optional_conditioning_keys: frozenset[str] = frozenset()  # keys that encode_inputs may add
     uses_clean_frames: bool = True
-    """Whether conditioning frames replace the first latent frames. False: the first frame is an input (FIRST_FRAME)
-    and all latent frames are noise."""
+    """Whether clean conditioning frames replace the first noisy latent frames. False: the network takes the first frame
+    as a separate input (FIRST_FRAME) and denoises all latent frames."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class DiffusionModel(ABC):
         """Freeze all components except the denoiser and move the pipeline to `device`.
 
         prompt_template: one of prompt_templates. None: the template stored with the pipeline.
-        leave_denoiser: do not move the denoiser; an engine places it later.
+        leave_denoiser: do not move the denoiser to `device`; the training engine does it later.
         fps: frames per second of all videos, for networks conditioned on it.
         inputs: names from `input_specs` that every sample provides in addition to text and frames.
         embedded_guidance: guidance scale passed to the network, for families with embedded guidance.
@@ -120,12 +120,12 @@ class DiffusionModel(ABC):
 
     @classmethod
     def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
-        """Return pipeline components that are not stored in its folder. Raises ModelError if one is unavailable."""
+        """Return {name: component} for components missing in the folder. Raises ModelError if one is unavailable."""
         return {}
 
     @classmethod
     def component_overrides(cls, folder: Path) -> dict[str, Any]:
-        """Return components to use instead of those in model_index.json, for classes that diffusers would reject."""
+        """Return {name: component} that replaces components in model_index.json that diffusers would fail to load."""
         return {}
 
     @classmethod
@@ -135,27 +135,20 @@ class DiffusionModel(ABC):
 
     @classmethod  # noqa: B027, optional hook
     def check_folder(cls, folder: Path) -> None:
-        """Raise ModelError if this pipeline folder is not supported although its pipeline class is.
-
-        Called before loading.
-        """
+        """Raise ModelError for an unsupported variant of a supported pipeline class. Called before loading."""
 
     @classmethod
     def placeholder_components(cls) -> dict[str, Any]:
-        """Return stand-ins for components that the pipeline's constructor reads, for loading on the meta device."""
+        """Return {name: stand-in} for components that the pipeline's constructor reads. Used on the meta device."""
         return {}
 
     @classmethod
     def needs_first_frame(cls, folder: Path) -> bool:
-        """Return whether the pipeline in this folder always needs a first frame."""
         return min(cls.conditioning_frame_counts) > 0
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """Return the default guidance scale w.
-
-        index: content of model_index.json. call: default arguments of the pipeline's __call__.
-        """
+        """Return the default guidance scale w. index: model_index.json. call: defaults of the pipeline's __call__."""
         return float(call.get("guidance_scale", 1.0))
 
     def extract_denoiser(self, pipeline: Any) -> nn.Module:
@@ -169,7 +162,7 @@ class DiffusionModel(ABC):
         return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.denoiser_components]
 
     def move_to_device(self, device: torch.device | str) -> None:
-        """Move the pipeline to a device, except a denoiser that an engine places."""
+        """Move the pipeline to a device, except a denoiser that the training engine places."""
         self.device = torch.device(device)
         parts = self.auxiliary_modules()
         if self.denoiser is self.unwrapped_denoiser and not self.leave_denoiser:
@@ -178,10 +171,9 @@ class DiffusionModel(ABC):
             part.to(self.device)
 
     def prepare_for_lora(self, targets: Sequence[str]) -> None:  # noqa: B027, optional hook
-        """Prepare the model for LoRA adapters on the linear layers with name suffixes `targets`.
+        """Prepare for LoRA adapters on linear layers with names that end in one of `targets`.
 
-        All other layers of the denoiser stay frozen. A family may move computations of frozen layers into encode_text,
-        which runs only once per prompt.
+        A family may move frozen layers from the denoiser into encode_text, which runs only once per prompt.
         """
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:  # noqa: B027, optional hook
@@ -194,17 +186,15 @@ class DiffusionModel(ABC):
     def unused_parameter_patterns(self) -> tuple[str, ...]:
         """Shell patterns for the names of denoiser parameters that never receive a gradient.
 
-        Full training does not change these parameters, exports copy them from the base model, and adapters on them have
-        no effect.
+        Full training and exports leave these parameters unchanged. Adapters on them have no effect.
         """
         return ()
 
     def parameter_component(self, name: str) -> str:
-        """Return the name of the expert that contains a denoiser parameter, or "" if the denoiser is one network."""
+        """Return the component name of the expert with this denoiser parameter, or "" if there is only one network."""
         return name.partition(".")[0] if len(self.denoiser_components) > 1 else ""
 
     def find_unused_parameters(self) -> frozenset[str]:
-        """Return the names of the denoiser parameters that match `unused_parameter_patterns`."""
         return frozenset(
             name
             for name, _ in self.unwrapped_denoiser.named_parameters()
@@ -212,75 +202,63 @@ class DiffusionModel(ABC):
         )
 
     def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """Return the text to encode for pixels of this size. Some pipelines append the size to the prompt.
-
-        negative: whether `text` is a negative prompt.
-        """
+        """Return the text to encode for this size in pixels. Some pipelines append size and duration to the prompt."""
         return text
 
     @abstractmethod
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Encode B >= 1 prompts. Return tensors [B, ...] by name, without gradient.
+        """Encode B >= 1 prompts. Return {name: tensor [B, ...]}, without gradient.
 
-        Embeddings have the dtype of the text encoders, masks are int64. Negative prompts are encoded separately, with
-        encode_negative_text.
+        Embeddings have the dtype of the text encoders, masks are int64. Use encode_negative_text for negative prompts.
+        Raises ValueError for an empty list.
         """
 
     def encode_negative_text(self, texts: Sequence[str]) -> Conditioning:
-        """Encode negative prompts and dropped captions (`NegativeText`), in the format of encode_text.
-
-        Override it if the pipeline adds an instruction to prompts but not to negative prompts.
-        """
+        """Encode negative prompts and dropped captions. Override it if the pipeline adds text only to prompts."""
         return self.encode_text(texts)
 
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Encode the inputs of B samples. Return tensors [B, ...] with keys from `optional_conditioning_keys`.
+        """Encode inputs of B samples, such as actions. Return {name from optional_conditioning_keys: tensor [B, ...]}.
 
-        inputs: one mapping per sample, with names from `input_specs`. num_frames, size (height, width): in pixels.
+        inputs: {name from input_specs: array} for each sample. num_frames, size (height, width): of the pixels.
         Raises ValueError for arrays that the loaded checkpoint cannot use.
         """
         return {}
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes (without batch axis) of the conditioning tensors that every sample has besides its text.
-
-        shape: shape of one sample's latents. Used for memory estimates.
-        """
+        """Return {name: shape without batch axis} of required encode_inputs tensors, for latents of this shape."""
         return {}
 
     @property
     def supports_clean_frames(self) -> bool:
-        """Return whether the family supports conditioning frames: clean latents as the first frames of a sample."""
+        """Whether clean latents can replace the first noisy latent frames of a sample (conditioning frames)."""
         return self.uses_clean_frames and max(self.conditioning_frame_counts) > 0
 
     def clean_frame_range(self, num_frames: tuple[int, int]) -> tuple[int, int]:
-        """Return the minimum and maximum number of conditioning frames, in latent frames.
-
-        num_frames: the recipe's algorithm.min_num_conditional_frames and max_num_conditional_frames.
-        """
+        """Return the range of clean conditioning frames: `num_frames` from the recipe, or (0, 0) if unsupported."""
         return num_frames if self.uses_clean_frames else (0, 0)
 
     @property
     def text_dtype(self) -> torch.dtype:
-        """The dtype of text conditioning except masks: the text encoders' dtype, or float32 without encoders."""
+        """The dtype of text embeddings: the text encoders' dtype, or float32 without encoders."""
         encoders = self.text_encoders().values()
         return next((parameter.dtype for encoder in encoders for parameter in encoder.parameters()), torch.float32)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of one text's conditioning, without the batch axis. Most families override it."""
+        """Return {name: shape} of the encode_text tensors of one text, without the batch axis."""
         return {name: tuple(tensor.shape[1:]) for name, tensor in self.encode_text([""]).items()}
 
     def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Convert a precomputed text embedding [n, D] to conditioning [1, ...].
+        """Convert a precomputed text embedding [n, D] to the format of encode_text, with B = 1.
 
         Returns None if its shape does not match this model's text encoder, or if the family has several encoders.
         """
         return None
 
     def text_cache_key(self) -> dict[str, Any]:
-        """Return everything that text conditioning depends on besides the text, as JSON values."""
+        """Return a JSON object that changes whenever text embeddings change: encoder weights, dtype and settings."""
         dtypes = {str(next(encoder.parameters()).dtype) for encoder in self.text_encoders().values()}
         return {
             "family": self.family,
@@ -290,21 +268,21 @@ class DiffusionModel(ABC):
         }
 
     def latent_cache_key(self) -> dict[str, Any]:
-        """Return everything that the latents from encode_pixels depend on besides the pixels, as JSON values."""
+        """Return a JSON object that changes whenever latents of encode_pixels change: VAE weights and dtype."""
         dtype = str(next(self.pipeline.vae.parameters()).dtype)
         return {"family": self.family, "parts": fingerprint_folders(self.path, ["vae"]), "dtype": dtype}
 
     def components_with_prefix(self, prefix: str) -> dict[str, Any]:
-        """Return the pipeline components with names that start with `prefix`. Skips components that are None."""
+        """Return {name: component} for pipeline components with this name prefix, without components that are None."""
         parts = self.pipeline.components.items()
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
     def text_encoders(self) -> dict[str, nn.Module]:
-        """Return the text encoders by name. Empty after drop_text_encoders."""
+        """Return {component name: text encoder}. Empty after drop_text_encoders."""
         return self.components_with_prefix("text_encoder")
 
     def text_folders(self) -> list[str]:
-        """Return the names of the pipeline subfolders that text embeddings depend on: text encoders and tokenizers."""
+        """Return the pipeline subfolders that text embeddings depend on: text encoders and tokenizers."""
         return [*self.text_encoders(), *self.components_with_prefix("tokenizer")]
 
     def drop_text_encoders(self) -> None:
@@ -313,7 +291,6 @@ class DiffusionModel(ABC):
             setattr(self.pipeline, name, None)
 
     def move_text_encoders(self, device: torch.device | str) -> None:
-        """Move only the text encoders to `device`, for example to the CPU while they are idle."""
         for encoder in self.text_encoders().values():
             encoder.to(device)
 
@@ -328,11 +305,7 @@ class DiffusionModel(ABC):
 
     @staticmethod
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
-        """Concatenate conditioning along the batch axis.
-
-        Raises ValueError if the shapes differ. Families with texts of variable length override this method and pad the
-        texts.
-        """
+        """Concatenate along the batch axis. Raises ValueError if shapes differ; some families pad texts instead."""
         for name in rows[0]:
             shapes = {tuple(row[name].shape[1:]) for row in rows}
             if len(shapes) > 1:
@@ -355,21 +328,14 @@ class DiffusionModel(ABC):
         return torch.cat([self.to_latents(part) for part in torch.split(shifted, self.encode_batch_size(pixels))])
 
     def encode_batch_size(self, pixels: Tensor) -> int:
-        """Return how many of these samples to encode together.
-
-        Videos are encoded one at a time, so that cached latents do not depend on the batch. On the CPU all images are
-        encoded together, because no device memory limits them.
-        """
+        """Return the batch size for encoding. It is 1 for videos, so that cached latents do not depend on the batch."""
         if self.is_video:
             return 1
         height, width = pixels.shape[-2:]
         return len(pixels) if self.device.type == "cpu" else vae.max_batch_size(self.pipeline.vae, height * width)
 
     def encode_uint8(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
-        """Encode images [H,W,3] or videos [F,H,W,3] of one shape to latents.
-
-        Video families treat an image as a video of one frame.
-        """
+        """Encode images [H,W,3] or videos [F,H,W,3] of equal shape. Video families treat an image as one frame."""
         videos = [torch.from_numpy(m if m.ndim == 4 else m[None]) for m in media]
         frames = copy_to_device(torch.stack(videos), self.device)
         pixels = frames.permute(0, 4, 1, 2, 3).float() / 255
@@ -377,48 +343,49 @@ class DiffusionModel(ABC):
 
     @torch.no_grad()
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode normalized latents to float32 pixels in [0, 1], in the layouts of encode_pixels."""
+        """Decode normalized latents to float32 pixels in [0, 1] with the layout of encode_pixels."""
         return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
 
     def to_latents(self, pixels: Tensor) -> Tensor:
-        """Encode float32 pixels in [-1, 1] to normalized float32 latents, on the device."""
+        """Encode float32 pixels in [-1, 1], already on the device, to normalized float32 latents."""
         return vae.encode_normalized(self.pipeline.vae, pixels)
 
     def to_pixels(self, latents: Tensor) -> Tensor:
-        """Decode normalized float32 latents to float32 pixels, roughly in [-1, 1], on the device."""
+        """Decode normalized float32 latents, already on the device, to float32 pixels, roughly in [-1, 1]."""
         return vae.decode_normalized(self.pipeline.vae, latents)
 
     @staticmethod
     def quantize_pixels(pixels: Tensor) -> Tensor:
-        """Round pixels in [0, 1] to uint8."""
+        """Round pixels in [0, 1] to uint8 values 0 to 255."""
         return (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
 
     @staticmethod
     def to_uint8(pixels: Tensor) -> npt.NDArray[np.uint8]:
-        """Convert pixels [B,3,H,W] (videos [B,3,F,H,W]) to uint8 [B,H,W,3] (videos [B,F,H,W,3]) on the host."""
+        """Convert pixels in [0, 1] from [B,3,H,W] to uint8 [B,H,W,3], or from [B,3,F,H,W] to [B,F,H,W,3]."""
         return np.ascontiguousarray(DiffusionModel.quantize_pixels(pixels).cpu().movedim(1, -1).numpy())
 
     @abstractmethod
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         """Predict the velocity eps - x0, float32, in the shape of the latents. Keeps the autograd graph.
 
-        latents: [B,C,...] float32. sigma: [B] float32 in (0, 1]. conditioning: as from encode_text, with B rows.
-        expert: index of the expert, for families with several. One forward pass; the caller applies guidance.
-        Raises ValueError for other shapes, dtypes or keys. Values of sigma are only checked on the CPU, because the
-        check would synchronize with a GPU.
+        latents: [B,C,...] float32. sigma: [B] float32 in (0, 1].
+        conditioning: tensors [B, ...] from encode_text and encode_inputs.
+        expert: index of the expert network of a two-expert model. One forward pass; the caller applies guidance.
+        Raises ValueError for wrong shapes, dtypes or keys. Sigma values are only checked on the CPU, to avoid a GPU
+        sync.
         """
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """The sigma range [low, high) of each expert, in order. The first range includes 1."""
+        """The sigma range [low, high) of each expert network, in order. The first range includes 1."""
         return ((0.0, 1.0),)
 
     def select_expert(self, sigma: float) -> int:
-        """Return the index of the expert for this sigma (a host value)."""
+        """Return the index of the expert network for this sigma."""
         return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low)
 
     def check_denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> None:
-        """Raise ValueError if arguments of `denoise` are invalid. Batch sizes must be equal; nothing is broadcast."""
+        """Raise ValueError if arguments of `denoise` are invalid. All tensors must have the same batch size."""
         count = latents.shape[0]
         if latents.dtype != torch.float32:
             raise ValueError(f"latents must be float32, got {latents.dtype}")
@@ -441,13 +408,13 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return the shape (C,h,w) of an image's latents or (C,T,h,w) of a video's.
+        """Return the shape of one sample's latents: (C,h,w) for image families, (C,T,h,w) for video families.
 
         Raises ValueError for an unsupported size; the message names the required multiple.
         """
 
     def size_multiple(self, num_frames: int = 1) -> int:
-        """Return the number that height and width must be multiples of, found as the smallest supported size."""
+        """Return the number of pixels that height and width must be multiples of."""
 
         def exists(size: int) -> bool:
             try:
@@ -460,13 +427,12 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def num_tokens(self, shape: Sequence[int]) -> int:
-        """Return the number of denoiser tokens for latents of this shape, without text tokens."""
+        """Return the number of denoiser tokens for latents of this shape, excluding text tokens."""
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
         """Return the pipeline's sigmas for this latent shape: float64 [num_steps + 1] on the CPU, descending to 0.
 
-        They come from a copy of the pipeline's scheduler, because schedulers differ at the ends of the range.
-        Raises ModelError if the sigmas do not decrease from at most 1 to 0.
+        Computed by a copy of the pipeline's scheduler. Raises ModelError if they do not decrease from at most 1 to 0.
         """
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
@@ -483,10 +449,9 @@ class DiffusionModel(ABC):
         return grid
 
     def rollout_sigmas(self, sampling: SamplingRecipe) -> Tensor:
-        """Return the sigmas for rollouts with the recipe's `sampling` section, in the format of `sigmas`.
+        """Return the sigmas of rollouts, as sampling.grid specifies: float64 [sampling.steps + 1] on the CPU.
 
-        Raises ModelError if sampling.grid needs a fixed shift and the scheduler has none, and ValueError for an
-        unsupported size.
+        Raises ModelError if sampling.grid needs a fixed shift that the scheduler does not have.
         """
         num_steps, shape = sampling.steps, self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         if sampling.grid == "stock":
@@ -498,9 +463,9 @@ class DiffusionModel(ABC):
         return apply_shift(q, shift)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the arguments that the pipeline passes to scheduler.set_timesteps in addition to the number of steps.
+        """Return the arguments of scheduler.set_timesteps besides num_inference_steps, as the pipeline computes them.
 
-        If they contain `sigmas` (before the shift), the number of steps is not passed.
+        If they contain `sigmas` (before the shift), num_inference_steps is not passed.
         """
         return {}
 
@@ -510,10 +475,10 @@ class DiffusionModel(ABC):
         return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
 
     def flow_shift(self, sampling: SamplingRecipe) -> float:
-        """Return the shift s in sigma = s * q / (1 + (s - 1) * q).
+        """Return the scheduler's timestep shift s: sigma = s * q / (1 + (s - 1) * q) for uniform q.
 
-        A shift that depends on size or steps is computed for the recipe's size and eval_steps. Raises ModelError if the
-        scheduler has no such shift.
+        If the shift depends on size or steps, it is computed for the recipe's size and eval_steps. Raises ModelError if
+        the scheduler has none.
         """
         shape = self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         shift = self._scheduler_shift(sampling.eval_steps, shape)
@@ -527,38 +492,30 @@ class DiffusionModel(ABC):
             return None
         if config.get("use_dynamic_shifting"):
             mu = self.schedule_arguments(shape, num_steps).get("mu")
-            # diffusers has two rules, mu / (mu + 1 / t - 1) and the same with e^mu. Both are this kind of shift.
+            # diffusers computes mu / (mu + 1 / t - 1), or the same with e^mu. Both are a shift as in flow_shift.
             return None if mu is None else math.exp(mu) if config.time_shift_type == "exponential" else float(mu)
         shift = config.get("shift", config.get("flow_shift"))
         return None if shift is None else float(shift)
 
     def text_call_kwargs(self) -> dict[str, Any]:
-        """Return the pipeline call arguments that change the encoding of prompts."""
+        """Return the arguments of the pipeline call that change how prompts are encoded."""
         return {"max_sequence_length": self.max_sequence_length}
 
     def export_call_kwargs(self) -> dict[str, Any]:
-        """Return the pipeline call arguments that training used: text arguments and embedded guidance.
-
-        Exports write them to call.json.
-        """
+        """Return the pipeline call arguments that exports write to call.json: text arguments and embedded guidance."""
         guidance = {} if self.embedded_guidance is None else {"guidance_scale": self.embedded_guidance}
         return {**self.text_call_kwargs(), **guidance}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return pipeline call arguments that reproduce sampling with guidance scale w.
-
-        They do not include prompts, steps and noise. num_frames only matters for video families.
-        """
+        """Return pipeline call arguments for guidance scale w and this size, without prompts, steps and noise."""
         return {"guidance_scale": w, "height": height, "width": width, **self.text_call_kwargs()}
 
 
 def pipeline_call_default(pipeline: Any, name: str) -> Any:
-    """Return the default value of an argument of the pipeline's __call__."""
     return inspect.signature(type(pipeline).__call__).parameters[name].default
 
 
 def matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a name matches any of these shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -40,10 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks and print one line for each, with a dash for checks that do not apply.
-
-    Raises ModelError if the family cannot be loaded.
-    """
+    """Run the checks, print a line for each and return the exit code. Raises ModelError if loading fails."""
     from wfm_ds.contract.case import Case
     from wfm_ds.contract.checks import run_checks
     from wfm_ds.contract.family_under_test import FamilyUnderTest
@@ -69,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def import_case(path: str) -> Case:
-    """Import the `Case` that `path` (package.module:NAME) names. Raises ModelError if it does not exist."""
+    """Import the `Case` at `path`, written package.module:NAME. Raises ModelError if there is none."""
     from wfm_ds.contract.case import Case
 
     module_name, _, name = path.partition(":")

@@ -41,10 +41,7 @@ class CleanFrames:
 
 
 def get_clean_frames(conditioning: Conditioning) -> CleanFrames | None:
-    """Return the clean frames in a conditioning, or None if it has no such keys.
-
-    Raises ValueError if only one of the two keys is missing.
-    """
+    """Return the clean frames of a conditioning, or None. Raises ValueError if it has only one of the two keys."""
     present = CONDITIONING_FRAME_KEYS & conditioning.keys()
     if not present:
         return None
@@ -56,15 +53,14 @@ def get_clean_frames(conditioning: Conditioning) -> CleanFrames | None:
 
 
 def pad_num_frames(latents: Tensor, num_frames: int) -> Tensor:
-    """Append zero frames to latents [..., t,h,w], so that they have `num_frames` frames."""
+    """Append zero frames to latents [..., t,h,w] until they have `num_frames` frames."""
     return pad(latents, (0, 0, 0, 0, 0, num_frames - latents.shape[-3]))
 
 
 def add_clean_frames(conditioning: Conditioning, latents: Tensor, counts: Tensor) -> Conditioning:
-    """Add the first counts[i] latent frames of latents[i] to a conditioning.
+    """Return a copy of the conditioning that makes the first counts[i] frames of latents[i] conditioning frames.
 
-    latents: normalized, [B,C,T,h,w] float32. counts: [B] integer, 0 for no conditioning frames.
-    Raises ValueError for other shapes, or if a count covers all frames.
+    latents: [B,C,T,h,w] float32, normalized. counts: integers [B] from 0 to T - 1. Raises ValueError otherwise.
     """
     if latents.ndim != 5 or latents.dtype != torch.float32 or counts.shape != latents.shape[:1]:
         raise ValueError(

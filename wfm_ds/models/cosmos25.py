@@ -38,7 +38,7 @@ LORA_NAMES = tuple(
 
 
 class Cosmos25(DiffusionModel):
-    """Network time: sigma, one value per latent frame. Network output: the velocity."""
+    """Cosmos-Predict2.5. The network takes sigma per latent frame as timestep and returns the velocity."""
 
     family = "cosmos25"
     pipeline_classes = ("Cosmos2_5_PredictBasePipeline",)
@@ -67,7 +67,7 @@ class Cosmos25(DiffusionModel):
     def prepare_for_lora(self, targets: Sequence[str]) -> None:
         """Move the denoiser's text projection into encode_text if it stays frozen.
 
-        Embeddings concatenate all layers of the text encoder (100 MB per prompt). Projected ones are 100 times smaller.
+        Embeddings of all text encoder layers take 100 MB per prompt; projected embeddings are 100 times smaller.
         """
         denoiser: Any = self.unwrapped_denoiser
         if not self.config.use_crossattn_projection or self.text_projection is not None:
@@ -83,10 +83,9 @@ class Cosmos25(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return prompt_embeds [B, max_sequence_length, D]. Padding is attended to.
+        """Return {prompt_embeds: [B, max_sequence_length, D]}. The network also attends to padding.
 
         D is the text encoder's width times its layers, or the denoiser's text width after prepare_for_lora.
-        Raises ValueError for an empty list.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
@@ -111,7 +110,7 @@ class Cosmos25(DiffusionModel):
 
     @torch.no_grad()
     def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Accept embeddings [max_sequence_length, D] with all layers of the text encoder, including padding rows."""
+        """Accept embeddings [max_sequence_length, D] of all text encoder layers, including padding rows."""
         width = self.config.crossattn_proj_in_channels if self.config.use_crossattn_projection else None
         if embedding.shape != (self.max_sequence_length, width or self.config.text_embed_dim):
             return None
@@ -128,7 +127,7 @@ class Cosmos25(DiffusionModel):
         return DEFAULT_NEGATIVE_PROMPT if negative_text is None else negative_text
 
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode, then apply the guardrail's post-processing, as the diffusers pipeline does."""
+        """Decode latents and apply the guardrail, as the diffusers pipeline does."""
         return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -186,10 +185,7 @@ class Cosmos25(DiffusionModel):
 
 
 def provide_torchvision_resize() -> None:
-    """Provide a substitute for torchvision's resize, which the transformer uses to resize its padding mask.
-
-    Without it, diffusers' transformer would need torchvision.
-    """
+    """Patch diffusers' Cosmos transformer to resize its padding mask without torchvision."""
     if hasattr(transformer_cosmos, "transforms"):
         return
 

@@ -38,7 +38,7 @@ SYSTEM_PROMPTS = {True: _SYSTEM_PROMPT_IMAGE, False: _SYSTEM_PROMPT_VIDEO}  # ke
 
 
 class Cosmos3(DiffusionModel):
-    """Network time: 1000 * sigma. Network output: the velocity. Prompts contain the size and the duration."""
+    """Cosmos3. The network takes 1000 * sigma as timestep and returns the velocity."""
 
     family = "cosmos3"
     pipeline_classes = ("Cosmos3OmniPipeline",)
@@ -55,10 +55,7 @@ class Cosmos3(DiffusionModel):
     has_guardrail = True
 
     def __init__(self, pipeline: Any, path: Path, *, max_sequence_length: int | None = None, **options: Any) -> None:
-        """Split the network into its towers.
-
-        Raises ModelError if max_sequence_length is set, because the pipeline has no such argument.
-        """
+        """Split the network into its two towers. Raises ModelError if max_sequence_length is set."""
         if max_sequence_length is not None:
             raise ModelError(f"{path}: Cosmos3 does not truncate prompts; remove model.max_sequence_length")
         super().__init__(pipeline, path, max_sequence_length=ASSUMED_TEXT_TOKENS, **options)
@@ -104,10 +101,10 @@ class Cosmos3(DiffusionModel):
         guardrail.require_safe_prompts(self.pipeline.safety_checker, prompts)
 
     def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """Add the pipeline's system prompt (on its own line) and its sentences about size and duration.
+        """Prepend the pipeline's system prompt as a line, if it uses one, and append size and duration.
 
-        Negative prompts get the pipeline's inverse sentences. For models with actions, a prompt becomes a JSON object
-        with size, duration and the agent's viewpoint, unless it already is a JSON object, and negative prompts get no
+        Negative prompts get the pipeline's negated sentences about size and duration. For models with actions, a prompt
+        becomes a JSON object with size, duration and viewpoint unless it already is one, and negative prompts get no
         sentences.
         """
         is_image = num_frames == 1
@@ -120,7 +117,6 @@ class Cosmos3(DiffusionModel):
         return f"{SYSTEM_PROMPTS[is_image]}\n{text}" if self.pipeline.config.default_use_system_prompt else text
 
     def append_size_sentences(self, text: str, height: int, width: int, num_frames: int, negative: bool) -> str:
-        """Append the pipeline's sentences about duration and size."""
         pipeline, is_image = self.pipeline, num_frames == 1
         prefix = "inverse_" if negative else ""
         resolution = getattr(pipeline, f"{prefix}{'image' if is_image else 'video'}_resolution_template")
@@ -135,10 +131,9 @@ class Cosmos3(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return text_keys and text_values [B,L,G,K,D] from all layers of the text tower, and text_mask [B,L].
+        """Return {text_keys, text_values: [B,L,G,K,D], text_mask: [B,L] int64} from all layers of the text tower.
 
-        L text tokens, G layers, K key-value heads, D channels per head. Shorter prompts are padded with zeros. Raises
-        ValueError for an empty list.
+        L text tokens, G layers, K key-value heads, D channels per head. Shorter prompts are padded with zeros.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
@@ -151,7 +146,7 @@ class Cosmos3(DiffusionModel):
         return self.stack_conditioning(rows)
 
     def tokenize_prompt(self, caption: str) -> list[int]:
-        """Tokenize a prompt as a chat, up to and including the start-of-generation token."""
+        """Return the token ids of a prompt in the chat template, up to the start-of-generation token."""
         head, newline, rest = caption.partition("\n")
         turns = [{"role": "user", "content": caption}]
         if newline and head in SYSTEM_PROMPTS.values():
@@ -164,7 +159,7 @@ class Cosmos3(DiffusionModel):
 
     @staticmethod
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
-        """Concatenate rows, padding texts to the longest with zeros that text_mask hides."""
+        """Concatenate along the batch axis. Shorter texts are padded with zeros, which text_mask hides."""
         longest = max(row["text_mask"].shape[1] for row in rows)
 
         def pad_text(name: str, tensor: Tensor) -> Tensor:
@@ -181,11 +176,11 @@ class Cosmos3(DiffusionModel):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Return actions [B,F-1,A] float32, zero-padded to A channels, and domain [B] int64. Empty without actions.
+        """Return {actions: [B,F-1,A] float32, domain: [B] int64}, or {} if no sample has actions.
 
-        The domain selects the network's action weights; the default is 0. Raises ValueError if the network does not
-        support actions, if actions have a wrong length or too many channels, if only some samples have actions, and for
-        an unknown domain.
+        Actions are zero-padded to A channels. The domain (robot type, default 0) selects the network's action weights.
+        Raises ValueError for wrong action shapes, an unknown domain, a network without action support, or a batch in
+        which only some samples have actions.
         """
         if not any("actions" in row for row in inputs):
             return {}
@@ -207,7 +202,7 @@ class Cosmos3(DiffusionModel):
         return {"actions": actions.to(self.device), "domain": domain.to(self.device)}
 
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode, then apply the guardrail's post-processing, as the diffusers pipeline does."""
+        """Decode latents and apply the guardrail, as the diffusers pipeline does."""
         return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -228,10 +223,7 @@ class Cosmos3(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / 4 + 1, H / f, W / f).
-
-        Height and width must be multiples of the VAE factor f, but not of the patch size: partial patches are padded.
-        """
+        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for VAE factor f. Partial patches are allowed."""
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
         if rest or num_frames < 1:
@@ -245,7 +237,7 @@ class Cosmos3(DiffusionModel):
         return math.prod(token_grid(self.config, shape[1:]))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's own sigmas if it has use_native_flow_schedule."""
+        """Return the pipeline's linear sigmas if its config sets use_native_flow_schedule, otherwise {}."""
         if not self.pipeline.config.use_native_flow_schedule:
             return {}
         first = 1 - 1 / self.pipeline.scheduler.config.num_train_timesteps
@@ -260,7 +252,7 @@ class Cosmos3(DiffusionModel):
 
 
 class PlaceholderTokenizer:
-    """Stand-in with the tokenizer attributes that the pipeline's constructor reads. Cannot encode."""
+    """A stand-in with the tokenizer attributes that the pipeline's constructor reads. It cannot encode text."""
 
     eos_token_id = 0
 

@@ -3,7 +3,7 @@
 In each layer, video tokens attend to each other and to the keys and values of the text. The text does not attend to the
 video and does not depend on time, so the text tower's output is an embedding that is computed only once per text. Only
 the generation tower, half of the parameters, is trained and used for sampling. Parameters keep their names from
-diffusers' Cosmos3OmniTransformer. Outputs equal those of its forward, and batches are supported in addition.
+diffusers' Cosmos3OmniTransformer. Outputs equal the output of its forward. Batches are supported too.
 
 Shapes: B samples, L text tokens, N video and action tokens, G layers, H heads, K key-value heads, D channels per head,
 W channels per token, A channels per action.
@@ -45,7 +45,7 @@ def split_towers(transformer: Any) -> tuple[TextTower, GenerationTower]:
 
 
 class TextTower(nn.Module):
-    """The frozen text encoder: computes keys and values of a text in every layer."""
+    """The frozen text encoder. It computes the attention keys and values of a text in every layer."""
 
     def __init__(self, transformer: Any) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class TextTower(nn.Module):
         self.config = transformer.config
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [L,G,K,D] of one text with ids [L] int64, after the rotary embedding."""
+        """Return (keys, values), each [L,G,K,D] after the rotary embedding, for one text with token ids [L] int64."""
         states = self.embed_tokens(ids)[None]
         positions = torch.arange(len(ids), dtype=torch.float32, device=ids.device).expand(3, 1, -1)
         rotation = compute_rotary_tables(self.config, positions, states.dtype)
@@ -67,7 +67,7 @@ class TextTower(nn.Module):
 
 
 class TextLayer(nn.Module):
-    """The text part of a diffusers layer."""
+    """The modules of a diffusers Cosmos3 layer that process text tokens."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class TextAttention(nn.Module):
         self.k_norm_und_for_gen: Any = attention.k_norm_und_for_gen
 
     def forward(self, states: Tensor, rotation: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the attention output [B,L,W] and the keys and values [B,L,K,D] for the video."""
+        """Return the attention output [B,L,W], and the keys and values [B,L,K,D] that the video attends to."""
         query, key, value = (
             part(states).unflatten(-1, (-1, self.head_dim)) for part in (self.to_q, self.to_k, self.to_v)
         )
@@ -104,11 +104,7 @@ class TextAttention(nn.Module):
 
 
 class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
-    """The denoising tower.
-
-    It has the same configuration as the diffusers network. Its parameters are those for video, time and actions, and
-    the heads of modalities that are not trained here.
-    """
+    """The denoising tower: modules for video, time and actions, and the unused heads for audio and actions."""
 
     fps: float = 24.0  # frames per second of all videos
     temporal_compression: int = 4  # pixel frames per latent frame after the first
@@ -141,7 +137,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         latents: [B,C,T,h,w] in the compute dtype. time: [B] float32, 1000 * sigma.
         free: [B,T], 1 on noisy frames, 0 on conditioning frames.
         text_keys, text_values: [B,L,G,K,D]. text_mask: [B,L] int64, 0 on padding.
-        actions: [B,F-1,A], clean; row i leads from frame i to frame i + 1.
+        actions: [B,F-1,A], without noise; row i leads from frame i to frame i + 1.
         domain: [B] int64, selects the network's weights for the actions.
         """
         shape, dtype = latents.shape, latents.dtype
@@ -177,7 +173,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return dtype
 
     def patchify(self, latents: Tensor) -> Tensor:
-        """Return patches [B,N,p p C] of latents, padding partial patches at the edges with zeros."""
+        """Convert latents [B,C,T,h,w] to patches [B,N,p*p*C], with zeros in partial patches at the edges."""
         patch, (_, rows, columns) = self.config.latent_patch_size, token_grid(self.config, latents.shape[2:])
         height, width = latents.shape[-2:]
         whole = nn.functional.pad(latents, (0, columns * patch - width, 0, rows * patch - height))
@@ -185,7 +181,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return patches.permute(0, 2, 3, 5, 4, 6, 1).flatten(4).flatten(1, 3)
 
     def unpatchify(self, tokens: Tensor, shape: torch.Size) -> Tensor:
-        """Invert patchify, for latents of this shape."""
+        """Convert patches back to latents of this shape and remove the padding."""
         patch = self.config.latent_patch_size
         patches = tokens.view(len(tokens), *token_grid(self.config, shape[2:]), patch, patch, -1)  # channels last
         whole = patches.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
@@ -193,33 +189,30 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return latents
 
     def embed_actions(self, actions: Tensor, domain: Tensor | None) -> Tensor:
-        """Embed clean actions to [B,F-1,W], without a time embedding."""
+        """Embed noise-free actions [B,F-1,A] to tokens [B,F-1,W], without a time embedding."""
         tokens: Tensor = self.action_proj_in(actions, domain) + self.action_modality_embed
         return tokens
 
     def video_positions(self, num_frames: int, rows: int, columns: int) -> Tensor:
-        """Return positions [3,N] float32 of video tokens along time, height and width. The first frame is at time 0."""
+        """Return positions (time, row, column) of video tokens, float32 [3,N]. The first frame has time 0."""
         frames = self.temporal_positions(torch.arange(num_frames), self.fps / self.temporal_compression)
         axes = torch.meshgrid(frames, torch.arange(rows).float(), torch.arange(columns).float(), indexing="ij")
         return torch.stack([axis.flatten() for axis in axes])
 
     def action_positions(self, count: int) -> Tensor:
-        """Return positions [3,count] float32 of action tokens. Action i has the time of frame i + 1."""
+        """Return positions (time, 0, 0) of action tokens, float32 [3,count]. Action i has the time of frame i + 1."""
         time = self.temporal_positions(torch.arange(1, count + 1), self.fps)
         return torch.stack([time, torch.zeros(count), torch.zeros(count)])
 
     def temporal_positions(self, index: Tensor, rate: float) -> Tensor:
-        """Return the time positions of items (latent frames or actions) with these indices.
-
-        rate: number of items per second of video.
-        """
+        """Return the time positions of latent frames or actions, given `rate` of them per second of video."""
         if not self.config.enable_fps_modulation or len(index) == 1:
             return index.float()
         positions: Tensor = index.float() / rate * (self.config.base_fps / self.temporal_compression)
         return positions
 
     def rotary_tables(self, positions: Tensor, after_text: Tensor, dtype: torch.dtype) -> RotaryTables:
-        """Return rotary tables [B,N,D] for positions [3,N], offset by each sample's text length."""
+        """Return cosines and sines [B,N,D] for positions [3,N], with time shifted behind each sample's text."""
         shifted = positions[:, None].repeat(1, len(after_text), 1)  # [3,B,N]
         shifted[0] += after_text[:, None]
         if not self.config.unified_3d_mrope_reset_spatial_ids:
@@ -228,7 +221,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
 
 
 class GenerationLayer(nn.Module):
-    """The denoising part of a diffusers layer."""
+    """The modules of a diffusers Cosmos3 layer that process video and action tokens."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -240,7 +233,7 @@ class GenerationLayer(nn.Module):
     def forward(
         self, tokens: Tensor, text_keys: Tensor, text_values: Tensor, text_mask: Tensor | None, rotation: RotaryTables
     ) -> Tensor:
-        """Return tokens [B,N,W]. text_keys, text_values: [B,L,K,D]. text_mask: [B,L] bool or None."""
+        """Return the layer's output [B,N,W]. text_keys, text_values: [B,L,K,D]. text_mask: [B,L] bool or None."""
         attended = self.self_attn(self.input_layernorm_moe_gen(tokens), text_keys, text_values, text_mask, rotation)
         tokens = tokens + attended
         output: Tensor = tokens + self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(tokens))
@@ -248,7 +241,7 @@ class GenerationLayer(nn.Module):
 
 
 class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc]
-    """The projections of a diffusers attention layer for video tokens."""
+    """The projections and norms of a diffusers attention layer that process video and action tokens."""
 
     _default_processor_cls = Cosmos3Attention
     _available_processors = [Cosmos3Attention]  # noqa: RUF012, as in the base class
@@ -273,10 +266,7 @@ class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc
 
 
 class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
-    """A linear layer with separate weights per domain. Unlike diffusers' class it does not synchronize with the device.
-
-    encode_inputs checks the domains.
-    """
+    """A linear layer with separate weights per domain. Unlike diffusers' class it does not synchronize with a GPU."""
 
     def forward(self, x: Tensor, domain_id: Tensor) -> Tensor:
         """Map x [B,n,in] to [B,n,out] with the weights of domain_id [B] int64."""
@@ -288,8 +278,7 @@ class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
 def compute_rotary_tables(config: Any, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
     """Return cosines and sines [B,n,D] for positions [3,B,n] float32, as diffusers' rotary embedding does.
 
-    Frequencies are computed in float32 here. diffusers stores them in a buffer, which a cast to bfloat16 would round so
-    much that angles at position 15000 are arbitrary.
+    Frequencies stay float32. In a bfloat16 model, diffusers' buffer makes angles at position 15000 arbitrary.
     """
     size, axes = config.head_dim, config.rope_axes_dim
     with positions.device:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PendingPixels:
-    """Decoded pixels and finiteness flags of samples. Valid on the host after the `done_event`."""
+    """Decoded pixels and finiteness flags on the host. Valid once `done_event` has completed."""
 
     pixels: Sequence[Tensor]  # uint8 [n,3,H,W] or [n,3,F,H,W], on the host
     finite: Tensor  # bool [B], on the host
@@ -27,13 +27,13 @@ class PendingPixels:
 
     @property
     def is_pending(self) -> bool:
-        """Whether decoding may still be running on another stream. If so, do other work before calling `wait`."""
+        """Whether decoding may still run on the GPU. If so, do other work before calling `wait`."""
         return self.done_event is not None
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Wait for decoding. Return the n decoded samples and, for all B samples, whether they are finite.
+        """Wait for decoding. Return n decoded samples, and for each of the B latents whether it is finite.
 
-        Samples are uint8 [n,H,W,3], or [n,F,H,W,3] for videos, or [0] if n is 0. The flags are booleans.
+        Samples are uint8 [n,H,W,3], or [n,F,H,W,3] for videos, or an empty array [0] if n is 0.
         """
         if self.done_event is not None:
             self.done_event.synchronize()
@@ -43,7 +43,7 @@ class PendingPixels:
 
 @functools.cache
 def get_decode_stream(device: torch.device) -> Any:
-    """Return the decoding stream of a GPU, the same on every call; None for a CPU."""
+    """Return the CUDA stream for decoding on this GPU, created by the first call. Returns None for a CPU."""
     cuda: Any = torch.cuda  # torch.cuda streams and events are untyped
     return cuda.Stream(device) if device.type == "cuda" else None
 
@@ -52,8 +52,7 @@ def get_decode_stream(device: torch.device) -> Any:
 def run_on_decode_stream(device: torch.device, latents: Tensor) -> Iterator[Any]:
     """Run the `with` block on the decoding stream, after all work queued so far and in parallel with later work.
 
-    latents: the tensor from the caller's stream that the block reads. Yields the event that marks the end of the block,
-    or None on a CPU.
+    latents: input of the block, from the caller's stream. Yields the event recorded after the block, or None on a CPU.
     """
     stream = get_decode_stream(device)
     if stream is None:

@@ -13,10 +13,7 @@ from torch import nn
 
 
 class Experts(nn.Module):
-    """Networks of one architecture, in expert order. Parameters are named EXPERT.PARAMETER.
-
-    Implements the methods of diffusers models that an engine needs, for all experts.
-    """
+    """The expert networks of a denoiser, with the interface of one network. Parameters are named EXPERT.PARAMETER."""
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -24,7 +21,6 @@ class Experts(nn.Module):
             self.add_module(name, network)
 
     def forward(self, *args: Any, expert: int, **kwargs: Any) -> Any:
-        """Run one expert."""
         return self.networks[expert](*args, **kwargs)
 
     @property
@@ -33,7 +29,7 @@ class Experts(nn.Module):
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """Adapter configs by name, the same for all experts."""
+        """{adapter name: config}, identical for all experts."""
         config: dict[str, Any] = self.networks[0].peft_config
         return config
 

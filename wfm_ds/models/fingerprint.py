@@ -14,7 +14,7 @@ UNUSED_WEIGHT_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".msgpack", 
 
 
 def fingerprint_folders(folder: Path, parts: Iterable[str]) -> str:
-    """Return a hex digest of the subfolders `parts` of a pipeline folder.
+    """Return a SHA-256 hex digest of the pipeline subfolders in `parts`, such as "vae".
 
     Configs and tokenizer files are hashed completely. For weight files, only size, header, first MiB and last MiB are
     hashed; files that would not be loaded are skipped. Raises ModelError if a file cannot be read.
@@ -36,7 +36,7 @@ def fingerprint_folders(folder: Path, parts: Iterable[str]) -> str:
 
 
 def read_file_ends(path: Path) -> bytes:
-    """Return size, header, first and last MiB of a safetensors file."""
+    """Return the size (8 bytes), header, first MiB and last MiB of a safetensors file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = 8 + int.from_bytes(file.read(8), "little")

@@ -53,9 +53,9 @@ GUIDANCE_SCALE_KEY = "guidance_scale"  # argument of the pipeline call: network 
 
 
 class Flux2(DiffusionModel):
-    """Network time: sigma. Network output: the velocity. The text encoder is Qwen3 (klein) or Mistral3 (dev).
+    """FLUX.2. The network takes sigma as timestep and returns the velocity.
 
-    The network rounds time and embedded guidance to the compute dtype.
+    It rounds timestep and embedded guidance to the compute dtype. The text encoder is Qwen3 (klein) or Mistral3 (dev).
     """
 
     family = "flux2"
@@ -73,16 +73,13 @@ class Flux2(DiffusionModel):
     block_classes = (Flux2TransformerBlock, Flux2SingleTransformerBlock)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Construct the model and read its embedded guidance.
-
-        Raises ModelError if call.json has an invalid guidance scale.
-        """
+        """Construct the model. Raises ModelError if call.json has an invalid guidance scale."""
         super().__init__(*arguments, **options)
         if self.config.guidance_embeds and self.embedded_guidance is None:
             self.embedded_guidance = self.read_embedded_guidance()
 
     def read_embedded_guidance(self) -> float:
-        """Return the embedded guidance from call.json, or the default of the pipeline call."""
+        """Return the embedded guidance scale from call.json, or the default of the pipeline call."""
         scale = read_call_json(self.path).get(
             GUIDANCE_SCALE_KEY, pipeline_call_default(self.pipeline, GUIDANCE_SCALE_KEY)
         )
@@ -96,7 +93,7 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def component_overrides(cls, folder: Path) -> dict[str, Any]:
-        """Load only the tokenizer of dev: the image processor in the same folder would need torchvision."""
+        """Return only the tokenizer of FLUX.2-dev's processor; its image processor would need torchvision."""
         _, name = read_json(folder / "model_index.json")["tokenizer"]
         if not str(name).endswith("Processor"):
             return {}
@@ -110,7 +107,7 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """Return the pipeline's default for klein, and 1 for distilled networks and for dev (embedded guidance)."""
+        """Return the pipeline's default for klein base, and 1 for distilled klein and for dev (embedded guidance)."""
         unguided = index.get("is_distilled") or index["_class_name"] == "Flux2Pipeline"
         return 1.0 if unguided else super().default_guidance_scale(index, call)
 
@@ -130,10 +127,7 @@ class Flux2(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return prompt_embeds [B, max_sequence_length, 3 D]: hidden states of three text encoder layers.
-
-        Padding is attended to. Raises ValueError for an empty list.
-        """
+        """Return {prompt_embeds: [B, max_sequence_length, 3 D]} of three layers. The network attends to padding."""
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, _ = self.pipeline.encode_prompt(
@@ -160,7 +154,7 @@ class Flux2(DiffusionModel):
         return vae.decode_raw(self.pipeline.vae, torch.pixel_shuffle(latents * std + mean, PATCH_SIZE))
 
     def _patch_statistics(self) -> tuple[Tensor, Tensor]:
-        """Return mean and std of the patch channels from the VAE's batch norm, float32 [1, 4 C, 1, 1]."""
+        """Return (mean, std) of the patch channels from the VAE's batch norm, float32 [1, 4 C, 1, 1]."""
         network = self.pipeline.vae
         mean, variance = (v.float().view(1, -1, 1, 1) for v in (network.bn.running_mean, network.bn.running_var))
         return mean, torch.sqrt(variance + network.config.batch_norm_eps)
@@ -186,11 +180,11 @@ class Flux2(DiffusionModel):
         return velocity.transpose(1, 2).reshape(count, -1, h, w).float()
 
     def _guidance_input(self, sigma: Tensor) -> Tensor | None:
-        """Return the embedded guidance per sample, float32 [B], created on the device; None for klein."""
+        """Return the embedded guidance as float32 [B] on sigma's device, or None for klein."""
         return None if self.embedded_guidance is None else torch.full_like(sigma, self.embedded_guidance)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (4 C, H / (2 f), W / (2 f)): patches of 2 x 2 VAE latents with C channels. f: VAE factor."""
+        """Return (4 C, H / (2 f), W / (2 f)) for VAE factor f: patches of 2 x 2 VAE latents with C channels."""
         require_image(self.family, num_frames)
         multiple = PATCH_SIZE * self.pipeline.vae_scale_factor
         require_multiples(height, width, multiple)
@@ -200,12 +194,12 @@ class Flux2(DiffusionModel):
         return int(shape[1] * shape[2])
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's sigmas, and a shift that decreases with the number of steps and grows with the size."""
+        """Return the pipeline's sigmas and `mu`, which grows with the image size and falls with the number of steps."""
         mu = compute_empirical_mu(self.num_tokens(shape), num_steps)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Raises ModelError for FLUX.2-dev if w is not 1, because its pipeline only supports embedded guidance."""
+        """Return call arguments with the embedded guidance. Raises ModelError if the network has it and w is not 1."""
         call = super().pipeline_call_kwargs(w, height, width, num_frames)
         if self.embedded_guidance is not None and w != 1:
             raise ModelError(f"{self.path}: this network has embedded guidance; w must be 1, got {w:g}")
@@ -213,7 +207,7 @@ class Flux2(DiffusionModel):
 
 
 def token_positions(num_text: int, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return int64 positions [n, 4] (image, row, column, token) of text and image tokens, created on the device."""
+    """Return positions of text and image tokens, int64 [n, 4] each; columns: image, row, column, text token."""
     text = torch.zeros(num_text, 4, dtype=torch.int64, device=device)
     text[:, 3] = torch.arange(num_text, device=device)
     image = torch.zeros(h, w, 4, dtype=torch.int64, device=device)

@@ -34,9 +34,9 @@ class NoGuardrail:
 
 
 def load_safety_checker(guardrail: Guardrail, folder: Path) -> Any:
-    """Return the pipeline's `safety_checker` argument. None lets the pipeline create its own checker.
+    """Return the `safety_checker` argument of the pipeline. None lets the pipeline create its own checker.
 
-    Raises ModelError if the guardrail is on and its package is missing, so that a run never continues without it.
+    Raises ModelError if the guardrail is on but its package is not installed.
     """
     from diffusers.utils import is_cosmos_guardrail_available
 
@@ -52,7 +52,7 @@ def load_safety_checker(guardrail: Guardrail, folder: Path) -> Any:
 
 
 def require_safe_prompts(safety_checker: Any, prompts: Sequence[str]) -> None:
-    """Raise ModelError if the checker finds unsafe prompts. The message names the first ones."""
+    """Raise ModelError if the checker rejects prompts. The message shows the first three."""
     unsafe = [prompt for prompt in dict.fromkeys(prompts) if not safety_checker.check_text_safety(prompt)]
     if unsafe:
         examples = "; ".join(repr(prompt[:80]) for prompt in unsafe[:3])

@@ -82,10 +82,7 @@ COSMOS_CHECKPOINT_SUFFIX = "_ema_bf16.pt"  # file name suffix of the original Co
 
 
 def cosmos_conversion_command(file: str, name: str) -> str:
-    """Return the command that converts an original Cosmos-Predict2.5 checkpoint.
-
-    file: the checkpoint. name: text that contains the model size.
-    """
+    """Return the shell command that converts the original checkpoint `file`. `name` contains the model size."""
     size = "14B" if "14B" in name else "2B"
     return (
         f"python convert_cosmos_to_diffusers.py --transformer_type Cosmos-2.5-Predict-Base-{size} "
@@ -94,7 +91,7 @@ def cosmos_conversion_command(file: str, name: str) -> str:
 
 
 def is_repo_id(path: str) -> bool:
-    """Return whether a path is a Hub repository `owner/name` rather than a local folder."""
+    """Return whether `path` is a Hub repository owner/name and not a local folder."""
     return REPO_ID.fullmatch(path) is not None and path.partition("/")[0] not in HUB_PAGES and not os.path.isdir(path)
 
 
@@ -103,9 +100,9 @@ def is_commit(revision: str | None) -> bool:
 
 
 def download_index(repo: str, revision: str | None) -> Path:
-    """Download model_index.json of a revision and return its snapshot folder, named after the commit.
+    """Download model_index.json to the Hub cache and return its snapshot folder, which is named after the commit.
 
-    Raises ModelError if the file is not on the Hub, or if there is no network and it is not cached.
+    Raises ModelError if the Hub does not have the file, or if it is not cached and there is no network.
     """
     with translate_hub_errors(repo, revision), hide_bars_without_terminal():
         try:
@@ -119,8 +116,7 @@ def download_index(repo: str, revision: str | None) -> Path:
 def download_components(repo: str, folder: Path, index: Mapping[str, Any], *, weights: bool = True) -> Path:
     """Download the missing files of a pipeline's components and return the snapshot folder.
 
-    index: content of model_index.json. weights: False skips weight files. Raises ModelError like `download_index`, and
-    if the disk is too small.
+    index: content of model_index.json. Raises ModelError like `download_index`, and if the disk is too small.
     """
     commit, parts = folder.name, component_names(index)
     if is_snapshot_complete(repo, folder, parts, weights=weights):
@@ -137,15 +133,14 @@ def download_components(repo: str, folder: Path, index: Mapping[str, Any], *, we
 
 
 def component_names(index: Mapping[str, Any]) -> list[str]:
-    """Return the names of the components in model_index.json that have a folder. Skips components that are null."""
+    """Return the components in model_index.json that have a folder, without those set to null."""
     return [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is not None]
 
 
 def select_files(files: Sequence[str], parts: Sequence[str], *, weights: bool = True) -> list[str]:
-    """Return those of a repository's `files` that are needed to load the pipeline.
+    """Return the file names in `files` that are needed to load the components in `parts`.
 
-    parts: names of the components. weights: False skips all weight files. Variant weights (model.fp16.safetensors) are
-    skipped if a component also has plain ones (model.safetensors).
+    Skips variants (model.fp16.safetensors) of components that also have plain weights (model.safetensors).
     """
     plain = {parent_folder(name) for name in files if name.endswith(WEIGHTS) and parse_variant(file_name(name)) is None}
 
@@ -162,7 +157,7 @@ def select_files(files: Sequence[str], parts: Sequence[str], *, weights: bool = 
 
 
 def file_variant(name: str) -> str | None:
-    """Return the variant of a weight file or shard index; None for plain weights."""
+    """Return the variant, such as "fp16", in the name of a weight file or shard index. None: plain weights."""
     index = INDEX_NAME.fullmatch(name)
     return parse_variant(name) if index is None else index["variant"]
 
@@ -176,10 +171,9 @@ def file_name(name: str) -> str:
 
 
 def is_snapshot_complete(repo: str, folder: Path, parts: Sequence[str], *, weights: bool) -> bool:
-    """Return whether all files of the components `parts` exist.
+    """Return whether the snapshot folder has all files of the components in `parts`.
 
-    Uses the file list that the last download cached. If there is none, each component folder must have files, and every
-    shard that its file names announce.
+    Uses the file list that the last download cached. Without it, each component folder must have files and all shards.
     """
     try:
         files = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
@@ -227,10 +221,7 @@ def hide_bars_without_terminal() -> Iterator[None]:
 
 @contextmanager
 def log_download_progress(repo: str, files: Sequence[DryRunFileInfo]) -> Iterator[None]:
-    """Log the size of a download and then, every PROGRESS_INTERVAL_S seconds, that it is still running.
-
-    Also signals to the run's watchdog that this process is alive.
-    """
+    """Log the download size, then every PROGRESS_INTERVAL_S seconds that it still runs. Resets the hang watchdog."""
     todo = [file for file in files if file.will_download]
     log.info(
         "model %s: %.1f GB, downloading %d of %d files (%.1f GB in the cache)",
@@ -296,7 +287,6 @@ def shorten_error(error: Exception) -> str:
 
 
 def missing_index_message(repo: str, revision: str | None, files: Sequence[str]) -> str:
-    """Return the error message for a repository without model_index.json."""
     branch = RELEASED_REPOS.get(repo)
     if branch is not None and revision != branch:
         return f"the diffusers pipeline of {repo} is in another branch: set model.revision: {branch}"
@@ -309,14 +299,14 @@ def missing_index_message(repo: str, revision: str | None, files: Sequence[str])
 
 
 def closest_released_repo(path: str) -> str | None:
-    """Return the released repository with the most similar name to a path; None if none is similar."""
+    """Return the released repository with the name most similar to `path`, or None if none is similar."""
     by_name = {file_name(repo).lower(): repo for repo in RELEASED_REPOS}
     near = difflib.get_close_matches(file_name(path).lower(), by_name, n=1, cutoff=0.7)
     return by_name[near[0]] if near else None
 
 
 def suggest_released_repo(path: str) -> str:
-    """Return a hint for the error message about a missing path: the released pipeline with a similar name, or ""."""
+    """Return an error message hint that names the most similar released repository, or "" if there is none."""
     repo = closest_released_repo(path)
     if repo is None or repo == path:
         return ""
@@ -325,13 +315,13 @@ def suggest_released_repo(path: str) -> str:
 
 
 def display_name(folder: Path) -> str:
-    """Return the name of a pipeline folder for messages: its path, or repository and commit for a Hub snapshot."""
+    """Return a pipeline folder's name for messages: its path, or repository and commit of a Hub snapshot."""
     source = snapshot_origin(folder)
     return str(folder) if source is None else f"{source[0]} @ {source[1][:7]}"
 
 
 def snapshot_origin(folder: Path) -> tuple[str, str] | None:
-    """Return `owner/name` and commit of a snapshot folder in the Hub cache; None for any other folder."""
+    """Return (owner/name, commit) of a snapshot folder in the Hub cache, or None for any other folder."""
     cache, name, commit = folder.parent.parent.parent, folder.parent.parent.name, folder.name
     if folder.parent.name != "snapshots" or not name.startswith("models--") or not is_commit(commit):
         return None

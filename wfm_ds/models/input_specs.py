@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """One kind of input, such as actions [F-1,D]."""
+    """An input of a family in addition to text and conditioning frames, such as actions [F-1,D]."""
 
     rank: int  # number of axes of one sample's array; 0: a scalar
     required: bool = False

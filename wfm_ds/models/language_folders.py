@@ -17,10 +17,7 @@ FILE_PATTERNS = ("*.json", "model*.safetensors", "*.txt", "*.jinja", "*.model") 
 
 
 def locate_language_model(path: str, revision: str | None = None) -> Path:
-    """Return the folder of a model. For a Hub repository, only config.json is downloaded.
-
-    revision: branch, tag or commit on the Hub. Raises ModelError if there is no such model.
-    """
+    """Return a vision-language model's folder. Downloads only config.json. Raises ModelError if it does not exist."""
     if hub.is_repo_id(path):
         with hub.translate_hub_errors(path, revision), hub.hide_bars_without_terminal():
             try:
@@ -42,7 +39,7 @@ def locate_language_model(path: str, revision: str | None = None) -> Path:
 
 
 def download_language_model(path: str, revision: str | None = None) -> Path:
-    """Return the folder of a complete model. Downloads missing files from the Hub. Raises ModelError if that fails."""
+    """Download the missing files of a vision-language model and return its folder. Raises ModelError if that fails."""
     folder = locate_language_model(path, revision)
     if not hub.is_repo_id(path) or is_language_snapshot_complete(path, folder):
         return folder
@@ -56,9 +53,9 @@ def download_language_model(path: str, revision: str | None = None) -> Path:
 
 
 def is_language_snapshot_complete(repo: str, folder: Path) -> bool:
-    """Return whether all files of a snapshot exist.
+    """Return whether the snapshot folder has all files of the model.
 
-    Uses the file list that the last download cached. If there is none, it checks the weight files and the tokenizer.
+    Uses the file list that the last download cached. Without it, checks the weight files and the tokenizer.
     """
     try:
         names = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
@@ -69,7 +66,6 @@ def is_language_snapshot_complete(repo: str, folder: Path) -> bool:
 
 
 def weight_file_names(folder: Path) -> set[str]:
-    """Return the names of a model's weight files."""
     if not (folder / INDEX_FILE).is_file():
         return {"model.safetensors"}
     return set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())

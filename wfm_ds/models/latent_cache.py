@@ -18,7 +18,7 @@ TENSOR_NAME = "latents"  # name of the tensor in an entry
 
 
 class LatentCache:
-    """Latents of images and videos, cached per `Framing` (crop, size and frames). Thread-safe for reads."""
+    """A disk cache of latents by image or video and its `Framing` (crop, size, frames). Reads are thread-safe."""
 
     def __init__(self, model: DiffusionModel, store: TensorStore) -> None:
         self._store = store

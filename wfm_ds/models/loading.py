@@ -48,10 +48,10 @@ def load_pipeline(
     """Load the diffusers pipeline in `folder` to the CPU, offline, from safetensors only.
 
     required: names of components that must not be null in model_index.json.
-    component_dtype: function that returns the dtype of a network, given its name.
-    extra: components that the folder does not contain, by name.
-    mapped: names of networks with parameters that stay memory-mapped in their stored dtype (see load_network).
-    overrides: components by name that are set after construction, without type checks.
+    component_dtype: maps the name of a network to its dtype.
+    extra: {name: component} for components that the folder does not contain.
+    mapped: names of networks to keep memory-mapped in their stored dtype (see load_network).
+    overrides: {name: component} to set after construction, without diffusers' type checks.
     Raises ModelError if a required component is null, or if files are missing, damaged or do not match their configs.
     """
     index = read_json(folder / "model_index.json")
@@ -108,11 +108,11 @@ def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
 
 
 def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped: bool = False) -> torch.nn.Module:
-    """Load one network in evaluation mode.
+    """Load one network in evaluation mode. Raises ModelError if its folder or weights are missing.
 
     dtype: passed to from_pretrained. A later cast would also convert modules that must stay in float32.
-    mapped: keep the parameters in their stored dtype, if all have the same one. They stay memory-mapped and are shared
-    between processes until one of them writes to them. Buffers are cast to `dtype`.
+    mapped: keep parameters memory-mapped in their stored dtype, if all have the same one. Processes share them until
+    one writes to them. Buffers are cast to `dtype`.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder} is missing; copy or download the pipeline again")
@@ -136,7 +136,7 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped
 
 
 def weights_dtype(folder: Path) -> torch.dtype | None:
-    """Return the common dtype of a folder's safetensors files, or None if the dtypes differ."""
+    """Return the common dtype of all tensors in a folder's safetensors files, or None if they differ."""
     names: set[str] = set()
     for file in list_weight_files(folder):
         with safe_open(file, "pt") as opened:
@@ -162,7 +162,7 @@ def require_tokenizer_files(folder: Path, pipeline: Any) -> None:
 
 
 def read_call_json(folder: Path) -> dict[str, Any]:
-    """Return the pipeline call arguments in a folder's call.json; empty without this file."""
+    """Return the pipeline call arguments in a folder's call.json, or {} without this file."""
     file = folder / "call.json"
     return read_json(file) if file.is_file() else {}
 
@@ -187,7 +187,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def select_device(name: str | None) -> torch.device:
-    """Return the named device; by default a GPU if there is one. Raises UserError if it cannot be used."""
+    """Return the named device, by default the GPU if there is one. Raises UserError if it cannot be used."""
     if name is None:
         return torch.device("cuda" if uses_cuda() else "cpu")
     try:

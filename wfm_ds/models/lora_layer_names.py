@@ -24,35 +24,32 @@ class LoraLayerName:
 
 
 def map_layers(block: str, original: str, layers: Mapping[str, str]) -> tuple[LoraLayerName, ...]:
-    """Map the layers of a diffusers block to an original block. layers: original names by diffusers name."""
+    """Map layers of a diffusers block to layers of an original block. layers: {diffusers name: original name}."""
     return tuple(LoraLayerName(f"{block}.{name}", f"{original}.{other}") for name, other in layers.items())
 
 
 def map_fused_layers(block: str, layers: Sequence[str], original: str) -> tuple[LoraLayerName, ...]:
-    """Map several layers of a diffusers block, in this order, to the slices of one fused original layer."""
+    """Map several layers of a diffusers block, in this order, to equal slices of one fused original layer."""
     return tuple(LoraLayerName(f"{block}.{layer}", original, i, len(layers)) for i, layer in enumerate(layers))
 
 
 @dataclass(frozen=True)
 class LoraNameTable:
-    """The layer names of a family, with lookup in both directions."""
+    """The layer names of a model family in diffusers and in the original code, with lookup in both directions."""
 
     names: tuple[LoraLayerName, ...]
 
     def find_original(self, module: str) -> tuple[str, LoraLayerName] | None:
-        """Return the original name of a diffusers layer and its `LoraLayerName`, or None if it is not in the table."""
+        """Return (original layer name, table entry) for a diffusers layer, or None if it is not in the table."""
         return _find_layer(module, self._by_diffusers)
 
     def find_members(self, module: str) -> list[tuple[str, LoraLayerName]]:
-        """Return the diffusers layers that make up an original layer, in order, or [] if it is not in the table.
-
-        Also accepts names with underscores instead of dots, as kohya writes them.
-        """
+        """Return [(diffusers layer name, table entry)] of an original or kohya layer, in slice order. May be []."""
         table = self._by_original_flat if "." not in module else self._by_original
         return [match for pattern, name, other in table if (match := _match_layer(module, pattern, name, other))]
 
     def find_diffusers(self, flat: str) -> str | None:
-        """Return the name of a diffusers layer, given the name with underscores for dots; None if it is unknown."""
+        """Return the diffusers layer name of a kohya name (underscores instead of dots), or None if it is unknown."""
         return next((m[0] for p, n, o in self._by_diffusers_flat if (m := _match_layer(flat, p, n, o))), None)
 
     @cached_property
@@ -74,7 +71,7 @@ class LoraNameTable:
 
 @dataclass(frozen=True, slots=True)
 class FamilyLoraNames:
-    """The layer names and the prefix that other tools use in LoRA files of a family."""
+    """The layer names and key prefix that kohya and ComfyUI use in LoRA files of a model family."""
 
     family: str
     table: LoraNameTable

@@ -32,10 +32,9 @@ def load_on_meta_device(
     inputs: Collection[str] = (),
     embedded_guidance: float | None = None,
 ) -> DiffusionModel:
-    """Load a pipeline folder on the meta device, in seconds, without weights and tokenizers. It cannot encode text.
+    """Load a pipeline on the meta device in seconds, without weights and tokenizers. It cannot encode text.
 
-    Raises ModelError like `registry.resolve_pipeline`, for an unreadable config, and for an embedded guidance scale
-    that the network does not support.
+    Raises ModelError like `registry.resolve_pipeline`, and for an invalid config or unsupported embedded guidance.
     """
     folder = registry.resolve_pipeline(path, user_family, revision, weights=False)
     family = registry.find_family(folder, user_family)
@@ -72,7 +71,7 @@ def load_on_meta_device(
 
 
 def build_meta_component(folder: Path, entry: list[str | None]) -> Any:
-    """Build a network on the meta device or a scheduler; None for any other component."""
+    """Load a network on the meta device, or a scheduler. Returns None for other entries of model_index.json."""
     network = resolve_network_class(entry)
     if network is None:
         library, name = entry

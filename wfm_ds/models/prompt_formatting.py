@@ -14,7 +14,7 @@ Text: TypeAlias = str | NegativeText
 
 
 def format_prompts(model: DiffusionModel, texts: Sequence[Text], size: tuple[int, int], num_frames: int) -> list[Text]:
-    """Format texts for pixels of this size (height, width)."""
+    """Format prompts and negative prompts as the pipeline does, for this size in pixels (height, width)."""
     return [
         NegativeText(model.format_prompt(text.text, *size, num_frames, negative=True))
         if isinstance(text, NegativeText)

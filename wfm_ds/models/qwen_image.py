@@ -41,7 +41,7 @@ UNUSED_TEXT_LAYERS = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out",
 
 
 class QwenImage(DiffusionModel):
-    """Network time: sigma, rounded to the compute dtype. Network output: the velocity."""
+    """Qwen-Image. The network takes sigma, rounded to the compute dtype, as timestep and returns the velocity."""
 
     family = "qwen_image"
     pipeline_classes = ("QwenImagePipeline",)
@@ -56,13 +56,12 @@ class QwenImage(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Layers for text queries and outputs in the last block, which discards its text tokens."""
+        """Patterns of the layers for text queries and outputs in the last block, which discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
-        """Raise ModelError if the network needs inputs other than text and latents."""
         config = read_json(folder / "transformer" / "config.json")
         for key in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond"):
             if config.get(key):
@@ -74,10 +73,7 @@ class QwenImage(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return prompt_embeds [B, n, D] and prompt_embeds_mask [B, n] int64.
-
-        n is the length of the longest prompt, at most max_sequence_length. Raises ValueError for an empty list.
-        """
+        """Return {prompt_embeds: [B, n, D], prompt_embeds_mask: [B, n] int64} for n = longest prompt in tokens."""
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, mask = self.pipeline.encode_prompt(
@@ -88,7 +84,7 @@ class QwenImage(DiffusionModel):
         return {EMBEDS: embeds, MASK: mask}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes for a text of maximum length."""
+        """Return {name: shape} for a text of maximum length."""
         length = self.max_sequence_length
         return {EMBEDS: (length, self.config.joint_attention_dim), MASK: (length,)}
 
@@ -119,13 +115,12 @@ class QwenImage(DiffusionModel):
         return unpack_latents(velocity, h, w).float()
 
     def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """Return uncond + w * (cond - uncond), with each token rescaled to its norm in cond, as diffusers does."""
+        """Apply guidance, then rescale each token to its norm in `cond`, as diffusers does."""
         guided = pack_latents(super().combine_guidance(cond, uncond, scale))
         norms = pack_latents(cond).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         return unpack_latents(guided * norms, *cond.shape[2:])
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, H/f, W/f)."""
         require_image(self.family, num_frames)
         factor = self.pipeline.vae_scale_factor
         multiple = PATCH_SIZE * factor
@@ -136,31 +131,30 @@ class QwenImage(DiffusionModel):
         return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """Return the pipeline's sigmas. For one step they are 1 and 0, because the scheduler would divide by zero."""
+        """Return the pipeline's sigmas, or [1, 0] for one step, for which its scheduler would divide by zero."""
         return torch.tensor([1.0, 0.0], dtype=torch.float64) if num_steps == 1 else super().sigmas(num_steps, shape)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's sigmas and a shift that grows with the size."""
+        """Return the pipeline's sigmas and `mu`, which grows with the image size."""
         config = self.pipeline.scheduler.config
         limits = [config[name] for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")]
         mu = calculate_shift(self.num_tokens(shape), *limits)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def text_call_kwargs(self) -> dict[str, Any]:
-        """Add the negative prompt. The pipeline has no default for it and disables guidance without one."""
+        """Add the negative prompt. Without it the pipeline disables guidance."""
         return {**super().text_call_kwargs(), NEGATIVE_PROMPT_KEY: self.resolve_negative_prompt()}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Pass w as `true_cfg_scale`. `guidance_scale` is embedded guidance, which these networks lack."""
+        """Pass w as `true_cfg_scale`; `guidance_scale` is embedded guidance, which these networks lack."""
         return {"true_cfg_scale": w, "height": height, "width": width, **self.text_call_kwargs()}
 
 
 def pack_latents(latents: Tensor) -> Tensor:
-    """Convert latents [B, C, h, w] to tokens [B, h/2 w/2, 4 C], patches of 2 x 2."""
+    """Convert latents [B, C, h, w] to tokens [B, h/2 * w/2, 4 C] of 2 x 2 patches."""
     return functional.pixel_unshuffle(latents, PATCH_SIZE).flatten(2).transpose(1, 2)
 
 
 def unpack_latents(tokens: Tensor, h: int, w: int) -> Tensor:
-    """Convert tokens back to latents [B, C, h, w]."""
     patches = tokens.transpose(1, 2).reshape(len(tokens), -1, h // PATCH_SIZE, w // PATCH_SIZE)
     return functional.pixel_shuffle(patches, PATCH_SIZE)

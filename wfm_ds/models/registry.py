@@ -51,7 +51,7 @@ UNSUPPORTED_PIPELINES = {
 
 @cache
 def model_families() -> dict[str, type[DiffusionModel]]:
-    """Return all families by name: the concrete subclasses of DiffusionModel in the modules of this folder."""
+    """Return {family name: class} of all concrete DiffusionModel subclasses in this package."""
     by_name: dict[str, type[DiffusionModel]] = {}
     for info in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
         module = importlib.import_module(info.name)
@@ -64,9 +64,9 @@ def model_families() -> dict[str, type[DiffusionModel]]:
 
 
 def find_family(folder: Path, user_family: str | None = None) -> type[DiffusionModel]:
-    """Return the family for the pipeline class in a folder's model_index.json. Raises ModelError if there is none.
+    """Return the model family for the pipeline class in model_index.json. Raises ModelError if there is none.
 
-    user_family: the recipe's model.family, a user's class to use for this folder.
+    user_family: the recipe's model.family, a user's class to return instead.
     """
     name = str(read_json(folder / "model_index.json").get("_class_name"))
     if user_family is not None:
@@ -102,9 +102,8 @@ def resolve_pipeline(
 
     path: a local folder, `tiny:FAMILY` for a tiny pipeline (created in the cache), or `owner/name` on the Hub (missing
     files are downloaded to the Hub cache).
-    user_family: see find_family. revision: branch, tag or commit on the Hub. weights: whether to download weights too.
-    In a local folder, only model_index.json is read. Raises ModelError if the folder is missing, unreadable or not a
-    supported pipeline, or if the download fails.
+    user_family: the recipe's model.family. revision: branch, tag or commit on the Hub. weights: also download weights.
+    Raises ModelError if the folder is missing, unreadable or not a supported pipeline, or if the download fails.
     """
     folder = locate_pipeline(path, user_family, revision)
     if hub.is_repo_id(str(path)):
@@ -113,10 +112,7 @@ def resolve_pipeline(
 
 
 def locate_pipeline(path: str | Path, user_family: str | None = None, revision: str | None = None) -> Path:
-    """Return the folder like `resolve_pipeline`, but download only model_index.json of a Hub repository.
-
-    Raises ModelError if the pipeline is not supported.
-    """
+    """Return the folder as `resolve_pipeline` does, but download only model_index.json from the Hub."""
     if hub.is_repo_id(str(path)):
         folder = hub.download_index(str(path), revision)
         find_family(folder, user_family)
@@ -144,10 +140,7 @@ def locate_pipeline(path: str | Path, user_family: str | None = None, revision: 
 
 
 def get_tiny_folder(family: str) -> Path:
-    """Return the folder of a tiny pipeline in $WFM_CACHE (default ~/.cache/wfm_ds), creating it if needed.
-
-    Several processes may call this at the same time.
-    """
+    """Return a tiny model's folder in $WFM_CACHE (default ~/.cache/wfm_ds). Creates it if missing; safe in parallel."""
     root = Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser() / "tiny" / tiny_cache_key()
     folder = root / family
     if family in (*tiny.FAMILIES, *tiny.LANGUAGE_FAMILIES) and folder.is_dir():
@@ -163,10 +156,7 @@ def get_tiny_folder(family: str) -> Path:
 
 
 def build_tiny_folder(family: str, folder: Path) -> None:
-    """Run write_tiny_model.
-
-    A distributed run starts it in a subprocess, because transformers only saves models on rank 0.
-    """
+    """Write a tiny model. Distributed runs use a subprocess, because transformers only saves on rank 0."""
     if not torch.distributed.is_initialized():
         tiny.write_tiny_model(family, folder)
         return
@@ -177,7 +167,7 @@ def build_tiny_folder(family: str, folder: Path) -> None:
 
 
 def tiny_cache_key() -> str:
-    """Return a cache key from the versions of wfm_ds and its libraries, and the code that writes tiny models."""
+    """Return a key that changes with the versions of wfm_ds and its libraries and with the code of tiny models."""
     code = hashlib.blake2b(b"".join(path.read_bytes() for path in tiny.source_files()), digest_size=4).hexdigest()
     return f"{wfm_ds.__version__}-diffusers-{diffusers.__version__}-transformers-{transformers.__version__}-{code}"
 
@@ -207,21 +197,19 @@ def load_model(
     inputs: Collection[str] = (),
     embedded_guidance: float | None = None,
 ) -> DiffusionModel:
-    """Load a pipeline from safetensors to `device`, with its denoiser in `dtype`. Downloads missing files from the Hub.
+    """Load a pipeline to `device`, with its denoiser in `dtype`. Downloads missing files from the Hub.
 
     vae_dtype: dtype of the VAE's weights and computation; latents and pixels are float32. Text encoders are bfloat16 on
     CUDA if the denoiser is bfloat16, otherwise float32.
     user_family: a user's family class, as `package.module:Class`.
     revision: branch, tag or commit on the Hub.
-    max_sequence_length, prompt_template: default to the folder's call.json, then to the diffusers pipeline.
+    max_sequence_length, prompt_template, embedded_guidance: default to call.json, then to the diffusers pipeline.
     guardrail: "stock" keeps the pipeline's safety checker, "off" disables it.
     mapped: keep the denoiser memory-mapped on the CPU in its stored dtype, shared by all processes of the machine,
-    until an engine places it (engine/weight_placement.py).
+    until the training engine places it (engine/weight_placement.py).
     fps: frames per second of all videos, for networks conditioned on it.
     inputs: names of the inputs that every sample provides, as in data.inputs.
-    embedded_guidance: guidance scale passed to the network. Default: see max_sequence_length.
-    Raises ModelError like `resolve_pipeline`, if files are missing, damaged or do not match their configs, and if the
-    family does not support the guardrail, prompt template or embedded guidance setting.
+    Raises ModelError like `resolve_pipeline`, for damaged files, and for settings that the family does not support.
     """
     folder, device = resolve_pipeline(path, user_family, revision), torch.device(device)
     family = find_family(folder, user_family)
@@ -282,7 +270,7 @@ def check_embedded_guidance(family: type[DiffusionModel], folder: Path, scale: f
 
 
 def randomize_denoiser(model: DiffusionModel, seed: int) -> None:
-    """Replace the denoiser's weights, in place, by random ones of the same dtype that depend on the run's seed."""
+    """Reinitialize the denoiser's weights in place from `seed`, keeping their dtype."""
     with temporary_seed(derive_seed(seed, "denoiser_init")):
         for part in model.denoiser_components:
             network: Any = getattr(model.pipeline, part)

@@ -28,21 +28,18 @@ from wfm_ds.types import Prompt
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning, ConditioningFrames
 
-UNCONDITIONAL = "uncond"  # purpose of the negative half of guidance in training; in rollouts it is the rollout's
+UNCONDITIONAL = "uncond"  # training counts negative forward passes under this purpose; rollouts use their own
 
 
 @dataclass(frozen=True, slots=True)
 class GuidanceConditioning:
-    """The conditioning of B samples and the negative conditioning for guidance."""
+    """Positive conditioning of B samples and, if guidance is used, their negative conditioning."""
 
     positive: Conditioning
     negative: Conditioning | None  # None: no guidance
 
     def join_halves(self, model: DiffusionModel) -> Conditioning:
-        """Concatenate the positive and the negative conditioning along the batch axis.
-
-        Raises RecipeError if their shapes differ.
-        """
+        """Concatenate positive and negative conditioning to 2 B rows. Raises RecipeError if their shapes differ."""
         assert self.negative is not None
         try:
             return model.stack_conditioning([self.positive, self.negative])
@@ -61,20 +58,17 @@ class Sampler:
     settings: SamplingRecipe
     forward: ForwardFunction
     max_joint_rows: Mapping[str, int] = field(default_factory=dict)
-    """Maximum rows of a forward pass with both halves of guidance, by purpose of `generate`. Purposes without an entry
-    run each half in its own forward pass."""
+    """Maximum rows of a forward pass with both halves of guidance, for each `purpose` of `generate`. Without an entry,
+    each half gets its own forward pass."""
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """(C,h,w) or (C,T,h,w). Raises ValueError for a size that the family does not support."""
+        """The shape (C,h,w) or (C,T,h,w) of a sample's latents. Raises ValueError for an unsupported size."""
         size = self.settings
         return self.model.latent_shape(size.height, size.width, size.num_frames)
 
     def evaluation_plan(self) -> SamplingPlan:
-        """Return a deterministic sampling plan for evaluation. It does not depend on the rollout settings.
-
-        Raises ModelError if the scheduler's sigmas are not supported.
-        """
+        """Return the deterministic plan for validation and generation. Raises ModelError for unsupported sigmas."""
         return deterministic_plan(self.eval_solver, self.model.sigmas(self.settings.eval_steps, self.latent_shape))
 
     @property
@@ -93,11 +87,11 @@ class Sampler:
         conditional_frames: ConditioningFrames | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> Trajectory:
-        """Denoise B samples according to a plan.
+        """Denoise B samples according to a sampling plan.
 
         purpose: name under which the forward passes are counted.
-        noise_seeds: seeds of the initial noise. seeds: seeds of the noise that the plan adds later; default:
-        noise_seeds.
+        noise_seeds: seeds of the initial noise.
+        seeds: seeds of the noise that the plan adds later; default: noise_seeds.
         shape: shape of one sample's latents; default: latent_shape.
         """
         conditions = self.encode_conditioning(prompts, conditional_frames, shape)
@@ -123,10 +117,10 @@ class Sampler:
         *,
         negative_purpose: str = UNCONDITIONAL,
     ) -> Tensor:
-        """Predict the velocity [B, ...] float32 with one expert, and apply guidance if it is enabled for this expert.
+        """Predict the velocity [B, ...] float32 with one expert network, and apply guidance if this expert uses it.
 
-        Only the conditional prediction gets a gradient. purpose, negative_purpose: names under which the conditional
-        and the unconditional forward pass are counted.
+        Only the conditional prediction gets a gradient. Its forward pass is counted under `purpose`, the unconditional
+        one under `negative_purpose`.
         """
         conditional = self.forward(purpose, latents, sigma, conditions.positive, expert)
         if conditions.negative is None or not self.settings.uses_guidance(expert):
@@ -140,7 +134,7 @@ class Sampler:
     ) -> Tensor:
         """Predict like `predict_velocity`, but run both halves of guidance in one forward pass of 2 B rows.
 
-        The results are equal up to rounding. Guidance must be enabled for this expert.
+        Results may differ by rounding errors. Guidance must be enabled for this expert network.
         """
         both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.join_halves(self.model)
         conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
@@ -154,9 +148,8 @@ class Sampler:
     ) -> GuidanceConditioning:
         """Encode prompts with their inputs and conditioning frames, and negative prompts if any expert uses guidance.
 
-        The negative prompt is the prompt's own if set, otherwise the recipe's, otherwise the family's. Both halves of
-        guidance contain the same inputs and conditioning frames. shape: shape of one sample's latents; default:
-        latent_shape.
+        Positive and negative conditioning contain the same inputs and conditioning frames. shape: shape of one sample's
+        latents; default: latent_shape.
         """
         positive = self.encode_texts([prompt.text for prompt in prompts], shape)
         negative = None
@@ -166,11 +159,10 @@ class Sampler:
         return GuidanceConditioning(positive | shared, None if negative is None else negative | shared)
 
     def encode_texts(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> Conditioning:
-        """Format and encode texts, for latents of this shape; default: latent_shape."""
+        """Format and encode texts for latents of this shape (default: latent_shape)."""
         return self.text_cache.encode(self.format_prompts(texts, shape))
 
     def format_prompts(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> list[Text]:
-        """Format texts as the family requires, for latents of this shape; default: latent_shape."""
         return format_prompts(self.model, texts, self.pixel_size(shape), self.settings.num_frames)
 
     def encode_inputs(
@@ -179,10 +171,7 @@ class Sampler:
         conditional_frames: ConditioningFrames | None,
         shape: Sequence[int] | None = None,
     ) -> Conditioning:
-        """Encode conditioning frames and the inputs in data.inputs, for training and sampling.
-
-        shape: shape of one sample's latents; default: latent_shape.
-        """
+        """Encode conditioning frames and data.inputs, for latents of this shape (default: latent_shape)."""
         conditioning: Conditioning = {}
         if any(inputs):
             conditioning |= self.model.encode_inputs(inputs, self.settings.num_frames, self.pixel_size(shape))
@@ -191,21 +180,21 @@ class Sampler:
         return conditioning
 
     def pixel_size(self, shape: Sequence[int] | None) -> tuple[int, int]:
-        """Return height and width in pixels for latents of this shape; default: latent_shape."""
+        """Return (height, width) in pixels for latents of this shape (default: latent_shape)."""
         size, (*_, h, w) = self.settings, self.latent_shape
         height, width = (h, w) if shape is None else shape[-2:]
         return height * size.height // h, width * size.width // w
 
     def decode_to_uint8(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Decode latents to uint8 [B,H,W,3] (video families [B,T,H,W,3]) and return whether each sample is finite.
+        """Decode latents to uint8 [B,H,W,3] (videos [B,F,H,W,3]) and return whether each sample is finite.
 
-        Non-finite latents are decoded as zeros; such samples must not be scored.
+        Samples with non-finite latents are decoded from zeros; do not score them.
         """
         return self.start_decoding(latents).wait()
 
     @torch.no_grad()
     def start_decoding(self, latents: Tensor, rows: slice = slice(None)) -> PendingPixels:
-        """Start decoding the latents in `rows`. On a GPU, decoding runs in parallel with later work.
+        """Start decoding `latents[rows]`. On a GPU, decoding runs in parallel with later work.
 
         The finiteness flags of the result cover all latents, not only `rows`.
         """
@@ -224,8 +213,7 @@ class Sampler:
     def decode_batch_size(self, shape: Sequence[int]) -> int:
         """Return how many samples with latents of this shape to decode together.
 
-        Decoding a whole batch would need more memory than the denoiser, but single small samples underuse the device.
-        On a CPU images are decoded one at a time.
+        Decoding a whole batch needs more memory than the denoiser, but single small samples underuse a GPU.
         """
         model, size, (*_, h, w) = self.model, self.settings, self.latent_shape
         if model.device.type == "cpu" and not model.is_video:
@@ -236,6 +224,6 @@ class Sampler:
 
 
 def negative_texts(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:
-    """Return the negative prompts of `prompts`: each prompt's own if set, else the recipe's, else the family's."""
+    """Return a negative prompt for each prompt: its own if set, else the recipe's, else the family's default."""
     texts = [p.negative_text if p.negative_text is not None else settings.negative_prompt for p in prompts]
     return [NegativeText(model.resolve_negative_prompt(text)) for text in texts]

@@ -35,9 +35,9 @@ LORA_NAMES = (
 
 
 class Sana(DiffusionModel):
-    """Network time: num_train_timesteps * sigma * timestep_scale, not rounded. Network output: the velocity.
+    """SANA. The network takes num_train_timesteps * sigma * timestep_scale, not rounded, and returns the velocity.
 
-    `instruction` is added before prompts but not before negative prompts.
+    Prompts are encoded after the text of `instruction`, negative prompts without it.
     """
 
     family = "sana"
@@ -50,7 +50,7 @@ class Sana(DiffusionModel):
     prompt_templates = ("stock", "none")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Construct the model and read its instruction. Raises ModelError if call.json has an invalid one."""
+        """Construct the model. Raises ModelError if call.json has an invalid instruction."""
         super().__init__(*arguments, **options)
         self.instruction = self.resolve_instruction()
 
@@ -65,10 +65,10 @@ class Sana(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return prompt_embeds [B, max_sequence_length, D], prompt_attention_mask [B, max_sequence_length] int64.
+        """Return {prompt_embeds: [B, n, D], prompt_attention_mask: [B, n] int64} for n = max_sequence_length.
 
-        Instruction and prompt are tokenized together. As in diffusers, only the first position and the last
-        max_sequence_length - 1 positions are kept. Raises ValueError for an empty list.
+        Instruction and prompt are tokenized together. As in diffusers, only the first position and the last n - 1
+        positions are kept.
         """
         return self.encode_with_instruction(self.instruction, prompts)
 
@@ -102,7 +102,7 @@ class Sana(DiffusionModel):
         return self.predict_velocity(latents, time, conditioning)
 
     def predict_velocity(self, latents: Tensor, time: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the network and return its velocity, float32. `time` is float32 up to the sinusoidal embedding."""
+        """Call the network with float32 timesteps `time` and return the velocity, float32."""
         output: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
@@ -114,7 +114,6 @@ class Sana(DiffusionModel):
         return output[:, : self.config.in_channels].float()  # some networks append a learned variance
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, H/f, W/f)."""
         require_image(self.family, num_frames)
         factor = self.pipeline.vae_scale_factor
         multiple = math.lcm(PIPELINE_SIZE_MULTIPLE, factor * self.config.patch_size)
@@ -129,5 +128,5 @@ class Sana(DiffusionModel):
         return {**super().text_call_kwargs(), INSTRUCTION: self.instruction}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Disable resolution binning, which would change the size to one of a table and resize the output."""
+        """Disable resolution binning, which would generate another size and resize the output."""
         return {**super().pipeline_call_kwargs(w, height, width, num_frames), "use_resolution_binning": False}

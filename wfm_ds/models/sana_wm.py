@@ -52,7 +52,7 @@ class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # ty
         ray_angles: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Run the network with all three camera tensors or none of them. Shapes: see SanaWM.encode_inputs."""
+        """Run the network with all three camera tensors of `SanaWM.encode_inputs`, or without any."""
         if raymap is None:
             return super().forward(*arguments, **options)
         assert rays is not None
@@ -63,9 +63,9 @@ class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # ty
 
 
 class SanaWM(DiffusionModel):
-    """Network time: num_train_timesteps * sigma, 0 on the conditioning frame. Network output: the velocity.
+    """SANA-WM. The network takes num_train_timesteps * sigma (0 on the conditioning frame) and returns the velocity.
 
-    The network truncates time to an integer. `instruction` is added before prompts but not before negative prompts.
+    It truncates timesteps to integers. Prompts are encoded after `instruction`, negative prompts without it.
     """
 
     family = "sana_wm"
@@ -85,7 +85,7 @@ class SanaWM(DiffusionModel):
     conditioning_frame_counts = (1,)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Construct the model and read its instruction. Raises ModelError if call.json has an invalid one."""
+        """Construct the model. Raises ModelError if call.json has an invalid instruction."""
         super().__init__(*arguments, **options)
         self.instruction = self.resolve_instruction()
 
@@ -102,7 +102,7 @@ class SanaWM(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Gates of softmax blocks, and the ray embedding if the network uses Pluecker coordinates instead."""
+        """Patterns of gates in softmax blocks, and of the ray embedding if Pluecker coordinates replace it."""
         config, every = self.config, self.config.softmax_every_n
         softmax = range(every - 1, config.num_layers, every) if every > 0 else ()
         gates = [f"blocks.{i}.attn.{name}" for i in softmax for name in UNUSED_GATES]
@@ -110,11 +110,7 @@ class SanaWM(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return prompt_embeds [B, max_sequence_length, D], prompt_attention_mask [B, max_sequence_length] int64.
-
-        Instruction and prompt are tokenized together. As in diffusers, only the first position and the last
-        max_sequence_length - 1 positions are kept. Raises ValueError for an empty list.
-        """
+        """Return {prompt_embeds: [B, n, D], prompt_attention_mask: [B, n] int64} for n = max_sequence_length."""
         head = "\n".join(self.instruction or DEFAULT_CHI_PROMPT)
         if not head:
             return self.encode_tokens(prompts, self.max_sequence_length)
@@ -130,7 +126,7 @@ class SanaWM(DiffusionModel):
         return self.encode_tokens(texts, self.max_sequence_length)
 
     def encode_tokens(self, texts: Sequence[str], length: int, head: str = "") -> Conditioning:
-        """Return the last hidden states of `head` + text per text, truncated or right-padded to `length` tokens."""
+        """Return embeddings and mask of `head` + each text, truncated or right-padded to `length` tokens."""
         if isinstance(texts, str) or not texts:
             raise ValueError(f"prompts must be a list of at least one text, got {texts!r}")
         tokens = self.pipeline.tokenizer(
@@ -156,9 +152,9 @@ class SanaWM(DiffusionModel):
 
         raymap [B,T,20]: poses relative to the first one, and intrinsics. rays [B,N,4,4]: transforms from world to ray
         coordinates. ray_angles [B,3,T,h,w]. chunk_plucker [B,6k,T,h,w].
-        Computed in float32, because bfloat16 poses have a relative error of 1/256; the network casts the results.
+        Computed in float32, because bfloat16 poses have a relative error of 1/256. The network casts the results.
         Raises ValueError for samples without a camera, for shapes other than c2w [F,4,4] and intrinsics [4] or [F,4],
-        and for non-positive focal lengths.
+        and for focal lengths that are not positive.
         """
         rows = [self.encode_camera(row, num_frames, size) for row in inputs]
         return {name: copy_to_device(torch.cat([row[name] for row in rows]), self.device) for name in CAMERA_KEYS}
@@ -228,7 +224,6 @@ class SanaWM(DiffusionModel):
         return int(self.pipeline.vae_spatial_compression_ratio)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / k + 1, H / f, W / f)."""
         frames_factor, patch = self.pipeline.vae_temporal_compression_ratio, self.config.patch_size
         num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
         if rest or num_frames < 1 or (num_latent_frames + 1) % patch[0]:

@@ -47,7 +47,7 @@ UNUSED_TEXT_LAYERS = (
 
 
 class StableDiffusion3(DiffusionModel):
-    """Network time: num_train_timesteps * sigma, not rounded. Network output: the velocity."""
+    """Stable Diffusion 3. The network takes num_train_timesteps * sigma, not rounded, and returns the velocity."""
 
     family = "sd3"
     pipeline_classes = ("StableDiffusion3Pipeline",)
@@ -66,16 +66,13 @@ class StableDiffusion3(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Layers for text queries in the last block, which discards its text tokens."""
+        """Patterns of the layers for text queries in the last block, which discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return prompt_embeds [B, CLIP length + max_sequence_length, D] and pooled_prompt_embeds [B, P].
-
-        Without T5 the pipeline appends zeros instead. Raises ValueError for an empty list.
-        """
+        """Return {prompt_embeds: [B, n, D], pooled_prompt_embeds: [B, P]}; n: CLIP tokens, then T5 tokens or zeros."""
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         texts = list(prompts)
@@ -115,7 +112,7 @@ class StableDiffusion3(DiffusionModel):
         return velocity.float()
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, H/f, W/f). The table of positional embeddings limits the size."""
+        """Return (C, H / f, W / f) for VAE factor f. The table of positional embeddings limits the size."""
         factor, patch = self.pipeline.vae_scale_factor, self.config.patch_size
         multiple, largest = factor * patch, factor * patch * self.config.pos_embed_max_size
         require_image(self.family, num_frames)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def require_image(family: str, num_frames: int) -> None:
-    """Raise ValueError if an image family gets more than one frame."""
+    """Raise ValueError unless num_frames is 1."""
     if num_frames != 1:
         raise ValueError(f"{family} makes images: num_frames must be 1, got {num_frames}")
 

@@ -20,9 +20,9 @@ from wfm_ds.storage.tensor_store import TensorStore
 log = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 2 << 30
-MAX_DEVICE_BYTES = 512 << 20  # enough for the texts of an RL step: 190 for SD3, 120 for Wan
+MAX_DEVICE_BYTES = 512 << 20  # fits the texts of an RL step: 190 texts for SD3, 120 for Wan
 EmbeddingRow: TypeAlias = dict[str, Tensor]
-"""Tensors [1, ...] of one text."""
+"""{name: tensor [1, ...]} from encode_text for one text."""
 
 
 class PrecomputedEmbedding(Protocol):
@@ -43,13 +43,12 @@ class EmbeddingLru:
         self._rows: OrderedDict[Text, EmbeddingRow] = OrderedDict()
 
     def get(self, text: Text) -> EmbeddingRow | None:
-        """Return the embedding of a text and mark it as most recently used, or None if it is not cached."""
         if text in self._rows:
             self._rows.move_to_end(text)
         return self._rows.get(text)
 
     def put(self, rows: Mapping[Text, EmbeddingRow]) -> None:
-        """Add embeddings by text, and evict the least recently used ones if the cache is full."""
+        """Add embeddings, then evict the least recently used ones until the cache fits `max_bytes`."""
         for text, row in rows.items():
             self._bytes += num_bytes(row)
             self._rows[text] = row
@@ -62,7 +61,7 @@ class EmbeddingLru:
 
 
 class TextCache:
-    """Encodes texts like `model.encode_text` (`encode_negative_text` for NegativeText), with caching.
+    """A cache in front of `model.encode_text` and, for NegativeText, `model.encode_negative_text`.
 
     Each text is encoded separately, so results do not depend on the batch.
     """
@@ -76,7 +75,7 @@ class TextCache:
         store: TensorStore | None = None,
         precomputed: Mapping[str, PrecomputedEmbedding] | None = None,
     ) -> None:
-        """precomputed: embeddings by text, used instead of encoding if they match the model's text encoder."""
+        """precomputed: {text: embedding} to use instead of encoding, if it matches the model's text encoder."""
         self._model = model
         self._store, self._max_bytes = store, max_bytes
         self._precomputed = precomputed or {}
@@ -85,14 +84,14 @@ class TextCache:
         self._on_host, self._on_device = EmbeddingLru(max_bytes), EmbeddingLru(max_device_bytes)
 
     def encode(self, texts: Sequence[Text]) -> dict[str, Tensor]:
-        """Return the conditioning of these texts in order, batch first, on the model's device."""
+        """Return {name: tensor [B, ...]} for B texts, on the model's device."""
         rows = self._device_rows(dict.fromkeys(texts))
         return self._model.stack_conditioning([rows[text] for text in texts])
 
     def prepare(self, texts: Iterable[Text]) -> None:
         """Encode texts that are not cached yet, until they fill half of the host cache.
 
-        Text encoders synchronize with the device. If texts are encoded in advance, `encode` does not have to.
+        Text encoders synchronize with the device. After this call, `encode` usually does not have to run them.
         """
         if not self._model.text_encoders():
             return
@@ -105,7 +104,6 @@ class TextCache:
                 return
 
     def _device_rows(self, texts: Iterable[Text]) -> dict[Text, EmbeddingRow]:
-        """Return the embeddings of distinct texts, on the model's device."""
         device = self._model.device
         if device.type == "cpu":
             return self._host_rows(texts)
@@ -127,16 +125,15 @@ class TextCache:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the store; None if embeddings are only cached in memory."""
+        """The folder of the disk store, or None if embeddings are only cached in memory."""
         return None if self._store is None else self._store.folder
 
     def open_folder(self, *, required: bool) -> bool:
-        """Create the folder of the store and record its use (text_store.open_store_folder)."""
+        """Create the folder of the disk store and record its use (see text_store.open_store_folder)."""
         assert self._store is not None
         return open_store_folder(self._store, required=required)
 
     def is_stored(self, text: Text) -> bool:
-        """Return whether the store contains the text."""
         return self._store is not None and self._cache_key(text) in self._store
 
     def _load_or_encode(self, text: Text) -> EmbeddingRow:

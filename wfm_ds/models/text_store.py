@@ -26,7 +26,7 @@ UNUSED_S = 90 * 24 * 3600.0
 
 
 def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | None:
-    """Create the store of this model's embeddings; None if the recipe disables it."""
+    """Return the disk store for this model's text embeddings, or None if the recipe disables it."""
     if recipe.data.cache_dir is not None:
         return TensorStore(recipe.data.cache_dir / TEXT_FOLDER)
     if recipe.data.cache_text == "off" or recipe.data.streaming:  # the number of texts in a stream is unknown
@@ -41,10 +41,7 @@ def software_key(model: DiffusionModel) -> str:
 
 
 def open_store_folder(store: TensorStore, *, required: bool) -> bool:
-    """Create the folder and record that a run uses it. If it cannot be written, warn and return False.
-
-    required: raise DataError instead of a warning.
-    """
+    """Create the folder and record its use. On failure raise DataError if `required`, else warn and return False."""
     try:
         store.folder.mkdir(parents=True, exist_ok=True)
         (store.folder / LAST_USE_FILE).touch()
@@ -58,7 +55,7 @@ def open_store_folder(store: TensorStore, *, required: bool) -> bool:
 
 
 def remove_unused_folders(now_s: float) -> None:
-    """Remove folders in the user's cache that no run has opened for UNUSED_S seconds. now_s: the current time."""
+    """Remove folders in the user's cache that no run has opened for UNUSED_S seconds. now_s: current Unix time."""
     for last_use in (user_cache_dir() / TEXT_FOLDER).glob(f"*/{LAST_USE_FILE}"):
         try:
             if now_s - last_use.stat().st_mtime > UNUSED_S:

@@ -20,7 +20,7 @@ POSTERIOR_ATTRIBUTES = ("latent_dist", "latents", "latent")  # KL and Wan, Autoe
 
 
 def encode_normalized(vae: Any, pixels: Tensor) -> Tensor:
-    """Encode pixels in [-1, 1] to latents (z - shift) * scale."""
+    """Encode pixels in [-1, 1] to normalized latents (z - shift) * scale."""
     shift, scale = latent_shift_and_scale(vae)
     return (encode_mode(vae, pixels) - shift) * scale
 
@@ -46,32 +46,27 @@ def decode_raw(vae: Any, z: Tensor) -> Tensor:
 
 
 def vae_dtype(vae: Any) -> torch.dtype:
-    """Return the dtype of the VAE's weights, in which it computes."""
     dtype: torch.dtype = next(vae.parameters()).dtype
     return dtype
 
 
 def max_batch_size(vae: Any, pixels: int) -> int:
-    """Return how many samples to encode or decode together, at least 1. pixels: number of pixels of one sample."""
+    """Return how many samples to encode or decode together, at least 1. pixels: pixels per sample."""
     budget = MAX_PIXELS_PER_BATCH * torch.float32.itemsize // vae_dtype(vae).itemsize
     return max(1, budget // pixels)
 
 
 def frames_per_decode(vae: Any, num_frames: int) -> int:
-    """Return how many frames of a video the VAE decodes together.
-
-    The Wan VAE decodes latent frames one after the other; other VAEs decode all frames together.
-    """
+    """Return how many pixel frames the VAE decodes together: one latent frame for the Wan VAE, otherwise all."""
     if isinstance(vae, AutoencoderKLWan):
         return min(num_frames, int(vae.config.scale_factor_temporal))
     return num_frames
 
 
 def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
-    """Return (shift, scale) of the latents.
+    """Return (shift, scale) of the latents, as numbers or as tensors [1,C,1,1,1].
 
-    VAEs of video families have a mean and std per channel, in their config or (LTX-2) as buffers. The results then have
-    shape [1,C,1,1,1]. Other VAEs have one number for each; the default shift is 0.
+    Video VAEs have a mean and std per channel, in their config or (LTX-2) as buffers. Other VAEs have single numbers.
     """
     settings = dict(vae.named_buffers(recurse=False)) | vae.config
     mean, std = settings.get("latents_mean"), settings.get("latents_std")

@@ -45,7 +45,7 @@ IMAGE_TO_VIDEO_TEXT_TOKENS = 512  # diffusers splits image and text tokens by th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WanVariant:
-    """The properties in which Wan pipelines differ, from model_index.json and the network configs."""
+    """The properties in which Wan pipelines differ, read from model_index.json and the network configs."""
 
     networks: Mapping[str, Any]  # experts by component name, high noise first
     boundary_ratio: float | None  # sigma between the two experts of 2.2 A14B; None: one network
@@ -54,10 +54,7 @@ class WanVariant:
 
 
 def read_variant(pipeline: Any, path: Path) -> WanVariant:
-    """Read the variant of a pipeline.
-
-    Raises ModelError if one of transformer_2 and boundary_ratio is missing, and for unsupported network inputs.
-    """
+    """Read the variant of a pipeline. Raises ModelError if it is incomplete or needs unsupported inputs."""
     boundary_ratio: float | None = pipeline.config.get("boundary_ratio")
     networks = {name: network for name in EXPERT_NAMES if (network := getattr(pipeline, name, None)) is not None}
     if (len(networks) == 2) != (boundary_ratio is not None):
@@ -74,10 +71,7 @@ def read_variant(pipeline: Any, path: Path) -> WanVariant:
 
 
 def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) -> ImageConditioner | None:
-    """Create the encoder of first frames for networks with these configs; None if they only take latents.
-
-    Raises ModelError for networks with other inputs.
-    """
+    """Return the first-frame encoder of image-to-video networks, else None. Raises ModelError for other inputs."""
     num_channels = pipeline.vae.config.z_dim
     num_image_channels = 2 * num_channels + pipeline.vae_scale_factor_temporal  # latents, image latents, frame masks
     config, *others = configs
@@ -102,11 +96,10 @@ def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) 
 
 
 class Wan(DiffusionModel):
-    """Network time: num_train_timesteps * sigma, not rounded. Network output: the velocity.
+    """Wan 2.1 and 2.2. The network takes num_train_timesteps * sigma, not rounded, and returns the velocity.
 
-    model_index.json distinguishes the variants: `boundary_ratio` splits the noise levels between two experts (2.2
-    A14B), and `expand_timesteps` marks TI2V, which supports a conditioning frame. Networks with more input channels
-    than latents require a first frame as an input and denoise all latent frames.
+    In model_index.json, `boundary_ratio` marks two experts (2.2 A14B) and `expand_timesteps` marks TI2V, which supports
+    a conditioning frame. Networks with extra input channels take a first frame and denoise all latent frames.
     """
 
     family = "wan"
@@ -120,10 +113,7 @@ class Wan(DiffusionModel):
     is_video = True
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
-        """Read the variant and construct the model.
-
-        Raises ModelError for an unsupported variant or max_sequence_length.
-        """
+        """Construct the model. Raises ModelError for an unsupported variant or max_sequence_length."""
         variant = read_variant(pipeline, path)
         self.boundary_ratio = variant.boundary_ratio
         self.has_token_timesteps = variant.expand_timesteps
@@ -162,13 +152,13 @@ class Wan(DiffusionModel):
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """`transformer` denoises from boundary_ratio to 1, `transformer_2` below boundary_ratio."""
+        """With two experts, `transformer` denoises from boundary_ratio to 1, `transformer_2` below it."""
         boundary = self.boundary_ratio
         return super().sigma_ranges if boundary is None else ((boundary, 1.0), (0.0, boundary))
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return prompt_embeds [B, max_sequence_length, text_dim], zero-padded. Raises ValueError for an empty list."""
+        """Return {prompt_embeds: [B, max_sequence_length, text_dim]}, zero-padded."""
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, _ = self.pipeline.encode_prompt(
@@ -185,7 +175,7 @@ class Wan(DiffusionModel):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Encode first frames (see ImageConditioner). Raises ValueError for a missing one or a wrong size."""
+        """Encode first frames (see ImageConditioner). Raises ValueError for a missing frame or a wrong size."""
         if self.image_conditioner is None:
             return {}
         frames = [row[FIRST_FRAME] for row in inputs if FIRST_FRAME in row]
@@ -201,7 +191,7 @@ class Wan(DiffusionModel):
         return {} if self.image_conditioner is None else self.image_conditioner.conditioning_shapes(shape)
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        """Predict the velocity. With two experts, all values of sigma must belong to the same one.
+        """Predict the velocity. With two experts, all values of sigma must belong to one expert.
 
         If `expert` is None, sigma is copied from the device to select the expert.
         """
@@ -232,8 +222,8 @@ class Wan(DiffusionModel):
     def resolve_expert(self, sigma: Tensor, expert: int | None) -> int:
         """Return the index of the expert for sigma [B].
 
-        Raises ValueError if the values belong to different experts or not to `expert`. This is only checked on the CPU,
-        because the check would synchronize with a GPU.
+        Raises ValueError if the values belong to different experts or not to `expert`. A given `expert` is only checked
+        on the CPU, because the check would synchronize with a GPU.
         """
         count = len(self.sigma_ranges)
         if expert is not None and not 0 <= expert < count:
@@ -246,7 +236,7 @@ class Wan(DiffusionModel):
         return experts.pop()
 
     def network_timesteps(self, sigma: Tensor, shape: Sequence[int], conditional_mask: Tensor | None) -> Tensor:
-        """Return times [B] float32, or [B, tokens] for TI2V, which are 0 on conditioning frames."""
+        """Return timesteps float32 [B], or [B, tokens] for TI2V with 0 on tokens of conditioning frames."""
         time_B: Tensor = sigma * self.pipeline.scheduler.config.num_train_timesteps
         if not self.has_token_timesteps:
             return time_B
@@ -256,7 +246,7 @@ class Wan(DiffusionModel):
         return time_BT.repeat_interleave(self.num_tokens(shape[1:]) // shape[2], dim=1)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F-1)/4+1, H/f, W/f). The table of rotary embeddings limits the size."""
+        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for VAE factor f. The rotary table limits all sizes."""
         _, *patch = self.config.patch_size
         factor, factor_t = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         positions = self.config.rope_max_seq_len

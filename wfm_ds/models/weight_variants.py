@@ -18,13 +18,13 @@ PREFERRED_VARIANT = "bf16"
 
 
 def parse_variant(name: str) -> str | None:
-    """Return the variant in a weight file's name; None for plain weights."""
+    """Return the variant, such as "bf16", in a weight file's name, or None for plain weights."""
     match = WEIGHT_FILE_NAME.fullmatch(name)
     return None if match is None else match["new"] or match["old"]
 
 
 def select_variant(folder: Path) -> str | None:
-    """Return the variant to load from a network's folder, or None if it has plain weights or no weights.
+    """Return the variant to load from a network's folder, or None for plain weights or an empty folder.
 
     Raises ModelError if there are several variants and none of them is bf16.
     """
@@ -52,7 +52,7 @@ def shard_index_path(folder: Path, base: str) -> Path:
 
 
 def pipeline_variant(folder: Path) -> str | None:
-    """Return the `variant` argument that diffusers needs to load all components; None if they have plain weights."""
+    """Return the `variant` argument for diffusers; None for plain weights. Raises ModelError for several variants."""
     variants = {variant for part in sorted(folder.iterdir()) if part.is_dir() and (variant := select_variant(part))}
     if len(variants) > 1:
         raise ModelError(

@@ -36,7 +36,7 @@ LORA_NAMES = tuple(
 
 
 class ZImage(DiffusionModel):
-    """Network time: 1 - sigma. Network output: the negative velocity."""
+    """Z-Image. The network takes 1 - sigma as timestep and returns the negative velocity."""
 
     family = "z_image"
     pipeline_classes = ("ZImagePipeline",)
@@ -50,7 +50,6 @@ class ZImage(DiffusionModel):
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
-        """Raise ModelError if the network needs inputs other than text and latents, or has other patch sizes."""
         config = read_json(folder / "transformer" / "config.json")
         if config.get("siglip_feat_dim") is not None:
             raise ModelError(f"{folder}: a Z-Image transformer with image inputs is not supported; use Z-Image")
@@ -69,10 +68,7 @@ class ZImage(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return prompt_embeds [B, n, D] and prompt_embeds_mask [B, n] int64.
-
-        n is the length of the longest prompt, at most max_sequence_length. Raises ValueError for an empty list.
-        """
+        """Return {prompt_embeds: [B, n, D], prompt_embeds_mask: [B, n] int64} for n = longest prompt in tokens."""
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, _ = self.pipeline.encode_prompt(
@@ -87,7 +83,7 @@ class ZImage(DiffusionModel):
         )
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes for a text of maximum length."""
+        """Return {name: shape} for a text of maximum length."""
         return {EMBEDS: (self.max_sequence_length, self.config.cap_feat_dim), MASK: (self.max_sequence_length,)}
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -105,7 +101,6 @@ class ZImage(DiffusionModel):
         return -output.float()
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, H/f, W/f)."""
         require_image(self.family, num_frames)
         factor = self.pipeline.vae_scale_factor
         multiple = PATCH_SIZE * factor
@@ -116,7 +111,7 @@ class ZImage(DiffusionModel):
         return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's sigmas and a shift that grows with the size, for schedulers without a fixed shift."""
+        """Return the pipeline's sigmas and `mu`, which grows with the image size."""
         config = self.pipeline.scheduler.config
         defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
         limits = [config.get(name, default) for name, default in defaults.items()]

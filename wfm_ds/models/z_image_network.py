@@ -18,9 +18,9 @@ PATCH_LAYERS = f"{PATCH_SIZE}-1"  # name of the layers for this patch size and o
 
 
 class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
-    """The diffusers network with a batched forward and the same layers.
+    """The diffusers network with a forward for batched tensors instead of lists of samples.
 
-    A sequence consists of image tokens and text tokens, both padded to a multiple of 32 with learned tokens. Image
+    A sequence consists of image tokens and text tokens, each padded to a multiple of 32 with learned tokens. Image
     positions follow the padded text, so they depend on its length.
     """
 
@@ -74,10 +74,9 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         return torch.cat([tokens, padding], 1), self._rotary_embeddings(positions)
 
     def _text_tokens(self, embeds: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return text tokens, including padding tokens, and their rotary embeddings.
+        """Return text tokens [B,N,D], including padding tokens, and their rotary embeddings [B,N,R].
 
-        embeds: text embeddings [B,n,D]. length: [B], number of tokens that are not padding. Positions continue through
-        the padding.
+        embeds: [B,n,D]. length: [B], number of tokens without padding. Padding tokens continue the positions.
         """
         embeds = functional.pad(embeds, (0, 0, 0, -embeds.shape[1] % SEQ_MULTI_OF))
         index = torch.arange(embeds.shape[1], device=embeds.device)
@@ -99,20 +98,20 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
 
 
 def patchify(latents: Tensor) -> Tensor:
-    """Convert latents [B,C,h,w] to patches [B, h/2 w/2, 4 C] in the order (row, column, channel)."""
+    """Convert latents [B,C,h,w] to patches [B, h/2 * w/2, 4 C] in the order (row, column, channel)."""
     count, channels, h, w = latents.shape
     patches = latents.reshape(count, channels, h // PATCH_SIZE, PATCH_SIZE, w // PATCH_SIZE, PATCH_SIZE)
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
 def unpatchify(patches: Tensor, h: int, w: int) -> Tensor:
-    """Convert patches back to latents [B,C,h,w]."""
+    """Convert patches of `patchify` back to latents [B,C,h,w]."""
     rows = patches.reshape(len(patches), h // PATCH_SIZE, w // PATCH_SIZE, PATCH_SIZE, PATCH_SIZE, -1)
     return rows.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, h, w)
 
 
 def position_grid(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Return int64 positions [rows columns, 3] (0, row, column), created on the device."""
+    """Return positions (0, row, column), int64 [rows * columns, 3], created on the device."""
     positions = torch.zeros(rows, columns, 3, dtype=torch.int64, device=device)
     positions[..., 1] = torch.arange(rows, device=device)[:, None]
     positions[..., 2] = torch.arange(columns, device=device)

@@ -36,21 +36,21 @@ small { opacity: .7; font-size: .95em; }
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GalleryEntry:
-    """A file on the page and its generation parameters."""
+    """An image or video file on the page, with its prompt and generation parameters."""
 
     file: str  # relative to the page; .mp4 is shown as a video, other files as images
     width: int  # pixels
     height: int
     prompt: str
     caption: str  # seed and parameters
-    failure: str = ""  # why it differs from the model's intended output
+    failure: str = ""  # why the sample is not what the model should generate
 
 
 def gallery_page(title: str, facts: Mapping[str, str], entries: Sequence[GalleryEntry]) -> str:
-    """Return the HTML document.
+    """Return the HTML page of generated samples. facts: {name: value} listed below the title.
 
-    facts: names and values listed below the title. Consecutive entries with the same prompt are grouped, with the
-    prompt as the heading. If no prompt repeats, prompts are captions instead.
+    Consecutive entries with the same prompt form a group with the prompt as its heading. If no prompt repeats, each
+    entry has its prompt in the caption.
     """
     groups = [list(group) for _, group in itertools.groupby(entries, key=lambda entry: entry.prompt)]
     if all(len(group) == 1 for group in groups):
@@ -62,10 +62,7 @@ def gallery_page(title: str, facts: Mapping[str, str], entries: Sequence[Gallery
 
 
 def html_document(title: str, facts: Mapping[str, str], body: str, *, style: str = "") -> str:
-    """Return an HTML page with a heading, a list of facts and a body.
-
-    facts: names and values. body: HTML. style: CSS added to STYLE.
-    """
+    """Return an HTML page. facts: {name: value} listed below the title. body: HTML. style: CSS added to STYLE."""
     facts_html = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>\n" for k, v in facts.items())
     return f"""<!doctype html>
 <html lang="en">
@@ -88,13 +85,12 @@ def html_document(title: str, facts: Mapping[str, str], body: str, *, style: str
 
 
 def grid_html(entries: Sequence[GalleryEntry], *, with_prompt: bool) -> str:
-    """Return the HTML of a grid of these entries."""
     figures = "\n".join(figure_html(entry, with_prompt=with_prompt) for entry in entries)
     return f'<div class="grid">\n{figures}\n</div>'
 
 
 def figure_html(entry: GalleryEntry, *, with_prompt: bool) -> str:
-    """Return the HTML of a file with its caption."""
+    """Return the HTML of an image or video with its caption."""
     link, text = escape(quote(entry.file)), escape(entry.prompt)
     size = f'width="{entry.width}" height="{entry.height}"'
     small = ' class="small"' if max(entry.width, entry.height) < SMALL_SIDE else ""

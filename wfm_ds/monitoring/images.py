@@ -26,12 +26,12 @@ def check_image(image: ImageArray) -> None:
 
 
 def enlarge_image(image: ImageArray, scale: int) -> ImageArray:
-    """Enlarge every pixel to scale x scale pixels without smoothing, so that small images stay sharp."""
+    """Repeat every pixel scale x scale times, so that small images stay sharp."""
     return image.repeat(scale, axis=0).repeat(scale, axis=1)
 
 
 def reduce_image(image: ImageArray, side: int = 512) -> ImageArray:
-    """Reduce the image by an integer factor, so that no side is longer than `side`."""
+    """Reduce the image by an integer factor, so that no side is longer than `side` pixels."""
     factor = -(-max(image.shape[:2]) // side)
     return image if factor == 1 else np.asarray(Image.fromarray(image).reduce(factor))
 
@@ -44,11 +44,11 @@ def image_grid(
     labels: Sequence[str] | None = None,
     row_titles: Sequence[str] | None = None,
 ) -> ImageArray:
-    """Draw images in rows of `columns` on a white background, each image enlarged by `scale`.
+    """Draw images in rows of `columns` on a white background, each enlarged by `scale`. Returns [H,W,3] uint8.
 
-    An image that is smaller than its cell is aligned top left. labels: one per image, drawn below it. row_titles: one
-    per row, drawn above it. Text that is too wide is truncated. Returns [H,W,3] uint8. Raises ValueError if there are
-    no images, for images of another dtype or shape, and for a wrong number of labels or titles.
+    An image smaller than its cell is aligned top left. labels: one per image, below it. row_titles: one per row, above
+    it. Text that is too wide is truncated. Raises ValueError if there are no images, an image is not uint8 [H,W,3],
+    `columns` or `scale` is below 1, or the number of labels or titles is wrong.
     """
     _check_grid(images, columns, scale)
     rows = -(-len(images) // columns)
@@ -107,6 +107,6 @@ def _truncate_text(
 
 
 def save_png(path: Path, image: ImageArray) -> None:
-    """Write one image [H,W,3] uint8 as a PNG. Raises ValueError for other arrays, OSError if it cannot be written."""
+    """Write an image as a PNG file. Raises ValueError if it is not uint8 [H,W,3], OSError if writing fails."""
     check_image(image)
     Image.fromarray(image).save(path, format="PNG")

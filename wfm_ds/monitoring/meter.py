@@ -17,21 +17,20 @@ from wfm_ds.distributed.world import World
 class Meter:
     """Weighted statistics of a step over all of its loss terms and all replicas.
 
-    The name determines the kind of statistic: `x_std` is a population standard deviation, a name with the word `max`
-    (`x_max`, `x_max_abs_dev`) is a maximum, and all others are means. Every rank must add the same names in the same
-    order. A name with total weight 0 is absent from the result.
+    A name that ends in `_std` is a population standard deviation, a name with the word `max` (`x_max`, `x_max_abs_dev`)
+    is a maximum, and all others are means. Every rank must add the same names in the same order. Statistics with total
+    weight 0 are omitted from the result.
     """
 
     def __init__(self) -> None:
-        # On the device, keyed by the names that were added together: `x_std^2` is the mean square of `x_std`.
+        # On the device. Keys: the names added together. `x_std^2` is the mean square of `x_std`.
         self._sums: dict[tuple[str, ...], Tensor] = {}  # [2, N] float64: weighted values, weights
         self._maxima: dict[tuple[str, ...], Tensor] = {}  # [N]
 
     def add(self, stats: Mapping[str, Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> None:
-        """Add the statistics of a micro-batch.
+        """Add the statistics of a micro-batch. weight_B: weights [B] of its loss terms, 0 for padding.
 
-        stats: detached [B] tensors by name, or pairs (value, mask) if a value exists only for some loss terms.
-        weight_B: weights [B], 0 for padding.
+        stats: {name: [B] tensor, detached}, or (values, mask) if only some loss terms have a value.
         """
         means = {name: stat for name, stat in stats.items() if not is_maximum(name)}
         squares = {f"{name}^2": stat for name, stat in means.items() if name.endswith("_std")}
@@ -46,7 +45,7 @@ class Meter:
             self._maxima[names] = torch.maximum(self._maxima.get(names, biggest), biggest)
 
     def collect(self, world: World) -> dict[str, float]:
-        """Return the values over all replicas and reset the meter. Collective. Identical on every rank."""
+        """Return {name: value over all replicas} and reset the meter. Collective. Identical on every rank."""
         tensors = [*self._sums.values(), *self._maxima.values()]
         sums: dict[str, float] = {}
         weights: dict[str, float] = {}
@@ -74,7 +73,7 @@ def is_maximum(name: str) -> bool:
 
 
 def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values and the weights of N statistics, both [N, B], stacked in a single operation."""
+    """Stack N statistics into values [N, B] and weights [N, B]. A masked loss term has weight 0."""
     value_NB = torch.stack([stat[0] if isinstance(stat, tuple) else stat for stat in stats])
     if not any(isinstance(stat, tuple) for stat in stats):
         return value_NB, weight_B.expand_as(value_NB)
@@ -84,10 +83,7 @@ def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tenso
 
 
 def sum_weighted(stats: Sequence[Tensor | tuple[Tensor, Tensor]], num_squared: int, weight_B: Tensor) -> Tensor:
-    """Return the sums of the weighted values and of the weights of N statistics, [2, N] float64.
-
-    The values of the last `num_squared` statistics are squared before they are summed.
-    """
+    """Return weighted sums and sums of weights of N statistics, [2, N] float64. Squares the last `num_squared`."""
     value_NB, weight_NB = stack_stats(stats, weight_B)
     value_NB = value_NB.double()
     if num_squared:

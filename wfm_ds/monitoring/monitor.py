@@ -24,10 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Output of a run. Rank 0 writes; on other ranks every method does nothing.
-
-    Close it, or use it as a context manager.
-    """
+    """A run's metrics file, progress display and trackers. Only rank 0 writes. Close it, or use it in `with`."""
 
     def __init__(
         self,
@@ -39,13 +36,10 @@ class Monitor:
         unit: str = "images",
         trackers: Sequence[TrackerThread] = (),
     ) -> None:
-        """Open `output_dir/metrics.jsonl` for appending.
+        """Open `output_dir/metrics.jsonl` for appending. Raises OSError if the folder cannot be written.
 
         console: show progress as a live line if stderr is a terminal; otherwise it is logged periodically.
-        unit: unit of the samples that `update_progress` counts.
-        trackers: trackers, already started, to which everything is sent.
-
-        Raises OSError if the folder cannot be written.
+        unit: what `update_progress` counts. trackers: already started; they receive all metrics and samples.
         """
         self._open = is_main
         if not is_main:
@@ -64,9 +58,8 @@ class Monitor:
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line `{"step", "time", tags...}` to metrics.jsonl, and send the values to each tracker.
 
-        The line is flushed immediately. A non-finite value becomes null in the file and is not sent to trackers; one
-        warning is logged per tag. Raises ValueError if a tag is called `step` or `time`, UserError if the line cannot
-        be written.
+        A non-finite value becomes null in the file and is not sent to trackers; one warning is logged per tag. Raises
+        ValueError if a tag is called `step` or `time`, UserError if the line cannot be written.
         """
         if not self._open:
             return
@@ -93,18 +86,14 @@ class Monitor:
             tracker.log_samples(step, tag, siblings)
 
     def set_outcome(self, status: str, metrics: Mapping[str, float]) -> None:
-        """Set the outcome of the run for the trackers.
-
-        If the monitor is closed without an outcome, the trackers report a failed run.
-        """
+        """Set the run's outcome for the trackers. Without one when the monitor closes, they report a failed run."""
         if self._open:
             self._outcome = status, {tag: value for tag, value in metrics.items() if finite_or_none(value) is not None}
 
     def update_progress(self, step: int, *, samples: int, note: str = "") -> None:
-        """Report that `step` is done.
+        """Show that `step` is done. samples: number of samples since the last call. note: text to append.
 
-        samples: number of samples since the last call. note: text shown with the progress. The first call, at the start
-        of the run, sets the start time.
+        Call it once with samples=0 at the start of the run: speed is measured from there.
         """
         if not self._open:
             return
@@ -113,7 +102,7 @@ class Monitor:
         self._progress.update(now_s, step, self._pace.format_text(step, note))
 
     def sync_metrics(self) -> int:
-        """Write all metrics to disk. Returns the size of metrics.jsonl in bytes (0 on other ranks). Raises OSError."""
+        """Flush metrics.jsonl to disk. Returns its size in bytes (0 on other ranks). Raises OSError if that fails."""
         if not self._open:
             return 0
         self._metrics.flush()
@@ -121,20 +110,17 @@ class Monitor:
         return os.fstat(self._metrics.fileno()).st_size
 
     def log_message(self, text: str) -> None:
-        """Log a line for the user. It appears above the live progress line, if there is one."""
+        """Log a line for the user, above the live progress line if there is one."""
         if self._open:
             log.info("%s", text)
 
     def log_at_close(self, text: str) -> None:
-        """Store lines for the user to copy, and log them when the monitor is closed.
-
-        Until then, a live progress line would wrap them.
-        """
+        """Log these lines when the monitor closes. Before that, a live progress line would wrap them."""
         if self._open:
             self._final_messages.append(text)
 
     def close(self) -> None:
-        """Show the final progress, log the stored lines, and close all files. A second call does nothing."""
+        """Show the final progress, log the stored lines, and close file and trackers. A second call does nothing."""
         if not self._open:
             return
         self._open = False

@@ -22,7 +22,7 @@ class _ProgressPoint(NamedTuple):
 
 
 class Pace:
-    """Speed over the most recent steps, and the remaining time."""
+    """Speed of a run over the last WINDOW steps, and its remaining time."""
 
     def __init__(self, total_steps: int, unit: str) -> None:
         self.total_steps = total_steps
@@ -35,7 +35,7 @@ class Pace:
         self._points.append(_ProgressPoint(now_s, step, before + samples))
 
     def speed(self) -> tuple[float, float] | None:
-        """Return steps and samples per second; None until there are two updates to compare."""
+        """Return (steps per second, samples per second), None until there are two updates to compare."""
         if len(self._points) < 2:
             return None
         first, last = self._points[0], self._points[-1]
@@ -45,10 +45,7 @@ class Pace:
         return (last.step - first.step) / seconds, (last.samples - first.samples) / seconds
 
     def format_text(self, step: int, note: str = "") -> str:
-        """Return `step 12/300, 1:04:10 left, 8.1 images/s, NOTE`.
-
-        The remaining time and the speed are omitted until they are known.
-        """
+        """Return `step 12/300, 1:04:10 left, 8.1 images/s, NOTE`, without time and speed until they are known."""
         parts = [f"step {step}/{self.total_steps}"]
         speed = self.speed()
         if speed is not None:
@@ -64,7 +61,7 @@ def format_duration(seconds: float) -> str:
 
 
 class LineProgress:
-    """Shows progress as log lines: one every LINE_INTERVAL_S at most, and one for the first and the last step."""
+    """Shows progress as log lines: at most one per LINE_INTERVAL_S, and always the first and the last step."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -101,6 +98,6 @@ class ConsoleProgress:
 
 
 def open_console() -> Console | None:
-    """Return a console on stderr if that is a terminal, else None. stdout is reserved for the results of commands."""
+    """Return a console on stderr if it is a terminal, else None. stdout is reserved for the results of commands."""
     console = Console(stderr=True)
     return console if console.is_terminal else None

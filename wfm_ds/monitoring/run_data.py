@@ -43,8 +43,8 @@ LOAD_LINE = "load it with:"  # log message before the lines that load the weight
 class BoundedCurve:
     """A curve with a bounded number of points, for runs of any length.
 
-    Consecutive points form a stretch. Only the lowest and the highest point of each stretch are stored. If there are
-    too many stretches, neighbours are merged, which doubles the length of a stretch.
+    Consecutive points form a stretch, of which only the lowest and the highest point are stored. If there are too many
+    stretches, neighbours are merged in pairs.
     """
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
@@ -76,7 +76,7 @@ def merge_stretches(
     one: tuple[int, tuple[float, float], tuple[float, float]],
     other: tuple[int, tuple[float, float], tuple[float, float]],
 ) -> tuple[int, tuple[float, float], tuple[float, float]]:
-    """Merge two neighbouring stretches."""
+    """Merge two neighbouring stretches (number of points, lowest point, highest point)."""
     lowest, highest = min(one[1], other[1], key=_point_value), max(one[2], other[2], key=_point_value)
     return one[0] + other[0], lowest, highest
 
@@ -86,7 +86,7 @@ def _point_value(point: tuple[float, float]) -> float:
 
 
 class RunReader:
-    """Reads a run's folder repeatedly. Only new lines of the metrics and the log are read."""
+    """Reads a run's folder for its HTML page. Repeated calls read only new metrics and log lines."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -131,9 +131,9 @@ class RunReader:
         self._curves: dict[str, BoundedCurve] = {}
         self._tag_panels: dict[str, str | None] = {}
         self._clock = BoundedCurve()
-        self._is_alarmed = False  # as of the last evaluation
+        self._is_alarmed = False  # whether the last evaluation raised the alarm
         self._start_time: float | None = None  # time of the first line in seconds since the epoch
-        # the run's last step; for RL, which may have several optimizer steps per step, from `rollout/step`
+        # the run's last step; from `rollout/step` in RL, where a step may have several optimizer steps
         self._step = 0
 
     def _add_metrics_line(self, line: str) -> None:
@@ -155,10 +155,7 @@ class RunReader:
                 self._curves.setdefault(tag, BoundedCurve()).add(step, value)
 
     def _build_panels(self) -> list[dict[str, Any]]:
-        """Return the charts that have curves.
-
-        The page shows at most MAX_CURVES curves; the last charts lose curves first.
-        """
+        """Return the non-empty charts as [{title, curves}]. The first charts have priority up to MAX_CURVES curves."""
         num_left, panels = MAX_CURVES, []
         for title, _ in PANELS:
             tags = [tag for tag in sorted(self._curves) if self._tag_panels[tag] == title][:num_left]
@@ -172,7 +169,7 @@ class RunReader:
 
     def _reset_log(self) -> None:
         self._warnings: list[dict[str, str]] = []
-        self._alarm = ""  # the last one
+        self._alarm = ""  # text of the last alarm
         self._load: list[str] = []
         self._is_loading = False
 
@@ -193,9 +190,9 @@ class RunReader:
     # ---- samples/ and recipe.yaml
 
     def _read_samples(self, last_step: int) -> Iterator[dict[str, Any]]:
-        """Yield the samples of the steps shown on the page.
+        """Yield the samples of the steps shown on the page as {step, items}.
 
-        Samples of steps beyond `last_step` are omitted: they were written before the run resumed from an earlier step.
+        Steps after `last_step` are omitted: they were written before the run resumed from an earlier step.
         """
         root = self.folder / "samples"
         names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
@@ -208,7 +205,7 @@ class RunReader:
                 yield {"step": step, "items": items}
 
     def _load_recipe(self) -> dict[str, Any]:
-        """Return the recipe's text, its differences from the defaults, and its values for the head of the page."""
+        """Return the content of `read_recipe`, read again only if the file has changed. {} without a recipe."""
         path = self.folder / "recipe.yaml"
         if not path.exists():
             return {}
@@ -225,7 +222,7 @@ class GrowingFile:
         self._path, self._read_bytes = path, 0
 
     def read_new_lines(self) -> tuple[Iterator[str], bool]:
-        """Return the complete lines since the last call, and whether the file was rewritten. Raises OSError."""
+        """Return (complete lines since the last call, whether the file was rewritten). Raises OSError if unreadable."""
         size = self._path.stat().st_size if self._path.exists() else 0
         is_new = size < self._read_bytes
         self._read_bytes = 0 if is_new else self._read_bytes
@@ -248,17 +245,14 @@ def find_panel(tag: str) -> str | None:
 
 
 def pick_evenly(steps: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` of the steps: the first, the last, and evenly spaced steps in between."""
+    """Return at most `count` of the steps: the first, the last, and evenly spaced ones in between."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(k * (len(steps) - 1) / (count - 1))] for k in range(count)]
 
 
 def parse_sample(line: str, step: int) -> dict[str, Any] | None:
-    """Parse a line of samples.jsonl for the page.
-
-    Returns None for an invalid line, or if its file is not in the same folder.
-    """
+    """Return a line of samples.jsonl as {file, prompt, seed, rewards}, None if invalid or its file is elsewhere."""
     try:
         row = json.loads(line)
         file, rewards = str(row["file"]), dict(row.get("rewards") or {})
@@ -276,9 +270,9 @@ def parse_sample(line: str, step: int) -> dict[str, Any] | None:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the recipe's text, its number of steps and algorithm, and its non-default values by dotted key.
+    """Return {text, changed, steps, model, algorithm} of a recipe file. changed: {dotted key: non-default value}.
 
-    If the recipe is from another version and cannot be parsed, only the text is returned.
+    Returns only {text} if the recipe is from another version and cannot be parsed.
     """
     from wfm_ds.recipe import file as recipe_file
 
@@ -298,7 +292,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty dict if there is none."""
+    """Return the object in a JSON file, {} if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

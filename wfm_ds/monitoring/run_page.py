@@ -26,20 +26,19 @@ INDEX_FILE, PAGE_FOLDER = "index.html", "page"
 DATA_FILE, MACHINE_FILE = f"{PAGE_FOLDER}/data.js", f"{PAGE_FOLDER}/machine.json"
 TEMPLATE = Path(__file__).with_name("run_page.html")
 PAGE_MARKER = (
-    "<!-- the page of a run of wfm_ds -->"  # identifies our index.html; files without it belong to someone else
+    "<!-- the page of a run of wfm_ds -->"  # index.html without this marker is the user's and is not overwritten
 )
 UPDATE_INTERVAL_S = 10.0
-MAX_TIME_SHARE = (
-    0.005  # maximum fraction of the time spent on the page, because the page of a long run takes longer to write
-)
+MAX_TIME_SHARE = 0.005  # largest share of the time spent on the page: in long runs it takes longer to write
 MAX_BYTES = 2 << 20
 PACKAGES = ("wfm_ds", "torch", "diffusers", "transformers", "peft", "deepspeed")
 
 
 def write_page(folder: Path, reader: RunReader | None = None) -> Path:
-    """Write index.html and page/data.js of the run in this folder. Returns the path of index.html.
+    """Write index.html and page/data.js into a run's folder. Returns the path of index.html.
 
-    Raises OSError, and FileExistsError if an existing index.html is not the page of a run.
+    Raises FileExistsError if index.html exists and is not the page of a run, OSError if a file cannot be read or
+    written.
     """
     index = folder / INDEX_FILE
     if index.exists() and not is_run_page(index):
@@ -54,16 +53,15 @@ def write_page(folder: Path, reader: RunReader | None = None) -> Path:
 
 
 def is_run_page(index: Path) -> bool:
-    """Return whether this file is a run's page. Raises OSError."""
+    """Return whether this file is the page of a run. Raises OSError if it cannot be read."""
     with index.open("rb") as file:
         return PAGE_MARKER.encode() in file.read(256)
 
 
 def encode_script(content: Mapping[str, Any]) -> str:
-    """Return the text of data.js, at most MAX_BYTES long.
+    """Return the text of data.js. Characters of HTML tags are escaped, because prompts may contain any text.
 
-    If it would be longer, curves are omitted first, then samples. Characters of HTML tags are escaped, because prompts
-    may contain any text.
+    If the text is longer than MAX_BYTES, the curves are omitted; if it is still too long, the samples too.
     """
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for name in ("panels", "samples"):
@@ -75,7 +73,7 @@ def encode_script(content: Mapping[str, Any]) -> str:
 
 
 def machine_info(devices: str) -> dict[str, str]:
-    """Return a description of the machine: devices, system, package versions."""
+    """Return {"devices", "system", "python", package: its version} of this machine."""
     facts = {"devices": devices, "system": platform.platform(), "python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -84,10 +82,7 @@ def machine_info(devices: str) -> dict[str, str]:
 
 
 def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned: bool = False) -> bool:
-    """Write the page. Returns whether it was written.
-
-    An error must not end the run, so it is only logged as a warning, unless `has_warned` is true.
-    """
+    """Write the page and return whether that worked. A failure is logged, unless `has_warned` is True."""
     try:
         write_page(folder, reader)
     except Exception as error:  # noqa: BLE001  (an error in the page must not end the run)
@@ -104,10 +99,7 @@ def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned:
 
 @contextlib.contextmanager
 def update_page_live(folder: Path, *, devices: str) -> Iterator[None]:
-    """Update the page of this run in a thread inside the context, and once more when the context ends.
-
-    Call it on rank 0 only.
-    """
+    """Update the page of a run from a thread inside the context, and once more at its end. Rank 0 only."""
     stop = threading.Event()
     thread = threading.Thread(target=_update_until_stopped, args=(folder, devices, stop), name="page", daemon=True)
     thread.start()
@@ -115,7 +107,7 @@ def update_page_live(folder: Path, *, devices: str) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(3 * UPDATE_INTERVAL_S)  # if the disk hangs, the page is abandoned, not the run
+        thread.join(3 * UPDATE_INTERVAL_S)  # if the disk hangs, the run ends without the page
 
 
 def _update_until_stopped(folder: Path, devices: str, stop_event: threading.Event) -> None:
@@ -136,7 +128,7 @@ def _update_until_stopped(folder: Path, devices: str, stop_event: threading.Even
 
 
 def folder_state(folder: Path) -> tuple[int, ...]:
-    """Return the sizes and modification times of the run's files, which change when there is something new to show."""
+    """Return sizes and modification times of the run's files. They change when the page needs an update."""
     paths = (folder / "metrics.jsonl", folder / "logs" / "rank_0.log", folder / "samples")
     stats = [path.stat() for path in paths if path.exists()]
     return tuple(number for stat in stats for number in (stat.st_size, stat.st_mtime_ns))

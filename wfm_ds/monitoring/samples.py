@@ -25,8 +25,6 @@ MAX_ANIMATED_CELL, MAX_ANIMATED_FRAMES = 160, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedSample:
-    """One generated image or video, with its prompt and rewards."""
-
     prompt: str
     prompt_id: str
     seed: int  # seed of the initial noise
@@ -36,30 +34,27 @@ class GeneratedSample:
 
     @property
     def frames(self) -> VideoArray:
-        """The frames [T,H,W,3]. T is 1 for an image."""
+        """The frames as a video [T,H,W,3]. T is 1 for an image."""
         return self.pixels if self.pixels.ndim == 4 else self.pixels[None]
 
     @property
     def is_video(self) -> bool:
-        """True if there is more than one frame. A video with a single frame is saved and shown as an image."""
+        """True if there is more than one frame. A video with one frame is saved and shown as an image."""
         return len(self.frames) > 1
 
 
 def write_samples(folder: Path, samples: Sequence[GeneratedSample]) -> None:
-    """Write `0000.png` or `0000.mp4`, ... and `samples.jsonl` to `folder`, which is complete or absent.
+    """Write samples.jsonl and one PNG or MP4 file per sample to `folder`, which is complete or absent.
 
-    An existing folder is replaced. Raises ValueError if a sample is not uint8 [H,W,3] or [T,H,W,3], OSError if writing
-    fails.
+    An existing folder is replaced. Raises ValueError if a sample is not uint8 [H,W,3] or [T,H,W,3] or a video has no
+    fps, OSError if writing fails.
     """
     with atomic.new_folder(folder) as temporary:
         write_table(temporary, [write_sample_file(temporary, number, sample) for number, sample in enumerate(samples)])
 
 
 def write_sample_file(folder: Path, number: int, sample: GeneratedSample) -> dict[str, Any]:
-    """Write the sample's file and return its line for samples.jsonl.
-
-    The line contains file, prompt, prompt_id, seed, rewards and, for a video, fps.
-    """
+    """Write the sample as `<number>.png` or `<number>.mp4` and return its line for samples.jsonl."""
     name = f"{number:04d}.{'mp4' if sample.is_video else 'png'}"
     line: dict[str, Any] = {"file": name, "prompt": sample.prompt, "prompt_id": sample.prompt_id, "seed": sample.seed}
     if sample.is_video:
@@ -79,7 +74,7 @@ def write_table(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def group_by_prompt(samples: Sequence[GeneratedSample]) -> list[GeneratedSample]:
-    """Return the samples grouped by prompt. Prompts are in the order of their first sample."""
+    """Sort the samples so that those of a prompt are adjacent. Prompts keep the order of their first sample."""
     first_index: dict[str, int] = {}
     for index, sample in enumerate(samples):
         first_index.setdefault(sample.prompt_id, index)
@@ -95,10 +90,9 @@ def sample_grid(samples: Sequence[GeneratedSample]) -> ImageArray:
 
 
 def sample_animation(samples: Sequence[GeneratedSample]) -> tuple[VideoArray, float]:
-    """Return the grid as an animation [T,H,W,3] uint8, and its frames per second.
+    """Return the sample grid as (video [T,H,W,3] uint8, its fps). Raises ValueError if no sample has an fps.
 
-    Samples are reduced in size, and for long videos only every k-th frame is used. A sample with fewer frames than
-    others repeats its last frame. Raises ValueError if no sample has an fps.
+    Samples are scaled down, and of long videos only every k-th frame is used. Shorter samples repeat their last frame.
     """
     fps = next((sample.fps for sample in samples if sample.fps is not None), None)
     if fps is None:

@@ -24,7 +24,7 @@ TimePoint = TypeVar("TimePoint")
 
 
 class Clock(Protocol[TimePoint]):
-    """A clock that records time points and measures the seconds between two of them."""
+    """Interface of a clock that records time points and measures the seconds between two of them."""
 
     def record_time(self) -> TimePoint: ...
 
@@ -54,7 +54,7 @@ class HostClock:
 
 
 class EventClock:
-    """A clock of CUDA events on the current stream. Events of one step are reused in the next."""
+    """A clock of CUDA events on the current stream. It reuses the events of the previous step."""
 
     def __init__(self) -> None:
         self._unused: list[torch.cuda.Event] = []
@@ -85,7 +85,7 @@ class ProcessMemory:
 
 
 class GpuMemory:
-    """Peak memory allocated for tensors in each phase, and peak reserved memory of the step."""
+    """Peak of allocated memory in each phase, and peak of reserved memory in the step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,7 +93,7 @@ class GpuMemory:
         self._reserved = 0
 
     def record_peak(self, phases: Sequence[str]) -> None:
-        """Record the peak since the last call as a peak of each of these phases, all of which are active."""
+        """Record the allocation peak since the last call for each of these phases, which are all active."""
         allocated = torch.cuda.max_memory_allocated(self._device)
         for phase in phases:
             self._phase_peaks[phase] = max(self._phase_peaks[phase], allocated)
@@ -101,7 +101,7 @@ class GpuMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call."""
+        """Return the peaks since the last call, in GiB."""
         self.record_peak(())
         peaks = {f"{MEMORY_TAG}/{phase}": peak / GIB for phase, peak in sorted(self._phase_peaks.items())}
         peaks[MEMORY_TAG] = self._reserved / GIB
@@ -111,10 +111,7 @@ class GpuMemory:
 
 
 class PhaseTimes(Generic[TimePoint]):
-    """Time spans of the phases of a step, measured by one clock.
-
-    A phase may have several spans, and may be nested in another phase.
-    """
+    """Time spans of a step's phases, measured by one clock. Phases may repeat and be nested."""
 
     def __init__(self, clock: Clock[TimePoint]) -> None:
         self._clock, self._step_start = clock, clock.record_time()
@@ -124,11 +121,11 @@ class PhaseTimes(Generic[TimePoint]):
         return self._clock.record_time()
 
     def add_span(self, phase: str, start: TimePoint) -> None:
-        """Record a span of this phase from `start` until now."""
+        """Record that this phase lasted from `start` until now."""
         self._spans.append((phase, start, self._clock.record_time()))
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the seconds of each phase and of the step, and start the next step."""
+        """Return the seconds of each phase and of the whole step as metrics, and start the next step."""
         now = self._clock.record_time()
         self._clock.wait_until_reached(now)
         seconds: dict[str, float] = defaultdict(float)
@@ -148,13 +145,12 @@ class PhaseTimes(Generic[TimePoint]):
 
 
 class Stopwatch:
-    """Time and memory of the steps of a run, by phase. Use it only in the thread that computes.
+    """Time and memory of a run's steps, by phase. Use it only in the thread that computes.
 
     `with stopwatch("train"):` measures a phase, and `end_step` ends a step.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """device: the device that computes the phases."""
         on_gpu = device.type == "cuda"
         self._times: PhaseTimes[Any] = PhaseTimes(EventClock()) if on_gpu else PhaseTimes(HostClock())
         self._memory: GpuMemory | ProcessMemory = GpuMemory(device) if on_gpu else ProcessMemory()
@@ -181,13 +177,10 @@ class Stopwatch:
             self._open_phases.pop()
 
     def end_step(self) -> dict[str, float]:
-        """Return this rank's metrics of the step, `time/...` and `perf/peak_memory_gib...`, and start the next step.
-
-        All ranks have the same phases.
-        """
+        """Return this rank's `time/...` and `perf/peak_memory_gib...` metrics of the step, and start the next step."""
         return {**self._times.pop_metrics(), **self._memory.pop_metrics()}
 
     def restart(self) -> None:
-        """Discard the measurements since the last step, because they do not belong to a step."""
+        """Discard the measurements since the last step. Call it after work that belongs to no step."""
         self._times.restart()
         self._memory.pop_metrics()

@@ -19,7 +19,7 @@ from wfm_ds.monitoring.samples import GeneratedSample
 
 log = logging.getLogger(__name__)
 
-TRACKERS_FOLDER = "trackers"  # in the run's folder: local files of trackers
+TRACKERS_FOLDER = "trackers"  # folder in the run's folder for local files of trackers
 START_S, FINISH_S = 90.0, 30.0
 MAX_QUEUED_SAMPLES = 4  # evaluations with samples queued for a slow tracker; their images are in memory
 
@@ -30,7 +30,7 @@ class TrackerError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """Information about a run that trackers receive."""
+    """Information about a run that its trackers receive."""
 
     output_dir: Path
     name: str
@@ -41,16 +41,13 @@ class RunInfo:
 
     @property
     def folder(self) -> Path:
-        """The folder for a tracker's files, created at first use."""
+        """Folder for the local files of trackers, created at first use."""
         folder = self.output_dir / TRACKERS_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def load_or_create(self, name: str, create: Callable[[], str]) -> str:
-        """Return the string stored under `name` in a file of the trackers' folder.
-
-        For a new run, or if there is no file, the string is created by the function `create` and stored.
-        """
+        """Return the text of the file `name` in `folder`. A new run, or a missing file, gets the text from `create`."""
         path = self.folder / name
         if self.resumed_at is None or not path.is_file():
             path.write_text(create(), encoding="utf-8")
@@ -63,11 +60,11 @@ class Tracker(Protocol):
     name: str
 
     def start(self, run: RunInfo) -> None:
-        """Start the tracker. Raises TrackerError, or an error of the library, if it cannot be used."""
+        """Start the tracker. Raises TrackerError, or an error of its library, if that fails."""
         ...
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log finite numbers of an optimizer step. May be called several times per step."""
+        """Log finite metrics {tag: value} of an optimizer step. May be called several times per step."""
         ...
 
     def log_samples(self, step: int, tag: str, samples: Sequence[GeneratedSample]) -> None:
@@ -75,12 +72,12 @@ class Tracker(Protocol):
         ...
 
     def finish(self, status: str, summary: Mapping[str, float]) -> None:
-        """Finish the run with a status (finished, preempted or failed) and its final numbers."""
+        """End the run with a status (finished, preempted or failed) and its final metrics."""
         ...
 
 
 class TrackerThread:
-    """A tracker and the thread that calls its methods."""
+    """Runs a tracker in a thread of its own."""
 
     def __init__(self, tracker: Tracker, run: RunInfo) -> None:
         """Start the tracker. Raises TrackerError if it fails or takes longer than START_S seconds."""
@@ -113,7 +110,7 @@ class TrackerThread:
             )
 
     def close(self, status: str, summary: Mapping[str, float]) -> None:
-        """Send the outcome of the run to the tracker and wait until it finishes, at most FINISH_S seconds."""
+        """Send the run's outcome to the tracker, and wait at most FINISH_S seconds until it finishes."""
         self._enqueue_event("finish", lambda: self._tracker.finish(status, summary))
         with self._changed:
             self._closed = True

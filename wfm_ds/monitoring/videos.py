@@ -16,7 +16,7 @@ from PIL import Image
 VideoArray: TypeAlias = npt.NDArray[np.uint8]
 """[T,H,W,3] uint8, RGB."""
 
-# x264 quality without visible loss. No B-frames: with them, equal frames resulted in different bytes in about one of a
+# x264 quality without visible loss. No B-frames: with them, equal frames gave different bytes in about one of a
 # hundred small files (the assembler code reads uninitialised memory).
 X264_OPTIONS = {"crf": "18", "bf": "0"}
 ENCODER_THREADS = 4  # constant, because the bytes would depend on the number of cores
@@ -33,9 +33,9 @@ def check_video(video: VideoArray) -> None:
 def save_mp4(path: Path, video: VideoArray, fps: float) -> None:
     """Write an H.264 video in yuv420p with BT.709 colours, which every browser and player supports.
 
-    Equal frames result in equal bytes. yuv420p has one colour per 2 x 2 pixels, so odd sizes are padded by repeating
-    the last row or column. Raises ValueError for an array of another dtype or shape, or an fps that is not positive,
-    OSError if the file cannot be written.
+    Equal frames give equal bytes. yuv420p has one colour per 2 x 2 pixels, so odd sizes are padded by repeating the
+    last row or column. Raises ValueError if the video is not uint8 [T,H,W,3] or fps is not positive, OSError if writing
+    fails.
     """
     check_video(video)
     if not fps > 0:
@@ -56,7 +56,10 @@ def save_mp4(path: Path, video: VideoArray, fps: float) -> None:
 
 
 def encode_gif(video: VideoArray, fps: float) -> bytes:
-    """Return an endlessly looping animated GIF with at most 50 frames per second. Raises ValueError like save_mp4."""
+    """Return an endlessly looping animated GIF with at most 50 fps.
+
+    Raises ValueError if the video is not uint8 [T,H,W,3] or fps is not positive.
+    """
     check_video(video)
     if not fps > 0:
         raise ValueError(f"fps must be positive, got {fps}")

@@ -19,7 +19,7 @@ class DataSetRecipe(Section):
     path: UserAddress
     """Like `data.path`. Relative paths start from `data.path`."""
     weight: PositiveFloat = 1.0
-    """Sampling weight, relative to the other sets."""
+    """Relative sampling weight."""
     kind: Literal["folder", "hf", "paired", "cosmos", "webdataset"] = "folder"
     """Like `data.kind`."""
     name: Annotated[str, Field(pattern=r"^[^/#\s]+$")] | None = None
@@ -92,18 +92,17 @@ class DataRecipe(Section):
     """Format of the data. Captioned images or videos: `folder`, any layout of docs/data_layouts.md, detected
     automatically; `paired`, NAME.png or NAME.mp4 with NAME.txt or a NAME.json with `prompt`; `cosmos`, videos/NAME.mp4
     with metas/NAME.txt; `webdataset`, tar shards; `hf`, a data set of the datasets library by Hub id or folder; `sets`,
-    a weighted mix of these; `package.module:Class`, your own reader (docs/data_layouts.md). DPO: `pairs`, a .jsonl file
-    with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; algorithms that condition
-    samples on frames, or train on data (ddrl), use captioned images or videos instead. vlm_sft: `llava`, conversations
-    about images and videos (docs/reasoner.md)."""
+    a weighted mix of these; `package.module:Class`, your own reader. DPO: `pairs`, a .jsonl file with `prompt`,
+    `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; captioned images or videos for ddrl and for
+    conditioning frames. vlm_sft: `llava`, conversations about images and videos (docs/reasoner.md)."""
     path: Annotated[
         Annotated[UserAddress, Tag("scalar")] | Annotated[list[UserAddress], Field(min_length=1), Tag("list")],
         Discriminator(value_form),
     ]
     """Location of the data: usually a folder. sets: the folder that relative paths of the sets start from. hf:
-    `owner/name` or a folder. webdataset: a tar file, a glob, a range ({000..123}) or a list of these, local or s3://.
-    pairs: the same, or a .jsonl file. llava: the annotations as a .json or .jsonl file, a folder (s3:// folders end
-    with a slash) or a list of these."""
+    `owner/name` or a folder. webdataset: tar files (a path, a glob, a range {000..123} or a list of these), local or
+    s3://. pairs: the same, or a .jsonl file. llava: annotations (a .json or .jsonl file, a folder or a list of these;
+    s3:// folders end with a slash)."""
     sets: Annotated[list[DataSetRecipe], Field(min_length=1)] | None = None
     """sets: the data sets to mix, sampled in proportion to their weights (docs/data_layouts.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -154,16 +153,16 @@ class DataRecipe(Section):
         ]
         | None
     ) = None
-    """Aspect-ratio buckets: a list of [height, width]. Each image or video is resized to the nearest shape; a
+    """Aspect-ratio buckets: a list of [height, width]. Images and videos are resized to the nearest shape; a
     micro-batch (RL: an RL step) has one size. `auto`: `sampling.height` x `sampling.width` and common shapes from 2:1
     to 1:2 with about the same number of pixels. Unset: everything is cropped to `sampling.height` x
     `sampling.width`."""
     max_upscale: Annotated[float, Field(ge=1)] = 2.0
     """Maximum upscaling. Images and videos that need more are skipped and counted as too_small."""
     inputs: list[str] = Field(default_factory=list)
-    """Conditioning inputs besides text and frames, such as `[actions]`: keys of NAME.json that contain a number, a list
-    of numbers or the name of an .npy file in the same folder (docs/inputs.md). Every sample must have them, and the
-    model must support them."""
+    """Conditioning inputs besides text and frames, such as `[actions]`: keys of NAME.json with a number, a list of
+    numbers or the name of an .npy file in the same folder (docs/inputs.md). All samples must have them, and the model
+    must support them."""
     actions: ActionsRecipe = ActionsRecipe()
     """Width, normalization and composition of actions."""
     workers: Annotated[int, Field(ge=1, le=256)] = 2

@@ -1,4 +1,4 @@
-"""Recipe keys and values that were renamed.
+"""Recipe keys and values that were renamed, and a default that changed.
 
 If a recipe or override of the user contains an old name, the error message states the new name. Resolved recipes of
 earlier versions, in run folders and checkpoints, are converted when they are loaded (recipe/file.py).
@@ -18,6 +18,8 @@ RENAMED_KEYS = {
 
 RENAMED_VALUES = {"data.choose": {"spread": "reward_std"}}
 """Maps a key to its renamed values: {key: {old value: new value}}."""
+
+OLD_MAX_BATCH = 16  # former default of reward.functions.N.max_batch
 
 
 def find_old_names(tree: RecipeTree) -> list[tuple[KeyPath, str]]:
@@ -55,6 +57,16 @@ def convert_old_names(tree: RecipeTree) -> None:
         values = section_values(tree, section)
         if isinstance(values.get(key), str):
             values[key] = renamed.get(values[key], values[key])
+    remove_old_batch_sizes(tree)
+
+
+def remove_old_batch_sizes(tree: RecipeTree) -> None:
+    """Remove `max_batch: 16` from all rewards. It was the default; unset means the same (recipe/sections.py)."""
+    for section, key in (("reward", "functions"), ("validation", "held_out_rewards")):
+        rewards = section_values(tree, section).get(key)
+        for reward in rewards if isinstance(rewards, list) else []:
+            if isinstance(reward, dict) and reward.get("max_batch") == OLD_MAX_BATCH:
+                del reward["max_batch"]
 
 
 def section_values(tree: RecipeTree, section: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from wfm_ds.recipe.section import RewardName, Section, UserAddress, UserPath
+from wfm_ds.recipe.section import DeviceName, RewardName, Section, UserAddress, UserPath
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
@@ -21,8 +21,12 @@ class HeldOutReward(Section):
     """Keyword arguments of the reward's constructor."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     """Worker processes for this reward, if the trainer starts the service."""
-    max_batch: Annotated[int, Field(ge=1, le=64)] = 16
-    """Maximum number of items that a worker scores at once, if the trainer starts the service."""
+    max_batch: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Maximum number of items that a worker scores at once, if the trainer starts the service. Unset: 16, or the
+    maximum of the reward's class if that is smaller."""
+    device: DeviceName = "cpu"
+    """Device of the reward's model, such as `cuda:7`, if the trainer starts the service. Numbers count all GPUs
+    available to the run on its first machine (docs/rewards.md)."""
 
 
 def _expand_reward_name(value: Any) -> Any:
@@ -39,21 +43,20 @@ class ValidationRecipe(Section):
     at_start: bool = True
     """Also evaluate before the first step."""
     prompts: UserPath | None = None
-    """.txt or .jsonl file with prompts for samples and rewards. Unset: the training prompts. If samples are conditioned
-    on frames and this key is unset, captions and first frames come from `path`, else from the held-out data, else from
-    the training data."""
+    """.txt or .jsonl file with prompts for samples and rewards. Unset: the training prompts; for samples conditioned on
+    frames, captions and first frames from `path`, else from the held-out data, else from the training data."""
     num_prompts: PositiveInt = 16
-    """Number of prompts, taken from the start of the list. SFT and DPO without `held_out_rewards` generate at most
+    """Number of prompts, from the start of the list. SFT and DPO without `held_out_rewards` generate at most
     `logging.num_samples` samples."""
     seeds: list[NonNegativeInt] = Field(default=[1000001], min_length=1)
     """Noise seeds. Each prompt is sampled once per seed."""
     rollout_correlation: bool = False
     """RL: also sample the same prompts and seeds with the rollout's steps and solver, and report the rank correlation
-    of the two rewards. It shows whether short rollouts rank samples like full ones do."""
+    of the two rewards (docs/choosing.md)."""
     held_out_rewards: list[Annotated[HeldOutReward, BeforeValidator(_expand_reward_name)]] = Field(default=[])
     """Rewards (or their names) that score all evaluation samples and are never trained on. RL raises an alarm if the
-    trained reward rises while these fall (docs/rewards.md); SFT and DPO only log them. They are computed by the service
-    at `reward.endpoint` if it is set, else by the service that the trainer starts."""
+    trained reward rises while these fall (docs/rewards.md); SFT and DPO only log them. Computed by the service at
+    `reward.endpoint` if it is set, else by the trainer's service."""
     path: UserAddress | None = None
     """Validation data in the format of `data.kind`, for the validation loss (SFT, DPO) and for samples conditioned on
     frames. Unset: the `holdout` fraction of the training data; in RL the training data."""

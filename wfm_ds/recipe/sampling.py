@@ -93,18 +93,18 @@ def _require_window_fits(bounds: tuple[int, int], size: int, num_steps: int) -> 
 
 
 class ExploreRecipe(Section):
-    """Two-stage rollouts (Sol-RL, arXiv 2604.06916): score many cheap candidates per prompt, and train on the best and
-    the worst of them, in total `rollout.group_size` samples."""
+    """Two-stage rollouts (Sol-RL, arXiv 2604.06916): score many cheap candidates per prompt and train on
+    `rollout.group_size` of them, the best and the worst."""
 
     group_size: Annotated[int, Field(ge=2)]
     """Candidates per prompt, at least `rollout.group_size`. Half of the selected samples are the best candidates, half
     the worst, ranked as in `algorithm.best_of_n`. Candidates without a reward are ignored."""
     steps: Annotated[PositiveInt, Field(le=10_000)]
-    """Denoising steps per candidate, at most `sampling.steps`. If there are fewer than that and the solver is
-    stochastic, candidates are generated with `ode` instead, so that they depend only on their initial noise."""
+    """Denoising steps per candidate, at most `sampling.steps`. With fewer steps and a stochastic solver, candidates are
+    generated with `ode`, so that they depend only on their initial noise."""
     regenerate: bool = True
-    """True: generate the selected samples again from the same seeds with `sampling.steps` steps, score them again, and
-    train on them. False: train on the candidates; only for algorithms that need only the clean latents of a rollout."""
+    """True: generate the selected samples again from the same seeds with `sampling.steps` steps, score and train these.
+    False: train on the candidates; only for algorithms that read only the clean latents of a rollout."""
 
 
 class SamplingRecipe(Section):
@@ -161,8 +161,8 @@ class SamplingRecipe(Section):
     Unset: `guidance_scale`."""
     guidance_batch: Literal["separate", "joint"] = "separate"
     """Forward passes for guidance. `separate`: one for the conditional and one for the unconditional prediction.
-    `joint`: a single one, if twice the number of samples fits into `engine.max_forward_batch`; only in validation, and
-    in rollouts of algorithms that do not compare log-probabilities. Results agree up to rounding."""
+    `joint`: a single one, if twice the number of samples fits into `engine.max_forward_batch`; in rollouts only for
+    algorithms that do not compare log-probabilities. Results agree up to rounding."""
     negative_prompt: str | None = None
     """Text of the unconditional pass if `guidance_scale` is above 1. Unset: the model family's default."""
 

@@ -343,7 +343,7 @@ class Recipe(Section):
                 )
         if self.reward is not None and not self.reward.spawn:
             for held_out in self.validation.held_out_rewards:  # a running service has its own settings
-                held_out.require_defaults("workers", "max_batch", unless="reward.spawn: true")
+                held_out.require_defaults("workers", "max_batch", "device", unless="reward.spawn: true")
 
     def _check_reward_timeouts(self, reward: RewardRecipe) -> None:
         """Check that a rank can wait for rewards for the full timeout without being considered stuck."""

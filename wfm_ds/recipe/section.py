@@ -55,6 +55,13 @@ def check_reward_name(name: str) -> str:
     return name
 
 
+def check_device_name(name: str) -> str:
+    """Raise ValueError if the name of a torch device is malformed. Whether the device exists is checked later."""
+    if not re.fullmatch(r"[a-z]+(:\d+)?", name):
+        raise ValueError(f"expected cpu, cuda or cuda:N, got {name!r}")
+    return name
+
+
 def check_hub_name(name: str) -> str:
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise ValueError(f"expected owner/name of a Hub repository, got {name!r}")
@@ -74,6 +81,7 @@ UserAddress = Annotated[str, BeforeValidator(require_not_empty), AfterValidator(
 PossiblePath = Annotated[str, AfterValidator(require_possible_path)]
 """A path that is expanded later, or a name such as tiny:sd3."""
 RewardName = Annotated[str, AfterValidator(check_reward_name)]
+DeviceName = Annotated[str, AfterValidator(check_device_name)]
 HubName = Annotated[str, AfterValidator(check_hub_name)]
 StorageAddress = Annotated[str, AfterValidator(check_storage_address)]
 """An s3:// address for the copies of a run, without a trailing slash."""

@@ -21,6 +21,7 @@ from pydantic import (
 
 from wfm_ds.recipe.section import (
     Decay,
+    DeviceName,
     Fraction,
     HubName,
     PossiblePath,
@@ -89,8 +90,8 @@ class ModelRecipe(Section):
     """Maximum number of text tokens of the longest text encoder. Unset: the value saved with the pipeline (call.json),
     else the default of the diffusers pipeline."""
     prompt_template: Literal["stock", "none"] | None = None
-    """SANA only: whether to prepend the instruction that its pipelines add to prompts (not to negative prompts).
-    `stock`: prepend it. `none`: do not. Unset: the value saved with the pipeline (call.json), else `stock`."""
+    """SANA only: the instruction that its pipelines prepend to prompts (not to negative prompts). `stock`: prepend it.
+    `none`: do not. Unset: the value saved with the pipeline (call.json), else `stock`."""
     embedded_guidance: PositiveFloat | None = None
     """FLUX.2-dev only: the guidance scale passed to the network as an input in training, rollouts and validation. Not
     classifier-free guidance; keep `sampling.guidance_scale` at 1. Unset: the value saved with the pipeline (call.json),
@@ -119,12 +120,12 @@ class LoraRecipe(Section):
     """Initialization of A (B starts at zero): `gaussian`, or PEFT's `default` (Kaiming uniform)."""
     init_from: UserPath | None = None
     """LoRA to start from: a .safetensors file with diffusers, PEFT, kohya or ComfyUI keys, or an export folder. Layers
-    that the file does not contain are initialized as `init` says. In RL the reference policy remains the base model
-    without adapters."""
+    missing from it are initialized as `init` says. The reference policy of RL remains the base model without
+    adapters."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability of adapter inputs in training. Not for algorithms that compare log-probabilities."""
     rslora: bool = False
-    """Rank-stabilized LoRA: scale by alpha / sqrt(rank), so that a higher rank does not shrink the update."""
+    """Rank-stabilized LoRA: scale by alpha / sqrt(rank)."""
     dora: bool = False
     """DoRA: also train a magnitude for each output of the adapted layers. For zero1 and zero2."""
     modules_to_save: list[str] = Field(default=[])
@@ -156,10 +157,10 @@ class EngineRecipe(Section):
     """Batch size of a training forward pass on each rank (with `sequence_parallel`: on each replica). Counts samples in
     SFT, preference pairs in DPO, and (sample, timestep) pairs in RL."""
     gradient_accumulation: PositiveInt = 1
-    """SFT and DPO: micro-batches per optimizer step. In RL it is derived from the number of training pairs per update
-    and `micro_batch_size`."""
+    """SFT and DPO: micro-batches per optimizer step. RL derives it from `micro_batch_size`."""
     max_forward_batch: PositiveInt = 16
-    """Maximum batch size of forward passes without gradients: rollouts, validation, old and reference predictions."""
+    """Maximum number of samples per rank in a forward pass without gradients: in rollouts, in validation, and for
+    predictions of the old and reference policies. Lower it if one of these runs out of memory."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Maximum global gradient norm. 0: no gradient clipping."""
     sequence_parallel: PositiveInt = 1
@@ -169,15 +170,13 @@ class EngineRecipe(Section):
     """Compile the denoiser's repeated blocks with torch.compile, also in rollout workers. The first step takes minutes;
     later ones are faster. For zero1 and zero2 (docs/performance.md)."""
     timeout_minutes: PositiveFloat = 30.0
-    """End the run if no rank makes progress for this many minutes, and report the rank that the others wait for. Must
-    exceed the time to load the model or write a checkpoint, `reward.timeout_s`, and `reward.start_timeout_s`."""
+    """End the run if no rank makes progress for this many minutes. Must exceed the time to load the model or write a
+    checkpoint, `reward.timeout_s`, and `reward.start_timeout_s`."""
     deterministic: bool = False
-    """Use only deterministic kernels, also in rollout workers. Training is slower, but repeated runs on the same GPU
-    model are bit-identical (docs/checkpoints.md), as runs on the CPU always are. Operations without a deterministic
-    kernel fail."""
+    """Use only deterministic kernels, also in rollout workers. Slower, but repeated runs on the same GPU model are
+    bit-identical (docs/checkpoints.md), as CPU runs always are. Operations without a deterministic kernel fail."""
     guard: bool = False
-    """Debugging: before every forward pass, check that all ranks are about to run the same one. Costs one small
-    all-reduce per forward pass."""
+    """Debugging: check before every forward pass that all ranks run the same one, with a small all-reduce."""
 
 
 class OptimizerRecipe(Section):
@@ -224,34 +223,32 @@ class RolloutRecipe(Section):
     """Samples per prompt. Advantages compare the samples of the same prompt."""
     max_refills: Annotated[int, Field(ge=0, le=100)] = 0
     """Maximum number of rounds per RL step that replace groups with equal or missing rewards by groups of other prompts
-    (dynamic sampling of DAPO, arXiv 2503.14476). Each round generates only the groups that are missing. Needs
-    `data.kind: prompts` and colocated rollouts."""
+    (dynamic sampling of DAPO, arXiv 2503.14476). Needs `data.kind: prompts` and colocated rollouts."""
     policy: Literal["current", "reference"] | None = None
     """ddrl only: the policy that generates the samples. Unset: `current`. The other algorithms define their own rollout
     policy."""
     trajectories: Literal["data", "shuffle", "library"] = "data"
     """Actions or camera paths that condition the samples, if `data.inputs` contains any. `data`: the trajectory of the
     sample's own clip. `shuffle`: the trajectory of another clip of the same step and `domain`. `library`: a random one
-    from `trajectory_library`. With `shuffle` and `library` the clip does not show the trajectory, so rewards must not
-    compare samples with the clip."""
+    from `trajectory_library`. With `shuffle` and `library`, rewards must not compare samples with the clip, which does
+    not show the trajectory."""
     trajectory_library: UserPath | None = None
     """With `trajectories: library`: .npy file with unscaled actions [N, num_frames - 1, width]."""
     merge_lora: bool = False
-    """Merge the LoRA into the weights while samples are generated. Forward passes are faster, but the original weights
-    of the adapted layers take extra memory during this time. Only for algorithms that do not compare log-probabilities;
-    not for zero3, except in async rollouts."""
+    """Merge the LoRA into the weights while samples are generated: faster forward passes, but a copy of the adapted
+    layers' weights takes extra memory. Not for algorithms that compare log-probabilities, nor for zero3 with colocated
+    rollouts."""
     base_precision: BasePrecision | None = None
     """async with LoRA: `model.base_precision` of the workers. If it differs from training, the rollout policy differs
-    slightly from the trained one, so it is only for algorithms that do not use rollout log-probabilities. Unset:
-    `model.base_precision`."""
+    slightly; only for algorithms that do not use rollout log-probabilities. Unset: `model.base_precision`."""
     cuda_graph: bool = False
     """Record rollout forward passes as CUDA graphs, one per batch size. Each graph keeps the memory of a forward pass.
-    Not for zero3 or `engine.sequence_parallel`, except in async rollouts. No effect on CPUs."""
+    Not for zero3 or `engine.sequence_parallel` with colocated rollouts. No effect on CPUs."""
     max_staleness: NonNegativeInt = 1
     """async: maximum age of a sample in RL steps when it is trained on. The policy is published to the workers after
     each RL step. 0: strictly on-policy; the samples of a step are generated after the previous step."""
     spawn: Annotated[int, Field(ge=0, le=256)] = 1
-    """async: workers that the trainer starts on its machine. 0: only workers started separately."""
+    """async: workers that rank 0 starts on its machine. 0: only workers started separately."""
     devices: Annotated[list[str], Field(min_length=1)] | None = None
     """async: devices of the spawned workers in order, such as `cuda:6`. Numbers count all GPUs available to the run on
     the trainer's machine (docs/async.md). Required if the trainer uses GPUs. Unset: cpu."""
@@ -305,8 +302,16 @@ class RewardFunction(Section):
     """Keyword arguments of the reward's constructor."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     """Worker processes for this reward, if the trainer starts the service."""
-    max_batch: Annotated[int, Field(ge=1, le=64)] = 16
-    """Maximum number of items that a worker scores at once, if the trainer starts the service."""
+    max_batch: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Maximum number of items that a worker scores at once, if the trainer starts the service. Unset: 16, or the
+    maximum of the reward's class if that is smaller."""
+    device: DeviceName = "cpu"
+    """Device of the reward's model, such as `cuda:7`, if the trainer starts the service. Numbers count all GPUs
+    available to the run on its first machine (docs/rewards.md)."""
+
+    @property
+    def uses_gpu(self) -> bool:
+        return self.device.startswith("cuda")
 
 
 class RewardRecipe(Section):
@@ -319,7 +324,7 @@ class RewardRecipe(Section):
     scale: PositiveFloat = 1.0
     """Factor applied after `clip`."""
     spawn: bool = True
-    """Start a reward service for this run. Must be false if `endpoint` is set."""
+    """Start a reward service on the machine of rank 0. Must be false if `endpoint` is set."""
     endpoint: str | None = None
     """A running service: the path of its pipes.json, or an `ipc://` or `tcp://` address."""
     keys: UserPath | None = None
@@ -342,7 +347,7 @@ class RewardRecipe(Section):
             raise ValueError("keys is for a running service: set endpoint and spawn: false, or remove keys")
         if not self.spawn:  # a running service has its own settings
             for function in self.functions:
-                function.require_defaults("workers", "max_batch", unless="reward.spawn: true")
+                function.require_defaults("workers", "max_batch", "device", unless="reward.spawn: true")
         names = [f.name for f in self.functions]
         if len(set(names)) != len(names):
             raise ValueError(f"each reward may be listed only once, got {names}")
@@ -366,8 +371,8 @@ class CheckpointRecipe(Section):
     A run that starts with an empty folder, for example on another machine, continues from the newest checkpoint
     there."""
     storage_timeout_s: PositiveFloat = 300.0
-    """At its end the run waits until all files are copied. If the storage accepts no data for this many seconds, the
-    run exits with code 1 and lists the missing files."""
+    """If the storage accepts no data for this many seconds at the end of the run, the run exits with code 1 and lists
+    the missing files."""
 
 
 class ExportRecipe(Section):

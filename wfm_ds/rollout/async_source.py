@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
+from wfm_ds.distributed.world import ranks_per_node
 from wfm_ds.errors import RunError
 from wfm_ds.pipes.broker import Broker
 from wfm_ds.pipes.client import PipeClient, TaskOutcome
@@ -427,7 +428,8 @@ def start_async_source(
     world, settings = job.world, job.recipe.rl.rollout
 
     def start() -> RolloutService:
-        return RolloutService(job.recipe, compute_identity(job.recipe, job.model), rewards, world.size)
+        identity = compute_identity(job.recipe, job.model)
+        return RolloutService(job.recipe, identity, rewards, ranks_per_node(world.size))
 
     service: RolloutService | None = world.run_checked(start, on="main")
     if service is not None:

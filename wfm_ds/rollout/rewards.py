@@ -7,6 +7,7 @@ Score: a finite number, or a failure with its reason.
 from __future__ import annotations
 
 import logging
+import os
 import selectors
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from wfm_ds.distributed.gpus import find_machine_gpus, run_gpu_environment
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.arrays import pack_arrays
@@ -37,7 +39,6 @@ from wfm_ds.types import MediaBatch, Score
 log = logging.getLogger(__name__)
 
 MAX_RUN_CHARS = 100  # of the run's name in the service's log
-STALL_S = 120.0  # a worker of a user-defined reward is replaced after this time without progress
 STOP_S = 20.0  # for the service to stop its workers
 MAX_RESTARTS = 5
 RESTARTS_WINDOW_S = 600.0
@@ -50,12 +51,14 @@ class RewardService:
     Rank 0 starts the service, and all ranks connect to `endpoint`. The child exits when this process exits.
     """
 
-    def __init__(self, reward: RewardRecipe, folder: Path) -> None:
+    def __init__(self, reward: RewardRecipe, folder: Path, num_ranks: int = 0) -> None:
         """Start the service and wait until all rewards are loaded.
 
-        Writes reward_service.yaml, reward_service.log and pipes.json to `folder`. If the service fails to start or is
-        not ready within reward.start_timeout_s, raises RewardError with the service's own message.
+        num_ranks: number of training ranks on this machine. Writes reward_service.yaml, reward_service.log and
+        pipes.json to `folder`. If the service fails to start or is not ready within reward.start_timeout_s, raises
+        RewardError with the service's own message. Raises RecipeError if a GPU does not exist.
         """
+        self._environment = service_environment(reward, num_ranks)
         self.endpoint = str(folder / "pipes.json")
         self._config_path = folder / "reward_service.yaml"
         self._log_path = folder / "reward_service.log"
@@ -113,6 +116,7 @@ class RewardService:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
+                env=self._environment,
                 start_new_session=True,  # keeps Ctrl-C from the service: the trainer needs it to finish its step
             )
 
@@ -156,27 +160,39 @@ class RewardService:
 def build_service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
     """Return the configuration of a reward service for this recipe.
 
-    sockets: folder for the sockets of the service. Raises RewardError for an unknown reward.
+    sockets: folder for the sockets of the service. Imports user-defined rewards. Raises RewardError for an unknown
+    reward.
     """
+    from wfm_reward import registry
+
     rewards = {
         # A worker without progress for reward.timeout_s can only produce timeouts.
         f.name: {
-            "stall_s": min(_reward_stall_s(f.name), reward.timeout_s),
-            **f.model_dump(include={"workers", "max_batch", "options"}),
+            "stall_s": min(registry.get_reward_class(f.name).stall_s, reward.timeout_s),
+            **f.model_dump(include={"device", "workers", "max_batch", "options"}, exclude_none=True),
         }
         for f in reward.functions
     }
     return {"pipes": {"folder": str(sockets)}, "rewards": rewards}
 
 
-def _reward_stall_s(name: str) -> float:
-    """Return the seconds without progress after which a worker of this reward is replaced.
+def service_environment(reward: RewardRecipe, num_ranks: int) -> dict[str, str]:
+    """Return the environment of the reward service. If a reward has a GPU, the service sees all GPUs of the run.
 
-    A built-in reward defines the time. User classes get STALL_S, because they are not imported in this process.
+    num_ranks: number of training ranks on this machine. Raises RecipeError if a GPU does not exist. Warns if a GPU is
+    also used for training.
     """
-    from wfm_reward import registry
-
-    return STALL_S if registry.is_class_path(name) else registry.get_reward_class(name).stall_s
+    on_gpu = {f.name: f.device for f in reward.functions if f.uses_gpu}
+    if not on_gpu:
+        return dict(os.environ)
+    gpus = find_machine_gpus(num_ranks)
+    names = {name: gpus.visible_name(device, f"device of reward {name}") for name, device in on_gpu.items()}
+    if shared := [f"{on_gpu[name]} ({name})" for name, gpu in names.items() if gpu in gpus.training_gpus]:
+        log.warning(
+            "reward devices: %s also used for training: rewards and training share the memory and slow each other down",
+            ", ".join(shared),
+        )
+    return run_gpu_environment(os.environ)
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,7 +260,7 @@ def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[Worker
     if not any(name.startswith("cuda") for name in names):
         return [WorkerDevice(name) for name in names]
     gpus = find_machine_gpus(num_ranks)
-    devices = [WorkerDevice(name, gpus.visible_name(name)) for name in names]
+    devices = [WorkerDevice(name, gpus.visible_name(name, "rollout.devices")) for name in names]
     shared = [device.device for device in devices if device.gpu in gpus.training_gpus]
     if shared:  # unavoidable on a machine with one GPU
         log.warning(

@@ -57,6 +57,8 @@ MAY_CHANGE = (
 )
 # These keys determine the training samples.
 MAY_NOT_CHANGE = ("validation.path", "validation.holdout")
+# Of each reward: keys of the reward service.
+REWARD_MAY_CHANGE = {"reward": {"functions": {"__all__": {"workers", "max_batch", "device"}}}}
 NUM_SHOWN = 5
 
 
@@ -222,7 +224,7 @@ def list_recipe_changes(there: Recipe, here: Recipe) -> list[str]:
 
     there: recipe of the existing run. here: new recipe.
     """
-    old, new = flatten_keys(there.model_dump(mode="json")), flatten_keys(here.model_dump(mode="json"))
+    old, new = (flatten_keys(r.model_dump(mode="json", exclude=REWARD_MAY_CHANGE)) for r in (there, here))
     # With buckets, all samples of a micro-batch have one size, so its size affects their order.
     decides_order = here.data.buckets is not None and not here.is_rl
     fixed = (*MAY_NOT_CHANGE, *(["engine.micro_batch_size"] if decides_order else []))

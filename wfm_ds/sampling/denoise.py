@@ -1,7 +1,4 @@
-"""The denoising loop: from noise to clean latents, following a sampling plan.
-
-Independent of model family, guidance and training algorithm.
-"""
+"""The denoising loop: from noise to clean latents by a sampling plan, for every model family and algorithm."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
     from wfm_ds.types import ConditioningFrames
 
 PredictVelocity: TypeAlias = Callable[[Tensor, float], Tensor]
-"""Function: latents [B, ...] and a noise level -> velocity eps - x0, float32. Guided if the rollout is guided."""
+"""Function: (latents [B, ...], noise level) -> velocity eps - x0, float32. Includes the rollout's guidance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class StoredStep:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """Result of a rollout of B samples: clean latents (float32, shape of the noise) and the stored steps."""
+    """Result of a rollout of B samples: clean latents [B, ...] float32 and the stored steps."""
 
     clean_latents: Tensor
     stored_steps: list[StoredStep] = field(default_factory=list)
@@ -50,15 +47,15 @@ class SamplingPlan(Protocol):
 
     @property
     def stored_steps(self) -> tuple[int, ...]:
-        """Return the indices of the steps stored for training."""
+        """Indices of the steps stored for training."""
 
     @property
     def keep_means(self) -> bool:
-        """Return whether the Gaussian means of the stored steps are stored too."""
+        """Whether to store the Gaussian means of the stored steps too."""
 
     @property
     def keep_states(self) -> bool:
-        """Return whether a stored step consists only of the denoiser input latents."""
+        """Whether a stored step consists only of the denoiser's input latents."""
 
     def denoise(
         self,
@@ -69,9 +66,8 @@ class SamplingPlan(Protocol):
     ) -> Trajectory:
         """Denoise float32 noise [B,C,h,w] or [B,C,T,h,w].
 
-        predict: function that predicts the velocity; it must use the same conditioning frames. seeds: one per sample.
-        They determine all further noise. The host never synchronizes with the device between the first and the last
-        forward pass.
+        predict: must use the same conditioning frames. seeds: one per sample; they determine all further noise. The
+        host never synchronizes with the device between the first and the last forward pass.
         """
 
 
@@ -94,10 +90,10 @@ class FlowPlan:
         seeds: Sequence[int],
         conditioning_frames: ConditioningFrames | None = None,
     ) -> Trajectory:
-        """See SamplingPlan.denoise.
+        """See SamplingPlan.denoise. seeds: in [0, 2**63).
 
-        seeds: [B] in [0, 2**63). Conditioning frames keep their latents: they are never noised and do not count in
-        log-probabilities. Raises ValueError if the noise has the wrong shape or dtype.
+        Conditioning frames keep their latents: they are never noised and do not count in log-probabilities. Raises
+        ValueError if the noise has the wrong shape or dtype.
         """
         if noise.ndim not in (4, 5) or noise.dtype != torch.float32:
             raise ValueError(f"noise must be [B,C,h,w] or [B,C,T,h,w] float32, got {list(noise.shape)} {noise.dtype}")

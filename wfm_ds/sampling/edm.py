@@ -37,10 +37,7 @@ def karras_levels(num_steps: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
-    """Noise that is added before each step with a noise level in (min_level, max_level).
-
-    It multiplies the noise level by 1 + relative.
-    """
+    """Noise added before each step at a level in (min_level, max_level). It multiplies the level by 1 + relative."""
 
     relative: float
     min_level: float = 0.0
@@ -49,10 +46,7 @@ class Churn:
 
     @classmethod
     def from_settings(cls, num_steps: int, *, s_churn: float, s_t_min: float, s_t_max: float, s_noise: float) -> Churn:
-        """Return the churn of an N-step rollout.
-
-        It raises noise levels by the fraction min(s_churn / (N + 1), sqrt(1.2) - 1).
-        """
+        """Return the churn of an N-step rollout, with relative = min(s_churn / (N + 1), sqrt(1.2) - 1)."""
         return cls(
             relative=min(s_churn / (num_steps + 1), MAX_CHURN),
             min_level=s_t_min,
@@ -89,13 +83,13 @@ class EdmStep:
 
     @property
     def gain(self) -> float:
-        """Return d(mu)/d(velocity)/std; infinite if std is 0."""
+        """d(mu)/d(velocity)/std; -inf if std is 0."""
         return -self.clean_coef * self.sigma / self.std if self.std > 0 else -math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdmPlan:
-    """A sampling plan in EDM coordinates. See SamplingPlan."""
+    """A sampling plan in EDM coordinates (see SamplingPlan)."""
 
     steps: tuple[EdmStep, ...]
     start_level: float = HIGHEST_LEVEL
@@ -119,9 +113,8 @@ class EdmPlan:
     ) -> Trajectory:
         """See SamplingPlan.denoise. Runs N + 1 predictions and returns the x0 prediction at the last noise level.
 
-        The noise of step k is `step_noise` of each sample's seed (in [0, 2**63)). `conditioning_frames` is not used:
-        the denoiser inserts them into its input, and its x0 prediction equals them on these frames. Raises ValueError
-        if the noise has the wrong shape or dtype.
+        Step k adds `step_noise` of each sample's seed (in [0, 2**63)). `conditioning_frames` is not used: the denoiser
+        inserts them into its input and predicts them as x0. Raises ValueError for noise of the wrong shape or dtype.
         """
         require_latents(noise=noise)
         noisy = [k for k in (INITIAL_CHURN, *range(len(self.steps))) if self._noise_std(k) > 0]
@@ -150,21 +143,21 @@ class EdmPlan:
 
 
 def predict_x0(predict: PredictVelocity, state: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """Return the flow-matching latents of an EDM state, and the x0 prediction at these latents."""
+    """Return (flow-matching latents of an EDM state, x0 prediction at these latents)."""
     latents, sigma = state / (1 + level), level / (1 + level)
     return latents, latents - sigma * predict(latents, sigma)
 
 
 def step_noise(seeds: Sequence[int], step: int, like: Tensor) -> Tensor:
-    """Return the noise z of a rollout step, [B, ...], with the shape, dtype and device of `like`."""
+    """Return the noise z of one rollout step, [B, ...], with the shape, dtype and device of `like`."""
     return draw_device_normal(step_noise_seeds(seeds, step).to(like.device), like)
 
 
 def make_edm_plan(solver: str, num_steps: int, churn: Churn, *, stored_steps: Sequence[int] = ()) -> EdmPlan:
     """Return an N-step plan with `edm_2ab` (two-step Adams-Bashforth in ln S, the RES multistep solver) or `edm_euler`.
 
-    Coefficients are float64 on the host. Raises ValueError for an unknown solver, for N < 1, and if the churn is so
-    large that noise levels do not decrease from step to step.
+    Coefficients are float64 on the host. Raises ValueError for an unknown solver, for N < 1, and if noise levels do not
+    decrease because the churn is too large.
     """
     if solver not in EDM_SOLVERS or num_steps < 1:
         raise ValueError(f"EDM solver {solver!r} with {num_steps} steps: use {' or '.join(EDM_SOLVERS)} and at least 1")

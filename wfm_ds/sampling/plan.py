@@ -21,10 +21,7 @@ STD_COLUMN = 2  # column of a coefficient table: standard deviation of the noise
 
 
 def deterministic_plan(solver: str, sigmas: Tensor) -> FlowPlan:
-    """Return a plan with solver `ode` or `dpm2` for noise levels [N+1] float64.
-
-    Raises ValueError as solver_steps does.
-    """
+    """Return a plan with solver `ode` or `dpm2` for noise levels [N+1] float64. Raises as solver_steps does."""
     steps = tuple(solver_steps(solver, sigmas))
     return FlowPlan(steps=steps, table=sde_coefficients("ode", sigmas[:-1], sigmas[1:]))
 
@@ -41,11 +38,11 @@ def stochastic_plan(
 ) -> FlowPlan:
     """Return a plan that uses the solver `flow_sde`, `dance` or `cps` at noisy_steps and Euler steps elsewhere.
 
-    sigmas: noise levels [N+1] float64, N > 1. The first value is replaced by exactly 1 (pure noise), because the
-    coefficients at .9997 would be extreme. noisy_steps: None for all steps; the last step of `dance` is then an Euler
-    step that returns the x0 prediction, as in DanceGRPO. stored_steps: steps to store for training. keep_means: store
-    their means too. gaussian: False keeps the published log-probability of `cps`, which lacks the variance and the
-    constant.
+    sigmas: noise levels [N+1] float64, N > 1. The first value is replaced by 1 (pure noise), because the coefficients
+    at .9997 would be extreme.
+    noisy_steps: None for all; `dance` then ends with an Euler step that returns the x0 prediction, as in DanceGRPO.
+    stored_steps: steps to store for training. keep_means: store their means too.
+    gaussian: False keeps the published log-probability of `cps`, which lacks the variance and the constant.
 
     Raises RecipeError if a step would flip the sign of the latents (c_x <= 0), and ValueError as solver_steps and
     sde_coefficients do.
@@ -73,10 +70,10 @@ def stochastic_plan(
 
 
 def use_gaussian_log_prob(table: Tensor) -> Tensor:
-    """Return a copy of the coefficient table [N,5] that uses the Gaussian log-density at noisy steps.
+    """Return a copy of the coefficient table [N,5] with the Gaussian log-density at noisy steps.
 
-    The log-density is -(mean d^2)/(2 s^2) - ln s - ln(2 pi)/2, where d is the distance from the mean of the step and s
-    its std. Columns 3 and 4 are its scale and constant.
+    Columns 3 and 4 are its scale and constant: -(mean d^2)/(2 s^2) - ln s - ln(2 pi)/2, where d is the distance from
+    the mean of the step and s its std.
     """
     table, noisy = table.clone(), table[:, STD_COLUMN] > 0
     std = table[noisy, STD_COLUMN]
@@ -85,10 +82,7 @@ def use_gaussian_log_prob(table: Tensor) -> Tensor:
 
 
 def trainable_steps(window: Window | None, num_steps: int, *, run_seed: int, step: int) -> list[int]:
-    """Return the indices of the stochastic steps that RL step `step` (from 1) may train on, ascending.
-
-    Without a window these are all steps except the last. Identical on every rank and for every sample.
-    """
+    """Return the stochastic steps that RL step `step` (from 1) may train on, ascending. Identical on every rank."""
     if window is None:
         return list(range(num_steps - 1))
     if window.kind == "subset":
@@ -104,7 +98,7 @@ def trainable_steps(window: Window | None, num_steps: int, *, run_seed: int, ste
 
 
 def all_trainable_steps(window: Window | None, num_steps: int) -> list[int]:
-    """Return all step indices that `trainable_steps` can return in any RL step, ascending."""
+    """Return all steps that `trainable_steps` can return in any RL step, ascending."""
     if window is None:
         return list(range(num_steps - 1))
     if window.kind == "subset":

@@ -1,7 +1,4 @@
-"""Timestep shift and solver coefficients, in float64 on the host.
-
-The noise levels themselves are defined by the scheduler of the model family.
-"""
+"""Timestep shift and solver coefficients, in float64 on the host. The model's scheduler defines the noise levels."""
 
 from __future__ import annotations
 
@@ -51,9 +48,9 @@ def solver_steps(solver: str, sigmas: Tensor) -> list[SolverStep]:
     """Return the N steps of `solver` on the noise levels `sigmas`.
 
     sigmas: [N+1] float64 on the CPU, descending from at most 1 to 0. `ode` is Euler. `dpm2` is DPM-Solver++ 2M (arXiv
-    2211.01095, midpoint form) for flow matching. Its steps are second order, with these exceptions, which are Euler
-    steps: step 0, the last step, step 1 if the first noise level is 1, and steps more than MAX_STEP_GROWTH times as
-    long as the previous one. Raises ValueError for an unknown solver and for other noise levels.
+    2211.01095, midpoint form) for flow matching, with Euler steps at step 0, at the last step, at step 1 if the first
+    noise level is 1, and at steps more than MAX_STEP_GROWTH times as long as the previous one. Raises ValueError for an
+    unknown solver and for other noise levels.
     """
     grid = _validate_grid(sigmas)
     corrections = [0.0] * (len(grid) - 1)

@@ -17,10 +17,7 @@ ALLOWED_DTYPES = (torch.float32, torch.float64)
 
 
 def require_latents(**latents: Tensor) -> None:
-    """Raise ValueError unless all tensors are latents of equal shape, and all float32 or all float64.
-
-    Latents are [B,C,h,w] or [B,C,T,h,w].
-    """
+    """Raise ValueError unless all tensors are [B,C,h,w] or [B,C,T,h,w] of one shape, all float32 or all float64."""
     first = next(iter(latents.values()))
     for name, tensor in latents.items():
         if tensor.ndim not in (4, 5) or tensor.numel() == 0:
@@ -33,10 +30,7 @@ def require_latents(**latents: Tensor) -> None:
 
 
 def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
-    """Raise ValueError unless each vector is [B] with the dtype of `latents` [B, ...].
-
-    A [B, 1] tensor must be rejected: it would broadcast against [B] to [B, B] and average over the batch.
-    """
+    """Raise ValueError unless each vector is [B] with the dtype of `latents`. [B, 1] would broadcast to [B, B]."""
     for name, tensor in vectors.items():
         if tensor.shape != latents.shape[:1]:
             raise ValueError(f"{name} must be [{len(latents)}], one value per sample, got {list(tensor.shape)}")
@@ -52,11 +46,7 @@ def free_frame_mask(frames: ConditioningFrames) -> Tensor:
 
 
 def sample_mean(tensor: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean over the elements of each sample, [B].
-
-    mask: 1 for elements that count and 0 for others, with the tensor's dtype and broadcastable to its shape. Each
-    sample needs at least one element that counts.
-    """
+    """Return the mean over each sample's elements, [B]. mask: 1 for elements that count, else 0; broadcastable."""
     if mask is None:
         return tensor.flatten(1).mean(1)
     mask = mask.expand_as(tensor).flatten(1)

@@ -21,9 +21,8 @@ def transition_log_prob(
 ) -> Tensor:
     """Return the log-probability [B] of the next latents, averaged over the elements of each sample.
 
-    Latents and velocity have the same shape [B, ...]; gradients flow to the velocity. coefficients: [B,5] float64.
-    mask: as in sample_mean, None if all elements count. Equal velocities give bit-identical results in rollout and
-    training.
+    Latents and velocity: [B, ...]; gradients flow to the velocity. coefficients: [B,5] float64. mask: as in
+    sample_mean. Equal velocities give bit-identical results in rollout and training.
     """
     if mask is None:
         return sde_log_prob(velocity, latents, next_latents, coefficients)

@@ -12,10 +12,7 @@ from pathlib import Path
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or folder to disk.
-
-    Call it before renaming, so that the new name never refers to incomplete content.
-    """
+    """Flush a file or folder to disk. Call it before renaming, so that no final name refers to incomplete content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -25,11 +22,10 @@ def sync_to_disk(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield the path of an empty temporary file. The file replaces `path` unless the block raises an exception.
+    """Yield the path of an empty temporary file in the same folder. It replaces `path` if the block succeeds.
 
-    It is in the same folder as `path`. Concurrent writers use different temporary files; the last one wins. The file
-    gets the default permissions, even if the writer creates it with access only for its owner (safetensors does).
-    Raises OSError.
+    Concurrent writers use different temporary files; the last one wins. The file gets the default permissions, even if
+    the writer creates it with access only for its owner (safetensors does). Raises OSError.
     """
     part = path.with_name(f".{secrets.token_hex(8)}.part")
     part.touch(exist_ok=False)
@@ -46,22 +42,17 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to the file in UTF-8, atomically.
-
-    Readers see the old or the new text, never a mix. Raises OSError.
-    """
+    """Write UTF-8 text atomically: readers see the old or the new text, never a mix. Raises OSError."""
     with new_file(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """Yield the path of an empty temporary folder.
+    """Yield the path of an empty temporary folder. It replaces `final` if the block succeeds.
 
-    The folder is renamed to `final` unless the block raises an exception.
-
-    An existing folder `final` is replaced. If an earlier writer was killed, its temporary folder is removed first, and
-    the folder that it was replacing is restored. Raises OSError.
+    If an earlier writer was killed, its temporary folder is removed first, and the folder that it was replacing is
+    restored. Raises OSError.
     """
     making = final.with_name(f".{final.name}.wfm-tmp")  # users do not give such names to folders
     replaced = final.with_name(f".{final.name}.wfm-old")

@@ -31,7 +31,7 @@ def is_remote(address: str) -> bool:
 
 
 def shorten_path(path: str | os.PathLike[str]) -> str:
-    """Return a path for messages. The middle of a very long path is omitted."""
+    """Return a path for messages, without the middle if it is very long."""
     text = os.fspath(path)
     if len(text) <= MAX_SHOWN_CHARS:
         return text
@@ -41,9 +41,9 @@ def shorten_path(path: str | os.PathLike[str]) -> str:
 def open_filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:
     """Return the fsspec file system of a path or `s3://` address, and the path within this file system.
 
-    S3 settings come from the four environment variables PROD_S3_CHECKPOINT_*. If one is not set, the default AWS
-    configuration applies. Requests are tried num_tries times (default NUM_TRIES). Raises StorageError for other
-    schemes, for an access key without a secret key, and if s3fs is not installed.
+    S3 settings come from the four environment variables PROD_S3_CHECKPOINT_*, or else from the default AWS
+    configuration. Requests are tried num_tries times (default NUM_TRIES). Raises StorageError for other schemes, for an
+    access key without a secret key, and if s3fs is not installed.
     """
     num_tries = num_tries or NUM_TRIES
     scheme, separator, rest = address.partition("://")
@@ -60,10 +60,7 @@ def open_filesystem(address: str, num_tries: int | None = None) -> tuple[Any, st
 
 
 def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]:
-    """Return the options for s3fs.
-
-    Raises StorageError if only one of the two keys is set. Messages never contain the keys.
-    """
+    """Return the options for s3fs. Raises StorageError (without showing keys) if only one of the two keys is set."""
     key, secret = environment.get(ACCESS_KEY), environment.get(SECRET_KEY)
     if bool(key) != bool(secret):
         present, missing = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
@@ -84,10 +81,7 @@ def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]
 
 @contextlib.contextmanager
 def convert_storage_errors(address: str, action: str = "read") -> Iterator[None]:
-    """Convert storage errors that the block raises to StorageError. FileNotFoundError is not converted.
-
-    action: what was tried, as a participle for the message ("read", "written").
-    """
+    """Convert I/O errors of the block to StorageError, except FileNotFoundError. action: `read` or `written`."""
     try:
         yield
     except FileNotFoundError:
@@ -108,9 +102,9 @@ def storage_errors(remote: bool) -> tuple[type[Exception], ...]:
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Read `size` bytes of a file, starting at byte `offset`. Broken connections are retried up to NUM_TRIES times.
+    """Read `size` bytes of a local or S3 file from byte `offset` on. S3 requests are tried up to NUM_TRIES times.
 
-    Raises FileNotFoundError. Raises StorageError if the storage keeps failing or the file is too short.
+    Raises FileNotFoundError, and StorageError if reading fails or the file is too short.
     """
     fs, path = open_filesystem(address)
     with convert_storage_errors(address):
@@ -121,10 +115,9 @@ def read_range(address: str, offset: int, size: int) -> bytes:
 
 
 def file_version(address: str) -> tuple[str | int, ...]:
-    """Return (address, size, tag). The value changes when the file changes.
+    """Return (address, size, ETag or modification time). The value changes when the file changes.
 
-    Raises FileNotFoundError and StorageError. Pipes and devices raise StorageError, because reading them could block
-    forever.
+    Raises FileNotFoundError and StorageError, also for pipes and devices, because reading them could block forever.
     """
     fs, path = open_filesystem(address)
     if not is_remote(address) and os.path.exists(path) and not os.path.isfile(path):
@@ -135,10 +128,9 @@ def file_version(address: str) -> tuple[str | int, ...]:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """Expand {000..123} and * ? [ ] in a path or s3:// address. Glob matches are sorted, and paths are made absolute.
+    """Expand {000..123} and * ? [ ] in a path or s3:// address. Glob matches are sorted; paths become absolute.
 
-    The files of a range need not exist. Raises DataError if a glob matches nothing, StorageError for a descending
-    range.
+    Files of a range need not exist. Raises DataError if a glob matches nothing, StorageError for a descending range.
     """
     return [address for part in expand_ranges(pattern) for address in expand_glob(part)]
 

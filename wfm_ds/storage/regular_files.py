@@ -23,6 +23,6 @@ def open_regular(path: Path | str) -> BinaryIO:
 
 
 def read_regular(path: Path | str) -> bytes:
-    """Return the bytes of a regular file. Raises OSError as `open_regular` does."""
+    """Return the bytes of a regular file. Raises OSError like `open_regular`."""
     with open_regular(path) as file:
         return file.read()

@@ -40,5 +40,5 @@ class StorageStream(io.RawIOBase):
 
 
 def open_stream(address: str) -> BinaryIO:
-    """Open an address for buffered reading. Raises FileNotFoundError and StorageError."""
+    """Open a path or s3:// address for buffered reading. Raises FileNotFoundError and StorageError."""
     return cast(BinaryIO, io.BufferedReader(StorageStream(address), BUFFER_BYTES))

@@ -19,10 +19,9 @@ TensorKey = Mapping[str, Any]
 
 
 class TensorStore:
-    """Cache of tensors. Any number of runs and ranks may share it and write the same entry concurrently.
+    """Cache of tensors on disk. Any number of runs and ranks may share it and write the same entry concurrently.
 
-    The file name is a hash of the key, so it never contains user text. The file also stores the key. Damaged files and
-    files that store a different key are treated as absent.
+    Files are named by a hash of their key and also store it. Damaged files and other keys are treated as absent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +31,7 @@ class TensorStore:
         return self._tensor_names(key) is not None
 
     def read(self, key: TensorKey) -> dict[str, Tensor] | None:
-        """Return the tensors of this key on the CPU, None if there is no entry."""
+        """Return the tensors of this key on the CPU, or None if there is no entry."""
         names = self._tensor_names(key)
         if names is None:
             return None
@@ -55,7 +54,7 @@ class TensorStore:
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
     def _tensor_names(self, key: TensorKey) -> list[str] | None:
-        """Return the names of an entry's tensors, None if there is no entry."""
+        """Return the names of an entry's tensors, or None if there is no entry."""
         try:
             with safe_open(self._entry_path(key), framework="pt") as file:
                 if (file.metadata() or {}).get("key") == canonical_json(key):

@@ -1,8 +1,8 @@
 """Upload and download whole files to and from S3, with verification.
 
-After an upload, the size and the ETag (MD5) that the storage reports must match the data read locally. Each request
-also contains a Content-MD5, so S3 rejects data that changed in transit. With KMS encryption the ETag is not an MD5, and
-only Content-MD5 protects the data.
+After an upload, the size and the ETag (MD5) that S3 reports must match the data read locally. Each request also
+contains a Content-MD5, so S3 rejects data that changed in transit. With KMS encryption the ETag is not an MD5, and only
+Content-MD5 protects the data.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def ignore_progress(num_bytes: int) -> None:
 def upload_file(
     path: Path, address: str, *, size: int | None = None, on_progress: ProgressCallback = ignore_progress
 ) -> str:
-    """Upload a file, or its first `size` bytes, to an s3:// address. Returns the SHA-256 of the uploaded bytes.
+    """Upload a file, or its first `size` bytes, to an s3:// address. Return the SHA-256 of the uploaded bytes.
 
-    An existing object is replaced atomically at the end. Raises OSError if the file cannot be read. Raises StorageError
-    if the storage fails, denies access, or reports a different size or MD5 than that of the file.
+    An existing object is replaced atomically at the end. Raises OSError if the file cannot be read, and StorageError if
+    the upload fails or S3 reports a different size or MD5.
     """
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
@@ -65,7 +65,7 @@ def upload_file(
 
 
 def put_object(content: bytes, address: str) -> None:
-    """Write `content` to an s3:// address. Raises StorageError."""
+    """Write `content` to an s3:// address and verify it. Raises StorageError."""
     target = _S3Object(address)
     target.verify_upload(len(content), target.put(content))
 
@@ -81,10 +81,9 @@ def copy_object(source: str, address: str, size: int) -> None:
 def download_file(
     address: str, path: Path, *, size: int, sha256: str | None = None, on_progress: ProgressCallback = ignore_progress
 ) -> None:
-    """Download an object to a file, atomically.
+    """Download an S3 object to a file, atomically. Raises OSError if the file cannot be written.
 
-    Raises OSError if the file cannot be written. Raises StorageError if the object is missing, the storage fails, or
-    the size or SHA-256 does not match.
+    Raises StorageError if the object is missing or cannot be read, or if its size or SHA-256 does not match.
     """
     digest = hashlib.sha256()
     offsets = range(0, size, PART_BYTES)
@@ -101,10 +100,7 @@ def download_file(
 
 
 def list_objects(address: str) -> dict[str, int]:
-    """Return {name: size} of all objects whose address starts with `address` and a slash. Raises StorageError.
-
-    Names are relative to `address`.
-    """
+    """Return {name relative to `address`: size in bytes} of all S3 objects below `address`. Raises StorageError."""
     target = _S3Object(address)
     sizes: dict[str, int] = {}
     page: dict[str, Any] = {}
@@ -119,7 +115,7 @@ def list_objects(address: str) -> dict[str, int]:
 
 
 def read_text(address: str) -> str:
-    """Read the UTF-8 text of an object. Raises FileNotFoundError and StorageError."""
+    """Read the UTF-8 text of an S3 object. Raises FileNotFoundError and StorageError."""
     target = _S3Object(address)
     with convert_storage_errors(address):
         content: bytes = target.fs.cat_file(target.path)
@@ -130,7 +126,7 @@ def read_text(address: str) -> str:
 
 
 def remove_objects(addresses: Iterable[str]) -> None:
-    """Remove objects in this order; missing objects are ignored. Raises StorageError."""
+    """Remove S3 objects in this order, ignoring missing ones. Raises StorageError."""
     for address in addresses:
         target = _S3Object(address)
         with _convert_write_errors(address):
@@ -138,7 +134,7 @@ def remove_objects(addresses: Iterable[str]) -> None:
 
 
 def require_writable(address: str) -> None:
-    """Check that an object with this address prefix can be written, read back and removed. Raises StorageError."""
+    """Write, read back and remove a small S3 object below `address`. Raises StorageError if this fails."""
     probe, content = f"{address}/.wfm_ds-{secrets.token_hex(8)}", b"may be removed\n"
     put_object(content, probe)
     if _read_range(probe, 0, len(content)) != content:
@@ -154,10 +150,7 @@ def _convert_write_errors(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _convert_missing_bucket(address: str) -> Iterator[None]:
-    """Convert FileNotFoundError of the block to StorageError.
-
-    The error means that the bucket or the upload is missing.
-    """
+    """Convert FileNotFoundError of the block, a missing bucket or cancelled upload, to StorageError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -172,7 +165,7 @@ def _read_range(address: str, offset: int, size: int) -> bytes:
 
 
 class _S3Object:
-    """An object in S3, with the requests that write it."""
+    """An S3 object, with the requests that write it."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -185,17 +178,14 @@ class _S3Object:
         return response
 
     def put(self, content: bytes) -> str:
-        """Upload the object in one request and return the expected ETag, which is the MD5 of the content."""
+        """Upload the object in one request. Return the expected ETag: the MD5 of the content."""
         md5 = hashlib.md5(content, usedforsecurity=False)
         with _convert_write_errors(self.address):
             self.call("put_object", Body=content, ContentMD5=_base64_text(md5.digest()))
         return md5.hexdigest()
 
     def put_parts(self, parts: Iterable[bytes], on_progress: ProgressCallback) -> str:
-        """Upload the object in parts and return the expected ETag.
-
-        The ETag consists of the MD5 of the MD5s of all parts, and the number of parts.
-        """
+        """Upload the object in parts. Return the expected ETag: the MD5 of the parts' MD5s, and the number of parts."""
         with _convert_write_errors(self.address):
             upload_id = self.call("create_multipart_upload")["UploadId"]
         try:
@@ -227,7 +217,7 @@ class _S3Object:
         return response["ETag"], md5, len(content)
 
     def verify_upload(self, size: int, tag: str | None) -> None:
-        """Raise StorageError unless the storage reports this size and, if it can be compared, this ETag."""
+        """Raise StorageError unless S3 reports this size and, if its ETag is an MD5, this ETag."""
         with _convert_write_errors(self.address):
             response = self.call("head_object")
         if int(response["ContentLength"]) != size:
@@ -264,10 +254,7 @@ def _hash_parts(parts: Iterable[bytes], update: Callable[[bytes], None]) -> Iter
 
 
 def _map_concurrently(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield work(item) for all items, in order, computed by NUM_CONNECTIONS threads.
-
-    At most NUM_CONNECTIONS items are read ahead.
-    """
+    """Yield work(item) in order, computed in threads. At most NUM_CONNECTIONS items are in progress."""
     running: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(NUM_CONNECTIONS, thread_name_prefix="storage") as pool:
         for item in items:

@@ -47,7 +47,7 @@ MAX_DECODED_MEDIA = 16  # images or videos decoded in memory at once
 
 @dataclass(frozen=True, slots=True)
 class CaptionEmbeddingFile:
-    """The embedding file of a caption in a Cosmos folder: one tensor [n, D], or a pickle of one array."""
+    """Text embedding [n, D] of a caption in a Cosmos dataset folder, stored as a safetensors file or a pickle."""
 
     path: Path
 
@@ -67,13 +67,13 @@ class CaptionEmbeddingFile:
 
 
 def open_text_cache(recipe: Recipe, model: DiffusionModel, data: TrainingData, *, in_memory: bool = False) -> TextCache:
-    """Open the text cache on disk (models/text_store.py), or in memory if the recipe or `in_memory` selects it."""
+    """Open the text embedding cache, on disk unless `in_memory` is True or the recipe turns the disk cache off."""
     files = {s.prompt.text: CaptionEmbeddingFile(s.embedding) for s in all_samples(data) if s.embedding}
     return TextCache(model, store=None if in_memory else create_text_store(recipe, model), precomputed=files)
 
 
 def open_latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | None:
-    """Open the latent cache. Returns None unless data.cache_latents is set."""
+    """Open the disk cache of VAE latents. Returns None unless data.cache_latents is set."""
     if not recipe.data.cache_latents:
         return None
     assert recipe.data.cache_dir is not None  # checked by the recipe
@@ -81,7 +81,7 @@ def open_latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | No
 
 
 def collect_run_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> list[Text]:
-    """Return all texts that the run will encode, without duplicates."""
+    """Return the formatted captions, prompts and negative prompts that the run will encode, without duplicates."""
     validation_prompts = data.validation_prompts[: recipe.validation.num_prompts]
     prompts = [*rollout_prompts(recipe, data), *validation_prompts]
     by_size = defaultdict[ImageSize, list[Text]](list)
@@ -102,7 +102,7 @@ def collect_run_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData)
 def group_samples_by_size(
     recipe: Recipe, model: DiffusionModel, data: TrainingData
 ) -> Mapping[ImageSize, Sequence[Sample]]:
-    """Group the samples by the image size of their bucket.
+    """Return {(height, width) of the bucket: training and held-out samples}.
 
     Returns a single group if the model's caption format does not contain the image size.
     """
@@ -116,10 +116,10 @@ def group_samples_by_size(
 
 
 def rollout_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
-    """Return the prompts that an RL run may draw, without duplicates.
+    """Return the prompts that an RL run may use, without duplicates.
 
-    Returns all prompts if rewards influence which prompts are drawn, or if the data has images or videos: a sample with
-    an unreadable file is replaced by another sample.
+    Returns all prompts if rewards influence the choice of prompts, or if the data has images or videos, because an
+    unreadable file is replaced by another sample.
     """
     depends_on_rewards = recipe.data.choose == "reward_std" or (recipe.is_rl and recipe.rl.rollout.max_refills > 0)
     if not data.prompts or data.samples or depends_on_rewards:
@@ -134,7 +134,7 @@ def all_samples(data: TrainingData) -> list[Sample]:
 
 
 def drop_unused_encoders(model: DiffusionModel, texts: TextCache, needed: Iterable[Text]) -> bool:
-    """Free the text encoders if all `needed` texts are cached. Returns whether they were freed."""
+    """Free the text encoders if the embeddings of all `needed` texts are cached. Returns whether they were freed."""
     for text in needed:
         LIVENESS.record_progress()  # one file access per text, slow on network storage
         if not texts.is_stored(text):
@@ -144,7 +144,7 @@ def drop_unused_encoders(model: DiffusionModel, texts: TextCache, needed: Iterab
 
 
 class CacheFiller:
-    """Writes one rank's shard of a recipe's text embeddings and latents to the disk caches."""
+    """Writes one rank's shard of the text embeddings and latents of a recipe to the disk caches."""
 
     def __init__(self, recipe: Recipe, model: DiffusionModel, data: TrainingData, rank: int, world_size: int) -> None:
         self._recipe, self._model = recipe, model
@@ -156,10 +156,10 @@ class CacheFiller:
         self._max_bad = recipe.data.max_bad_fraction * sum(len(sample.all_media) for sample in all_samples(data))
 
     def fill_caches(self, *, show_progress: bool) -> dict[str, int]:
-        """Write the missing entries.
+        """Write the missing entries of this rank's shard and return {outcome: number of entries}.
 
-        Returns the number of `new`, `kept` (already cached) and `bad` (unreadable) entries. show_progress: display a
-        progress bar. Raises DataError if more than data.max_bad_fraction of the files are unreadable.
+        Outcomes: `new`, `kept` (already cached) and `bad` (unreadable). Raises DataError if this rank's unreadable
+        files are more than data.max_bad_fraction of all files.
         """
         self._counts = Counter(new=0, kept=0, bad=0)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -178,10 +178,7 @@ class CacheFiller:
         self._counts["new" if new else "kept"] += 1
 
     def _fill_latents(self, samples: Sequence[Sample], cache: LatentCache) -> None:
-        """Write the latents of these samples, if missing.
-
-        Files are decoded in parallel but encoded one by one, because the last bits of a latent depend on the batch.
-        """
+        """Write missing latents. Encodes one file at a time, because the last bits of a latent depend on the batch."""
 
         def load_pixels(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
             framing = self._buckets.choose_framing(sample.media)

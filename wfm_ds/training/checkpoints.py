@@ -21,20 +21,15 @@ log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
-    """The methods of a training loop that save and restore its state."""
+    """Interface of a training loop that can be saved and resumed."""
 
     step: int  # the last completed step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, as JSON, without the engine's state.
-
-        Identical on every rank. Collective.
-        """
+        """Return the loop's state as JSON values, without the engine's. Identical on every rank. Collective."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state returned by `state_dict`."""
-        ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Checkpoints:
@@ -47,7 +42,7 @@ class Checkpoints:
         self._saving: CheckpointSave | None = None
 
     def restore_run(self, loop: Resumable, source: Path) -> None:
-        """Restore the engine and `loop` from checkpoint folder `source`. Call before the first step."""
+        """Restore the engine and `loop` from the checkpoint folder `source`. Call before the first step."""
         checkpoint = store.read_checkpoint(source)
         assert checkpoint is not None, "it was complete a moment ago"
         loop.load_state_dict(restore_state(self.job.engine, source, checkpoint.world_size))
@@ -61,10 +56,11 @@ class Checkpoints:
         return self._saving is not None and not self._saving.is_share_written()
 
     def after_step(self, loop: Resumable, flags: StepFlags) -> None:
-        """Save a checkpoint if the recipe schedules one for this step or if SIGUSR1 has requested one.
+        """Save a checkpoint if the recipe schedules one for this step or if SIGUSR1 requested one.
 
-        Call after the metrics of the step are written, because the checkpoint includes them. Blocks only until the
-        state is copied to host memory. A thread then writes it to disk, and a later call completes the checkpoint.
+        Call after the metrics of the step are written, because the checkpoint records the size of metrics.jsonl.
+        Returns when the state is copied to host memory. A thread writes it to disk, and a later call completes the
+        checkpoint.
         """
         if not flags.writing:
             self.wait_for_save()
@@ -80,7 +76,7 @@ class Checkpoints:
         self.wait_for_save()
 
     def wait_for_save(self) -> None:
-        """Wait for the pending save, if any, and complete it."""
+        """Wait for the pending checkpoint, if any, and complete it."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             with self.job.timer("checkpoint"):

@@ -26,7 +26,7 @@ from wfm_ds.data.leader_reads import choose_on_leader
 from wfm_ds.data.prompt_weights import RewardStdTable
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.distributed.lifecycle import StopFlag, seconds_since_start
-from wfm_ds.distributed.world import World
+from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import pad_num_frames
@@ -70,7 +70,7 @@ DiffusionLoop = RlLoop | SftLoop
 
 
 def mark_frozen_layers(model: DiffusionModel, recipe: Recipe) -> None:
-    """Tell the model which layers are not trained. Call before it encodes any text."""
+    """Tell the model which layers LoRA trains, so that it knows the frozen ones. Call before it encodes any text."""
     if recipe.lora is not None:
         model.prepare_for_lora(recipe.lora.trainable_layers(model.default_lora_targets))
 
@@ -85,7 +85,8 @@ def build_diffusion_engine(
 ) -> DenoiserEngine:
     """Wrap the model's denoiser in an engine. All later forward passes go through the engine.
 
-    policies: names of the weight copies to keep. adapter_tensors: initial LoRA tensors by name; None for new ones.
+    policies: names of the weight copies to keep. adapter_tensors: {name: initial LoRA tensor}; None creates new
+    adapters.
     """
     mark_frozen_layers(model, recipe)
     engine = DenoiserEngine.build(
@@ -115,10 +116,7 @@ def build_job(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> Job:
-    """Build engine, caches and monitor. Collective.
-
-    resources: ExitStack that closes the monitor.
-    """
+    """Build engine, caches and monitor of a diffusion run. The ExitStack `resources` closes the monitor. Collective."""
     derived = derive_run_sizes(recipe, world.size)
     world.run_checked(lambda: mark_frozen_layers(model, recipe))
     texts = precompute_texts(
@@ -160,7 +158,7 @@ def prepare_diffusion_run(
 ) -> Callable[[RunStart, Mirror | None, ExitStack], DiffusionLoop]:
     """Check the recipe and load data and model. Writes nothing. Collective.
 
-    Returns a function that calls `build_diffusion_loop` and takes its last three arguments: start, mirror, resources.
+    Returns a function of (start, mirror, resources) that calls `build_diffusion_loop`.
     """
     log.info("reading data %s", recipe.data.path)
     data = read_on_main(world, lambda: check_and_load_data(recipe, world.size))
@@ -190,10 +188,7 @@ def build_diffusion_loop(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> DiffusionLoop:
-    """Build the recipe's training loop. Collective.
-
-    resources: ExitStack that closes everything opened here.
-    """
+    """Build the recipe's training loop. The ExitStack `resources` closes everything opened here. Collective."""
     algorithm = make_rl_algorithm(recipe, model)
     endpoint = resources.enter_context(provide_reward_endpoint(recipe, world))  # rewards load while the engine is built
     job = build_job(recipe, world, stop, model, data, start, mirror, resources)
@@ -205,15 +200,19 @@ def build_diffusion_loop(
 
 @contextlib.contextmanager
 def provide_reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
-    """Yield the address of the reward service on every rank, or None if the recipe has no rewards.
+    """Yield the address of the reward service on every rank, or None if the recipe has no rewards. Collective.
 
-    If the recipe does not set the address, rank 0 starts a service here and stops it at the end.
+    If the recipe sets no address, rank 0 starts a reward service and stops it when the context ends.
     """
     reward = recipe.all_reward_settings
     if reward is None or reward.endpoint is not None:
         yield reward.endpoint if reward else None
         return
-    service = world.run_checked(lambda: RewardService(reward, recipe.run.output_dir / "reward"), on="main")
+
+    def start() -> RewardService:
+        return RewardService(reward, recipe.run.output_dir / "reward", ranks_per_node(world.size))
+
+    service: RewardService | None = world.run_checked(start, on="main")
     try:
         yield world.broadcast(service.endpoint if service is not None else None)
     finally:
@@ -303,7 +302,7 @@ def connect_reward_client(
 
 
 def connect_held_out_client(job: Job, endpoint: str | None, resources: contextlib.ExitStack) -> RewardClient | None:
-    """Connect to the held-out rewards. Returns None if the recipe has none."""
+    """Connect a client for the held-out rewards of the validation. Returns None if the recipe has none."""
     judging = job.recipe.held_out_reward_settings
     if judging is None:
         return None
@@ -312,7 +311,7 @@ def connect_held_out_client(job: Job, endpoint: str | None, resources: contextli
 
 
 def build_group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
-    """Build the source of rollout groups, either from captioned images and videos or from prompts."""
+    """Build the source of rollout groups: from a list of prompts, or from captioned images and videos."""
     recipe, seed = job.recipe, job.recipe.run.seed
     num_groups = recipe.rl.rollout.prompts_per_step
     if not data.samples and recipe.data.choose == "reward_std":
@@ -322,7 +321,7 @@ def build_group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, res
     if not data.samples:
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
     inputs = build_input_reader(recipe, job.model, data)
-    # The rollouts and the data of a step have one size.
+    # unit: all groups of a step come from one size bucket, because the rollouts of a step have one size.
     source = build_batch_source(
         recipe,
         job.world,

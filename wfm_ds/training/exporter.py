@@ -10,7 +10,7 @@ from wfm_ds.run.layout import EXPORTS
 
 
 class Exporter:
-    """Writes `safetensors/step_<N>/` at the recipe's interval and at the end. All methods are collective."""
+    """Exports weights to `safetensors/step_<N>/` as scheduled and at the end. All methods are collective."""
 
     def __init__(self, job: CommonJob) -> None:
         self.job = job
@@ -20,7 +20,7 @@ class Exporter:
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """Return {kind: path} of the run's latest export, for result.json. Empty before the first export."""
+        """Return {kind of weights: folder} of the latest export, for result.json. {} before the first export."""
         return (
             {"lora" if self.job.engine.uses_lora else self.job.artifact_kind: str(self._last_export[1])}
             if self._last_export
@@ -33,7 +33,7 @@ class Exporter:
             self._export_step(step)
 
     def export_at_end(self, step: int) -> None:
-        """Export the final weights unless this step is already exported, and print how to load them."""
+        """Export the final weights unless already exported, finish the push to the Hub, and log the loading code."""
         if self._last_export is None or self._last_export[0] != step:
             self._export_step(step)
         assert self._last_export is not None

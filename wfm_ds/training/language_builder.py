@@ -58,7 +58,7 @@ OomAdvice = Callable[[Callable[[], str | None]], contextlib.AbstractContextManag
 
 @dataclass(frozen=True, slots=True)
 class LanguageSetup:
-    """A loaded model and its data."""
+    """A loaded vision-language model, the reader of its training examples, and its conversations."""
 
     model: LanguageModel
     reader: ConversationReader
@@ -66,7 +66,6 @@ class LanguageSetup:
 
 
 def make_sample_reader(recipe: Recipe, model: LanguageModel) -> ConversationReader:
-    """Create the reader of the recipe's conversations for this model."""
     return ConversationReader(
         Renderer(model.tokenizer, train_on=recipe.language_settings.train_on),
         MediaReader(model.image_processor, recipe.data),
@@ -81,7 +80,7 @@ def prepare_language_run(
 ) -> Callable[[RunStart, Mirror | None, ExitStack], TrainingLoop]:
     """Check the recipe and load model and data. Writes nothing. Collective.
 
-    Returns a function that calls `build_language_loop` and takes its last three arguments: start, mirror, resources.
+    Returns a function of (start, mirror, resources) that calls `build_language_loop`.
     """
     return functools.partial(build_language_loop, recipe, world, stop, load_language_setup(recipe, world, oom_advice))
 
@@ -126,10 +125,7 @@ def build_language_loop(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> TrainingLoop:
-    """Build the training loop. Collective.
-
-    resources: ExitStack that closes everything opened here.
-    """
+    """Build the training loop. The ExitStack `resources` closes everything opened here. Collective."""
     model, data, settings = setup.model, setup.data, recipe.language_settings
     derived = derive_run_sizes(recipe, world.size)
     # Every packed sequence gets a blank item of each media kind in the data: the vision tower must run on all ranks.
@@ -186,12 +182,12 @@ def make_row_order(recipe: Recipe, data: LanguageData) -> PackingOrder:
 
 
 def make_row_work(recipe: Recipe, model: LanguageModel) -> SequenceWork:
-    """Create the counter of the FLOPs of packed sequences. Call before the model is sharded or gets adapters."""
+    """Create the FLOP counter of packed sequences. Call before the model is sharded or gets adapters."""
     return SequenceWork(make_meta_copy(recipe, model), checkpointing=recipe.model.gradient_checkpointing)
 
 
 def make_meta_copy(recipe: Recipe, model: LanguageModel) -> nn.Module:
-    """Copy the network to the meta device, with the adapters and requires_grad flags that the engine will set."""
+    """Copy the network to the meta device, with the LoRA adapters and requires_grad flags that the engine will set."""
     network = copy_to_meta(model.network)
     make_trainable(
         network, recipe, lora_targets(recipe, model), [], model.group_parameter_names(recipe.language_settings.freeze)
@@ -200,7 +196,7 @@ def make_meta_copy(recipe: Recipe, model: LanguageModel) -> nn.Module:
 
 
 def lora_targets(recipe: Recipe, model: LanguageModel) -> list[str]:
-    """Return the names (or endings of the names) of the layers that get LoRA adapters."""
+    """Return the layer names, or endings of layer names, that get LoRA adapters."""
     return (recipe.lora and recipe.lora.target_modules) or model.default_lora_targets
 
 
@@ -255,7 +251,7 @@ def language_summary(recipe: Recipe) -> str:
 
 
 def data_summary(recipe: Recipe, data: LanguageData) -> str:
-    """Return the number of conversations, and of tokens and packed sequences in the first epoch, as text."""
+    """Describe the number of conversations, and of tokens and packed sequences in the first epoch, in one line."""
     lengths, order = data.training.lengths, make_row_order(recipe, data)
     num_rows = next(k for k in range(len(lengths) + 1) if order.locate(k)[0] > 0)
     return (
@@ -265,7 +261,6 @@ def data_summary(recipe: Recipe, data: LanguageData) -> str:
 
 
 def matching_lora_layers(recipe: Recipe, model: LanguageModel) -> list[str]:
-    """Return the names of the modules that match the LoRA targets."""
     assert recipe.lora is not None
     targets = lora_targets(recipe, model)
     names = [name for name, _ in model.network.named_modules()]

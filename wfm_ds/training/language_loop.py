@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class LanguageJob(CommonJob):
-    """One language model run on one rank."""
+    """One rank's model, engine and services in a vision-language training run."""
 
     model: LanguageModel
     export_target: LanguageTarget
@@ -70,7 +70,7 @@ class LanguageJob(CommonJob):
 
 
 class LanguageLoop(TrainingLoop):
-    """VLM training loop. One step is one optimizer step on the packed sequences of `source`."""
+    """VLM training loop. One step is one optimizer step on the packed sequences that `source` reads."""
 
     job: LanguageJob
 
@@ -85,16 +85,12 @@ class LanguageLoop(TrainingLoop):
         weights_by_sample: bool,
         rejected: Mapping[str, int],
     ) -> None:
-        """weights_by_sample: give every conversation, not every token, the same weight in the loss.
-
-        rejected: number of unusable conversations by reason.
-        """
+        """weights_by_sample: weight the loss per conversation, not per token. rejected: {reason: number rejected}."""
         super().__init__(job, validator, exporter, checkpoints)
         self.source, self.weights_by_sample, self.rejected = source, weights_by_sample, rejected
 
     def wait_for_data(self, step: int) -> bool:
-        """Return True immediately. Data is prefetched, and `train_step` waits for it."""
-        return True
+        return True  # data is prefetched, and train_step waits for it
 
     def train_step(self, step: int) -> StepReport:
         job, world = self.job, self.job.world
@@ -121,17 +117,14 @@ class LanguageLoop(TrainingLoop):
         return StepReport(self.data_metrics(step, counts), [metrics], counts["samples"], counts["tokens"])
 
     def micro_batches(self, rows: Sequence[list[ConversationSample]]) -> list[PackedSequence]:
-        """Split this rank's packed sequences into micro-batches.
-
-        The sequences of a micro-batch are concatenated, because conversations do not attend to each other.
-        """
+        """Concatenate packed sequences to micro-batches. Conversations do not attend to each other."""
         parts = split_into_chunks(rows, self.job.recipe.engine.micro_batch_size)
         return [self.job.row_maker.pack_samples([sample for row in part for sample in row]) for part in parts]
 
     def optimize(
         self, batches: Sequence[PackedSequence], num_terms: int, sample_ids: Sequence[str]
     ) -> dict[str, float]:
-        """Run one optimizer step on this rank's batches. num_terms: loss denominator, summed over all ranks."""
+        """Run one optimizer step and return its metrics. num_terms: loss denominator, summed over all ranks."""
         engine = self.job.engine
         if num_terms == 0:
             result = engine.skip_step()
@@ -151,7 +144,6 @@ class LanguageLoop(TrainingLoop):
         return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
 
     def data_metrics(self, step: int, counts: Mapping[str, int]) -> dict[str, float]:
-        """Return the data metrics of a step."""
         capacity = self.job.run_sizes.samples_per_step * self.job.recipe.data.max_tokens
         bad = {f"data/bad/{reason}": float(count) for reason, count in self.rejected.items()}
         bad["data/bad/media"] += self.source.bad
@@ -165,10 +157,7 @@ class LanguageLoop(TrainingLoop):
         }
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the state of the data source: its counts of unreadable conversations.
-
-        The position in the data is not stored, because packed sequences depend only on the step.
-        """
+        """Return the counts of unreadable conversations. Packed sequences depend only on the step."""
         return {"source": self.source.state_dict()}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -176,7 +165,7 @@ class LanguageLoop(TrainingLoop):
 
 
 class LanguageValidator:
-    """Validation loss and token accuracy on held-out conversations, the same ones at any step and number of ranks."""
+    """Loss and token accuracy on held-out conversations. Their choice does not depend on step or world size."""
 
     def __init__(self, job: LanguageJob, reader: ConversationReader, data: SizedConversations) -> None:
         """Read this replica's shard of the held-out conversations into memory. Skips unreadable conversations."""
@@ -192,7 +181,7 @@ class LanguageValidator:
         self._samples, self._batches = samples, list[PackedSequence]()
 
     def build_rows(self) -> None:
-        """Pack the conversations that the constructor has read into batches. Collective."""
+        """Pack the conversations that the constructor has read into one batch per sequence. Collective."""
         self._batches = [
             self.job.row_maker.pack_samples(row) for row in keep_common_samples(self.job.world, self._samples)
         ]
@@ -219,7 +208,7 @@ class LanguageValidator:
         self._evaluated_at, self.last_metrics = state["evaluated_at"], state["metrics"]
 
     def evaluate(self, step: int) -> None:
-        """Compute `val/loss` and `val/token_accuracy` of the evaluation weights, averaged over all labelled tokens."""
+        """Log `val/loss` and `val/token_accuracy` of the evaluation weights, averaged over all labelled tokens."""
         job, self._evaluated_at = self.job, step
         if not job.world.any_rank(bool(self._batches)):
             return
@@ -244,10 +233,7 @@ class LanguageValidator:
 
 
 def keep_common_samples(world: World, rows: list[list[ConversationSample]]) -> list[list[ConversationSample]]:
-    """Keep only the samples that all ranks of the replica could read. Collective.
-
-    Each rank reads the data itself, and all ranks of a replica must have the same packed sequence.
-    """
+    """Drop samples that any rank of the replica could not read: its ranks must train equal sequences. Collective."""
     if world.sp_size == 1:
         return rows
     first = world.rank - world.sp_rank
@@ -257,7 +243,7 @@ def keep_common_samples(world: World, rows: list[list[ConversationSample]]) -> l
 
 
 def read_conversations(reader: ConversationReader, conversations: Sequence[Conversation]) -> list[ConversationSample]:
-    """Read conversations. Logs and skips conversations with unreadable images or videos."""
+    """Read held-out conversations. Logs and skips conversations with unreadable images or videos."""
     samples = []
     for conversation in conversations:
         try:

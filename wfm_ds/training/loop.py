@@ -18,10 +18,7 @@ from wfm_ds.training.step_report import NonFiniteLimit, StepReport, finish_step
 
 
 class PeriodicEvaluator(Protocol):
-    """Interface for evaluations during training. Every rank must call every method at the same step.
-
-    validation.py implements it for diffusion models, language_loop.py for language models.
-    """
+    """Interface of the evaluation during training. Every rank must call every method at the same step."""
 
     def evaluate_at_start(self, step: int) -> None: ...
 
@@ -35,10 +32,7 @@ class PeriodicEvaluator(Protocol):
 
 
 class TrainingLoop(ABC):
-    """Trains `job.engine` step by step. Every rank must call every method in the same order.
-
-    Subclasses define the data and the loss of a step.
-    """
+    """Trains `job.engine` step by step. Subclasses define data and loss of a step. All methods are collective."""
 
     job: CommonJob
     validator: PeriodicEvaluator
@@ -52,7 +46,7 @@ class TrainingLoop(ABC):
         self.metrics: Mapping[str, float] = {}  # metrics of the last completed step
 
     def run_to_end(self) -> RunOutcome:
-        """Train, export the final weights and, if all steps are done, evaluate them."""
+        """Train until the last step or a stop request and export the weights. Evaluates them if all steps are done."""
         try:
             outcome = self.train_steps()
         except RunError:  # raised on all ranks; the weights of the last good step are still valid
@@ -68,15 +62,12 @@ class TrainingLoop(ABC):
         return outcome
 
     def save_results(self) -> None:
-        """Complete a pending checkpoint and export the weights."""
+        """Complete a pending checkpoint and export the current weights."""
         self.checkpoints.wait_for_save()
         self.exporter.export_at_end(self.step)
 
     def train_steps(self) -> RunOutcome:
-        """Train until the recipe's last step, or until any rank gets a stop request.
-
-        Returns an outcome with status `finished`, or saves a checkpoint and returns an outcome with status `preempted`.
-        """
+        """Train until the last step (status `finished`), or save a checkpoint at a stop request (`preempted`)."""
         job = self.job
         self.start()
         stop, is_first = job.should_stop(), True
@@ -91,7 +82,7 @@ class TrainingLoop(ABC):
         return RunOutcome("finished", self.step, self.metrics)
 
     def run_step(self) -> bool:
-        """Run the next step and everything scheduled after it. Returns whether any rank got a stop request."""
+        """Run the next step, then what is due: evaluation, export, checkpoint. Returns whether any rank must stop."""
         self.step += 1
         report = self.train_step(self.step)
         self.validator.after_step(self.step)
@@ -102,7 +93,7 @@ class TrainingLoop(ABC):
         return agreed.stop
 
     def start(self) -> None:
-        """Evaluate if the recipe has an evaluation at the start, then start the progress display."""
+        """Evaluate if validation.at_start is set, then start the progress display."""
         self.validator.evaluate_at_start(self.step)
         self.job.monitor.update_progress(self.step, samples=0)
 
@@ -112,13 +103,10 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def train_step(self, step: int) -> StepReport:
-        """Run the optimizer steps of this step."""
+        """Run all optimizer steps of training step `step`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, as JSON, without the engine's state.
-
-        Identical on every rank. Collective.
-        """
+        """Return the loop's state as JSON values, without the engine's. Identical on every rank. Collective."""
         return {
             "step": self.step,
             "metrics": dict(self.metrics),
@@ -128,7 +116,6 @@ class TrainingLoop(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state returned by `state_dict`."""
         self.step, self.metrics = state["step"], state["metrics"]
         self.nonfinite_limit.num_consecutive = state["nonfinite_in_a_row"]
         self.validator.load_state_dict(state["validator"])
@@ -136,7 +123,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def extra_state(self) -> dict[str, Any]:
-        """Return the additional state of the subclass, as JSON. Collective."""
+        """Return the state that the subclass adds, as JSON values. Collective."""
 
     @abstractmethod
     def load_extra_state(self, state: Mapping[str, Any]) -> None:

@@ -27,35 +27,29 @@ class Update(Generic[TermT]):
     """The loss terms of one optimizer step on this rank, padded so that all ranks run the same forward passes."""
 
     terms: Sequence[TermT]
-    total_weight: float  # this rank's part of the loss denominator; includes the terms dropped for having no gradient
+    total_weight: float  # this rank's share of the loss denominator; counts dropped terms without gradient too
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Loss terms that are predicted together, in one forward pass or in one forward pass per part of the loss.
-
-    The class of `batch` depends on the algorithm.
-    """
+    """Loss terms that share their forward passes. The class of `batch` depends on the algorithm."""
 
     batch: Any
     expert: int  # the expert of all its noise levels
 
     def parts(self) -> list[MicroBatch]:
-        """Return one micro-batch for each forward and backward pass, in order."""
+        """Return one micro-batch for each forward and backward pass that the loss needs, in order."""
         return [MicroBatch(part, self.expert) for part in self.batch.parts()]
 
     def with_group_statistics(self, group_statistics: torch.Tensor | None) -> MicroBatch:
-        """Return a copy with `group_statistics` [B] in its batch, or self if `group_statistics` is None."""
+        """Return a copy with these group statistics [B] in its batch, or self if they are None."""
         if group_statistics is None:
             return self
         return MicroBatch(dataclasses.replace(self.batch, group_statistics=group_statistics), self.expert)
 
     @classmethod
     def concat(cls, micros: Sequence[MicroBatch]) -> MicroBatch:
-        """Concatenate micro-batches of one expert for a shared forward pass.
-
-        Fields that only the loss uses are dropped.
-        """
+        """Concatenate micro-batches of one expert for a shared forward pass. Drops fields that only the loss uses."""
         if len(micros) == 1:
             return micros[0]
         batches = [m.batch for m in micros]
@@ -69,20 +63,17 @@ class MicroBatch:
         return cls(batch, micros[0].expert)
 
     def reference_inputs(self) -> MicroBatch:
-        """Return a micro-batch with only the inputs that reference policies predict."""
+        """Return this micro-batch with only the inputs that the reference policies need."""
         return MicroBatch(self.batch.reference_inputs(), self.expert)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches(Generic[TermT]):
-    """The micro-batches of an optimizer step, assembled one at a time to save memory.
-
-    Each iteration yields identical batches, because every random draw is seeded by its own key.
-    """
+    """The micro-batches of an optimizer step, assembled one at a time. Every iteration yields the same batches."""
 
     splits: Sequence[tuple[Sequence[TermT], int]]  # (terms, expert) of each micro-batch
     assemble: Callable[[Sequence[TermT]], Any]
-    cache_bytes: int = 0  # bytes for batches cached between passes
+    cache_bytes: int = 0  # size limit of the batches cached between iterations
     _cache: dict[int, MicroBatch] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -90,14 +81,13 @@ class MicroBatches(Generic[TermT]):
 
     @property
     def num_backwards(self) -> int:
-        """Return the number of backward passes."""
         return sum(terms[0].num_parts for terms, _ in self.splits)
 
     def iterate(self, *, release: bool) -> Iterator[MicroBatch]:
         """Yield all micro-batches in order.
 
-        release=False caches batches for the next pass, as long as they fit into the cache. release=True is for the last
-        pass: it removes each batch from the cache when it is yielded.
+        release=False caches batches for the next iteration as long as they fit into `cache_bytes`. release=True is for
+        the last iteration: it removes each batch from the cache before yielding it.
         """
         free = 0 if release else self.cache_bytes - sum(num_bytes(micro.batch) for micro in self._cache.values())
         for i, (terms, expert) in enumerate(self.splits):
@@ -117,10 +107,7 @@ def num_bytes(batch: Any) -> int:
 
 
 def concat_conditioning_frames(parts: Sequence[ConditioningFrames | None]) -> ConditioningFrames | None:
-    """Concatenate the conditioning frames of several batches. Returns None if no batch has any.
-
-    Either all batches have conditioning frames or none has.
-    """
+    """Concatenate the conditioning frames of batches. All or none of them have frames; returns None if none has."""
     frames = [part for part in parts if part is not None]
     if not frames:
         return None
@@ -138,7 +125,7 @@ class TermGroup(Generic[TermT]):
 
     @property
     def max_sigma(self) -> float:
-        """Return the largest noise level of the terms, or 0 if there are none."""
+        """Return the largest noise level of the terms, 0 if the group is empty."""
         return max((term.sigma for term in self.terms), default=0.0)
 
     @property
@@ -146,10 +133,9 @@ class TermGroup(Generic[TermT]):
         return f"expert {self.expert}, num_parts {self.num_parts}"
 
     def pad(self, length: int, substitute: TermT) -> list[TermT]:
-        """Return the training terms, padded to `length` with copies of terms that have weight 0.
+        """Return the training terms, padded to `length` with zero-weight copies of the group's terms.
 
-        The copies are made from the terms of this group, first from terms that already have weight 0. substitute: term
-        to copy if the group is empty on this rank.
+        Terms that already have weight 0 are copied first. substitute: term to copy if the group is empty on this rank.
         """
         candidates = sorted(self.terms, key=lambda term: term.weight) or [substitute]
         padding = [dataclasses.replace(term, weight=0.0) for term in candidates]
@@ -165,13 +151,12 @@ def pad_across_ranks(
 ) -> Update[TermT]:
     """Drop terms without gradient and pad with terms of weight 0, so that all ranks run the same forward passes.
 
-    Collective. terms: this rank's loss terms, not empty; the same values of `num_parts` occur on every rank. expert_of:
-    function that maps a noise level to the index of its expert. max_over_ranks: function that returns the maximum of
-    each value over all ranks. has_gradient: function that returns whether a term can have a gradient.
+    Collective. terms: this rank's loss terms, not empty; the same values of `num_parts` occur on every rank.
+    expert_of: maps a noise level to its expert. max_over_ranks: returns the maximum of each value over all ranks.
+    has_gradient: whether a term can have a gradient.
 
     If no term on any rank has a gradient but some have weight 1, every rank gets one padding term, because the
-    optimizer step must still run. If no term on any rank has weight 1, the result is empty and the optimizer step is
-    skipped.
+    optimizer step must still run. If no term on any rank has weight 1, the result is empty and the step is skipped.
     """
     groups = group_terms(terms, expert_of, num_experts, has_gradient)
     total_weight = sum(term.weight for term in terms)
@@ -198,10 +183,7 @@ def group_terms(
     num_experts: int,
     has_gradient: Callable[[TermT], bool],
 ) -> list[TermGroup[TermT]]:
-    """Group loss terms by expert and `num_parts`, and sort the groups by both.
-
-    Includes groups that are empty on this rank. expert_of, has_gradient: as in `pad_across_ranks`.
-    """
+    """Group loss terms by expert and `num_parts`, sorted by both, including groups that are empty on this rank."""
     by_kind: dict[tuple[int, int], list[TermT]] = {
         kind: [] for kind in itertools.product(range(num_experts), sorted({term.num_parts for term in terms}))
     }
@@ -218,8 +200,7 @@ def split_into_micro_batches(
 ) -> list[tuple[Sequence[TermT], int]]:
     """Split loss terms into micro-batches of at most `max_terms` terms with the same expert and `num_parts`.
 
-    Returns (terms, expert) of each micro-batch, sorted by expert and `num_parts`. expert_of: function that maps a noise
-    level to the index of its expert.
+    Returns [(terms, expert)], sorted by expert and `num_parts`. expert_of: maps a noise level to its expert.
     """
     by_kind: dict[tuple[int, int], list[TermT]] = defaultdict(list)
     for term in terms:
@@ -228,7 +209,7 @@ def split_into_micro_batches(
 
 
 def merge_part_stats(parts: Sequence[Stats]) -> Stats:
-    """Merge the statistics of all parts of a micro-batch. `loss/total` is summed over the parts."""
+    """Merge the loss statistics of a micro-batch's passes (MicroBatch.parts). `loss/total` is summed over them."""
     if len(parts) == 1:
         return parts[0]
     totals = [cast(torch.Tensor, stats["loss/total"]) for stats in parts]
@@ -237,10 +218,7 @@ def merge_part_stats(parts: Sequence[Stats]) -> Stats:
 
 
 def group_micro_batches(micros: Iterable[MicroBatch], max_terms: int) -> Iterator[list[MicroBatch]]:
-    """Group consecutive micro-batches of the same expert, with at most `max_terms` loss terms per group.
-
-    A micro-batch with more terms forms a group by itself.
-    """
+    """Group consecutive micro-batches of one expert. A group of several has at most `max_terms` loss terms."""
     group: list[MicroBatch] = []
     for micro in micros:
         count = sum(len(m.batch.sigma) for m in [*group, micro])

@@ -43,14 +43,14 @@ from wfm_ds.types import Prompt
 log = logging.getLogger(__name__)
 
 NUM_CHECKED_SAMPLES = 32  # samples that --check reads
+SEPARATE_SERVICE_FIX = (
+    "start a reward service, and set reward.spawn: false and reward.endpoint (docs/reward_service.md)"
+)
 MIN_PROMPT_DRAWS = 3  # draws per prompt in a run; with fewer, reward statistics of most prompts are unreliable
 
 
 def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
-    """Check that the rewards exist and can score these prompts, and that a running service replies.
-
-    Raises RewardError or RecipeError.
-    """
+    """Raise RewardError or RecipeError unless the rewards can score these prompts and a running service replies."""
     reward = recipe.all_reward_settings
     if reward is None:
         return
@@ -88,11 +88,11 @@ def check_reward_needs(
     provided_inputs: Sequence[str] = (),
     accepted_inputs: Container[str] = (),
 ) -> None:
-    """Check that a reward gets the media type, inputs and metadata it needs. Raises RecipeError.
+    """Raise RecipeError if a reward does not get the media type, inputs or metadata that it needs.
 
     is_local: whether this run starts the reward service. A reward of a remote service is checked only if it is built
-    in. makes_video: whether the model generates videos. provided_inputs: names in data.inputs. accepted_inputs: names
-    of the inputs that the model accepts.
+    in. provided_inputs: names in data.inputs. accepted_inputs: names of the inputs that the model accepts. Raises
+    RewardError if a local reward has an invalid name, option or batch size.
     """
     from wfm_reward import registry as rewards
 
@@ -120,15 +120,13 @@ def check_reward_needs(
                 f"prompts, e.g. {missing[0]}: add it to the prompt file or choose another reward"
             )
     if is_local:
-        rewards.check_reward(function.name, "cpu", function.options, function.max_batch)
+        rewards.check_reward(function.name, function.device, function.options, function.max_batch)
 
 
 def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
-    """Run the cheap checks and load the data. Writes nothing.
-
-    The checks run in the order in which a user would fix the problems.
-    """
+    """Run the cheap checks, in the order in which a user would fix problems, and load the data. Writes nothing."""
     num_replicas(recipe, world_size, ranks_per_node=ranks_per_node(world_size))
+    check_hosts(recipe, world_size, ranks_per_node(world_size))
     derived = derive_run_sizes(recipe, world_size)
     build_deepspeed_config(
         recipe,
@@ -154,6 +152,41 @@ def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
     return data
 
 
+def check_hosts(recipe: Recipe, world_size: int, num_local_ranks: int) -> None:
+    """Raise RecipeError if a run on several hosts uses a service that only the ranks on the first host can reach.
+
+    num_local_ranks: number of ranks on the first host.
+    """
+    if num_local_ranks >= world_size:
+        return
+    unreached = f"cannot be reached by {world_size - num_local_ranks} of {world_size} ranks, which run on other hosts"
+    reward = recipe.all_reward_settings
+    if reward is not None and reward.spawn:
+        if recipe.reward is None:
+            raise RecipeError(f"validation.held_out_rewards: their service {unreached}: remove them, or use one host")
+        raise RecipeError(
+            f"reward.spawn: true: the reward service {unreached}: start a separate service, and set reward.spawn: "
+            "false and reward.endpoint (docs/reward_service.md)"
+        )
+    if recipe.is_async and recipe.rl.rollout.bind == "ipc":
+        raise RecipeError(
+            f"rollout.bind: ipc {unreached}: set it to a tcp:// address of the first host, and set rollout.keys "
+            "(docs/async.md)"
+        )
+
+
+def host_warnings(recipe: Recipe, world_size: int) -> list[str]:
+    """Return a warning if the run needs more GPUs than this machine has but uses a service that serves one host."""
+    num_gpus = torch.cuda.device_count() if uses_cuda() else 0
+    if num_gpus == 0:  # perhaps a check for another machine
+        return []
+    try:
+        check_hosts(recipe, world_size, min(num_gpus, world_size))
+    except RecipeError as error:
+        return [f"this machine has {num_gpus} GPUs. On several hosts: {error}"]
+    return []
+
+
 def draws_per_prompt(recipe: Recipe, data: TrainingData) -> float:
     """Return the average number of times a prompt is drawn in the run."""
     return recipe.run.steps * recipe.rl.rollout.prompts_per_step / len(data.prompts)
@@ -170,7 +203,7 @@ def prompt_choice_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
 
 
 def validation_reward_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
-    """Return warnings if there are too few prompts or evaluations for the alarm of held-out rewards to work."""
+    """Return warnings if there are too few validation prompts or evaluations for the reward-hacking alarm."""
     if not recipe.validation.held_out_rewards or not recipe.is_rl:
         return []
     warnings, num_prompts = [], min(len(data.validation_prompts), recipe.validation.num_prompts)
@@ -201,7 +234,12 @@ def check_diffusion_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fa
     find_usable_samples(
         samples, recipe, build_buckets(recipe, model), NUM_CHECKED_SAMPLES, dataset_size=num_samples, inputs=inputs
     )
-    check_spawned_rewards(recipe)
+    for warning in host_warnings(recipe, world_size):
+        log.warning(warning)
+    if gpu_rewards := rewards_without_gpu(recipe):  # perhaps a check for another machine
+        log.warning("the rewards were not started: this machine has no GPU for %s", ", ".join(gpu_rewards))
+    else:
+        check_spawned_rewards(recipe)
     sizes = estimate_memory(
         recipe, model, world_size, keeps_encoders=keeps_text_encoders(recipe, model, data, world_size)
     )
@@ -226,7 +264,6 @@ def check_diffusion_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fa
 
 
 def data_summary(recipe: Recipe, data: TrainingData) -> str:
-    """Return the number of prompts or samples as text."""
     if recipe.is_rl:
         return f"{len(data.prompts)} prompts"
     number = "a stream of" if recipe.data.streaming else len(data.samples)
@@ -234,7 +271,7 @@ def data_summary(recipe: Recipe, data: TrainingData) -> str:
 
 
 def gpu_memory() -> int | None:
-    """Return the memory of the first GPU in bytes; None without a GPU."""
+    """Return the memory of the first GPU in bytes, None without a GPU."""
     return torch.cuda.get_device_properties(0).total_memory if uses_cuda() else None
 
 
@@ -243,6 +280,12 @@ def start_summary(start: RunStart) -> str:
     if start.is_finished:
         return f"finished run (step {start.step}): nothing to do"
     return f"continues after step {start.step} from {start.checkpoint}" if start.checkpoint else "a new run"
+
+
+def rewards_without_gpu(recipe: Recipe) -> list[str]:
+    """Return the names of the rewards that need a GPU if this machine has none, else []."""
+    reward = recipe.all_reward_settings
+    return [] if reward is None or is_accelerator_present() else [f.name for f in reward.functions if f.uses_gpu]
 
 
 def check_spawned_rewards(recipe: Recipe) -> None:

@@ -23,23 +23,20 @@ RECOMMENDED_PROMPTS = 32
 
 
 class RewardAlarm:
-    """Compares each evaluation with the first one and keeps the held-out rewards that raise the alarm.
-
-    Identical on every rank.
-    """
+    """Compares each evaluation with the first one and keeps the held-out rewards that fell. Identical on every rank."""
 
     def __init__(self, key: Sequence[Any]) -> None:
-        """key: JSON value that identifies prompts, seeds and rewards. State with a different key is ignored."""
+        """key: prompts, seeds and reward names as JSON. `load_state_dict` ignores a state with a different key."""
         self._key = list(key)
         self._first: dict[str, Array] = {}  # total reward (key "") and held-out rewards at the first evaluation
         self._suspects: set[str] = set()
         self.falling_rewards: dict[str, Difference] = {}  # held-out rewards that raise the alarm now
 
     def update(self, total: Array | None, held_out_rewards: Mapping[str, Array]) -> dict[str, float]:
-        """Add an evaluation and set `falling_rewards`. Returns metrics, empty for the first evaluation.
+        """Compare an evaluation with the first one, set `falling_rewards` and return metrics ({} for the first one).
 
-        total: trained reward of each sample, [P, S] for P prompts and S seeds; None in runs without a trained reward.
-        held_out_rewards: held-out rewards by name, [P, S] each.
+        total: trained reward [P, S] for P prompts and S seeds; None in runs without a trained reward. held_out_rewards:
+        {name: held-out reward [P, S]}.
         """
         scores_by_name = {**({} if total is None else {"": total}), **held_out_rewards}
         if not self._first:
@@ -57,12 +54,11 @@ class RewardAlarm:
         return metrics | ({} if total is None else {"val/alarm": float(bool(self.falling_rewards))})
 
     def summary(self) -> str:
-        """Return a message about the rewards in `falling_rewards`."""
+        """Return the alarm's message about the rewards in `falling_rewards`."""
         fell = ", ".join(f"{name} by {-change.z:.2g} sd" for name, change in self.falling_rewards.items())
         return f"since the first evaluation the trained reward rose and {fell} fell, in two consecutive evaluations"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON."""
         rows = {name: scores.tolist() for name, scores in self._first.items()}
         first = {name: [[finite_or_none(score) for score in row] for row in table] for name, table in rows.items()}
         return {"key": self._key, "first": first, "suspects": sorted(self._suspects)}

@@ -98,11 +98,7 @@ class RlLoop(TrainingLoop):
         return StepReport(step_metrics, metrics, num_samples=int(step_metrics["rollout/samples"]))
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the additional state of an RL run.
-
-        Noise depends only on the step. Prompts depend on the step and on the state of the group source, which is
-        included.
-        """
+        """Return the RL state as JSON values. Noise has no state, because it depends only on the step. Collective."""
         return {
             "failing_steps": self.failing_steps,
             "current": sorted(self.equal_policies),
@@ -116,10 +112,7 @@ class RlLoop(TrainingLoop):
         self.source.groups.load_state_dict(state["groups"])
 
     def compute_rewards(self, scores: Sequence[dict[str, Score]]) -> Rewards:
-        """Combine the scores of each sample into its reward, then shuffle the rewards if reward.shuffle is set.
-
-        Identical on every rank.
-        """
+        """Combine scores into one reward per sample, shuffled if reward.shuffle is set. Identical on every rank."""
         rewards = combine_scores(scores, self.reward)
         if not self.reward.shuffle:
             return rewards
@@ -141,7 +134,7 @@ class RlLoop(TrainingLoop):
         return advantages, stats | {"rollout/samples": float(valid), "rollout/step": float(self.step)}
 
     def check_failures(self, totals: Sequence[float | None], scores: Sequence[dict[str, Score]]) -> None:
-        """Log failed samples. Raises RunError after MAX_FAILING_STEPS consecutive steps with too many of them."""
+        """Log failed samples. Raises RunError if too many failed in each of MAX_FAILING_STEPS consecutive steps."""
         failed = sum(total is None for total in totals)
         reasons = summarize_failures(scores)
         if failed:
@@ -157,11 +150,11 @@ class RlLoop(TrainingLoop):
     def predict_with_old_weights(
         self, updates: Sequence[Update[LossTerm]], rollouts: StepRollouts
     ) -> list[list[Tensor]]:
-        """Predict with the rollout weights, before the first optimizer step of the RL step changes them.
+        """Predict the loss terms with the current weights, before the optimizer steps of this RL step change them.
 
-        Returns one list per optimizer step, with a tensor per micro-batch. The first list is empty, because the weights
-        are still the old ones in the first optimizer step. All lists are empty unless the algorithm compares with the
-        old policy without keeping a copy of it.
+        Returns one list per optimizer step, with a tensor per micro-batch. The first list is empty, because the first
+        optimizer step still has these weights. All lists are empty unless the algorithm compares with the old policy
+        without keeping a copy of it.
         """
         if not self.algorithm.uses_old_predictions:
             return [[] for _ in updates]
@@ -183,10 +176,7 @@ class RlLoop(TrainingLoop):
     def optimize(
         self, update: Update[LossTerm], rollouts: StepRollouts, old_predictions: list[Tensor]
     ) -> dict[str, float]:
-        """Run one optimizer step on this replica's loss terms and return its metrics.
-
-        The step is skipped if there are no terms.
-        """
+        """Run one optimizer step on this replica's loss terms and return metrics. Skips it if there are no terms."""
         job, engine, terms = self.job, self.job.engine, update.terms
         if not terms:  # the same on all ranks
             return engine_metrics(job, engine.skip_step())
@@ -220,10 +210,7 @@ class RlLoop(TrainingLoop):
         return metrics | engine_metrics(job, result)
 
     def pad_across_ranks(self, terms: Sequence[LossTerm], equal_policies: Set[str]) -> Update[LossTerm]:
-        """Drop terms without gradient and pad with terms of weight 0, so that all ranks run the same forward passes.
-
-        Collective. equal_policies: result of `find_equal_policies`.
-        """
+        """Drop loss terms without gradient and pad, so that all ranks run the same forward passes. Collective."""
         model, algorithm = self.job.model, self.algorithm
         num_experts, maxima = len(model.sigma_ranges), self.job.world.max_over_ranks
         return pad_across_ranks(
@@ -231,10 +218,7 @@ class RlLoop(TrainingLoop):
         )
 
     def find_equal_policies(self, update: int) -> Set[str]:
-        """Return the names of the policies that equal the trained policy before this optimizer step.
-
-        update: index of the optimizer step in the RL step. Identical on every rank.
-        """
+        """Return the policies that equal the trained one before optimizer step `update`. Identical on every rank."""
         if update > 0:
             return frozenset()
         return self.equal_policies | ({"old"} if self.algorithm.uses_old_predictions else set())
@@ -251,15 +235,12 @@ class RlLoop(TrainingLoop):
     def predict_references(
         self, micros: MicroBatches[LossTerm], old_predictions: list[Tensor]
     ) -> dict[str, list[Tensor]]:
-        """Return the predictions of the reference policies as {policy: [one tensor per micro-batch]}.
-
-        Runs one policy after the other. Omits policies that equal the trained policy.
-        """
+        """Return {reference policy: [prediction per micro-batch]}, without policies that equal the trained policy."""
         references: dict[str, list[Tensor]] = {}
         offload_buffer = self.make_offload_buffer()
         for policy in self.algorithm.references:
             if policy in self.equal_policies:
-                continue  # equal weights give equal predictions: the loss detaches the trained policy's
+                continue  # the loss uses the trained policy's detached prediction instead
             if policy == "old" and self.algorithm.uses_old_predictions:
                 references[policy] = old_predictions
                 continue
@@ -270,7 +251,7 @@ class RlLoop(TrainingLoop):
         return references
 
     def make_offload_buffer(self) -> OffloadBuffer:
-        """Create a buffer for predictions: first in GPU_BUFFER_FRACTION of the free GPU memory, then in host memory."""
+        """Create a buffer for predictions in GPU_BUFFER_FRACTION of the free GPU memory, then in host memory."""
         gpu_bytes = free_memory(self.job.world.device, GPU_BUFFER_FRACTION)
         return OffloadBuffer(gpu_bytes)
 
@@ -278,10 +259,10 @@ class RlLoop(TrainingLoop):
     def sum_group_statistics(
         self, micros: MicroBatches[LossTerm], references: dict[str, list[Tensor]]
     ) -> list[Tensor | None]:
-        """Sum `RlAlgorithm.group_statistics` over the terms of each group, on all replicas.
+        """Sum `RlAlgorithm.group_statistics` over the loss terms of each group, on all replicas. Collective.
 
-        Returns the sum for the group of each term: [B] per micro-batch, or None if the algorithm does not use the sums.
-        Collective.
+        Returns the sum of each term's group: [B] per micro-batch, or [None, ...] if the algorithm does not use the
+        sums.
         """
         if not self.algorithm.uses_group_statistics:
             return [None] * len(micros)
@@ -308,10 +289,7 @@ class RlLoop(TrainingLoop):
     def predict_in_batches(
         self, purpose: str, micros: Iterable[MicroBatch], max_terms: int, offload_buffer: OffloadBuffer
     ) -> list[Tensor]:
-        """Predict with the active policy, at most `max_terms` loss terms per forward pass.
-
-        Returns one tensor per micro-batch. The offload buffer moves predictions that do not fit on the GPU to the host.
-        """
+        """Return the active policy's prediction per micro-batch; at most `max_terms` loss terms per forward pass."""
         predictions: list[Tensor] = []
         for group in group_micro_batches((m.reference_inputs() for m in micros), max_terms):
             velocity = offload_buffer.store(self.predict_velocity(purpose, MicroBatch.concat(group)))
@@ -319,10 +297,7 @@ class RlLoop(TrainingLoop):
         return predictions
 
     def predict_velocity(self, purpose: str, micro: MicroBatch) -> Tensor:
-        """Predict the velocity of a micro-batch with the active policy, with the same guidance as the rollout.
-
-        purpose: name under which the forward passes are counted.
-        """
+        """Predict the velocity with the active policy and the rollout's guidance. purpose: tag for forward counts."""
         sampler, batch = self.job.sampler, micro.batch
         conditions = sampler.encode_conditioning(batch.prompts, batch.conditioning_frames, batch.latents.shape[1:])
         return sampler.predict_velocity(purpose, batch.latents, batch.sigma, conditions, micro.expert)

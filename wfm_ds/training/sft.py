@@ -49,9 +49,9 @@ from wfm_ds.types import ConditioningFrames
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyBatch:
-    """Noisy images or videos of B samples. A sample has M of them: two in preference data, otherwise one.
+    """Noisy latents of B samples with M images or videos each: M = 2 for preference pairs, otherwise 1.
 
-    All items of a sample get the same noise. Row m * B + b is item m of sample b. Tensors are float32 unless noted.
+    Row m * B + b is item m of sample b. All items of a sample get the same noise. Tensors are float32 unless noted.
     """
 
     clean_latents: Tensor  # [M*B, ...]
@@ -85,8 +85,7 @@ class SftLoop(TrainingLoop):
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
 
     def wait_for_data(self, step: int) -> bool:
-        """Return True immediately. Data is prefetched, and `train_step` waits for it."""
-        return True
+        return True  # data is prefetched, and train_step waits for it
 
     def train_step(self, step: int) -> StepReport:
         job, world = self.job, self.job.world
@@ -100,20 +99,14 @@ class SftLoop(TrainingLoop):
         return StepReport(self.source.bad_counts(world.sum_over_replicas), [metrics], job.run_sizes.samples_per_step)
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the state of the data source: bad files and, in a data stream, the position of each replica.
-
-        For other data the position is not stored, because batches depend only on the step.
-        """
+        """Return the data source's state: unreadable files and, in a data stream, the position of each replica."""
         return {"sources": self.job.world.gather_from_leaders(self.source.state())}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         self.source.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
 
     def micro_batches(self, samples: Sequence[TrainingSample]) -> MicroBatches[LossTerm]:
-        """Draw a noise level for each of this replica's samples and split the samples into micro-batches.
-
-        Each micro-batch trains one expert.
-        """
+        """Split this replica's samples into micro-batches of one expert each, and draw a noise level per sample."""
         job = self.job
         rows = split_into_chunks(range(len(samples)), job.recipe.engine.micro_batch_size)
         # All ranks must train the same experts, because the collectives of an expert involve all ranks.
@@ -138,11 +131,10 @@ class SftLoop(TrainingLoop):
         return [LossTerm(row=row, sigma=sigma, weight=1.0) for row, sigma in zip(rows, sigmas.tolist(), strict=True)]
 
     def reference_errors(self, micros: MicroBatches[LossTerm]) -> list[dict[str, Tensor]]:
-        """Return the velocity errors of the reference policies: {policy: errors [M, B]} for each micro-batch.
+        """Return {reference policy: velocity errors [M, B]} for each micro-batch (see NoisyBatch).
 
-        Errors are [images or videos per sample, samples]. Runs one policy after the other. Uses the batch size of
-        training: a GPU may choose different kernels for another batch size, and equal policies would then give
-        different errors.
+        Uses the batch size of training: a GPU may choose different kernels for another batch size, and equal policies
+        would then give different errors.
         """
         errors_by_micro: list[dict[str, Tensor]] = [{} for _ in micros.splits]
         for policy in self.algorithm.settings.reference_policies:
@@ -174,10 +166,7 @@ class SftLoop(TrainingLoop):
         return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
 
     def make_noisy_batch(self, samples: Sequence[TrainingSample], terms: Sequence[LossTerm]) -> NoisyBatch:
-        """Return a batch of the samples of these terms, with noise added at each term's noise level.
-
-        Deterministic. Collective in the replica.
-        """
+        """Add noise to the samples of these loss terms at each term's noise level. Collective in the replica."""
         seed, times = self.job.recipe.run.seed, self.settings.items_per_sample
         rows = [samples[term.row] for term in terms]
         clean = load_clean_latents(self.job, list(iter_media(rows)))
@@ -196,10 +185,10 @@ class SftLoop(TrainingLoop):
         )
 
     def caption_texts(self, samples: Sequence[TrainingSample], shape: Sequence[int] | None = None) -> list[Text]:
-        """Return the captions in the format of the model family.
+        """Return the captions in the format of the model family, which may contain the image size.
 
-        The format may include the image size. The size is taken from `shape` (latents of one sample) if given, else
-        from the sample's framing, else from the recipe section `sampling`.
+        The size is that of `shape` (latents of one sample) if given, else of the sample's framing, else sampling.height
+        and sampling.width.
         """
         sampler, texts = self.job.sampler, list[Text]()
         for sample in samples:
@@ -225,10 +214,7 @@ def draw_frame_counts(job: Job, draws: Sequence[float]) -> Tensor | None:
 
 
 def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Tensor:
-    """Predict with the active policy and return the velocity errors, [images or videos per sample, samples].
-
-    purpose: name under which the forward passes are counted.
-    """
+    """Return the active policy's velocity errors [M, B] (see NoisyBatch). purpose: tag for forward counts."""
     frames = (
         None
         if batch.num_conditioning_frames is None
@@ -243,34 +229,25 @@ def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Te
 
 
 def loss_stats(prefix: str, loss_B: Tensor, sigma_B: Tensor, shift: float) -> Stats:
-    """Return the loss, and the loss by bucket of noise levels, as statistics of metric tags `<prefix>/...`."""
+    """Return {`<prefix>/loss`: loss [B], `<prefix>/loss_bucket<j>`: (loss [B], mask [B] of noise-level bucket j)}."""
     buckets = torch.arange(NUM_BUCKETS, device=sigma_B.device)
     masks = (bucket_index(sigma_B, shift) == buckets[:, None]).float().unbind()
     return {f"{prefix}/loss": loss_B, **{f"{prefix}/loss_bucket{j}": (loss_B, mask) for j, mask in enumerate(masks)}}
 
 
 def iter_media(samples: Sequence[TrainingSample]) -> Iterator[TrainingSample]:
-    """Yield all samples, then the rejected samples of preference pairs.
-
-    Only the replica leader's samples have media and rejected samples.
-    """
+    """Yield all samples, then the rejected samples of preference pairs, which only replica leaders have."""
     yield from samples
     yield from (sample.rejected for sample in samples if sample.rejected is not None)
 
 
 def load_clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the clean latents of these samples, [B, ...] float32, on every rank of the replica.
-
-    Collective in the replica.
-    """
+    """Return the samples' clean latents, [B, ...] float32, on every rank of the replica. Collective in the replica."""
     return job.world.broadcast_tensor_in_replica(encode_samples(job, samples) if job.world.is_leader else None)
 
 
 def encode_samples(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the latents of loaded samples, [B, ...] float32.
-
-    Samples without cached latents are encoded, and their latents are written to the latent cache if the run has one.
-    """
+    """Return the samples' latents, [B, ...] float32. Encodes and caches latents that are not cached yet."""
     pixels = {i: sample.pixels for i, sample in enumerate(samples) if sample.pixels is not None}
     if job.latent_cache is None:
         return job.model.encode_uint8(list(pixels.values()))
@@ -289,7 +266,7 @@ class ValidationLoss:
     """The loss on held-out samples with fixed noise. Equal weights give equal losses, at any step and world size.
 
     Every evaluation uses the same L = 8 noise levels sigma_j = shift((j + .5) / L). The noise depends only on the
-    sample and j.
+    sample and j. Velocity errors are [M, N, L] for N samples with M images or videos each.
     """
 
     def __init__(
@@ -303,11 +280,7 @@ class ValidationLoss:
 
     @torch.no_grad()
     def measure_loss(self) -> dict[str, float]:
-        """Return `val/loss`, `val/loss_bucket<j>` and the algorithm's own metrics of the evaluation weights.
-
-        Collective. All ranks run the same number of forward passes. A rank with fewer samples repeats some of them, and
-        the repetitions do not count.
-        """
+        """Return `val/loss`, `val/loss_bucket<j>` and the algorithm's metrics of the evaluation weights. Collective."""
         engine, references = self.job.engine, {}
         for policy in self.settings.reference_policies:
             with engine.use_policy(policy):
@@ -319,10 +292,7 @@ class ValidationLoss:
         return {f"val/{name}": float(values.mean()) for name, values in {**means, **sample_metrics}.items()}
 
     def policy_errors(self) -> Tensor:
-        """Return the velocity errors of the active policy, float64 on the host. Identical on every rank.
-
-        Errors are [images or videos per sample, samples, noise levels].
-        """
+        """Return the active policy's velocity errors [M, N, L], float64 on the CPU. Identical on every rank."""
         world, model = self.job.world, self.job.model
         shape = (self.settings.items_per_sample, len(self.samples), len(self.sigmas))
         errors = torch.zeros(shape, dtype=torch.float64, device=world.device)
@@ -331,19 +301,20 @@ class ValidationLoss:
             for framing in dict.fromkeys(self.framings):
                 indices = [i for i, other in enumerate(self.framings) if other == framing]
                 self.add_errors([(i, j) for i in indices for j in levels], expert, errors)
-        # Each term is computed by one replica and 0 on the others: the sum is exact for any number of ranks.
+        # Each error is computed by one replica and 0 on the others, so the sum is exact for any number of ranks.
         sums = world.sum_over_replicas({str(k): error for k, error in enumerate(errors.flatten().tolist())})
         return torch.tensor(list(sums.values()), dtype=torch.float64).view(shape)
 
     def add_errors(self, terms: Sequence[tuple[int, int]], expert: int, errors: Tensor) -> None:
-        """Compute this replica's shard of the velocity errors and write them into `errors`.
+        """Compute this replica's shard of the velocity errors and write it into `errors` [M, N, L].
 
-        terms: (sample index, noise-level index) pairs of one expert and one image size. errors: as in `policy_errors`.
+        terms: (sample index, noise-level index) pairs of one expert and one image size. All ranks run the same number
+        of forward passes: a rank with fewer pairs repeats some of them and drops the results.
         """
         world = self.job.world
         shard_size = math.ceil(len(terms) / world.dp_size)
         shard = range(world.dp_rank * shard_size, (world.dp_rank + 1) * shard_size)
-        clean: dict[int, Tensor] = {}  # samples of the last forward pass: their other levels come next
+        clean: dict[int, Tensor] = {}  # latents of the last forward pass, reused for their next noise levels
         for part in split_into_chunks(
             shard, max(1, self.job.recipe.engine.max_forward_batch // self.settings.items_per_sample)
         ):
@@ -375,10 +346,7 @@ class ValidationLoss:
         )
 
     def load_latents(self, index: int) -> Tensor:
-        """Return the clean latents [M, ...] of a sample with M images or videos, on every rank of the replica.
-
-        Collective in the replica.
-        """
+        """Return a sample's clean latents, [M, ...], on every rank of the replica. Collective in the replica."""
         world, sample = self.job.world, self.samples[index]
         if not world.is_leader:
             return world.broadcast_tensor_in_replica(None)

@@ -21,11 +21,10 @@ MFU = "perf/mfu"
 
 
 def speed_metrics(job: CommonJob, work: FlopCount | None, samples: int, seconds: float) -> dict[str, float]:
-    """Return the throughput metrics of a step.
+    """Return samples per second, TFLOP/s and MFU of a step.
 
     work: FLOPs of this rank, None if unknown. samples: samples trained on all ranks. seconds: duration of the step.
-    TFLOP/s and MFU are measured on rank 0. Other ranks run the same forward passes, except that sizes differ with
-    data.buckets.
+    TFLOP/s and MFU are logged for rank 0. With data.buckets, other ranks may train other image sizes.
     """
     metrics = {SAMPLES_PER_SECOND: samples / seconds}
     if work is None:
@@ -36,7 +35,7 @@ def speed_metrics(job: CommonJob, work: FlopCount | None, samples: int, seconds:
 
 
 def tflops_and_mfu(work: FlopCount, seconds: float, peak: float | None) -> dict[str, float]:
-    """Return the metrics TFLOP/s (with recomputation) and MFU (without recomputation). Empty if no work was done.
+    """Return the metrics TFLOP/s (with recomputation) and MFU (without recomputation). {} if no work was done.
 
     peak: peak TFLOP/s of the device; without it MFU is omitted.
     """

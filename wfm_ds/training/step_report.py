@@ -36,7 +36,6 @@ class StepReport:
 
     @property
     def last_metrics(self) -> Mapping[str, float]:
-        """Return the last value of each metric."""
         return {**self.step_metrics, **self.update_metrics[-1]}
 
 
@@ -56,7 +55,7 @@ class NonFiniteLimit:
         self.num_consecutive = 0
 
     def check(self, result: StepResult, sample_ids: Sequence[str]) -> None:
-        """Check the result of an optimizer step, which is identical on every rank. Raises RunError at the limit."""
+        """Count non-finite optimizer steps in a row. Raises RunError, on all ranks, after MAX_NONFINITE_STEPS."""
         self.num_consecutive = 0 if result.is_applied else self.num_consecutive + 1
         if not result.is_applied:
             log.warning(
@@ -81,7 +80,7 @@ def engine_metrics(job: CommonJob, result: StepResult) -> dict[str, float]:
 def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool) -> StepFlags:
     """Write the metrics of a step, one line per optimizer step, and agree on the step flags. Collective.
 
-    The first line includes the times, counts and speed of the training step. writing: whether this rank is still
+    The first line also has the times, forward counts and speed of the whole step. writing: whether this rank is still
     writing its shard of a checkpoint.
     """
     first, *others = report.metrics_by_update
@@ -105,7 +104,7 @@ def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool)
 def reduce_times_and_flags(
     job: CommonJob, times: Mapping[str, float], *, writing: bool
 ) -> tuple[dict[str, float], StepFlags]:
-    """Return (maxima over ranks of times and memory, flags agreed across ranks). Collective."""
+    """Return (each time and memory peak as the maximum over ranks, flags agreed across ranks). Collective."""
     flags = {"save": job.stop_flag.take_save_request(), "stop": job.stop_flag.is_set, "writing": writing}
     largest = job.world.max_over_ranks({**times, **flags})
     return {name: largest[name] for name in times}, StepFlags(**{name: largest[name] > 0 for name in flags})

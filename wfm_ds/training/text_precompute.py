@@ -83,10 +83,7 @@ def keeps_text_encoders(recipe: Recipe, model: DiffusionModel, data: TrainingDat
 def precompute_objection(
     recipe: Recipe, model: DiffusionModel, needed: Sequence[Text], derived: RunSizes
 ) -> str | None:
-    """Return the reason not to precompute these texts automatically, or None.
-
-    There are reasons if the run uses only few of the texts, or if their embeddings take too much disk space.
-    """
+    """Return why these texts should not be precomputed (too few are used, or too much disk space), or None."""
     num_draws = recipe.run.steps * (recipe.rl.rollout.prompts_per_step if recipe.is_rl else derived.samples_per_step)
     if len(needed) > MAX_TEXTS_PER_DRAW * num_draws + recipe.validation.num_prompts:
         return (
@@ -103,7 +100,7 @@ def precompute_objection(
 
 
 def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -> int:
-    """Encode this rank's shard of `needed` into the cache of its node. Returns the number of texts that were missing.
+    """Encode this rank's shard of `needed` into its node's cache. Returns the number of texts that were missing.
 
     Raises DataError if the cache cannot be written, for example because the disk is full.
     """

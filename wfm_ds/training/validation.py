@@ -29,15 +29,13 @@ log = logging.getLogger(__name__)
 
 
 class LossMetric(Protocol):
-    """Interface of a validation loss."""
-
     def measure_loss(self) -> dict[str, float]:
-        """Return metrics of the evaluation weights. Selects the policies that it needs."""
+        """Return the loss metrics of the evaluation weights."""
         ...
 
 
 class Validator:
-    """Evaluates the evaluation weights: generates samples, and computes rewards, a loss, or both.
+    """Generates samples with the evaluation weights and computes rewards, a validation loss, or both.
 
     Runs with rewards generate samples for all (prompt, seed) pairs; other runs generate only the samples to log. All
     methods are collective. The training weights and the active adapter are not changed.
@@ -54,10 +52,9 @@ class Validator:
         rollout_plan: Callable[[int], SamplingPlan] | None = None,
         frames: ValidationFrames | None = None,
     ) -> None:
-        """held_out_rewards: client of the held-out rewards. frames: conditioning frames of the prompts.
+        """frames: conditioning frames of the prompts. rollout_plan: maps an RL step to its rollout sampling plan.
 
-        rollout_plan: function that returns the sampling plan of an RL step; if set, samples of this plan are scored
-        too.
+        If `rollout_plan` is given, samples generated with it are scored too.
         """
         settings = job.recipe.validation
         self.job, self.rewards, self.held_out_rewards, self.loss, self.rollout_plan = (
@@ -87,7 +84,7 @@ class Validator:
         self._failed_scores: Scores = {}  # failed samples of this rank since the last collection of scores
 
     def evaluate_at_start(self, step: int) -> None:
-        """Evaluate before the first step. step: last completed step, above 0 in a resumed run."""
+        """Evaluate if validation.at_start is set and the run is new. step: last completed step, 0 in a new run."""
         if self.job.recipe.validation.at_start and step == 0 and self._evaluated_at != 0:
             self.evaluate(0)
         self.job.timer.restart()
@@ -95,7 +92,6 @@ class Validator:
         self.job.engine.discard_flop_count()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last evaluation and the state of the alarm, as JSON."""
         return {"evaluated_at": self._evaluated_at, "metrics": self.last_metrics, "alarm": self.alarm.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,7 +137,6 @@ class Validator:
         self.last_metrics, self._evaluated_at = metrics, step
 
     def generate_and_write(self, step: int, items: Sequence[tuple[Prompt, int]]) -> None:
-        """Generate samples and write them without scores."""
         job = self.job
         with job.timer("validation"), job.engine.use_policy(job.evaluation_policy), torch.no_grad():
             media = self.generate_samples(items, job.sampler.evaluation_plan())
@@ -157,8 +152,8 @@ class Validator:
     ) -> list[npt.NDArray[np.uint8]]:
         """Generate all items, submit them to the reward clients, and return the first `logging.num_samples` on rank 0.
 
-        items: (prompt, seed) pairs. Item k is scored under the sample id `<id_prefix>/<k>`. scorers: pairs of a reward
-        client and the names of its rewards. Returns images uint8 [H,W,3] or videos uint8 [T,H,W,3].
+        items: (prompt, seed) pairs. Item k is scored under the sample id `<id_prefix>/<k>`. scorers: (reward client,
+        names of its rewards) pairs. Returns uint8 images [H,W,3] or videos [T,H,W,3].
         """
         job, world = self.job, self.job.world
         shard_size = math.ceil(len(items) / world.dp_size)
@@ -182,7 +177,7 @@ class Validator:
         return [item for part in world.gather_leader_arrays(np.stack(shown)) for item in part][:num_shown]
 
     def collect_scores(self) -> Scores:
-        """Wait for outstanding scores and gather them. Identical on every rank. Collective."""
+        """Wait for outstanding scores and gather them from all ranks. Identical on every rank. Collective."""
         if not self.scorers:
             return {}
         local_scores = self._failed_scores
@@ -209,7 +204,7 @@ class Validator:
         return metrics
 
     def select_scores(self, id_prefix: str, gathered: Scores) -> list[Mapping[str, Score]]:
-        """Return the scores with this sample id prefix, in the order of the items. Empty if nothing was scored."""
+        """Return the scores with this sample id prefix, in the order of `self.items`. [] if nothing was scored."""
         return [gathered[f"{id_prefix}/{k}"] for k in range(len(self.items))] if gathered else []
 
     def _write_samples(
@@ -242,12 +237,12 @@ def is_due(step: int, every: int) -> bool:
 
 
 def merge_scores(first: Scores, second: Scores) -> Scores:
-    """Merge two sets of scores by sample and reward. Each set may have only some of the rewards of a sample."""
+    """Merge two dicts {sample: {reward: score}}. Each may have only some of the rewards of a sample."""
     return {sample: {**first.get(sample, {}), **second.get(sample, {})} for sample in {**first, **second}}
 
 
 def order_by_prompt(scores: Sequence[Mapping[str, Score]], num_seeds: int) -> list[Mapping[str, Score]]:
-    """Reorder scores that are sorted by seed, then prompt, so that they are sorted by prompt, then seed."""
+    """Reorder scores from seed-major order (all prompts of the first seed first) to prompt-major order."""
     num_prompts = len(scores) // num_seeds
     return [scores[seed * num_prompts + prompt] for prompt in range(num_prompts) for seed in range(num_seeds)]
 
@@ -258,7 +253,7 @@ def reward_metrics(
     """Return the metrics `mean`, `ci95` and `failed` of each reward, with the prefix `val/reward/<name>/`.
 
     `ci95` is half the width of the 95 % confidence interval of the mean over prompts. `failed` counts failed scores.
-    Held-out rewards have the prefix `val/held_out/<name>/`. samples: scores sorted by prompt, then seed.
+    Held-out rewards have the prefix `val/held_out/<name>/`. samples: scores in prompt-major order.
     """
     metrics: dict[str, float] = {}
     for tag, values in sorted(scores_by_reward(samples, num_seeds).items()):
@@ -278,9 +273,9 @@ def correlation_metrics(
 ) -> dict[str, float]:
     """Compare the rewards of evaluation samples and rollout samples with equal prompts and seeds.
 
-    Returns three metrics per reward, with the prefix `val/reward/<name>/`: `rollout_mean` is the mean reward of the
-    rollout samples, `rank_correlation` is over all pairs, and `rank_correlation_within_prompts` is the average of each
-    prompt's correlation. The last one is relevant for training, because advantages depend on the ranks within a prompt.
+    Returns three metrics per reward, with the prefix `val/reward/<name>/`. `rollout_mean`: mean reward of the rollout
+    samples. `rank_correlation`: over all pairs. `rank_correlation_within_prompts`: mean over prompts; it matters for
+    training, because advantages depend on the ranks within a prompt.
     """
     metrics: dict[str, float] = {}
     for name in sorted(rolled_out[0]):  # held-out rewards do not score rollouts
@@ -300,9 +295,9 @@ def correlation_metrics(
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return Spearman's rank correlation of the pairs. Equal values get the mean of their ranks.
+    """Return Spearman's rank correlation of (x, y) pairs. Equal values get the mean of their ranks.
 
-    Returns None if it is undefined: for fewer than two pairs, or if all first or all second values are equal.
+    Returns None for fewer than two pairs, or if all x or all y are equal.
     """
     if len(pairs) < 2:
         return None

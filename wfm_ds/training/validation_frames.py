@@ -21,8 +21,8 @@ from wfm_ds.types import ConditioningFrames, Prompt
 class ValidationFrames:
     """The conditioning frames of validation samples. Independent of step and world size.
 
-    The frames of a prompt are encoded when they are first needed and then kept in host memory. If the recipe allows a
-    range of frame counts, the samples cycle through the counts from the largest to the smallest.
+    The frames of a prompt are encoded at first use and kept in host memory. If the recipe allows a range of frame
+    counts, the samples cycle through the counts from the largest to the smallest.
     """
 
     def __init__(self, job: Job, samples: Sequence[Sample], framing: Framing) -> None:
@@ -39,10 +39,7 @@ class ValidationFrames:
         return ConditioningFrames(latents, torch.tensor([self.frame_counts[prompt.id] for prompt in prompts]))
 
     def _prompt_latents(self, prompt_id: str) -> Tensor:
-        """Return the latents of the prompt's sample, padded to the length of generated videos.
-
-        The result is [C,T,h,w] float32 on the host. Collective in the replica.
-        """
+        """Return a prompt's latents [C,T,h,w] float32 on the CPU, padded to video length. Collective in the replica."""
         if prompt_id not in self._latents:
             world = self.job.world
             latents = load_media_latents(self.job, self.media[prompt_id], self.framing) if world.is_leader else None
@@ -80,7 +77,7 @@ def load_validation_prompts(job: Job, data: TrainingData) -> tuple[Sequence[Prom
 
 
 def load_media_latents(job: Job, media: Media, framing: Framing) -> Tensor:
-    """Return the clean latents of an image or video, from the cache or by reading and encoding the file.
+    """Return the clean latents of an image or video, from the cache or encoded from the file.
 
     Raises DataError if the file cannot be read, but only on this rank: replicas read different numbers of samples, so
     they cannot synchronize here.

@@ -26,10 +26,9 @@ def sequence_attention(
 ) -> Tensor:
     """Return the attention of all tokens to all tokens, [B,n,H,D]. Collective in the group.
 
-    query, key, value: [B,n,H,D] of the local tokens, n = lengths[rank], after norms and rotary embedding. There are two
-    all-to-alls: one for queries, keys and values, and one for the result. In between, each rank has all tokens for its
-    shard of the heads, so any attention kernel can be used (without a mask). backend: diffusers' name of the attention
-    kernel; None for the active kernel.
+    query, key, value: [B,n,H,D] of the local tokens, n = lengths[rank], after norms and rotary embedding. One
+    all-to-all gives each rank all tokens for its heads, so any attention kernel can be used (without a mask); another
+    one restores the token shards. backend: diffusers' name of the attention kernel; None for the active one.
     """
     heads = shard_sizes(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
     query, key, value = reshard((query_BnHD, key_BnHD, value_BnHD), 2, heads, 1, lengths, group)  # [B,S,h,D]
@@ -38,10 +37,7 @@ def sequence_attention(
 
 
 def apply_rotation(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: RotationPairs) -> Tensor:
-    """Apply the rotary embedding to queries or keys [B,n,H,D]. Computed in float32, returned in the dtype of the input.
-
-    tables: cosines and sines, [n,D] each. pairs: which channels rotate together.
-    """
+    """Apply the rotary embedding to queries or keys, computed in float32. tables: cosines and sines, [n,D] each."""
     cos, sin = tables_nD
     unbind_dim = {"neighbours": -1, "halves": -2}[pairs]
     result: Tensor = apply_rotary_emb(x_BnHD, (cos, sin), use_real=True, use_real_unbind_dim=unbind_dim, sequence_dim=1)

@@ -1,4 +1,4 @@
-"""Base class of the model families. It shards the tokens after the patch embedding and gathers the output."""
+"""Base class for the model families. It shards the tokens after the patch embedding and gathers the output."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from wfm_ds.ulysses.hooks import change_arguments
 
 
 class UlyssesTransformer(ABC):
-    """Shards the tokens of a diffusers transformer.
+    """Shards the tokens of a diffusers transformer by hooks and attention processors. Parameters do not change.
 
-    The constructor installs hooks and attention processors. Parameters and their names do not change.
-
-    Each model family is a subclass in its own module of this package, where `ulysses_families` finds it. After the
-    patch embedding a rank has only its local tokens. Inputs without a token dimension (text, timesteps) are complete on
-    every rank unless the family shards them. The output of `proj_out` is gathered. No parameter may be used after
-    `proj_out`, because its gradient would not be a partial sum.
+    Each model family is a subclass in its own module of this package. After the patch embedding a rank has only its
+    local tokens. Inputs without a token dimension (text, timesteps) are complete on every rank unless the family shards
+    them. The output of `proj_out` is gathered. No parameter may be used after it, because its gradient would not be a
+    partial sum.
 
     Hooks inside a block must use only the block's arguments, not the attributes of this object: gradient checkpointing
     runs the block again in the backward pass, when these attributes may belong to a forward pass with other shapes.
@@ -34,7 +32,7 @@ class UlyssesTransformer(ABC):
     transformer_class: ClassVar[type[nn.Module]]
     patch_embedding: ClassVar[str]  # name of the module with the output to be sharded
     shards_heads: ClassVar[bool] = True  # whether attention shards the heads
-    shard_unit: ClassVar[str] = "tokens"  # plural name of the smallest part that a shard can have, for messages
+    shard_unit: ClassVar[str] = "tokens"  # plural name of the smallest possible shard, for messages
     unsupported_arguments: ClassVar[
         Mapping[str, str]
     ] = {}  # unsupported arguments of forward, with a description for messages
@@ -56,31 +54,21 @@ class UlyssesTransformer(ABC):
 
     @abstractmethod
     def shard_blocks(self, transformer: Any) -> None:
-        """Replace all operations in the blocks that combine tokens.
-
-        Raises UserError before anything is changed if a block is not supported.
-        """
+        """Replace block operations that combine tokens. If one is unsupported, raises UserError before any change."""
 
     @abstractmethod
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
         """Return the number of tokens of each rank for a forward pass with these arguments.
 
-        May edit the arguments; the transformer receives the edited ones. Raises UserError if a rank would have no
-        tokens.
+        May edit the arguments that the transformer receives. Raises UserError if a rank would have no tokens.
         """
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Return the local shard of the patch embedding's output.
-
-        The output is [B,S,C] unless a family overrides this method.
-        """
+        """Return the local shard of the patch embedding's output, [B,S,C] unless a family overrides this method."""
         return self.copy_local_shard(embedded, 1)
 
     def copy_local_shard(self, x: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
-        """Return a copy of this rank's shard of x along dim. A view would keep the whole tensor in memory.
-
-        lengths: shard sizes; None for the sizes of the token shards.
-        """
+        """Copy this rank's shard of x along dim; a view would keep all of x. lengths: None for the token shards."""
         shard = local_shard(x, dim, self.lengths if lengths is None else lengths, self.group)
         return shard.clone(memory_format=torch.contiguous_format)
 
@@ -92,17 +80,17 @@ class UlyssesTransformer(ABC):
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:
-        """Return the number of units (`shard_unit`) that a grid of tokens can be split into."""
+        """Return how many tokens, rows or frames (`shard_unit`) a grid of tokens can be split into."""
         return math.prod(grid)
 
     @classmethod
     def check_shape(cls, config: Any, num_ranks: int, shape: Sequence[int]) -> None:
-        """Raise UserError if latents of this shape, [C,h,w] or [C,T,h,w], have fewer units than ranks."""
+        """Raise UserError if latents of this shape, [C,h,w] or [C,T,h,w], are too small for this many ranks."""
         size = config.patch_size if isinstance(config.patch_size, Sequence) else [config.patch_size] * 2
         shard_sizes(cls.num_units(patch_grid(shape[1:], size)), num_ranks, cls.shard_unit)
 
     def require_processor(self, attention: Any, expected: type) -> Any:
-        """Return the attention's processor. Raises UserError unless it is of the type that the family replaces."""
+        """Return the attention's processor. Raises UserError unless it has the `expected` type."""
         if type(attention.processor) is not expected:
             raise self.sharding_error(
                 f"its attention uses {type(attention.processor).__name__}, not {expected.__name__}"

@@ -1,4 +1,4 @@
-"""Cosmos-Predict2.5: tokens of a video can be sharded anywhere.
+"""Cosmos-Predict2.5: a shard may start at any token of a video.
 
 In diffusers' CosmosTransformer3DModel the outputs of `patch_embed`, `learnable_pos_embed` and `time_embed` are sharded.
 `attn1` exchanges tokens after the rotation; `attn2` (text, image context) is local.
@@ -41,8 +41,8 @@ class UlyssesCosmos25(UlyssesTransformer):
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
         """Return the number of tokens of each rank, and flatten timesteps per frame [B,1,T,1,1] to [B T].
 
-        The transformer would expand timesteps per frame to all tokens, ignoring the shards. It leaves flat timesteps
-        unchanged, and `_shard_time_embeddings` expands them to the local tokens.
+        The transformer would expand timesteps per frame to all tokens. It leaves flat timesteps unchanged, and
+        `_shard_time_embeddings` expands them to the local tokens.
         """
         latents, timestep = arguments["hidden_states"], arguments["timestep"]
         count, _, num_frames, *_ = latents.shape
@@ -54,14 +54,11 @@ class UlyssesCosmos25(UlyssesTransformer):
         return shard_sizes(self.num_units(grid), self.num_ranks, self.shard_unit)
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Return the local shard of the patch embedding's output: [B,T,h,w,C] -> [B,n,1,1,C].
-
-        The transformer flattens the middle dimensions.
-        """
+        """Shard the patch embedding [B,T,h,w,C] to [B,n,1,1,C]. The transformer flattens the middle dimensions."""
         return self.copy_local_shard(embedded.flatten(1, 3), 1)[:, :, None, None]
 
     def _shard_time_embeddings(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Expand time embeddings per frame to the local tokens: [B T, C] -> [B,n,C]. Embeddings [B,C] are unchanged."""
+        """Expand time embeddings per frame [B T, C] to the local tokens [B,n,C]. Embeddings [B,C] are unchanged."""
         if self.frames is None:
             return embeddings
         count, num_frames = self.frames
@@ -76,7 +73,7 @@ class UlyssesCosmos25(UlyssesTransformer):
 
 
 class Cosmos25Attention:
-    """Replacement for CosmosAttnProcessor2_0, used for self-attention with sharded tokens and for cross-attention."""
+    """Replacement for CosmosAttnProcessor2_0: self-attention with sharded tokens, and cross-attention."""
 
     _attention_backend: Any = None  # diffusers' name of a kernel
 
@@ -92,9 +89,7 @@ class Cosmos25Attention:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """hidden_states [B,n,C]: the local tokens. encoder_hidden_states [B,m,C]: the text, complete on every rank.
-        image_rotary_emb: tables [S,D] of all tokens, for self-attention.
-        """
+        """Attend from local tokens [B,n,C] to all tokens or to text [B,m,C]. image_rotary_emb: tables of all tokens."""
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = (
             layer(x).unflatten(2, (attn.heads, -1))

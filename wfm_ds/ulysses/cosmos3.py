@@ -1,9 +1,8 @@
-"""Cosmos3: tokens of a video and its actions can be sharded anywhere.
+"""Cosmos3: a shard may start at any token of a video and its actions.
 
 In the generation tower (models/cosmos3_towers.py) the output of `sequence` is sharded: all tokens with their timestep
-embeddings. Keys and values of the text are complete on every rank, and each rank uses the ones for its heads. Several
-query heads share one key-value head (grouped-query attention), so each rank gets whole key-value heads together with
-their query heads.
+embeddings. Keys and values of the text are complete on every rank, which uses only its heads. With grouped-query
+attention, each rank gets whole key-value heads together with their query heads.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ class Cosmos3Attention:
         text_mask: Tensor | None,
         rotation: Sequence[Tensor],
     ) -> Tensor:
-        """tokens: the local tokens, [B,n,W]. rotation: cosines and sines of all tokens, [B,N,D] each.
-
-        text_keys, text_values: [B,L,K,D]. text_mask: [B,L] bool.
-        """
+        """Attend from local tokens [B,n,W] to text [B,L,K,D] and all tokens. rotation: for all N tokens, [B,N,D]."""
         lengths, tables, group = [0], rotation, self.group
         if group is not None:
             lengths = shard_sizes(rotation[0].shape[1], dist.get_world_size(group), "tokens")
@@ -96,10 +92,7 @@ class Cosmos3Attention:
     def attend_full(
         self, query: Tensor, key: Tensor, value: Tensor, text_keys: Tensor, text_values: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Return the attention over complete sequences, [B,N,heads,D].
-
-        Key-value heads are repeated to the number of query heads, because some kernels do not support fewer.
-        """
+        """Attend over complete sequences. Returns [B,N,heads,D]. Repeats key-value heads, as some kernels require."""
         key, value = torch.cat([text_keys, key], 1), torch.cat([text_values, value], 1)
         queries_per_key = query.shape[2] // key.shape[2]
         attended: Tensor = dispatch_attention_fn(
@@ -120,12 +113,12 @@ def token_grid(config: Any, shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def rotate_halves(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
-    """Rotate x [B,n,heads,D] by tables [B,n,D], channel i together with channel i + D / 2."""
+    """Rotate x [B,n,heads,D] by tables [B,n,D]. Channel i rotates with channel i + D / 2."""
     cos, sin = (table[:, :, None] for table in tables)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def text_attention_mask(text_mask: Tensor, num_tokens: int) -> Tensor:
-    """Return the attention mask [B,1,1,L+N] bool for text_mask [B,L]: only the padding of the text is masked."""
+    """Return the attention mask [B,1,1,L+N] bool for text_mask [B,L]: only the text's padding is masked."""
     return nn.functional.pad(text_mask, (0, num_tokens), value=True)[:, None, None]

@@ -1,7 +1,6 @@
-"""Differentiable exchange of tensors between the ranks of a group.
+"""Differentiable exchange of tensors between the ranks of a group. Collective in forward and backward passes.
 
-Shards may be uneven: rank r holds `shard_sizes(count, num_ranks)[r]` of the tokens, or of the heads in attention. All
-exchanges are collective in the group, in the forward pass and in the backward pass.
+Shards may be uneven: rank r has `shard_sizes(count, num_ranks)[r]` of the tokens, or of the heads in attention.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ Tensors = tuple[Tensor, ...]
 
 
 def shard_sizes(count: int, num_ranks: int, what: str) -> list[int]:
-    """Return the shard sizes of `count` items. They are equal, or larger by one on the first ranks.
+    """Return the shard sizes of `count` items: equal, or larger by one on the first ranks.
 
-    Raises UserError if a shard would be empty. what: name of the items in the message, a plural noun.
+    Raises UserError if a shard would be empty. what: plural noun for the items in the message.
     """
     if count < num_ranks:
         raise UserError(
@@ -49,7 +48,7 @@ def all_to_all(
 ) -> Tensors:
     """Run one all-to-all for several tensors of equal shape and dtype. Not differentiable; see `reshard`.
 
-    Each tensor is split along split_dim into pieces of sizes split_sizes, and piece j is sent to rank j. The pieces
+    Each tensor is split along split_dim into pieces of sizes split_sizes; piece j is sent to rank j. The pieces
     received from rank j have size concat_sizes[j] along concat_dim and are concatenated along it. Sizes must agree
     between the ranks. Either all ranks pass equal sizes or none does.
     """
@@ -81,7 +80,7 @@ def all_to_all_equal(tensors: Tensors, split_dim: int, concat_dim: int, group: P
 
 
 def resize_shape(x: Tensor, lengths: dict[int, int]) -> torch.Size:
-    """Return the shape of x with some sizes replaced. lengths: new size by dimension."""
+    """Return the shape of x with some sizes replaced. lengths: {dimension: new size}."""
     return torch.Size(lengths.get(dim, n) for dim, n in enumerate(x.shape))
 
 
@@ -124,10 +123,7 @@ def reshard(
 
 
 def gather_shards(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Gather the shards along dim on every rank.
-
-    The backward pass returns the local slice of the gradient, which must be identical on every rank.
-    """
+    """Gather the shards along dim on every rank. The result's gradient must be identical on every rank."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def all_gather(xs: Tensors) -> Tensors:
@@ -138,10 +134,7 @@ def gather_shards(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGro
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks.
-
-    The backward pass sums gradients over the ranks, because each rank's loss depends on the x of every rank.
-    """
+    """Return the sum of x over the ranks. The backward pass sums gradients, because each rank's loss uses every x."""
 
     def all_reduce(xs: Tensors) -> Tensors:
         total = xs[0].clone(memory_format=torch.contiguous_format)
@@ -152,19 +145,13 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Add the border lines of the previous and the next rank to x: [B,C,n,W] -> [B,C,n+2,W].
-
-    The lines before the first and after the last rank are zeros.
-    """
+    """Add the border lines of the previous and next rank, or zeros, to x: [B,C,n,W] -> [B,C,n+2,W]."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     before, after = rank > 0, rank < num_ranks - 1
     sizes = [int(abs(other - rank) == 1) for other in range(num_ranks)]
 
     def exchange_lines(lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the first line to the previous rank and the last line to the next rank.
-
-        Returns the lines received from these ranks; zeros if there is no such rank.
-        """
+        """Send the first line to the previous rank and the last to the next; return theirs, zeros at the ends."""
         outer = [lines[:, :, :1]] * before + [lines[:, :, -1:]] * after
         zeros = torch.zeros_like(lines[:, :, :1])
         if not outer:

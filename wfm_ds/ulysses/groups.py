@@ -13,9 +13,9 @@ from wfm_ds.errors import UserError
 def create_sequence_group(num_ranks: int, timeout: timedelta | None = None, backend: str | None = None) -> ProcessGroup:
     """Create the sequence-parallel groups and return this rank's group. Collective over all ranks.
 
-    A group has `num_ranks` consecutive ranks, so that it uses the fast links within a node. timeout: timeout of the
-    group's collectives, None for torch's default. backend: None for the default group's backend. Raises UserError if
-    num_ranks does not divide the number of ranks.
+    A group has `num_ranks` consecutive ranks, to use the fast links within a node. timeout: timeout of the group's
+    collectives; None for torch's default. backend: None for the default group's backend. Raises UserError if num_ranks
+    does not divide the number of ranks.
     """
     world_size = dist.get_world_size()
     if num_ranks < 1 or world_size % num_ranks:

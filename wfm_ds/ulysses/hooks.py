@@ -1,7 +1,4 @@
-"""Hooks that change the arguments of a module, or exchange border lines before a convolution.
-
-Both also work on PEFT layers.
-"""
+"""Hooks that change a module's arguments or exchange border lines before a convolution. They work on PEFT layers."""
 
 from __future__ import annotations
 
@@ -16,16 +13,13 @@ from wfm_ds.ulysses.exchange import exchange_halo
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Call `change` before each call of the module, with a dict of all arguments by name that it may edit.
-
-    Positional arguments stay positional, because DeepSpeed's hooks handle only those.
-    """
+    """Let `change` edit a module's arguments, {name: value}, before each call. Positional ones stay positional."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def edit_call(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positional = names[: len(args)]
+        positional = names[: len(args)]  # DeepSpeed's hooks handle only positional arguments
         arguments = dict(zip(positional, args, strict=True)) | kwargs
         change(arguments)
         return tuple(arguments.pop(name) for name in positional), arguments
@@ -34,7 +28,7 @@ def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]
 
 
 def install_halo_exchange(convolution: nn.Module, group: ProcessGroup) -> None:
-    """Replace a convolution's zero padding between shards with the lines of the neighbouring ranks.
+    """Replace a convolution's zero padding between shards by the lines of the neighbouring ranks.
 
     The convolution must pad its inputs [B,C,n,W] by one line. Zeros remain at the ends of the sequence, and along W.
     """

@@ -19,7 +19,7 @@ from wfm_ds.ulysses.base import UlyssesTransformer
 
 @cache
 def ulysses_families() -> dict[type[nn.Module], type[UlyssesTransformer]]:
-    """Return all families by transformer class: the concrete subclasses of UlyssesTransformer in this package."""
+    """Return {transformer class: family} for the concrete subclasses of UlyssesTransformer in this package."""
     by_class: dict[type[nn.Module], type[UlyssesTransformer]] = {}
     for info in pkgutil.iter_modules(ulysses.__path__, f"{ulysses.__name__}."):
         for member in vars(importlib.import_module(info.name)).values():
@@ -33,13 +33,13 @@ def ulysses_families() -> dict[type[nn.Module], type[UlyssesTransformer]]:
 def install_ulysses(denoiser: nn.Module, group: ProcessGroup) -> None:
     """Shard the tokens of a diffusers transformer over `group`. Changes the transformer in place.
 
-    Forward passes are then collective in the group. All ranks pass identical complete inputs, compute their shard, and
-    receive the complete output. Parameter gradients are partial sums: their sum over the group is the gradient of the
-    loss, provided that every rank computes the same loss of the complete output.
+    Forward passes are then collective in the group. All ranks pass identical complete inputs, and receive the complete
+    output. Parameter gradients are partial sums: their sum over the group is the gradient of the loss, if every rank
+    computes the same loss of the complete output.
 
     denoiser: a supported transformer, or a module that has only supported transformers as children (experts). Add
-    adapters before this call; gradient checkpointing and DeepSpeed may be set up before or after it. Raises UserError
-    if the transformer is unsupported. A forward pass raises UserError on all ranks if its inputs have too few tokens.
+    adapters before this call; gradient checkpointing and DeepSpeed may come before or after it. Raises UserError if the
+    transformer is unsupported. A forward pass raises UserError on all ranks if its inputs have too few tokens.
     """
     for transformer, family in match_families(denoiser):
         family(transformer, group)
@@ -58,7 +58,7 @@ def check_latent_shape(denoiser: nn.Module, num_ranks: int, shape: Sequence[int]
 
 
 def match_families(denoiser: nn.Module) -> list[tuple[Any, type[UlyssesTransformer]]]:
-    """Return (transformer, family) for each transformer of a denoiser. Raises UserError if one is unsupported."""
+    """Return (transformer, family) of each transformer in a denoiser. Raises UserError if one is unsupported."""
     transformers = [denoiser] if find_family(denoiser) is not None else list(denoiser.children())
     matches = [
         (transformer, family) for transformer in transformers if (family := find_family(transformer)) is not None
@@ -73,5 +73,5 @@ def match_families(denoiser: nn.Module) -> list[tuple[Any, type[UlyssesTransform
 
 
 def find_family(transformer: nn.Module) -> type[UlyssesTransformer] | None:
-    """Return the family of a transformer's class or of its nearest supported base class; None if there is none."""
+    """Return the family of a transformer's class or nearest supported base class; None if there is none."""
     return next((ulysses_families()[kind] for kind in type(transformer).__mro__ if kind in ulysses_families()), None)

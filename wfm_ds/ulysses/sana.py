@@ -35,7 +35,7 @@ class SanaLinearAttention:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states [B,n,C]: the local tokens."""
+        """Attend from the local tokens [B,n,C] to all tokens."""
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)

@@ -39,7 +39,7 @@ class SanaVideoLinearAttention:
         *,
         rotary_emb: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """hidden_states: the local tokens, [B,n,C]. rotary_emb: tables of the local tokens, [1,n,1,D] each."""
+        """Attend from local tokens [B,n,C] to all tokens. rotary_emb: tables of the local tokens, [1,n,1,D] each."""
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)
@@ -80,10 +80,7 @@ class UlyssesSanaVideo(UlyssesLineTransformer):
         return [count * per_frame for count in shard_sizes(frames, self.num_ranks, self.shard_unit)]
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Return the local shard of the patch embedding's output: [B,C,T,h,w] -> [B,C,n].
-
-        The transformer flattens the last dimensions.
-        """
+        """Shard the patch embedding [B,C,T,h,w] to [B,C,n]. The transformer flattens the last dimensions."""
         return self.copy_local_shard(embedded.flatten(2), 2)
 
     def shard_block_arguments(self, arguments: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from wfm_ds.ulysses.exchange import shard_sizes
 
 @dataclass(frozen=True, slots=True)
 class JointLengths:
-    """Numbers of image tokens and of text tokens of each rank."""
+    """Numbers of image tokens and of text tokens on each rank."""
 
     image: list[int]
     text: list[int]
@@ -84,9 +84,7 @@ class SD3JointAttention:
         *,
         lengths: JointLengths | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """hidden_states [B,n,C], encoder_hidden_states [B,m,C]: the local image and text tokens. lengths: shard sizes
-        of all ranks; required with a group.
-        """
+        """Attend from local image [B,n,C] and text tokens [B,m,C] to all tokens. lengths: token counts of each rank."""
         image = project_qkv(
             hidden_states, attn.heads, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
         )

@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2: tokens of a video can be sharded anywhere.
+"""Wan 2.1 and 2.2: a shard may start at any token of a video.
 
 In diffusers' WanTransformer3DModel the output of `patch_embedding` and timesteps per token (TI2V) are sharded. `attn1`
 exchanges tokens after the rotation; `attn2` (text, image embeddings) is local.
@@ -37,10 +37,7 @@ class UlyssesWan(UlyssesTransformer):
         return lengths
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Return the local shard of the patch embedding's output: [B,C,T,h,w] -> [B,C,n].
-
-        The transformer flattens the last dimensions.
-        """
+        """Shard the patch embedding [B,C,T,h,w] to [B,C,n]. The transformer flattens the last dimensions."""
         return self.copy_local_shard(embedded.flatten(2), 2)
 
 
@@ -59,7 +56,7 @@ class WanSelfAttention:
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """hidden_states [B,n,C]: the local tokens. rotary_emb: tables [1,S,1,D] of all tokens."""
+        """Attend from local tokens [B,n,C] to all tokens. rotary_emb: tables of all tokens, [1,S,1,D] each."""
         assert rotary_emb is not None
         lengths = shard_sizes(rotary_emb[0].shape[1], dist.get_world_size(self.group), "tokens")
         tables = [local_shard(table[0, :, 0], 0, lengths, self.group) for table in rotary_emb]

@@ -162,7 +162,8 @@ class HttpServer:
         return app
 
     async def _manage_jobs(self, app: web.Application) -> AsyncIterator[None]:
-        max_batch = {name: reward.max_batch for name, reward in self._service.config.rewards.items()}
+        rewards = self._service.config.rewards
+        max_batch = {name: registry.resolve_max_batch(name, reward.max_batch) for name, reward in rewards.items()}
         keys = None if self._service.keys is None else self._service.keys.local_client_keys
         self._jobs = ScoreJobs(self._service.broker.client_endpoint, max_batch, self.config.result_ttl_s, keys)
         yield

@@ -4,8 +4,8 @@ Each is a complete folder that plain diffusers loads offline, with identical byt
 written by hand and weights use fixed seeds. Its `call.json` contains the pipeline arguments for one small image or
 video.
 
-Each module of this package defines the tiny pipeline of one FAMILY and is named after it. `language/` contains
-vision-language models for transformers, and `parts/` contains shared components.
+Each module of this package is named after a FAMILY; its `build()` returns the pipeline and the call arguments.
+`language/` contains vision-language models for transformers, and `parts/` contains shared components.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAMILIES = tuple(
 
 
 def build_tiny_pipeline(family: str) -> tuple[Any, dict[str, Any]]:
-    """Return a pipeline (float32, evaluation mode) and its call arguments. Raises ModelError for an unknown family."""
+    """Return (pipeline in float32 and evaluation mode, call arguments). Raises ModelError for an unknown family."""
     if family not in FAMILIES:
         raise ModelError(f"{family} is not a tiny pipeline; use one of {', '.join(FAMILIES)}")
     pipeline: tuple[Any, dict[str, Any]] = importlib.import_module(f"{__name__}.{family}").build()
@@ -34,10 +34,7 @@ def build_tiny_pipeline(family: str) -> tuple[Any, dict[str, Any]]:
 
 
 def write_tiny_model(family: str, out: Path) -> None:
-    """Write a tiny model of FAMILIES or LANGUAGE_FAMILIES to the new or empty folder `out`.
-
-    Raises ModelError for an unknown family or a non-empty folder.
-    """
+    """Write a tiny model to the new or empty folder `out`. Raises ModelError for another folder or family."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not an empty folder; choose a new one")
     if family in LANGUAGE_FAMILIES:
@@ -52,7 +49,7 @@ def write_tiny_model(family: str, out: Path) -> None:
 
 
 def drop_derived_config(file: Path) -> None:
-    """Remove the derived block_out_channels that AutoencoderTiny saves; loading would warn about it."""
+    """Remove block_out_channels, which AutoencoderTiny derives but saves. Loading it would log a warning."""
     config = json.loads(file.read_text())
     if config["_class_name"] == "AutoencoderTiny":
         del config["block_out_channels"]

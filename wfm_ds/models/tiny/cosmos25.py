@@ -39,10 +39,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[Cosmos2_5_PredictBasePipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step video.
-
-    The pipeline has no safety checker, like the published folders; the caller sets one.
-    """
+    """Return the pipeline, without a safety checker like the published folders, and its call arguments."""
     tokenizer = qwen_tokenizer()
     with temporary_seed(TRANSFORMER_SEED):
         transformer = CosmosTransformer3DModel(**TRANSFORMER)

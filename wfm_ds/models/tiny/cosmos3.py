@@ -38,7 +38,6 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step video."""
     call = {
         "prompt": "a red circle on white",
         "height": 32,
@@ -52,10 +51,7 @@ def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
 def assemble_pipeline(
     transformer: Mapping[str, Any], vae: AutoencoderKLWan, *, flow_shift: float
 ) -> Cosmos3OmniPipeline:
-    """Assemble a pipeline around a transformer with this configuration.
-
-    The pipeline has no safety checker, like the published folders; the caller sets one.
-    """
+    """Return a pipeline with this transformer config, without a safety checker like the published folders."""
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     with temporary_seed(TRANSFORMER_SEED):
@@ -76,7 +72,7 @@ def assemble_pipeline(
 
 @torch.no_grad()
 def perturb_vectors(transformer: Cosmos3OmniTransformer) -> None:
-    """Add noise to vectors such as norm weights. Initial zeros and ones would hide errors in tests."""
+    """Add noise to vectors such as norm weights. Initial zeros and ones could hide errors in tests."""
     for name, parameter in transformer.named_parameters():
         if parameter.ndim == 1 and not name.endswith("bias"):
             parameter.add_(0.2 * torch.randn_like(parameter))

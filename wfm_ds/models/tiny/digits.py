@@ -32,16 +32,15 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[StableDiffusion3Pipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for one digit."""
     pipeline = assemble_pipeline(TRANSFORMER, identity_vae(), shift=1.0, clip_length=8)
     return pipeline, call_arguments("the digit 7", size=8, num_steps=12, max_sequence_length=8)
 
 
 def identity_vae() -> AutoencoderTiny:
-    """Return a VAE with latents equal to the pixels in [-1, 1]; encoding and decoding is exact to 1e-4.
+    """Return a VAE with latents equal to the pixels in [-1, 1]. Encoding and decoding is exact to 1e-4.
 
-    The encoder input is (x + 1) / 2 and the decoder output 2 y - 1, between soft or hard clamps. Small latents
-    (pixels / 20) stay in the linear range of tanh, and relu(z), relu(-z) carry both signs through the decoder.
+    The encoder input is (x + 1) / 2 and the decoder output is 2 y - 1, between soft or hard clamps. Small latents
+    (pixels / 20) stay in the linear range of tanh. relu(z) and relu(-z) carry both signs through the decoder.
     """
     vae = AutoencoderTiny(
         encoder_block_out_channels=(6,),

@@ -41,7 +41,6 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[Flux2KleinPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step image."""
     tokenizer = qwen_tokenizer()
     with temporary_seed(TRANSFORMER_SEED):
         transformer = amplify_text(Flux2Transformer2DModel(**TRANSFORMER), 6.0)
@@ -63,7 +62,7 @@ def build() -> tuple[Flux2KleinPipeline, dict[str, Any]]:
 
 
 def patch_vae() -> AutoencoderKLFlux2:
-    """Return a VAE of factor 2. Its batch norm statistics are not 0 and 1, which would hide errors in tests."""
+    """Return a VAE of factor 2. Batch norm statistics other than 0 and 1 let tests detect missing normalization."""
     with temporary_seed(VAE_SEED):
         vae = AutoencoderKLFlux2(
             block_out_channels=(8, 16),

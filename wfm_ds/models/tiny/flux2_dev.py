@@ -18,7 +18,6 @@ TEXT_LAYERS = 31  # the pipeline concatenates the states of layers 10, 20 and 30
 
 
 def build() -> tuple[Flux2Pipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step image."""
     # The pipeline prepends this to every prompt. With one token per word a short sequence still fits the prompt.
     tokenizer = mistral_tokenizer([word.strip(string.punctuation) for word in SYSTEM_MESSAGE.split()])
     with temporary_seed(TRANSFORMER_SEED):

@@ -34,7 +34,6 @@ CONSTANT = 1e4
 
 
 def build() -> tuple[WanPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for one video."""
     with temporary_seed(TRANSFORMER_SEED):
         transformer = WanTransformer3DModel(**TRANSFORMER).eval()
     pipeline = assemble_pipeline(exact_vae(), transformer=transformer, flow_shift=1.0)
@@ -123,5 +122,5 @@ def set_decoder_weights(vae: Any) -> None:
 
 
 def neutralize_norm(norm: Any) -> None:
-    """Set the weight of a norm so that it divides by CONSTANT and multiplies by it again."""
+    """Set the weight of a norm layer so that it cancels the division by the norm, which is about CONSTANT."""
     norm.gamma.fill_(CONSTANT / VAE_WIDTH**0.5)

@@ -43,7 +43,6 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[QwenImagePipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step image."""
     tokenizer = qwen_tokenizer(more_words=TEMPLATE_WORDS)
     with temporary_seed(TRANSFORMER_SEED):
         transformer = amplify_text(QwenImageTransformer2DModel(**TRANSFORMER), 4.0)

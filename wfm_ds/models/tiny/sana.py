@@ -33,7 +33,6 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[SanaPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step image."""
     blocks = ("ResBlock", "ResBlock", "EfficientViTBlock")
     with temporary_seed(VAE_SEED):
         vae = AutoencoderDC(
@@ -60,7 +59,7 @@ def build() -> tuple[SanaPipeline, dict[str, Any]]:
 
 
 def text_parts() -> dict[str, Any]:
-    """Return tokenizer and text encoder by component name."""
+    """Return {component name: component} with the tokenizer and the text encoder."""
     tokenizer = gemma_tokenizer()
     return {"tokenizer": tokenizer, "text_encoder": gemma_encoder(len(tokenizer), TEXT_SEED).eval()}
 
@@ -73,7 +72,7 @@ def flow_scheduler() -> DPMSolverMultistepScheduler:
 
 
 def call_arguments(prompt: str) -> dict[str, Any]:
-    """Return call arguments without the default instruction, which is long and slow to encode."""
+    """Return call arguments that disable the default instruction, which is long and slow to encode."""
     return {
         "prompt": prompt,
         "height": 32,

@@ -34,7 +34,6 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[SanaVideoPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step video."""
     with temporary_seed(TRANSFORMER_SEED):
         transformer = SanaVideoTransformer3DModel(**TRANSFORMER)
     pipeline = SanaVideoPipeline(

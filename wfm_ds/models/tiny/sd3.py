@@ -37,7 +37,6 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[StableDiffusion3Pipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step image."""
     with temporary_seed(VAE_SEED):
         vae = AutoencoderKL(
             latent_channels=4,
@@ -69,7 +68,7 @@ def call_arguments(prompt: str, *, size: int, num_steps: int, max_sequence_lengt
 def assemble_pipeline(
     transformer_config: Mapping[str, Any], vae: nn.Module, *, shift: float, clip_length: int
 ) -> StableDiffusion3Pipeline:
-    """Assemble a Stable Diffusion 3 pipeline with this VAE, in float32 and evaluation mode."""
+    """Return a Stable Diffusion 3 pipeline with this VAE, in float32 and evaluation mode."""
     clip = clip_tokenizer(clip_length)
     t5 = t5_tokenizer()
     with temporary_seed(TRANSFORMER_SEED):

@@ -32,16 +32,15 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[WanPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step video."""
     return assemble_pipeline(wan_vae(VAE_SEED)), call_arguments()
 
 
 def assemble_pipeline(
     vae: AutoencoderKLWan, pipeline_class: Any = WanPipeline, *, flow_shift: float = 3.0, **options: Any
 ) -> Any:
-    """Assemble a Wan pipeline with this VAE, in float32 and evaluation mode.
+    """Return a Wan pipeline with this VAE, in float32 and evaluation mode.
 
-    options: further constructor arguments. The transformer defaults to TRANSFORMER.
+    options: other arguments of the pipeline's constructor. The transformer defaults to TRANSFORMER.
     """
     tokenizer = t5_tokenizer()
     options.setdefault("transformer", build_transformer(TRANSFORMER_SEED))

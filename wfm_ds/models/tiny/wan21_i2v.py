@@ -19,7 +19,7 @@ IMAGE_CONFIG = {"in_channels": 12}  # four latents, four frame masks, four image
 
 
 def build() -> tuple[WanImageToVideoPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step video, without the image."""
+    """Return the pipeline and its call arguments without the image."""
     side = {"height": CLIP_SIDE, "width": CLIP_SIDE}
     network = build_transformer(TRANSFORMER_SEED, **IMAGE_CONFIG, image_dim=CLIP_WIDTH, added_kv_proj_dim=32)
     with torch.no_grad():
@@ -36,7 +36,6 @@ def build() -> tuple[WanImageToVideoPipeline, dict[str, Any]]:
 
 
 def build_clip() -> CLIPVisionModel:
-    """Return the CLIP image encoder in evaluation mode."""
     config = CLIPVisionConfig(
         hidden_size=CLIP_WIDTH,
         intermediate_size=32,

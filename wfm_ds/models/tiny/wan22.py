@@ -13,6 +13,5 @@ TRANSFORMER_2_SEED = 5
 
 
 def build() -> tuple[WanPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step video."""
     low_noise = build_transformer(TRANSFORMER_2_SEED)
     return assemble_pipeline(wan_vae(VAE_SEED), transformer_2=low_noise, boundary_ratio=0.875), call_arguments()

@@ -11,7 +11,6 @@ from wfm_ds.models.tiny.wan21 import VAE_SEED, assemble_pipeline, call_arguments
 
 
 def build() -> tuple[WanPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step video."""
     vae = wan_vae(
         VAE_SEED,
         decoder_base_dim=8,

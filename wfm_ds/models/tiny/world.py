@@ -34,7 +34,6 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for one video."""
     pipeline = assemble_pipeline(TRANSFORMER, exact_vae(), flow_shift=1.0)
     return pipeline, {
         "prompt": '{"caption": "a grey wall"}',

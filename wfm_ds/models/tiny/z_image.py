@@ -34,7 +34,6 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[ZImagePipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments for a two-step image."""
     tokenizer = qwen_tokenizer()
     with temporary_seed(TRANSFORMER_SEED):
         transformer = ZImageTransformer2DModel(**TRANSFORMER)
@@ -69,7 +68,7 @@ def build() -> tuple[ZImagePipeline, dict[str, Any]]:
 
 
 def randomize_padding(transformer: nn.Module) -> None:
-    """Randomize the learned padding tokens. Zeros would hide errors in tests."""
+    """Randomize the learned padding tokens. Zeros could hide errors in tests."""
     for name, token in transformer.named_parameters():
         if name.endswith("_pad_token"):
             nn.init.normal_(token)

@@ -135,7 +135,8 @@ class RlSettings(AlgorithmSettings):
     `one_only`: 1 for positive advantages, 0 for the others. `binary`: only the sign."""
     zero_std: Literal["keep", "drop"] | None = None
     """Groups whose samples all have the same reward, so that the advantages are 0. `keep`: train on them. `drop`: do
-    not. Unset: `drop` if the loss consists of the reward term only (diffusion_nft with `kl_beta: 0`), else `keep`."""
+    not. Unset: `drop` if the reward is the only term of the loss (such as diffusion_nft with `kl_beta: 0`), else
+    `keep`."""
     best_of_n: PositiveInt | None = None
     """Train only on this many samples per group: half of them the best, half the worst. Unset: all."""
     updates_per_rollout: PositiveInt = 1
@@ -234,10 +235,10 @@ class ConditioningFramesSettings(RlSettings):
 
     min_num_conditional_frames: NonNegativeInt = 0
     """Minimum number of conditioning frames: the first latent frames of a data sample, which all samples of a group
-    continue. They stay clean and are excluded from the loss. 0: none, 1: an image, 2: a video."""
+    continue. 0: none, 1: an image, 2: a video."""
     max_num_conditional_frames: NonNegativeInt = 0
-    """Maximum number of conditioning frames. The number is chosen at random for each group. If above 0, the data must
-    be captioned images or videos, and validation samples are conditioned on frames too."""
+    """Maximum number of conditioning frames. The number is random for each group. Above 0, the data must be captioned
+    images or videos; validation samples are conditioned on frames too."""
 
     @property
     def conditioning_frame_range(self) -> tuple[int, int]:

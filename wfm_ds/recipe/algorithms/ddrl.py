@@ -18,8 +18,8 @@ class DdrlAlgorithm(ConditioningFramesSettings):
     name: Literal["ddrl"]
     """Selects this algorithm."""
     combine: Literal["sum", "mean", "gdpo"] = "mean"
-    """How several rewards are combined. `mean`: compute an advantage per reward and take their weighted mean. `sum`:
-    compute one advantage from the weighted sum of the rewards. `gdpo` (arXiv 2601.05242): compute an advantage per
+    """How several rewards are combined. `sum`: compute one advantage from the weighted sum of the rewards. `mean`:
+    compute an advantage per reward and take their weighted mean. `gdpo` (arXiv 2601.05242): compute an advantage per
     reward, take their weighted sum and normalize it over all samples."""
     advantage_std: Literal["group", "global", "none"] = "group"
     """Divisor of centred rewards: the standard deviation of the group, of all samples, or none."""
@@ -27,7 +27,7 @@ class DdrlAlgorithm(ConditioningFramesSettings):
     """Optimizer steps per RL step. Always 1."""
     train_on: list[Annotated[int, Field(ge=-1)]] = Field([0, 1, 2, 3], min_length=1)
     """Denoising steps that every sample is trained on. 0 is the first step. The last step has no noise and is not
-    allowed. -1: one additional random step, chosen anew in each RL step."""
+    allowed. -1: one more step, random in each RL step."""
     ratio_norm: Literal["gaussian", "literal", "std_scaled"] = "gaussian"
     """Divisor of the squared distances in the log-ratio, for a step with standard deviation s. `gaussian`: 2 s^2, which
     emphasizes low noise. `literal`: 1, as in the published runs, which emphasizes high noise. `std_scaled`: 2 s. Tune
@@ -37,20 +37,19 @@ class DdrlAlgorithm(ConditioningFramesSettings):
     kl_beta: NonNegativeFloat = 0.01
     """Weight of the distance to the reference policy on rollout samples. 0: no reference forward pass."""
     update_ref_every: NonNegativeInt = 0
-    """The reference policy is set to the trained weights every this many RL steps, starting with the first. 0:
-    never."""
+    """n above 0: copy the trained weights to the reference policy after RL steps n, 2n, 3n and so on; until then it has
+    the weights from the start of the run. 0: never."""
     data_beta: NonNegativeFloat = 0.0
     """Weight of the diffusion loss on data. If above 0, the data must be captioned images or videos, and their captions
     are the prompts."""
     use_rl_sigma_and_noise: bool = True
-    """How the data is noised. True: with the noise level of the trained rollout step and the initial noise of the
-    rollout. False: with a noise level from the base model's training density and independent noise."""
+    """Noise added to the data. True: the noise level of the trained rollout step and the initial noise of the rollout.
+    False: a noise level from the base model's training density and independent noise."""
     data_on_first_only: bool = False
     """Compute the diffusion loss only at the first trained step. The loss is still averaged over all trained steps."""
     data_forward: Literal["joint", "separate"] = "joint"
-    """`joint`: process rollout states and noisy data in one forward and backward pass. `separate`: use one forward and
-    backward pass for each, in the same optimizer step. This gives the same gradient with less activation memory and
-    twice as many passes."""
+    """`joint`: one forward and backward pass for rollout states and noisy data. `separate`: one for each, in the same
+    optimizer step: the same gradient with less activation memory and twice as many passes."""
     exp_reward: bool = False
     """Replace the advantage A by exp_reward_baseline - exp(-A)."""
     exp_reward_baseline: NonNegativeFloat = 0.0

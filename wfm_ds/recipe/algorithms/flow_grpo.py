@@ -41,23 +41,23 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
     """Groups whose samples all have the same reward, so that the advantages are 0. `drop`: do not train on them.
     `keep`: train on them, so that `kl_beta` still applies."""
     timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of the noisy rollout steps that each sample is trained on, at least one step. The steps are chosen at
-    random for each sample. DanceGRPO: .6."""
+    """Fraction of the noisy rollout steps that each sample is trained on, at least one, chosen at random. DanceGRPO:
+    .6."""
     old_log_prob: Literal["auto", "rollout", "recompute"] = "auto"
-    """Source of the old log-probabilities in the ratios. `rollout`: computed in the rollout. `recompute`: one
-    additional forward pass per trained step before the first update. `auto`: in the first update the current ones,
-    since the weights are the same; after that those of the rollout. If `rollout.max_staleness` is above 0, `auto` acts
-    like `recompute`, and both drop steps that exceed `max_drift`; `rollout` does not."""
+    """Source of the old log-probabilities in the ratios. `rollout`: the rollout. `recompute`: one additional forward
+    pass per trained step before the first update. `auto`: the current ones in the first update, since the weights are
+    the same, then the rollout; with `rollout.max_staleness` above 0 like `recompute`. Then both drop steps that exceed
+    `max_drift`; `rollout` does not."""
     max_drift: PositiveFloat = 10.0
-    """With `rollout.max_staleness` above 0: drop denoising steps for which the rollout policy and the weights at the
-    start of the RL step differ too much. The limit is in units of the clip range for the log-probability difference or,
-    with `trust_region: divergence`, in units of `divergence` for the KL. Logged as policy/dropped_fraction."""
+    """With `rollout.max_staleness` above 0: drop denoising steps for which the log-probabilities of the rollout policy
+    and of the weights at the start of the RL step differ by more than this many clip ranges (with `trust_region:
+    divergence`: their KL, in units of `divergence`). Logged as policy/dropped_fraction."""
     log_prob: Literal["published", "gaussian"] = "published"
     """With `sampling.solver: cps`: `published` omits the variance and the constant of the log-probability; `gaussian`
     is exact. They need different values of `clip_ratio`."""
     min_step_std: NonNegativeFloat = 0.05
-    """Minimum noise std of trained steps. A step below it is an error, because rounding errors dominate its ratio. 0:
-    no minimum."""
+    """Minimum noise std of trained steps; below it, rounding errors dominate the ratio, and the run stops. 0: no
+    minimum."""
     guard: bool = False
     """GRPO-Guard (arXiv 2510.22319): normalize the ratio to remove its negative bias and use one scale for all
     steps."""

@@ -17,7 +17,7 @@ class ForwardProcessSettings(ConditioningFramesSettings):
     levels: Literal["grid", "stratified"] = "grid"
     """Noise levels that each sample is trained on. `grid`: random levels of the rollout's denoising steps, without
     replacement. `stratified`: one random value in each of `num_levels` equal parts of (0, 1), with the scheduler's
-    shift applied; independent of the number of rollout steps."""
+    shift, for any number of rollout steps."""
     num_levels: PositiveInt | None = None
     """Number of noise levels per sample. Required for `levels: stratified`. Unset: determined by
     `timestep_fraction`."""

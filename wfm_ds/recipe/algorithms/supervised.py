@@ -28,9 +28,8 @@ class SupervisedSettings(AlgorithmSettings):
     stratified: bool = False
     """Stratify the noise levels of a global batch over the density instead of sampling them independently."""
     min_num_conditional_frames: NonNegativeInt = 0
-    """Minimum number of conditioning frames, for video models that support them: first latent frames that stay clean
-    and are excluded from the loss. 0: text to video, 1: image to video, 2: video to video. n latent frames are
-    1 + 4 * (n - 1) pixel frames."""
+    """Minimum number of conditioning frames, for video models that support them: clean first latent frames without a
+    loss. 0: text to video, 1: image to video, 2: video to video. n latent frames are 1 + 4 * (n - 1) pixel frames."""
     max_num_conditional_frames: NonNegativeInt = 0
     """Maximum number of conditioning frames. The number is chosen uniformly at random per sample and epoch."""
 

@@ -20,7 +20,7 @@ class VlmSftAlgorithm(AlgorithmSettings):
     whole conversation. Image and video tokens are always excluded."""
     freeze: list[Literal["vision", "merger", "language"]] = Field(default=[])
     """Parts to freeze: the vision tower (`vision`), the patch merger (`merger`), the language model (`language`). Not
-    for use with a `lora` section, which freezes all parts anyway."""
+    with `lora`, which freezes all parts."""
     loss_scale: Literal["tokens", "samples"] = "tokens"
     """How the loss of a step is averaged over all sequences and ranks. `tokens`: all tokens have equal weight.
     `samples`: all conversations have equal weight."""

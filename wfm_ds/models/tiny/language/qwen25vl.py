@@ -12,6 +12,5 @@ SIZE = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
 
 
 def build() -> TinyLanguageModel:
-    """Return the model in float32 and its processors."""
     tokenizer = chat_tokenizer()
     return TinyLanguageModel(qwen_encoder(tokenizer, SEED).eval(), tokenizer, Qwen2VLImageProcessorPil(size=SIZE))

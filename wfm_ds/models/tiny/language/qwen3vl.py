@@ -11,6 +11,6 @@ SEED = 22
 
 
 def build() -> TinyLanguageModel:
-    """Return the model in float32, with tied embeddings like the small released models, and its processors."""
+    """Return the model, with tied embeddings like the small released models, and its processors."""
     tied = {"tie_word_embeddings": True}
     return qwen3_folder(Qwen3VLForConditionalGeneration, Qwen3VLConfig, SEED, text=tied, **tied)

@@ -11,6 +11,5 @@ SEED = 23
 
 
 def build() -> TinyLanguageModel:
-    """Return the model in float32 and its processors."""
     experts = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
     return qwen3_folder(Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig, SEED, text=experts)

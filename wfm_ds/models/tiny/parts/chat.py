@@ -1,4 +1,4 @@
-"""Parts of tiny vision-language models: a chat template in Qwen's format, and a model with its processors."""
+"""Shared code of tiny vision-language models: a chat template in Qwen's format, and a model with its processors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:
-    """Return the tiny tokenizer without a prefix space, so that decoding the tokens returns the same text."""
+    """Return a tiny tokenizer without a prefix space, so that decoding tokens returns the same text."""
     tokenizer = qwen_tokenizer(add_prefix_space=False)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -29,7 +29,7 @@ def chat_tokenizer() -> Qwen2Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class TinyLanguageModel:
-    """A model, its tokenizer and its image processor, saved to one folder for transformers."""
+    """A vision-language model, its tokenizer and its image processor."""
 
     model: PreTrainedModel
     tokenizer: Any

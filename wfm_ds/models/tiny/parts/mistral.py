@@ -58,7 +58,7 @@ def mistral_tokenizer(more_words: Sequence[str] = ()) -> PreTrainedTokenizerFast
 def mistral_encoder(
     tokenizer: PreTrainedTokenizerFast, layers: int, width: int, seed: int
 ) -> Mistral3ForConditionalGeneration:
-    """Return an encoder with `layers` text layers and a minimal vision tower."""
+    """Return a random encoder with `layers` text layers and a minimal vision tower."""
     config = Mistral3Config(
         text_config={
             "model_type": "mistral",

@@ -51,13 +51,13 @@ def qwen_tokenizer(*, add_prefix_space: bool = True, more_words: Sequence[str] =
 
 
 def boundary_token_ids(tokenizer: Any) -> dict[str, int]:
-    """Return bos_token_id and eos_token_id for a language model config."""
+    """Return {bos_token_id, eos_token_id} for a language model config."""
     names = {"bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>"}
     return {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
 
 
 def vision_token_ids(tokenizer: Any) -> dict[str, int]:
-    """Return the image and video token ids for a vision-language model config."""
+    """Return {config key: id} of the image and video tokens for a vision-language model config."""
     names = {
         "image_token_id": "<|image_pad|>",
         "video_token_id": "<|video_pad|>",
@@ -68,7 +68,7 @@ def vision_token_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def qwen_encoder(tokenizer: Any, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """Return an encoder with two layers of width 32. Concatenating all layers gives 64 features."""
+    """Return a random encoder with two text layers of width 32."""
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),

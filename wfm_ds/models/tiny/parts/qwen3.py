@@ -1,4 +1,4 @@
-"""Parts of tiny Qwen3-VL models, with and without experts."""
+"""Shared code of tiny Qwen3-VL models, with and without mixture of experts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ def qwen3_folder(
     text: Mapping[str, Any],
     **top: Any,
 ) -> TinyLanguageModel:
-    """Return a model in float32 and its processors, with two text layers of width 32 and two vision layers.
+    """Return a float32 model and its processors, with two text layers of width 32 and two vision layers.
 
-    network, config: model class and config class of transformers. text, top: additional values of the config's text
-    section and of its top level.
+    network, config: classes of transformers. text, top: additional values of the config's text section and top level.
     """
     tokenizer = chat_tokenizer()
     model_config = config(

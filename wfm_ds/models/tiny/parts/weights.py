@@ -9,10 +9,7 @@ from torch import nn
 
 
 def amplify_text(transformer: nn.Module, factor: float) -> nn.Module:
-    """Scale the text value projections of joint attention, in place.
-
-    With the default initialization a prompt hardly changes an image.
-    """
+    """Scale the text value projections of joint attention, in place. By default a prompt hardly changes an image."""
     for name, weight in transformer.named_parameters():
         if ".add_v_proj." in name:
             weight.data.mul_(factor)
@@ -20,10 +17,7 @@ def amplify_text(transformer: nn.Module, factor: float) -> nn.Module:
 
 
 def redraw_text_weights(encoder: nn.Module, seed: int) -> nn.Module:
-    """Reinitialize all matrices in place with a larger std, so that embeddings of two prompts clearly differ.
-
-    With the default initialization (std .02) they hardly depend on the text.
-    """
+    """Reinitialize all matrices in place with a std above the default 0.02, so that embeddings depend on the text."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in encoder.named_parameters():
         if weight.ndim != 2:
