@@ -19,15 +19,15 @@ setup: .venv/installed  ## Create .venv and install wfm_ds with all test depende
 	touch .venv/installed
 
 quickstart: $(SETUP)  ## Digits demo: train an image model with SFT, improve it with DiffusionNFT (docs/quickstart.md)
-	$(PY) -m wfm_ds.quickstart --output outputs/quickstart
+	$(PY) -m wfm_ds quickstart --output outputs/quickstart
 
 quickstart-video: $(SETUP)  ## Video demo: train a video model of moving shapes with SFT, improve it with DiffusionNFT (docs/video_demo.md)
-	$(PY) -m wfm_ds.quickstart --demo shapes --output outputs/quickstart-video
+	$(PY) -m wfm_ds quickstart --demo shapes --output outputs/quickstart-video
 
 quickstart-world: $(SETUP)  ## Action demo: train a tiny Cosmos3 with SFT, improve how it follows actions with DiffusionNFT (docs/action_demo.md)
-	$(PY) -m wfm_ds.quickstart --demo actions --output outputs/quickstart-world
+	$(PY) -m wfm_ds quickstart --demo actions --output outputs/quickstart-world
 
-test: $(SETUP)  ## Run the tests; choose some with ARGS="tests/pipes -k ledger"
+test: $(SETUP)  ## Run the tests; choose some with ARGS="tests/transport -k ledger"
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(or $(ARGS),-m "not slow and not gpu")
 
 lint: $(SETUP)  ## Check formatting, lint rules and types

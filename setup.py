@@ -121,5 +121,5 @@ setup(
             "triton>=3.6; platform_system == 'Linux'",  # interpreter and compiler; included in torch for CUDA
         ],
     },
-    entry_points={"console_scripts": ["wfm=wfm_ds.command.main:main"]},
+    entry_points={"console_scripts": ["wfm=wfm_ds.cli.main:main"]},
 )

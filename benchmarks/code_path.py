@@ -103,11 +103,13 @@ def main() -> int:
     parser.add_argument("recipe")
     parser.add_argument("--files", action="store_true", help="print the names of the files and the deepest stack")
     args = parser.parse_args()
+    lines = []
     for name, trace in zip(("set-up", "step"), trace_recipe(args.recipe), strict=True):
-        print(f"{args.recipe} {name}: {len(trace.files)} files, {len(trace.deepest)} frames deep")
+        lines.append(f"{args.recipe} {name}: {len(trace.files)} files, {len(trace.deepest)} frames deep")
         if args.files:
-            print(*(f"  {Path(file).relative_to(ROOT)}" for file in sorted(trace.files)), sep="\n")
-            print("  deepest:", *trace.deepest, sep="\n    ")
+            lines += [f"  {Path(file).relative_to(ROOT)}" for file in sorted(trace.files)]
+            lines += ["  deepest:", *(f"    {call}" for call in trace.deepest)]
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 

@@ -4,7 +4,7 @@ Two ranks on a CPU hold a random SD3 transformer and AdamW moments at ZeRO-3 and
 DeepSpeed's. Then each conversion runs in a separate process, which reports its largest resident set (including mapped
 files) and its processor time:
 
-    convert      `wfm_ds.convert` of our checkpoint: one tensor in memory at a time
+    convert      `wfm_ds.cli.convert` of our checkpoint: one tensor in memory at a time
     deepspeed    DeepSpeed's zero_to_fp32 and diffusers' save_pretrained
     imports      no conversion: the libraries alone
 
@@ -82,11 +82,11 @@ def save_checkpoints(folder: Path) -> None:
     from diffusers import SD3Transformer2DModel
 
     from wfm_ds.checkpoint import store
-    from wfm_ds.checkpoint.export import export_weights
-    from wfm_ds.checkpoint.export_target import ExportTarget
     from wfm_ds.checkpoint.rank_state import capture_state
     from wfm_ds.distributed.world import World
     from wfm_ds.engine.engine import DenoiserEngine
+    from wfm_ds.export.target import ExportTarget
+    from wfm_ds.export.weights import export_weights
     from wfm_ds.recipe.schema import Recipe
 
     world = World.join()
@@ -164,7 +164,7 @@ def convert_with_deepspeed(folder: Path) -> None:
 
 
 def convert_with_wfm(folder: Path) -> None:
-    from wfm_ds import convert
+    from wfm_ds.cli import convert
 
     if convert.main([str(folder / "ours" / "step_1"), str(folder / "by_convert")]):
         raise SystemExit(1)

@@ -5,8 +5,8 @@ python -m benchmarks.flops RECIPE RECIPE ...                  one row for each r
 python -m benchmarks.flops RECIPE --tflops 400                the hours of a run at this speed of each GPU
 python -m benchmarks.flops --model sd35m --algo nft           a released model with an algorithm's published batch
 
-The recipe gives the number of forward passes (wfm_ds/training/forward_counts.py), the denoiser's operators give the
-FLOPs of one (wfm_ds/training/forward_flops.py). Weights and a GPU are not needed. A model folder that does not exist is
+The recipe gives the number of forward passes (wfm_ds/memory/forward_counts.py), the denoiser's operators give the
+FLOPs of one (wfm_ds/memory/forward_flops.py). Weights and a GPU are not needed. A model folder that does not exist is
 looked up by its name in released.py.
 """
 
@@ -29,13 +29,7 @@ from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.engine.flops import Flops
 from wfm_ds.engine.policies import add_adapters, set_trainable
 from wfm_ds.errors import RecipeError, UserError
-from wfm_ds.models.base import DiffusionModel
-from wfm_ds.program import run_command
-from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
-from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.model_loading import load_model
-from wfm_ds.training.forward_counts import (
+from wfm_ds.memory.forward_counts import (
     ForwardCount,
     IsGuided,
     count_evaluation,
@@ -45,7 +39,13 @@ from wfm_ds.training.forward_counts import (
     guidance_predicate,
     sum_forwards,
 )
-from wfm_ds.training.forward_flops import count_flops, flops_by_purpose
+from wfm_ds.memory.forward_flops import count_flops, flops_by_purpose
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.program import run_command
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.runs.model_loading import load_model
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 RL = {

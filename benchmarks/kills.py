@@ -63,9 +63,9 @@ LOST, EQUAL = "steps to do again, at most", "runs, all equal"
 SUMMED = (KILLS, IN_SAVE, BEFORE_FIRST, EQUAL)
 # Imported before forking, so that forks start fast.
 WARM = (
-    *("wfm_ds.train", "wfm_ds.training.preflight", "wfm_ds.run.job", "wfm_ds.training.sft", "wfm_ds.training.rl"),
+    *("wfm_ds.train", "wfm_ds.training.preflight", "wfm_ds.runs.job", "wfm_ds.training.sft", "wfm_ds.training.rl"),
     "wfm_ds.rollout.colocated",
-    *("wfm_ds.training.exporter", "wfm_ds.models.sd3", "wfm_ds.data.digits"),
+    *("wfm_ds.training.exporter", "wfm_ds.models.sd3", "wfm_ds.demos.digits_data"),
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
     *("transformers.models.t5.modeling_t5", "transformers.models.clip.modeling_clip"),
 )
@@ -270,7 +270,7 @@ def print_status(text: str) -> None:
 
 
 def make_inputs(inputs: StudyInputs) -> None:
-    from wfm_ds.data.digits import write_digits
+    from wfm_ds.demos.digits_data import write_digits
     from wfm_ds.models.tiny import write_tiny_model
 
     write_digits(inputs.folder / "digits")

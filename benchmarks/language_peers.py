@@ -78,7 +78,7 @@ def make_our_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.language.packed_sequences import SequencePacker
-    from wfm_ds.run.output_folder import RunStart
+    from wfm_ds.runs.output_folder import RunStart
     from wfm_ds.training.language_builder import build_language_loop, load_language_setup
 
     counts: Counter[str] = Counter()

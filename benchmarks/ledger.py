@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from wfm_ds.pipes.ledger import Ledger
-from wfm_ds.pipes.tasks import Completion, Task, TaskState
+from wfm_ds.transport.ledger import Ledger
+from wfm_ds.transport.tasks import Completion, Task, TaskState
 
 KIND, OWNER, WORKER = "score", "run/client", "worker"
 CREDIT = 8

@@ -73,7 +73,7 @@ def measure_rank(folder: Path, way: str, zero: str, what: str) -> dict[str, Any]
     from wfm_ds.distributed.world import World
     from wfm_ds.engine import preparation
     from wfm_ds.engine.engine import DenoiserEngine
-    from wfm_ds.models.loading import load_network
+    from wfm_ds.models.assets.loading import load_network
     from wfm_ds.recipe.schema import Recipe
 
     world, peak = World.join(), Peak()

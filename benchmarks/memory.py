@@ -5,7 +5,7 @@ python -m benchmarks.memory --statements         the estimate line of each recip
 python -m benchmarks.memory --precisions RECIPE  the memory that each model.base_precision saves for a LoRA recipe
 python -m benchmarks.memory RECIPE --set engine.deepspeed=zero2     with overrides
 
-Nothing is computed, and weights are not needed (wfm_ds/run/memory_estimate.py). A test compares the recipes with it.
+Nothing is computed, and weights are not needed (wfm_ds/memory/estimate.py). A test compares the recipes with it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 
 from benchmarks.released import RELEASED
 from wfm_ds.errors import RecipeError
+from wfm_ds.memory.advice import fits_memory, memory_verdict
+from wfm_ds.memory.estimate import MemoryEstimate, estimate_memory, format_memory_table
 from wfm_ds.monitoring.stopwatch import GIB
 from wfm_ds.program import run_command
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import BasePrecision
-from wfm_ds.run.memory_advice import fits_memory, memory_verdict
-from wfm_ds.run.memory_estimate import MemoryEstimate, estimate_memory, format_memory_table
 
 PRECISIONS: tuple[BasePrecision | None, ...] = (None, "fp8", "nf4")  # int8 needs the same as fp8
 

@@ -45,8 +45,8 @@ def open_loop(folder: Path, case: Sequence[str], held: contextlib.ExitStack) -> 
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe import file as recipe_file
-    from wfm_ds.run.model_loading import load_model
-    from wfm_ds.run.output_folder import RunStart
+    from wfm_ds.runs.model_loading import load_model
+    from wfm_ds.runs.output_folder import RunStart
     from wfm_ds.training.diffusion_builder import build_diffusion_loop
     from wfm_ds.training.preflight import check_and_load_data
 
@@ -143,7 +143,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 def measure_case(name: str, pairs: int) -> dict[str, Any]:
     import torch
 
-    from wfm_ds.data.digits import write_digits
+    from wfm_ds.demos.digits_data import write_digits
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)

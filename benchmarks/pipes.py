@@ -25,10 +25,10 @@ import numpy as np
 import psutil
 import zmq
 
-from wfm_ds.pipes import wire
-from wfm_ds.pipes.messages import BROKER_TO_CLIENT, CLIENT_TO_BROKER
-from wfm_ds.pipes.socket_folders import SocketFolder
-from wfm_ds.pipes.sockets import Dealer, Router, SendQueueFull
+from wfm_ds.transport import wire
+from wfm_ds.transport.messages import BROKER_TO_CLIENT, CLIENT_TO_BROKER
+from wfm_ds.transport.socket_folders import SocketFolder
+from wfm_ds.transport.sockets import Dealer, Router, SendQueueFull
 
 WINDOW = 4  # messages in flight
 SMALL = 200  # bytes of the message for round trips
@@ -78,7 +78,7 @@ def _measure_transport(
         tensor = np.random.default_rng(0).integers(0, 256, mib * 2**20, dtype=np.uint8)
         peers: dict[str, Any] = {
             "raw pyzmq": Raw(context, at[0]),
-            "wfm_ds.pipes": Ours(context, at[1]),
+            "wfm_ds.transport": Ours(context, at[1]),
             "pickle, HTTP": Http(port),
         }
         rates: dict[str, list[float]] = {name: [] for name in peers}

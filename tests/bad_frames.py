@@ -9,10 +9,10 @@ import msgpack
 import numpy as np
 import zmq
 
-from wfm_ds.pipes import wire
-from wfm_ds.pipes.messages import BROKER_TO_CLIENT, BROKER_TO_WORKER, CLIENT_TO_BROKER, WORKER_TO_BROKER
-from wfm_ds.pipes.sockets import Dealer, SendQueueFull
-from wfm_ds.pipes.wire import MAX_FRAMES, MAX_HEADER_BYTES, WireError, compute_checksum
+from wfm_ds.transport import wire
+from wfm_ds.transport.messages import BROKER_TO_CLIENT, BROKER_TO_WORKER, CLIENT_TO_BROKER, WORKER_TO_BROKER
+from wfm_ds.transport.sockets import Dealer, SendQueueFull
+from wfm_ds.transport.wire import MAX_FRAMES, MAX_HEADER_BYTES, WireError, compute_checksum
 
 WINDOW = 16  # messages without an answer: what a hub cannot send to a full pipe it drops
 PATIENCE_S = 60.0

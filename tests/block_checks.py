@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from wfm_ds.command import main as wfm
+from wfm_ds.cli import main as wfm
 from wfm_ds.errors import UserError
 from wfm_ds.launch import normalize_arguments
 from wfm_ds.program import CommandParser

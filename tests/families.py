@@ -12,7 +12,7 @@ from wfm_ds.contract.case import Case, ReferenceInputs, load_reference_pipeline
 from wfm_ds.contract.case import denoise_latents as denoise_latents
 from wfm_ds.contract.case import run_reference_pipeline as run_reference_pipeline
 from wfm_ds.contract.family_under_test import SEEDS
-from wfm_ds.models.guardrail import NoGuardrail
+from wfm_ds.models.assets.guardrail import NoGuardrail
 from wfm_ds.models.qwen_image import unpack_latents
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
 

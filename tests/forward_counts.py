@@ -5,10 +5,7 @@ import json
 import torch
 
 from wfm_ds.algorithms import build_rl_algorithm
-from wfm_ds.models import registry
-from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.run_sizes import derive_run_sizes
-from wfm_ds.training.forward_counts import (
+from wfm_ds.memory.forward_counts import (
     count_evaluation,
     count_rl_step,
     count_sft_step,
@@ -16,6 +13,9 @@ from wfm_ds.training.forward_counts import (
     guidance_predicate,
     sum_forwards,
 )
+from wfm_ds.models import registry
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.run_sizes import derive_run_sizes
 
 CALLS, SAMPLES = "perf/forwards_", "perf/forward_samples_"
 MANY = 1000  # prompts or images, more than a recipe shows

@@ -1,4 +1,4 @@
-"""`wfm_ds.convert` on checkpoints cut by hand; real ones of runs on two ranks: distributed/test_convert.py."""
+"""`wfm_ds.cli.convert` on checkpoints cut by hand; real ones of runs on two ranks: distributed/test_convert.py."""
 
 import json
 
@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from folders import contents
-from wfm_ds import convert
-from wfm_ds.checkpoint.export import adapter_settings, export_weights
-from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.checkpoint.sharded_states import rank_file_name
 from wfm_ds.checkpoint.store import COMPLETE
+from wfm_ds.cli import convert
+from wfm_ds.export.target import ExportTarget
+from wfm_ds.export.weights import adapter_settings, export_weights
 from wfm_ds.models import registry
 
 RANK, ALPHA = 4, 10.0

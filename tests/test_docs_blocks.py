@@ -176,7 +176,7 @@ BAD_PAGES = {
         "3: unrecognized arguments: --ranks",
     ),
     "a missing argument": (
-        "```bash\npython -m wfm_ds.generate --model a\n```",
+        "```bash\nwfm generate --model a\n```",
         "2: the following arguments are required",
     ),
     "a wrong option of the launcher": (

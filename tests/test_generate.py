@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.generate`: what it draws is what the model draws in a run, and what it leaves behind."""
+"""`wfm generate`: what it draws is what the model draws in a run, and what it leaves behind."""
 
 import json
 import re
@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from wfm_ds.data.room import write_room
+from wfm_ds.cli.generate import main
+from wfm_ds.demos.room_data import write_room
 from wfm_ds.engine.denoiser_forward import CountingForward
-from wfm_ds.generate import main
 from wfm_ds.models import registry
+from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import Sampler
-from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import Prompt
 

@@ -21,21 +21,22 @@ SOURCES = {
 LAYERS = (
     ("errors", "types", "seeds", "chunks", "pinned_memory", "wfm_kernels"),
     ("program", "user_class"),
-    ("recipe", "storage", "pipes", "ulysses"),
+    ("recipe", "storage", "transport", "ulysses"),
     ("distributed", "sampling", "wfm_reward"),
     ("engine", "data", "algorithms"),
     ("models", "monitoring"),
-    ("checkpoint",),
-    ("run", "language", "evaluation", "contract"),
+    ("export",),
+    ("checkpoint", "memory"),
+    ("runs", "language", "evaluation", "contract"),
     ("rollout",),
     ("training",),
-    ("train", "generate", "convert", "quickstart", "launch", "recipe_docs", "doctor", "migrate"),
-    ("command",),
+    ("train", "launch", "demos", "migrate"),
+    ("cli",),
     ("__main__",),
 )
 LAYERS_BY_PACKAGE = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 # Commands that are in a package because of their name. They may import everything; no module may import them.
-COMMANDS_IN_PACKAGES = {"wfm_ds.data.prepare", "wfm_ds.models.check", "wfm_ds.monitoring.page"}
+COMMANDS_IN_PACKAGES = {"wfm_ds.data.prepare"}
 MAX_TOP_LEVEL_MODULES = 15
 
 

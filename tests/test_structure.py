@@ -31,7 +31,7 @@ MAY_UNPICKLE = {"wfm_ds.data.embeddings"}  # arrays alone, through an unpickler 
 PROGRAMS = {"wfm_ds.data.prepare"}
 FOREIGN_FORBIDDEN = {
     "wfm_ds.types": {"torch"},
-    "wfm_ds.pipes": {"torch", "deepspeed", "diffusers"},
+    "wfm_ds.transport": {"torch", "deepspeed", "diffusers"},
     "wfm_ds.sampling": {"deepspeed", "zmq", "diffusers"},
     "wfm_ds.algorithms": {"deepspeed", "zmq", "diffusers"},
     "wfm_ds.models": {"deepspeed", "zmq"},
@@ -209,15 +209,15 @@ def test_other_code_is_left_alone(text):
         "import wfm_ds",
         "import wfm_ds.recipe.file",
         "import wfm_ds.launch",
-        "import wfm_ds.pipes.broker, wfm_ds.pipes.client, wfm_ds.pipes.worker",
+        "import wfm_ds.transport.broker, wfm_ds.transport.client, wfm_ds.transport.worker",
         "import wfm_reward.serve, wfm_reward.worker, wfm_reward.registry as r; r.list_reward_names()",
         "import wfm_ds.train as t; t.parser().format_help()",
-        "import wfm_ds.convert as c; c.parser().format_help()",
-        "import wfm_ds.generate as g; g.parser().format_help()",
-        "import wfm_ds.command.answer as a; a.parser().format_help()",
-        "import wfm_ds.rollout.worker as w; w.parser().format_help()",
-        "import wfm_ds.migrate.command as m; m.parser().format_help()",
-        "import wfm_ds.doctor.command as d; d.parser().format_help()",
+        "import wfm_ds.cli.convert as c; c.parser().format_help()",
+        "import wfm_ds.cli.generate as g; g.parser().format_help()",
+        "import wfm_ds.cli.answer as a; a.parser().format_help()",
+        "import wfm_ds.rollout.remote.worker as w; w.parser().format_help()",
+        "import wfm_ds.cli.migrate as m; m.parser().format_help()",
+        "import wfm_ds.cli.doctor.command as d; d.parser().format_help()",
     ],
 )
 def test_light_modules_load_nothing_heavy(statement):

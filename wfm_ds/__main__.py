@@ -2,7 +2,7 @@
 
 import sys
 
-from wfm_ds.command.main import main
+from wfm_ds.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

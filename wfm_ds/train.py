@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.run.mirror import Mirror
-    from wfm_ds.run.output_folder import RunStart
-    from wfm_ds.run.result import RunOutcome
-    from wfm_ds.run.shutdown import RunShutdown
-    from wfm_ds.run.storage_copies import StorageCopies
+    from wfm_ds.runs.mirror import Mirror
+    from wfm_ds.runs.output_folder import RunStart
+    from wfm_ds.runs.result import RunOutcome
+    from wfm_ds.runs.shutdown import RunShutdown
+    from wfm_ds.runs.storage_copies import StorageCopies
     from wfm_ds.training.loop import TrainingLoop
 
     LoopBuilder: TypeAlias = Callable[[RunStart, Mirror | None, ExitStack], TrainingLoop]
@@ -102,7 +102,7 @@ def run_training(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
     from wfm_ds.distributed.lifecycle import write_status
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import World
-    from wfm_ds.run.shutdown import watch_ranks
+    from wfm_ds.runs.shutdown import watch_ranks
 
     setup_logging(None, int(os.environ.get("RANK", "0")), console=True)
     stuck_s = 60 * recipe.engine.timeout_minutes
@@ -126,10 +126,10 @@ def prepare_and_train(
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
     from wfm_ds.recipe.run_sizes import num_replicas
-    from wfm_ds.run.model_revision import agree_on_commit, fetch_model
-    from wfm_ds.run.output_folder import lock_folder
-    from wfm_ds.run.shutdown import discard_new_run
-    from wfm_ds.run.storage_copies import open_mirror, open_run_folder, require_writable_storage
+    from wfm_ds.runs.model_revision import agree_on_commit, fetch_model
+    from wfm_ds.runs.output_folder import lock_folder
+    from wfm_ds.runs.shutdown import discard_new_run
+    from wfm_ds.runs.storage_copies import open_mirror, open_run_folder, require_writable_storage
 
     folder = recipe.run.output_dir
     num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
@@ -170,7 +170,7 @@ def prepare_loop(recipe: Recipe, world: World, stop: StopFlag) -> LoopBuilder:
 
 def memory_advice_context(recipe: Recipe, world: World) -> AdviceContext:
     """Return a function that creates contexts in which out-of-memory errors list the recipe keys to change."""
-    from wfm_ds.run.out_of_memory import explain_out_of_memory
+    from wfm_ds.memory.out_of_memory import explain_out_of_memory
 
     return functools.partial(explain_out_of_memory, world.device, memory_advice(recipe, world))
 
@@ -178,15 +178,15 @@ def memory_advice_context(recipe: Recipe, world: World) -> AdviceContext:
 def memory_advice(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
     """Return a function that maps the phase in which a run is out of memory to the recipe keys to change."""
     from wfm_ds.distributed.world import ranks_per_node
-    from wfm_ds.run.memory_advice import suggest_keys_after_oom
+    from wfm_ds.memory.advice import suggest_keys_after_oom
 
     return lambda phase: suggest_keys_after_oom(recipe, phase, ranks_per_node(world.size))
 
 
 def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[RunOutcome, StorageCopies | None]:
     """Log that the run is already finished, and upload missing copies. The caller must not have locked the folder."""
-    from wfm_ds.run.result import RunOutcome
-    from wfm_ds.run.storage_copies import send_missing_copies
+    from wfm_ds.runs.result import RunOutcome
+    from wfm_ds.runs.storage_copies import send_missing_copies
 
     folder, storage = recipe.run.output_dir, recipe.checkpoint.storage
     location = folder if folder.exists() or storage is None else storage
@@ -196,7 +196,7 @@ def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[
 
 def find_start_on_all_ranks(recipe: Recipe, world: World, *, overwrite: bool) -> RunStart:
     """Determine the starting point of the run on rank 0, and return it on every rank. Collective."""
-    from wfm_ds.run.output_folder import RunStart, find_run_start
+    from wfm_ds.runs.output_folder import RunStart, find_run_start
 
     fields = world.run_checked(
         lambda: dataclasses.asdict(find_run_start(recipe, world.size, overwrite=overwrite)), on="main"
@@ -213,8 +213,8 @@ def run_loop(
     ending: RunShutdown,
 ) -> tuple[RunOutcome, StorageCopies | None]:
     """Build the training loop and run it. Collective. The result is identical on every rank."""
-    from wfm_ds.run.shutdown import record_run
-    from wfm_ds.run.storage_copies import discard_fetched_checkpoint
+    from wfm_ds.runs.shutdown import record_run
+    from wfm_ds.runs.storage_copies import discard_fetched_checkpoint
 
     advised = memory_advice_context(recipe, world)
     with contextlib.ExitStack() as building, advised(lambda: "start"):

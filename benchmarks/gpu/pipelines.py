@@ -29,8 +29,8 @@ from transformers import (
 
 from benchmarks.released import RELEASED
 from wfm_ds.errors import UserError
+from wfm_ds.models.assets.guardrail import NoGuardrail
 from wfm_ds.models.base import hide_progress_bars
-from wfm_ds.models.guardrail import NoGuardrail
 from wfm_ds.models.tiny import write_tiny_model
 from wfm_ds.models.tiny.parts.clip import clip_tokenizer
 from wfm_ds.models.tiny.parts.gemma import gemma_tokenizer

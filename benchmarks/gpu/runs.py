@@ -22,11 +22,11 @@ from wfm_ds.distributed.accelerator import choose_accelerator
 from wfm_ds.distributed.lifecycle import StopFlag
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.flop_counter import FlopCount
+from wfm_ds.memory.estimate import estimate_memory
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.memory_estimate import estimate_memory
-from wfm_ds.run.model_loading import load_model
-from wfm_ds.run.output_folder import RunStart, open_output_folder
+from wfm_ds.runs.model_loading import load_model
+from wfm_ds.runs.output_folder import RunStart, open_output_folder
 from wfm_ds.training.diffusion_builder import build_diffusion_loop
 from wfm_ds.training.loop import TrainingLoop
 from wfm_ds.training.preflight import check_and_load_data

@@ -25,12 +25,12 @@ from benchmarks.gpu.steps import try_measurement
 from benchmarks.released import RELEASED
 from wfm_ds.engine import attention_kernels
 from wfm_ds.engine.device_peaks import peak_tflops
+from wfm_ds.memory.forward_flops import count_flops
 from wfm_ds.models import registry, vae
+from wfm_ds.models.assets.guardrail import Guardrail
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.guardrail import Guardrail
 from wfm_ds.models.tiny import write_tiny_model
 from wfm_ds.recipe.shared_defaults import AttentionName
-from wfm_ds.training.forward_flops import count_flops
 
 KERNELS: tuple[AttentionName, ...] = ("native", "cudnn", "flash", "flash3", "sage")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

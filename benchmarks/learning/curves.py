@@ -14,9 +14,9 @@ import torch
 from sklearn.isotonic import IsotonicRegression
 
 from benchmarks.flops import step_forwards
+from wfm_ds.demos.digits import load_samples, std_within_prompts
 from wfm_ds.errors import UserError
 from wfm_ds.models import registry
-from wfm_ds.quickstart.digits import load_samples, std_within_prompts
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 

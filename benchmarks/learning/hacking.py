@@ -23,9 +23,9 @@ import numpy.typing as npt
 from benchmarks import report
 from benchmarks.learning.runs import StudyRun, list_revisions, train_all, train_starts
 from benchmarks.learning.variants import DIGITS, REPOSITORY, Variant
+from wfm_ds.demos.digits import load_samples, std_within_prompts
 from wfm_ds.errors import UserError
 from wfm_ds.program import run_command
-from wfm_ds.quickstart.digits import load_samples, std_within_prompts
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_reward.rewards.digits import MAX_GREY, average_to_8x8, classifier_input

@@ -14,10 +14,10 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.learning.curves import check_counts
 from benchmarks.learning.variants import Variant
+from wfm_ds.cli.quickstart import prepare_folder, run_sft
+from wfm_ds.demos.base import Demo
+from wfm_ds.demos.digits import DigitsDemo
 from wfm_ds.errors import UserError
-from wfm_ds.quickstart.command import prepare_folder, run_sft
-from wfm_ds.quickstart.digits import DigitsDemo
-from wfm_ds.quickstart.world import Demo
 
 REVISION = "REVISION"
 # One rank does the work of the two ranks of the recipes. The results are the same.

@@ -20,9 +20,8 @@ import numpy as np
 from benchmarks import report
 from benchmarks.learning.runs import StudyRun, list_revisions, train_all, train_starts
 from benchmarks.learning.variants import REPOSITORY, Variant
-from wfm_ds.monitoring.images import image_grid, save_png
-from wfm_ds.program import run_command
-from wfm_ds.quickstart.moving import (
+from wfm_ds.demos.base import load_evaluations
+from wfm_ds.demos.shapes import (
     JUDGE,
     REWARD,
     STARTS,
@@ -32,7 +31,8 @@ from wfm_ds.quickstart.moving import (
     group_by_prompt,
     load_videos,
 )
-from wfm_ds.quickstart.world import load_evaluations
+from wfm_ds.monitoring.images import image_grid, save_png
+from wfm_ds.program import run_command
 
 PICTURE = REPOSITORY / "docs" / "images" / "video.png"
 MOVING = REPOSITORY / "recipes" / "moving"

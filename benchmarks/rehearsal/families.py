@@ -252,8 +252,8 @@ def denoise_with_solvers(loop: Loop) -> Iterator[str]:
 
 def restore_own_checkpoint(loop: Loop, folder: Path) -> None:
     """Write the rank's state and restore it. With several ranks only this rank's files exist."""
-    from wfm_ds.checkpoint.export_target import ExportTarget
     from wfm_ds.checkpoint.rank_state import capture_state, restore_state
+    from wfm_ds.export.target import ExportTarget
 
     engine, model = loop.job.engine, loop.job.model
     state = capture_state(engine, loop.state_dict(), ExportTarget.from_model(model), model.dtype)

@@ -45,8 +45,8 @@ def open_loop(record: Record, recipe_name: str, overrides: Sequence[str], folder
     from wfm_ds.recipe import file as recipe_file
     from wfm_ds.rollout.colocated import ColocatedSource
     from wfm_ds.rollout.groups import CaptionedGroups
-    from wfm_ds.run.model_loading import load_model
-    from wfm_ds.run.output_folder import RunStart
+    from wfm_ds.runs.model_loading import load_model
+    from wfm_ds.runs.output_folder import RunStart
     from wfm_ds.training import diffusion_builder, text_precompute
     from wfm_ds.training.checkpoints import Checkpoints
     from wfm_ds.training.exporter import Exporter
@@ -99,7 +99,7 @@ def data_overrides(recipe_name: str, folder: Path) -> list[str]:
     """Write the data of a recipe into `folder`: two prompts, captioned digits or pairs of digits. Return its
     overrides."""
     if reads_images(recipe_name):
-        from wfm_ds.data.digits import write_digits
+        from wfm_ds.demos.digits_data import write_digits
 
         write_digits(folder / "digits")
         return [f"data.path={folder / 'digits' / IMAGES[data_kind(recipe_name)]}"]

@@ -13,7 +13,7 @@ from unittest import mock
 from benchmarks.rehearsal.record import Record
 
 if TYPE_CHECKING:
-    from wfm_ds.run.job import Job
+    from wfm_ds.runs.job import Job
 
 DENOISE, MICRO_STEPS = "denoise loop", "between micro-steps"
 

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.soak import samples
-from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.worker import LeasedTask, ReportProgress, TaskResult
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout import TASK_KIND, worker
+from wfm_ds.rollout import TASK_KIND
+from wfm_ds.rollout.remote import worker
 from wfm_ds.rollout.rewards import RewardClient
+from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.worker import LeasedTask, ReportProgress, TaskResult
 from wfm_ds.types import MediaBatch
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes.wire import Array
-from wfm_ds.pipes.worker import LeasedTask, ReportProgress, TaskFailed
+from wfm_ds.transport.wire import Array
+from wfm_ds.transport.worker import LeasedTask, ReportProgress, TaskFailed
 from wfm_reward.worker_process import WorkerSetup, run_worker
 
 STALL_S = 600.0

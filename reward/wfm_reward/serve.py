@@ -1,4 +1,4 @@
-"""`python -m wfm_reward.serve CONFIG.yaml [--check]`: the reward service.
+"""`wfm serve CONFIG.yaml [--check]`: the reward service.
 
 The main process only supervises: it runs the broker in a thread and `workers` processes for each reward. When all
 workers are ready it writes pipes.json and one line of JSON to stdout. On SIGTERM or SIGINT it finishes running tasks
@@ -22,12 +22,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import RewardError, UserError
-from wfm_ds.pipes.broker import Broker, TaskKind
-from wfm_ds.pipes.broker_status import FinishedTask
-from wfm_ds.pipes.keys import load_broker_keys
-from wfm_ds.pipes.socket_folders import SocketFolder
-from wfm_ds.pipes.sockets import Mailbox
 from wfm_ds.program import run_command
+from wfm_ds.transport.broker import Broker, TaskKind
+from wfm_ds.transport.broker_status import FinishedTask
+from wfm_ds.transport.keys import load_broker_keys
+from wfm_ds.transport.socket_folders import SocketFolder
+from wfm_ds.transport.sockets import Mailbox
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig, load_config
 from wfm_reward.decoder import STALL_S as DECODE_STALL_S
@@ -44,18 +44,18 @@ DRAIN_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run_service, argv)
+    return run_command(parser(), run, argv)
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm_reward.serve", description="Run a reward service for images and videos.")
+    p = argparse.ArgumentParser(prog="wfm serve", description="Run a reward service for images and videos.")
     p.add_argument("config", type=Path, help="configuration file (YAML)")
     p.add_argument("--check", action="store_true", help="check the configuration and exit")
     p.add_argument("--stop-on-eof", action="store_true", help="stop when stdin is closed (the parent has exited)")
     return p
 
 
-def run_service(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s")
     config = load_config(args.config)
     for name, reward in config.rewards.items():

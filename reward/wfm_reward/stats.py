@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.pipes.broker_status import FinishedTask
+from wfm_ds.transport.broker_status import FinishedTask
 
 BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MAX_REASONS = 30  # failure classes per reward; further ones are counted as "other"

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from wfm_ds.chunks import split_into_chunks
-from wfm_ds.pipes.arrays import unpack_arrays
-from wfm_ds.pipes.wire import Array
-from wfm_ds.pipes.worker import LeasedTask, ReportProgress, TaskFailed
+from wfm_ds.transport.arrays import unpack_arrays
+from wfm_ds.transport.wire import Array
+from wfm_ds.transport.worker import LeasedTask, ReportProgress, TaskFailed
 from wfm_ds.types import MediaBatch, Score
 from wfm_reward import registry
 from wfm_reward.base import Reward

@@ -25,8 +25,8 @@ from typing import IO, Any
 import wfm_ds
 import wfm_reward
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes.broker import Broker
-from wfm_ds.pipes.broker_status import BrokerStatus, FinishedTask
+from wfm_ds.transport.broker import Broker
+from wfm_ds.transport.broker_status import BrokerStatus, FinishedTask
 from wfm_reward import registry
 from wfm_reward.config import DecoderConfig, RewardConfig
 

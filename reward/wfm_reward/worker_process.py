@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wfm_ds.errors import UserError
-from wfm_ds.pipes.worker import BatchHandler, LeaseWorker
+from wfm_ds.transport.worker import BatchHandler, LeaseWorker
 
 log = logging.getLogger(__name__)
 

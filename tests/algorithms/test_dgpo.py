@@ -6,9 +6,9 @@ import torch
 
 from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.algorithms.dgpo import Dgpo
+from wfm_ds.memory.forward_counts import count_rl_step
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.training.forward_counts import count_rl_step
 from wfm_ds.types import Prompt, Rollout
 
 FP64 = torch.float64

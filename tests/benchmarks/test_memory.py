@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks import memory
 from wfm_ds.errors import RecipeError
+from wfm_ds.memory.advice import fits_memory
 from wfm_ds.monitoring.stopwatch import GIB
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.memory_advice import fits_memory
 
 RECIPES = memory.list_shipped_recipes()
 

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.learning.video import OF_THE_STUDY, VARIANTS, first_alarm_step, write_comparison
-from wfm_ds.quickstart.moving import PromptedVideo
+from wfm_ds.demos.shapes import PromptedVideo
 from wfm_ds.recipe import file as recipe_file
 from wfm_reward.moving_demo import draw_clip, list_clips, render_frames
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from folders import contents
-from wfm_ds.checkpoint.export import export_weights, loading_lines
-from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.errors import ModelError, UserError
+from wfm_ds.export.target import ExportTarget
+from wfm_ds.export.weights import export_weights, loading_lines
 from wfm_ds.models import registry
 
 PROMPTS = ["a red circle on white", "the digit 7"]

@@ -9,10 +9,10 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from wfm_ds import convert
-from wfm_ds.checkpoint.export import export_weights, loading_lines
-from wfm_ds.checkpoint.export_target import ExportTarget
+from wfm_ds.cli import convert
 from wfm_ds.errors import ModelError
+from wfm_ds.export.target import ExportTarget
+from wfm_ds.export.weights import export_weights, loading_lines
 from wfm_ds.models import registry
 
 MAIN = {"policy": "train", "dtype": torch.float32, "is_main": True}

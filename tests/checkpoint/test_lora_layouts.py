@@ -8,15 +8,15 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from wfm_ds import convert
-from wfm_ds.checkpoint.export import write_lora
-from wfm_ds.checkpoint.export_target import ExportTarget
-from wfm_ds.checkpoint.lora_base import base_weight_readers, denoiser_parts, family_names, read_lora
-from wfm_ds.checkpoint.lora_extraction import approximate_difference
-from wfm_ds.checkpoint.lora_file import LoraSource, iter_lora_tensors, lora_settings
-from wfm_ds.checkpoint.lora_layers import LoraLayer, fuse_layers, is_same_update, layer_alpha, split_layer
-from wfm_ds.checkpoint.lora_layouts import comfyui_tensors, kohya_tensors
+from wfm_ds.cli import convert
 from wfm_ds.engine.adapter_targets import match_linear_layers
+from wfm_ds.export.lora_base import base_weight_readers, denoiser_parts, family_names, read_lora
+from wfm_ds.export.lora_extraction import approximate_difference
+from wfm_ds.export.lora_file import LoraSource, iter_lora_tensors, lora_settings
+from wfm_ds.export.lora_layers import LoraLayer, fuse_layers, is_same_update, layer_alpha, split_layer
+from wfm_ds.export.lora_layouts import comfyui_tensors, kohya_tensors
+from wfm_ds.export.target import ExportTarget
+from wfm_ds.export.weights import write_lora
 from wfm_ds.models import registry
 from wfm_ds.models.wan import IMAGE_ATTENTION_LAYERS
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from wfm_ds.checkpoint.pipeline_folder import link_unchanged_files, pipeline_components, read_index
 from wfm_ds.errors import ModelError
+from wfm_ds.export.pipeline_folder import link_unchanged_files, pipeline_components, read_index
 
 SHM = Path("/dev/shm")
 

@@ -3,8 +3,8 @@ import json
 import pytest
 import torch
 
-from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.errors import ModelError
+from wfm_ds.export.target import ExportTarget
 from wfm_ds.models import registry
 
 

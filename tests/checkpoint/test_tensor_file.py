@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from wfm_ds.checkpoint.tensor_file import DTYPE_NAMES, StoredTensorSpec, TensorFile
+from wfm_ds.export.tensor_file import DTYPE_NAMES, StoredTensorSpec, TensorFile
 
 
 def drawn(dtype, shape):

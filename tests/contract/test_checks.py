@@ -6,11 +6,11 @@ from types import MappingProxyType
 import pytest
 
 from families import CASES
+from wfm_ds.cli.models_check import main
 from wfm_ds.contract import denoiser_checks, export_checks, input_checks, pixel_checks, sampling_checks
 from wfm_ds.contract.case import PROMPTS
 from wfm_ds.contract.checks import CHECKS, run_checks
 from wfm_ds.contract.family_under_test import FamilyUnderTest
-from wfm_ds.models.check import main
 from wfm_ds.models.cosmos3 import Cosmos3
 from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.models.sd3 import StableDiffusion3

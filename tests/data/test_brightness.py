@@ -7,11 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from wfm_ds.data import brightness
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
+from wfm_ds.demos import actions_data as brightness
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import ActionsRecipe
 from wfm_reward.brightness_demo import HEIGHT, NUM_FRAMES, WIDTH, decode_moves, measure_moves
@@ -61,7 +61,7 @@ def test_the_same_bytes_on_every_run(world, tmp_path):
 def test_reinforcement_learning_makes_the_model_follow_actions(tmp_path, root):
     folder = tmp_path / "quickstart"
     process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds.quickstart", "--demo", "actions", "--output", str(folder)],
+        [sys.executable, "-m", "wfm_ds", "quickstart", "--demo", "actions", "--output", str(folder)],
         cwd=root,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wfm_ds.cli.captions import main, read_caption_table
 from wfm_ds.data.captioned_folder import CaptionedFolder
-from wfm_ds.data.captions import main, read_caption_table
 from wfm_ds.errors import DataError
 
 

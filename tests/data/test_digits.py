@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from wfm_ds.data.captioned_folder import CaptionedFolder
-from wfm_ds.data.digits import all_digits, reward_split, sft_split, write_digits
 from wfm_ds.data.pixels import Framing, draw_centre, load_image
 from wfm_ds.data.prompts import load_prompts
+from wfm_ds.demos.digits_data import all_digits, reward_split, sft_split, write_digits
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def fingerprint(folder):
 
 def command(folder, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "wfm_ds.data.digits", str(folder)],
+        [sys.executable, "-m", "wfm_ds", "data", "digits", str(folder)],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -93,7 +93,7 @@ HEAVY = ("torch", "diffusers", "deepspeed", "transformers", "sklearn")
 
 def test_data_modules_import_nothing_heavy():
     code = (
-        "import sys, wfm_ds.data.captioned_folder, wfm_ds.data.order, wfm_ds.data.prompts, wfm_ds.data.digits\n"
+        "import sys, wfm_ds.data.captioned_folder, wfm_ds.data.order, wfm_ds.data.prompts, wfm_ds.demos.digits_data\n"
         f"loaded = [m for m in {HEAVY} if m in sys.modules]\n"
         "assert not loaded, loaded"
     )

@@ -7,9 +7,9 @@ import tarfile
 
 import pytest
 
-from wfm_ds.data.__main__ import main as show
+from wfm_ds.cli.captions import main as write_captions
+from wfm_ds.cli.data import main as show
 from wfm_ds.data.captioned_folder import CaptionedFolder
-from wfm_ds.data.captions import main as write_captions
 from wfm_ds.data.cosmos import CosmosFolder
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.folder import load_folder
@@ -304,7 +304,7 @@ def test_a_command_shows_what_was_recognised(tmp_path, capsys):
 
 
 def test_the_command_starts_without_torch(tmp_path):
-    code = "import sys, wfm_ds.data.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, wfm_ds.cli.data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from wfm_ds.data.captioned_folder import CaptionedFolder
-from wfm_ds.data.moving import COPIES, NUM_WRONG, main
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.prompts import load_prompts
 from wfm_ds.data.video import load_clip
+from wfm_ds.demos.shapes_data import COPIES, NUM_WRONG, main
 from wfm_reward.moving_demo import draw_clip, list_clips, render_frames
 
 

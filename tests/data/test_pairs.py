@@ -7,10 +7,10 @@ from PIL import Image
 
 from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.datasets import TrainingData, build_sample_set, find_usable_samples
-from wfm_ds.data.digits import sft_split, write_digits
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.preference_pairs import PairShards, PairTable, load_pairs
+from wfm_ds.demos.digits_data import sft_split, write_digits
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.data import DataRecipe

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from wfm_ds.data import room
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
+from wfm_ds.demos import room_data as room
 from wfm_ds.errors import DataError
 
 

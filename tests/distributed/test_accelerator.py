@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from wfm_ds.cli.doctor.command import count_visible_gpus
+from wfm_ds.cli.doctor.machine import gpu_finding
 from wfm_ds.distributed import accelerator
 from wfm_ds.distributed.accelerator import choose_accelerator, uses_cuda
 from wfm_ds.distributed.world import World
-from wfm_ds.doctor.command import count_visible_gpus
-from wfm_ds.doctor.machine import gpu_finding
-from wfm_ds.models.loading import select_device
+from wfm_ds.models.assets.loading import select_device
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_rank_a_command_and_the_doctor_leave_gpus_alone_where_the_cpu_was_chos
 
 def test_the_doctor_says_that_gpus_are_not_used(machine_with_gpus, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("wfm_ds.doctor.machine.is_accelerator_present", lambda: True)
+    monkeypatch.setattr("wfm_ds.cli.doctor.machine.is_accelerator_present", lambda: True)
     finding = gpu_finding()
     assert (finding.level, "DS_ACCELERATOR=cpu" in finding.text) == ("warning", True)
 

@@ -146,7 +146,7 @@ def test_tensorboard_holds_the_same_scalars_and_pictures(finished):
 
 
 def test_an_evaluation_compares_the_run_with_its_base_pair_by_pair(finished, tmp_path, capsys):
-    from wfm_ds.command.main import main
+    from wfm_ds.cli.main import main
 
     prompts = tmp_path / "some.txt"
     prompts.write_text("".join(f"a {color} circle\n" for color in ("red", "green", "blue", "white", "black")))
@@ -202,7 +202,7 @@ def test_plain_diffusers_makes_the_trainers_own_pictures_from_the_export(finishe
 
 
 def test_generate_draws_the_runs_own_samples_from_its_export(finished, tmp_path):
-    from wfm_ds import generate
+    from wfm_ds.cli import generate
 
     base = recipe_file.load_recipe(finished / "recipe.yaml").model.path
     arguments = ["--prompts", str(ROOT / "recipes/tiny/prompts/colors/train.txt"), "--height", "32", "--width", "32"]
@@ -217,7 +217,7 @@ def test_generate_draws_the_runs_own_samples_from_its_export(finished, tmp_path)
 
 @pytest.mark.slow
 def test_generate_draws_a_full_runs_own_samples_from_its_export(tmp_path):
-    from wfm_ds import generate
+    from wfm_ds.cli import generate
 
     recipe = ROOT / "recipes" / "tiny" / "sd3_nft_full.yaml"
     process = run("-m", "wfm_ds.train", str(recipe), f"run.output_dir={tmp_path / 'run'}", launcher="python")

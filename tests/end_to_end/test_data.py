@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clips import write_clip
-from wfm_ds.data import captions
+from wfm_ds.cli import captions
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = ROOT / "recipes" / "tiny" / "wan21_video_sft.yaml"

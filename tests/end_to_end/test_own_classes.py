@@ -34,7 +34,7 @@ def wfm(tmp_path):
     """Runs the command `wfm` in a folder with the user's modules. As in an installation, it is a script elsewhere."""
     script = tmp_path / "bin" / "wfm"
     script.parent.mkdir()
-    script.write_text("import sys\nfrom wfm_ds.command.main import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom wfm_ds.cli.main import main\nsys.exit(main())\n")
     folder = tmp_path / "here"
     folder.mkdir()
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from wfm_ds.cli.quickstart import load_demo, parser, prepare_folder, run_rl, run_sft, write_report
+from wfm_ds.demos.digits import std_within_prompts
+from wfm_ds.demos.shapes import PromptedVideo, ShapesDemo, count_correct_starts
 from wfm_ds.errors import UserError
-from wfm_ds.quickstart.command import load_demo, parser, prepare_folder, run_rl, run_sft, write_report
-from wfm_ds.quickstart.digits import std_within_prompts
-from wfm_ds.quickstart.moving import PromptedVideo, ShapesDemo, count_correct_starts
 from wfm_reward.moving_demo import MovingClip, draw_clip, list_clips, render_frames
 
 
@@ -19,7 +19,7 @@ from wfm_reward.moving_demo import MovingClip, draw_clip, list_clips, render_fra
 def test_reinforcement_learning_improves_the_digits_on_held_out_seeds(tmp_path, root):
     folder = tmp_path / "quickstart"
     process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds.quickstart", "--output", str(folder)],
+        [sys.executable, "-m", "wfm_ds", "quickstart", "--output", str(folder)],
         cwd=root,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -33,7 +33,7 @@ def test_reinforcement_learning_improves_the_digits_on_held_out_seeds(tmp_path, 
     assert after >= before + 0.15
     assert Image.open(folder / "before.png").size == Image.open(folder / "after.png").size
     assert "pipe.load_lora_weights(" in report
-    (draw,) = re.findall(r"python -m wfm_ds.generate(?: .*\\\n)* .*", report)
+    (draw,) = re.findall(r"wfm generate(?: .*\\\n)* .*", report)
     words = draw.replace("\\\n", " ").split()[1:]
     process = subprocess.run([sys.executable, *words], cwd=root, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
@@ -44,7 +44,10 @@ def test_foreign_folder_is_never_replaced(tmp_path, root):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.txt").write_text("mine")
     process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds.quickstart", "--output", str(tmp_path)], cwd=root, capture_output=True, text=True
+        [sys.executable, "-m", "wfm_ds", "quickstart", "--output", str(tmp_path)],
+        cwd=root,
+        capture_output=True,
+        text=True,
     )
     assert process.returncode != 0
     assert "was not written by a quickstart" in process.stderr
@@ -95,7 +98,7 @@ def test_moving_shapes_are_trained_and_shown(tmp_path, root, monkeypatch):
     assert Image.open(folder / "before.png").size == Image.open(folder / "after.png").size
     with Image.open(folder / "after.gif") as moving:
         assert moving.n_frames >= 5
-    (draw_more,) = re.findall(r"python -m wfm_ds.generate(?: .*\\\n)* .*", report)
+    (draw_more,) = re.findall(r"wfm generate(?: .*\\\n)* .*", report)
     words = [*draw_more.replace("\\\n", " ").split()[1:], "--seeds", "1"]
     process = subprocess.run([sys.executable, *words], cwd=root, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr

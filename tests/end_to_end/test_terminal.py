@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from wfm_ds.data.digits import write_digits
+from wfm_ds.demos.digits_data import write_digits
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 240

@@ -3,7 +3,7 @@
 A row {"i": i, "seconds": s, "of": n} takes so long, in the worker of that name or (None) in all, and gives {"i": i} and
 a tensor of i + 1 times i. It notes in JOURNAL when it begins and ends a task, leaves when its stdin is closed or with
 SIGTERM, and then prints how many reports the hub has not acknowledged. The words that follow set constants of
-wfm_ds.pipes.
+wfm_ds.transport.
 """
 
 import importlib
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from wfm_ds.pipes.worker import LeaseWorker, TaskResult
+from wfm_ds.transport.worker import LeaseWorker, TaskResult
 
 
 def main(endpoint, name, journal, *constants):
     for word in constants:
         where, value = word.split("=")
         module, _, constant = where.rpartition(".")
-        setattr(importlib.import_module(f"wfm_ds.pipes.{module}"), constant, float(value))
+        setattr(importlib.import_module(f"wfm_ds.transport.{module}"), constant, float(value))
 
     def note(what, task):
         with Path(journal).open("a") as out:

@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 import zmq
 
-from wfm_ds.pipes import wire
-from wfm_ds.pipes.messages import SCHEMAS
+from wfm_ds.transport import wire
+from wfm_ds.transport.messages import SCHEMAS
 
 EVERY_TYPE = frozenset(SCHEMAS)
 LOSE, DOUBLE, DELAY_S = 4, 3, 0.03

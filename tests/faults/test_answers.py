@@ -13,12 +13,12 @@ import pytest
 
 from faults.processes import PATIENCE_S, go_on, stop, until, wait
 from faults.proxy import FaultyProxy
-from wfm_ds.pipes import client as client_module
-from wfm_ds.pipes import payload_requests
-from wfm_ds.pipes.broker import Broker, TaskKind
-from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.pending_submissions import TaskRequest
-from wfm_ds.pipes.socket_folders import SocketFolder
+from wfm_ds.transport import client as client_module
+from wfm_ds.transport import payload_requests
+from wfm_ds.transport.broker import Broker, TaskKind
+from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.pending_submissions import TaskRequest
+from wfm_ds.transport.socket_folders import SocketFolder
 
 WORKER = Path(__file__).parent / "lease_worker.py"
 SILENT_S = 4.0  # a worker says something every 2 s
@@ -196,7 +196,7 @@ def test_a_worker_that_is_asked_to_leave_hands_over_its_task_and_ends(stack, tmp
 
 HUB = """
 import json, sys
-from wfm_ds.pipes import broker
+from wfm_ds.transport import broker
 folder = sys.argv[1]
 kinds = {"work": broker.TaskKind(60.0, {})}
 one = broker.Broker(

@@ -13,7 +13,7 @@ import torch
 from multi_rank.resuming import assert_equal_runs, settings, train_on_rank, weights
 from ranks import RankError
 from wfm_ds.checkpoint import store
-from wfm_ds.data.digits import write_digits
+from wfm_ds.demos.digits_data import write_digits
 
 SMALL = 20_000  # bytes: no states of a rank fit
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from wfm_ds.data.digits import write_digits
+from wfm_ds.demos.digits_data import write_digits
 from wfm_ds.distributed.fault import RankStates
 from wfm_ds.distributed.heartbeat import Heartbeat, RankRegistry
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
-from wfm_ds.run.shutdown import RunShutdown
+from wfm_ds.runs.shutdown import RunShutdown
 
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 300.0

@@ -15,7 +15,7 @@ import pytest
 
 from multi_rank.resuming import train_on_rank
 from multi_rank.same_runs import assert_same_runs
-from wfm_ds.data.digits import write_digits
+from wfm_ds.demos.digits_data import write_digits
 from wfm_ds.distributed.heartbeat import EXIT_TIMEOUT_S, SILENCE_TIMEOUT_S
 from wfm_ds.distributed.world import find_free_port
 

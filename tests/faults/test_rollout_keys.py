@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from faults.rollout_processes import PATIENCE_S, start, train, until
-from wfm_ds.pipes.keys import create_key_pair
+from wfm_ds.transport.keys import create_key_pair
 
 pytestmark = pytest.mark.slow
 REWARD = {"name": "probe_rewards:Brightness", "options": {"seconds": 0}}
@@ -67,7 +67,7 @@ def test_a_worker_with_its_key_generates_and_others_end_with_a_sentence(stack, t
 
     def join(name, *words, recipe=run / "recipe.yaml"):
         log = tmp_path / f"{name}.log"
-        return start(stack, log, "wfm_ds.rollout", str(recipe), "--connect", hub, "--name", name, *words), log
+        return start(stack, log, "wfm_ds", "rollout", str(recipe), "--connect", hub, "--name", name, *words), log
 
     refused = {
         "does not accept key unlisted: copy public/unlisted.key": join("u", "--keys", str(keys / "unlisted")),

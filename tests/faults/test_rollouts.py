@@ -23,7 +23,7 @@ def join(stack, folder, name):
     log = folder / f"{name}.log"
     run = folder / "async"
     words = [str(run / "recipe.yaml"), "--connect", str(run / "rollout" / "pipes.json"), "--name", name]
-    return start(stack, log, "wfm_ds.rollout", *words), log
+    return start(stack, log, "wfm_ds", "rollout", *words), log
 
 
 def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_path, tiny_pipelines):
@@ -64,7 +64,7 @@ def test_a_killed_child_is_replaced_and_none_outlives_the_trainer(stack, tmp_pat
 
     def workers():
         children = psutil.Process(trainer.pid).children(recursive=True)
-        return [c for c in children if "wfm_ds.rollout" in c.cmdline()]
+        return [c for c in children if "rollout" in c.cmdline()]
 
     target = until(lambda: [c for c in workers() if "spawned-0.1" in c.cmdline()])[0]
     target.kill()

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from multi_rank.resuming import ROOT, STEPS, records, settings, train_on_rank
-from wfm_ds.data.digits import write_digits
+from wfm_ds.demos.digits_data import write_digits
 
 DEADLINE_S = 300.0
 

@@ -9,7 +9,7 @@ import pytest
 import s3
 from multi_rank.resuming import ROOT, settings
 from wfm_ds.checkpoint import remote_store, store
-from wfm_ds.data.digits import write_digits
+from wfm_ds.demos.digits_data import write_digits
 from wfm_ds.storage import transfer
 
 DEADLINE_S = 300.0

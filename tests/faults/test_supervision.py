@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from faults.processes import PATIENCE_S, until
-from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.pending_submissions import TaskRequest
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout import TASK_KIND, service
+from wfm_ds.rollout import TASK_KIND
+from wfm_ds.rollout.remote import service
 from wfm_ds.rollout.rewards import RewardClient, RewardService
+from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.pending_submissions import TaskRequest
 from wfm_ds.types import MediaBatch
 
 TESTS = Path(__file__).parent.parent
@@ -22,7 +23,7 @@ TINY = TESTS.parent / "recipes" / "tiny" / "sd3_nft_async.yaml"
 # A worker of one lane that does nothing, well.
 WORKER = """
 import signal, sys
-from wfm_ds.pipes.worker import LeaseWorker
+from wfm_ds.transport.worker import LeaseWorker
 worker = LeaseWorker(sys.argv[1], worker=f"{sys.argv[2]}/0", name="", kinds=[sys.argv[3]], parent_fd=0)
 signal.signal(signal.SIGTERM, lambda *_: worker.stop())
 worker.run(lambda task, progress: {})

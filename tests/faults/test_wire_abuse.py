@@ -22,9 +22,11 @@ from bad_frames import bombard
 from faults.processes import GIB, PATIENCE_S, modest, until
 from reward_http import TOKEN, Http, enqueue_body, serving
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes.keys import create_key_pair
-from wfm_ds.pipes.messages import BROKER_TO_CLIENT
-from wfm_ds.pipes.wire import (
+from wfm_ds.recipe.sections import RewardRecipe
+from wfm_ds.rollout.rewards import RewardClient
+from wfm_ds.transport.keys import create_key_pair
+from wfm_ds.transport.messages import BROKER_TO_CLIENT
+from wfm_ds.transport.wire import (
     MAX_FRAME_BYTES,
     MAX_FRAMES,
     MAX_HEADER_BYTES,
@@ -33,8 +35,6 @@ from wfm_ds.pipes.wire import (
     decode_message,
     encode_header,
 )
-from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
 
 PROBES = Path(__file__).parent.parent / "reward"

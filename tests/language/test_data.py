@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import s3
-from wfm_ds.data.squares import write_squares
+from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError, UserError
 from wfm_ds.language import model as language_model

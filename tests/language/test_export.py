@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.errors import ModelError
+from wfm_ds.export.target import ExportTarget
 from wfm_ds.language import model as language_model
 from wfm_ds.language.export import LanguageTarget, export_language, loading_code
 from wfm_ds.models.tiny import write_tiny_model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from wfm_ds.data.squares import write_squares
+from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.engine.flops import make_flop_counter
 from wfm_ds.engine.policies import add_adapters
 from wfm_ds.language import attention

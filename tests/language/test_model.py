@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clips import write_clip
-from wfm_ds.data.squares import write_squares
+from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.errors import ModelError
 from wfm_ds.language import attention
 from wfm_ds.language import model as language_model

@@ -6,8 +6,8 @@ import tomllib
 import pytest
 
 from migrate.configurations import REASONER_SFT, put
+from wfm_ds.cli.migrate import main
 from wfm_ds.errors import RecipeError
-from wfm_ds.migrate.command import main
 from wfm_ds.migrate.translation import detect_mode, migrate_config
 from wfm_ds.recipe import file as recipe_file
 

@@ -6,10 +6,10 @@ import tomllib
 import pytest
 
 from migrate.configurations import COSMOS_DDRL, REASONER_SFT, SANA_VIDEO_SFT, SD3_NFT, SD3_SFT_LORA, put
+from wfm_ds.cli.migrate import main
 from wfm_ds.errors import RecipeError
 from wfm_ds.migrate import keys as migrate_keys
 from wfm_ds.migrate import unsupported_keys as migrate_gone
-from wfm_ds.migrate.command import main
 from wfm_ds.migrate.config import DDRL, NFT, SFT, VLM_SFT, WFM_SFT
 from wfm_ds.migrate.translation import (
     check_recipe,
@@ -21,7 +21,7 @@ from wfm_ds.migrate.translation import (
 )
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.output_folder import flatten_keys
+from wfm_ds.runs.output_folder import flatten_keys
 
 TEXTS = {SFT: SD3_SFT_LORA, NFT: SD3_NFT, DDRL: COSMOS_DDRL, VLM_SFT: REASONER_SFT}
 TEXTS[WFM_SFT] = COSMOS_DDRL.replace("[model.rl]", "[model.rl]\nenabled = false")

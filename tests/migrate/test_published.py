@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from migrate.configurations import COSMOS_DDRL, SANA_VIDEO_SFT, SD3_NFT, put
-from wfm_ds.migrate.command import main
+from wfm_ds.cli.migrate import main
 from wfm_ds.migrate.translation import migrate_config, render_recipe
 
 POLICY, RL = "train.train_policy", "model.rl"

@@ -9,8 +9,8 @@ from families import EXACT, denoise_latents
 from wfm_ds.contract.case import FixedGridEuler
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
+from wfm_ds.models.assets.guardrail import NoGuardrail
 from wfm_ds.models.conditioning_frames import add_clean_frames
-from wfm_ds.models.guardrail import NoGuardrail
 from wfm_ds.sampling.noise import draw_cpu_normal
 
 PROMPTS = ["a red circle on white.", "the digit 7 moving left and right in the video"]

@@ -7,8 +7,8 @@ import torch
 from streams import recorded_streams
 from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models import decoding, registry
+from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import Sampler
-from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
 
 

@@ -1,4 +1,4 @@
-"""Validation and `wfm_ds.generate` draw with a solver of the order of the pipeline's own scheduler."""
+"""Validation and `wfm_ds.cli.generate` draw with a solver of the order of the pipeline's own scheduler."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from families import CASES, PROMPTS, load_reference_pipeline
 from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models import registry
+from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import Sampler
-from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.noise import draw_cpu_normal
 from wfm_ds.sampling.plan import deterministic_plan

@@ -1,4 +1,4 @@
-"""Every family against the stock diffusers pipeline, on its tiny pipeline: the checks of `wfm_ds.models.check`."""
+"""Every family against the stock diffusers pipeline, on its tiny pipeline: the checks of `wfm_ds.cli.models_check`."""
 
 import pytest
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from families import PROMPTS
-from wfm_ds.checkpoint.export_target import ExportTarget
+from wfm_ds.cli.generate import load_sampler, parser
 from wfm_ds.errors import ModelError
-from wfm_ds.generate import load_sampler, parser
+from wfm_ds.export.target import ExportTarget
 from wfm_ds.models import registry
-from wfm_ds.models.meta_loading import load_on_meta_device
+from wfm_ds.models.assets.meta_loading import load_on_meta_device
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.run.model_loading import load_model
+from wfm_ds.runs.model_loading import load_model
 
 DRAWN_ALONE = r"set sampling\.guidance_scale: 1 and model\.embedded_guidance"
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from hub_server import Repo, files_of, hub_server, use
-from wfm_ds.command.main import main as wfm
+from wfm_ds.cli.generate import main as generate
+from wfm_ds.cli.main import main as wfm
 from wfm_ds.errors import ModelError
-from wfm_ds.generate import main as generate
-from wfm_ds.models import hub, registry
-from wfm_ds.models.meta_loading import load_on_meta_device
+from wfm_ds.models import registry
+from wfm_ds.models.assets import hub
+from wfm_ds.models.assets.meta_loading import load_on_meta_device
 from wfm_ds.recipe import file as recipe_file
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"

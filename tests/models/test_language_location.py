@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from hub_server import Repo, files_of, hub_server, use
-from wfm_ds.data.squares import write_squares
+from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.errors import ModelError
 from wfm_ds.language import model as language_model
-from wfm_ds.models import language_folders
+from wfm_ds.models.assets import language_folders
 from wfm_ds.models.registry import get_tiny_folder
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.model_revision import pin_commit
+from wfm_ds.runs.model_revision import pin_commit
 
 NAME = "Qwen/Qwen3-VL-2B-Instruct"
 EXTRA = {"README.md": b"# card", "original/consolidated.safetensors": b"for another program", "model.bin": b"a pickle"}

@@ -12,20 +12,20 @@ from diffusers.pipelines.sana_wm.cam_utils import action_string_to_c2w, prepare_
 from peft import get_peft_model_state_dict
 
 from families import CAMERAS, CASES, EXACT, PROMPTS, first_images
-from wfm_ds.checkpoint.export import loading_lines
 from wfm_ds.contract.case import load_reference_pipeline
 from wfm_ds.contract.denoiser_checks import add_random_adapter
 from wfm_ds.contract.export_checks import export_model
 from wfm_ds.contract.family_under_test import SEEDS, FamilyUnderTest
-from wfm_ds.data import room
 from wfm_ds.data.folder import load_folder
 from wfm_ds.data.inputs import InputReader, transform_intrinsics
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
+from wfm_ds.demos import room_data as room
 from wfm_ds.engine.denoiser_forward import CountingForward
+from wfm_ds.export.weights import loading_lines
+from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.sana_wm import SanaWM
-from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import ConditioningFrames, Prompt

@@ -4,8 +4,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models import registry
+from wfm_ds.models.assets.text_cache import TextCache, num_bytes
 from wfm_ds.models.base import NegativeText
-from wfm_ds.models.text_cache import TextCache, num_bytes
 from wfm_ds.storage.tensor_store import TensorStore
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from lumina import tiny_lumina
 from pages import DOCS, write_code
+from wfm_ds.cli.models_check import main
 from wfm_ds.contract.checks import CHECKS
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.check import main
 
 
 @pytest.fixture(scope="module")

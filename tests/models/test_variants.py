@@ -6,13 +6,13 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from wfm_ds.checkpoint.export import loading_lines
-from wfm_ds.checkpoint.export_target import FolderWeights
 from wfm_ds.errors import ModelError
+from wfm_ds.export.target import FolderWeights
+from wfm_ds.export.weights import loading_lines
 from wfm_ds.models import registry
-from wfm_ds.models.fingerprint import fingerprint_folders
-from wfm_ds.models.loading import weights_dtype
-from wfm_ds.models.weight_variants import parse_variant, pipeline_variant, select_variant
+from wfm_ds.models.assets.fingerprint import fingerprint_folders
+from wfm_ds.models.assets.loading import weights_dtype
+from wfm_ds.models.assets.weight_variants import parse_variant, pipeline_variant, select_variant
 
 BASE = "diffusion_pytorch_model"
 

@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImageTransformer2DModel
 from families import CASES, EXACT, PROMPTS, denoise_latents, load_reference_pipeline, run_reference_pipeline
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.text_cache import TextCache
+from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.z_image import EMBEDS, MASK
 from wfm_ds.recipe.sampling import SamplingRecipe
 

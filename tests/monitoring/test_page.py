@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wfm_ds.command.main import COMMANDS
+from wfm_ds.cli.main import COMMANDS
+from wfm_ds.cli.page import parser, run
 from wfm_ds.errors import UserError
 from wfm_ds.monitoring import run_data, run_page
-from wfm_ds.monitoring.page import parser, run
 from wfm_ds.monitoring.run_data import MAX_POINTS, MAX_SAMPLES, MAX_STEPS, BoundedCurve, pick_evenly
 from wfm_ds.monitoring.run_page import DATA_FILE, INDEX_FILE, MAX_BYTES, PAGE_MARKER, update_page_live, write_page
 from wfm_ds.monitoring.samples import GeneratedSample, write_samples
-from wfm_ds.run import layout
-from wfm_ds.run import output_folder as run_folder
+from wfm_ds.runs import layout
+from wfm_ds.runs import output_folder as run_folder
 
 HOSTILE = "</script><img src=x onerror=\"document.title='broken in'\"> & \u2028 \U0001f600"
 IMAGE = np.full((8, 8, 3), 90, np.uint8)
@@ -254,7 +254,7 @@ def test_overwrite_takes_the_page_with_the_run(a_run, capsys):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    assert COMMANDS["page"][0] == "wfm_ds.monitoring.page"
+    assert COMMANDS["page"][0] == "wfm_ds.cli.page"
     with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
         run(parser().parse_args([str(tmp_path)]))
     assert list(tmp_path.iterdir()) == []

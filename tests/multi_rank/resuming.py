@@ -56,7 +56,7 @@ def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe import file as recipe_file
-    from wfm_ds.run.shutdown import RunShutdown
+    from wfm_ds.runs.shutdown import RunShutdown
     from wfm_ds.train import prepare_and_train
 
     class StopAt(StopFlag):

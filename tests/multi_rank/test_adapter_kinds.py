@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from folders import contents
 from multi_rank.resuming import KINDS, settings, tiny_recipe, train_on_rank
-from wfm_ds import convert
-from wfm_ds.checkpoint.export import loading_lines
+from wfm_ds.cli import convert
+from wfm_ds.export.weights import loading_lines
 
 SAVING = ["checkpoint.every=2", "run.steps=2", "algorithm.kl_beta=0.1"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
-from wfm_ds.pipes.keys import create_key_pair
+from wfm_ds.transport.keys import create_key_pair
 
 ROOT = Path(__file__).parent.parent.parent
 COMMON = [
@@ -42,7 +42,7 @@ def train_beside_a_worker(recipe, overrides, output):
 
     from multi_rank.resuming import train_on_rank
     from wfm_ds.recipe import file as recipe_file
-    from wfm_ds.rollout import worker
+    from wfm_ds.rollout.remote import worker
 
     stop, tick, codes = threading.Event(), threading.Event(), []
 

@@ -56,7 +56,7 @@ def exchanges_of_steps(recipe, overrides):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    from wfm_ds.data.digits import write_digits
+    from wfm_ds.demos.digits_data import write_digits
 
     folder = tmp_path_factory.mktemp("digits")
     write_digits(folder)

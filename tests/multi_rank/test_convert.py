@@ -1,4 +1,4 @@
-"""`wfm_ds.convert` of what runs on two ranks saved, against what the same runs exported: the same files."""
+"""`wfm_ds.cli.convert` of what runs on two ranks saved, against what the same runs exported: the same files."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from folders import contents
 from multi_rank.resuming import settings, train_on_rank
 from multi_rank.training import small_sd3
-from wfm_ds import convert
+from wfm_ds.cli import convert
 
 ROOT = Path(__file__).parent.parent.parent
 SAVING = ["checkpoint.every=1", "checkpoint.export_every=1", "run.steps=2"]
@@ -42,7 +42,7 @@ def test_a_checkpoint_converts_to_what_the_run_exported(case, changes, two_ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", ["{rank: 4, alpha: 8}", "null"])
 def test_both_experts_are_converted(lora, two_ranks, tiny_pipelines, tmp_path):
-    from wfm_ds.data.digits import write_digits
+    from wfm_ds.demos.digits_data import write_digits
 
     write_digits(tmp_path / "digits")
     overrides = [

@@ -16,7 +16,7 @@ def train_with_damage(recipe, overrides):
     import torch.distributed as dist
 
     from wfm_ds.errors import RunError
-    from wfm_ds.pipes.client import PipeClient
+    from wfm_ds.transport.client import PipeClient
 
     fetch, calls = PipeClient.fetch_results, []
 

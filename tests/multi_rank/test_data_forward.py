@@ -59,7 +59,7 @@ def train_and_keep_gradients(recipe, overrides, kept, dropped):
 @pytest.fixture(scope="module")
 def media(tmp_path_factory):
     """{a name: a folder of captioned media}"""
-    from wfm_ds.data.digits import write_digits
+    from wfm_ds.demos.digits_data import write_digits
 
     folder = tmp_path_factory.mktemp("media")
     write_digits(folder / "digits")

@@ -9,7 +9,7 @@ import pytest
 from forward_counts import counted, predicted
 from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
-from wfm_ds.data.digits import write_digits
+from wfm_ds.demos.digits_data import write_digits
 
 CUTS = {"one": "engine.micro_batch_size=4", "two": "engine.micro_batch_size=2"}  # 8 pairs an optimizer step
 COMMON = [

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.flops import CountedModel, count_sample_flops, step_forwards
 from multi_rank.resuming import train_on_rank
+from wfm_ds.memory.forward_flops import flops_by_purpose
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
-from wfm_ds.training.forward_flops import flops_by_purpose
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ROOT / "recipes" / "tiny"
@@ -23,7 +23,7 @@ RL = [f"data.path={TINY / 'prompts' / 'colors'}", "algorithm.zero_std=keep", "sa
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    from wfm_ds.data.digits import write_digits
+    from wfm_ds.demos.digits_data import write_digits
 
     folder = tmp_path_factory.mktemp("digits")
     write_digits(folder)

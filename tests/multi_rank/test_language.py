@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from multi_rank.resuming import ROOT, train_on_rank
 from multi_rank.resuming import records as all_records
-from wfm_ds.data.squares import write_squares
+from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.language.model import parameter_group
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from multi_rank.resuming import train_on_rank
 from multi_rank.test_language import EPS, largest_difference, records, settings, weights
-from wfm_ds.data.squares import write_squares
+from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.errors import UserError
 from wfm_ds.language import model as language_model
 from wfm_ds.language import sequence_parallel

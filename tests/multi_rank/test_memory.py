@@ -10,10 +10,10 @@ from multi_rank.training import ROOT, small_recipe
 from wfm_ds.algorithms import engine_policy_copies
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.live_bytes import LiveByteCounter, storage_id
+from wfm_ds.memory.estimate import estimate_memory
 from wfm_ds.models import registry
-from wfm_ds.models.loading import cast_persistent_buffers
+from wfm_ds.models.assets.loading import cast_persistent_buffers
 from wfm_ds.recipe.run_sizes import derive_run_sizes
-from wfm_ds.run.memory_estimate import estimate_memory
 from wfm_ds.training.diffusion_builder import build_diffusion_engine
 
 TOLERANCE = 0.15

@@ -141,9 +141,9 @@ def train_and_keep_pictures(recipe, overrides, kept):
 @pytest.fixture(scope="module")
 def media(tmp_path_factory):
     """{data.path in a recipe: a folder with what it is about}"""
-    from wfm_ds.data.brightness import write_clip as write_brightness_clip
-    from wfm_ds.data.digits import write_digits
-    from wfm_ds.data.room import write_room
+    from wfm_ds.demos.actions_data import write_clip as write_brightness_clip
+    from wfm_ds.demos.digits_data import write_digits
+    from wfm_ds.demos.room_data import write_room
 
     folder = tmp_path_factory.mktemp("media")
     write_digits(folder / "digits")

@@ -168,8 +168,8 @@ def frames_of(path):
 
 
 def drawn_again(run, out, base):
-    """The files that `wfm_ds.generate` makes of a video run's validation, by prompt and seed."""
-    from wfm_ds import generate
+    """The files that `wfm_ds.cli.generate` makes of a video run's validation, by prompt and seed."""
+    from wfm_ds.cli import generate
 
     prompts = ROOT / "recipes" / "tiny" / "prompts" / "colors" / "train.txt"
     first = out.with_suffix(".txt")  # the prompts that are validated
@@ -185,7 +185,7 @@ def drawn_again(run, out, base):
 
 @pytest.mark.parametrize("scratch", ["pretrained", "random"])
 def test_sft_does_not_depend_on_how_the_global_batch_is_cut(scratch, one_rank, two_ranks, tiny_pipelines, tmp_path):
-    from wfm_ds.data.digits import write_digits
+    from wfm_ds.demos.digits_data import write_digits
 
     write_digits(tmp_path / "digits")
     cuts = {  # 12 images an optimizer step
@@ -216,7 +216,7 @@ def test_sft_does_not_depend_on_how_the_global_batch_is_cut(scratch, one_rank, t
 def test_broken_images_are_skipped_alike_on_any_number_of_ranks_and_counted(
     one_rank, two_ranks, tiny_pipelines, tmp_path
 ):
-    from wfm_ds.data.digits import write_digits
+    from wfm_ds.demos.digits_data import write_digits
 
     write_digits(tmp_path / "digits")
     for name in ("0003", "0200", "0650"):
@@ -243,7 +243,7 @@ def test_broken_images_are_skipped_alike_on_any_number_of_ranks_and_counted(
 
 
 def test_ddrl_on_two_ranks_is_ddrl_on_one(one_rank, two_ranks, tiny_pipelines, tmp_path):
-    from wfm_ds.data.digits import write_digits
+    from wfm_ds.demos.digits_data import write_digits
 
     write_digits(tmp_path / "digits")
     for name in ("0003", "0200", "0650"):

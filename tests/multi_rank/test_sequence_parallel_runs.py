@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """With broken images, which have substitutes."""
-    from wfm_ds.data.digits import write_digits
+    from wfm_ds.demos.digits_data import write_digits
 
     folder = tmp_path_factory.mktemp("digits")
     write_digits(folder)

@@ -8,9 +8,9 @@ import pytest
 import s3
 from multi_rank.resuming import STEPS, assert_equal_runs, settings, train_on_rank, weights
 from wfm_ds.checkpoint import remote_store, store
-from wfm_ds.data.digits import write_digits
+from wfm_ds.demos.digits_data import write_digits
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.mirror import Mirror
+from wfm_ds.runs.mirror import Mirror
 from wfm_ds.storage import transfer
 
 

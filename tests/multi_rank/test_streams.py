@@ -3,7 +3,7 @@
 import pytest
 
 from multi_rank.resuming import STEPS, assert_equal_runs, records, tiny_recipe, train_on_rank
-from wfm_ds.data.digits import write_digits
+from wfm_ds.demos.digits_data import write_digits
 
 hf = pytest.importorskip("datasets")
 

@@ -6,7 +6,7 @@ import pytest
 
 from multi_rank.resuming import train_on_rank
 from multi_rank.same_runs import assert_same_runs, exported, records
-from wfm_ds.quickstart.command import load_demo
+from wfm_ds.cli.quickstart import load_demo
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 # AdamW's first steps divide by the gradient's size: a larger eps keeps rounding errors of tiny gradients small.

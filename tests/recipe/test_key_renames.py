@@ -3,12 +3,12 @@
 import pytest
 import yaml
 
-from wfm_ds.command.main import main
+from wfm_ds.cli.main import main
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.key_renames import RENAMED_KEYS, RENAMED_VALUES
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run import layout
+from wfm_ds.runs import layout
 
 RECIPE = """\
 run: {output_dir: out, steps: 3}

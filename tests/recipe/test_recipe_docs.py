@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from wfm_ds import recipe_docs
+from wfm_ds.cli import recipe_docs
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.algorithms import ConditioningFramesSettings, ForwardProcessSettings
@@ -14,7 +14,7 @@ from wfm_ds.recipe.schema_description import iterate_sections
 
 def test_the_page_is_what_the_schema_generates(root):
     page = (root / "docs" / "recipes.md").read_text(encoding="utf-8")
-    assert page == recipe_docs.render_page(), "run: python -m wfm_ds.recipe_docs docs/recipes.md"
+    assert page == recipe_docs.render_page(), "run: python -m wfm_ds.cli.recipe_docs docs/recipes.md"
 
 
 def page_sections():

@@ -12,10 +12,10 @@ import yaml
 
 from reward_http import Http, serving
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes.client import PipeClient, TaskOutcome
-from wfm_ds.pipes.keys import create_key_pair
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient, RewardService, build_service_config
+from wfm_ds.transport.client import PipeClient, TaskOutcome
+from wfm_ds.transport.keys import create_key_pair
 from wfm_ds.types import MediaBatch
 from wfm_reward.config import load_config
 
@@ -100,7 +100,7 @@ def test_speed_of_a_video_reaches_the_rewards_and_large_clips_travel_alone(clien
         return submit(self, rows, tensors, tasks)
 
     monkeypatch.setattr(PipeClient, "submit", watched)
-    monkeypatch.setattr("wfm_ds.pipes.submission.MAX_SUBMISSION_BYTES", 1000)
+    monkeypatch.setattr("wfm_ds.transport.submission.MAX_SUBMISSION_BYTES", 1000)
     small, large = a_batch(3, shape=(5, 4, 4, 3), prefix="a"), a_batch(3, shape=(7, 8, 8, 3), prefix="b")
     for batch in (small, large):
         client.submit(dataclasses.replace(batch, fps=7.5))

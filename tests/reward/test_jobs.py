@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from wfm_ds.pipes.broker import Broker, TaskKind
-from wfm_ds.pipes.worker import LeaseWorker
+from wfm_ds.transport.broker import Broker, TaskKind
+from wfm_ds.transport.worker import LeaseWorker
 from wfm_reward.web.http_problem import HttpProblem
 from wfm_reward.web.jobs import ScoreJobs
 from wfm_reward.web.memory_budget import MemoryBudget

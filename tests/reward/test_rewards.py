@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.svm import SVC
 
-from wfm_ds.data.digits import reward_split, sft_split
+from wfm_ds.demos.digits_data import reward_split, sft_split
 from wfm_ds.errors import RewardError
 from wfm_ds.types import MediaBatch
 from wfm_reward import registry

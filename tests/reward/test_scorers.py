@@ -11,13 +11,13 @@ import pytest
 import zmq
 
 from faults.processes import until
-from wfm_ds.pipes import wire
-from wfm_ds.pipes.broker import Broker, TaskKind
-from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.messages import BROKER_TO_WORKER
-from wfm_ds.pipes.pending_submissions import TaskRequest
-from wfm_ds.pipes.socket_folders import SocketFolder
-from wfm_ds.pipes.sockets import Dealer, SendQueueFull
+from wfm_ds.transport import wire
+from wfm_ds.transport.broker import Broker, TaskKind
+from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.messages import BROKER_TO_WORKER
+from wfm_ds.transport.pending_submissions import TaskRequest
+from wfm_ds.transport.socket_folders import SocketFolder
+from wfm_ds.transport.sockets import Dealer, SendQueueFull
 from wfm_reward import worker_pool
 
 KIND = "score:quiet"

@@ -20,10 +20,10 @@ import yaml
 
 from pages import write_code
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes import wire
-from wfm_ds.pipes.broker import Broker
-from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.worker import LeasedTask
+from wfm_ds.transport import wire
+from wfm_ds.transport.broker import Broker
+from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.worker import LeasedTask
 from wfm_reward import registry, serve, worker_pool
 from wfm_reward.base import Range, Reward
 from wfm_reward.config import RewardConfig, load_config

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wfm_ds.rollout.coordinator import Coordinator
+from wfm_ds.rollout.remote.coordinator import Coordinator
 
 
 def a_coordinator(**changes):

@@ -9,7 +9,7 @@ from wfm_ds.engine import attention_kernels
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.rollout.identity import compute_identity, hash_user_classes, require_same_identity
+from wfm_ds.rollout.remote.identity import compute_identity, hash_user_classes, require_same_identity
 
 SOURCE = """\
 from wfm_ds.recipe.algorithms import RlSettings

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from wfm_ds.pipes.broker import Broker, TaskKind
-from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout import TASK_KIND
-from wfm_ds.rollout.worker import LOOK_S, WorkerLanes, parser
+from wfm_ds.rollout.remote.worker import LOOK_S, WorkerLanes, parser
+from wfm_ds.transport.broker import Broker, TaskKind
+from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.socket_folders import SocketFolder
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
 DEADLINE_S = 30.0

@@ -6,13 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from wfm_ds.pipes import wire
 from wfm_ds.rollout.groups import Group
-from wfm_ds.rollout.packing import ChunkTask, empty_rollout, pack_trajectory, unpack_trajectory, validate_trajectory
+from wfm_ds.rollout.remote.packing import (
+    ChunkTask,
+    empty_rollout,
+    pack_trajectory,
+    unpack_trajectory,
+    validate_trajectory,
+)
 from wfm_ds.rollout.rollout_samples import extract_rollout, plan_step_samples
 from wfm_ds.sampling.denoise import Trajectory
 from wfm_ds.sampling.edm import Churn, make_edm_plan
 from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan
+from wfm_ds.transport import wire
 from wfm_ds.types import Prompt
 
 GRID = torch.linspace(1, 0, 7, dtype=torch.float64)

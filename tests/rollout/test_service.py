@@ -14,15 +14,12 @@ import torch
 
 from wfm_ds.distributed import gpus
 from wfm_ds.errors import RecipeError, UserError
-from wfm_ds.pipes.keys import KeyFileError, create_key_pair
-from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout import async_source, service
-from wfm_ds.rollout.identity import compute_identity, require_same_identity
-from wfm_ds.rollout.rewards import RewardService, service_environment
-from wfm_ds.rollout.service import (
+from wfm_ds.rollout.remote import async_source, service
+from wfm_ds.rollout.remote.identity import compute_identity, require_same_identity
+from wfm_ds.rollout.remote.service import (
     RANK_VARIABLES,
     RolloutService,
     broker_endpoints,
@@ -30,7 +27,10 @@ from wfm_ds.rollout.service import (
     chunk_stall_s,
     spawn_device_names,
 )
+from wfm_ds.rollout.rewards import RewardService, service_environment
 from wfm_ds.training.preflight import check_workers
+from wfm_ds.transport.keys import KeyFileError, create_key_pair
+from wfm_ds.transport.socket_folders import SocketFolder
 
 TINY = Path(__file__).parent.parent.parent / "recipes" / "tiny"
 

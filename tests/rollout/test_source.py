@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from faults.processes import until
-from wfm_ds.pipes.broker import Broker, TaskKind
-from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.socket_folders import SocketFolder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout import TASK_KIND
-from wfm_ds.rollout.async_source import _Scheduler
 from wfm_ds.rollout.groups import Group
+from wfm_ds.rollout.remote.async_source import _Scheduler
+from wfm_ds.transport.broker import Broker, TaskKind
+from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.types import Prompt
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "sd3_nft_async.yaml"

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from wfm_ds.checkpoint.export import export_weights
-from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.engine.policies import Adapters
+from wfm_ds.export.target import ExportTarget
+from wfm_ds.export.weights import export_weights
 from wfm_ds.models import registry
-from wfm_ds.pipes.broker import Broker, TaskKind
-from wfm_ds.pipes.client import PipeClient
-from wfm_ds.pipes.socket_folders import SocketFolder
-from wfm_ds.pipes.worker import TaskFailed
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout.publisher import PolicyManifest, list_policy_files, publications_folder
-from wfm_ds.rollout.weights import PolicyWeights
+from wfm_ds.rollout.remote.publisher import PolicyManifest, list_policy_files, publications_folder
+from wfm_ds.rollout.remote.weights import PolicyWeights
+from wfm_ds.transport.broker import Broker, TaskKind
+from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.socket_folders import SocketFolder
+from wfm_ds.transport.worker import TaskFailed
 
 RANK = 2
 TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "sd3_nft_async.yaml"

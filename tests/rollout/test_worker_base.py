@@ -7,9 +7,9 @@ from wfm_ds.engine.fp8_linear import Fp8Linear
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout.generator import ChunkGenerator
-from wfm_ds.rollout.identity import compute_identity
-from wfm_ds.rollout.worker import build_generator
+from wfm_ds.rollout.remote.generator import ChunkGenerator
+from wfm_ds.rollout.remote.identity import compute_identity
+from wfm_ds.rollout.remote.worker import build_generator
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 
-from wfm_ds.pipes import wire
-from wfm_ds.rollout import worker
-from wfm_ds.rollout.worker import MAX_NAME_CHARS, default_worker_name, parser
+from wfm_ds.rollout.remote import worker
+from wfm_ds.rollout.remote.worker import MAX_NAME_CHARS, default_worker_name, parser
+from wfm_ds.transport import wire
 
 NEEDED = ["recipe.yaml", "--connect", "pipes.json"]
 

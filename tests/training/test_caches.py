@@ -17,7 +17,7 @@ from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.models.base import NegativeText
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.model_loading import load_model
+from wfm_ds.runs.model_loading import load_model
 from wfm_ds.training.caches import (
     CacheFiller,
     CaptionEmbeddingFile,

@@ -4,10 +4,10 @@ from torch import nn
 
 from wfm_ds.engine.flops import Flops, copy_to_meta, make_flop_counter
 from wfm_ds.engine.policies import add_adapters
+from wfm_ds.memory.forward_counts import ForwardCount
+from wfm_ds.memory.forward_flops import ForwardFlops, count_flops, flops_by_purpose
 from wfm_ds.models import registry
 from wfm_ds.recipe.sections import LoraRecipe
-from wfm_ds.training.forward_counts import ForwardCount
-from wfm_ds.training.forward_flops import ForwardFlops, count_flops, flops_by_purpose
 
 SHAPE = (4, 16, 16)
 

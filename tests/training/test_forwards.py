@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms import build_rl_algorithm
-from wfm_ds.recipe.run_sizes import derive_run_sizes
-from wfm_ds.recipe.schema import Recipe
-from wfm_ds.training.forward_counts import (
+from wfm_ds.memory.forward_counts import (
     ForwardCount,
     count_batched_forwards,
     count_evaluation,
@@ -18,6 +16,8 @@ from wfm_ds.training.forward_counts import (
     num_grouped_calls,
     sum_forwards,
 )
+from wfm_ds.recipe.run_sizes import derive_run_sizes
+from wfm_ds.recipe.schema import Recipe
 from wfm_ds.training.micro_batches import MicroBatch, group_micro_batches
 
 

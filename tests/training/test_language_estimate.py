@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from wfm_ds.data.squares import write_squares
+from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.engine.live_bytes import LiveByteCounter
 from wfm_ds.language import attention
 from wfm_ds.language import model as language_model
 from wfm_ds.language.annotations import parse_conversation, read_rows
+from wfm_ds.language.memory import estimate_language_memory
 from wfm_ds.language.packed_sequences import SequencePacker
 from wfm_ds.language.size_cache import ConversationSize
 from wfm_ds.models.registry import get_tiny_folder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.training.language_builder import make_meta_copy, make_sample_reader
-from wfm_ds.training.language_memory import estimate_language_memory
 from wfm_ds.training.run_check import check_run
 
 

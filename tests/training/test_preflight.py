@@ -14,7 +14,7 @@ from wfm_ds.data.datasets import find_usable_samples, load_data
 from wfm_ds.data.pixels import Framing
 from wfm_ds.errors import DataError, ModelError, RecipeError, RewardError, UserError
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.model_loading import load_model
+from wfm_ds.runs.model_loading import load_model
 from wfm_ds.training import preflight
 from wfm_ds.training.preflight import check_and_load_data
 from wfm_ds.training.run_check import check_run

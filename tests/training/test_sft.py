@@ -13,9 +13,9 @@ from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import LocalFile, Sample
 from wfm_ds.distributed.world import World
 from wfm_ds.models import registry
+from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.sampler import Sampler
-from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.training.sft import SftLoop, ValidationLoss

@@ -10,11 +10,11 @@ import torch
 from wfm_ds.data.datasets import load_data
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
-from wfm_ds.models import text_store
-from wfm_ds.models.text_cache import TextCache
+from wfm_ds.models.assets import text_store
+from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
-from wfm_ds.run.model_loading import load_model
+from wfm_ds.runs.model_loading import load_model
 from wfm_ds.training import text_precompute
 from wfm_ds.training.caches import collect_run_texts
 from wfm_ds.training.text_precompute import precompute_objection, precompute_texts
@@ -86,7 +86,7 @@ def test_too_many_bytes_or_texts_stay_with_the_encoders(run, monkeypatch, caplog
     monkeypatch.setattr(text_precompute, "MAX_EMBEDDING_BYTES", 1000)
     recipe, model, data, _ = run()
     assert len(model.components_with_prefix("text_encoder")) == 3
-    assert "set data.cache_dir and run python -m wfm_ds.data.prepare" in caplog.text
+    assert "set data.cache_dir and run wfm data prepare" in caplog.text
     monkeypatch.setattr(text_precompute, "MAX_EMBEDDING_BYTES", 2**30)
     needed = collect_run_texts(recipe, model, data)
     assert precompute_objection(recipe, model, needed, derive_run_sizes(recipe, 1)) is None

@@ -9,8 +9,8 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
-from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA_KEY, WHOLE_LAYER_FILES
 from wfm_ds.errors import ModelError
+from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA_KEY, WHOLE_LAYER_FILES
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.peft_support import add_peft_methods
 

@@ -12,12 +12,12 @@ import peft
 import torch
 from torch import Tensor
 
-from wfm_ds.checkpoint.export import LORA_KEY, WHOLE_LAYER_KEY, TensorSource, adapter_shapes
-from wfm_ds.checkpoint.export_target import ExportTarget
-from wfm_ds.checkpoint.lora_layers import LoraLayer, LoraLayers, layer_alpha
 from wfm_ds.checkpoint.sharded_states import ShardedStates
 from wfm_ds.engine.engine import OPTIMIZER_PREFIX, persistent_buffers
 from wfm_ds.errors import ModelError, UserError
+from wfm_ds.export.lora_layers import LoraLayer, LoraLayers, layer_alpha
+from wfm_ds.export.target import ExportTarget
+from wfm_ds.export.weights import LORA_KEY, WHOLE_LAYER_KEY, TensorSource, adapter_shapes
 
 ADAPTER_INFIX = ".default."  # the trained adapter's name within its parameter names
 UNSUPPORTED_OPTIONS = ("lora_bias", "use_qalora", "layer_replication")  # options that change the update

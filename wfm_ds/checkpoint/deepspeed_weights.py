@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.engine.engine import persistent_buffers
 from wfm_ds.errors import UserError, is_out_of_memory
+from wfm_ds.export.target import ExportTarget
 
 WRAPPERS = ("module.", "transformer.")  # prefixes that training frameworks add to the denoiser's parameter names
 # Raised when a pickle is damaged or needs classes that are not installed.

@@ -24,10 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from wfm_ds.checkpoint.export import adapter_settings
-from wfm_ds.checkpoint.export_target import ExportInfo
 from wfm_ds.checkpoint.sharded_states import ShardedStates, flat_name, layout_to_json, rank_file_name
 from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.export.target import ExportInfo
+from wfm_ds.export.weights import adapter_settings
 from wfm_ds.recipe import file as recipe_file
 
 RECIPE_FILE = "recipe.yaml"

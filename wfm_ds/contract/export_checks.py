@@ -13,11 +13,11 @@ from peft import get_peft_model_state_dict
 from torch import Tensor
 
 from wfm_ds.checkpoint.adapter_loading import load_adapter, load_part_adapter
-from wfm_ds.checkpoint.export import LORA_FILES, export_weights
-from wfm_ds.checkpoint.export_target import ExportTarget
 from wfm_ds.contract.case import load_reference_pipeline
 from wfm_ds.contract.denoiser_checks import add_random_adapter
 from wfm_ds.contract.family_under_test import FamilyUnderTest, fail_unless, require_close
+from wfm_ds.export.target import ExportTarget
+from wfm_ds.export.weights import LORA_FILES, export_weights
 
 if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel

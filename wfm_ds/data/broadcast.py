@@ -18,7 +18,7 @@ from wfm_ds.data.tar_index import IndexEntry
 from wfm_ds.data.trajectories import ActionScaling
 from wfm_ds.data.webdataset import TarMember
 from wfm_ds.distributed.world import World
-from wfm_ds.pipes.arrays import pack_arrays, unpack_arrays
+from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
 
 
 class _UserMediaError(Exception):

@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.data.embeddings FOLDER --from-pickle`: convert the text embeddings of a Cosmos folder.
+"""`wfm data embeddings FOLDER --from-pickle`: convert the text embeddings of a Cosmos folder.
 
 The command writes NAME.safetensors next to each NAME.pickle, so that training never opens a pickle. Pickles can execute
 code; the unpickler in this module only creates numpy arrays of numbers, lists and plain values.
@@ -106,12 +106,12 @@ def write_safetensors(path: Path, embedding: npt.NDArray[np.floating[Any]]) -> N
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), convert_folder, argv)
+    return run_command(parser(), run, argv)
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="wfm_ds.data.embeddings", description="Convert a Cosmos folder's pickled text embeddings."
+        prog="wfm data embeddings", description="Convert a Cosmos folder's pickled text embeddings."
     )
     p.add_argument("folder", type=Path, help=f"Cosmos folder with {' or '.join(EMBEDDING_FOLDERS)}")
     p.add_argument(
@@ -120,14 +120,10 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def convert_folder(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     folder = args.folder
     if not any((folder / name).is_dir() for name in EMBEDDING_FOLDERS):
         raise DataError(f"{folder} has no subfolder {' or '.join(EMBEDDING_FOLDERS)}")
     num_written, errors = convert_pickles(folder)
     sys.stdout.write(f"{num_written} embeddings written below {folder}\n")
     return max((print_error(message) for message in errors), default=0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.data.prepare RECIPE [section.key=value ...]`: fill the cache of text embeddings and latents.
+"""`wfm data prepare RECIPE [section.key=value ...]`: fill the cache of text embeddings and latents.
 
 Under the `deepspeed` launcher the ranks share the work. After an interruption, run it again: existing entries are kept.
 Exit codes: see wfm_ds.train.
@@ -25,7 +25,7 @@ TIMEOUT_S = 24 * 3600.0  # maximum wait for the slowest rank
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="wfm_ds.data.prepare", description="Fill data.cache_dir with the text embeddings and latents of a recipe."
+        prog="wfm data prepare", description="Fill data.cache_dir with the text embeddings and latents of a recipe."
     )
     p.add_argument("recipe", type=Path, help="YAML recipe (docs/recipes.md)")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from wfm_ds.distributed.lifecycle import fail_rank, strip_launcher_args
 
     arguments = strip_launcher_args(sys.argv[1:] if argv is None else argv)
-    return run_command(parser(), load_and_run, arguments, fail=fail_rank)
+    return run_command(parser(), run, arguments, fail=fail_rank)
 
 
-def load_and_run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quiet_libraries
@@ -75,10 +75,10 @@ def fill_caches(recipe: Recipe, world: World) -> str:
     """Fill the text-embedding and latent caches. Return a summary. Raises UserError on all ranks. Collective."""
     from wfm_ds.data.broadcast import read_on_main
     from wfm_ds.data.datasets import load_data
-    from wfm_ds.run.memory_advice import suggest_part_keys
-    from wfm_ds.run.model_loading import load_model
-    from wfm_ds.run.model_revision import agree_on_commit, fetch_model
-    from wfm_ds.run.out_of_memory import explain_out_of_memory
+    from wfm_ds.memory.advice import suggest_part_keys
+    from wfm_ds.memory.out_of_memory import explain_out_of_memory
+    from wfm_ds.runs.model_loading import load_model
+    from wfm_ds.runs.model_revision import agree_on_commit, fetch_model
     from wfm_ds.training.caches import CacheFiller
     from wfm_ds.training.diffusion_builder import mark_frozen_layers
 

@@ -18,7 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from wfm_ds.checkpoint.export import (
+from wfm_ds.errors import ModelError
+from wfm_ds.export.pipeline_folder import link_files
+from wfm_ds.export.tensor_file import StoredTensorSpec, TensorFile
+from wfm_ds.export.weights import (
     LORA_FOLDER,
     SHARD_BYTES,
     TensorSource,
@@ -26,10 +29,7 @@ from wfm_ds.checkpoint.export import (
     new_export_folder,
     plan_shards,
 )
-from wfm_ds.checkpoint.pipeline_folder import link_files
-from wfm_ds.checkpoint.tensor_file import StoredTensorSpec, TensorFile
-from wfm_ds.errors import ModelError
-from wfm_ds.models.loading import read_json
+from wfm_ds.models.assets.loading import read_json
 from wfm_ds.storage import atomic
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from wfm_ds.errors import ModelError
 from wfm_ds.language.annotations import MediaKind
 from wfm_ds.language.packed_sequences import ConversationSample, PackedSequence
 from wfm_ds.language.sequence_parallel import local_labels
+from wfm_ds.models.assets.language_folders import download_language_model
 from wfm_ds.models.base import hide_progress_bars
-from wfm_ds.models.language_folders import download_language_model
 from wfm_ds.ulysses.exchange import gather_shards
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -1,1 +1,1 @@
-"""Convert Cosmos-RL configurations to recipes: `python -m wfm_ds.migrate`."""
+"""Convert Cosmos-RL configurations to recipes: `wfm migrate`."""

@@ -1,4 +1,4 @@
-"""The table that maps Cosmos-RL keys to recipe keys, used by `python -m wfm_ds.migrate`.
+"""The table that maps Cosmos-RL keys to recipe keys, used by `wfm migrate`.
 
 Cosmos-RL has two configuration formats for diffusion models: one for its diffusers trainers (`[policy]`, `[train]`,
 ...; SFT and DiffusionNFT) and one for `--wfm-mode` (`[model]`, `[trainer]`, ...; DDRL and SFT). Vision-language models

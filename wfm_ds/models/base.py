@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
+from wfm_ds.models.assets.fingerprint import fingerprint_folders
 from wfm_ds.models.conditioning_frames import CONDITIONING_FRAME_KEYS
-from wfm_ds.models.fingerprint import fingerprint_folders
 from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
 from wfm_ds.sampling.schedule import apply_shift
 
 if TYPE_CHECKING:
-    from wfm_ds.models.guardrail import Guardrail
+    from wfm_ds.models.assets.guardrail import Guardrail
     from wfm_ds.models.input_specs import InputSpec
     from wfm_ds.models.lora_layer_names import LoraLayerName
     from wfm_ds.recipe.sampling import SamplingRecipe

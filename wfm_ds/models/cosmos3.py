@@ -19,11 +19,11 @@ from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import _SYSTEM_PROMPT_IMAG
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models import guardrail
+from wfm_ds.models.assets import guardrail
+from wfm_ds.models.assets.guardrail import Guardrail
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.cosmos3_towers import TEXT_TOWER_LAYERS, GenerationLayer, TextTower, split_towers
-from wfm_ds.models.guardrail import Guardrail
 from wfm_ds.models.input_specs import InputSpec
 from wfm_ds.ulysses.cosmos3 import token_grid
 

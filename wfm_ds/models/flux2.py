@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
+from wfm_ds.models.assets.loading import LOADING_ERRORS, read_call_json, read_json
 from wfm_ds.models.base import DiffusionModel, pipeline_call_default
-from wfm_ds.models.loading import LOADING_ERRORS, read_call_json, read_json
 from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
 from wfm_ds.models.size_checks import require_image, require_multiples
 

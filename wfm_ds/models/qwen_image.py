@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
+from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.loading import read_json
 from wfm_ds.models.lora_layer_names import map_layers
 from wfm_ds.models.size_checks import require_image, require_multiples
 from wfm_ds.models.text_padding import pad_and_stack

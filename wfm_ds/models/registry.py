@@ -22,10 +22,11 @@ import transformers
 import wfm_ds
 from wfm_ds import models
 from wfm_ds.errors import ModelError
-from wfm_ds.models import hub, tiny
+from wfm_ds.models import tiny
+from wfm_ds.models.assets import hub
+from wfm_ds.models.assets.guardrail import Guardrail
+from wfm_ds.models.assets.loading import load_pipeline, read_json, read_max_sequence_length
 from wfm_ds.models.base import DiffusionModel, temporary_seed
-from wfm_ds.models.guardrail import Guardrail
-from wfm_ds.models.loading import load_pipeline, read_json, read_max_sequence_length
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
 from wfm_ds.seeds import derive_seed
 from wfm_ds.user_class import import_class

@@ -1,4 +1,4 @@
-"""Sampling of images or videos from prompts and noise seeds, for rollouts, validation and `wfm_ds.generate`."""
+"""Sampling of images or videos from prompts and noise seeds, for rollouts, validation and `wfm generate`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from wfm_ds.engine.denoiser_forward import ForwardFunction
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import vae
+from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.models.decoding import PendingPixels, run_on_decode_stream
 from wfm_ds.models.prompt_formatting import Text, format_prompts
-from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.denoise import SamplingPlan, Trajectory
 from wfm_ds.sampling.noise import draw_cpu_normal
@@ -73,7 +73,7 @@ class Sampler:
 
     @property
     def eval_solver(self) -> str:
-        """The solver for validation and `wfm_ds.generate`: the recipe's, by default the family's `default_solver`."""
+        """The solver for validation and `wfm generate`: the recipe's, by default the family's `default_solver`."""
         return self.settings.eval_solver or self.model.default_solver
 
     def generate(

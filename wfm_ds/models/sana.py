@@ -11,8 +11,8 @@ from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
 from torch import Tensor
 
 from wfm_ds.errors import ModelError
+from wfm_ds.models.assets.loading import read_call_json
 from wfm_ds.models.base import DiffusionModel, pipeline_call_default
-from wfm_ds.models.loading import read_call_json
 from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
 from wfm_ds.models.size_checks import require_image, require_multiples
 

@@ -12,8 +12,8 @@ from diffusers.models.transformers.transformer_sana_video import SanaVideoTransf
 from torch import Tensor
 
 from wfm_ds.errors import ModelError
+from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.conditioning_frames import CleanFrames, get_clean_frames
-from wfm_ds.models.loading import read_json
 from wfm_ds.models.sana import PIPELINE_SIZE_MULTIPLE, Sana
 
 if TYPE_CHECKING:

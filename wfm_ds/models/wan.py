@@ -18,10 +18,10 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
+from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.experts import Experts
-from wfm_ds.models.loading import read_json
 from wfm_ds.models.lora_layer_names import map_layers
 from wfm_ds.models.wan_image_conditioning import CHANNELS_KEY, EMBEDS_KEY, ImageConditioner
 from wfm_ds.types import FIRST_FRAME

@@ -12,8 +12,8 @@ from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_de
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
+from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.loading import read_json
 from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
 from wfm_ds.models.size_checks import require_image, require_multiples
 from wfm_ds.models.text_padding import pad_and_stack

@@ -1,7 +1,4 @@
-"""Recipe files: read, merge, override, check and write them.
-
-Every error message contains the location, the key and the expected value.
-"""
+"""Read, merge, override, validate and write recipe files. Errors name the location, the key and the expected value."""
 
 from __future__ import annotations
 
@@ -49,19 +46,19 @@ KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a recipe from a YAML file. Values override those of the file named by `defaults`, if there is one.
+    """Load and validate a recipe from a YAML file, or a shipped recipe if `path` is its name instead of a file.
 
+    A file may name a base recipe under the key `defaults`; its own values win.
     overrides: `section.key=value` arguments, applied last.
-    If the path does not exist, it may be the name of a shipped recipe (shipped_recipes.py).
     Raises RecipeError with one line per problem: file and line (or override), key and expected value.
     """
     return _resolve_recipe(_read_with_defaults(resolve_recipe_path(path)), overrides)
 
 
 def load_stored_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load the resolved recipe of a run folder or checkpoint. Keys that were renamed since then are converted.
+    """Load the resolved recipe of a run folder or checkpoint, and convert keys that were renamed since it was written.
 
-    Raises RecipeError like `load_recipe`.
+    Raises RecipeError like load_recipe.
     """
     tree = _read_with_defaults(path)
     convert_old_names(tree)
@@ -69,7 +66,7 @@ def load_stored_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Return YAML that load_recipe reads back as an equal recipe. Unused sections are omitted."""
+    """Serialize a recipe as YAML that load_recipe reads back as an equal recipe. Unused sections are omitted."""
     values = recipe.model_dump(mode="json")
     unread = recipe.unused_sections
     return to_yaml({name: value for name, value in values.items() if value is not None and name not in unread})
@@ -79,10 +76,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def resolve_recipe_path(path: Path) -> Path:
-    """Return the path if it exists, else the file of the shipped recipe with this name.
-
-    Returns the path if there is no such recipe either.
-    """
+    """Return the file of the shipped recipe named `path`. An existing or unknown path is returned unchanged."""
     return path if os.path.lexists(path) else shipped_recipes.find_recipe(str(path)) or path
 
 
@@ -108,7 +102,7 @@ def _read_with_defaults(path: Path) -> RecipeTree:
 def _read_tree(path: Path) -> RecipeTree:
     try:
         with path.open(encoding="utf-8-sig") as file:
-            text = file.read(MAX_CHARACTERS + 1)  # limited: it may be a device that never ends
+            text = file.read(MAX_CHARACTERS + 1)  # limited: the path may be a device that never ends
     except FileNotFoundError as error:
         raise RecipeError(f"{path}: recipe file not found{shipped_recipes.suggest_recipes(str(path))}") from error
     except IsADirectoryError as error:
@@ -133,7 +127,6 @@ def _read_tree(path: Path) -> RecipeTree:
 
 
 def _resolve_recipe(tree: RecipeTree, overrides: Sequence[str]) -> Recipe:
-    """Apply the overrides and validate."""
     for argument in overrides:
         if argument.partition("=")[0] == "defaults":
             raise RecipeError(f"override {argument}: defaults must be in a file, not in an override")
@@ -158,9 +151,9 @@ def _validate_tree(tree: RecipeTree) -> Recipe:
 
 
 def _find_misread_values(slot: SchemaNode, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
-    """Find values that pydantic would silently convert, such as true to 1 or the text "30" to the number 30.
+    """Return (key path, message) for each value that pydantic would silently convert or cannot store as an integer.
 
-    Returns (path, message) for each.
+    Examples: true to 1, the text "30" to the number 30, an integer above 2**63 - 1.
     """
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
@@ -193,13 +186,13 @@ def _find_misread_values(slot: SchemaNode, value: Any, path: KeyPath) -> list[tu
 
 @dataclass(frozen=True, slots=True)
 class _ErrorLocation:
-    """Location of an error in the file and in the schema."""
+    """A validation error's position in the recipe values and in the schema."""
 
     path: KeyPath
     node: SchemaNode | None  # None for a key that is not in the schema
     value: Any
     parent: _ErrorLocation | None
-    is_inexact: bool = False  # the error is somewhere inside this value
+    is_inexact: bool = False  # pydantic did not say where inside this value the error is
 
     def enter_child(self, key: str | int) -> _ErrorLocation:
         slot = None if self.node is None else self.node.child(key, self.value)
@@ -208,7 +201,7 @@ class _ErrorLocation:
 
 
 def _locate_error(loc: Sequence[str | int], values: Any) -> _ErrorLocation:
-    """Convert the location of a pydantic error, in which each union on the path adds a tag.
+    """Convert the `loc` of a pydantic error to a position in `values`. Pydantic adds a tag to `loc` for each union.
 
     An error inside a union without tags is located at the union's key.
     """
@@ -216,7 +209,7 @@ def _locate_error(loc: Sequence[str | int], values: Any) -> _ErrorLocation:
     while rest:
         slot = spot.node
         own = None if slot is None else slot.user_section(spot.value)
-        if own is not None:  # validated outside of the union: no tag
+        if own is not None:  # a user's section is validated outside of the union, so `loc` has no tag
             spot = replace(spot, node=SchemaNode(own)).enter_child(rest.pop(0))
         elif slot is not None and len(slot.union_members()) > 1 and rest[0] != slot.discriminator:
             member = slot.find_union_member(rest.pop(0))
@@ -275,7 +268,7 @@ def _describe_unexpected_value(spot: _ErrorLocation) -> str:
 
 def _describe_missing_key(spot: _ErrorLocation) -> str:
     assert spot.node is not None
-    if isinstance(spot.path[-1], int) and spot.parent is not None:  # a list that is too short
+    if isinstance(spot.path[-1], int) and spot.parent is not None:  # a list is too short
         return _describe_unexpected_value(spot.parent)
     section = spot.node.section_class(None)
     if section is not None and len(spot.path) == 1:
@@ -286,10 +279,7 @@ def _describe_missing_key(spot: _ErrorLocation) -> str:
 
 
 def _describe_unknown_key(spot: _ErrorLocation) -> str:
-    """Return the message for a key that its section does not have.
-
-    Suggests the closest key, or sections with this key.
-    """
+    """Return the message for an unknown key. It suggests the closest key, or other sections that have this key."""
     assert spot.parent is not None
     assert spot.parent.node is not None
     section, word = spot.parent.node.section_class(spot.parent.value), str(spot.path[-1])
@@ -308,7 +298,7 @@ def _describe_unknown_key(spot: _ErrorLocation) -> str:
 
 
 def _describe_unknown_name(spot: _ErrorLocation) -> tuple[str, KeyPath]:
-    """Return the message and path for a missing or unknown selector, such as the name of an algorithm."""
+    """Return (message, key path) for a missing or unknown selector key, such as `algorithm.name`."""
     assert spot.node is not None
     assert spot.node.discriminator is not None
     key, valid = spot.node.discriminator, member_names(spot.node)
@@ -320,7 +310,7 @@ def _describe_unknown_name(spot: _ErrorLocation) -> tuple[str, KeyPath]:
 
 
 def _find_mentioned_key(text: str, tree: RecipeTree) -> KeyPath:
-    """Return the longest recipe key in the message of a failed check. Its location gives the error a line number."""
+    """Return the longest recipe key mentioned in an error message, or (). Its location gives the error a line number."""
     mentioned = [tuple(word.split(".")) for word in KEY_IN_TEXT.findall(text)]
     known = [path for path in mentioned if path[0] in Recipe.model_fields and path in tree.locations]
     return max(known, key=len, default=())

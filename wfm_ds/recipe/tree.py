@@ -32,7 +32,7 @@ MAX_SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """Source of a value: a line of a file, or an override."""
+    """Where a recipe value comes from: a line of a file, or a command-line override."""
 
     source: str
     line: int | None = None
@@ -43,27 +43,21 @@ class SourceLocation:
 
 @dataclass(slots=True)
 class RecipeTree:
-    """The values of a recipe and their locations."""
+    """Unvalidated values of a recipe, with the source location of each key."""
 
     values: Any
     locations: dict[KeyPath, SourceLocation] = field(default_factory=dict)
 
     def locate(self, path: KeyPath) -> SourceLocation:
-        """Return the location of the value at `path`.
-
-        If it has none, return that of the innermost enclosing value that has one.
-        """
+        """Return the location of the value at `path`, or else of the innermost enclosing value that has one."""
         return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
     def forget_locations(self, path: KeyPath) -> None:
-        """Remove the locations of `path` and everything inside it."""
         self.locations = {p: place for p, place in self.locations.items() if p[: len(path)] != path}
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeProblem:
-    """A problem in a recipe, printed as one line."""
-
     location: SourceLocation
     text: str
 
@@ -75,10 +69,7 @@ class RecipeProblem:
 
 
 def raise_problems(problems: Sequence[RecipeProblem]) -> None:
-    """Raise RecipeError with one line per problem, if there are any.
-
-    Problems in files, sorted by line, precede overrides.
-    """
+    """Raise RecipeError with one line per problem, if any: first those in files by line, then those in overrides."""
     lines = list(dict.fromkeys(str(p) for p in sorted(problems, key=RecipeProblem.sort_key)))
     if len(lines) > MAX_PROBLEMS:
         lines[MAX_PROBLEMS:] = [f"and {len(lines) - MAX_PROBLEMS} more problems: fix these first"]
@@ -91,7 +82,7 @@ def join_key_path(path: KeyPath) -> str:
 
 
 def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to a single mapping with dotted keys. Lists remain values."""
+    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}. Lists are kept as values."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         result |= flatten_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -99,7 +90,6 @@ def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shorten_text(text: str) -> str:
-    """Truncate a long text for a message."""
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
@@ -107,7 +97,7 @@ def shorten_text(text: str) -> str:
 
 
 def parse_yaml(text: str, source: str) -> RecipeTree:
-    """Parse a text with one YAML document. The value of an empty document is None. Raises RecipeError."""
+    """Parse one YAML document. An empty document has the value None. Raises RecipeError with line numbers if invalid."""
     try:
         node = compose_yaml(text)
     except TooLarge as error:
@@ -128,7 +118,7 @@ def parse_yaml(text: str, source: str) -> RecipeTree:
 
 
 def parse_override_value(text: str, place: SourceLocation) -> Any:
-    """Parse the YAML value of an override. Raises RecipeError."""
+    """Parse the YAML value of a `section.key=value` override. Raises RecipeError if it is not valid YAML."""
     try:
         node = compose_yaml(text)
     except TooLarge as error:
@@ -142,18 +132,18 @@ def parse_override_value(text: str, place: SourceLocation) -> Any:
 
 
 class _NodeReader:
-    """Converts YAML nodes to values and records their lines. Collects all problems instead of stopping at the first."""
+    """Converts YAML nodes to Python values and records their lines. Collects all problems before failing."""
 
     def __init__(self, tree: RecipeTree, at_line: Callable[[int], SourceLocation]) -> None:
         self.tree, self.locate_line = tree, at_line
         self.problems: list[RecipeProblem] = []
-        self._open_nodes: list[yaml.Node] = []  # enclosing nodes, to detect recursive aliases
-        self._num_nodes = 0  # nodes read so far; aliases count every time
+        self._open_nodes: list[yaml.Node] = []  # ancestors of the current node, to detect recursive aliases
+        self._num_nodes = 0  # nodes read so far; an alias counts each time it is used
 
     def read_document(self, node: yaml.Node) -> list[RecipeProblem]:
-        """Store the values and locations in the tree, and return the problems.
+        """Fill the tree's values and locations, and return the problems found.
 
-        Raises RecipeError if the document exceeds the limits when its aliases are expanded.
+        Raises RecipeError if the document with expanded aliases exceeds the limits.
         """
         try:
             self.tree.values = self.read_node(node, (), node)
@@ -222,9 +212,9 @@ def _describe_key(node: yaml.Node) -> str:
 
 
 def find_unfit_character(text: str) -> str:
-    """Return the name of the first character that paths and files cannot store, or "".
+    """Describe a NUL or surrogate character in `text`, or return "" if it has none. Files cannot store them.
 
-    YAML itself rejects such characters, but escapes in quotes can produce them.
+    YAML rejects them in plain text but allows them as escapes in quotes.
     """
     if "\0" in text:
         return "a NUL character"
@@ -235,9 +225,9 @@ def find_unfit_character(text: str) -> str:
 
 
 def merge_trees(base: RecipeTree, variant: RecipeTree) -> RecipeTree:
-    """Return `base` with the values of `variant`. Mappings are merged; other values and lists of the base are replaced.
+    """Merge `variant` over `base`: mappings are merged recursively; lists and scalars are replaced.
 
-    If the variant selects a different algorithm, the base's algorithm keys are dropped.
+    If the variant selects a different algorithm, all algorithm keys of the base are dropped.
     """
     replaced: set[KeyPath] = set()
     values = _merge_values(base.values, variant.values, (), replaced)
@@ -246,7 +236,7 @@ def merge_trees(base: RecipeTree, variant: RecipeTree) -> RecipeTree:
 
 
 def _merge_values(old: Any, new: Any, path: KeyPath, replaced: set[KeyPath]) -> Any:
-    """Return the merged value. Adds the paths of base values that the variant replaces to `replaced`."""
+    """Merge `new` over `old` and add the path of each replaced base value to the set `replaced`."""
     is_fresh = path == ("algorithm",) and _changes_algorithm(old, new)
     if isinstance(old, dict) and isinstance(new, dict) and not is_fresh:
         return old | {k: _merge_values(old.get(k), v, (*path, k), replaced) for k, v in new.items()}
@@ -261,8 +251,8 @@ def _changes_algorithm(old: Any, new: Any) -> bool:
 def apply_overrides(tree: RecipeTree, words: Sequence[str]) -> None:
     """Apply `section.key=value` overrides to the tree, in order.
 
-    Values are YAML. A number in the path is an index into a list. Raises RecipeError for malformed overrides, values
-    that are not YAML, and list indices out of range.
+    Values are YAML. A number in the path is a list index. Raises RecipeError for malformed overrides, values that are
+    not YAML, and list indices out of range.
     """
     if len(words) > MAX_OVERRIDES:
         raise RecipeError(f"{len(words):,} overrides, at most {MAX_OVERRIDES:,} are allowed: use a file")
@@ -296,11 +286,13 @@ def _parse_override(word: str) -> tuple[KeyPath, Any, SourceLocation]:
 
 def _set_value(tree: RecipeTree, path: KeyPath, value: Any, place: SourceLocation) -> None:
     holder = tree.values
-    real: KeyPath = ()  # with integers for list entries
+    real: KeyPath = ()  # path so far, with list indices as integers
     for part in path[:-1]:
         step = _resolve_key(holder, real, part, place)
         inner = holder.get(step) if isinstance(holder, dict) else holder[step]
-        if not isinstance(inner, dict | list):  # replace a scalar or nothing, as in algorithm.old_decay.slope=.1
+        if not isinstance(
+            inner, dict | list
+        ):  # turn a missing or scalar value into a mapping, as in algorithm.old_decay.slope=.1
             inner = holder[step] = {}
             tree.locations[(*real, step)] = place
         holder, real = inner, (*real, step)
@@ -311,10 +303,7 @@ def _set_value(tree: RecipeTree, path: KeyPath, value: Any, place: SourceLocatio
 
 
 def _resolve_key(holder: Any, path: KeyPath, part: str | int, place: SourceLocation) -> Any:
-    """Return `part` as a key if `holder` is a mapping, or as an index if it is a list.
-
-    Raises RecipeError if the index does not exist.
-    """
+    """Return `part` as a mapping key or a list index. Raises RecipeError if a list has no such index."""
     if isinstance(holder, dict):
         return part
     if not str(part).isdecimal() or int(part) >= len(holder):

@@ -1,6 +1,6 @@
 """YAML for recipes: parse text to nodes within size limits, convert scalars, write values.
 
-Rules of YAML 1.2 replace surprising ones of YAML 1.1: `1e-4` is a number; `on`, `off`, `yes`, `no` and dates are text.
+Scalars follow YAML 1.2 where YAML 1.1 surprises: `1e-4` is a number; `on`, `off`, `yes`, `no` and dates are text.
 Limits on length, nesting and expanded aliases keep parsing fast for any input.
 """
 
@@ -15,12 +15,12 @@ from wfm_ds.errors import RecipeError
 
 MAX_CHARACTERS = 1 << 20
 MAX_NODES = 10_000
-"""Maximum number of keys and values in a file or override. An alias counts as all values that it expands to."""
+"""Maximum number of keys and values in a file or override. An alias counts as all values it expands to."""
 MAX_DEPTH = 32
 LIMITS = f"a recipe has at most {MAX_CHARACTERS:,} characters, {MAX_NODES:,} keys and values and {MAX_DEPTH} levels"
 
 YAML_TAG = "tag:yaml.org,2002:"
-SCALAR_PATTERNS = {  # patterns of unquoted scalars, and their possible first characters
+SCALAR_PATTERNS = {  # {YAML type: (pattern of unquoted scalars, their possible first characters)}
     "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
     "int": (re.compile(r"^[-+]?[0-9][0-9_]{0,99}$"), list("-+0123456789")),
@@ -34,7 +34,7 @@ SCALAR_PATTERNS = {  # patterns of unquoted scalars, and their possible first ch
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML loader that enforces the limits on the number and depth of nodes."""
+    """YAML loader that enforces MAX_NODES and MAX_DEPTH."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 -- PyYAML's interface
 
@@ -43,7 +43,7 @@ class _RecipeLoader(yaml.SafeLoader):
         self._nodes = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next node (called by PyYAML for each key and value). Raises TooLarge."""
+        """Compose the next node. PyYAML calls this for each key and value. Raises TooLarge above the limits."""
         self._nodes, self._depth = self._nodes + 1, self._depth + 1
         require_within_limits(self._nodes, self._depth)
         try:
@@ -53,7 +53,7 @@ class _RecipeLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML dumper that quotes texts which YAML 1.1 or 1.2 would read as another type."""
+    """YAML dumper that quotes strings that YAML 1.1 or 1.2 would parse as a number, boolean, date or null."""
 
 
 for _name, (_pattern, _first) in SCALAR_PATTERNS.items():
@@ -67,7 +67,7 @@ def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    # PyYAML loses these rare line breaks in styles without escapes.
+    # Unless double-quoted, PyYAML loses these rare line breaks.
     style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
     return dumper.represent_scalar(YAML_TAG + "str", text, style=style)
 
@@ -77,11 +77,11 @@ _Dumper.add_representer(str, _represent_text)
 
 
 class TooLarge(RecipeError):
-    """The text, or its expanded aliases, exceeds the limits."""
+    """A YAML text exceeds the limits on characters, nodes (aliases expanded) or nesting depth."""
 
 
 def require_within_limits(nodes: int, depth: int) -> None:
-    """Raise TooLarge if a recipe has too many nodes or is nested too deeply."""
+    """Raise TooLarge if `nodes` exceeds MAX_NODES or `depth` exceeds MAX_DEPTH."""
     if nodes > MAX_NODES:
         raise TooLarge(f"more than {MAX_NODES:,} keys and values, with expanded aliases; {LIMITS}")
     if depth > MAX_DEPTH:
@@ -89,9 +89,9 @@ def require_within_limits(nodes: int, depth: int) -> None:
 
 
 def compose_yaml(text: str) -> yaml.Node | None:
-    """Parse the text and return the root node of its document, or None if it is empty.
+    """Return the root node of a YAML document, or None if the text is empty.
 
-    Raises TooLarge or yaml.YAMLError.
+    Raises TooLarge if the text exceeds the limits, and yaml.YAMLError if it is not one valid document.
     """
     if len(text) > MAX_CHARACTERS:
         raise TooLarge(f"more than {MAX_CHARACTERS:,} characters; {LIMITS}")
@@ -117,5 +117,5 @@ def parse_scalar(text: str, kind: str) -> str | bool | int | float | None:
 
 
 def to_yaml(values: Any) -> str:
-    """Return YAML text that parse_yaml reads back as the same values."""
+    """Serialize `values` as YAML that parse_yaml reads back unchanged."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

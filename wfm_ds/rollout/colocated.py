@@ -12,7 +12,7 @@ from wfm_ds.rollout.groups import Group, GroupSource, stack_conditioning_frames
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.rollout_samples import RolloutSample, StepRollouts, extract_rollout, plan_step_samples
 from wfm_ds.rollout.scores import ScoringQueue, gather_scores
-from wfm_ds.run.job import Job
+from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import SamplingPlan, Trajectory
 from wfm_ds.types import Score
 

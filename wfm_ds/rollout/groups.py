@@ -26,7 +26,7 @@ from wfm_ds.seeds import derive_seed
 from wfm_ds.types import ConditioningFrames, Prompt
 
 if TYPE_CHECKING:
-    from wfm_ds.run.job import Job
+    from wfm_ds.runs.job import Job
 
 log = logging.getLogger(__name__)
 

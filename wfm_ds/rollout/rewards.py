@@ -27,13 +27,13 @@ import yaml
 from wfm_ds.distributed.gpus import find_machine_gpus, run_gpu_environment
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes.arrays import pack_arrays
-from wfm_ds.pipes.client import PipeClient, TaskOutcome
-from wfm_ds.pipes.keys import KeyFileError, load_client_keys
-from wfm_ds.pipes.socket_folders import SocketFolder
-from wfm_ds.pipes.sockets import PipeError
-from wfm_ds.pipes.submission import submit_rows
 from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
+from wfm_ds.transport.arrays import pack_arrays
+from wfm_ds.transport.client import PipeClient, TaskOutcome
+from wfm_ds.transport.keys import KeyFileError, load_client_keys
+from wfm_ds.transport.socket_folders import SocketFolder
+from wfm_ds.transport.sockets import PipeError
+from wfm_ds.transport.submission import submit_rows
 from wfm_ds.types import MediaBatch, Score
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ DEADLINE_SLACK_S = 10.0  # the client's own deadline expires first, with the mor
 
 
 class RewardService:
-    """Runs `python -m wfm_reward.serve` for one recipe in a child process, and restarts the child when it dies.
+    """Runs `wfm serve` for one recipe in a child process, and restarts the child when it dies.
 
     Rank 0 starts the service, and all ranks connect to `endpoint`. The child exits when this process exits.
     """

@@ -16,7 +16,7 @@ from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import FIRST_FRAME, MediaBatch, Prompt, Score
 
 if TYPE_CHECKING:
-    from wfm_ds.run.job import Job
+    from wfm_ds.runs.job import Job
 
 NUM_REASONS = 5  # failure reasons in one log line
 Scores = dict[str, dict[str, Score]]

@@ -26,7 +26,7 @@ from wfm_ds.rollout.replica_transfer import transfer_to_replicas
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.rollout_samples import RolloutSample, StepRollouts, group_rewards
 from wfm_ds.rollout.scores import summarize_failures
-from wfm_ds.run.job import Job
+from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import FlowPlan
 from wfm_ds.types import Rollout, Score
 

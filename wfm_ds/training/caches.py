@@ -30,12 +30,12 @@ from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.samples import Media, Sample, file_identity
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
+from wfm_ds.models.assets.latent_cache import LatentCache
+from wfm_ds.models.assets.text_cache import TextCache
+from wfm_ds.models.assets.text_store import create_text_store
 from wfm_ds.models.base import DiffusionModel, NegativeText
-from wfm_ds.models.latent_cache import LatentCache
 from wfm_ds.models.prompt_formatting import Text, format_prompts
 from wfm_ds.models.sampler import negative_texts
-from wfm_ds.models.text_cache import TextCache
-from wfm_ds.models.text_store import create_text_store
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.storage.tensor_store import TensorStore
 from wfm_ds.types import Prompt

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from wfm_ds.checkpoint import store
 from wfm_ds.checkpoint.rank_state import capture_state, restore_state
 from wfm_ds.checkpoint.store import CheckpointSave
-from wfm_ds.run.job import CommonJob
-from wfm_ds.run.layout import CHECKPOINTS
+from wfm_ds.runs.job import CommonJob
+from wfm_ds.runs.layout import CHECKPOINTS
 from wfm_ds.training.step_report import StepFlags
 
 log = logging.getLogger(__name__)

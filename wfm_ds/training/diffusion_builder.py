@@ -35,16 +35,16 @@ from wfm_ds.monitoring.trackers.choice import open_trackers
 from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout.async_source import start_async_source
 from wfm_ds.rollout.colocated import ColocatedSource
 from wfm_ds.rollout.groups import CaptionedGroups, PromptGroups, RewardStdGroups
+from wfm_ds.rollout.remote.async_source import start_async_source
 from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.rollout.selective_source import SelectiveSource
 from wfm_ds.rollout.trajectories import CounterfactualTrajectories
-from wfm_ds.run.initial_lora import load_initial_lora
-from wfm_ds.run.job import Job
-from wfm_ds.run.model_loading import choose_attention, load_model
-from wfm_ds.run.output_folder import RunStart
+from wfm_ds.runs.initial_lora import load_initial_lora
+from wfm_ds.runs.job import Job
+from wfm_ds.runs.model_loading import choose_attention, load_model
+from wfm_ds.runs.output_folder import RunStart
 from wfm_ds.training.caches import open_latent_cache
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from wfm_ds.data.batch_reader import TrainingSample
     from wfm_ds.rollout.base import RolloutSource
     from wfm_ds.rollout.groups import GroupSource
-    from wfm_ds.run.mirror import Mirror
+    from wfm_ds.runs.mirror import Mirror
 
 log = logging.getLogger(__name__)
 

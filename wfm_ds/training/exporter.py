@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wfm_ds.run.hub_push import HubPush
-from wfm_ds.run.job import CommonJob
-from wfm_ds.run.layout import EXPORTS
+from wfm_ds.runs.hub_push import HubPush
+from wfm_ds.runs.job import CommonJob
+from wfm_ds.runs.layout import EXPORTS
 
 
 class Exporter:

@@ -26,29 +26,29 @@ from wfm_ds.language.data import LanguageData, load_conversations
 from wfm_ds.language.export import LanguageTarget
 from wfm_ds.language.flops import SequenceWork
 from wfm_ds.language.media import MediaReader
+from wfm_ds.language.memory import estimate_language_memory, largest_row_size
 from wfm_ds.language.model import LanguageModel, load_language_model, parameter_group
 from wfm_ds.language.packed_sequences import ConversationReader, SequencePacker
 from wfm_ds.language.packing import PackingOrder
 from wfm_ds.language.renderer import Renderer
 from wfm_ds.language.sequence_source import SequenceSource
-from wfm_ds.models.hub import display_name
+from wfm_ds.memory.advice import memory_verdict
+from wfm_ds.models.assets.hub import display_name
 from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.monitoring.trackers.choice import open_trackers, require_trackers
 from wfm_ds.recipe.deepspeed import build_deepspeed_config
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.check_report import CheckReport
-from wfm_ds.run.memory_advice import memory_verdict
-from wfm_ds.run.model_revision import pin_commit
-from wfm_ds.run.output_folder import RunStart, find_run_start
+from wfm_ds.runs.check_report import CheckReport
+from wfm_ds.runs.model_revision import pin_commit
+from wfm_ds.runs.output_folder import RunStart, find_run_start
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.language_loop import LanguageJob, LanguageLoop, LanguageValidator
-from wfm_ds.training.language_memory import estimate_language_memory, largest_row_size
 from wfm_ds.training.preflight import gpu_memory, start_summary
 
 if TYPE_CHECKING:
-    from wfm_ds.run.mirror import Mirror
+    from wfm_ds.runs.mirror import Mirror
     from wfm_ds.training.loop import TrainingLoop
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from wfm_ds.language.model import LanguageModel
 from wfm_ds.language.packed_sequences import ConversationReader, ConversationSample, PackedSequence, SequencePacker
 from wfm_ds.language.packing import pack_items
 from wfm_ds.language.sequence_source import SequenceSource, StepSequences
-from wfm_ds.run.job import CommonJob
+from wfm_ds.runs.job import CommonJob
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.loop import TrainingLoop

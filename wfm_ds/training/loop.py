@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from wfm_ds.distributed.lifecycle import seconds_since_start
 from wfm_ds.errors import RunError
 from wfm_ds.monitoring.meter import Meter
-from wfm_ds.run.job import CommonJob
-from wfm_ds.run.result import RunOutcome
+from wfm_ds.runs.job import CommonJob
+from wfm_ds.runs.result import RunOutcome
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.step_report import NonFiniteLimit, StepReport, finish_step

@@ -20,24 +20,24 @@ from wfm_ds.distributed.world import ranks_per_node
 from wfm_ds.engine.optional_packages import require_packages
 from wfm_ds.errors import RecipeError
 from wfm_ds.evaluation.paired_statistics import MIN_PROMPTS
-from wfm_ds.models.hub import display_name
-from wfm_ds.models.loading import select_device
+from wfm_ds.memory.advice import memory_verdict
+from wfm_ds.memory.estimate import estimate_memory
+from wfm_ds.models.assets.hub import display_name
+from wfm_ds.models.assets.loading import select_device
 from wfm_ds.monitoring.trackers.choice import require_trackers
-from wfm_ds.pipes.sockets import check_endpoint
 from wfm_ds.recipe.deepspeed import build_deepspeed_config
 from wfm_ds.recipe.run_sizes import derive_run_sizes, num_replicas
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardFunction
+from wfm_ds.rollout.remote.service import broker_endpoints, choose_worker_devices, load_trainer_keys
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.service import broker_endpoints, choose_worker_devices, load_trainer_keys
-from wfm_ds.run.check_report import CheckReport
-from wfm_ds.run.memory_advice import memory_verdict
-from wfm_ds.run.memory_estimate import estimate_memory
-from wfm_ds.run.model_loading import choose_attention, find_family, load_model
-from wfm_ds.run.model_revision import pin_commit
-from wfm_ds.run.output_folder import RunStart, find_run_start
+from wfm_ds.runs.check_report import CheckReport
+from wfm_ds.runs.model_loading import choose_attention, find_family, load_model
+from wfm_ds.runs.model_revision import pin_commit
+from wfm_ds.runs.output_folder import RunStart, find_run_start
 from wfm_ds.training.reward_alarm import RECOMMENDED_PROMPTS
 from wfm_ds.training.text_precompute import keeps_text_encoders
+from wfm_ds.transport.sockets import check_endpoint
 from wfm_ds.types import Prompt
 
 log = logging.getLogger(__name__)

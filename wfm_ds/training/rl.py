@@ -20,7 +20,7 @@ from wfm_ds.pinned_memory import OffloadBuffer, copy_to_device, free_memory, lis
 from wfm_ds.rollout.base import RolloutSource
 from wfm_ds.rollout.rollout_samples import StepRollouts, group_rewards
 from wfm_ds.rollout.scores import summarize_failures
-from wfm_ds.run.job import Job
+from wfm_ds.runs.job import Job
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.loop import TrainingLoop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.check_report import CheckReport
+from wfm_ds.runs.check_report import CheckReport
 from wfm_ds.training import language_builder, preflight
 
 

@@ -34,7 +34,7 @@ from wfm_ds.models.base import NegativeText
 from wfm_ds.models.conditioning_frames import MASK_KEY
 from wfm_ds.models.prompt_formatting import Text, format_prompts
 from wfm_ds.pinned_memory import copy_to_device, free_memory, lists_to_device
-from wfm_ds.run.job import Job
+from wfm_ds.runs.job import Job
 from wfm_ds.sampling.noise import add_noise, draw_cpu_normal, noisy_latents
 from wfm_ds.seeds import derive_seed, draw_uniform
 from wfm_ds.training.checkpoints import Checkpoints

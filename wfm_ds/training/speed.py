@@ -11,7 +11,7 @@ from wfm_ds.monitoring.stopwatch import MEMORY_TAG
 
 if TYPE_CHECKING:
     from wfm_ds.engine.flop_counter import FlopCount
-    from wfm_ds.run.job import CommonJob
+    from wfm_ds.runs.job import CommonJob
 
 TERA = 1e12
 SAMPLES_PER_SECOND = "perf/samples_per_second"

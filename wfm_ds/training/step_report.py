@@ -12,7 +12,7 @@ from wfm_ds.training.speed import TOKENS_PER_SECOND, speed_metrics, speed_summar
 
 if TYPE_CHECKING:
     from wfm_ds.engine.engine import StepResult
-    from wfm_ds.run.job import CommonJob
+    from wfm_ds.runs.job import CommonJob
 
 log = logging.getLogger(__name__)
 

@@ -10,20 +10,20 @@ from wfm_ds.data.datasets import TrainingData
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.errors import DataError
+from wfm_ds.memory.activations import text_bytes
+from wfm_ds.models.assets.text_cache import TextCache
+from wfm_ds.models.assets.text_store import remove_unused_folders
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.prompt_formatting import Text
-from wfm_ds.models.text_cache import TextCache
-from wfm_ds.models.text_store import remove_unused_folders
 from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.activation_memory import text_bytes
 from wfm_ds.training.caches import collect_run_texts, drop_unused_encoders, open_text_cache
 
 log = logging.getLogger(__name__)
 
 MAX_EMBEDDING_BYTES = 64 * 2**30  # largest size on disk of the embeddings that are precomputed automatically
 MAX_TEXTS_PER_DRAW = 2  # texts per sample that the run draws; above this, precomputing wastes time
-PRECOMPUTE_HINT = "set data.cache_dir and run python -m wfm_ds.data.prepare"
+PRECOMPUTE_HINT = "set data.cache_dir and run wfm data prepare"
 
 
 def precompute_texts(

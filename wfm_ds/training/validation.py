@@ -19,7 +19,7 @@ from wfm_ds.monitoring.run_data import ALARM_PREFIX
 from wfm_ds.monitoring.samples import GeneratedSample, write_samples
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.scores import Scores, decode_in_replica, gather_scores, submit_finite_samples
-from wfm_ds.run.job import Job
+from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import SamplingPlan
 from wfm_ds.training.reward_alarm import RewardAlarm
 from wfm_ds.training.validation_frames import ValidationFrames

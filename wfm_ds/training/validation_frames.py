@@ -14,7 +14,7 @@ from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import Media, Sample
 from wfm_ds.models.conditioning_frames import pad_num_frames
-from wfm_ds.run.job import Job
+from wfm_ds.runs.job import Job
 from wfm_ds.types import ConditioningFrames, Prompt
 
 

@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from wfm_ds.pipes.client import PipeClient, TaskOutcome
-from wfm_ds.pipes.keys import ClientKeys
-from wfm_ds.pipes.submission import SubmittedTask, submit_rows
-from wfm_ds.pipes.wire import Array
+from wfm_ds.transport.client import PipeClient, TaskOutcome
+from wfm_ds.transport.keys import ClientKeys
+from wfm_ds.transport.submission import SubmittedTask, submit_rows
+from wfm_ds.transport.wire import Array
 from wfm_reward.web.http_problem import HttpProblem
 from wfm_reward.web.memory_budget import Reservation
 from wfm_reward.web.score_request import ScoreRequest

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from aiohttp.http_exceptions import HttpProcessingError
 
-from wfm_ds.pipes.throttle import LogThrottle
+from wfm_ds.transport.throttle import LogThrottle
 
 MAX_ERROR_CHARS = 200  # maximum length of the error for a request that cannot be parsed
 

@@ -24,8 +24,8 @@ from aiohttp import ClientPayloadError, web
 
 import wfm_ds
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes.broker import Broker
-from wfm_ds.pipes.keys import BrokerKeys
+from wfm_ds.transport.broker import Broker
+from wfm_ds.transport.keys import BrokerKeys
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig
 from wfm_reward.decoder import VaeScale

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from families import CASES, load_reference_pipeline
+from wfm_ds.cli.models_tiny import main
 from wfm_ds.errors import ModelError
 from wfm_ds.models import tiny
-from wfm_ds.models.tiny.__main__ import main
 
 TIMEOUT_S = 300
 WRITE_ALL = """
@@ -109,7 +109,7 @@ def test_the_command_writes_into_an_empty_folder(tmp_path, capsys):
 
 def test_the_command_names_the_families_it_knows(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "wfm_ds.models.tiny", "sdxl", str(tmp_path / "out")],
+        [sys.executable, "-m", "wfm_ds", "models", "tiny", "sdxl", str(tmp_path / "out")],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -1,4 +1,4 @@
-"""Tiny random pipelines for tests, laptops and the quickstart: `python -m wfm_ds.models.tiny FAMILY OUT_DIR`.
+"""Tiny random pipelines for tests, laptops and the quickstart: `wfm models tiny FAMILY OUT_DIR`.
 
 Each is a complete folder that plain diffusers loads offline, with identical bytes on every run: vocabularies are
 written by hand and weights use fixed seeds. Its `call.json` contains the pipeline arguments for one small image or

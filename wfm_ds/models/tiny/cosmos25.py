@@ -8,9 +8,9 @@ from typing import Any
 
 from diffusers import Cosmos2_5_PredictBasePipeline, CosmosTransformer3DModel, UniPCMultistepScheduler
 
+from wfm_ds.models.assets.guardrail import NoGuardrail
 from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.cosmos25 import provide_torchvision_resize
-from wfm_ds.models.guardrail import NoGuardrail
 from wfm_ds.models.tiny.parts.qwen import qwen_encoder, qwen_tokenizer
 from wfm_ds.models.tiny.parts.wan_vae import wan_vae
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan, Cosmos3OmniPipeline, Cosmos3OmniTransformer, UniPCMultistepScheduler
 
+from wfm_ds.models.assets.guardrail import NoGuardrail
 from wfm_ds.models.base import temporary_seed
-from wfm_ds.models.guardrail import NoGuardrail
 from wfm_ds.models.tiny.parts.chat import CHAT_TEMPLATE
 from wfm_ds.models.tiny.parts.qwen import qwen_tokenizer
 from wfm_ds.models.tiny.parts.wan_vae import wan_vae

@@ -1,0 +1,142 @@
+"""`wfm evaluate`: what it is given is found, and what cannot be evaluated is one sentence. A whole one:
+tests/end_to_end/test_command.py."""
+
+import contextlib
+import json
+import shutil
+
+import pytest
+from safetensors.torch import save
+
+from wfm_ds.cli import evaluation_models
+from wfm_ds.cli.evaluate import parse_names
+from wfm_ds.cli.main import main
+
+HEADER = save({}, {"lora_adapter_metadata": "{}"})
+RECIPE = """
+run: {output_dir: %s, steps: 1}
+model: {path: "tiny:sd3", dtype: float32}
+lora: {rank: 2}
+data: {kind: prompts, path: recipes/tiny/prompts/colors, name: colors}
+sampling: {height: 32, width: 48, eval_steps: 3, guidance_scale: 2.5}
+algorithm: {name: diffusion_nft}
+rollout: {prompts_per_step: 2, group_size: 2}
+reward: {functions: [{name: color, weight: 2}, {name: jpeg_compressibility, weight: 0}]}
+"""
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "some.txt"
+    path.write_text("a red circle\na blue square\n")
+    return path
+
+
+@pytest.fixture
+def lora_run(tmp_path):
+    """A run's folder, with two exports that hold nothing but a header."""
+    folder = tmp_path / "mine"
+    for step in (2, 10):
+        (folder / "safetensors" / f"step_{step}" / "lora").mkdir(parents=True)
+        (folder / "safetensors" / f"step_{step}" / "lora" / "model.safetensors").write_bytes(HEADER)
+    (folder / "recipe.yaml").write_text(RECIPE % folder)
+    return folder
+
+
+def found(*given, out="out"):
+    with contextlib.ExitStack() as held:
+        return evaluation_models.resolve_models([str(one) for one in given], out, None, held)
+
+
+def test_a_run_is_its_newest_export_and_brings_its_base(lora_run, tmp_path):
+    base, newest = found(lora_run, out=tmp_path)
+    assert (base.model, base.lora, base.recipe) == ("tiny:sd3", None, None)
+    assert (newest.name, newest.model) == ("mine", "tiny:sd3")
+    assert newest.lora == lora_run / "safetensors" / "step_10" / "lora"
+    assert newest.recipe.sampling.width == 48
+
+
+def test_a_lora_belongs_to_the_base_before_it_and_names_are_told_apart(lora_run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(lora_run, other)
+    steps = [one / "safetensors" / "step_2" for one in (lora_run, other)]
+    entries = found("tiny:sana", steps[0], steps[1] / "lora", "tiny:sana", out=tmp_path)
+    assert [one.name for one in entries] == ["tiny_sana_1", "mine_step_2", "other_step_2", "tiny_sana_4"]
+    assert [one.model for one in entries] == ["tiny:sana"] * 4
+    assert [one.lora is None for one in entries] == [True, False, False, True]
+
+
+def test_names_are_words_with_commas():
+    assert parse_names("ocr, color") == ["ocr", "color"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("tiny:sd3 --rewards color,color", "argument --rewards: 'color,color' must be a list of distinct names"),
+        ("tiny:sd3", "--rewards is required, e.g. --rewards pickscore; see wfm rewards"),
+        ("tiny:sd3 --rewards colour", "unknown reward 'colour'; did you mean color?"),
+        ("tiny:sd3 --rewards motion", "reward motion scores videos, but the model generates images"),
+        ("tiny:sd3 --rewards gen_eval", "reward gen_eval needs the metadata key 'tag', missing in 2 of 2 prompts"),
+        (
+            "tiny:sd3 --rewards color --reward-device 7",
+            "argument --reward-device: expected cpu, cuda or cuda:N, got '7'",
+        ),
+        ("tiny:sd3 --rewards color --held-out color", "--held-out: color was used for training, so it is not held out"),
+        ("{run} --judges color", "--held-out: color was used for training, so it is not held out"),
+        ("{empty} --rewards color", "{empty} is not a pipeline (no model_index.json), an export or a run"),
+        ("{run}/safetensors/step_2 --seeds 0", "argument --seeds: must be at least 1"),
+        ("{lone} --rewards color", "{lone} is a LoRA without a run: put its base model first"),
+        ("{untrained} --rewards color", "{untrained} has no export"),
+        ("nowhere --rewards color", "nowhere does not exist"),
+        ("{run} --out {run}", "{run} is not empty"),
+        ("tiny:sd3 --rewards color --diversity nowhere", "--diversity nowhere cannot be loaded"),
+        ("tiny:sd3 --rewards color --width 33", "width must be a multiple of"),
+        (
+            "tiny:sana_wm --rewards motion",
+            "tiny:sana_wm: sana_wm needs c2w, intrinsics",
+        ),
+        ("{run}", "{broken} cannot be read"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_sentence(words, sentence, lora_run, prompts, tmp_path, capsys):
+    places = {name: tmp_path / name for name in ("empty", "lone", "untrained")} | {"run": lora_run}
+    places["broken"] = lora_run / "safetensors" / "step_10" / "lora" / "model.safetensors"
+    if sentence.startswith("{broken}"):
+        places["broken"].write_bytes(b"")
+    places["empty"].mkdir()
+    shutil.copytree(lora_run / "safetensors" / "step_2" / "lora", places["lone"])
+    places["untrained"].mkdir()
+    shutil.copy(lora_run / "recipe.yaml", places["untrained"])
+    out = tmp_path / "out"
+    given = words.format(**places).split()
+    given += ["--prompts", str(prompts), *([] if "--out" in given else ["--out", str(out)])]
+    assert main(["evaluate", *given]) == 2
+    said = capsys.readouterr()
+    errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"error: {sentence.format(**places)}")
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    assert not out.exists()
+
+
+def test_a_model_without_another_beside_it_has_its_own_scores(tiny_pipelines, prompts, tmp_path, capsys):
+    out = tmp_path / "out"
+    given = [
+        str(tiny_pipelines("sd3")),
+        "--prompts",
+        str(prompts),
+        "--rewards",
+        "color",
+        "--seeds",
+        "1",
+        "--steps",
+        "1",
+    ]
+    assert main(["evaluate", *given, "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("2 prompts x 1 seed, paired by seed")
+    content = json.loads((out / "evaluation.json").read_text())
+    assert content["models"] == []
+    assert content["base"]["means"]["color"]["low"] is None  # two prompts
+    assert sorted(one.name for one in out.iterdir()) == ["evaluation.csv", "evaluation.json", "index.html", "sd3"]

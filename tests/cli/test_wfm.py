@@ -1,0 +1,206 @@
+"""The command `wfm`: what its words mean, that asking for help is cheap, and that a mistake is one sentence."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wfm_ds import __version__
+from wfm_ds.cli import check, models, recipes, rewards, train
+from wfm_ds.cli.main import COMMANDS, main
+from wfm_ds.demos.squares_data import write_squares
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe import shipped_recipes
+
+HELP_S = 0.3  # of processor time: what it takes on a free core
+HEAVY = ("torch", "deepspeed", "diffusers", "transformers", "sklearn")
+ASK = f"""
+import resource, sys
+from wfm_ds.cli import check, models, recipes, rewards, train
+from wfm_ds.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit as left:
+    assert left.code == 0
+used = resource.getrusage(resource.RUSAGE_SELF)
+sys.stderr.write(f"{{used.ru_utime + used.ru_stime}} {{[m for m in {HEAVY} if m in sys.modules]}}")
+"""
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_costs_a_blink_and_imports_nothing_heavy(name):
+    seconds = []
+    while not seconds or (min(seconds) > HELP_S and len(seconds) < 4):  # others may slow a core down
+        told = subprocess.run(
+            [sys.executable, "-c", ASK, *name.split(), "--help"], capture_output=True, text=True, check=True, timeout=60
+        )
+        used, _, heavy = told.stderr.partition(" ")
+        assert heavy == "[]"
+        seconds.append(float(used))
+    assert min(seconds) <= HELP_S
+    assert told.stdout.startswith(f"usage: wfm {name}".rstrip())
+
+
+def test_every_command_is_a_module_with_a_parser_and_work():
+    modules = {module for module, _ in COMMANDS.values()}
+    assert modules > {module.__name__ for module in (check, models, recipes, rewards, train)}
+    for module in modules:
+        found = importlib.import_module(module)
+        assert callable(found.run)
+        assert found.parser().prog
+
+
+def test_python_m_is_the_same_command():
+    told = subprocess.run([sys.executable, "-m", "wfm_ds", "--version"], capture_output=True, text=True, check=True)
+    assert told.stdout == f"wfm_ds {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("trian r.yaml", "wfm trian: unknown command; did you mean wfm train?"),
+        ("data digits/none", "digits/none not found. Create it: wfm data digits digits"),
+        ("data digit", "digit not found. For a dataset of the Hugging Face Hub set data.kind: hf"),
+        ("train", "the following arguments are required: recipe, section.key=value (see wfm train --help"),
+        ("train tiny/sd3_nft --gpu 2 --colour", "unrecognized arguments: --colour (see wfm train --help"),
+        ("train tiny/sd3_nft --gpus 0", "argument --gpus: '0' is not a positive integer"),
+        ("train tiny/sd3_nft --nodes 2", "--nodes requires --hostfile"),
+        ("train tiny/sd3_nft --hostfile none", "--hostfile: file none not found"),
+        ("train tiny/sd3_nftt", "tiny/sd3_nftt: recipe file not found; did you mean tiny/sd3_nft"),
+        ("train tiny/sd3_nft run.stepz=2", "override run.stepz=2: run.stepz is not a key"),
+        ("check none.yaml", "none.yaml: recipe file not found"),
+        ("recipes show sd3_nf", "unknown shipped recipe 'sd3_nf'; did you mean sd3_nft"),
+        ("recipes copy", "usage: wfm recipes copy NAME [FILE]"),
+        ("recipes list zzz", "no shipped recipe matches zzz"),
+        ("recipes copy sd3_nft none/mine.yaml", "none/mine.yaml: folder none not found"),
+        ("rewards ocrr", "unknown reward 'ocrr'; did you mean ocr?"),
+        ("models none", "none does not exist"),
+        ("generate", "the following arguments are required"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(words, sentence, capsys):
+    assert main(words.split()) == 2
+    out, said = capsys.readouterr()
+    assert said.startswith(f"error: {sentence}")
+    assert (out, said.count("\n")) == ("", 1)
+
+
+# ---- train
+
+
+def dry(words, capsys, monkeypatch, *, gpus=False):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr("wfm_ds.cli.train.has_gpus", lambda: gpus)
+    assert main(["train", *words.split(), "--dry-run"]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_training_is_a_line_of_the_deepspeed_command(capsys, monkeypatch, tmp_path):
+    (tmp_path / "hosts").write_text("node1 slots=8\n")
+    assert (
+        dry("tiny/sd3_nft run.steps=4 --gpus 2 --overwrite", capsys, monkeypatch)
+        == "deepspeed --quiet --num_gpus 2 --module wfm_ds.train tiny/sd3_nft run.steps=4 --overwrite"
+    )
+    assert dry("tiny/sd3_nft", capsys, monkeypatch).endswith(" --num_gpus 1 --module wfm_ds.train tiny/sd3_nft")
+    assert dry("tiny/sd3_nft -v", capsys, monkeypatch, gpus=True) == "deepspeed --module wfm_ds.train tiny/sd3_nft"
+    hosts = f"--hostfile {tmp_path / 'hosts'}"
+    assert (
+        dry(f"tiny/sd3_nft {hosts} --nodes 1 --gpus 8", capsys, monkeypatch)
+        == f"deepspeed --quiet {hosts} --num_nodes 1 --num_gpus 8 --module wfm_ds.train tiny/sd3_nft"
+    )
+
+
+# ---- recipes
+
+
+def test_shipped_recipes_are_found_by_name_and_by_the_path_of_the_repository(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    by_name = recipe_file.load_recipe(shipped_recipes.require_recipe("tiny/sd3_nft"))
+    for written in ("tiny/sd3_nft", "tiny/sd3_nft.yaml", "recipes/tiny/sd3_nft.yaml"):
+        assert recipe_file.load_recipe(Path(written)) == by_name
+    assert by_name.data.path == str(shipped_recipes.recipes_folder() / "tiny" / "prompts" / "colors")
+    (tmp_path / "sd3_nft").write_text("mine")
+    assert recipe_file.resolve_recipe_path(Path("sd3_nft")).read_text() == "mine"  # what is here comes first
+
+
+def test_list_has_a_line_for_each_recipe_and_words_choose(capsys):
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == shipped_recipes.list_recipe_names()
+    assert all(len(line) <= 120 and len(line.split()) > 3 for line in lines)
+    assert main(["recipes", "list", "Wan", "lora"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        line for line in lines if "wan" in line.lower() and "lora" in line.lower()
+    ]
+
+
+@pytest.mark.parametrize("name", ["tiny/sd3_nft", "tiny/sd3_sft_lora", "cp_mock"])
+def test_a_copy_elsewhere_is_the_same_recipe(name, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", "copy", name, "mine.yaml"]) == 0
+    assert recipe_file.load_recipe(tmp_path / "mine.yaml") == recipe_file.load_recipe(
+        shipped_recipes.require_recipe(name)
+    )
+    assert main(["recipes", "copy", name, "mine.yaml"]) == 2
+    assert "mine.yaml exists" in capsys.readouterr().err
+
+
+def test_show_prints_the_file(capsys):
+    assert main(["recipes", "show", "sd3_nft"]) == 0
+    assert capsys.readouterr().out == shipped_recipes.require_recipe("sd3_nft").read_text()
+
+
+# ---- models and rewards
+
+
+def test_rewards_are_listed_and_one_is_told_of(capsys):
+    from wfm_reward import registry
+
+    assert main(["rewards"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == registry.list_reward_names()
+    assert main(["rewards", "ocr"]) == 0
+    told = capsys.readouterr().out
+    assert "ocr_reward 0 to 1" in told
+    assert "frames='first'" in told
+
+
+def test_a_folder_is_told_of(tiny_pipelines, capsys):
+    assert main(["models", str(tiny_pipelines("sd3"))]) == 0
+    told = capsys.readouterr().out
+    assert "StableDiffusion3Pipeline" in told
+    assert "transformer" in told.partition("weights\n")[2]
+    assert main(["models"]) == 0
+    assert "StableDiffusion3Pipeline" in capsys.readouterr().out
+
+
+# ---- one check and one line in a folder without anything
+
+
+def test_a_shipped_recipe_is_checked_in_an_empty_folder(tmp_path):
+    told = subprocess.run(
+        [sys.executable, "-m", "wfm_ds", "check", "tiny/sd3_nft", "--gpus", "2"],
+        cwd=tmp_path,
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.endswith("ready: 2 processes, 2 steps; next: wfm train tiny/sd3_nft --gpus 2\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_check_of_a_language_recipe_is_one_object_for_programs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_squares(tmp_path / "outputs" / "squares")
+    assert main(["check", "tiny/reason_llava_sft", "--gpus", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["facts"]["recipe"] == "vlm_sft, all weights"
+    assert told["derived"]["world_size"] == 2
+    phases = told["memory"]["phases"]
+    assert told["memory"]["peak"] == max(sum(parts.values()) for parts in phases.values())
+    assert told["parameters"]["trained"] == told["parameters"]["all"] > 0

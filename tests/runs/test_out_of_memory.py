@@ -1,0 +1,102 @@
+"""An allocation that fails: on this CPU for real, on a GPU by torch's own messages. A whole run: tests/faults."""
+
+import pytest
+import torch
+
+from wfm_ds.errors import RunError, UserError, is_out_of_memory
+from wfm_ds.memory.advice import suggest_keys_after_oom
+from wfm_ds.memory.out_of_memory import OutOfMemory, explain_out_of_memory
+from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.recipe import file as recipe_file
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+TOO_MANY = 2**50  # bytes: more than an address space
+ON_CUDA = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free."
+)
+
+
+def told(error, device=CPU, phase="train"):
+    with (
+        pytest.raises(OutOfMemory) as raised,
+        explain_out_of_memory(device, lambda phase: [f"a of {phase}", "b"], lambda: phase),
+    ):
+        raise error
+    assert isinstance(raised.value, UserError)
+    assert raised.value.__cause__ is error
+    return str(raised.value)
+
+
+def test_an_allocation_of_the_cpu_that_fails_is_one_sentence():
+    with pytest.raises(OutOfMemory) as raised, explain_out_of_memory(CPU, lambda phase: ["less"], lambda: "train"):
+        torch.empty(TOO_MANY, dtype=torch.uint8)
+    assert str(raised.value).startswith("out of memory on cpu in phase train: requested 1048576.0 GiB more, the")
+    assert str(raised.value).endswith("; change less")
+
+
+def test_the_sentence_of_a_gpu_has_its_peak_its_total_and_what_others_hold(monkeypatch):
+    seen = []
+
+    def of(value):
+        return lambda device: seen.append(device) or value
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", of((GIB, 80 * GIB)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", of(60 * GIB))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", of(58 * GIB))
+    assert told(torch.OutOfMemoryError(ON_CUDA), GPU) == (
+        "out of memory on cuda:1 in phase train: requested 2.5 GiB more, the peak of tensors was 58.0 GiB, "
+        "the GPU has 80.0 GiB, others use 19.0 GiB of it; change a of train, or b"
+    )
+    assert set(seen) == {GPU}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("std::bad_alloc"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_other_words_for_it_are_known(error):
+    assert "requested" not in told(error, phase=None)
+    assert told(error, phase=None).startswith("out of memory on cpu: the peak of the process was ")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), RunError("worker: out of memory"), KeyError("x")])
+def test_other_errors_stay_as_they_are(error):
+    with pytest.raises(type(error)) as raised, explain_out_of_memory(CPU, lambda phase: [], lambda: None):
+        raise error
+    assert raised.value is error
+
+
+def test_an_error_that_was_raised_from_it_counts():
+    error = RuntimeError("a layer failed")
+    error.__cause__ = torch.OutOfMemoryError(ON_CUDA)
+    assert is_out_of_memory(error)
+
+
+def nft_with(root, *overrides):
+    return recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", overrides)
+
+
+def test_advice_begins_with_what_costs_least_in_the_phase(root):
+    nft = nft_with(root, "engine.micro_batch_size=8", "engine.max_forward_batch=4", "engine.deepspeed=zero2")
+    train = suggest_keys_after_oom(nft, "train", num_ranks=8)
+    assert train[:2] == ["model.gradient_checkpointing: true", "engine.micro_batch_size below 8"]
+    assert "engine.deepspeed: zero3" in train
+    assert suggest_keys_after_oom(nft, "rollout", num_ranks=8)[0] == "engine.max_forward_batch below 4"
+    assert suggest_keys_after_oom(nft, "ref_forward", num_ranks=8)[0] == "engine.max_forward_batch below 4"
+    assert suggest_keys_after_oom(nft, "decode", num_ranks=8)[:2] == [
+        "model.vae_dtype: bfloat16",
+        "sampling.height, width or num_frames",
+    ]
+    assert not any(
+        "micro_batch" in key or "forward_batch" in key for key in suggest_keys_after_oom(nft, "optimizer", num_ranks=8)
+    )
+
+
+def test_keys_that_are_at_their_end_are_left_out(root):
+    least = ["model.gradient_checkpointing=true", "engine.micro_batch_size=1", "engine.deepspeed=zero3_offload"]
+    left = suggest_keys_after_oom(nft_with(root, *least), "train", num_ranks=1)
+    assert not any(word in key for word in ("checkpointing", "micro_batch", "zero3", "parallel") for key in left)

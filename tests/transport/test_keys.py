@@ -1,0 +1,361 @@
+"""Keys: their files, and hubs and clients that have the right ones, the wrong ones or none."""
+
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import zmq
+
+from wfm_ds.transport import keys
+from wfm_ds.transport.broker import Broker, TaskKind
+from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.keys import KeyFileError, create_key_pair, load_broker_keys, load_client_keys
+from wfm_ds.transport.pending_submissions import TaskRequest
+from wfm_ds.transport.socket_folders import SocketFolder
+from wfm_ds.transport.sockets import PipeError, check_endpoint
+from wfm_ds.transport.worker import LeaseWorker
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """The folder of a hub and that of a client which know each other."""
+    hub, ann = tmp_path / "hub", tmp_path / "ann"
+    create_key_pair(hub, "hub")
+    create_key_pair(ann, "ann")
+    exchange(hub, ann, "ann")
+    return hub, ann
+
+
+def exchange(hub, client, name):
+    shutil.copy(hub / "public" / "hub.key", client / "public")
+    shutil.copy(client / "public" / f"{name}.key", hub / "public")
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+def a_hub(stack, folder):
+    """A hub whose worker, on this machine, needs no keys."""
+    sockets = stack.enter_context(SocketFolder())
+    hub = Broker(
+        clients="tcp://127.0.0.1:0",
+        workers=f"ipc://{sockets}/w",
+        kinds={"sum": TaskKind(10.0, {})},
+        keys=load_broker_keys(folder),
+    )
+    hub.start()
+    stack.callback(lambda: hub.stop(0.0))
+    a_worker(stack, hub, None)
+    return hub
+
+
+def a_hub_for_machines(stack, folder):
+    """A hub whose workers need keys too."""
+    here = "tcp://127.0.0.1:0"
+    kinds = {"sum": TaskKind(60.0, {})}
+    hub = Broker(clients=here, workers=here, kinds=kinds, keys=load_broker_keys(folder), worker_keys=True)
+    hub.start()
+    stack.callback(lambda: hub.stop(0.0))
+    return hub
+
+
+def a_worker(stack, hub, its_keys, name="w"):
+    worker = LeaseWorker(hub.worker_endpoint, worker=name, name=name, kinds=["sum"], keys=its_keys)
+    thread = threading.Thread(
+        target=worker.run, args=(lambda task, _: {"sums": [int(t.sum()) for t in task.read_tensors()]},), daemon=True
+    )
+    thread.start()
+    stack.callback(lambda: (worker.stop(), thread.join(DEADLINE_S)))
+
+
+def a_client(stack, hub, its_keys):
+    client = PipeClient(hub.client_endpoint, run="run", client="ann", keys=its_keys)
+    stack.callback(client.close)
+    return client
+
+
+def a_sum(client):
+    deadline_s = time.monotonic() + DEADLINE_S
+    client.submit([{}], [("media", np.full((2000, 5000), 3, np.uint8))], [TaskRequest("t", "sum", 0, 1, deadline_s)])
+    (outcome,) = client.take_outcomes(DEADLINE_S)
+    return outcome.meta["sums"]
+
+
+# Between hub and clients
+
+
+def test_a_client_with_its_key_is_served(stack, folders):
+    hub = a_hub(stack, folders[0])
+    client = a_client(stack, hub, load_client_keys(folders[1]))
+    client.attach(DEADLINE_S)
+    assert a_sum(client) == [30_000_000]
+
+
+def test_the_hubs_own_process_is_let_in(stack, folders):
+    secrets = load_broker_keys(folders[0])
+    sockets = stack.enter_context(SocketFolder())
+    hub = Broker(clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={}, keys=secrets)
+    hub.start()
+    stack.callback(lambda: hub.stop(0.0))
+    a_client(stack, hub, secrets.local_client_keys).attach(DEADLINE_S)
+    a_client(stack, hub, load_client_keys(folders[0])).attach(DEADLINE_S)
+
+
+def test_an_ipv6_address_is_an_address(stack, folders):
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    here = "tcp://[::1]:0"
+    hub = Broker(
+        clients=here,
+        workers=here,
+        kinds={"sum": TaskKind(60.0, {})},
+        keys=load_broker_keys(folders[0]),
+        worker_keys=True,
+    )
+    hub.start()
+    stack.callback(lambda: hub.stop(0.0))
+    a_worker(stack, hub, load_client_keys(folders[1]))
+    client = a_client(stack, hub, load_client_keys(folders[1]))
+    client.attach(DEADLINE_S)
+    assert a_sum(client) == [30_000_000]
+
+
+def test_a_refusal_is_not_waited_for(stack, folders, tmp_path):
+    hub = a_hub(stack, folders[0])
+    create_key_pair(tmp_path / "bob", "bob")
+    shutil.copy(folders[0] / "public" / "hub.key", tmp_path / "bob" / "public")
+    pipes = tmp_path / "pipes.json"
+    pipes.write_text('{"clients": "tcp://10.0.0.1:5"}')
+    elsewhere = PipeClient(str(pipes), run="run", client="ann")
+    stack.callback(elsewhere.close)
+    refused = [a_client(stack, hub, load_client_keys(tmp_path / "bob")), a_client(stack, hub, None), elsewhere]
+    with ThreadPoolExecutor(len(refused)) as pool:
+        errors = [str(waiting.exception()) for waiting in [pool.submit(client.attach, 600) for client in refused]]
+    reasons = (
+        "the broker does not accept key bob",
+        "handshake failed: the broker requires keys",
+        "only ipc:// and loopback tcp are allowed",
+    )
+    for error, reason in zip(errors, reasons, strict=True):
+        assert re.match(rf"tcp://[\d.:]+: {reason}", error)
+
+
+def says(client, words):
+    """Wait until the client is refused with these words."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        with pytest.raises(PipeError) as error:
+            client.attach(0.5)
+        if re.search(words, str(error.value)):
+            return
+        assert time.monotonic() < deadline_s, error.value
+
+
+def test_a_key_that_the_hub_does_not_know_is_a_sentence_until_it_does(stack, folders, tmp_path):
+    hub = a_hub(stack, folders[0])
+    bob = tmp_path / "bob"
+    create_key_pair(bob, "bob")
+    shutil.copy(folders[0] / "public" / "hub.key", bob / "public")
+    client = a_client(stack, hub, load_client_keys(bob))
+    says(client, r"the broker does not accept key bob: copy public/bob\.key to its key folder")
+    shutil.copy(bob / "public" / "bob.key", folders[0] / "public")
+    client.attach(DEADLINE_S)
+    assert a_sum(client) == [30_000_000]
+
+
+@pytest.mark.parametrize("content", ["curve\n    public-key", 'curve\n    public-key = "half', "", None])
+def test_a_file_that_is_no_key_shuts_nobody_else_out(stack, folders, caplog, content):
+    """Half copied, empty, or gone between the listing and the reading (a link to nowhere)."""
+    hub = a_hub(stack, folders[0])
+    odd = folders[0] / "public" / "odd.key"
+    odd.symlink_to("nowhere") if content is None else odd.write_text(content)
+    for _ in range(2):
+        client = PipeClient(hub.client_endpoint, run="run", client="ann", keys=load_client_keys(folders[1]))
+        stack.callback(client.close)
+        client.attach(DEADLINE_S)
+    assert f"{odd} cannot be read as a key" in caplog.text
+
+
+def test_another_hubs_key_and_no_key_are_sentences_and_nothing_is_delivered(stack, folders, tmp_path):
+    hub = a_hub(stack, folders[0])
+    create_key_pair(tmp_path / "other", "hub")
+    shutil.copy(tmp_path / "other" / "public" / "hub.key", folders[1] / "public")
+    says(a_client(stack, hub, load_client_keys(folders[1])), r"public/hub\.key is not the broker's key")
+    says(a_client(stack, hub, None), "the broker requires keys, or this is another service")
+    exchange(*folders, "ann")
+    good = a_client(stack, hub, load_client_keys(folders[1]))
+    good.attach(DEADLINE_S)
+    assert hub.rejected.total() == 0, "not a message of the others arrived"
+    assert list(hub.request_status().result(DEADLINE_S).clients) == ["run/ann"]
+
+
+def test_workers_with_a_key_of_their_own_work_and_others_are_told_why_not(stack, folders, tmp_path, caplog):
+    hub_folder, ann = folders
+    hub = a_hub_for_machines(stack, hub_folder)
+    for name in ("eve", "bob"):
+        create_key_pair(tmp_path / name, name)
+    create_key_pair(tmp_path / "other", "hub")
+    shutil.copy(hub_folder / "public" / "hub.key", tmp_path / "eve" / "public")
+    shutil.copy(tmp_path / "bob" / "public" / "bob.key", hub_folder / "public")
+    shutil.copy(tmp_path / "other" / "public" / "hub.key", tmp_path / "bob" / "public")
+    a_worker(stack, hub, load_client_keys(tmp_path / "eve"), "unlisted")
+    a_worker(stack, hub, load_client_keys(tmp_path / "bob"), "of another hub")
+    a_worker(stack, hub, None, "without")
+    client = a_client(stack, hub, load_client_keys(hub_folder))
+    client.attach(DEADLINE_S)
+    reasons = ("does not accept key eve: copy", "public/hub.key is not the broker's key", "the broker requires keys")
+    until(lambda: all(reason in caplog.text for reason in reasons))
+    assert hub.worker_ids() == []
+    a_worker(stack, hub, load_client_keys(ann), "ann")
+    assert a_sum(client) == [30_000_000]
+    assert hub.worker_ids() == ["ann"]
+    assert hub.rejected.total() == 0, "not a message of the others arrived"
+    shutil.copy(tmp_path / "eve" / "public" / "eve.key", hub_folder / "public")
+    until(lambda: hub.worker_ids() == ["ann", "unlisted"])
+
+
+def test_a_name_belongs_to_the_key_that_took_it_first(stack, folders, tmp_path, caplog):
+    """A machine that may join can neither take another's tasks nor speak for another client."""
+    hub_folder, ann = folders
+    hub = a_hub_for_machines(stack, hub_folder)
+    create_key_pair(tmp_path / "eve", "eve")
+    exchange(hub_folder, tmp_path / "eve", "eve")
+    client = a_client(stack, hub, load_client_keys(hub_folder))
+    client.attach(DEADLINE_S)
+    a_worker(stack, hub, load_client_keys(ann), "w")
+    until(lambda: hub.worker_ids() == ["w"])
+    says(
+        a_client(stack, hub, load_client_keys(tmp_path / "eve")), "client run/ann is already attached with another key"
+    )
+    a_worker(stack, hub, load_client_keys(tmp_path / "eve"), "w")
+    until(lambda: "worker w is already connected with another key" in caplog.text)
+    assert a_sum(client) == [30_000_000]
+    assert hub.request_status().result(DEADLINE_S).counts.get("requeued", 0) == 0
+    a_client(stack, hub, load_client_keys(hub_folder)).attach(DEADLINE_S)  # another life of the first
+
+
+def until(condition):
+    deadline_s = time.monotonic() + DEADLINE_S
+    tick = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        tick.wait(0.05)
+
+
+def test_a_hub_without_keys_is_a_sentence_for_a_client_with_some(stack, folders):
+    sockets = stack.enter_context(SocketFolder())
+    hub = Broker(clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={})
+    hub.start()
+    stack.callback(lambda: hub.stop(0.0))
+    says(a_client(stack, hub, load_client_keys(folders[1])), "or it has none")
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://10.0.0.5:6100", "tcp://example.org:5", "tcp://[fe80::1]:5", "ipc:///x"])
+def test_other_addresses_are_for_keys_alone(endpoint):
+    assert check_endpoint(endpoint, keys=True) == endpoint
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5", "tcp://*:5", "tcp://[::]:5"])
+def test_not_even_keys_listen_everywhere(endpoint):
+    with pytest.raises(PipeError, match="use one address of this machine"):
+        check_endpoint(endpoint, keys=True)
+
+
+# Files
+
+
+def test_a_new_pair_is_private_and_never_overwritten(tmp_path):
+    command = [sys.executable, "-m", "wfm_ds", "keys", "new", str(tmp_path / "k"), "ann"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, umask=0)
+    secret, public = tmp_path / "k" / "ann.key_secret", tmp_path / "k" / "public" / "ann.key"
+    assert [str(secret), str(public)] == [line.split()[1] for line in done.stdout.splitlines()]
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert stat.S_IMODE(public.stat().st_mode) == 0o644
+    assert zmq.auth.load_certificate(secret)[0] == zmq.auth.load_certificate(public)[0]
+    assert zmq.auth.load_certificate(secret)[1].decode() not in public.read_text() + done.stdout
+    before = secret.read_bytes()
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (again.returncode, secret.read_bytes()) == (2, before)
+    assert again.stderr.startswith(f"error: {secret} already exists")
+
+
+@pytest.mark.parametrize("there", ["ann.key_secret", "public/ann.key"])
+def test_half_a_pair_is_named_and_left_as_it_is(tmp_path, there):
+    create_key_pair(tmp_path, "ann")
+    for file in {"ann.key_secret", "public/ann.key"} - {there}:
+        (tmp_path / file).unlink()
+    content = (tmp_path / there).read_bytes()
+    for _ in range(2):
+        with pytest.raises(KeyFileError, match=f"{re.escape(there)} already exists"):
+            create_key_pair(tmp_path, "ann")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / there]
+    assert (tmp_path / there).read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a b", "a/b", "x" * 65])
+def test_a_name_is_plain(tmp_path, name, capsys):
+    assert keys.main(["new", str(tmp_path), name]) == 2
+    assert "is not a valid key name" in capsys.readouterr().err
+
+
+def test_secrets_that_others_can_read_are_refused(folders):
+    hub, ann = folders
+    (hub / "hub.key_secret").chmod(0o640)
+    with pytest.raises(KeyFileError, match=r"hub\.key_secret: others can read this secret \(mode 0640\): chmod 600"):
+        load_broker_keys(hub)
+    (ann / "ann.key_secret").chmod(0o604)
+    with pytest.raises(KeyFileError, match=r"mode 0604"):
+        load_client_keys(ann)
+
+
+def test_what_is_missing_or_no_key_is_named(folders, tmp_path):
+    hub, ann = folders
+    with pytest.raises(KeyFileError, match=r"nowhere/hub\.key_secret cannot be read as a key"):
+        load_broker_keys(tmp_path / "nowhere")
+    with pytest.raises(KeyFileError, match=r"expected exactly one client key NAME\.key_secret, found none"):
+        load_client_keys(hub / "public")
+    create_key_pair(ann, "second")
+    with pytest.raises(KeyFileError, match=r"found ann\.key_secret, second\.key_secret"):
+        load_client_keys(ann)
+    (ann / "second.key_secret").unlink()
+    (ann / "public" / "hub.key").unlink()
+    with pytest.raises(KeyFileError, match=r"public/hub\.key cannot be read as a key"):
+        load_client_keys(ann)
+    for content in ("", "curve\n", "public-key", 'curve\n    public-key = "short"\n', "\x00\xff"):
+        (hub / "public" / "odd.key").write_text(content)
+        with pytest.raises(KeyFileError, match=r"odd\.key cannot be read as a key"):
+            load_broker_keys(hub)
+    shutil.copy(hub / "public" / "hub.key", hub / "hub.key_secret")
+    (hub / "hub.key_secret").chmod(0o600)
+    (hub / "public" / "odd.key").unlink()
+    with pytest.raises(KeyFileError, match="has no secret key"):
+        load_broker_keys(hub)
+
+
+def test_secrets_are_not_printed(folders):
+    for some in (load_broker_keys(folders[0]), load_client_keys(folders[1])):
+        assert some.secret.decode() not in repr(some)
+
+
+def test_a_file_that_is_no_key_is_one_line_however_many_handshakes_there_are(folders, caplog):
+    keys = load_broker_keys(folders[0])
+    (folders[0] / "public" / "half.key").write_text("curve")
+    assert not any(keys.is_allowed(b"x" * 40) for _ in range(100))
+    assert len([record for record in caplog.records if "half.key" in record.getMessage()]) == 1

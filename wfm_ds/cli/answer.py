@@ -1,0 +1,120 @@
+"""`wfm answer MODEL --image a.png "question"`: ask a vision-language model a question. Decoding is greedy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.cli.generate import parse_positive
+from wfm_ds.errors import ModelError, UserError
+from wfm_ds.program import CommandParser
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def parser() -> CommandParser:
+    p = CommandParser(
+        prog="wfm answer",
+        description="Ask a vision-language model about images and videos.",
+        epilog='Example: %(prog)s outputs/run/safetensors/step_100 --image a.png "what is this?"',
+    )
+    p.add_argument(
+        "model",
+        help="an export (safetensors/step_N or its lora/), a model folder, owner/name on the Hub, or tiny:FAMILY",
+    )
+    p.add_argument("question", help="use <image> and <video> to place the files; otherwise they come first")
+    p.add_argument("--image", action="append", default=[], metavar="FILE", help="image file; repeat for several")
+    p.add_argument("--video", action="append", default=[], metavar="FILE", help="video file; repeat for several")
+    p.add_argument("--system", metavar="TEXT", help="system message (default: from the chat template)")
+    p.add_argument(
+        "--tokens", type=parse_positive, default=256, metavar="N", help="maximum tokens of the answer (default 256)"
+    )
+    p.add_argument("--revision", help="branch, tag or commit on the Hub (default main)")
+    p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
+    p.add_argument("--device", help="default: cuda if available, else cpu")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    from wfm_ds.distributed.logs import quiet_libraries
+
+    quiet_libraries()
+    sys.stdout.write(generate_answer(args) + "\n")
+
+
+def generate_answer(args: argparse.Namespace) -> str:
+    """Load the model and return its answer. Raises UserError if the model or a file cannot be used."""
+    from wfm_ds.engine.preparation import DTYPES
+    from wfm_ds.language import model as language_model
+    from wfm_ds.language.annotations import BadConversation, Conversation, parse_conversation
+    from wfm_ds.language.media import MediaReader
+    from wfm_ds.language.packed_sequences import ConversationReader
+    from wfm_ds.language.renderer import Renderer
+    from wfm_ds.models.assets.loading import select_device
+    from wfm_ds.recipe.data import DataRecipe
+
+    device = select_device(args.device)
+    dtype = DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    base, adapter = resolve_model(args.model)
+    model = language_model.load_language_model(base, dtype, args.revision)
+    settings = DataRecipe.model_validate({"kind": "llava", "path": "none"})
+    reader = ConversationReader(
+        Renderer(model.tokenizer),
+        MediaReader(model.image_processor, settings),
+        has_frame_times=model.has_frame_times,
+        max_tokens=sys.maxsize,
+        too_long="skip",
+    )
+    turns = [{"from": "human", "value": args.question}, {"from": "gpt", "value": ""}]
+    row = {"images": args.image, "videos": args.video, "conversations": turns}
+    try:
+        conversation = parse_conversation(row, "question", system_prompt=args.system)
+        sample = reader.read_question(Conversation("question", conversation.turns[:-1]))
+    except BadConversation as error:
+        raise UserError(str(error)) from error
+    network: Any = model.network
+    if adapter is not None:
+        from peft import PeftModel
+
+        network = PeftModel.from_pretrained(network, str(adapter))
+    return decode_answer(network.to(device, dtype).eval(), model, sample, args.tokens, device)
+
+
+def resolve_model(path: str) -> tuple[str, Path | None]:
+    """Return (model, adapter folder). The folder is None if `path` is not an adapter.
+
+    For an adapter, the model is the base model that the adapter names. Raises ModelError if it names none.
+    """
+    from wfm_ds.models.assets.loading import read_json
+
+    folder = Path(path).expanduser()
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return path, None
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise ModelError(f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path; export the adapter again")
+    return base, folder
+
+
+def decode_answer(network: Any, model: Any, sample: Any, max_tokens: int, device: Any) -> str:
+    """Decode the answer greedily, until the end token or `max_tokens` tokens."""
+    import torch
+
+    from wfm_ds.language.packed_sequences import stack_media
+
+    ids = torch.tensor([sample.tokens.ids], device=device)
+    media = {name: tensor.to(device) for name, tensor in stack_media([sample]).items()}
+    seconds = {"second_per_grid_ts": torch.tensor(sample.seconds_per_time)} if sample.seconds_per_time else {}
+    with torch.no_grad():
+        output = network.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=sample.token_types(model.pad_ids).to(device),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            **media,
+            **seconds,
+        )
+    return str(model.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()

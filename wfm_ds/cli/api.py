@@ -1,0 +1,184 @@
+"""Python API for runs, for notebooks: `wfm_ds.Run.from_recipe("tiny/sd3_sft").train().samples()`.
+
+Training starts `wfm train` in a separate process. Results are read from the output folder of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.errors import RunError, UserError
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.yaml_text import to_yaml
+
+ERROR_LINES = 20  # number of output lines that are repeated in errors
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationSample:
+    """An image or video from the validation of a run."""
+
+    file: Path
+    step: int
+    prompt: str
+    seed: int | None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+class Run:
+    """A run: a recipe and its output folder.
+
+    Any number of `Run` objects may read the same folder, but only one may train.
+    """
+
+    def __init__(self, recipe: Recipe, train_arguments: list[str] | None = None) -> None:
+        """Use `from_recipe` or `open` instead.
+
+        train_arguments: recipe and overrides for `wfm train`; None for a run that is only read.
+        """
+        self.recipe, self._train_arguments = recipe, train_arguments
+
+    @classmethod
+    def from_recipe(cls, recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Run:
+        """Create a run from a recipe: a YAML file, the name of a shipped recipe, or a mapping of sections.
+
+        overrides: values by `section.key`, which replace those of the recipe. Raises RecipeError for an invalid recipe.
+        """
+        arguments = [f"{key}={_override_value(value)}" for key, value in (overrides or {}).items()]
+        if isinstance(recipe, Mapping):
+            with _temporary_recipe(recipe) as path:
+                resolved = recipe_file.load_recipe(path, arguments)
+            return cls(resolved, [])
+        return cls(recipe_file.load_recipe(Path(recipe), arguments), [str(recipe), *arguments])
+
+    @classmethod
+    def open(cls, output_dir: str | Path) -> Run:
+        """Open the output folder of a running or finished run. Raises RecipeError if the folder has no recipe."""
+        from wfm_ds.runs.layout import RECIPE_FILE
+
+        return cls(recipe_file.load_stored_recipe(Path(output_dir) / RECIPE_FILE, [f"run.output_dir={output_dir}"]))
+
+    @property
+    def output_dir(self) -> Path:
+        return self.recipe.run.output_dir
+
+    @property
+    def page(self) -> Path:
+        """Path of the HTML page of the run."""
+        from wfm_ds.runs.layout import PAGE
+
+        return self.output_dir / PAGE
+
+    def train(self, gpus: int | str = "all", *, overwrite: bool = False, show: bool = True) -> Run:
+        """Train, or resume from the newest checkpoint, until the run ends. Returns the run itself.
+
+        gpus: number of GPUs of this machine to use. `all` starts one process on a machine without GPUs.
+        overwrite: replace an existing run in the output folder.
+        show: print the output of the command.
+
+        A KeyboardInterrupt stops the run after saving a checkpoint. Raises UserError for errors that `wfm train`
+        reports, RunError if the run fails.
+        """
+        if self._train_arguments is None:
+            raise UserError(f"{self.output_dir} is read-only: to train, create the run with Run.from_recipe")
+        options = ["--gpus", str(gpus), *(["--overwrite"] if overwrite else [])]
+        with contextlib.ExitStack() as stack:
+            arguments = self._train_arguments or [str(stack.enter_context(_temporary_recipe(self.recipe)))]
+            _run_command([sys.executable, "-m", "wfm_ds", "train", *arguments, *options], show)
+        return self
+
+    def result(self) -> dict[str, Any]:
+        """Return the content of result.json: status, step, metrics, artifacts.
+
+        Raises UserError if the run has not ended.
+        """
+        from wfm_ds.runs.layout import RESULT_FILE
+
+        path = self.output_dir / RESULT_FILE
+        if not path.is_file():
+            raise UserError(f"{self.output_dir} has no {RESULT_FILE}: the run has not finished, or not started")
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return result
+
+    def metrics(self, *tags: str) -> list[dict[str, float]]:
+        """Return the rows of metrics.jsonl in order.
+
+        tags: if given, return only the rows with at least one of these tags, and of each row only `step` and these
+        tags.
+        """
+        from wfm_ds.runs.layout import METRICS_FILE
+
+        rows = list(_read_jsonl(self.output_dir / METRICS_FILE))
+        if not tags:
+            return rows
+        return [{k: v for k, v in row.items() if k in ("step", *tags)} for row in rows if any(t in row for t in tags)]
+
+    def samples(self, step: int | None = None) -> list[ValidationSample]:
+        """Return the validation samples, oldest first. step: return only the samples of this step."""
+        from wfm_ds.monitoring.samples import SAMPLES_FILE
+
+        folders = (self.output_dir / "samples").glob("step_*")
+        steps = {int(folder.name.removeprefix("step_")): folder for folder in folders}
+        return [
+            ValidationSample(
+                steps[number] / row["file"], number, row["prompt"], row.get("seed"), row.get("rewards") or {}
+            )
+            for number in sorted(steps)
+            if step in (None, number)
+            for row in _read_jsonl(steps[number] / SAMPLES_FILE)
+        ]
+
+
+def _run_command(arguments: list[str], show: bool) -> None:
+    """Run a command and stream its output. Raises UserError or RunError if it fails, depending on the exit code."""
+    last: deque[str] = deque(maxlen=ERROR_LINES)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                last.append(line)
+                if show:
+                    sys.stdout.write(line)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+    if process.returncode == 0:
+        return
+    error_line = next((line for line in reversed(last) if line.startswith("error: ")), None)
+    if process.returncode == 2 and error_line is not None:
+        raise UserError(error_line.removeprefix("error: ").strip())
+    raise RunError(f"the run ended with exit code {process.returncode}; last lines:\n{''.join(last)}")
+
+
+@contextlib.contextmanager
+def _temporary_recipe(recipe: Recipe | Mapping[str, Any]) -> Iterator[Path]:
+    """Write a recipe to a temporary file and yield its path."""
+    text = recipe_file.dump_recipe(recipe) if isinstance(recipe, Recipe) else to_yaml(dict(recipe))
+    with tempfile.TemporaryDirectory(prefix="wfm-recipe-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        yield path
+
+
+def _override_value(value: Any) -> str:
+    """Format a value for an override on the command line, as JSON (which is valid YAML)."""
+    return str(value) if isinstance(value, Path) else json.dumps(value)
+
+
+def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSONL file, except an incomplete last line."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)

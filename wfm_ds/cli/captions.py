@@ -1,0 +1,148 @@
+"""`wfm data captions DIR` (`wfm data captions DIR`): write a caption file for each image and video.
+
+--prompt "..." sets the same caption for all files. --from FILE.csv or FILE.jsonl reads one caption per file, from the
+columns or keys `file` (path relative to DIR) and `prompt`; other columns become metadata. --layout selects the caption
+files: NAME.json or NAME.txt next to each image or video, or metas/NAME.txt of a Cosmos folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.data.caption_table import read_rows
+from wfm_ds.data.captioned_folder import walk_paths
+from wfm_ds.data.cosmos import MEDIA_FOLDERS
+from wfm_ds.data.samples import MEDIA_SUFFIXES, is_encodable
+from wfm_ds.errors import DataError
+from wfm_ds.program import CommandParser, run_command
+from wfm_ds.storage import atomic
+
+NUM_SHOWN = 10
+LAYOUTS = {"json": "NAME.json", "txt": "NAME.txt", "cosmos": "metas/NAME.txt"}
+
+Caption = Mapping[str, Any]
+"""Content of a NAME.json: `prompt` and any metadata."""
+
+
+def media_files(folder: Path) -> list[Path]:
+    """Return all images and videos below a folder, sorted. Raises DataError if there are none."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder")
+    files = sorted(path for path in walk_paths(folder) if path.suffix.lower() in MEDIA_SUFFIXES)
+    if not files:
+        raise DataError(f"{folder} has no images or videos")
+    return files
+
+
+def read_caption_table(table: Path) -> dict[str, Caption]:
+    """Return {file: caption} from a .csv or .jsonl table. Raises DataError for an invalid row or a duplicate file."""
+    captions: dict[str, Caption] = {}
+    for table_row in read_rows(table):
+        row, where = dict(table_row.values), f"{table}: {table_row.location}"
+        file, prompt = row.pop("file", None), row.get("prompt")
+        if not isinstance(file, str) or not file or not isinstance(prompt, str) or not prompt.strip():
+            raise DataError(f"{where} has no `file` or no `prompt`")
+        if not is_encodable(row):
+            raise DataError(f"{where} has text that cannot be encoded as UTF-8")
+        if file in captions:
+            raise DataError(f"{where} repeats the file {file}")
+        captions[file] = row
+    return captions
+
+
+def plan_captions(folder: Path, captions: Mapping[str, Caption], layout: str = "json") -> dict[Path, Caption]:
+    """Return {caption file to write: its caption}.
+
+    captions: {path relative to `folder`: caption}. Raises DataError if these are not exactly the media files in the
+    folder, or if the layout cannot store the captions.
+    """
+    media = {path.relative_to(folder).as_posix(): path for path in media_files(folder)}
+    for problem, names in (
+        ("are in the table but not in", sorted(captions.keys() - media.keys())),
+        ("have no row in the table for", sorted(media.keys() - captions.keys())),
+    ):
+        if names:
+            raise DataError(f"{len(names)} files {problem} {folder}, e.g. {', '.join(names[:NUM_SHOWN])}")
+    metadata_keys = sorted({key for caption in captions.values() for key in caption if key != "prompt"})
+    if metadata_keys and layout != "json":
+        raise DataError(
+            f"--layout {layout} stores only captions, but the table also has {', '.join(metadata_keys)}: use json"
+        )
+    plan = {caption_path(folder, media[name], layout): caption for name, caption in captions.items()}
+    if len(plan) < len(media):
+        raise DataError(f"{folder}: files with equal names and different suffixes would share one caption")
+    return plan
+
+
+def caption_path(folder: Path, media_file: Path, layout: str) -> Path:
+    """Return the caption file for an image or video. Raises DataError if layout `cosmos` does not allow its folder."""
+    if layout != "cosmos":
+        return media_file.with_suffix(f".{layout}")
+    top, *inner = media_file.relative_to(folder).parts
+    if not inner or media_file.suffix.lower() not in MEDIA_FOLDERS.get(top, ()):
+        raise DataError(
+            f"{media_file}: a Cosmos folder has videos in {folder / 'videos'} and images in {folder / 'images'}. "
+            "Move the "
+            "file there"
+        )
+    return folder.joinpath("metas", *inner).with_suffix(".txt")
+
+
+def write_captions(plan: Mapping[Path, Caption], *, overwrite: bool) -> int:
+    """Write all captions and return their number. Without `overwrite`, existing files raise DataError up front."""
+    existing = [path for path in plan if path.exists()]
+    if existing and not overwrite:
+        raise DataError(f"{len(existing)} captions exist, e.g. {existing[0]}. Replace them with --overwrite")
+    for path, caption in plan.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(path, caption_text(path, caption))
+    return len(plan)
+
+
+def caption_text(path: Path, caption: Caption) -> str:
+    if path.suffix == ".json":
+        return json.dumps(caption, ensure_ascii=False) + "\n"
+    return " ".join(line.strip() for line in str(caption["prompt"]).splitlines() if line.strip()) + "\n"
+
+
+def parser() -> CommandParser:
+    p = CommandParser(
+        prog="wfm data captions",
+        description="Write a caption for each image and video of a folder.",
+        epilog='Example: %(prog)s my_images --prompt "a robot" --layout txt',
+    )
+    p.add_argument("folder", type=Path, help="folder with images and videos at any depth")
+    source = p.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="one caption for all")
+    source.add_argument(
+        "--from", dest="table", type=Path, metavar="FILE", help=".csv or .jsonl with columns file and prompt"
+    )
+    p.add_argument(
+        "--layout",
+        choices=list(LAYOUTS),
+        default="json",
+        help="NAME.json or NAME.txt next to each file, or metas/NAME.txt",
+    )
+    p.add_argument("--overwrite", action="store_true", help="replace existing captions")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.table is not None:
+        captions: Mapping[str, Caption] = read_caption_table(args.table)
+    else:
+        if not args.prompt.strip() or not is_encodable(args.prompt):
+            raise DataError("--prompt is blank or cannot be encoded as UTF-8")
+        names = [path.relative_to(args.folder).as_posix() for path in media_files(args.folder)]
+        captions = {name: {"prompt": args.prompt.strip()} for name in names}
+    count = write_captions(plan_captions(args.folder, captions, args.layout), overwrite=args.overwrite)
+    sys.stdout.write(f"{count} captions in {args.folder} ({LAYOUTS[args.layout]})\n")

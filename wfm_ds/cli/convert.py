@@ -1,0 +1,328 @@
+"""`wfm convert`: convert checkpoints to diffusers files, and LoRAs between layouts. Needs no GPU.
+
+Input: a checkpoint of a run (checkpoints/step_N, any number of ranks, any ZeRO stage), a LoRA in the layout of
+diffusers, PEFT, kohya or ComfyUI, a native DeepSpeed checkpoint, or a pipeline to extract a LoRA from. Exit codes: 0
+success, 2 invalid arguments or input (one message), 1 any other error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wfm_ds.errors import ModelError, UserError
+from wfm_ds.program import CommandParser, run_command
+
+if TYPE_CHECKING:
+    from wfm_ds.checkpoint.checkpoint_weights import CheckpointWeights
+    from wfm_ds.checkpoint.sharded_states import ShardedStates
+    from wfm_ds.checkpoint.store import Checkpoint
+    from wfm_ds.export.target import ExportTarget
+    from wfm_ds.export.weights import TensorSource
+
+LORA_LAYOUTS = ("diffusers", "comfyui", "kohya", "peft")
+FILE_LAYOUTS = ("comfyui", "kohya")  # layouts with a single file instead of a folder
+PICKLE_WARNING = (
+    "is a DeepSpeed checkpoint of pickle files, which can execute arbitrary code; add --trust-pickle if you trust its "
+    "source"
+)
+
+
+def parser() -> CommandParser:
+    p = CommandParser(
+        prog="wfm convert",
+        description="Convert a checkpoint to a LoRA or a pipeline folder that diffusers loads.",
+        epilog="Example: %(prog)s outputs/run/checkpoints/step_400 exported --policy train",
+    )
+    p.add_argument("checkpoint", help="checkpoints/step_N of a run, a LoRA folder or file, a pipeline, or s3://...")
+    p.add_argument("out", type=Path, help="a new folder or an export to replace; for kohya and comfyui a new file")
+    p.add_argument("--policy", help="train, ema or old (default: ema if the run had one, else train)")
+    p.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="dtype of the denoiser in a pipeline (default: the run's)"
+    )
+    p.add_argument("--merge", action="store_true", help="write a whole pipeline with the LoRA merged")
+    p.add_argument("--layout", choices=LORA_LAYOUTS, help="layout of LoRA keys (default: diffusers)")
+    p.add_argument(
+        "--bake-alpha", action="store_true", help="multiply alpha / rank into B, for readers that ignore alpha"
+    )
+    p.add_argument(
+        "--extract", type=Path, metavar="BASE", help="extract the LoRA that turns BASE into the pipeline CHECKPOINT"
+    )
+    p.add_argument("--rank", type=int, help="maximum rank of an extracted LoRA")
+    p.add_argument("--energy", type=float, help="fraction of each layer's squared change to extract, e.g. .99")
+    p.add_argument("--base", type=Path, metavar="PIPELINE", help="the base pipeline, if it was moved")
+    p.add_argument("--trust-pickle", action="store_true", help="read a DeepSpeed checkpoint, which can run code")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    from wfm_ds.distributed.accelerator import choose_accelerator
+    from wfm_ds.distributed.logs import quiet_libraries
+
+    quiet_libraries()
+    choose_accelerator()
+    import torch
+
+    from wfm_ds.checkpoint.remote_store import open_locally
+    from wfm_ds.memory.out_of_memory import explain_out_of_memory
+
+    with open_locally(args.checkpoint, args.out.parent) as args.checkpoint:
+        with explain_out_of_memory(torch.device("cpu"), lambda phase: memory_advice(args), lambda: None):
+            message = convert_checkpoint(args)
+        sys.stdout.write(message + "\n")
+
+
+def memory_advice(args: argparse.Namespace) -> list[str]:
+    """Return advice on what to change if the conversion runs out of memory."""
+    from wfm_ds.checkpoint import deepspeed_weights
+
+    merge = ["--merge (omit it: the LoRA alone is small)"] if args.merge else []
+    is_deepspeed = deepspeed_weights.is_deepspeed_checkpoint(args.checkpoint)
+    size = "all weights" if is_deepspeed else "the largest tensor of the model"
+    return [*merge, f"to a machine with memory for {size} in float32"]
+
+
+def convert_checkpoint(args: argparse.Namespace) -> str:
+    """Convert args.checkpoint. Returns a message for the user. Raises UserError."""
+    from wfm_ds.checkpoint import deepspeed_weights, store
+    from wfm_ds.export.lora_file import is_lora
+
+    source, out = args.checkpoint, args.out
+    if out.resolve() == source.resolve() or source.resolve().is_relative_to(out.resolve()):
+        raise ModelError(f"{out}: the export would replace its source; choose another folder")
+    check_arguments(args)
+    if args.extract is not None:
+        return convert_extracted_lora(args)
+    if (checkpoint := store.read_checkpoint(source)) is not None:
+        is_plain = args.layout in (None, "diffusers") and not args.bake_alpha
+        return export_run(checkpoint, args) if is_plain else convert_run_lora(checkpoint, args)
+    if (source / store.COMPLETE).exists():
+        raise UserError(f"{source} is damaged: {store.find_flaw(source)}; choose another checkpoint")
+    if deepspeed_weights.is_deepspeed_checkpoint(source):
+        return export_deepspeed_checkpoint(source, args)
+    if is_lora(source) or args.layout is not None:
+        return convert_lora(source, args)
+    raise UserError(
+        f"{source} is not a checkpoint: expected checkpoints/step_N of a run, a LoRA, or a DeepSpeed checkpoint"
+    )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise UserError if the arguments are invalid or cannot be combined."""
+    if args.merge and (args.layout is not None or args.bake_alpha):
+        raise UserError("--merge writes a whole pipeline: omit --layout and --bake-alpha")
+    if args.layout in FILE_LAYOUTS and args.out.suffix != ".safetensors":
+        raise UserError(f"{args.out}: layout {args.layout} needs a file name that ends with .safetensors")
+    if args.layout in FILE_LAYOUTS and args.out.exists():
+        raise UserError(f"{args.out} already exists: choose another name")
+    if args.extract is None and (args.rank is not None or args.energy is not None):
+        raise UserError("--rank and --energy need --extract BASE")
+    if args.extract is not None and args.rank is None and args.energy is None:
+        raise UserError("--extract BASE needs --rank R, --energy FRACTION, or both")
+    if (args.rank is not None and args.rank < 1) or (args.energy is not None and not 0 < args.energy <= 1):
+        raise UserError("--rank must be at least 1, and --energy above 0 and at most 1")
+
+
+def convert_run_lora(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
+    """Export the LoRA of a run and convert it to the requested layout."""
+    with temporary_folder(args.out) as folder:
+        plain = argparse.Namespace(**vars(args) | {"out": folder / "export", "layout": None, "bake_alpha": False})
+        export_run(checkpoint, plain)
+        return convert_lora(plain.out, args)
+
+
+@contextlib.contextmanager
+def temporary_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder on the same disk as `out`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".wfm-convert-") as folder:
+        yield Path(folder)
+
+
+def export_run(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
+    import dataclasses
+
+    from wfm_ds.checkpoint.checkpoint_weights import CheckpointWeights, MergedAdapter
+    from wfm_ds.checkpoint.sharded_states import ShardedStates
+    from wfm_ds.export.target import ExportTarget
+
+    with ShardedStates(checkpoint.path, checkpoint.world_size) as cuts:
+        settings = read_export_settings(cuts)
+        target = ExportTarget.from_json(settings)
+        if args.base is not None:
+            target = dataclasses.replace(target, base=args.base.absolute())
+        weights = CheckpointWeights(cuts, target, settings["lora"])
+        policy = choose_policy(weights, args.policy)
+        source: TensorSource = weights
+        if args.merge:
+            source = MergedAdapter(weights, require_lora(settings["lora"], checkpoint.path), target)
+        return write_export(target, source, args, policy=policy, dtype=args.dtype or settings["dtype"])
+
+
+def read_export_settings(cuts: ShardedStates) -> dict[str, Any]:
+    """Return the run's settings for exports: base, parts and call arguments of the pipeline, dtype, LoRA settings."""
+    from wfm_ds.checkpoint.rank_state import EXPORT_KEY
+
+    settings: dict[str, Any] = cuts.read_metadata(0).get(EXPORT_KEY, {})
+    if missing := sorted({"base", "parts", "call", "dtype", "lora"} - settings.keys()):
+        raise UserError(
+            f"{cuts.folder} lacks export settings ({', '.join(missing)}); resume its run, then convert a new checkpoint"
+        )
+    return settings
+
+
+def choose_policy(weights: CheckpointWeights, requested: str | None) -> str:
+    policies = weights.policy_names()
+    if requested is None:
+        return "ema" if "ema" in policies else "train"
+    if requested not in policies:
+        raise UserError(
+            f"{weights.sharded_states.folder} has no policy {requested}; choose one of {', '.join(policies)}"
+        )
+    return requested
+
+
+def require_lora(settings: dict[str, Any] | None, path: Path) -> dict[str, Any]:
+    if settings is None:
+        raise UserError(f"{path} has full weights and no LoRA: omit --merge")
+    return settings
+
+
+def require_no_policy(policy: str | None, path: Path) -> None:
+    if policy is not None:
+        raise UserError(f"{path} has a single policy: omit --policy")
+
+
+def require_float32(dtype: str | None) -> None:
+    if dtype is not None:
+        raise UserError("LoRAs are always written in float32: omit --dtype, or add --merge")
+
+
+def convert_lora(path: Path, args: argparse.Namespace) -> str:
+    from wfm_ds.checkpoint.checkpoint_weights import MergedAdapter
+    from wfm_ds.export.lora_base import base_weight_readers, read_lora
+    from wfm_ds.export.lora_layouts import write_layout, write_peft
+    from wfm_ds.export.target import ExportTarget
+    from wfm_ds.export.weights import LORA_FOLDER, new_export_folder, write_lora
+
+    if not is_intermediate_file(path, args):
+        require_no_policy(args.policy, path)
+    layout: str = args.layout or "diffusers"
+    if args.merge and args.base is None:
+        raise UserError(f"{path} is a LoRA: --merge needs its base pipeline, set --base")
+    base = find_base_folder(path, args)
+    source, names = read_lora(path, base)
+    target = None if args.base is None else ExportTarget(args.base.absolute(), source.parts)
+    if args.merge and target is not None:
+        merged = MergedAdapter(source, source.settings, target)
+        return write_export(target, merged, args, policy="train", dtype=args.dtype or "bfloat16")
+    require_float32(args.dtype)
+    if layout in FILE_LAYOUTS:
+        if names is None:
+            raise UserError(f"{path}: the layer names match several model families; set --base")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        files = write_layout(
+            source,
+            args.out,
+            layout,
+            names,
+            bake_alpha=args.bake_alpha,
+            weight=None if base is None else base_weight_readers(base),
+        )
+        return f"wrote {' and '.join(map(str, files))}: {source.summary()}, layout {layout} (verified by reading back)"
+    if args.bake_alpha:
+        source.bake_alpha()
+    if layout == "peft":
+        with new_export_folder(args.out, path) as folder:
+            write_peft(source, folder)
+        return f"wrote {args.out}: {source.summary()}, layout peft"
+    if target is not None:
+        return write_export(target, source, args, policy="train", dtype=None)
+    with new_export_folder(args.out, path) as folder:
+        tensors = [(part, source.part_tensors(part)) for part in source.parts]
+        write_lora(tensors, source.settings, folder / LORA_FOLDER, shapes=None)
+    return f"wrote the LoRA to {args.out / LORA_FOLDER}; its layers were not checked (set --base PIPELINE to check)"
+
+
+def is_intermediate_file(path: Path, args: argparse.Namespace) -> bool:
+    """Return whether `path` is an intermediate file of this conversion. False for the user's input."""
+    return path.resolve() != Path(args.checkpoint).resolve()
+
+
+def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
+    """Return the base pipeline of a LoRA: --base, else the base folder recorded in the LoRA if it exists, else None."""
+    from wfm_ds.export.lora_file import read_base_model
+    from wfm_ds.export.pipeline_folder import INDEX_FILE
+
+    if args.base is not None:
+        return Path(args.base.absolute())
+    recorded = read_base_model(path)
+    return Path(recorded) if recorded is not None and (Path(recorded) / INDEX_FILE).is_file() else None
+
+
+def convert_extracted_lora(args: argparse.Namespace) -> str:
+    """Extract a LoRA that approximates the difference between CHECKPOINT and --extract BASE, and convert it."""
+    from wfm_ds.export.lora_base import denoiser_parts
+    from wfm_ds.export.lora_extraction import extract_lora
+    from wfm_ds.export.lora_file import iter_lora_tensors, lora_settings
+    from wfm_ds.export.target import ExportTarget
+    from wfm_ds.export.weights import LORA_FOLDER, write_lora
+
+    trained, base = Path(args.checkpoint), args.extract.absolute()
+    parts = denoiser_parts(base)
+    extracts = {
+        p: extract_lora(ExportTarget(trained, parts), ExportTarget(base, parts), p, args.rank, args.energy)
+        for p in parts
+    }
+    layers = {part: result.layers for part, result in extracts.items()}
+    settings = lora_settings(layers, {}, {"base_model_name_or_path": str(base)})
+    with temporary_folder(args.out) as folder:
+        tensors = [(part, iter_lora_tensors(part_layers, {})) for part, part_layers in layers.items()]
+        write_lora(tensors, settings, folder / LORA_FOLDER, shapes=None)
+        plain = argparse.Namespace(**vars(args) | {"base": base if args.layout in (None, "diffusers") else None})
+        message = convert_lora(folder / LORA_FOLDER, plain)
+    num_omitted = sum(len(result.skipped_tensors) for result in extracts.values())
+    shares = " and ".join(
+        f"{result.kept_fraction:.1%} of the change in the {part}" for part, result in extracts.items()
+    )
+    omitted = f"; it omits changes in {num_omitted} tensors outside linear layers" if num_omitted else ""
+    return f"{message}\nit reproduces {shares}{omitted}"
+
+
+def export_deepspeed_checkpoint(folder: Path, args: argparse.Namespace) -> str:
+    from wfm_ds.checkpoint import deepspeed_weights
+    from wfm_ds.export.target import ExportTarget
+
+    if not args.trust_pickle:
+        raise UserError(f"{folder} {PICKLE_WARNING}")
+    require_no_policy(args.policy, folder)
+    if args.base is None:
+        raise UserError(f"{folder} does not record its base pipeline: set --base")
+    if args.merge:
+        raise UserError(f"{folder} is read as full denoiser weights: omit --merge")
+    target = ExportTarget(args.base.absolute(), ("transformer",))
+    weights = deepspeed_weights.DeepSpeedWeights(folder, target)
+    return write_export(target, weights, args, policy="train", dtype=args.dtype or "float32")
+
+
+def write_export(
+    target: ExportTarget, source: TensorSource, args: argparse.Namespace, *, policy: str, dtype: str | None
+) -> str:
+    import torch
+
+    from wfm_ds.export.weights import export_weights, loading_lines
+
+    if source.uses_lora:
+        require_float32(args.dtype)
+    torch_dtype: torch.dtype = getattr(torch, dtype or "float32")
+    folder = export_weights(target, source, args.out, policy=policy, dtype=torch_dtype, is_main=True)
+    return f"exported the {policy} weights; load them with:\n{loading_lines(target.base, folder, source.uses_lora)}"

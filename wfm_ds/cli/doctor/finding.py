@@ -1,0 +1,29 @@
+"""Findings of `wfm doctor`: the result of one check, its severity, and advice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from wfm_ds.errors import UserError
+
+FindingLevel = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorFinding:
+    """Result of one check. `error`: a run cannot work; `warning`: it may fail or be slow."""
+
+    name: str
+    level: FindingLevel
+    text: str
+    advice: str = ""
+
+
+def run_check(name: str, action: Callable[[], str], advice: str = "") -> DoctorFinding:
+    """Run a check and return its text as an `ok` finding, or its UserError as an `error` finding."""
+    try:
+        return DoctorFinding(name, "ok", action())
+    except UserError as error:
+        return DoctorFinding(name, "error", str(error), advice)

@@ -1,0 +1,455 @@
+"""`wfm evaluate`: compare models on the same prompts and seeds, with paired statistics and a verdict.
+
+The exit code is 3 if a model gets the verdict named by --fail-on. For other exit codes see `program.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wfm_ds.cli.generate import add_sampling_options, parse_positive
+from wfm_ds.errors import UserError
+from wfm_ds.program import CommandParser
+
+if TYPE_CHECKING:
+    from wfm_ds.cli.evaluation_models import EvaluatedModel
+    from wfm_ds.evaluation.diversity import SampleEmbedder
+    from wfm_ds.evaluation.paired_statistics import Array
+    from wfm_ds.evaluation.results import EvaluationResults, ModelResults, TrainedRewards
+    from wfm_ds.models.sampler import Sampler
+    from wfm_ds.monitoring.samples import GeneratedSample
+    from wfm_ds.recipe.schema import Recipe
+    from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
+    from wfm_ds.rollout.rewards import RewardClient
+    from wfm_ds.types import Prompt, Score
+
+    PromptAndSeed = tuple[Prompt, int]  # prompt and seed
+
+PAGE_FILE, JSON_FILE, CSV_FILE = "index.html", "evaluation.json", "evaluation.csv"
+VERDICT_EXIT_CODE = 3  # exit code if a model gets the verdict named by --fail-on
+VERDICTS = ("hacked", "improved", "unconfirmed", "no gain", "cannot tell")
+SAMPLING_OPTIONS = {  # option: recipe key (section `sampling`) that provides its default
+    "height": "height",
+    "width": "width",
+    "frames": "num_frames",
+    "fps": "fps",
+    "steps": "eval_steps",
+    "solver": "eval_solver",
+    "guidance": "guidance_scale",
+    "guidance_low": "guidance_scale_low",
+    "guidance_batch": "guidance_batch",
+    "negative_prompt": "negative_prompt",
+}
+MODEL_OPTIONS = (
+    *("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention"),
+    "embedded_guidance",
+)
+MAX_SCORING_BATCH = 16  # per reward request
+
+
+def parser() -> CommandParser:
+    p = CommandParser(
+        prog="wfm evaluate",
+        description="Generate samples from several models with the same prompts and seeds, score them, and compare "
+        "each model with the first: confidence intervals over prompts, diversity, and a verdict on reward hacking.",
+        epilog="Example: %(prog)s tiny:sd3 outputs/mine --prompts prompts.txt --rewards color --held-out "
+        "jpeg_compressibility --seeds 4. Size, steps and guidance default to those of the run's recipe.",
+    )
+    p.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL_OR_EXPORT",
+        help="first the base model: a pipeline folder, owner/name on the Hub, or tiny:FAMILY; then exports "
+        "(safetensors/step_N, ../lora, s3://...) or runs. For a single LoRA or run, the base is added automatically",
+    )
+    p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="one prompt per line (.txt), or .jsonl")
+    p.add_argument("--rewards", metavar="A,B", type=parse_names, help="rewards to measure (default: those of the run)")
+    p.add_argument(
+        "--held-out", metavar="C,D", type=parse_names, default=[], help="held-out rewards, not used for training"
+    )
+    p.add_argument(
+        "--reward-device",
+        type=parse_device,
+        default="cpu",
+        metavar="DEVICE",
+        help="device of the rewards, e.g. cuda:1 (default cpu)",
+    )
+    p.add_argument("--judges", dest="held_out", type=parse_names, help=argparse.SUPPRESS)  # former name of --held-out
+    p.add_argument(
+        "--seeds", type=parse_positive, default=4, metavar="N", help="seeds 0 to N-1 for each prompt (default 4)"
+    )
+    p.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("evaluation"), help="a new or empty folder (default evaluation)"
+    )
+    p.add_argument(
+        "--diversity",
+        default="auto",
+        metavar="EYE",
+        help="embedding for the diversity: rgb, folder of an image model, or auto (DINOv2)",
+    )
+    p.add_argument(
+        "--fail-on",
+        choices=VERDICTS,
+        metavar="VERDICT",
+        help=f"exit with code {VERDICT_EXIT_CODE} on this verdict, e.g. hacked",
+    )
+    p.add_argument(
+        "--timeout", type=parse_positive, default=600, metavar="S", help="seconds to wait for scores (default 600)"
+    )
+    p.add_argument("--revision", help="branch, tag or commit of the first model on the Hub (default main)")
+    add_sampling_options(p, requires_size=False)
+    p.set_defaults(
+        **dict.fromkeys((*SAMPLING_OPTIONS, *MODEL_OPTIONS))
+    )  # unset: from the recipe, else from wfm generate
+    return p
+
+
+def parse_names(text: str) -> list[str]:
+    """Parse comma-separated names. Raises ArgumentTypeError if there are none, or for duplicates."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or len(set(parts)) < len(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a list of distinct names")
+    return parts
+
+
+def parse_device(text: str) -> str:
+    from wfm_ds.recipe.section import check_device_name
+
+    try:
+        return check_device_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def run(args: argparse.Namespace) -> int:
+    from wfm_ds.distributed.accelerator import choose_accelerator
+    from wfm_ds.distributed.logs import quiet_libraries
+
+    quiet_libraries()  # before importing them: they log most during import
+    choose_accelerator()
+    from wfm_ds.cli.evaluation_models import resolve_models
+    from wfm_ds.cli.generate import require_empty
+    from wfm_ds.data.prompts import load_prompt_file
+
+    prompts = load_prompt_file(args.prompts)
+    require_empty(args.out)
+    with contextlib.ExitStack() as stack:
+        entries = resolve_models(args.models, args.out.absolute(), args.revision, stack)
+        recipe = next((entry.recipe for entry in entries if entry.recipe is not None), None)
+        fill_options(args, entries[0], recipe)
+        functions = select_functions(args, entries, prompts)
+        evaluation = evaluate_models(args, entries, prompts, functions)
+    write_report(args.out, evaluation)
+    return VERDICT_EXIT_CODE if any(other.verdict.name == args.fail_on for other in evaluation.comparisons) else 0
+
+
+def fill_options(args: argparse.Namespace, base: EvaluatedModel, recipe: Recipe | None) -> None:
+    """Set the options that were not given to the values of the recipe, or else to the defaults of `wfm generate`.
+
+    The default for the size is that of the pipeline. Raises UserError if no size is known.
+    """
+    from wfm_ds.cli import generate
+    from wfm_ds.models import registry
+    from wfm_ds.models.assets.loading import read_call_json
+
+    values: dict[str, Any] = {name: generate.parser().get_default(name) for name in (*SAMPLING_OPTIONS, *MODEL_OPTIONS)}
+    if recipe is not None:
+        values |= {name: getattr(recipe.sampling, key) for name, key in SAMPLING_OPTIONS.items()}
+        values |= {name: getattr(recipe.model, name) for name in MODEL_OPTIONS}
+    for name, value in values.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.height is None or args.width is None:
+        call_defaults = read_call_json(registry.resolve_pipeline(base.model, args.family, base.revision, weights=False))
+        for name in ("height", "width"):
+            value = getattr(args, name) or call_defaults.get(name)
+            if value is None:
+                raise UserError(
+                    f"--{name} is required: no run recipe found, and {base.argument}/call.json has no {name}"
+                )
+            setattr(args, name, value)
+
+
+def select_functions(
+    args: argparse.Namespace, entries: Sequence[EvaluatedModel], prompts: Sequence[Prompt]
+) -> dict[str, RewardFunction]:
+    """Return the rewards to measure, with the options that the runs use.
+
+    Raises UserError if a reward is unknown or cannot score these prompts, or if a held-out reward was used for
+    training.
+    """
+    from wfm_ds.models import registry
+    from wfm_ds.recipe.sections import RewardFunction
+    from wfm_ds.training.preflight import check_reward_needs
+    from wfm_reward import registry as rewards
+
+    known: dict[str, RewardFunction] = {}
+    for entry in entries:
+        for function in run_functions(entry.recipe):
+            if known.setdefault(function.name, function).options != function.options:
+                raise UserError(
+                    f"{entry.argument}: its run uses other options for {function.name}: evaluate the runs separately"
+                )
+    trained = {name for entry in entries for name in training_reward_names(entry.recipe)}
+    reward_names = list(known) if args.rewards is None else args.rewards
+    if not reward_names:
+        raise UserError("--rewards is required, e.g. --rewards pickscore; see wfm rewards")
+    for name in args.held_out:
+        if name in (trained or reward_names):
+            raise UserError(f"--held-out: {name} was used for training, so it is not held out: move it to --rewards")
+    functions: dict[str, RewardFunction] = {}
+    video = registry.find_family(
+        registry.resolve_pipeline(entries[0].model, args.family, entries[0].revision), args.family
+    ).is_video
+    for name in dict.fromkeys([*reward_names, *args.held_out]):
+        rewards.get_reward_class(name)
+        options = known[name].options if name in known else {}
+        functions[name] = RewardFunction(name=name, options=options, device=args.reward_device)
+        check_reward_needs(functions[name], prompts, is_local=True, makes_video=video)
+    return functions
+
+
+def run_functions(recipe: Recipe | None) -> list[RewardFunction]:
+    """Return the rewards of a run, including those with weight 0."""
+    return [] if recipe is None or recipe.reward is None else recipe.reward.functions
+
+
+def training_reward_names(recipe: Recipe | None) -> list[str]:
+    return [function.name for function in run_functions(recipe) if function.weight != 0]
+
+
+def evaluate_models(
+    args: argparse.Namespace,
+    entries: Sequence[EvaluatedModel],
+    prompts: Sequence[Prompt],
+    functions: Mapping[str, RewardFunction],
+) -> EvaluationResults:
+    """Generate and score the samples of one model after another.
+
+    Only one model is in memory at a time.
+    """
+    from wfm_ds.cli.generate import memory_advice, sampling_summary
+    from wfm_ds.evaluation.diversity import load_embedder
+    from wfm_ds.evaluation.results import compare_models
+    from wfm_ds.memory.out_of_memory import explain_out_of_memory
+    from wfm_ds.models.assets.loading import select_device
+
+    device = select_device(args.device)
+    eye, seeds = load_embedder(args.diversity, device), list(range(args.seeds))
+    measured: list[ModelResults] = []
+    settings: dict[str, str] = {}
+    with open_reward_client(list(functions.values()), args.timeout) as rewards:
+        for entry in entries:
+            with explain_out_of_memory(device, lambda phase: memory_advice(args, device), lambda: None):
+                sampler = load_model_sampler(args, entry)
+                sampler.model.check_prompts([prompt.text for prompt in prompts])
+                settings = {"sampling": sampling_summary(sampler.settings), "solver": sampler.eval_solver}
+                settings |= {"dtype": str(sampler.model.dtype).removeprefix("torch."), "prompts": args.prompts.name}
+                measured.append(
+                    ModelEvaluator(args, entry, sampler, rewards, list(functions), eye).measure_model(prompts, seeds)
+                )
+            del sampler
+            free_memory()
+    base, *others = measured
+    return compare_models(
+        prompts=prompts,
+        seeds=seeds,
+        rewards=list(functions),
+        base=base,
+        others=[
+            (other, training_rewards(entry.recipe, args, list(functions), base))
+            for other, entry in zip(others, entries[1:], strict=True)
+        ],
+        embedder_name=eye.name,
+        settings=settings,
+    )
+
+
+def load_model_sampler(args: argparse.Namespace, entry: EvaluatedModel) -> Sampler:
+    from wfm_ds.cli.generate import load_sampler
+
+    check_text_only(args, entry)
+    sys.stderr.write(f"loading {entry.argument}\n")
+    options = {**vars(args), "model": entry.model, "pipeline": None, "lora": entry.lora, "revision": entry.revision}
+    return load_sampler(argparse.Namespace(**options))
+
+
+def check_text_only(args: argparse.Namespace, entry: EvaluatedModel) -> None:
+    """Raise UserError if a model needs inputs other than text. Does not load the model's weights."""
+    from wfm_ds.models import registry
+
+    folder = registry.resolve_pipeline(entry.model, args.family, entry.revision, weights=False)
+    family = registry.find_family(folder, args.family)
+    needs = [name for name, spec in family.input_specs.items() if spec.required]
+    needs += ["a first frame"] if family.needs_first_frame(folder) else []
+    if needs:
+        raise UserError(
+            f"{entry.argument}: {family.family} needs {', '.join(needs)}, but wfm evaluate supports only text prompts; "
+            "use the validation of a run"
+        )
+
+
+def free_memory() -> None:
+    """Free the memory of the last model before loading the next."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[RewardClient]:
+    """Start a reward service and yield a client of it.
+
+    Raises RewardError if the service fails to start; its log is then kept.
+    """
+    from wfm_ds.recipe.sections import RewardRecipe
+    from wfm_ds.rollout.rewards import RewardClient, RewardService
+
+    reward = RewardRecipe(functions=list(functions), timeout_s=timeout_s, start_timeout_s=timeout_s)
+    folder = Path(tempfile.mkdtemp(prefix="wfm-evaluate-"))
+    with RewardService(reward, folder) as service:
+        client = RewardClient(service.endpoint, reward, run="evaluate", client="evaluate")
+        try:
+            yield client
+        finally:
+            client.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class ModelEvaluator:
+    """Generates the samples of one model, writes them to --out, and scores them.
+
+    Samples are scored while the next ones are generated.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        entry: EvaluatedModel,
+        sampler: Sampler,
+        rewards: RewardClient,
+        reward_names: Sequence[str],
+        eye: SampleEmbedder,
+    ) -> None:
+        self.entry, self.sampler, self.rewards, self.reward_names, self.eye = entry, sampler, rewards, reward_names, eye
+        self.folder, self.batch = args.out / entry.name, args.batch
+        self.failures: dict[str, dict[str, Score]] = {}
+
+    def measure_model(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> ModelResults:
+        """Generate and score samples for every prompt with every seed, and return the results.
+
+        Raises UserError if the files cannot be written.
+        """
+        from wfm_ds.evaluation.diversity import prompt_diversity
+        from wfm_ds.evaluation.results import ModelResults
+        from wfm_ds.monitoring.samples import write_sample_file, write_table
+
+        items = [(prompt, seed) for prompt in prompts for seed in seeds]
+        lines: list[dict[str, Any]] = []
+        sizes: list[tuple[int, int]] = []
+        vectors: list[Array | None] = []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for sample, finite in self.generate_samples(items):
+            lines.append(write_sample_file(self.folder, len(lines), sample))
+            sizes.append((sample.frames.shape[1], sample.frames.shape[2]))
+            vectors.append(self.eye.embed(sample.frames) if finite else None)
+            sys.stderr.write(f"{self.entry.name}: {len(lines)} of {len(items)}\n")
+        scores = self.rewards.wait() | self.failures
+        samples = [scores[str(index)] for index in range(len(items))]
+        values = [{name: score.value for name, score in sample.items()} for sample in samples]
+        write_table(self.folder, [{**line, "rewards": value} for line, value in zip(lines, values, strict=True)])
+        return ModelResults(
+            name=self.entry.name,
+            path=self.entry.argument,
+            files=[f"{self.entry.name}/{line['file']}" for line in lines],
+            sizes=sizes,
+            samples=samples,
+            diversity=prompt_diversity(vectors, len(seeds)) if len(seeds) > 1 else None,
+        )
+
+    def generate_samples(self, items: Sequence[PromptAndSeed]) -> Iterator[tuple[GeneratedSample, bool]]:
+        """Yield pairs (sample, whether its latents are finite) in order.
+
+        The samples are also sent to the reward service, in batches.
+        """
+        from wfm_ds.cli.generate import iterate_samples
+
+        pending: list[tuple[GeneratedSample, bool]] = []
+        for number, sample in enumerate(iterate_samples(self.sampler, items, self.batch), 1):
+            pending.append(sample)
+            if len(pending) == MAX_SCORING_BATCH or number == len(items) or number % self.batch == 0:
+                self.submit_batch(pending, number - len(pending), items)
+                pending = []
+            yield sample
+
+    def submit_batch(
+        self, samples: Sequence[tuple[GeneratedSample, bool]], first: int, items: Sequence[PromptAndSeed]
+    ) -> None:
+        import numpy as np
+
+        from wfm_ds.rollout.scores import submit_finite_samples
+
+        self.failures |= submit_finite_samples(
+            self.rewards,
+            self.reward_names,
+            np.stack([sample.pixels for sample, _ in samples]),
+            [finite for _, finite in samples],
+            [str(first + offset) for offset in range(len(samples))],
+            [prompt for prompt, _ in items[first : first + len(samples)]],
+            samples[0][0].fps,
+        )
+
+
+def training_rewards(
+    recipe: Recipe | None, args: argparse.Namespace, measured: Sequence[str], base: ModelResults
+) -> TrainedRewards:
+    """Return the rewards that a model was trained on.
+
+    They come from the model's recipe, or from --rewards if it has no recipe. measured: names of the rewards that were
+    measured. base: results of the base model.
+    """
+    from wfm_ds.evaluation.results import TrainedRewards
+    from wfm_ds.evaluation.score_arrays import scores_by_reward, unit_std_reward_recipe
+
+    names = training_reward_names(recipe) if recipe is not None else list(args.rewards or [])
+    measured_names = [name for name in names if name in measured]
+    reward: RewardRecipe | None = None
+    if recipe is not None and recipe.reward is not None and measured_names:
+        functions = [function for function in recipe.reward.functions if function.name in measured_names]
+        reward = recipe.reward.model_copy(update={"functions": functions})
+    elif measured_names:
+        reward = unit_std_reward_recipe(measured_names, scores_by_reward(base.samples, args.seeds))
+    backbones = {reward_backbone(name) for name in names} - {""}
+    related = frozenset(name for name in measured if name not in names and reward_backbone(name) in backbones)
+    return TrainedRewards(names=names, reward=reward, related=related)
+
+
+def reward_backbone(reward: str) -> str:
+    from wfm_reward import registry
+
+    return registry.get_reward_class(reward).backbone
+
+
+def write_report(out: Path, evaluation: EvaluationResults) -> None:
+    """Write the report as three files (HTML, JSON, CSV) and print its tables."""
+    from wfm_ds.evaluation.html_page import render_page
+    from wfm_ds.evaluation.report import format_csv, format_json, format_text
+    from wfm_ds.storage import atomic
+
+    for name, content in (
+        (CSV_FILE, format_csv(evaluation)),
+        (JSON_FILE, format_json(evaluation)),
+        (PAGE_FILE, render_page(evaluation)),
+    ):
+        atomic.write_text(out / name, content)
+    sys.stdout.write(f"{format_text(evaluation)}\nwrote {out / PAGE_FILE}, {JSON_FILE}, {CSV_FILE}\n")

@@ -1,0 +1,222 @@
+"""Generate docs/recipes.md, the reference page of recipes, from the schema.
+
+`python -m wfm_ds.cli.recipe_docs docs/recipes.md` writes the page.
+`python -m wfm_ds.cli.recipe_docs --json-schema` prints a JSON schema for editors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from wfm_ds.program import run_command
+from wfm_ds.recipe.algorithms import (
+    AlgorithmSettings,
+    ConditioningFramesSettings,
+    ForwardProcessSettings,
+    SupervisedSettings,
+)
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.schema_description import SchemaNode, describe_type, iterate_sections
+from wfm_ds.recipe.tree import KeyPath
+
+INTRO_TEXT = """\
+# Recipe reference
+
+Every key of a recipe. Check a recipe and overrides:
+
+```bash
+wfm check mine.yaml optimizer.lr=1e-4
+```
+
+[Writing recipes](recipe_guide.md) explains sections, overrides and variants. The sections `run`, `model`, `data`,
+`sampling` and `algorithm` are required (`vlm_sft` has no `sampling`). An omitted section has the defaults below, or is
+off if its description says so.
+
+The parentheses after a key contain its type, or its allowed values, and its default. The section of an algorithm lists
+a shared key again if its default or its values differ.
+
+"""
+
+RL_SECTIONS = ("rollout", "reward")
+
+SHARED_SETTINGS: dict[type[AlgorithmSettings], str] = {
+    SupervisedSettings: "supervised algorithms",
+    ConditioningFramesSettings: "all RL algorithms",
+    ForwardProcessSettings: "RL algorithms on the forward process",
+}
+"""Base classes that get a section of their own, and the algorithms they are for. Base classes precede subclasses."""
+
+SHORT_TYPES = (
+    (r"(a mapping) with keys of [\w, ]+", r"\1"),  # the section of the mapping lists its keys
+    (r"> (\S+) and <= (\S+)", r"in (\1, \2]"),
+    (r"> (\S+) and < (\S+)", r"in (\1, \2)"),
+    (r">= (\S+) and < (\S+)", r"in [\1, \2)"),
+    (r">= (\S+) and <= (\S+)", r"in [\1, \2]"),
+    ("a list of at least 1", "non-empty list"),
+    (",? each ", ": "),
+    ("one of ", ""),
+    ("a whole number", "int"),
+    ("a number", "float"),
+    ("true or false", "bool"),
+    (r"\ba (list|mapping|path)", r"\1"),
+)
+"""Patterns in the text of `describe_type` and their replacements on the page, applied in this order."""
+
+
+def render_page() -> str:
+    """Return the Markdown text of the page."""
+    parts, printed = [INTRO_TEXT], set[type[AlgorithmSettings]]()
+    for path, title, section in iterate_sections():
+        shared = list_bases(section)
+        parts += [base_section(base) for base in shared if base not in printed]
+        printed.update(shared)
+        summary = link_pages(join_lines(section.__doc__ or ""))
+        parts.append(f"## {section_heading(path, title)}\n\n{summary}{optional_note(path)}{base_note(shared)}\n\n")
+        parts.append(key_list(own_keys(section)))
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def key_list(keys: Sequence[str]) -> str:
+    return "\n".join(keys) + "\n\n"
+
+
+def list_bases(section: type[BaseModel]) -> list[type[AlgorithmSettings]]:
+    """Return the base classes of an algorithm that get a section of their own. [] for other sections."""
+    return [base for base in SHARED_SETTINGS if issubclass(section, base)]
+
+
+def base_section(base: type[AlgorithmSettings]) -> str:
+    """Return the section with the keys that `base` adds to the preceding base classes."""
+    algorithms = [f"`{title}`" for _, title, section in iterate_sections() if issubclass(section, base)]
+    above = {key for other in list_bases(base) if other is not base for key in other.model_fields}
+    keys = [key_entry(key, field) for key, field in base.model_fields.items() if key not in above and key != "name"]
+    return f"## {base_heading(base)}\n\nFor {', '.join(algorithms[:-1])} and {algorithms[-1]}.\n\n{key_list(keys)}"
+
+
+def base_heading(base: type[AlgorithmSettings]) -> str:
+    return f"`algorithm`: keys of {SHARED_SETTINGS[base]}"
+
+
+def base_note(bases: Sequence[type[AlgorithmSettings]]) -> str:
+    """Return a sentence with links to the sections of shared keys, or "" if there are none."""
+    links = [f"[{SHARED_SETTINGS[base]}](#{heading_anchor(base_heading(base))})" for base in bases]
+    return f" Shared keys: {', '.join(links)}." if links else ""
+
+
+def heading_anchor(heading: str) -> str:
+    """Return the anchor that GitHub and MkDocs generate for a heading."""
+    return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+
+
+def own_keys(section: type[BaseModel]) -> list[str]:
+    """Return the entries of a section, except keys that its heading or a section of shared keys describes."""
+    shared: dict[str, FieldInfo] = {}
+    for base in list_bases(section):
+        shared |= base.model_fields
+    keys = []
+    for key, field in section.model_fields.items():
+        if key in heading_keys(section):
+            continue
+        if key not in shared:
+            keys.append(key_entry(key, field))
+        elif key_entry(key, field) != key_entry(key, shared[key]):
+            is_new = field.description != shared[key].description
+            keys.append(key_entry(key, field, field.description if is_new else "As above, with another default."))
+    return keys
+
+
+def heading_keys(section: type[BaseModel]) -> set[str]:
+    """Return the key with a single required value that selects this section, such as `name` for algorithms."""
+    return {
+        key
+        for key, field in section.model_fields.items()
+        if len(get_args(field.annotation)) == 1 and field.is_required() and get_origin(field.annotation) is Literal
+    }
+
+
+def section_heading(path: KeyPath, title: str) -> str:
+    if path == ("algorithm",):
+        return f"`algorithm` with `name: {title}`"
+    if path == ("sampling", "window"):
+        return f"`sampling.window` with `kind: {title}`"
+    return f"`{title}`"
+
+
+def optional_note(path: KeyPath) -> str:
+    """Return a note about the sections that only RL recipes have. "" for others: the introduction lists the required
+    ones, and the docstrings of optional sections say how to turn them off."""
+    if len(path) == 1 and path[0] in RL_SECTIONS:
+        return " Required for reinforcement learning, rejected for supervised algorithms."
+    return ""
+
+
+def key_entry(name: str, field: FieldInfo, meaning: str | None = None) -> str:
+    """Return the list entry of a key. meaning: its text (default: the description of the key)."""
+    text = field.description if meaning is None else meaning
+    return f"* `{name}` ({type_text(field)}; {default_text(field)}): {link_pages(join_lines(text or ''))}"
+
+
+def type_text(field: FieldInfo) -> str:
+    """Return the allowed values of a key in short form, such as `int > 0`."""
+    text = describe_type(SchemaNode.from_field(field))
+    for pattern, short in SHORT_TYPES:
+        text = re.sub(pattern, short, text)
+    return text
+
+
+def default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is None:
+        return "unset"
+    if isinstance(value, BaseModel):
+        return "its defaults"
+    plain = json.dumps(value)
+    return f"`{plain.strip(chr(34)) if isinstance(value, str) else plain}`"
+
+
+def join_lines(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def link_pages(text: str) -> str:
+    """Replace page names in the text, docs/NAME.md, by links."""
+    return re.sub(r"docs/([\w/-]+)\.md", r"[\1](\1.md)", text)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of the resolved recipe. It does not contain `defaults`."""
+    return Recipe.model_json_schema()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(parser(), write_page, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="wfm_ds.cli.recipe_docs", description="Write the reference page of recipes.")
+    p.add_argument("page", type=Path, nargs="?", help="the file to write (default: stdout)")
+    p.add_argument("--json-schema", action="store_true", help="print the JSON schema instead of the page")
+    return p
+
+
+def write_page(args: argparse.Namespace) -> None:
+    text = json.dumps(json_schema(), indent=2) + "\n" if args.json_schema else render_page()
+    if args.page is None:
+        sys.stdout.write(text)
+    else:
+        args.page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`wfm quickstart`."""

@@ -1,0 +1,73 @@
+"""The actions demo: videos of a grey wall that becomes brighter or darker, depending on the actions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from wfm_ds.demos.actions_data import NUM_HELD_OUT, PROMPTS, START, write_brightness
+from wfm_ds.demos.base import Demo, comparison_table, load_evaluations
+from wfm_ds.demos.shapes import load_video
+from wfm_reward.brightness_demo import HEIGHT, NUM_FRAMES, WIDTH
+
+REWARD = "val/reward/brightness"
+JUDGE = "val/held_out/seen_action/mean"
+METRICS: Mapping[str, str] = {
+    "actions followed (chance .33)": f"{REWARD}/following/mean",
+    "- actions without a change": f"{REWARD}/still/mean",
+    "distance of the pixels from the nearest move, in steps": f"{REWARD}/residual/mean",
+    "held-out reward (inverse dynamics)": JUDGE,
+}
+NUM_SHOWN = 12
+SCALE = 3
+
+
+class ActionsDemo(Demo):
+    """A grey wall that brightens and darkens."""
+
+    name = "world"
+    description = "a grey wall that follows actions"
+    sft_data = "clips"
+    rl_data = "clips"
+    output = Path("outputs/quickstart-world")
+
+    def write_data(self, out: Path) -> int:
+        return write_brightness(out)
+
+    def sft_overrides(self, folder: Path) -> list[str]:
+        return [f"data.cache_dir={folder / 'cache'}", *self.rl_overrides(folder)]
+
+    def rl_overrides(self, folder: Path) -> list[str]:
+        return [f"validation.path={folder / 'data' / 'held_out'}"]
+
+    def write_comparison(self, folder: Path, run: Path) -> list[str]:
+        results = load_evaluations(run, f"{REWARD}/mean")
+        for (samples, _), name in ((results[0], "before"), (results[-1], "after")):
+            write_pairs(folder / f"{name}.png", samples, folder / "data" / "held_out")
+        before, after = results[0][1], results[-1][1]
+        rows = [(label, before[tag], after[tag]) for label, tag in METRICS.items()]
+        image_paths = (
+            f"Images: {folder / 'before.png'} and {folder / 'after.png'}. In each pair of rows the upper one is the "
+            "real clip, the lower one the generated video with the same first frame and actions."
+        )
+        return [*comparison_table("on held-out clips", rows), "", image_paths]
+
+    def generate_arguments(self, folder: Path) -> str:
+        data = folder / "data"
+        actions = data / "held_out" / f"{NUM_HELD_OUT:04}.actions.npy"
+        return (
+            f"--prompts {data / PROMPTS} --height {HEIGHT} --width {WIDTH} --frames {NUM_FRAMES} --fps 8 --steps 8 "
+            f"--guardrail off --first-frame {data / START} --actions {actions} "
+            f"--seeds 1 2 3 4 --batch 4 --out {folder / 'more'}"
+        )
+
+
+def write_pairs(path: Path, samples: Path, clips: Path) -> None:
+    """Write an image with the frames of some generated videos, each below the real clip with the same actions."""
+    from wfm_ds.monitoring.images import image_grid, save_png
+
+    entries = [json.loads(line) for line in (samples / "samples.jsonl").read_text().splitlines()][:NUM_SHOWN]
+    paths = [path for e in entries for path in (clips / f"{e['prompt_id']}.mkv", samples / e["file"])]
+    frames = [frame for video in paths for frame in load_video(video)]
+    save_png(path, image_grid(frames, NUM_FRAMES, scale=SCALE))

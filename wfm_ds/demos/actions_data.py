@@ -1,0 +1,72 @@
+"""`wfm data brightness OUT_DIR`: write the brightness demo, grey clips that actions brighten or darken.
+
+Half of the training clips come with unrelated actions. After SFT the model therefore follows actions only partly, and
+RL can improve it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from wfm_ds.demos.files import require_new_folder, write_video
+from wfm_ds.demos.shapes_data import FPS
+from wfm_ds.program import run_command
+from wfm_ds.seeds import derive_seed
+from wfm_reward.brightness_demo import MAX_START, Frames, encode_actions, frame_brightness, render_frames, sample_moves
+
+NUM_CLIPS, NUM_HELD_OUT = 2048, 256
+WRONG_FRACTION = 0.5  # share of training clips with unrelated actions
+PROMPT = json.dumps({"caption": "a grey wall"})  # action models use JSON captions without further templates
+PROMPTS, START = "prompts.txt", "start.png"
+
+
+def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
+    """Write NNNN.mkv, .json and .actions.npy. Return the frames. wrong: probability of unrelated actions."""
+    generator = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
+    moves, wrong_moves = sample_moves(generator), sample_moves(generator)
+    stem, frames = f"{number:04}", render_frames(frame_brightness(generator.uniform(-MAX_START, MAX_START), moves))
+    write_video(folder / f"{stem}.mkv", frames, FPS)
+    np.save(folder / f"{stem}.actions.npy", encode_actions(wrong_moves if generator.random() < wrong else moves))
+    (folder / f"{stem}.json").write_text(json.dumps({"prompt": PROMPT, "actions": f"{stem}.actions.npy"}) + "\n")
+    return frames
+
+
+def write_brightness(out: Path) -> int:
+    """Write the demo and return the number of training clips. Raises DataError if `out` is not empty.
+
+    clips/: 2048 clips NNNN.mkv with .json and .actions.npy, half of them with unrelated actions. held_out/: 256 clips
+    with correct actions. prompts.txt: the prompt. start.png: the first frame of the last held-out clip. The files are
+    bitwise reproducible with the same library versions.
+    """
+    require_new_folder(out)
+    for name, count, wrong in (("clips", NUM_CLIPS, WRONG_FRACTION), ("held_out", NUM_HELD_OUT, 0.0)):
+        (out / name).mkdir(parents=True)
+        for number in range(1, count + 1):
+            frames = write_clip(out / name, number, wrong=wrong)
+    (out / PROMPTS).write_text(PROMPT + "\n")
+    Image.fromarray(frames[0]).save(out / START)
+    return NUM_CLIPS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="wfm data brightness", description="Write the data of the brightness demo (action quickstart)."
+    )
+    p.add_argument("out_dir", type=Path, help="new or empty folder for clips/ (SFT and RL) and held_out/")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    count = write_brightness(args.out_dir)
+    sys.stdout.write(f"{count} clips in {args.out_dir / 'clips'}, {NUM_HELD_OUT} in {args.out_dir / 'held_out'}\n")

@@ -1,0 +1,93 @@
+"""`wfm data digits OUT_DIR`: write the digits demo of the quickstart, 8x8 digits from scikit-learn.
+
+Images with even indices form the SFT folder. Images with odd indices are never trained on; the classifier of the
+`digits` reward is fitted to them. Source: the test set of E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten
+Digits, UCI Machine Learning Repository, 1998.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from wfm_ds.demos.files import require_new_folder
+from wfm_ds.program import run_command
+
+DigitSplit = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+"""Grey images [N,8,8] and their digits [N]."""
+
+
+def sft_split() -> DigitSplit:
+    """Return images with even indices and their digits, for training."""
+    images, labels = all_digits()
+    return images[::2], labels[::2]
+
+
+def reward_split() -> DigitSplit:
+    """Return images with odd indices and their digits, for the classifier of the `digits` reward."""
+    images, labels = all_digits()
+    return images[1::2], labels[1::2]
+
+
+def all_digits() -> DigitSplit:
+    """Return all 1797 images, with grey levels 0 to 16 rescaled to 0 to 255, and their digits."""
+    from sklearn.datasets import load_digits  # slow import, not needed for --help
+
+    digits = load_digits()
+    return np.rint(digits.images * 255 / 16).astype(np.uint8), digits.target.astype(np.int64)
+
+
+def digit_caption(digit: int) -> dict[str, str | int]:
+    return {"prompt": f"the digit {digit}", "label": digit}
+
+
+def preference_pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str | int]:
+    """Return a line of pairs.jsonl: image `number` is preferred to the next image of a different digit."""
+    other_digits = np.flatnonzero(np.roll(labels, -number) != labels[number])
+    files = [f"images/{index % len(labels) + 1:04}.png" for index in (number, number + int(other_digits[0]))]
+    return {**digit_caption(int(labels[number])), "chosen": files[0], "rejected": files[1]}
+
+
+def write_digits(out: Path) -> int:
+    """Write the demo and return the number of images. Raises DataError if `out` is not empty.
+
+    images/: 899 images NNNN.png with .json captions. prompts/train.jsonl: 10 prompts. pairs.jsonl: one preference pair
+    per image. The files are bitwise reproducible with the same library versions.
+    """
+    require_new_folder(out)
+    images, labels = sft_split()
+    (out / "images").mkdir(parents=True)
+    (out / "prompts").mkdir()
+    for number, (image, label) in enumerate(zip(images, labels, strict=True), start=1):
+        Image.fromarray(image).convert("RGB").save(out / "images" / f"{number:04}.png", optimize=False)
+        (out / "images" / f"{number:04}.json").write_text(json.dumps(digit_caption(int(label))) + "\n")
+    lines = [json.dumps(preference_pair(number, labels)) + "\n" for number in range(len(labels))]
+    (out / "pairs.jsonl").write_text("".join(lines))
+    lines = [json.dumps(digit_caption(digit)) + "\n" for digit in range(10)]
+    (out / "prompts" / "train.jsonl").write_text("".join(lines))
+    return len(images)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="wfm data digits", description="Write the data of the digits demo (quickstart).")
+    p.add_argument(
+        "out_dir", type=Path, help="new or empty folder for images/ (SFT), pairs.jsonl (DPO) and prompts/ (RL)"
+    )
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    out = args.out_dir
+    count = write_digits(out)
+    sys.stdout.write(f"{count} captioned images in {out / 'images'}, 10 prompts in {out / 'prompts' / 'train.jsonl'}\n")

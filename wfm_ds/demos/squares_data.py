@@ -1,0 +1,83 @@
+"""`wfm data squares OUT_DIR`: write the squares demo for vision-language models."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from wfm_ds.demos.files import require_new_folder
+from wfm_ds.program import run_command
+
+COLOURS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
+    {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (30, 60, 220), "yellow": (230, 210, 30)}
+)
+SIDE = 56  # of an image, in pixels
+NUM_IMAGES = 40
+
+
+def draw_square(number: int, colour: tuple[int, int, int]) -> Image.Image:
+    """Draw a square of this colour on a grey image. `number` determines its position and size."""
+    pixels = np.full((SIDE, SIDE, 3), 128, np.uint8)
+    size, offset = 20 + number * 7 % 16, number * 5 % 20
+    pixels[offset : offset + size, offset : offset + size] = colour
+    return Image.fromarray(pixels)
+
+
+def annotation_row(number: int, names: Sequence[str]) -> dict[str, Any]:
+    """Return the LLaVA row of image `number`: a question about it and, in every fourth row, about the next image."""
+    turns = [
+        {"from": "human", "value": "<image>\nthe square is"},
+        {"from": "gpt", "value": f"{names[number]} square"},
+    ]
+    images = [f"images/{number:03}.png"]
+    if number % 4 == 0:
+        other = (number + 1) % len(names)
+        images.append(f"images/{other:03}.png")
+        turns += [
+            {"from": "human", "value": "and <image> is"},
+            {"from": "gpt", "value": f"{names[other]} square"},
+        ]
+    return {"id": f"{number:03}", "image": images, "conversations": turns}
+
+
+def write_squares(out: Path) -> int:
+    """Write images/NNN.png and annotations.json, bitwise reproducible. Return the number of images.
+
+    Raises DataError if `out` is not empty.
+    """
+    require_new_folder(out)
+    (out / "images").mkdir(parents=True)
+    colours = list(COLOURS)
+    names = [colours[number % len(colours)] for number in range(NUM_IMAGES)]
+    for number, name in enumerate(names):
+        draw_square(number, COLOURS[name]).save(out / "images" / f"{number:03}.png")
+    rows = [annotation_row(number, names) for number in range(NUM_IMAGES)]
+    (out / "annotations.json").write_text(json.dumps(rows, indent=1) + "\n")
+    return NUM_IMAGES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="wfm data squares", description="Write the data of the squares demo: questions about coloured squares."
+    )
+    p.add_argument("out_dir", type=Path, help="new or empty folder for images/ and annotations.json")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    count = write_squares(args.out_dir)
+    sys.stdout.write(
+        f"{count} images in {args.out_dir / 'images'}, conversations in {args.out_dir / 'annotations.json'}\n"
+    )

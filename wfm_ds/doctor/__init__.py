@@ -1,1 +1,0 @@
-"""`python -m wfm_ds.doctor`."""

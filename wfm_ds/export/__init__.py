@@ -1,0 +1,1 @@
+"""Export weights as diffusers pipelines and LoRA files."""

@@ -1,0 +1,66 @@
+"""The pipeline that a LoRA belongs to: the names of its layers, and its weights for LoRA layouts that need them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from wfm_ds.errors import ModelError
+from wfm_ds.export.lora_file import LoraSource, WeightReader
+from wfm_ds.export.pipeline_folder import pipeline_components, read_index
+from wfm_ds.export.target import ExportTarget, FolderWeights
+from wfm_ds.models import registry
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.lora_layer_names import FamilyLoraNames, LoraNameTable
+
+
+def family_names(family: type[DiffusionModel]) -> FamilyLoraNames:
+    return FamilyLoraNames(family.family, LoraNameTable(family.lora_layer_names), family.comfyui_prefix)
+
+
+def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, FamilyLoraNames | None]:
+    """Read a LoRA in any layout. Returns the LoRA and the layer names of its model family.
+
+    With `base`, the family is that of the pipeline folder `base`. Without it, the family is the only one that has all
+    layers of the LoRA. If several families fit and the LoRA uses diffusers' names, None is returned instead of the
+    layer names. Raises ModelError.
+    """
+    if base is not None:
+        names = family_names(registry.find_family(base))
+        return LoraSource(path, names.table, base_weight_readers(base)), names
+    sources = {
+        name: found for name, family in registry.model_families().items() if (found := _read_for_family(path, family))
+    }
+    layouts = {names.table.names: (source, names) for source, names in sources.values()}
+    if len(layouts) == 1:
+        return next(iter(layouts.values()))
+    return LoraSource(path), None
+
+
+def _read_for_family(path: Path, family: type[DiffusionModel]) -> tuple[LoraSource, FamilyLoraNames] | None:
+    """Read the LoRA as one of this family. Returns None if the family's table does not have all of its layers."""
+    names = family_names(family)
+    try:
+        source = LoraSource(path, names.table)
+    except ModelError:
+        return None
+    names_all_layers = all(names.table.find_original(module) for layers in source.layers.values() for module in layers)
+    return (source, names) if names_all_layers else None
+
+
+def denoiser_parts(base: Path) -> tuple[str, ...]:
+    """Return the names of the denoiser's parts in a pipeline folder. Raises ModelError if its family is unknown."""
+    classes = pipeline_components(read_index(base))
+    return tuple(part for part in registry.find_family(base).denoiser_components if classes.get(part, (None, None))[1])
+
+
+def base_weight_readers(base: Path) -> Callable[[str], WeightReader]:
+    """Return a function that maps a part of the pipeline to a `WeightReader` of its weights."""
+    return lambda part: functools.partial(_read_weight, ExportTarget(base, ()).base_weights(part))
+
+
+def _read_weight(stored: FolderWeights, module: str) -> Tensor:
+    return stored.read_tensor(f"{module}.weight")

@@ -1,0 +1,81 @@
+"""Extraction of a LoRA from full training: the best low-rank approximation of each layer's weight difference (SVD)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from wfm_ds.errors import ModelError
+from wfm_ds.export.lora_layers import LoraLayer, LoraLayers
+from wfm_ds.export.target import ExportTarget
+
+
+@dataclass
+class LoraExtraction:
+    """The LoRA of one part, and the fraction of the weight change that it represents."""
+
+    layers: LoraLayers = field(default_factory=dict)
+    squares: float = 0.0  # sum of squares of all weight differences, including tensors without a LoRA
+    kept_squares: float = 0.0
+    skipped_tensors: list[str] = field(default_factory=list)  # changed tensors other than weights of linear layers
+
+    @property
+    def kept_fraction(self) -> float:
+        """Fraction of the squared weight change that the LoRA represents."""
+        return self.kept_squares / self.squares if self.squares else 1.0
+
+
+def extract_lora(
+    trained: ExportTarget, base: ExportTarget, part: str, rank: int | None, energy: float | None
+) -> LoraExtraction:
+    """Approximate `trained` by `base` plus a LoRA with alpha = rank.
+
+    rank: maximum rank per layer. energy: fraction of each layer's squared weight change to keep; it determines the rank
+    of each layer. Raises ModelError if the two models have different tensors.
+    """
+    extraction = LoraExtraction()
+    shapes, trained_weights, base_weights = (
+        base.tensor_shapes(part),
+        trained.base_weights(part),
+        base.base_weights(part),
+    )
+    if trained.tensor_shapes(part) != shapes:
+        raise ModelError(
+            f"{trained.base} and {base.base} are not versions of the same model: the tensors of {part} differ"
+        )
+    linear_weights = {
+        f"{n}.weight" for n, m in base.meta_network(part).named_modules() if isinstance(m, torch.nn.Linear)
+    }
+    for name in shapes:
+        difference = trained_weights.read_tensor(name).float() - base_weights.read_tensor(name).float()
+        squares = float(difference.double().square().sum())
+        extraction.squares += squares
+        if squares == 0:
+            continue
+        if name not in linear_weights:
+            extraction.skipped_tensors.append(name)
+            continue
+        layer, kept = approximate_difference(difference, rank, energy)
+        extraction.layers[name.removesuffix(".weight")] = layer
+        extraction.kept_squares += kept
+    if not extraction.layers:
+        raise ModelError(f"{trained.base} and {base.base} have equal linear layers: there is nothing to extract")
+    return extraction
+
+
+def approximate_difference(difference: Tensor, rank: int | None, energy: float | None) -> tuple[LoraLayer, float]:
+    """Return the best LoRA for a weight difference [out, in], and the sum of squares that it represents.
+
+    The best approximation is the truncated SVD (Eckart-Young). The singular values are split equally between A and B.
+    """
+    U, S, V = torch.linalg.svd(difference, full_matrices=False)
+    squares = S.double().square()
+    num_components = len(S) if rank is None else min(rank, len(S))
+    if energy is not None:
+        components_for_energy = int(torch.searchsorted(squares.cumsum(0), energy * squares.sum())) + 1
+        num_components = min(num_components, components_for_energy)
+    root = S[:num_components].sqrt()
+    A, B = root[:, None] * V[:num_components], U[:, :num_components] * root
+    return LoraLayer(A.contiguous(), B.contiguous(), float(num_components)), float(squares[:num_components].sum())

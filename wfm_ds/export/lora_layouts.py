@@ -1,0 +1,195 @@
+"""Writing of a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. export.py writes diffusers' own layout.
+
+docs/exports.md lists which tool reads which layout, according to the source code of the tools. Each file is read back
+and compared before it is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from wfm_ds.errors import ModelError
+from wfm_ds.export.lora_file import ADAPTER_CONFIG, PEFT_FILE, LoraSource, WeightReader, iter_lora_tensors
+from wfm_ds.export.lora_layers import LoraLayer, LoraLayers, broadcast_rows, fuse_layers, is_same_update, row_norms
+from wfm_ds.export.weights import LORA_PREFIX, diffusers_name
+from wfm_ds.models.lora_layer_names import FamilyLoraNames
+from wfm_ds.storage import atomic
+
+EXPERT_SUFFIXES = {
+    "transformer": "high_noise",
+    "transformer_2": "low_noise",
+}  # names of the experts in file names for ComfyUI
+
+
+def write_layout(
+    source: LoraSource,
+    out: Path,
+    layout: str,
+    names: FamilyLoraNames,
+    *,
+    bake_alpha: bool,
+    weight: Callable[[str], WeightReader] | None = None,
+) -> list[Path]:
+    """Write a LoRA to `out`, a .safetensors file, in the layout `kohya` or `comfyui`. Returns the files.
+
+    A LoRA with two experts is written to two files that have the experts' names in their file names.
+
+    weight: function that maps a part to a `WeightReader` of its base weights; needed for DoRA in ComfyUI.
+
+    Raises ModelError for layers without a name in the layout, and for fully trained modules, which these layouts do not
+    support. Raises OSError if writing fails.
+    """
+    if any(source.whole_layers.values()):
+        raise ModelError(
+            f"{source.path} has fully trained layers (lora.modules_to_save), which layout {layout} does not "
+            "support: convert it with --merge, or write the layout diffusers or peft"
+        )
+    files = expert_files(out, list(source.layers))
+    for part, layers in source.layers.items():
+        read_weight = None if weight is None else weight(part)
+        written_layers = {name: layer.bake_alpha() for name, layer in layers.items()} if bake_alpha else layers
+        tensors = (
+            kohya_tensors(written_layers, names)
+            if layout == "kohya"
+            else comfyui_tensors(written_layers, names, read_weight)
+        )
+        if bake_alpha:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
+        with atomic.new_file(files[part]) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            read_layers = LoraSource(temporary, names.table, _for_any_part(read_weight)).layers[LORA_PREFIX]
+            if not is_same_update(layers, read_layers):
+                raise ModelError(
+                    f"{files[part]}: layout {layout} cannot represent the update of {source.path}: not written"
+                )
+    return list(files.values())
+
+
+def _for_any_part(weight: WeightReader | None) -> Callable[[str], WeightReader] | None:
+    """Return a function that returns this reader for every part. Used for reading a single file."""
+    return None if weight is None else lambda part: weight
+
+
+def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
+    """Return the output file of each part: `out` itself, or `NAME_high_noise` and `NAME_low_noise` for two experts."""
+    if len(parts) == 1:
+        return {parts[0]: out}
+    return {part: out.with_name(f"{out.stem}_{EXPERT_SUFFIXES[part]}{out.suffix}") for part in parts}
+
+
+def kohya_tensors(layers: LoraLayers, names: FamilyLoraNames) -> dict[str, Tensor]:
+    """Return the tensors in kohya's layout: down, up and alpha of each layer.
+
+    A key starts with `lora_unet_` and the original name of the layer, with underscores instead of dots. DoRA is stored
+    as in LyCORIS: the magnitude as `dora_scale` [out, 1].
+    """
+    tensors: dict[str, Tensor] = {}
+    for module, layer in original_layers(layers, names).items():
+        tensors |= layer_tensors(layer, "lora_unet_" + module.replace(".", "_"), ("lora_down", "lora_up"))
+    return tensors
+
+
+def comfyui_tensors(layers: LoraLayers, names: FamilyLoraNames, weight: WeightReader | None) -> dict[str, Tensor]:
+    """Return the tensors in ComfyUI's layout: A, B and alpha of each layer.
+
+    ComfyUI maps the names of the layers to the family's model. They are diffusers' names if ComfyUI has a table for
+    these, otherwise the original names. DoRA is stored as `dora_scale` [out, 1], which ComfyUI divides by the norms of
+    W alone.
+    """
+    if any(layer.magnitude is not None for layer in layers.values()):
+        layers = {name: _convert_to_comfyui_scale(layer, name, weight) for name, layer in layers.items()}
+    uses_diffusers_names = names.comfyui_prefix == LORA_PREFIX
+    if uses_diffusers_names:
+        _require_original_names(layers, names)
+    tensors: dict[str, Tensor] = {}
+    for module, layer in (layers if uses_diffusers_names else original_layers(layers, names)).items():
+        tensors |= layer_tensors(layer, f"{names.comfyui_prefix}.{module}", ("lora_A", "lora_B"))
+    return tensors
+
+
+def layer_tensors(layer: LoraLayer, key: str, matrices: tuple[str, str]) -> dict[str, Tensor]:
+    """Return the tensors of a layer for layouts that store an alpha for each layer.
+
+    key: name of the layer in the layout. matrices: names of A and B in the layout.
+    """
+    tensors = {
+        f"{key}.{matrices[0]}.weight": float_copy(layer.A),
+        f"{key}.{matrices[1]}.weight": float_copy(layer.B),
+        f"{key}.alpha": torch.tensor(layer.alpha),
+    }
+    if layer.magnitude is not None:
+        tensors[f"{key}.dora_scale"] = float_copy(broadcast_rows(layer.magnitude, layer.A))
+    return tensors
+
+
+def _convert_to_comfyui_scale(layer: LoraLayer, name: str, weight: WeightReader | None) -> LoraLayer:
+    if layer.magnitude is None:
+        return layer
+    if weight is None:
+        raise ModelError("DoRA in ComfyUI depends on the base weights: name the pipeline with --base")
+    base_weight = weight(name)
+    return replace(
+        layer, magnitude=layer.magnitude * row_norms(base_weight) / row_norms(base_weight.float() + layer.delta())
+    )
+
+
+def original_layers(layers: LoraLayers, names: FamilyLoraNames) -> LoraLayers:
+    """Return the layers of the original model, some of which consist of several diffusers layers.
+
+    Raises ModelError for layers that are not in the name table.
+    """
+    _require_original_names(layers, names)
+    groups: dict[str, dict[int, LoraLayer]] = defaultdict(dict)
+    num_members: dict[str, int] = {}
+    for module, layer in layers.items():
+        original = names.table.find_original(module)
+        assert original is not None
+        groups[original[0]][original[1].index] = layer
+        num_members[original[0]] = original[1].num_slices
+    return {
+        module: group[0]
+        if num_members[module] == 1
+        else fuse_layers([group.get(index) for index in range(num_members[module])])
+        for module, group in groups.items()
+    }
+
+
+def _require_original_names(layers: LoraLayers, names: FamilyLoraNames) -> None:
+    if unknown := [module for module in layers if names.table.find_original(module) is None]:
+        raise ModelError(
+            f"{len(unknown)} layers of the LoRA have no name in the original {names.family} "
+            f"({', '.join(unknown[:3])}): convert it to the layout peft or diffusers"
+        )
+
+
+def write_peft(source: LoraSource, folder: Path) -> None:
+    """Write a folder that peft.PeftModel.from_pretrained loads onto the network.
+
+    With two experts, write one folder for each.
+    """
+    for part in source.layers:
+        part_folder = folder if len(source.layers) == 1 else folder / part
+        part_folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"base_model.model.{diffusers_name(name).replace('.modules_to_save.', '.')}": float_copy(tensor)
+            for name, tensor in iter_lora_tensors(source.layers[part], source.whole_layers[part])
+        }
+        save_file(tensors, part_folder / PEFT_FILE, metadata={"format": "pt"})
+        atomic.write_text(part_folder / ADAPTER_CONFIG, _settings_json(source.settings | {"peft_type": "LORA"}))
+
+
+def float_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().float().contiguous().clone()
+
+
+def _settings_json(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, indent=2, sort_keys=True) + "\n"

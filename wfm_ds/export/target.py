@@ -1,0 +1,154 @@
+"""The target of an export: the pipeline that was trained. It is read from its folder without loading the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import diffusers
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from wfm_ds.errors import ModelError
+from wfm_ds.export.pipeline_folder import CALL_FILE, pipeline_components, read_index
+from wfm_ds.export.tensor_file import StoredTensorSpec
+from wfm_ds.models.assets.loading import read_json
+from wfm_ds.models.assets.weight_variants import select_variant, shard_index_path
+from wfm_ds.models.base import matches_any_pattern, pipeline_call_default
+
+if TYPE_CHECKING:
+    from wfm_ds.models.base import DiffusionModel
+
+WEIGHTS_STEM = "diffusion_pytorch_model"  # the file stem that diffusers expects
+
+
+class ExportInfo(Protocol):
+    """Information stored in a checkpoint from which exports can be made."""
+
+    @property
+    def base(self) -> Path:
+        """The folder of the model that was trained."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTarget:
+    """A pipeline folder, and the names of the parts that were trained."""
+
+    base: Path
+    parts: tuple[str, ...]  # names of the denoiser's parts, as in model_index.json
+    # entries of call.json that the base's call.json does not have
+    call_arguments: Mapping[str, Any] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()  # patterns of tensors that full training leaves unchanged (models/base.py)
+
+    @classmethod
+    def from_model(cls, model: DiffusionModel) -> ExportTarget:
+        """Create the target of a loaded model.
+
+        It includes the prompt encoding and the embedded guidance used in training, if these differ from the base folder
+        or from the pipeline's defaults.
+        """
+        base = model.path.absolute()
+        base_call = read_json(base / CALL_FILE) if (base / CALL_FILE).exists() else {}
+        trained_arguments = model.export_call_kwargs().items()
+        call_arguments = {
+            n: value
+            for n, value in trained_arguments
+            if base_call.get(n, pipeline_call_default(model.pipeline, n)) != value
+        }
+        return cls(base, tuple(model.denoiser_components), call_arguments, tuple(model.unused_parameter_patterns))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ExportTarget:
+        """Create a target from the result of `to_json`.
+
+        Raises ModelError for a checkpoint of a language model, because it has no pipeline.
+        """
+        if "parts" not in values:
+            raise ModelError(
+                f"a checkpoint of the language model {values['base']} cannot be converted: resume its run, which "
+                "exports at its end"
+            )
+        return cls(Path(values["base"]), tuple(values["parts"]), values["call"], tuple(values.get("frozen", ())))
+
+    def to_json(self) -> dict[str, Any]:
+        note = {"base": str(self.base), "parts": list(self.parts), "call": dict(self.call_arguments)}
+        return note | ({"frozen": list(self.frozen)} if self.frozen else {})
+
+    def is_frozen(self, name: str) -> bool:
+        """Return whether training left a tensor unchanged. name: name of the tensor within its part."""
+        return matches_any_pattern(name, self.frozen)
+
+    def read_config(self, part: str) -> dict[str, Any]:
+        """Return the config.json of a part. Raises ModelError if it cannot be read."""
+        config = read_json(self.base / part / "config.json")
+        config.pop("_name_or_path", None)  # a path on another machine
+        return config
+
+    def meta_network(self, part: str) -> nn.Module:
+        """Build the network of a part on the meta device. Raises ModelError if the base does not have the part."""
+        _, class_name = pipeline_components(read_index(self.base)).get(part, (None, None))
+        network_class = getattr(diffusers, str(class_name), None)
+        if network_class is None:
+            raise ModelError(f"{self.base} has no {part} with a diffusers class; name the pipeline that was trained")
+        with torch.device("meta"):
+            network: nn.Module = network_class.from_config(self.read_config(part))
+        return network
+
+    def tensor_specs(self, part: str) -> dict[str, StoredTensorSpec]:
+        """Return the dtype and shape of each tensor in a part's state dict, by name.
+
+        The dtypes are those of a network built from its config, which is float32 for weights.
+        """
+        return {
+            name: StoredTensorSpec(tensor.dtype, tensor.shape)
+            for name, tensor in self.meta_network(part).state_dict().items()
+        }
+
+    def tensor_shapes(self, part: str) -> dict[str, torch.Size]:
+        """Return the shape of each tensor in a part's state dict, by name."""
+        return {name: spec.shape for name, spec in self.tensor_specs(part).items()}
+
+    def tensor_prefix(self, part: str) -> str:
+        """Return the prefix of a part's tensor names in an engine. It is empty if there is only one part."""
+        return "" if len(self.parts) == 1 else f"{part}."
+
+    def base_weights(self, part: str) -> FolderWeights:
+        """Return the weights of a part in the base folder."""
+        return FolderWeights(self.base / part)
+
+
+class FolderWeights:
+    """The safetensors files of a network, read tensor by tensor.
+
+    The file is opened and closed for each tensor. It is memory-mapped, and as long as it is open, the pages read count
+    as memory of the process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = shard_index_path(folder, WEIGHTS_STEM)
+        variant = select_variant(folder)
+        self._single_file = f"{WEIGHTS_STEM}.{variant}.safetensors" if variant else f"{WEIGHTS_STEM}.safetensors"
+        self._file_of: dict[str, str] | None = read_json(index)["weight_map"] if index.is_file() else None
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Return the tensor of this name. Raises ModelError if the file or the tensor is missing or cannot be read."""
+        file = self._single_file if self._file_of is None else self._file_of.get(name, name)
+        try:
+            with safe_open(self.folder / file, "pt") as handle:
+                tensor: Tensor = handle.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{name} cannot be read from {self.folder} ({error}); copy the pipeline again") from error
+        return tensor
+
+
+def call_json(base: Path, arguments: Mapping[str, Any]) -> str:
+    """Return the text of the base folder's call.json with these arguments added."""
+    base_call = read_json(base / CALL_FILE) if (base / CALL_FILE).exists() else {}
+    return json.dumps(base_call | dict(arguments))

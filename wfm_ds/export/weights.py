@@ -1,0 +1,446 @@
+"""Export of a run's weights: a LoRA or a pipeline folder that plain diffusers loads. Not for resuming a run.
+
+All ranks iterate over the engine's tensors, because each one is gathered collectively; rank 0 writes. If writing fails,
+rank 0 still iterates to the end before it raises, so that no rank hangs in a gather. The caller must make all ranks
+agree on the outcome: `world.run_checked(lambda: export_weights(...))`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from wfm_ds.errors import ModelError, UserError
+from wfm_ds.export.lora_layers import layer_rank
+from wfm_ds.export.pipeline_folder import CALL_FILE, link_unchanged_files, pipeline_components, read_index
+from wfm_ds.export.target import WEIGHTS_STEM, ExportTarget, call_json
+from wfm_ds.export.tensor_file import StoredTensorSpec, TensorFile
+from wfm_ds.models.assets.hub import snapshot_origin
+from wfm_ds.models.assets.weight_variants import pipeline_variant
+from wfm_ds.storage import atomic
+
+log = logging.getLogger(__name__)
+
+SHARD_BYTES = 1 << 30  # maximum bytes of one file
+SAFETY_CHECKER = "safety_checker"
+LORA_FOLDER = "lora"
+LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # by part of the denoiser
+# Fully trained layers, in separate files: diffusers rejects a LoRA file with other tensors.
+WHOLE_LAYER_FILES = {"transformer": "modules_to_save.safetensors", "transformer_2": "modules_to_save_2.safetensors"}
+METADATA_KEY = "lora_adapter_metadata"  # key in a file's header where diffusers looks for alpha
+LORA_PREFIX = "transformer"  # prefix of the keys in both files; diffusers accepts no other prefix
+LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB]|magnitude_vector)(\.weight)?")
+WHOLE_LAYER_KEY = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<kind>[^.]+)")
+
+
+class TensorSource(Protocol):
+    """The part of the engine's interface that exports need."""
+
+    uses_lora: bool
+
+    def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the names and values of tensors. Collective: iterate to the end.
+
+        Values are float32 on the CPU of rank 0, and None on other ranks.
+
+        Names for LoRA: `transformer_blocks.0.attn.to_k.lora_A.weight`, without the adapter's name; for DoRA also
+        `lora_magnitude_vector.weight`; for fully trained layers `proj_out.modules_to_save.weight`. Names for full
+        training: those of the denoiser's state dict, including persistent buffers. With several experts, each name
+        starts with the name of its part (`transformer_2.blocks.0...`).
+        """
+        ...
+
+    def lora_config(self) -> Any:
+        """Return the peft.LoraConfig of the adapter, None in full training."""
+        ...
+
+
+def export_weights(
+    target: ExportTarget,
+    source: TensorSource,
+    out: Path,
+    *,
+    policy: str,
+    dtype: torch.dtype,
+    is_main: bool,
+    shard_bytes: int = SHARD_BYTES,
+    trained_only: bool = False,
+) -> Path:
+    """Write the weights of `policy` in diffusers' format. Collective, with the same arguments on all ranks.
+
+    LoRA: writes `adapter_config.json` and `model.safetensors` (always float32) to `out/lora`; for a second expert also
+    `model_2.safetensors`. Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of
+    at most `shard_bytes`, with one tensor in memory at a time. All other files are shared with `target.base`. `out` is
+    complete or absent. An earlier export in `out` is replaced.
+
+    trained_only: after full training, write only the tensors that were trained, so that `out` is not a pipeline; for
+    LoRA, do not warn about an adapter without effect.
+
+    Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
+    are not finite, or if `out` cannot be written.
+    """
+    result = out / LORA_FOLDER if source.uses_lora else out
+    stream = source.iter_full_tensors(policy)
+    if not is_main:
+        _exhaust_stream(stream)
+        return result
+    try:
+        with new_export_folder(out, target.base) as temporary:
+            if source.uses_lora:
+                settings = adapter_settings(source.lora_config(), target.base)
+                adapters, folder = _group_by_part(_check_tensors(stream), target.parts), temporary / LORA_FOLDER
+                write_lora(adapters, settings, folder, shapes=target.tensor_shapes, warn_no_effect=not trained_only)
+                _write_call_arguments(target, folder)
+            else:
+                if not trained_only:
+                    link_unchanged_files(target.base, temporary, changed=target.parts)
+                    _write_call_arguments(target, temporary)
+                _write_denoiser(target, _check_tensors(stream), temporary, dtype, shard_bytes, whole=not trained_only)
+    finally:
+        _exhaust_stream(stream)
+    log.log(logging.DEBUG if trained_only else logging.INFO, "exported the %s weights to %s", policy, result)
+    return result
+
+
+def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
+    """Write call.json if training used other call arguments than the base folder has."""
+    if target.call_arguments:
+        (folder / CALL_FILE).unlink(missing_ok=True)  # it may be a link to the base model's file
+        (folder / CALL_FILE).write_text(call_json(target.base, target.call_arguments), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
+    """Yield an empty folder, which becomes `out` when the context ends.
+
+    `out` must not contain `base`. Raises UserError if the export cannot be written.
+    """
+    try:
+        check_overwrite(out, base)
+        with atomic.new_folder(out) as temporary:
+            yield temporary
+    except (OSError, SafetensorError) as error:  # SafetensorError: disk full
+        raise UserError(f"{out}: the export could not be written ({error}); free space or fix the folder") from error
+
+
+def loading_lines(base: Path, exported: Path, lora: bool) -> str:
+    """Return the lines of Python that load the result of `export_weights` with diffusers alone.
+
+    base: the pipeline folder that was trained. Raises ModelError if the folder has no readable index.
+    """
+    pipeline = base if lora else exported
+    hub_origin = snapshot_origin(pipeline)
+    arguments = [json.dumps(str(pipeline))]
+    if hub_origin is not None:
+        arguments = [json.dumps(hub_origin[0]), f'revision="{hub_origin[1]}"']
+    arguments += [f"{name}=None" for name in _components_to_disable(pipeline)]
+    if variant := pipeline_variant(pipeline):
+        arguments.append(f'variant="{variant}"')
+    lines = ["from diffusers import DiffusionPipeline"]
+    if _builds_safety_checker(pipeline):
+        lines.append("# builds its safety checker, which needs its package, unless you pass safety_checker=...:")
+    lines.append(f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})")
+    if lora:
+        name = json.dumps(str(exported))
+        # If the pipeline class has no LoRA loader, use the network's, or add one to the network.
+        has_loader = hasattr(_pipeline_class(read_index(pipeline)), "load_lora_weights")
+        loader = "load_lora_weights" if has_loader else f"{LORA_PREFIX}.load_lora_adapter"
+        if not has_loader and (network := _network_without_loader(pipeline)) is not None:
+            lines.append("from diffusers.loaders import PeftAdapterMixin  # the network class does not have it")
+            bases = f"(type(pipe.{LORA_PREFIX}), PeftAdapterMixin)"
+            lines.append(f'pipe.{LORA_PREFIX}.__class__ = type("{network}", {bases}, {{}})')
+        for part, file in LORA_FILES.items():
+            if (exported / file).exists():
+                part_argument = "" if part == LORA_PREFIX else f", load_into_{part}=True"
+                lines.append(f'pipe.{loader}({name}, weight_name="{file}", adapter_name="default"{part_argument})')
+            if (exported / WHOLE_LAYER_FILES[part]).exists():
+                layers_file = json.dumps(str(exported / WHOLE_LAYER_FILES[part]))
+                lines.append("from safetensors.torch import load_file  # the fully trained layers")
+                lines.append(f"pipe.{part}.load_state_dict(load_file({layers_file}), strict=False)")
+        if (exported / CALL_FILE).exists():
+            lines.append(f"# it was trained with the call arguments in {exported / CALL_FILE}")
+    return "\n".join(lines)
+
+
+def _network_without_loader(pipeline: Path) -> str | None:
+    """Return the class name of the pipeline's network if it is a diffusers class without a LoRA loader, else None."""
+    import diffusers
+
+    _, class_name = pipeline_components(read_index(pipeline)).get(LORA_PREFIX, (None, None))
+    network = getattr(diffusers, str(class_name), None)
+    return class_name if network is not None and not hasattr(network, "load_lora_adapter") else None
+
+
+def _components_to_disable(pipeline: Path) -> list[str]:
+    """Return the components that diffusers requires although the index does not have them (SD3 without T5)."""
+    index = read_index(pipeline)
+    optional = getattr(_pipeline_class(index), "_optional_components", [])
+    return [
+        name
+        for name, (_, class_name) in pipeline_components(index).items()
+        if class_name is None and name not in optional
+    ]
+
+
+def _builds_safety_checker(pipeline: Path) -> bool:
+    """Return whether loading the pipeline builds a safety checker that is not in the folder (Cosmos-Predict2.5)."""
+    index = read_index(pipeline)
+    parameters = inspect.signature(_pipeline_class(index)).parameters
+    return SAFETY_CHECKER in parameters and pipeline_components(index).get(SAFETY_CHECKER, (None, None))[1] is None
+
+
+def _pipeline_class(index: Mapping[str, Any]) -> Any:
+    """Return the pipeline class named in the index, or diffusers' base class if diffusers does not have it."""
+    import diffusers
+
+    return getattr(diffusers, str(index.get("_class_name")), diffusers.DiffusionPipeline)
+
+
+def _exhaust_stream(stream: Iterator[tuple[str, Tensor | None]]) -> None:
+    for _ in stream:
+        pass
+
+
+def _check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield rank 0's tensors after checking each.
+
+    Raises ModelError for an empty tensor, because it was not gathered, and for a tensor with NaN or infinity.
+    """
+    for name, tensor in stream:
+        assert tensor is not None, f"rank 0 received no tensor for {name}"
+        if tensor.numel() == 0:
+            raise ModelError(f"{name} is empty because its shards were not gathered: export aborted")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"{name} contains NaN or infinity, so the weights are broken: export aborted")
+        yield name, tensor
+        del tensor  # free it before the next one is gathered
+
+
+def _group_by_part(
+    tensors: Iterator[tuple[str, Tensor]], parts: Sequence[str]
+) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
+    """Yield each part of the denoiser and its tensors, in the given order.
+
+    The name of the part is removed from the names of the tensors. Raises ModelError for unknown, duplicate or missing
+    parts.
+    """
+    if len(parts) == 1:
+        yield parts[0], tensors
+        return
+    missing = list(parts)
+    for part, group in itertools.groupby(tensors, key=lambda item: item[0].split(".", 1)[0]):
+        if part not in missing:
+            raise ModelError(f"{part}: unexpected or duplicate part of the denoiser: export aborted")
+        missing.remove(part)
+        yield part, ((name.split(".", 1)[1], tensor) for name, tensor in group)
+    if missing:
+        raise ModelError(f"no tensors for {', '.join(missing)}: export aborted")
+
+
+def check_overwrite(out: Path, base: Path) -> None:
+    """Raise ModelError if writing `out` would replace `base` or a folder that is not an export."""
+    target, source = out.resolve(), base.resolve()
+    if target == source or source.is_relative_to(target):
+        raise ModelError(f"{out}: the export would replace the base model {base}; choose another folder")
+    export_files = ("model_index.json", "config.json", "adapter_config.json", LORA_FOLDER)
+    if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in export_files):
+        raise ModelError(f"{out} exists and is not an export; move it away or choose another folder")
+
+
+def write_lora(
+    adapters: Iterable[tuple[str, Iterable[tuple[str, Tensor]]]],
+    settings: Mapping[str, Any],
+    folder: Path,
+    *,
+    shapes: Callable[[str], Mapping[str, torch.Size]] | None,
+    warn_no_effect: bool = True,
+) -> None:
+    """Write a new LoRA folder for diffusers: the tensors of each part, and adapter_config.json.
+
+    settings: the LoraConfig as JSON.
+    shapes: function that returns the shapes of a part's state dict, which the tensors must fit; None: no check.
+    """
+    # Without the prefix diffusers loads nothing, and without this metadata it uses the rank as alpha, both silently. A
+    # dropout would stay enabled, because PEFT creates layers in train mode although the denoiser is not.
+    header_settings = dict(settings) | {"modules_to_save": None, "lora_dropout": 0.0}
+    metadata = {f"{LORA_PREFIX}.{key}": value for key, value in header_settings.items()}
+    header = {"format": "pt", METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True)}
+    folder.mkdir()
+    for part, tensors in adapters:
+        copies = {name: tensor.detach().to(torch.float32, copy=True).contiguous() for name, tensor in tensors}
+        saved = {
+            f"{m['module']}.{m['kind']}": copies.pop(m[0]) for m in map(WHOLE_LAYER_KEY.fullmatch, list(copies)) if m
+        }
+        adapter = {diffusers_name(name): tensor for name, tensor in copies.items()}
+        expected = None if shapes is None else shapes(part)
+        check_adapter(adapter, expected, settings, warn_no_effect)
+        check_whole_layers(saved, expected)
+        files = {LORA_FILES[part]: {f"{LORA_PREFIX}.{name}": value for name, value in adapter.items()}}
+        for name, values in (files | ({WHOLE_LAYER_FILES[part]: saved} if saved else {})).items():
+            save_file(values, folder / name, metadata=header if name in files else {"format": "pt"})
+            atomic.sync_to_disk(folder / name)
+    atomic.write_text(folder / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def adapter_settings(config: Any, base: Path | str | None) -> dict[str, Any]:
+    """Return a LoraConfig as JSON values. Sets become sorted lists, because their order differs between processes."""
+    settings = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    return {**settings, "base_model_name_or_path": None if base is None else str(base)}
+
+
+def diffusers_name(name: str) -> str:
+    """Return the tensor name that diffusers expects: the name of a magnitude vector without `.weight`."""
+    return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
+
+
+def adapter_shapes(weight: torch.Size, rank: int, *, dora: bool = False) -> dict[str, list[int]]:
+    """Return the shapes of A, B and, for DoRA, the magnitude vector, for a layer with a weight of this shape."""
+    outputs, *inputs = weight  # [out, in]; for a convolution [out, in, kh, kw], with a 1 x 1 B
+    pair = {"A": [rank, *inputs], "B": [outputs, rank, *[1] * (len(inputs) - 1)]}
+    return pair | ({"magnitude_vector": [outputs]} if dora else {})
+
+
+def _pair_weight_shape(pair: Mapping[str, Tensor]) -> torch.Size | None:
+    """Return the weight shape that a pair of A and B fits; None if one of them is missing."""
+    return torch.Size([len(pair["B"]), *pair["A"].shape[1:]]) if {"A", "B"} <= pair.keys() else None
+
+
+def check_whole_layers(layers: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None) -> None:
+    """Raise ModelError unless every tensor of the fully trained layers fits the denoiser."""
+    for name, tensor in layers.items():
+        if expected is not None and expected.get(name) != tensor.shape:
+            raise ModelError(f"{name} {list(tensor.shape)} does not match a tensor of the denoiser: export aborted")
+
+
+def check_adapter(
+    adapter: Mapping[str, Tensor],
+    expected: Mapping[str, torch.Size] | None,
+    settings: Mapping[str, Any],
+    warn_no_effect: bool,
+) -> None:
+    """Check the tensors of a LoRA. Raises ModelError if a check fails.
+
+    Every tensor must belong to a pair of A and B that fits a weight of the denoiser and has the rank in the settings.
+    """
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in adapter.items():
+        match = LORA_KEY.fullmatch(name)
+        if match is None:
+            raise ModelError(f"{name} is not the name of a LoRA tensor (MODULE.lora_A.weight): export aborted")
+        pairs.setdefault(match["module"], {})[match["matrix"]] = tensor
+    if not pairs:
+        raise ModelError("the adapter has no tensors: lora.target_modules matched no layer")
+    for module, pair in pairs.items():
+        shapes = {matrix: list(tensor.shape) for matrix, tensor in sorted(pair.items())}
+        weight = _pair_weight_shape(pair) if expected is None else expected.get(f"{module}.weight")
+        rank = layer_rank(settings, module)
+        if weight is None or shapes != adapter_shapes(weight, rank, dora=bool(settings.get("use_dora"))):
+            expected_layer = "any layer" if weight is None else f"a layer {list(weight)}"
+            raise ModelError(
+                f"{module}: LoRA tensors {shapes} of rank {rank} do not fit {expected_layer}: export aborted"
+            )
+    if warn_no_effect and not any(bool(pair["B"].any()) for pair in pairs.values()):
+        log.warning("all lora_B are zero: this adapter has no effect (has an optimizer step been applied?)")
+
+
+def _write_denoiser(
+    target: ExportTarget,
+    stream: Iterator[tuple[str, Tensor]],
+    pipeline_folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    *,
+    whole: bool,
+) -> None:
+    """Write the parts of the denoiser after full training: config, shards, and an index if there are several shards.
+
+    Each tensor is written before the next one is gathered. whole: also write the tensors that were not trained, from
+    the base.
+    """
+    missing: dict[str, StoredTensorSpec] = {}  # by their names in `stream`
+    with contextlib.ExitStack() as stack:
+        locations: dict[str, tuple[TensorFile, str]] = {}
+        for part in target.parts:
+            folder, prefix = pipeline_folder / part, target.tensor_prefix(part)
+            specs = {
+                name: StoredTensorSpec(_file_dtype(spec.dtype, dtype), spec.shape)
+                for name, spec in target.tensor_specs(part).items()
+                if whole or not target.is_frozen(name)
+            }
+            _create_part_folder(folder, target.read_config(part), shards := plan_shards(specs, shard_bytes))
+            for file_name, shard in shards.items():
+                file = stack.enter_context(TensorFile(folder / file_name, shard, {"format": "pt"}))
+                locations |= {prefix + name: (file, name) for name in shard}
+            missing |= {prefix + name: spec for name, spec in specs.items()}
+        for name, tensor in stream:
+            _check_tensor(name, tensor, missing)
+            file, part_name = locations[name]
+            file.write(part_name, tensor.to(missing.pop(name).dtype))
+            del tensor  # free it before the next one is created
+        for part in target.parts if whole and target.frozen else ():
+            base_weights, prefix = target.base_weights(part), target.tensor_prefix(part)
+            for name in [name for name in missing if target.is_frozen(name.removeprefix(prefix))]:
+                file, part_name = locations[name]
+                file.write(part_name, base_weights.read_tensor(part_name).to(missing.pop(name).dtype))
+        if missing:
+            raise ModelError(f"{len(missing)} tensors of the denoiser were not exported, e.g. {next(iter(missing))}")
+
+
+def _create_part_folder(
+    folder: Path, config: Mapping[str, Any], shards: Mapping[str, Mapping[str, StoredTensorSpec]]
+) -> None:
+    """Create the folder of a part, with all files except the weights."""
+    folder.mkdir()
+    atomic.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    if len(shards) > 1:
+        total = sum(spec.nbytes for shard in shards.values() for spec in shard.values())
+        weight_map = {name: file for file, shard in shards.items() for name in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        atomic.write_text(folder / f"{WEIGHTS_STEM}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def _file_dtype(dtype: torch.dtype, chosen: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor is stored: `chosen` for floating-point tensors, otherwise the tensor's own."""
+    return chosen if dtype.is_floating_point else dtype
+
+
+def plan_shards(
+    specs: Mapping[str, StoredTensorSpec], shard_bytes: int, stem: str = WEIGHTS_STEM
+) -> dict[str, dict[str, StoredTensorSpec]]:
+    """Distribute tensors over files. Returns the tensors of each file, by the file name that diffusers expects.
+
+    The order of the tensors is kept. Each file has at most `shard_bytes`; a larger tensor gets a separate file.
+    """
+    shards: list[dict[str, StoredTensorSpec]] = [{}]
+    held_bytes = 0
+    for name, spec in specs.items():
+        if shards[-1] and held_bytes + spec.nbytes > shard_bytes:
+            shards.append({})
+            held_bytes = 0
+        shards[-1][name] = spec
+        held_bytes += spec.nbytes
+    count = len(shards)
+    if count == 1:
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+
+
+def _check_tensor(name: str, tensor: Tensor, missing: Mapping[str, StoredTensorSpec]) -> None:
+    if name not in missing:
+        raise ModelError(f"{name}: unexpected or duplicate tensor of the denoiser: export aborted")
+    if tensor.shape != missing[name].shape:
+        raise ModelError(
+            f"{name} is {list(tensor.shape)}, but the model has {list(missing[name].shape)}: export aborted"
+        )

@@ -1,0 +1,179 @@
+"""Activation memory of a recipe, measured on the meta device, without computing or allocating anything.
+
+Covers forward and backward passes of the denoiser with its adapters, with and without gradient checkpointing, and
+encoding and decoding with the VAE. Only tensors are counted, not the CUDA context and the workspaces of libraries.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wfm_ds.engine.base_precision import quantise_base
+from wfm_ds.engine.flop_counter import make_trainable
+from wfm_ds.engine.flops import copy_to_meta
+from wfm_ds.engine.live_bytes import LiveByteCounter, emulate_gpu_attention
+from wfm_ds.engine.preparation import DTYPES
+from wfm_ds.models.assets.loading import cast_persistent_buffers
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.recipe.deepspeed import policy_copies
+from wfm_ds.recipe.schema import Recipe
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class PassMemory:
+    """Memory of a model's forward and backward passes in bytes, not counting weights and their gradients."""
+
+    inference: int  # peak of a forward pass without gradient
+    saved_for_backward: int = 0  # activations kept after a forward pass with gradient
+    peak: int = 0  # peak of that forward pass and its backward pass
+
+
+def build_shadow_model(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -> DiffusionModel:
+    """Return a copy of the model on the meta device, prepared for training with this recipe.
+
+    model: the model before adapters are added. policies: the engine's policies; in a LoRA run each is an adapter.
+    """
+    shadow, dtype = copy.copy(model), DTYPES[recipe.model.dtype]
+    shadow.pipeline = copy.copy(model.pipeline)
+    shadow.pipeline.vae = copy_to_meta(model.pipeline.vae)
+    shadow.unwrapped_denoiser = shadow.denoiser = denoiser = copy_to_meta(model.unwrapped_denoiser)
+    shadow.device, shadow.dtype = META, dtype
+    quantise_base(denoiser, model.block_classes, recipe.model.base_precision, dtype, META)
+    targets = (recipe.lora and recipe.lora.target_modules) or list(model.default_lora_targets)
+    if recipe.lora is not None:
+        shadow.prepare_for_lora(recipe.lora.trainable_layers(targets))
+    copies = sorted(policy_copies(policies, lora=True))
+    make_trainable(denoiser, recipe, targets, copies, model.find_unused_parameters())
+    for parameter in shadow.pipeline.vae.parameters():
+        parameter.data = parameter.data.to(DTYPES[recipe.model.vae_dtype])
+    for network in getattr(denoiser, "networks", [denoiser]):
+        cast_persistent_buffers(network, dtype)
+    return shadow
+
+
+def measure_denoiser_passes(
+    shadow: DiffusionModel,
+    shape: Sequence[int],
+    batch: int,
+    *,
+    text_dtype: torch.dtype,
+    checkpointing: bool,
+    ranks: int,
+    training: bool = True,
+) -> PassMemory:
+    """Measure a forward pass without gradient and, if `training`, a forward pass with gradient and its backward pass.
+
+    shape: latent shape of one sample. ranks: number of ranks that split the tokens of a sample.
+    Memory is linear in the number of tokens, except for the text. The memory per rank is therefore interpolated from
+    measurements at two sizes.
+    """
+    module: Any = shadow.unwrapped_denoiser
+    if checkpointing:
+        module.enable_gradient_checkpointing()
+
+    def measure_rows(rows: int) -> PassMemory:
+        latents = (*shape[:-2], rows, shape[-1])
+        return _measure_passes(shadow, latents, batch, text_dtype, training=training)
+
+    whole = measure_rows(shape[-2])
+    if ranks > 1:
+        rows = _half_rows(shadow, shape)
+        partial = measure_rows(rows)
+        rows_per_rank = shape[-2] / ranks
+        whole = PassMemory(
+            *(
+                round(low + (high - low) * (rows_per_rank - rows) / (shape[-2] - rows))
+                for low, high in zip(astuple(partial), astuple(whole), strict=True)
+            )
+        )
+    if checkpointing:
+        module.disable_gradient_checkpointing()
+    return whole
+
+
+def _half_rows(shadow: DiffusionModel, shape: Sequence[int]) -> int:
+    """Return about half the number of latent rows, rounded down to whole patches."""
+    rows = shape[-2]
+    patch = next(p for p in range(1, rows + 1) if shadow.num_tokens((*shape[:-2], p, shape[-1])))
+    return max(patch, rows // 2 // patch * patch)
+
+
+def _measure_passes(
+    shadow: DiffusionModel, shape: Sequence[int], batch: int, text_dtype: torch.dtype, *, training: bool
+) -> PassMemory:
+    with torch.no_grad(), LiveByteCounter("meta") as live, emulate_gpu_attention():
+        _predict_velocity(shadow, shape, batch, text_dtype)
+    inference = live.peak
+    if not training:
+        return PassMemory(inference)
+    trained: Any = _trainable_parameters(shadow.unwrapped_denoiser)
+    handles = [parameter.register_post_accumulate_grad_hook(_discard_gradient) for parameter in trained]
+    with LiveByteCounter("meta") as live, emulate_gpu_attention():
+        velocity = _predict_velocity(shadow, shape, batch, text_dtype)
+        kept = live.current
+        torch.autograd.backward(velocity, torch.empty_like(velocity))
+    for handle in handles:
+        handle.remove()
+    return PassMemory(inference, kept, live.peak)
+
+
+def _discard_gradient(parameter: Tensor) -> None:
+    """Drop a gradient. In a run the engine moves it to a reduction bucket, which is counted separately."""
+    parameter.grad = None
+
+
+def _trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _predict_velocity(shadow: DiffusionModel, shape: Sequence[int], batch: int, text_dtype: torch.dtype) -> Tensor:
+    conditioning = empty_conditioning(shadow.text_shapes(), text_dtype, batch)
+    conditioning |= empty_conditioning(shadow.input_shapes(shape), torch.float32, batch)
+    latents, sigma = torch.empty(batch, *shape, device=META), torch.empty(batch, device=META)
+    return shadow.denoise(latents, sigma, conditioning, 0)  # all experts have the same shape
+
+
+def measure_decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: int) -> int:
+    """Return the peak memory of decoding latents [batch, *shape].
+
+    Does not count the guardrail, which runs on the CPU.
+    """
+    return _measure_peak(lambda: DiffusionModel.decode_latents(shadow, torch.empty(batch, *shape, device=META)))
+
+
+def measure_encode_bytes(shadow: DiffusionModel, pixels: Sequence[int], batch: int) -> int:
+    """Return the peak memory of encoding a batch of images or videos. pixels: shape of one, [3,H,W] or [3,F,H,W]."""
+    return _measure_peak(lambda: shadow.encode_pixels(torch.empty(batch, *pixels, device=META)))
+
+
+def _measure_peak(work: Callable[[], object]) -> int:
+    with torch.no_grad(), LiveByteCounter("meta") as live, emulate_gpu_attention():
+        work()
+    return int(live.peak)
+
+
+def text_bytes(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype) -> int:
+    """Return the size in bytes of the text conditioning of one prompt."""
+    return sum(tensor.nbytes for tensor in empty_conditioning(shapes, text_dtype, 1).values())
+
+
+def empty_conditioning(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype, batch: int) -> dict[str, Tensor]:
+    """Return conditioning tensors with these shapes and a batch dimension, on the meta device."""
+    return {
+        name: torch.empty(batch, *shape, device=META, dtype=torch.int64 if name.endswith("mask") else text_dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def parameter_bytes(module: nn.Module | None) -> int:
+    if module is None:
+        return 0
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

@@ -1,0 +1,325 @@
+"""Memory estimate of a run: bytes per rank for each phase of a step and each part of the memory.
+
+Activations are measured on the meta device (run/activation_memory.py). The other parts follow from parameter counts.
+The memory of a phase is the sum of its parts, and the peak is the largest phase. Not included: the CUDA context,
+library workspaces and fragmentation.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from wfm_ds.algorithms import RlAlgorithm, build_rl_algorithm, engine_policy_copies
+from wfm_ds.engine.adapter_targets import match_linear_layers
+from wfm_ds.engine.denoiser_forward import CountingForward
+from wfm_ds.engine.flops import find_adapter_layers
+from wfm_ds.engine.frozen_linear import FrozenLinear
+from wfm_ds.memory.activations import (
+    PassMemory,
+    build_shadow_model,
+    measure_decode_bytes,
+    measure_denoiser_passes,
+    measure_encode_bytes,
+    parameter_bytes,
+    text_bytes,
+)
+from wfm_ds.memory.engine import FLOAT32_BYTES, EngineMemory
+from wfm_ds.models.assets.text_cache import TextCache
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.sampling.denoise import Trajectory
+
+
+def count_lora_parameters(denoiser: nn.Module, targets: Sequence[str], rank: int) -> int:
+    """Return the number of LoRA parameters (A and B) on all linear layers with a name suffix in `targets`."""
+    layers: list[Any] = [denoiser.get_submodule(name) for name in match_linear_layers(denoiser, targets)]
+    return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Memory of one rank in bytes as `phases[phase][part]`, and the counts that it was computed from."""
+
+    phases: Mapping[str, Mapping[str, int]]
+    world_size: int
+    num_parameters: int  # parameters of the denoiser without adapters
+    num_trained: int
+    zero_stage: int  # ZeRO stage
+    checkpoint_bytes: int  # size of one checkpoint over all ranks
+    export_bytes: int
+
+    def phase_bytes(self, phase: str) -> int:
+        return sum(self.phases[phase].values())
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase with the largest memory."""
+        return max(self.phases, key=self.phase_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the largest phase."""
+        return self.phase_bytes(self.peak_phase)
+
+
+def estimate_memory(
+    recipe: Recipe,
+    model: DiffusionModel,
+    world_size: int,
+    *,
+    device: str = "cuda",
+    encoder_bytes: int | None = None,
+    keeps_encoders: bool = False,
+) -> MemoryEstimate:
+    """Estimate the memory per rank of a run with this recipe.
+
+    model: loaded or on the meta device (models/meta_loading.py), before an engine changes its denoiser.
+    device: `cuda` or `cpu`. On the CPU, text encoders are float32.
+    encoder_bytes: size of the text encoders, if `model` does not contain them.
+    keeps_encoders: True if the text encoders stay loaded because texts are not cached.
+    Raises RecipeError like derive_run_sizes.
+    """
+    sums = _DiffusionMemory(recipe, model, world_size, device)
+    encoders = sums.encoder_bytes() if encoder_bytes is None else encoder_bytes
+    static = sums.state_parts() | sums.static_parts() | ({"text encoders": encoders} if keeps_encoders else {})
+    phases: dict[str, dict[str, int]] = {"texts": sums.static_parts() | {"text encoders": encoders}}
+    phases |= {name: static | parts for name, parts in sums.phase_parts().items()}
+    return MemoryEstimate(
+        phases=phases,
+        world_size=world_size,
+        num_parameters=sums.num_parameters,
+        num_trained=sums.num_trained,
+        zero_stage=sums.zero_config["stage"],
+        checkpoint_bytes=sums.checkpoint_bytes(),
+        export_bytes=sums.export_bytes(),
+    )
+
+
+class _DiffusionMemory(EngineMemory):
+    """Computes the parts of the memory of a diffusion run."""
+
+    def __init__(self, recipe: Recipe, model: DiffusionModel, world_size: int, device: str) -> None:
+        self.run_sizes: RunSizes = derive_run_sizes(recipe, world_size)
+        self.model, self.shadow_model = model, build_shadow_model(model, recipe, engine_policy_copies(recipe))
+        super().__init__(recipe, self.shadow_model.unwrapped_denoiser, world_size, device)
+        low = self.on_cuda and recipe.model.dtype == "bfloat16"
+        self.text_dtype = torch.bfloat16 if low else torch.float32
+        adapters = self.num_trained * (1 + self.num_copies) if recipe.lora is not None else 0
+        quantized = [m for m in self.shadow_model.unwrapped_denoiser.modules() if isinstance(m, FrozenLinear)]
+        self.num_parameters = self.numel - adapters + sum(m.in_features * m.out_features for m in quantized)
+        size = recipe.sampling
+        self.shape = model.latent_shape(size.height, size.width, size.num_frames)
+        self.latent_bytes = math.prod(self.shape) * FLOAT32_BYTES
+        self.text_row_bytes = text_bytes(self.shadow_model.text_shapes(), self.text_dtype)
+
+    # Static memory
+
+    def static_parts(self) -> dict[str, int]:
+        """Return the bytes of the VAE and of other frozen networks, except text encoders."""
+        encoders = {id(part) for part in self.model.text_encoders().values()}
+        others = [part for part in self.shadow_model.auxiliary_modules() if id(part) not in encoders]
+        vae = parameter_bytes(self.shadow_model.pipeline.vae)
+        rest = sum(map(parameter_bytes, others)) - vae
+        return {"VAE": vae} | ({"other parts": rest} if rest else {})
+
+    def encoder_bytes(self) -> int:
+        """Return the bytes of the text encoders in the dtype in which they are loaded."""
+        parts = self.model.text_encoders().values()
+        numel = sum(int(parameter.numel()) for part in parts for parameter in part.parameters())
+        return numel * int(self.text_dtype.itemsize)
+
+    # Phases
+
+    def phase_parts(self) -> dict[str, dict[str, int]]:
+        """Return {phase: {part: bytes}} of the memory that each phase uses in addition to the static memory."""
+        samples, batch = self.sampling_batch_size(), self.training_batch_size()
+        sample_passes = self.measure_passes(samples, training=False)
+        step_data = self.step_data_parts()
+        gathered = self.gather_memory(training=False)
+        decoding = measure_decode_bytes(self.shadow_model, self.shape, self.decode_batch_size(samples))
+        sampling = (
+            gathered
+            | self.merge_lora_parts()
+            | {"activations": sample_passes.inference + 2 * samples * self.latent_bytes}
+        )
+        if self.on_cuda and self.recipe.is_rl and not self.recipe.is_async:
+            sampling["decoding beside it"] = decoding  # the previous chunk is decoded on a side stream
+        phases = {"sampling": step_data | sampling, "decode": step_data | {"activations": decoding}}
+        if self.encodes_media():
+            phases["encode"] = step_data | {"activations": self.encode_peak_bytes()}
+        if references := self.measure_reference_passes(sample_passes):
+            phases["references"] = step_data | gathered | {"activations": references.inference}
+        phases["train"] = step_data | self.training_parts(self.measure_passes(batch), batch)
+        phases["optimizer"] = step_data | self.optimizer_step_parts()
+        return phases
+
+    def measure_passes(self, batch: int, *, training: bool = True) -> PassMemory:
+        return measure_denoiser_passes(
+            self.shadow_model,
+            self.shape,
+            batch,
+            text_dtype=self.text_dtype,
+            checkpointing=self.recipe.model.gradient_checkpointing,
+            ranks=self.recipe.engine.sequence_parallel,
+            training=training,
+        )
+
+    def sampling_batch_size(self) -> int:
+        """Return the largest batch size of forward passes without gradient.
+
+        These are the passes of rollouts, validation and reference predictions.
+        """
+        num_validated = self.recipe.validation.num_prompts * len(self.recipe.validation.seeds)
+        if not self.recipe.is_rl:
+            num_validated = min(num_validated, self.recipe.logging.num_samples)
+        counts = [math.ceil(num_validated / self.run_sizes.num_replicas)]
+        if self.recipe.is_rl:
+            counts += [self.run_sizes.samples_per_rank, self.run_sizes.candidates_per_rank]
+        halves = 2 if self.recipe.joint_guidance_batches else 1  # joint guidance runs both halves in one forward pass
+        return min(self.recipe.engine.max_forward_batch, halves * max(counts))
+
+    def training_batch_size(self) -> int:
+        """Return the largest batch size of forward passes with gradient."""
+        size = min(self.recipe.engine.micro_batch_size, self.run_sizes.terms_per_rank)
+        if not self.recipe.is_rl:
+            return size * self.recipe.supervised_settings.items_per_sample
+        settings, terms = self.recipe.rl.algorithm, self.run_sizes.terms_per_rank
+        joined = settings.num_data_terms(terms) > 0 and settings.num_separate_data_terms(terms) == 0
+        return 2 * size if joined else size
+
+    def step_data_parts(self) -> dict[str, int]:
+        """Return the bytes of data that stays on the device during a step: texts and, in RL, rollouts."""
+        if not self.recipe.is_rl:
+            return {"texts": self.training_batch_size() * self.text_row_bytes}
+        groups = math.ceil(self.run_sizes.samples_per_rank / self.recipe.rl.rollout.group_size)
+        texts = {"texts": (groups + self.recipe.sampling.uses_guidance()) * self.text_row_bytes}
+        if self.recipe.is_async:
+            return texts
+        return texts | {"rollouts": self.num_resident_latents() * self.latent_bytes}
+
+    def num_resident_latents(self) -> int:
+        """Return the maximum number of sample latents that a rank stores at a time.
+
+        Counts training samples and candidates (sampling.explore), or two full rounds with rollout.max_refills.
+        """
+        recipe, derived = self.recipe, self.run_sizes
+        training = derived.samples_per_rank * self.latents_per_rollout()
+        if recipe.sampling.explore is not None:  # candidates store only clean latents
+            generated = derived.candidates_per_rank
+            return max(training, generated) if recipe.sampling.explore.regenerate else training + generated
+        return 2 * training if recipe.rl.rollout.max_refills else training
+
+    @functools.cached_property
+    def algorithm(self) -> RlAlgorithm:
+        return build_rl_algorithm(self.recipe, self.model.rollout_sigmas(self.recipe.sampling))
+
+    def latents_per_rollout(self) -> int:
+        """Return the number of latents that a rollout stores per sample.
+
+        It is counted in a rollout of latents with one element.
+        """
+        one = torch.zeros(1, *(1 for _ in self.shape))
+        trajectory: Trajectory = self.algorithm.plan(1).denoise(
+            lambda latents, sigma: torch.zeros_like(latents), one, [0]
+        )
+        tensors = [trajectory.clean_latents, *trajectory.states.values()]
+        for stored in trajectory.stored_steps:
+            tensors += [stored.latents, stored.next_latents, *([] if stored.mean is None else [stored.mean])]
+        return len({tensor.untyped_storage()._cdata for tensor in tensors})
+
+    def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
+        """Return the memory of a forward pass for reference predictions, or None if the loss does not use any.
+
+        of_samples: memory of a rollout's forward pass. In RL, reference passes have the same batch size. In supervised
+        training they have the training batch size.
+        """
+        if self.recipe.is_rl:
+            return of_samples if self.algorithm.uses_old_predictions or self.algorithm.references else None
+        references = self.recipe.supervised_settings.reference_policies
+        return self.measure_passes(self.training_batch_size(), training=False) if references else None
+
+    def encodes_media(self) -> bool:
+        return self.recipe.data.kind != "prompts"
+
+    def encode_peak_bytes(self) -> int:
+        """Return the peak memory of encoding.
+
+        Videos are encoded one at a time, the images of a micro-batch together.
+        """
+        size = self.recipe.sampling
+        frames = (size.num_frames,) if self.model.is_video else ()
+        batch = 1 if self.model.is_video else self.encode_batch_size()
+        return measure_encode_bytes(self.shadow_model, (3, *frames, size.height, size.width), batch)
+
+    def encode_batch_size(self) -> int:
+        """Return the number of images that are encoded together."""
+        size = self.recipe.engine.micro_batch_size
+        return size if self.recipe.is_rl else size * self.recipe.supervised_settings.items_per_sample
+
+    def merge_lora_parts(self) -> dict[str, int]:
+        """Return the bytes of the original weights that are kept while rollout.merge_lora has merged the LoRA."""
+        if not self.recipe.is_rl or not self.recipe.rl.rollout.merge_lora:
+            return {}
+        layers = find_adapter_layers(self.shadow_model.unwrapped_denoiser)
+        return {"merged weights": sum(layer.get_base_layer().weight.numel() for layer in layers) * self.compute_bytes}
+
+    def decode_batch_size(self, samples: int) -> int:
+        model = copy.copy(self.shadow_model)
+        model.device = torch.device("cuda" if self.on_cuda else "cpu")
+        sampler = Sampler(
+            model=model,
+            text_cache=TextCache(model),
+            settings=self.recipe.sampling,
+            forward=CountingForward(model.denoise),
+        )
+        return min(samples, sampler.decode_batch_size(self.shape))
+
+    def training_parts(self, passes: PassMemory, batch: int) -> dict[str, int]:
+        """Return the bytes of a forward and backward pass with batch size `batch`.
+
+        With guidance in RL, one of the two predictions is computed while the activations of the other one are kept.
+        """
+        guided = (
+            passes.saved_for_backward + passes.inference
+            if self.recipe.is_rl and self.recipe.sampling.uses_guidance()
+            else 0
+        )
+        peak = max(passes.peak, guided) + 6 * batch * self.latent_bytes  # noise, targets, temporaries of the loss
+        parts = {"activations": peak, "gradients": self.gradient_bytes} | self.gather_memory(training=True)
+        return parts | {"DeepSpeed": self.reduction_bytes()}
+
+
+def format_memory_table(estimate: MemoryEstimate, *, trained_part: str = "denoiser") -> list[str]:
+    """Format the estimate in GiB for `--check`, with one line per part and one column per phase.
+
+    trained_part: name of the trained network, for the title.
+    """
+    names = list(estimate.phases)
+    parts = list(dict.fromkeys(part for of_phase in estimate.phases.values() for part in of_phase))
+    rows = [(part, [estimate.phases[name].get(part, 0) for name in names]) for part in parts]
+    rows.append(("all", [estimate.phase_bytes(name) for name in names]))
+    widths = [max(len(name), 7) for name in names]
+    head = "  ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
+    lines = [
+        f"{trained_part + ' parameters':27}{estimate.num_parameters:,}, trained {estimate.num_trained:,}",
+        f"estimated memory per rank  {estimate.peak_bytes / GIB:.2f} GiB peak, in the phase {estimate.peak_phase} "
+        f"(ZeRO stage {estimate.zero_stage}, {estimate.world_size} rank{'s' * (estimate.world_size != 1)})",
+        f"  {'GiB':18}{head}",
+    ]
+    for part, sizes in rows:
+        cells = (
+            f"{size / GIB:>{width}.2f}" if size else " " * width for size, width in zip(sizes, widths, strict=True)
+        )
+        lines.append(f"  {part:18}{'  '.join(cells)}".rstrip())
+    return lines

@@ -1,8 +1,0 @@
-"""`python -m wfm_ds.migrate`."""
-
-import sys
-
-from wfm_ds.migrate.command import main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Files of models: downloads, folders, caches of text embeddings and latents."""

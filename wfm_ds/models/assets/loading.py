@@ -1,0 +1,199 @@
+"""Load a pipeline from its folder. Incomplete folders are rejected.
+
+Plain diffusers initializes missing weights randomly and replaces a missing tokenizer by an empty one, so training would
+silently go wrong. Here each network is loaded by its own class, which reports missing weights, and the files of
+tokenizers are checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+
+from wfm_ds.distributed.accelerator import uses_cuda
+from wfm_ds.errors import ModelError, UserError
+from wfm_ds.models.assets.weight_variants import list_weight_files, select_variant
+from wfm_ds.models.base import hide_progress_bars
+
+LIBRARIES = ("diffusers", "transformers")
+# Errors that the libraries raise for missing or damaged files or files that do not match their configs.
+LOADING_ERRORS = (
+    *(OSError, ValueError, TypeError, RuntimeError, AttributeError, ImportError, LookupError, SafetensorError),
+    *(ArithmeticError, AssertionError, StrictDataclassError),  # for invalid config values
+)
+SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
+ABSENT_COMPONENT = [None, None]  # an absent component in model_index.json
+
+
+def load_pipeline(
+    folder: Path,
+    required: Sequence[str],
+    component_dtype: Callable[[str], torch.dtype],
+    extra: Mapping[str, Any],
+    mapped: Sequence[str] = (),
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """Load the diffusers pipeline in `folder` to the CPU, offline, from safetensors only.
+
+    required: names of components that must not be null in model_index.json.
+    component_dtype: maps the name of a network to its dtype.
+    extra: {name: component} for components that the folder does not contain.
+    mapped: names of networks to keep memory-mapped in their stored dtype (see load_network).
+    overrides: {name: component} to set after construction, without diffusers' type checks.
+    Raises ModelError if a required component is null, or if files are missing, damaged or do not match their configs.
+    """
+    index = read_json(folder / "model_index.json")
+    absent = [name for name, entry in index.items() if entry == ABSENT_COMPONENT]
+    if absent_names := [name for name in required if name in absent or name not in index]:
+        raise ModelError(
+            f"{folder} has no {', '.join(absent_names)}, but {index['_class_name']} needs it; use a complete pipeline"
+        )
+    try:
+        with hide_progress_bars():
+            networks = {
+                name: load_network(folder / name, network_class, component_dtype(name), mapped=name in mapped)
+                for name, entry in index.items()
+                if (network_class := resolve_network_class(entry)) is not None
+            }
+            # diffusers rejects an absent component (SD3 without T5) unless it is passed as None.
+            parts = networks | dict.fromkeys(absent) | dict(extra) | dict.fromkeys(overrides)
+            # DiffusionPipeline itself would reload the optional components of the class (such as Wan's denoiser) in
+            # float32 and discard ours.
+            pipeline_class = getattr(diffusers, str(index["_class_name"]), DiffusionPipeline)
+            with silence_type_warnings():
+                pipeline = pipeline_class.from_pretrained(folder, local_files_only=True, **parts)
+                pipeline.register_modules(**overrides)
+    except ModelError:
+        raise
+    except LOADING_ERRORS as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{folder} cannot be loaded ({reason}); copy or download the pipeline again") from error
+    require_tokenizer_files(folder, pipeline)
+    return pipeline
+
+
+@contextmanager
+def silence_type_warnings() -> Iterator[None]:
+    """Hide diffusers' warnings about component classes that differ from the pipeline's signature."""
+    logger = logging.getLogger(DiffusionPipeline.__module__)
+
+    def is_other_warning(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Expected types for ")
+
+    logger.addFilter(is_other_warning)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other_warning)
+
+
+def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
+    """Return the class in an entry of model_index.json if it is a diffusers or transformers network, otherwise None."""
+    if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in LIBRARIES:
+        return None  # a tokenizer, a flag, or an entry that diffusers handles
+    member = getattr(importlib.import_module(entry[0]), entry[1], None)
+    return member if isinstance(member, type) and issubclass(member, torch.nn.Module) else None
+
+
+def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped: bool = False) -> torch.nn.Module:
+    """Load one network in evaluation mode. Raises ModelError if its folder or weights are missing.
+
+    dtype: passed to from_pretrained. A later cast would also convert modules that must stay in float32.
+    mapped: keep parameters memory-mapped in their stored dtype, if all have the same one. Processes share them until
+    one writes to them. Buffers are cast to `dtype`.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is missing; copy or download the pipeline again")
+    network, report = network_class.from_pretrained(
+        folder,
+        dtype=(weights_dtype(folder) or dtype) if mapped else dtype,
+        use_safetensors=True,
+        variant=select_variant(folder),
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{folder} lacks {len(missing)} weights of {network_class.__name__}, e.g. {missing[0]}; "
+            "copy or download the pipeline again"
+        )
+    loaded: torch.nn.Module = network.eval()
+    if mapped:
+        cast_persistent_buffers(loaded, dtype)
+    return loaded
+
+
+def weights_dtype(folder: Path) -> torch.dtype | None:
+    """Return the common dtype of all tensors in a folder's safetensors files, or None if they differ."""
+    names: set[str] = set()
+    for file in list_weight_files(folder):
+        with safe_open(file, "pt") as opened:
+            names |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118, not a mapping
+    return SAFETENSORS_DTYPES.get(names.pop()) if len(names) == 1 else None
+
+
+def cast_persistent_buffers(network: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast persistent buffers as diffusers does: to `dtype`, or to float32 if the network's class requires it."""
+    float32_names = set(getattr(network, "_keep_in_fp32_modules", None) or ())
+    for prefix, part in network.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set and buffer.is_floating_point():
+                needs_float32 = float32_names & {*prefix.split("."), name}
+                setattr(part, name, buffer.to(torch.float32 if needs_float32 else dtype))
+
+
+def require_tokenizer_files(folder: Path, pipeline: Any) -> None:
+    for name, part in pipeline.components.items():
+        files = getattr(type(part), "vocab_files_names", {}).values()
+        if files and not any((folder / name / file).is_file() for file in files):
+            raise ModelError(f"{folder / name} has none of {', '.join(files)}; copy or download the pipeline again")
+
+
+def read_call_json(folder: Path) -> dict[str, Any]:
+    """Return the pipeline call arguments in a folder's call.json, or {} without this file."""
+    file = folder / "call.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def read_max_sequence_length(folder: Path) -> int | None:
+    """Return max_sequence_length from a folder's call.json; None if not set. Raises ModelError if it is invalid."""
+    length = read_call_json(folder).get("max_sequence_length")
+    if length is not None and (type(length) is not int or length < 1):
+        raise ModelError(f"{folder / 'call.json'}: max_sequence_length must be a positive integer, got {length!r}")
+    return length
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ModelError if it cannot be read or is not an object."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read ({error}); copy or download the pipeline again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} must contain a JSON object, got {type(content).__name__}")
+    return content
+
+
+def select_device(name: str | None) -> torch.device:
+    """Return the named device, by default the GPU if there is one. Raises UserError if it cannot be used."""
+    if name is None:
+        return torch.device("cuda" if uses_cuda() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {name} cannot be used ({reason}); omit it, or choose cpu or cuda") from error
+    return device

@@ -1,0 +1,91 @@
+"""Load pipelines on the meta device: networks with shapes but no values, built from config files only."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry
+from wfm_ds.models.assets.loading import (
+    LIBRARIES,
+    LOADING_ERRORS,
+    read_json,
+    read_max_sequence_length,
+    resolve_network_class,
+)
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
+
+META_DEVICE = torch.device("meta")
+
+
+def load_on_meta_device(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    user_family: str | None = None,
+    revision: str | None = None,
+    max_sequence_length: int | None = None,
+    fps: float = DEFAULT_FPS,
+    inputs: Collection[str] = (),
+    embedded_guidance: float | None = None,
+) -> DiffusionModel:
+    """Load a pipeline on the meta device in seconds, without weights and tokenizers. It cannot encode text.
+
+    Raises ModelError like `registry.resolve_pipeline`, and for an invalid config or unsupported embedded guidance.
+    """
+    folder = registry.resolve_pipeline(path, user_family, revision, weights=False)
+    family = registry.find_family(folder, user_family)
+    registry.check_embedded_guidance(family, folder, embedded_guidance)
+    family.check_folder(folder)
+    index = read_json(folder / "model_index.json")
+    pipeline_class: Any = getattr(diffusers, str(index["_class_name"]))
+    accepted = list(inspect.signature(pipeline_class.__init__).parameters)[1:]
+    parts: dict[str, Any] = {name: None for name in accepted if name not in index or isinstance(index[name], list)}
+    parts |= {name: value for name, value in index.items() if name in accepted and not isinstance(value, list)}
+    try:
+        parts |= {
+            name: build_meta_component(folder / name, index[name])
+            for name in parts
+            if isinstance(index.get(name), list)
+        }
+        if family.has_guardrail:
+            parts["safety_checker"] = nn.Identity()
+        parts |= family.placeholder_components()
+        pipeline = pipeline_class(**parts)
+    except LOADING_ERRORS as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{folder} cannot be read ({reason}); copy or download the pipeline again") from error
+    return family(
+        pipeline,
+        folder,
+        dtype=dtype,
+        device=META_DEVICE,
+        max_sequence_length=max_sequence_length or read_max_sequence_length(folder),
+        fps=fps,
+        inputs=inputs,
+        embedded_guidance=embedded_guidance,
+    )
+
+
+def build_meta_component(folder: Path, entry: list[str | None]) -> Any:
+    """Load a network on the meta device, or a scheduler. Returns None for other entries of model_index.json."""
+    network = resolve_network_class(entry)
+    if network is None:
+        library, name = entry
+        member: Any = getattr(importlib.import_module(str(library)), str(name), None) if library in LIBRARIES else None
+        is_scheduler = isinstance(member, type) and issubclass(member, diffusers.SchedulerMixin)
+        return member.from_pretrained(folder) if is_scheduler else None
+    network_class: Any = network
+    with META_DEVICE:
+        if entry[0] == "diffusers":
+            return network_class.from_config(read_json(folder / "config.json"))
+        return network_class(network_class.config_class.from_pretrained(folder, local_files_only=True))

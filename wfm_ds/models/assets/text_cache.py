@@ -1,0 +1,185 @@
+"""Cache of text embeddings: recently used ones on the device, more in host memory, all on disk if there is a store."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from wfm_ds.errors import DataError, ModelError
+from wfm_ds.models.assets.text_store import open_store_folder
+from wfm_ds.models.base import DiffusionModel, NegativeText
+from wfm_ds.models.prompt_formatting import Text
+from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.storage.tensor_store import TensorStore
+
+log = logging.getLogger(__name__)
+
+MAX_CACHE_BYTES = 2 << 30
+MAX_DEVICE_BYTES = 512 << 20  # fits the texts of an RL step: 190 texts for SD3, 120 for Wan
+EmbeddingRow: TypeAlias = dict[str, Tensor]
+"""{name: tensor [1, ...]} from encode_text for one text."""
+
+
+class PrecomputedEmbedding(Protocol):
+    """A text embedding that is stored with the training data."""
+
+    def identity(self) -> Sequence[str | int]:
+        """Return a key that changes when the embedding changes. Raises OSError."""
+
+    def load(self) -> Tensor:
+        """Load the embedding [n, D], which may come from any text encoder. Raises DataError."""
+
+
+class EmbeddingLru:
+    """An LRU cache of text embeddings with at most `max_bytes`. It always keeps the most recent one."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._rows: OrderedDict[Text, EmbeddingRow] = OrderedDict()
+
+    def get(self, text: Text) -> EmbeddingRow | None:
+        if text in self._rows:
+            self._rows.move_to_end(text)
+        return self._rows.get(text)
+
+    def put(self, rows: Mapping[Text, EmbeddingRow]) -> None:
+        """Add embeddings, then evict the least recently used ones until the cache fits `max_bytes`."""
+        for text, row in rows.items():
+            self._bytes += num_bytes(row)
+            self._rows[text] = row
+        while self._bytes > self._max_bytes and len(self._rows) > 1:
+            _, oldest = self._rows.popitem(last=False)
+            self._bytes -= num_bytes(oldest)
+
+    def __contains__(self, text: Text) -> bool:
+        return text in self._rows
+
+
+class TextCache:
+    """A cache in front of `model.encode_text` and, for NegativeText, `model.encode_negative_text`.
+
+    Each text is encoded separately, so results do not depend on the batch.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        max_bytes: int = MAX_CACHE_BYTES,
+        *,
+        max_device_bytes: int = MAX_DEVICE_BYTES,
+        store: TensorStore | None = None,
+        precomputed: Mapping[str, PrecomputedEmbedding] | None = None,
+    ) -> None:
+        """precomputed: {text: embedding} to use instead of encoding, if it matches the model's text encoder."""
+        self._model = model
+        self._store, self._max_bytes = store, max_bytes
+        self._precomputed = precomputed or {}
+        self._identity: dict[str, Any] = {} if store is None else model.text_cache_key()
+        self._warned = False
+        self._on_host, self._on_device = EmbeddingLru(max_bytes), EmbeddingLru(max_device_bytes)
+
+    def encode(self, texts: Sequence[Text]) -> dict[str, Tensor]:
+        """Return {name: tensor [B, ...]} for B texts, on the model's device."""
+        rows = self._device_rows(dict.fromkeys(texts))
+        return self._model.stack_conditioning([rows[text] for text in texts])
+
+    def prepare(self, texts: Iterable[Text]) -> None:
+        """Encode texts that are not cached yet, until they fill half of the host cache.
+
+        Text encoders synchronize with the device. After this call, `encode` usually does not have to run them.
+        """
+        if not self._model.text_encoders():
+            return
+        free_bytes = self._max_bytes / 2  # the other half is for texts that are already cached
+        for text in dict.fromkeys(texts):
+            if text in self._on_host or text in self._on_device or self.is_stored(text):
+                continue
+            free_bytes -= num_bytes(self._host_rows([text])[text])
+            if free_bytes <= 0:
+                return
+
+    def _device_rows(self, texts: Iterable[Text]) -> dict[Text, EmbeddingRow]:
+        device = self._model.device
+        if device.type == "cpu":
+            return self._host_rows(texts)
+        cached = {text: self._on_device.get(text) for text in texts}
+        rows = self._host_rows([text for text, row in cached.items() if row is None])
+        new = {
+            text: {name: copy_to_device(tensor, device) for name, tensor in row.items()} for text, row in rows.items()
+        }
+        self._on_device.put(new)
+        return {text: row or new[text] for text, row in cached.items()}
+
+    def _host_rows(self, texts: Iterable[Text]) -> dict[Text, EmbeddingRow]:
+        cached = {text: self._on_host.get(text) for text in texts}
+        # Encode one by one: in a batch the last bits of a row depend on the batch size and thus on the cache;
+        # a resumed run would differ from an uninterrupted one.
+        new = {text: self._load_or_encode(text) for text, row in cached.items() if row is None}
+        self._on_host.put(new)
+        return {text: row or new[text] for text, row in cached.items()}
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the disk store, or None if embeddings are only cached in memory."""
+        return None if self._store is None else self._store.folder
+
+    def open_folder(self, *, required: bool) -> bool:
+        """Create the folder of the disk store and record its use (see text_store.open_store_folder)."""
+        assert self._store is not None
+        return open_store_folder(self._store, required=required)
+
+    def is_stored(self, text: Text) -> bool:
+        return self._store is not None and self._cache_key(text) in self._store
+
+    def _load_or_encode(self, text: Text) -> EmbeddingRow:
+        if self._store is None:
+            return self._encode_row(text)
+        row = self._store.read(self._cache_key(text))
+        if row is None:
+            row = self._encode_row(text)
+            self._store.write(self._cache_key(text), row)
+        return row
+
+    def _cache_key(self, text: Text) -> dict[str, Any]:
+        if isinstance(text, NegativeText):
+            return {**self._identity, "negative": True, "text": text.text}
+        key = {**self._identity, "negative": False, "text": text}
+        if text in self._precomputed:
+            key["embedding"] = list(self._precomputed[text].identity())
+        return key
+
+    def _encode_row(self, text: Text) -> EmbeddingRow:
+        if not self._model.text_encoders():
+            raise ModelError(f"the embedding of {text!r} was removed from the disk cache: restart the run")
+        self._model.move_text_encoders(self._model.device)  # rollout workers keep them on the host until needed
+        if isinstance(text, NegativeText):
+            row = self._model.encode_negative_text([text.text])
+        else:
+            row = self._convert_precomputed(text) or self._model.encode_text([text])
+        return {name: tensor.cpu() for name, tensor in row.items()}
+
+    def _convert_precomputed(self, text: str) -> EmbeddingRow | None:
+        if text not in self._precomputed:
+            return None
+        try:
+            embedding = self._precomputed[text].load()
+        except DataError as error:
+            log.warning("%s; encoding the caption instead", error)
+            return None
+        row = self._model.conditioning_from_embedding(embedding)
+        if row is None and not self._warned:
+            self._warned = True
+            log.warning(
+                "text embeddings of shape %s in the data do not match this model's text encoder: encoding captions",
+                list(embedding.shape),
+            )
+        return row
+
+
+def num_bytes(row: EmbeddingRow) -> int:
+    return sum(t.nbytes for t in row.values())

@@ -1,0 +1,105 @@
+"""Generation of one chunk by a rollout worker: load the weights, denoise, decode. One chunk at a time per device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wfm_ds.algorithms import RlAlgorithm
+from wfm_ds.engine.denoiser_forward import CountingForward
+from wfm_ds.models.assets.text_cache import TextCache
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.rollout.groups import stack_conditioning_frames
+from wfm_ds.rollout.remote.packing import ChunkTask
+from wfm_ds.rollout.remote.publisher import PolicyManifest
+from wfm_ds.rollout.remote.weights import PolicyWeights
+from wfm_ds.sampling.denoise import Trajectory
+from wfm_ds.transport.worker import ReportProgress
+from wfm_ds.types import ConditioningFrames
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedChunk:
+    publication: int  # RL step after which the weights were published; one for the whole chunk
+    trajectory: Trajectory
+    images: npt.NDArray[np.uint8]  # [n,H,W,3] or [n,T,H,W,3]
+    is_finite: Sequence[bool]
+
+
+class ChunkGenerator:
+    """Generates chunks. All lanes of a worker use the same generator; `generate_chunk` is thread-safe."""
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        texts: TextCache,
+        settings: SamplingRecipe,
+        algorithm: RlAlgorithm,
+        weights: PolicyWeights,
+        joint_rows: Mapping[str, int],
+        on_chunk_start: Callable[[], None] | None = None,
+    ) -> None:
+        """joint_rows: see Sampler. on_chunk_start: function called after loading a chunk's weights."""
+        self._forward = CountingForward(model.denoise)
+        self.sampler = Sampler(
+            model=model,
+            text_cache=texts,
+            settings=settings,
+            forward=self._forward_with_progress,
+            max_joint_rows=joint_rows,
+        )
+        self.algorithm, self.weights, self._on_chunk_start = algorithm, weights, on_chunk_start
+        self._progress: ReportProgress | None = None  # of the current chunk
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def generate_chunk(self, task: ChunkTask, manifest: PolicyManifest, progress: ReportProgress) -> GeneratedChunk:
+        """Denoise and decode all samples of a task as one batch with one set of weights.
+
+        progress: function to which the number of forward passes is reported.
+        """
+        with self._lock:
+            self._progress = progress
+            self._forward.reset_counts()
+            publication = self.weights.load_publication(manifest)
+            if self._on_chunk_start is not None:
+                self._on_chunk_start()
+            samples, device = task.samples, self.sampler.model.device
+            frames = stack_conditioning_frames([sample.group for sample in samples])
+            if frames is not None:
+                frames = ConditioningFrames(frames.latents.to(device), frames.counts)
+            trajectory = self.sampler.generate(
+                "rollout",
+                [sample.prompt for sample in samples],
+                [sample.noise_seed for sample in samples],
+                self.algorithm.plan(task.step),
+                seeds=[sample.seed for sample in samples],
+                conditional_frames=frames,
+            )
+            decoding = self.sampler.start_decoding(trajectory.clean_latents)
+        images, is_finite = decoding.wait()  # on a GPU this overlaps with the next lane's denoising
+        return GeneratedChunk(publication=publication, trajectory=trajectory, images=images, is_finite=is_finite)
+
+    def _forward_with_progress(
+        self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
+    ) -> Tensor:
+        """Run one forward pass and report it as progress.
+
+        The trainer reassigns chunks without progress to other workers.
+        """
+        done = self._forward.counts.total() + 1
+        assert self._progress is not None
+        self._progress(done, done)
+        return self._forward(purpose, latents, sigma, conditioning, expert)

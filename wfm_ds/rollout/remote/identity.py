@@ -1,0 +1,74 @@
+"""Digests of everything that determines a run's samples. Trainer and worker compare them before they work together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from wfm_ds.engine.attention_kernels import current_kernel
+from wfm_ds.errors import RecipeError
+from wfm_ds.models.assets.fingerprint import fingerprint_folders
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.user_class import import_class, is_user_class, source_file
+
+MACHINE_KEYS = {"model": {"path", "attention"}, "lora": {"init_from"}}  # keys that may differ between machines
+
+
+def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
+    """Return a short digest of each setting that affects samples, and of the pipeline's files, by name."""
+    sections: dict[str, Any] = {
+        "model": recipe.model,
+        "lora": recipe.lora,
+        "sampling": recipe.sampling,
+        "algorithm": recipe.algorithm,
+    }
+    parts = [name for name in model.pipeline.components if (model.path / name).is_dir()]
+    plain = {
+        name: None if section is None else section.model_dump(mode="json", exclude=MACHINE_KEYS.get(name))
+        for name, section in sections.items()
+    }
+    if recipe.rl.algorithm.compares_log_probs:
+        # Log-probabilities of two attention kernels may differ by more than the clip range.
+        plain["model.attention and engine.compile"] = [current_kernel(model.unwrapped_denoiser), recipe.engine.compile]
+    plain["rollout.base_precision"] = recipe.rollout_precision
+    plain["rollout.merge_lora"] = recipe.rl.rollout.merge_lora
+    plain["run.seed"] = recipe.run.seed
+    plain["classes of your own"] = hash_user_classes(recipe)
+    plain["reward.functions"] = [f.name for f in recipe.rl.reward.functions]
+    return {name: _hash_json(value) for name, value in plain.items()} | {
+        "pipeline": fingerprint_folders(model.path, parts)[:16]
+    }
+
+
+def hash_user_classes(recipe: Recipe) -> dict[str, str]:
+    """Return a digest of each file that defines a user's algorithm or model family, by class path.
+
+    Detects workers that run a different version of the code.
+    """
+    paths = {"algorithm.name": recipe.algorithm.name, "model.family": recipe.model.family or ""}
+    classes = {
+        path: import_class(path, object, key=key, error=RecipeError)
+        for key, path in paths.items()
+        if is_user_class(path)
+    }
+    return {path: hashlib.sha256(source_file(cls).read_bytes()).hexdigest() for path, cls in classes.items()}
+
+
+def require_same_identity(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> None:
+    """Raise RecipeError if digests differ. The message contains their names.
+
+    theirs: digests of the trainer. ours: digests of this worker.
+    """
+    different = sorted(name for name in ours.keys() | theirs.keys() if theirs.get(name) != ours.get(name))
+    if different:
+        raise RecipeError(
+            f"this worker's {', '.join(different)} differ from the trainer's: start it with recipe.yaml from the "
+            "run's output folder and with the same pipeline"
+        )
+
+
+def _hash_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

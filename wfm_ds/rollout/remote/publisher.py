@@ -1,0 +1,148 @@
+"""Publication of the rollout policy from the training ranks to the rollout workers: weight files and a manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.errors import UserError
+from wfm_ds.export.target import ExportTarget
+from wfm_ds.export.weights import LORA_FOLDER, export_weights
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.runs.job import Job
+from wfm_ds.runs.layout import POLICY
+from wfm_ds.transport.broker import Broker
+
+HASH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFile:
+    name: str  # path relative to the publication's folder
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyManifest:
+    """Description of a publication, sent to the workers with each task and identified by (session_id, publication).
+
+    A session is one process of the run, from start or resume to exit. A publication of a different session may have the
+    same number and different weights.
+    """
+
+    session_id: str
+    publication: int  # number of the RL step before it; 0: before the first step
+    folder: str  # path on the trainer; used if the worker sees the same file system
+    files: tuple[PolicyFile, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        files = [[f.name, f.num_bytes, f.sha256] for f in self.files]
+        return {"life": self.session_id, "publication": self.publication, "folder": self.folder, "files": files}
+
+    @classmethod
+    def from_json(cls, note: Mapping[str, Any]) -> PolicyManifest:
+        """Create the manifest from the result of `to_json`.
+
+        Raises KeyError, TypeError or ValueError for malformed input.
+        """
+        files = tuple(PolicyFile(name, num_bytes, sha256) for name, num_bytes, sha256 in note["files"])
+        return cls(note["life"], note["publication"], note["folder"], files)
+
+    def offer_name(self, file: PolicyFile) -> str:
+        """Return the name by which workers request this file from the broker."""
+        return f"{self.session_id}/{self.publication}/{file.name}"
+
+
+class PolicyPublisher:
+    """Writes the policy after RL step N to folder `v<N>` and announces it to the broker. All methods are collective."""
+
+    def __init__(self, job: Job, policy: str, session_id: str, broker: Broker | None) -> None:
+        """Remove the publications of earlier sessions. Collective.
+
+        policy: name of the policy that generates samples. broker: the broker on rank 0, None on other ranks.
+        """
+        self.job, self.policy, self.session_id, self.broker = job, policy, session_id, broker
+        self.root = Path(job.world.broadcast(str(publications_folder(job.recipe))))
+        self.retained: list[PolicyManifest] = []
+        # The newest, max_staleness older ones that workers may use, and one that a worker may still be reading.
+        self.num_retained = job.recipe.rl.rollout.max_staleness + 2
+        if broker is not None:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def publish(self, publication: int) -> None:
+        """Export and announce the policy. Collective. Raises UserError on all ranks if the files cannot be written."""
+        job, folder = self.job, self.root / f"v{publication:06d}"
+        job.world.run_checked(
+            lambda: export_weights(
+                ExportTarget.from_model(job.model),
+                job.engine,
+                folder,
+                policy=self.policy,
+                dtype=job.model.dtype,
+                is_main=job.world.is_main,
+                trained_only=True,
+            )
+        )
+        job.world.run_checked(lambda: self._announce_files(folder, publication), on="main")
+
+    def _announce_files(self, folder: Path, publication: int) -> None:
+        assert self.broker is not None
+        try:
+            files = list_policy_files(folder)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be read ({error}): check the disk") from error
+        newest = PolicyManifest(self.session_id, publication, str(folder.absolute()), files)
+        self.retained.append(newest)
+        expired, self.retained = self.retained[: -self.num_retained], self.retained[-self.num_retained :]
+        offers = {m.offer_name(f): Path(m.folder) / f.name for m in self.retained for f in m.files}
+        self.broker.announce(newest.to_json(), offers)
+        for manifest in expired:
+            shutil.rmtree(manifest.folder, ignore_errors=True)
+
+
+def publications_folder(recipe: Recipe) -> Path:
+    """Return the folder of the run's publications.
+
+    It is unique to the run. All sessions of the run on one machine use the same folder.
+    """
+    output, folder = recipe.run.output_dir.absolute(), recipe.rl.rollout.policy_folder
+    if folder is None:
+        return output / POLICY
+    run_hash = hashlib.sha256(f"{socket.gethostname()}:{output}".encode()).hexdigest()
+    return folder.absolute() / f"{output.name}-{run_hash[:12]}"
+
+
+def remove_publications(recipe: Recipe) -> None:
+    """Remove the publications of a finished run."""
+    shutil.rmtree(publications_folder(recipe), ignore_errors=True)
+
+
+def list_policy_files(folder: Path) -> tuple[PolicyFile, ...]:
+    """Return the size and hash of each weight file in a publication's folder. Raises OSError."""
+    paths = sorted(folder.rglob("*.safetensors")) + sorted(folder.rglob(f"{LORA_FOLDER}/*.json"))
+    return tuple(PolicyFile(p.relative_to(folder).as_posix(), p.stat().st_size, hash_file(p)) for p in paths)
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 hex digest of a file. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(HASH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def has_files(folder: Path, files: Sequence[PolicyFile]) -> bool:
+    """Return True if the folder has all of these files with matching sizes and hashes."""
+    try:
+        return all((folder / f.name).stat().st_size == f.num_bytes for f in files) and all(
+            hash_file(folder / f.name) == f.sha256 for f in files
+        )
+    except OSError:
+        return False

@@ -1,0 +1,145 @@
+"""Finds or downloads the published policy for a rollout worker, verifies it, and loads it into the model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from wfm_ds.checkpoint.adapter_loading import adapter_tensor_names, load_adapter, load_whole_layers
+from wfm_ds.engine.adapter_merge import AdapterMerge
+from wfm_ds.engine.flops import find_adapter_layers
+from wfm_ds.errors import UserError
+from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, WHOLE_LAYER_FILES, diffusers_name
+from wfm_ds.models.base import DiffusionModel, matches_any_pattern
+from wfm_ds.rollout.remote.publisher import PolicyFile, PolicyManifest, has_files
+from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.sockets import PipeError
+from wfm_ds.transport.wire import WireError
+from wfm_ds.transport.worker import TaskFailed
+
+log = logging.getLogger(__name__)
+
+PIECE_TIMEOUT_S = 60.0  # for one piece of a file to arrive
+FILE_NAME = re.compile(r"[\w-]+/[\w.-]+")  # exactly one folder deep: a path cannot leave the publication's folder
+
+
+class PolicyWeights:
+    """Loads publications into the model's denoiser. Not thread-safe."""
+
+    def __init__(self, model: DiffusionModel, client: PipeClient, *, lora: bool, merge: bool = False) -> None:
+        """client: connected to the trainer's broker. merge: merge the adapter into the base weights (AdapterMerge)."""
+        self.model, self.client, self.lora, self.merge = model, client, lora, merge
+        self.loaded_manifest: PolicyManifest | None = None
+        self._has_adapter = False
+        self._adapter_merge: AdapterMerge | None = None
+
+    def load_publication(self, manifest: PolicyManifest) -> int:
+        """Load this publication, unless the model already has it or a newer one of the same session.
+
+        Returns the number of the publication that the model has now. Raises a non-fatal TaskFailed if the publication
+        cannot be downloaded or loaded. The model then has its earlier weights, or undefined weights that the next call
+        replaces.
+        """
+        current = self.loaded_manifest
+        if (
+            current is not None
+            and current.session_id == manifest.session_id
+            and current.publication >= manifest.publication
+        ):
+            return current.publication
+        with self._open_folder(manifest) as folder:
+            self.loaded_manifest = None  # until all weights are loaded
+            try:
+                self._load_weights(folder)
+            except (UserError, OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+                raise TaskFailed(
+                    f"publication {manifest.publication} cannot be loaded: {error}", fatal=False
+                ) from error
+        self.loaded_manifest = manifest
+        log.info("loaded publication %d", manifest.publication)
+        return manifest.publication
+
+    @contextlib.contextmanager
+    def _open_folder(self, manifest: PolicyManifest) -> Iterator[Path]:
+        """Yield a folder with the announced files.
+
+        This is the trainer's folder if it can be read here, else a temporary download. Raises TaskFailed.
+        """
+        if not manifest.files or not all(FILE_NAME.fullmatch(f.name) for f in manifest.files):
+            raise TaskFailed("a publication has no files or invalid file names", fatal=True)
+        shared = Path(manifest.folder)
+        if has_files(shared, manifest.files):
+            yield shared
+            return
+        with tempfile.TemporaryDirectory(prefix="wfm-policy-") as temporary:
+            folder = Path(temporary)
+            try:
+                for file in manifest.files:
+                    self._fetch_file(manifest, file, folder / file.name)
+            except (PipeError, WireError, OSError) as error:
+                raise TaskFailed(
+                    f"publication {manifest.publication} cannot be downloaded: {error}", fatal=False
+                ) from error
+            if not has_files(folder, manifest.files):
+                raise TaskFailed(f"publication {manifest.publication} does not match its announced hashes", fatal=False)
+            yield folder
+
+    def _fetch_file(self, manifest: PolicyManifest, file: PolicyFile, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as out:
+            for piece in self.client.read_file(manifest.offer_name(file), file.num_bytes, PIECE_TIMEOUT_S):
+                out.write(piece.data)
+
+    @torch.no_grad()
+    def _load_weights(self, folder: Path) -> None:
+        if not self.lora:
+            for part in self.model.denoiser_components:
+                self._copy_tensors(part, sorted((folder / part).glob("*.safetensors")))
+            return
+        self._load_adapter(folder)
+        if self.merge:
+            if self._adapter_merge is None:
+                self._adapter_merge = AdapterMerge(find_adapter_layers(self.model.denoiser))
+                denoiser: Any = self.model.denoiser
+                denoiser.disable_adapters()
+            self._adapter_merge.merge("default")
+
+    def _load_adapter(self, folder: Path) -> None:
+        if not self._has_adapter:
+            load_adapter(self.model, folder / LORA_FOLDER)
+            for name, parameter in self.model.denoiser.named_parameters():
+                if ".lora_" in name:
+                    parameter.data = parameter.data.to(self.model.dtype)  # same dtype as on the training ranks
+            self._has_adapter = True
+            return
+        for part in self.model.denoiser_components:
+            self._copy_tensors(part, [folder / LORA_FOLDER / LORA_FILES[part]])
+            load_whole_layers(getattr(self.model.pipeline, part), folder / LORA_FOLDER / WHOLE_LAYER_FILES[part])
+
+    def _copy_tensors(self, part: str, paths: list[Path]) -> None:
+        """Copy the tensors in these files into a component of the denoiser.
+
+        Raises ValueError if a trained tensor is missing.
+        """
+        network: Any = getattr(self.model.pipeline, part)
+        targets = network.state_dict()
+        if self.lora:
+            names = {n: diffusers_name(n.replace(".default.", ".")) for n in targets if ".lora_" in n}
+            targets = {f"{LORA_PREFIX}.{name}": targets[n] for n, name in names.items()}
+        trained = {name for name in targets if not matches_any_pattern(name, self.model.unused_parameter_patterns)}
+        missing = adapter_tensor_names(network) if self.lora else trained
+        for path in paths:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118, not a mapping
+                    targets[name].copy_(file.get_tensor(name))
+                    missing.discard(name)
+        if missing:
+            raise ValueError(f"{len(missing)} tensors of {part} are missing, e.g. {min(missing)}")

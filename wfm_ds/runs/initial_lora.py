@@ -1,0 +1,103 @@
+"""Load the LoRA from which a run starts (lora.init_from), and check that it fits the recipe and the model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from wfm_ds.engine.adapter_targets import match_linear_layers
+from wfm_ds.errors import ModelError, RecipeError
+from wfm_ds.export.lora_base import base_weight_readers
+from wfm_ds.export.lora_file import LoraSource, iter_lora_tensors
+from wfm_ds.export.lora_layers import LoraLayers
+from wfm_ds.export.target import ExportTarget
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.lora_layer_names import LoraNameTable
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import LoraRecipe
+
+log = logging.getLogger(__name__)
+
+
+def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | None:
+    """Return {name in the engine: tensor} of the initial adapter, or None if lora.init_from is unset.
+
+    Layers that the file does not contain are not in the result. model: before an engine changes its denoiser.
+    Raises ModelError if the file cannot be read or does not fit the model, and RecipeError if its adapter settings
+    differ from the recipe.
+    """
+    lora = recipe.lora
+    if lora is None or lora.init_from is None:
+        return None
+    parts = tuple(model.denoiser_components)
+    target = ExportTarget(model.path, parts)
+    source = LoraSource(lora.init_from, LoraNameTable(model.lora_layer_names), base_weight_readers(model.path))
+    if source.parts != parts:
+        raise ModelError(
+            f"lora.init_from {lora.init_from} is a LoRA for {' and '.join(source.parts)}, {model.path} has "
+            f"{' and '.join(parts)}: set an export folder with a file for each"
+        )
+    start: dict[str, Tensor] = {}
+    for part in parts:
+        layers, saved, network = source.layers[part], source.whole_layers[part], getattr(model.pipeline, part)
+        _require_same_adapter(layers, saved, lora)
+        _require_same_shapes(layers, saved, network, lora.init_from, model.path)
+        adapted = set(match_linear_layers(network, lora.target_modules or model.default_lora_targets))
+        if unexpected := sorted(layers.keys() - adapted):
+            raise RecipeError(
+                f"lora.init_from {lora.init_from} has {len(unexpected)} layers that are not in lora.target_modules "
+                f"({', '.join(unexpected[:3])}): add them there"
+            )
+        log.info(
+            "LoRA from %s: %d layers loaded, %d initialized", lora.init_from, len(layers), len(adapted - layers.keys())
+        )
+        start |= {target.tensor_prefix(part) + name: tensor for name, tensor in iter_lora_tensors(layers, saved)}
+    return start
+
+
+def _require_same_adapter(layers: LoraLayers, saved: dict[str, Tensor], lora: LoraRecipe) -> None:
+    """Raise RecipeError unless rank, scale, DoRA and fully trained modules in the file match the recipe."""
+    ranks, alphas = ({getattr(layer, name) for layer in layers.values()} for name in ("rank", "alpha"))
+    if len(ranks) > 1 or len(alphas) > 1:
+        raise RecipeError(
+            f"lora.init_from {lora.init_from} has different ranks or alphas per layer, a run supports only one: merge "
+            "it into the model (wfm convert --merge), or use another LoRA"
+        )
+    rank, alpha = ranks.pop(), alphas.pop()
+    effective_alpha = lora.alpha * lora.rank**0.5 if lora.rslora else lora.alpha
+    if (lora.rank, effective_alpha) != (rank, alpha):
+        recipe_alpha = alpha / rank**0.5 if lora.rslora else alpha
+        raise RecipeError(
+            f"lora.rank {lora.rank} and lora.alpha {lora.alpha:g}, but {lora.init_from} has rank {rank} and alpha "
+            f"{recipe_alpha:g}: change them"
+        )
+    if lora.dora != any(layer.magnitude is not None for layer in layers.values()):
+        has = "has no magnitudes (DoRA)" if lora.dora else "is a DoRA"
+        raise RecipeError(
+            f"lora.dora: {str(lora.dora).lower()}, but {lora.init_from} {has}: set it to {str(not lora.dora).lower()}"
+        )
+    suffixes = tuple(lora.modules_to_save)
+    if unexpected := [name for name in saved if not name.rpartition(".")[0].endswith(suffixes or ("\0",))]:
+        raise RecipeError(
+            f"lora.init_from {lora.init_from} has {unexpected[0]} of a fully trained layer: add it to "
+            "lora.modules_to_save"
+        )
+
+
+def _require_same_shapes(
+    layers: LoraLayers, saved: dict[str, Tensor], network: nn.Module, file: Path, base: Path
+) -> None:
+    """Raise ModelError if the network does not have one of these layers, or has it with another shape."""
+    shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
+    file_shapes = {f"{name}.weight": layer.weight_shape for name, layer in layers.items()}
+    file_shapes |= {name: tensor.shape for name, tensor in saved.items()}
+    wrong = [name for name, shape in file_shapes.items() if shapes.get(name) != shape]
+    if wrong:
+        first = wrong[0]
+        expected = f"has {list(shapes[first])}" if first in shapes else "has no such layer"
+        raise ModelError(
+            f"lora.init_from {file} is for another base: {len(wrong)} of its {len(file_shapes)} layers do not fit, "
+            f"e.g. {first} {list(file_shapes[first])}, but {base} {expected}"
+        )

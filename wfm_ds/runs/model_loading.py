@@ -1,0 +1,150 @@
+"""Load the model of a run and check that it supports the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from wfm_ds.algorithms import build_rl_algorithm
+from wfm_ds.data.buckets import ImageSize
+from wfm_ds.data.datasets import build_buckets
+from wfm_ds.engine import attention_kernels
+from wfm_ds.engine.preparation import DTYPES
+from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.memory.estimate import count_lora_parameters
+from wfm_ds.models import registry
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.recipe.deepspeed import require_idle_expert_support
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.shared_defaults import AttentionName
+from wfm_ds.ulysses.install import check_denoiser as check_shareable
+from wfm_ds.ulysses.install import check_latent_shape
+
+
+def find_family(recipe: Recipe) -> type[DiffusionModel]:
+    """Return the model family of the recipe's pipeline.
+
+    Raises ModelError if the folder or the family does not exist.
+    """
+    own = recipe.model.family
+    return registry.find_family(registry.locate_pipeline(recipe.model.path, own, recipe.model.revision), own)
+
+
+def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
+    """Load the recipe's pipeline and check that it supports the recipe.
+
+    The denoiser remains as loaded until the engine places it on the device (engine/weight_placement.py). For training
+    from scratch it is re-initialized.
+    Raises ModelError if the pipeline cannot be loaded, RecipeError if the recipe does not fit the model, and UserError
+    if its tokens cannot be split over the ranks.
+    """
+    settings, size = recipe.model, recipe.sampling
+    model = registry.load_model(
+        settings.path,
+        dtype=DTYPES[settings.dtype],
+        device=device,
+        vae_dtype=DTYPES[settings.vae_dtype],
+        user_family=settings.family,
+        revision=settings.revision,
+        max_sequence_length=settings.max_sequence_length,
+        prompt_template=settings.prompt_template,
+        guardrail=settings.guardrail,
+        mapped=settings.denoiser_init != "random",
+        fps=size.fps,
+        inputs=recipe.data.inputs,
+        embedded_guidance=settings.embedded_guidance,
+    )
+    try:
+        model.latent_shape(size.height, size.width, size.num_frames)
+    except ValueError as error:
+        raise RecipeError(f"sampling: {error}") from error
+    shape = model.latent_shape(size.height, size.width, size.num_frames)
+    rollout_grid, _ = model.rollout_sigmas(size), model.sigmas(size.eval_steps, shape)
+    if recipe.is_rl:
+        build_rl_algorithm(recipe, rollout_grid)  # checks that depend on the model's noise levels
+    if (candidates := size.candidate_sampling) is not None:
+        model.rollout_sigmas(candidates)
+    check_conditioning_frames(recipe, model, shape)
+    check_data_inputs(recipe, model)
+    recipe.algorithm.check_model(model, size)
+    model.check_sampling(size)
+    sizes = build_buckets(recipe, model).sizes  # raises for unsupported sizes
+    if len(model.sigma_ranges) > 1:
+        require_idle_expert_support(recipe)
+    elif size.guidance_scale_low is not None:
+        raise RecipeError(f"sampling.guidance_scale_low: {model.path} has no second expert: remove the key")
+    if recipe.engine.sequence_parallel > 1:
+        check_shareable(model.denoiser, recipe.engine.sequence_parallel)
+        check_shardable_sizes(recipe, model, [(size.height, size.width), *sizes])
+    if recipe.lora is not None:
+        targets = recipe.lora.target_modules or model.default_lora_targets
+        if count_lora_parameters(model.denoiser, targets, recipe.lora.rank) == 0:
+            raise RecipeError(f"lora.target_modules: no linear layer of the denoiser ends with {', '.join(targets)}")
+    if settings.denoiser_init == "random":
+        registry.randomize_denoiser(model, recipe.run.seed)
+    return model
+
+
+def choose_attention(recipe: Recipe, model: DiffusionModel, device: torch.device) -> AttentionName:
+    """Return the attention kernel for training on this device.
+
+    Raises UserError if the kernel in the recipe is unavailable.
+    """
+    return attention_kernels.choose_kernel(
+        recipe.model.attention, model.unwrapped_denoiser, model.dtype, device, trains=True
+    )
+
+
+def check_shardable_sizes(recipe: Recipe, model: DiffusionModel, sizes: Sequence[ImageSize]) -> None:
+    """Raise RecipeError if samples of one of these sizes have too few tokens to split over the ranks of a replica."""
+    for height, width in dict.fromkeys(sizes):
+        shape = model.latent_shape(height, width, recipe.sampling.num_frames)
+        try:
+            check_latent_shape(model.denoiser, recipe.engine.sequence_parallel, shape)
+        except UserError as error:
+            section = (
+                "sampling" if (height, width) == (recipe.sampling.height, recipe.sampling.width) else "data.buckets"
+            )
+            raise RecipeError(f"{section}: size [{height}, {width}] cannot be split over ranks: {error}") from error
+
+
+def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
+    """Raise RecipeError if data.inputs has an input that the model does not support, or lacks a required one."""
+    supported = ", ".join(sorted(model.input_specs)) or "only text and frames"
+    if unknown := [name for name in recipe.data.inputs if name not in model.input_specs]:
+        raise RecipeError(
+            f"data.inputs {', '.join(unknown)}: {model.family} supports {supported}: remove the key, or use another "
+            "model"
+        )
+    for name in recipe.data.inputs:
+        partner = model.input_specs[name].requires_input
+        if partner is not None and partner not in recipe.data.inputs:
+            raise RecipeError(
+                f"data.inputs {name}: {model.family} needs {partner} with it: add {partner}, or remove {name}"
+            )
+    if missing := [
+        name for name, spec in model.input_specs.items() if spec.required and name not in recipe.data.inputs
+    ]:
+        raise RecipeError(f"{model.family} needs {', '.join(missing)}: add it to data.inputs")
+
+
+def check_conditioning_frames(recipe: Recipe, model: DiffusionModel, shape: Sequence[int]) -> None:
+    """Raise RecipeError if the model does not support these numbers of conditioning frames.
+
+    Also raises RecipeError if no frame would remain to be predicted.
+    """
+    low, high = recipe.algorithm.conditioning_frame_range
+    unknown = sorted(set(range(low, high + 1)) - set(model.conditioning_frame_counts))
+    if unknown:
+        supported = " or ".join(map(str, model.conditioning_frame_counts))
+        raise RecipeError(
+            f"algorithm.max_num_conditional_frames {high}: {model.family} supports {supported} conditioning latent "
+            f"frames: change the range {low} to {high}"
+        )
+    num_frames = shape[1] if model.is_video else 1
+    if high >= num_frames:
+        raise RecipeError(
+            f"algorithm.max_num_conditional_frames {high} leaves none of {num_frames} latent frames to predict: lower "
+            "it or raise sampling.num_frames"
+        )

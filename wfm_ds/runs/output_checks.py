@@ -1,0 +1,84 @@
+"""Checks of run.output_dir before anything is written to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.models.assets.hub import is_repo_id
+from wfm_ds.models.registry import TINY_PREFIX
+from wfm_ds.recipe.deepspeed import find_deepspeed_config
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.storage.filesystem import is_remote, shorten_path
+
+PROJECT_FILES = (".git", "pyproject.toml", "setup.py")  # a folder with one of these contains source code
+
+
+def require_usable_folder(folder: Path) -> None:
+    """Raise RecipeError if the folder cannot be created, or if it contains source code."""
+    existing = find_existing_parent(folder)
+    if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
+        raise RecipeError(f"run.output_dir {folder} cannot be created: {existing} is not a writable folder")
+    project_files = [name for name in PROJECT_FILES if os.path.lexists(folder / name)]
+    if project_files:
+        raise RecipeError(
+            f"run.output_dir {folder} is a project folder (it contains {project_files[0]}), and a run could replace "
+            "its files: set a separate folder, for example outputs/my_run"
+        )
+
+
+def find_existing_parent(folder: Path) -> Path:
+    """Return the folder if it exists, else its nearest existing parent.
+
+    Raises RecipeError for invalid paths and broken links.
+    """
+    for path in (folder, *folder.absolute().parents):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if path.is_symlink():
+                raise RecipeError(
+                    f"run.output_dir {folder}: {path} is a link to {os.readlink(path)}, which does not exist: create "
+                    "that folder or remove the link"
+                ) from None
+            continue
+        except (OSError, ValueError) as error:  # too long, a link to itself, no permission
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise RecipeError(f"run.output_dir {shorten_path(folder)}: {reason}: set another folder") from error
+        return path
+    raise RecipeError(f"run.output_dir {folder}: none of its parents exists: set another folder")
+
+
+def require_separate_inputs(recipe: Recipe) -> None:
+    """Raise RecipeError if --overwrite would delete input files of the run."""
+    folder, storage = recipe.run.output_dir.resolve(), recipe.checkpoint.storage
+    is_folder = not recipe.model.path.startswith(TINY_PREFIX) and not is_repo_id(recipe.model.path)
+    model = Path(recipe.model.path).expanduser() if is_folder else None
+    inputs: list[tuple[str, str | Path | None]] = [
+        ("model.path", model),
+        ("lora.init_from", None if recipe.lora is None else recipe.lora.init_from),
+        ("engine.deepspeed", find_deepspeed_config(recipe.engine.deepspeed)),
+        *(("data.path", path) for path in recipe.data.shard_patterns),
+        *(("data.sets", path) for one, _ in recipe.data.set_recipes().values() for path in one.shard_patterns),
+        ("data.cache_dir", recipe.data.cache_dir),
+        ("validation.path", recipe.validation.path),
+        ("validation.prompts", recipe.validation.prompts),
+    ]
+    for key, path in inputs:
+        if path is None:
+            continue
+        if is_remote(str(path)):
+            owner = "checkpoint.storage" if storage is not None and str(path).startswith(f"{storage}/") else None
+        else:
+            owner = "run.output_dir" if is_inside_folder(Path(path), folder) else None
+        if owner is not None:
+            raise RecipeError(f"{key} {path} is inside {owner}, which --overwrite clears: move one of them")
+
+
+def is_inside_folder(path: Path, folder: Path) -> bool:
+    """Return whether `path`, with links resolved, is inside the folder. Returns False for circular links."""
+    try:
+        return path.resolve().is_relative_to(folder)
+    except (OSError, RuntimeError):
+        return False

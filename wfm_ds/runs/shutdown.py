@@ -1,0 +1,276 @@
+"""Shutdown of a run, as nested contexts.
+
+    with watch_ranks(world) as shutdown:                  errors reach the other ranks and become an exit code
+        with shutdown.use_recorder(discard_new_run(...)): a failure before the first step clears a new run's folder
+            with record_run(shutdown, ...) as record:     result.json contains the last step and the error
+
+A failure is recorded only once, on rank 0, by the innermost context. This happens in the main thread or, if that hangs,
+in the heartbeat thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from wfm_ds.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from wfm_ds.distributed.heartbeat import Heartbeat
+    from wfm_ds.distributed.world import World
+    from wfm_ds.recipe.schema import Recipe
+    from wfm_ds.runs.mirror import Mirror
+    from wfm_ds.runs.output_folder import RunStart
+    from wfm_ds.runs.result import RunOutcome
+    from wfm_ds.runs.storage_copies import StorageCopies
+
+log = logging.getLogger(__name__)
+
+SINGLE_RANK_ERROR = "error: "  # prefix of a UserError that only one rank has, as sent to the other ranks
+
+
+class RunProgress(Protocol):
+    """Progress of a run. A training loop provides these attributes."""
+
+    step: int  # last completed step
+    metrics: Mapping[str, float]  # of that step
+
+
+class RunExports(Protocol):
+    """Exports of a run."""
+
+    @property
+    def artifacts(self) -> Mapping[str, str]:
+        """The exported paths as {kind: path}."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorCause:
+    """The error that ended a run. All ranks have agreed that it is the cause."""
+
+    message: str
+    is_reported_here: bool  # this rank reports it
+
+
+class RunShutdown:
+    """Handles errors of a run across its ranks."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.start_time = datetime.datetime.now(datetime.UTC)
+        self.exit_code = 1  # exit code if an error ends the run
+        self.heartbeat: Heartbeat | None = None  # for several ranks
+        self._cause: ErrorCause | None = None
+        self._recorders: list[Callable[[str], None]] = []  # recorders of the active contexts, innermost last
+        self._record_lock, self._is_recorded = threading.Lock(), False
+
+    @contextmanager
+    def use_recorder(self, record: Callable[[str], None]) -> Iterator[None]:
+        """If the block fails, call `record(message)` on rank 0. Recorders of outer contexts are not called."""
+        self._recorders.append(record)
+        try:
+            yield
+        except Exception as error:
+            self._record_failure(self.agree_on_cause(error).message)
+            raise
+        finally:
+            self._recorders.pop()
+
+    def agree_on_cause(self, error: Exception) -> ErrorCause:
+        """Report the error to the other ranks and return the cause that the ranks agree on.
+
+        Further calls return the same cause.
+        """
+        if self._cause is None:
+            self._cause = self._find_cause(error)
+        return self._cause
+
+    def handle_fault(self, text: str) -> None:
+        """Log and record the fault of a rank. If the main thread hangs, the heartbeat thread calls this."""
+        from wfm_ds.program import USER_ERROR_CODE
+
+        if f" failed: {SINGLE_RANK_ERROR}" in text:
+            self.exit_code = USER_ERROR_CODE
+        log.error("the run ends: %s", text)
+        if not self.world.is_main and self.world.local_rank == 0:  # one message per machine; rank 0 logs
+            os.write(2, f"rank {self.world.rank}: the run ends: {text}\n".encode())
+        self._record_failure(text)
+
+    def _find_cause(self, error: Exception) -> ErrorCause:
+        from wfm_ds.distributed.heartbeat import is_communication_error
+        from wfm_ds.program import USER_ERROR_CODE
+
+        heartbeat, rank = self.heartbeat, self.world.rank
+        if is_shared_error(error, self.world):
+            if heartbeat is not None:
+                heartbeat.stop()
+            return ErrorCause(str(error), is_reported_here=self.world.is_main)
+        if isinstance(error, UserError):  # the others wait for this rank in a collective and end through the heartbeat
+            self.exit_code = USER_ERROR_CODE
+            fault = (
+                heartbeat.report_failure(f"{SINGLE_RANK_ERROR}{error}", is_secondary=False)
+                if heartbeat is not None
+                else None
+            )
+            return ErrorCause(str(error), is_reported_here=fault is None or rank in fault.ranks)
+        message, is_secondary = f"{type(error).__name__}: {error}", is_communication_error(error)
+        fault = heartbeat.report_failure(message, is_secondary=is_secondary) if heartbeat is not None else None
+        if fault is None or not is_secondary:
+            return ErrorCause(message, is_reported_here=True)
+        self.handle_fault(fault.text)
+        log.error("rank %d: resulting error: %s", rank, message)
+        if rank in fault.ranks:  # the collective failed on this rank
+            traceback.print_exception(error)
+        return ErrorCause(fault.text, is_reported_here=False)
+
+    def _record_failure(self, message: str) -> None:
+        with self._record_lock:
+            if self.world.is_main and self._recorders and not self._is_recorded:
+                self._is_recorded = True
+                self._recorders[-1](message)
+
+
+def is_shared_error(error: Exception, world: World) -> bool:
+    """Return whether all ranks have raised this error. If so, collectives still work."""
+    return isinstance(error, (RunError, UserError)) and (error.agreed or world.size == 1)
+
+
+@contextmanager
+def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
+    """Share errors that the block raises between the ranks. Collective.
+
+    UserError, RunError and errors of other ranks become SystemExit with the run's exit code. Unexpected errors of this
+    rank are raised unchanged.
+    stuck_s: end the run if no rank makes progress for this many seconds.
+    """
+    from wfm_ds.distributed import lifecycle
+    from wfm_ds.distributed.heartbeat import start_heartbeat
+
+    ending = RunShutdown(world)
+    try:
+        # A rank that ends because of another rank uses its exit code: the launcher reports the first one it sees.
+        ending.heartbeat = start_heartbeat(
+            world,
+            stuck_s=stuck_s,
+            on_end=ending.handle_fault,
+            exit_process=lambda _: os._exit(ending.exit_code),
+        )
+        yield ending
+    except UserError as error:
+        lifecycle.exit_with_user_error(str(error), world.rank, prints=ending.agree_on_cause(error).is_reported_here)
+    except RunError as error:
+        log.error("%s", ending.agree_on_cause(error).message)
+        raise SystemExit(1) from error
+    except Exception as error:
+        if ending.agree_on_cause(error).is_reported_here:
+            raise
+        raise SystemExit(ending.exit_code) from error
+    if ending.heartbeat is not None:
+        ending.heartbeat.stop()
+
+
+def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
+    """Return a recorder for failures before the first step.
+
+    It clears the folder of a new run, so that the run can start again with a corrected recipe.
+    """
+
+    def record(message: str) -> None:
+        from wfm_ds.runs.layout import REWARD, ROLLOUT
+        from wfm_ds.runs.output_folder import clear_run
+
+        if start.is_new:
+            clear_run(folder, keep=[REWARD, ROLLOUT])  # the message may refer to their logs
+
+    return record
+
+
+class ResultRecorder:
+    """Writes result.json after the training loop has started. Exists on every rank, but only rank 0 writes."""
+
+    def __init__(
+        self, recipe: Recipe, ending: RunShutdown, mirror: Mirror | None, loop: RunProgress, exporter: RunExports
+    ) -> None:
+        self._recipe, self._ending, self._mirror = recipe, ending, mirror
+        self._loop, self._exporter = loop, exporter
+        self._copies: StorageCopies | None = None  # set after waiting for them
+
+    def record_outcome(self, outcome: RunOutcome) -> StorageCopies | None:
+        """Wait until a successful run is copied to the storage, then write result.json. Collective.
+
+        Returns the state of the copies, None without checkpoint.storage.
+        """
+        self.wait_for_copies()
+        if self._ending.world.is_main:
+            try:
+                self._write_result(outcome.status, outcome.step, outcome.metrics, "")
+            except OSError as error:
+                raise UserError(
+                    f"run.output_dir {self._recipe.run.output_dir}: result.json cannot be written ({error.strerror}); "
+                    "everything else is complete: free disk space, then run the same command again"
+                ) from error
+        return self._copies
+
+    def record_failure(self, message: str) -> None:
+        """Write result.json with the last step and the error. Called only on rank 0."""
+        try:
+            self._write_result("failed", self._loop.step, self._loop.metrics, message)
+        except OSError as error:  # the disk may be full
+            log.error("result.json cannot be written: %s", error.strerror)
+
+    def wait_for_copies(self) -> None:
+        """Wait until the storage has all files, or accepts no more data. Collective."""
+        from wfm_ds.runs.storage_copies import finish_copies
+
+        self._copies = finish_copies(self._recipe, self._ending.world, self._mirror)
+
+    def _write_result(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
+        from wfm_ds.monitoring.run_page import try_write_page
+        from wfm_ds.runs.result import write_result
+        from wfm_ds.runs.storage_copies import send_result
+
+        def write() -> None:
+            write_result(
+                self._recipe.run.output_dir,
+                status=status,
+                step=step,
+                metrics=metrics,
+                artifacts=self._exporter.artifacts,
+                started=self._ending.start_time,
+                message=message,
+                storage=None if self._copies is None else dataclasses.asdict(self._copies),
+            )
+
+        write()
+        if self._recipe.logging.page:
+            try_write_page(self._recipe.run.output_dir)
+        if self._mirror is not None and self._copies is not None:
+            sent = send_result(self._mirror, self._copies)
+            if sent != self._copies:
+                self._copies = sent
+                write()
+
+
+@contextmanager
+def record_run(
+    ending: RunShutdown, recipe: Recipe, mirror: Mirror | None, loop: RunProgress, exporter: RunExports
+) -> Iterator[ResultRecorder]:
+    """Record a failure of the block in result.json. If all ranks have raised the error, wait for the copies first."""
+    record = ResultRecorder(recipe, ending, mirror, loop, exporter)
+    with ending.use_recorder(record.record_failure):
+        try:
+            yield record
+        except (RunError, UserError) as error:
+            if is_shared_error(error, ending.world):
+                record.wait_for_copies()
+            raise

@@ -1,0 +1,405 @@
+"""The client: submits tasks to the broker and receives their outcomes. A background thread does all socket work.
+
+The client repeats a submission until the broker accepts it, and resubmits all unfinished tasks after a broker restart.
+Every task ends in exactly one TaskOutcome unless it is cancelled.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from wfm_ds.chunks import split_into_chunks
+from wfm_ds.transport import wire
+from wfm_ds.transport.clock import ActiveClock
+from wfm_ds.transport.keys import ClientKeys
+from wfm_ds.transport.messages import BROKER_TO_CLIENT
+from wfm_ds.transport.payload_requests import PayloadRequest, PayloadRequests
+from wfm_ds.transport.pending_submissions import RESUBMIT_INTERVAL_S, PendingSubmissions, Submission, TaskRequest
+from wfm_ds.transport.sockets import Dealer, EndpointNotAllowed, Mailbox, PipeError, SendQueueFull, check_endpoint
+from wfm_ds.transport.throttle import LogThrottle
+from wfm_ds.transport.wire import Array, Buffer, Message, WireError
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 100
+ATTACH_INTERVAL_S = 0.1  # between attempts to attach; each one looks up the broker's address again
+REJECTION_TIMEOUT_S = 5.0  # `attach` fails early if the broker still rejects the client after this time
+SINCE_INTERVAL_S = 2.0  # between `since` messages, which also keep the session alive
+RELEASE_RETRY_S = 2.0  # a `release` is repeated until the broker confirms it
+IDS_PER_MESSAGE = 100
+MAX_MESSAGE_ID = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOutcome:
+    """Result of a task. `meta` is the worker's return value; `reason` explains a failure."""
+
+    id: str
+    ok: bool
+    seconds: float
+    meta: Mapping[str, Any]
+    reason: str
+
+
+class PipeClient:
+    """A client of the broker. Call its methods from a single thread; only `close` is thread-safe."""
+
+    def __init__(self, endpoint: str, *, run: str, client: str, keys: ClientKeys | None = None) -> None:
+        """Start the background thread. Raises PipeError if the address is not allowed.
+
+        endpoint: an ipc:// or tcp:// address, or the path of a pipes.json file, which is read again when the connection
+        is lost.
+        run, client: names that together identify the client. A newer client with the same names replaces the older one.
+        keys: key pair of this client; needed if the broker authenticates clients.
+        """
+        self.endpoint = endpoint if "://" not in endpoint else check_endpoint(endpoint, keys=keys is not None)
+        self._keys = keys
+        self.kinds: dict[str, dict[str, Any]] = {}  # task kinds offered by the broker; set by `attach`
+        self._identity = {"run": run, "client": client, "epoch": time.time_ns()}
+        self._commands: Mailbox[Callable[[], None]] = Mailbox()
+        self._condition = threading.Condition()
+        self._outcomes: list[TaskOutcome] = []
+        self._stopping = False
+        self._silence_s = 0.0
+        self._problem = "not connected yet"
+        self._rejected_at_s = float("-inf")  # time of the last rejection
+        # Used only by the background thread:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._dealer: Dealer | None = None
+        self._session = ""  # while attached
+        self._last_session = ""
+        self._seq = 0
+        self._clock = ActiveClock(time.monotonic())
+        self._last_contact_s = self._clock.now_s
+        self._message_ids = itertools.count(1)
+        self._log_throttle = LogThrottle(log.warning)
+        self._submissions = PendingSubmissions()
+        self._requests = PayloadRequests(f"mark/{self._identity['epoch']}")
+        self._pending_releases: dict[str, float] = {}  # task id -> time of the last `release` message
+        self._payloads: dict[str, Message | str] = {}  # payload or the reason it is missing; guarded by self._condition
+        self._attach_at_s = self._since_at_s = float("-inf")
+        self._thread = threading.Thread(target=self._run_thread, name="pipes", daemon=True)
+        self._thread.start()
+
+    def attach(self, timeout_s: float) -> None:
+        """Wait for the broker's first reply, which sets `kinds`.
+
+        Raises PipeError after `timeout_s`, or earlier if the broker rejects this client (wrong, missing or unexpected
+        keys).
+        """
+        refused_s = self.now_s() + min(REJECTION_TIMEOUT_S, timeout_s)
+        with self._condition:
+            self._condition.wait_for(lambda: self._last_session or self._rejected_at_s >= refused_s, timeout_s)
+            if not self._last_session:
+                refused = self._rejected_at_s >= refused_s
+                raise PipeError(self._problem if refused else f"no reply within {timeout_s:g} s: {self._problem}")
+
+    def submit(
+        self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[tuple[str, Array]], tasks: Sequence[TaskRequest]
+    ) -> None:
+        """Queue `tasks`, which refer to ranges of `rows`, and return immediately.
+
+        tensors: one tensor per row, or an empty list. Do not modify them until the tasks have ended.
+        Raises WireError if rows, tensors and tasks do not fit in one message.
+        """
+        specs, frames = wire.pack_tensors(tensors)
+        by_id = {task.id: task for task in tasks}
+        submission = Submission(rows, specs, list(itertools.chain(*frames)), by_id, set(by_id))
+        submission.encode_header(MAX_MESSAGE_ID, self.now_s())  # checks the size limit with the largest possible header
+        self._commands.put(lambda: self._submissions.add(submission))
+
+    def take_outcomes(self, timeout_s: float) -> list[TaskOutcome]:
+        """Return the outcomes since the last call. Waits up to timeout_s for the first one."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._outcomes, max(0.0, timeout_s))
+            outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def cancel(self, ids: Iterable[str]) -> None:
+        """Cancel tasks. They get no outcome, unless the outcome was already sent."""
+        task_ids = list(ids)
+        if task_ids:
+            self._commands.put(lambda: self._cancel_tasks(task_ids))
+
+    def fetch_results(self, ids: Iterable[str], timeout_s: float) -> dict[str, Message]:
+        """Fetch results by task id. The tasks may have been submitted by other clients of this run.
+
+        Read the tensors with Message.read_tensors. Raises PipeError if a result is missing, or if no result arrives for
+        `timeout_s`.
+        """
+        return self._collect_payloads({task_id: PayloadRequest("fetch", {"id": task_id}) for task_id in ids}, timeout_s)
+
+    def read_file(self, name: str, num_bytes: int, timeout_s: float) -> Iterator[Array]:
+        """Yield the content of an announced file of `num_bytes` bytes, in uint8 pieces.
+
+        Raises PipeError if a piece does not arrive within `timeout_s`, and WireError if its checksum is wrong.
+        """
+        for offset in range(0, num_bytes, wire.MAX_FRAME_BYTES):
+            key = f"{name}@{offset}"
+            request = PayloadRequest("read", {"file": name, "offset": offset})
+            yield self._collect_payloads({key: request}, timeout_s)[key].read_tensors()[0]
+
+    def release_results(self, ids: Iterable[str]) -> None:
+        """Allow the broker to drop the tensors of these results."""
+        task_ids = list(ids)
+        self._commands.put(lambda: self._queue_releases(task_ids))
+
+    def now_s(self) -> float:
+        """Return time.monotonic() without the time for which this process was suspended.
+
+        Use this clock for the deadlines of tasks and replies.
+        """
+        return self._clock.now_s if self._thread.is_alive() else time.monotonic()
+
+    def silence_s(self) -> float:
+        """Return the seconds since the last message from the broker, measured after all arrived messages were read."""
+        return self._silence_s
+
+    def connection_problem(self) -> str:
+        """Return the last known connection problem, "" if there was none."""
+        return self._problem
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel open tasks and disconnect."""
+        self._commands.put(self._detach)
+        self._thread.join(timeout_s)
+
+    def _collect_payloads(self, requests: dict[str, PayloadRequest], timeout_s: float) -> dict[str, Message]:
+        self._commands.put(lambda: self._requests.add(requests))
+        with self._condition:
+            is_complete = self._wait_for_all(requests.keys(), timeout_s)
+            replies = {key: self._payloads.pop(key) for key in requests.keys() & self._payloads.keys()}
+        if not is_complete:
+            self._commands.put(lambda: self._drop_requests(requests))
+            missing = sorted(requests.keys() - replies.keys())
+            why = self._problem if self._silence_s > timeout_s else "the broker did not send them"
+            raise PipeError(f"no payload arrived for {timeout_s:g} s, {len(missing)} missing, e.g. {missing[0]}: {why}")
+        messages = {key: reply for key, reply in replies.items() if not isinstance(reply, str)}
+        if len(messages) < len(replies):
+            raise PipeError("; ".join(reply for reply in replies.values() if isinstance(reply, str)))
+        return messages
+
+    def _wait_for_all(self, wanted: Set[str], silence_s: float) -> bool:
+        """Wait until all payloads in `wanted` have arrived.
+
+        Returns False if no payload arrives for `silence_s` seconds.
+
+        The caller holds self._condition.
+        """
+        while missing := wanted - self._payloads.keys():
+            if not self._condition.wait_for(functools.partial(self._has_any, missing), silence_s):
+                return False
+        return True
+
+    def _has_any(self, wanted: Set[str]) -> bool:
+        return not wanted.isdisjoint(self._payloads)
+
+    # Methods of the background thread
+
+    def _drop_requests(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._requests.close(key)
+            with self._condition:
+                self._payloads.pop(key, None)  # arrived too late for the caller
+
+    def _run_thread(self) -> None:
+        try:
+            while not self._stopping:
+                self._poll_sockets()
+                now_s = self._clock.tick(time.monotonic())
+                self._log_throttle.flush_due(now_s)
+                for command in self._commands.take_all():
+                    command()
+                while self._dealer is not None and (frames := self._dealer.receive()) is not None:
+                    self._handle_message(frames, now_s)
+                self._silence_s = now_s - self._last_contact_s
+                if not self._session:
+                    self._try_to_attach(now_s)
+                else:
+                    self._send_pending(now_s)
+        finally:
+            if self._dealer is not None:
+                self._dealer.close()
+            self._context.term()  # bounded by the socket's linger
+            self._commands.close()
+
+    def _poll_sockets(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._commands.fileno(), zmq.POLLIN)
+        if self._dealer is not None:
+            poller.register(self._dealer.socket, zmq.POLLIN)
+        poller.poll(POLL_MS)
+
+    def _try_to_attach(self, now_s: float) -> None:
+        if now_s - self._attach_at_s < ATTACH_INTERVAL_S:
+            return
+        self._attach_at_s = now_s
+        try:
+            endpoint = resolve_endpoint(self.endpoint, keys=self._keys is not None)
+        except EndpointNotAllowed as error:
+            self._record_rejection(str(error), now_s)
+            return
+        except PipeError as error:
+            self._problem = str(error)
+            return
+        refusal = self._dealer.connection_problem() if self._dealer is not None else ""
+        if self._dealer is None or self._dealer.endpoint != endpoint or self._dealer.is_stale():
+            if self._dealer is not None:
+                self._dealer.close()
+            self._dealer = Dealer(self._context, endpoint, self._keys)
+        was_sent = self._send("attach", self._identity)
+        if refusal:
+            self._record_rejection(f"{endpoint}: {refusal}", now_s)
+        elif self._dealer.is_settled() or not self._problem.startswith(f"{endpoint}: "):
+            self._problem = f"{endpoint} does not reply" if was_sent else f"nothing listens at {endpoint}"
+
+    def _record_rejection(self, why: str, now_s: float) -> None:
+        with self._condition:
+            self._problem, self._rejected_at_s = why, now_s
+            self._condition.notify_all()
+
+    def _send_pending(self, now_s: float) -> None:
+        for submission in self._submissions.due_submissions(now_s):
+            header = submission.encode_header(next(self._message_ids), now_s)
+            if not self._send_frames(header, submission.frames):
+                return
+            submission.retry_at_s = now_s + RESUBMIT_INTERVAL_S
+        self._requests.send(now_s, self._send)
+        self._resend_releases(now_s)
+        if now_s - self._since_at_s > SINCE_INTERVAL_S and self._send("since", {"seq": self._seq}):
+            self._since_at_s = now_s
+
+    def _handle_message(self, frames: list[zmq.Frame], now_s: float) -> None:
+        try:
+            message = wire.decode_message([frame.buffer for frame in frames], BROKER_TO_CLIENT)
+        except WireError as error:
+            self._log_throttle.log(error.reason, f"dropped a message from the broker: {error}", now_s)
+            return
+        self._last_contact_s = now_s
+        fields = message.fields
+        if message.type == "attached":
+            self._on_attached(fields)
+        elif message.type == "who":
+            self._session = ""
+        elif message.type == "accepted":
+            self._on_accepted(fields, now_s)
+        elif message.type == "finished":
+            for item in fields["items"]:
+                self._finish_task(TaskOutcome(item["id"], item["ok"], item["seconds"], item["meta"], item["reason"]))
+            if fields["items"]:
+                if fields["after"] <= self._seq:  # else a message was lost, and the broker resends
+                    self._seq = max(self._seq, fields["items"][-1]["seq"])
+                self._since_at_s = float("-inf")  # acknowledge immediately: a stopping broker waits for it
+        elif message.type in ("payload", "missing"):
+            if self._requests.close(fields["id"]):  # else a duplicate
+                with self._condition:
+                    self._payloads[fields["id"]] = message if message.type == "payload" else fields["why"]
+                    self._condition.notify_all()
+        elif message.type == "released":
+            self._requests.on_released(fields["ids"])
+            for task_id in fields["ids"]:
+                self._pending_releases.pop(task_id, None)
+        elif not self._session:
+            self._record_rejection(fields["why"], now_s)
+        else:
+            self._problem = fields["why"]
+            self._log_throttle.log("rejected", f"the broker rejected a message: {fields['why']}", now_s)
+
+    def _on_attached(self, fields: Mapping[str, Any]) -> None:
+        self._session = fields["session"]
+        if self._session != self._last_session:  # the broker was restarted or dropped this client
+            self._seq = 0
+            self._pending_releases.clear()
+            self._submissions.resend_all()
+        with self._condition:
+            self.kinds, self._last_session = fields["kinds"], self._session
+            self._condition.notify_all()
+
+    def _on_accepted(self, fields: Mapping[str, Any], now_s: float) -> None:
+        self._submissions.mark_accepted((*fields["ids"], *fields["known"]))
+        for task_id, why in fields["refused"]:
+            if why == "full":
+                self._submissions.retry_later(task_id, now_s)
+            else:
+                self._finish_task(TaskOutcome(task_id, False, 0.0, {}, f"rejected: {why}"))
+
+    def _finish_task(self, outcome: TaskOutcome) -> None:
+        if self._submissions.drop_task(outcome.id):  # else a duplicate
+            with self._condition:
+                self._outcomes.append(outcome)
+                self._condition.notify_all()
+
+    def _cancel_tasks(self, ids: Iterable[str]) -> None:
+        self._send_ids(
+            "cancel",
+            [task_id for task_id in ids if self._submissions.drop_task(task_id)],
+            why="cancelled by the client",
+        )
+
+    def _queue_releases(self, ids: Sequence[str]) -> None:
+        self._pending_releases.update(dict.fromkeys(ids, float("-inf")))
+        self._resend_releases(self._clock.now_s)
+
+    def _resend_releases(self, now_s: float) -> None:
+        """Resend unconfirmed `release` messages. If one were lost, the broker would keep the tensors forever."""
+        due = [task_id for task_id, sent_at_s in self._pending_releases.items() if now_s - sent_at_s > RELEASE_RETRY_S]
+        for batch in split_into_chunks(due, IDS_PER_MESSAGE):
+            if not self._send("release", {"ids": batch}):
+                return
+            self._pending_releases.update(dict.fromkeys(batch, now_s))
+
+    def _send_ids(self, message_type: str, ids: Sequence[str], **fields: str) -> None:
+        for batch in split_into_chunks(ids, IDS_PER_MESSAGE):
+            self._send(message_type, {"ids": list(batch), **fields})
+
+    def _detach(self) -> None:
+        self._cancel_tasks(self._submissions.task_ids())
+        self._send_ids("release", list(self._pending_releases))
+        self._send("since", {"seq": self._seq})
+        self._stopping = True
+
+    def _send(self, message_type: str, fields: Mapping[str, Any]) -> bool:
+        return self._send_frames(wire.encode_header(message_type, next(self._message_ids), fields))
+
+    def _send_frames(self, header: bytes, payload: Sequence[Buffer] = ()) -> bool:
+        """Send a message. If the send queue is full, return False and start to attach again.
+
+        The broker may have been replaced by a new one.
+        """
+        try:
+            if self._dealer is not None:
+                self._dealer.send(header, payload)
+                return True
+        except SendQueueFull:
+            self._session = ""
+        return False
+
+
+def resolve_endpoint(endpoint: str, *, keys: bool = False) -> str:
+    """Return the address for clients: `endpoint` itself, or the address in the pipes.json file at this path.
+
+    Raises PipeError.
+    """
+    if "://" in endpoint:
+        return check_endpoint(endpoint, keys=keys)
+    try:
+        content = json.loads(Path(endpoint).read_text())
+    except FileNotFoundError as error:
+        raise PipeError(f"{endpoint} does not exist; the service writes it when it is ready") from error
+    except (OSError, ValueError) as error:
+        raise PipeError(f"{endpoint} cannot be read: {error}") from error
+    address = content.get("clients") if isinstance(content, dict) else None
+    if not isinstance(address, str):
+        raise PipeError(f"{endpoint} has no address for `clients`")
+    return check_endpoint(address, keys=keys)

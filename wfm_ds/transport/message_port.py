@@ -1,0 +1,86 @@
+"""Message layer over one of the broker's ROUTER sockets.
+
+It decodes incoming messages, rejects and counts invalid ones, and numbers outgoing messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import zmq
+
+from wfm_ds.transport import wire
+from wfm_ds.transport.messages import REASON_CHARS
+from wfm_ds.transport.sockets import PeerUnreachable, Router, SendQueueFull
+from wfm_ds.transport.throttle import LogThrottle
+from wfm_ds.transport.wire import Message, TensorSpec, WireError
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 256  # per socket, so that neither socket starves the other
+
+MessageHandler: TypeAlias = Callable[
+    [bytes, Message, list[zmq.Frame], float], None
+]  # route, message, its frames, now_s
+
+
+class MessagePort:
+    """Sends and receives messages over one ROUTER. Used only by the broker's thread. The router's creator closes it."""
+
+    def __init__(self, router: Router, expected_types: frozenset[str], rejected: Counter[str]) -> None:
+        """Create the port.
+
+        expected_types: message types that may arrive. rejected: counter of invalid messages by endpoint, shared by the
+        ports.
+        """
+        self.router = router
+        self._expected_types = expected_types
+        self._rejected = rejected
+        self._message_ids = itertools.count(1)
+        self._log_throttle = LogThrottle(log.warning)
+
+    def receive_messages(self, handle: MessageHandler, now_s: float) -> None:
+        """Pass arrived messages to `handle`.
+
+        A message is rejected if it is invalid or if `handle` raises WireError for it.
+        """
+        self._log_throttle.flush_due(now_s)
+        for _ in range(MESSAGES_PER_TURN):
+            received = self.router.receive()
+            if received is None:
+                return
+            route, frames = received
+            try:
+                message = wire.decode_message([frame.buffer for frame in frames], self._expected_types)
+                handle(route, message, frames, now_s)
+            except WireError as error:
+                self._rejected[self.router.endpoint] += 1
+                self._log_throttle.log(error.reason, f"dropped a message at {self.router.endpoint}: {error}", now_s)
+                self.send(route, "reject", {"about": 0, "why": str(error)[:REASON_CHARS]})
+
+    def close(self, now_s: float) -> None:
+        """Log the remaining counts of dropped messages."""
+        self._log_throttle.close(now_s)
+
+    def encode(self, message_type: str, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()) -> bytes:
+        """Return the header of a message, to be passed to `router.send`. Raises WireError if it is too large."""
+        return wire.encode_header(message_type, next(self._message_ids), fields, specs)
+
+    def send(
+        self,
+        route: bytes,
+        message_type: str,
+        fields: Mapping[str, Any],
+        specs: Sequence[TensorSpec] = (),
+        payload: Sequence[Any] = (),
+    ) -> bool:
+        """Send a message. Returns False if it was not sent; the protocol repeats lost messages of these types."""
+        try:
+            self.router.send(route, self.encode(message_type, fields, specs), payload)
+        except (PeerUnreachable, SendQueueFull):
+            return False
+        return True

@@ -1,0 +1,418 @@
+"""The worker: a background thread communicates with the broker, and the caller's thread runs the tasks in order.
+
+Results are kept until the broker acknowledges them. Only the task itself reports progress; the background thread
+repeats the last value. The broker can therefore detect a hanging task although the background thread keeps replying.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import zmq
+
+from wfm_ds.transport import wire
+from wfm_ds.transport.keys import ClientKeys
+from wfm_ds.transport.messages import BROKER_TO_WORKER, DETAIL_CHARS, META_BYTES, REASON_CHARS
+from wfm_ds.transport.sockets import Dealer, Mailbox, SendQueueFull
+from wfm_ds.transport.throttle import LogThrottle
+from wfm_ds.transport.wire import Array, Buffer, Message, TensorSpec, WireError
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 100
+HELLO_INTERVAL_S = 0.1  # between `hello` messages until `welcome`
+RESEND_INTERVAL_S = 5.0  # before resending an unacknowledged result
+WATCHDOG_INTERVAL_S = 2.0  # between resets of the watchdog, which fires if the GIL is blocked
+HUNG_EXIT_CODE = 3  # exit code of a worker with a hanging task
+
+ReportProgress: TypeAlias = Callable[[int, int], None]
+"""Function that a task or batch calls as report(done, total), with increasing `done`."""
+
+
+class TaskFailed(Exception):
+    """A task failed. `fatal` is True if another attempt would fail in the same way."""
+
+    def __init__(self, reason: str, *, fatal: bool) -> None:
+        super().__init__(reason)
+        self.fatal = fatal
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedTask:
+    id: str
+    attempt: int
+    kind: str
+    rows: list[dict[str, Any]]
+    message: Message
+
+    @property
+    def announcement(self) -> Mapping[str, Any]:
+        """Return the values that the broker's owner had announced when the task was leased (`Broker.announce`)."""
+        announcement: Mapping[str, Any] = self.message.fields["note"]
+        return announcement
+
+    def read_tensors(self) -> list[Array]:
+        """Return aligned copies of the tensors: one per row, or an empty list.
+
+        Raises TaskFailed if a checksum is wrong.
+        """
+        try:
+            return self.message.read_tensors()
+        except WireError as error:
+            raise TaskFailed(str(error), fatal=False) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """A result with tensors. The broker keeps them until the client that submitted the task releases them."""
+
+    meta: Mapping[str, Any]
+    tensors: Sequence[tuple[str, Array]]
+
+
+TaskHandler: TypeAlias = Callable[[LeasedTask, ReportProgress], "Mapping[str, Any] | TaskResult"]
+BatchHandler: TypeAlias = Callable[
+    [Sequence[LeasedTask], ReportProgress], "Sequence[Mapping[str, Any] | TaskResult | TaskFailed]"
+]
+"""Function that runs a batch of tasks and returns one result per task, in order."""
+
+
+@dataclass(slots=True)
+class _PendingReport:
+    """A result or failure that the broker has not acknowledged yet."""
+
+    type: str
+    fields: Mapping[str, Any]
+    specs: Sequence[TensorSpec] = ()
+    frames: Sequence[Buffer] = ()
+    sent_at_s: float = float("-inf")
+
+
+class LeaseWorker:
+    """Leases tasks from a broker and runs them in the calling thread, until `stop` is called or its parent ends."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        worker: str,
+        name: str,
+        kinds: list[str],
+        credit: int = 1,
+        keys: ClientKeys | None = None,
+        parent_fd: int | None = None,
+        watchdog_s: float = 600.0,
+        ends_process: bool = True,
+    ) -> None:
+        """Create a worker. `run` or `run_batches` connects it to the broker.
+
+        keys: needed if the broker authenticates workers.
+        parent_fd: read end of a pipe from the parent process. At end of file the parent has ended, and the worker
+        stops.
+        watchdog_s: the process exits if a task blocks the GIL for this long.
+        ends_process: True: exit the process if a task is still running when the worker stops. False: the caller waits
+        for `disconnected` and then exits.
+        """
+        life = uuid.uuid4().hex
+        self._hello = {"worker": worker, "life": life, "name": name, "kinds": kinds, "credit": credit}
+        self._endpoint, self._keys = endpoint, keys
+        self._parent_fd = parent_fd
+        self._watchdog_s, self._ends_process = watchdog_s, ends_process
+        self._tasks: queue.SimpleQueue[LeasedTask | None] = queue.SimpleQueue()
+        self._mailbox: Mailbox[_PendingReport | None] = Mailbox()  # None: new progress
+        self._reports: dict[str, _PendingReport] = {}
+        self._attempts: dict[str, int] = {}  # task id -> attempt, for tasks received and not reported
+        self._deferred_task: LeasedTask | None = None  # received, but did not fit in the last batch
+        self._running_ids: frozenset[str] = frozenset()
+        self._progress_rows: list[tuple[LeasedTask, int, int]] = []  # (task, done, total) of running tasks
+        self._message_ids = itertools.count(1)
+        self._log_throttle = LogThrottle(log.warning)
+        self._broker_id = ""
+        self._problem = ""  # last logged reason for a rejection
+        self._hello_interval_s = HELLO_INTERVAL_S
+        self._beat_interval_s = 2.0
+        self._stopping = threading.Event()
+        self._main_done = threading.Event()
+        self._is_broken = False  # an exception such as SystemExit left the loop
+        self.disconnected = threading.Event()  # set after the worker has left the broker and closed its socket
+
+    def run(self, handle: TaskHandler) -> None:
+        """Run tasks one by one until stopped. If `handle` raises an exception, only that task fails."""
+        self.run_batches(lambda tasks, progress: [handle(task, progress) for task in tasks], max_rows=1, max_wait_s=0.0)
+
+    def run_batches(self, handle: BatchHandler, *, max_rows: int, max_wait_s: float) -> None:
+        """Run tasks in batches until stopped. If `handle` raises an exception, all tasks of the batch fail.
+
+        A batch contains the tasks that arrive within `max_wait_s` seconds after the first one, with at most `max_rows`
+        rows in total. A single task may be larger.
+        """
+        thread = threading.Thread(target=self._run_thread, name="pipes", daemon=True)
+        thread.start()
+        try:
+            while batch := self._next_batch(max_rows, max_wait_s):
+                self._run_batch(batch, handle)
+        except BaseException:  # e.g. sys.exit: do not send `leave`, which would requeue the task without an attempt
+            self._is_broken = True
+            raise
+        finally:
+            self._main_done.set()
+            self.stop()
+            thread.join(10)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._mailbox.put(None)
+
+    def _next_batch(self, max_rows: int, max_wait_s: float) -> list[LeasedTask]:
+        """Return the next batch of tasks, [] when stopped."""
+        batch: list[LeasedTask] = []
+        rows, wait_until_s = 0, float("inf")
+        while rows < max_rows:
+            try:
+                task = self._deferred_task or self._tasks.get(timeout=_remaining_s(wait_until_s))
+            except queue.Empty:
+                break
+            self._deferred_task = None
+            if task is None:
+                if batch:
+                    self._tasks.put(None)  # for the next call
+                return batch
+            if self._attempts.get(task.id) != task.attempt:
+                continue  # cancelled or leased again in the meantime
+            if batch and rows + len(task.rows) > max_rows:
+                self._deferred_task = task
+                break
+            if not batch:
+                wait_until_s = time.monotonic() + max_wait_s
+            batch.append(task)
+            rows += max(1, len(task.rows))
+        return batch
+
+    def _run_batch(self, batch: Sequence[LeasedTask], handle: BatchHandler) -> None:
+        self._running_ids = frozenset(task.id for task in batch)
+        started = time.monotonic()
+        try:
+            results = handle(batch, lambda done, total: self._record_progress(batch, done, total))
+            seconds = (time.monotonic() - started) / max(1, sum(len(task.rows) for task in batch))
+            pairs = list(zip(batch, results, strict=True))
+            reports = [
+                _make_report(t.id, self._current_attempt(t), result, seconds * len(t.rows)) for t, result in pairs
+            ]
+        except Exception as error:  # noqa: BLE001  (top level of the worker's loop: reported as a failure)
+            reports = [_make_report(task.id, self._current_attempt(task), error, 0.0) for task in batch]
+        self._running_ids, self._progress_rows = frozenset(), []
+        for report in reports:
+            self._mailbox.put(report)
+
+    def _record_progress(self, batch: Sequence[LeasedTask], done: int, total: int) -> None:
+        self._progress_rows = [(task, done, total) for task in batch]
+        self._mailbox.put(None)
+
+    def _current_attempt(self, task: LeasedTask) -> int:
+        """Return the latest attempt number of the task. It changes if the task is leased to this worker again."""
+        return self._attempts.get(task.id, task.attempt)
+
+    # Methods of the background thread
+
+    def _run_thread(self) -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        dealer = Dealer(context, self._endpoint, self._keys)
+        try:
+            hello_at_s = beat_at_s = armed_at_s = float("-inf")
+            while not self._stopping.is_set():
+                if self._is_parent_gone(self._poll_sockets(dealer)):
+                    break
+                now_s = time.monotonic()
+                self._log_throttle.flush_due(now_s)
+                if dealer.is_stale():
+                    dealer = self._reopen_dealer(context, dealer)
+                if now_s - armed_at_s > WATCHDOG_INTERVAL_S:
+                    armed_at_s = now_s
+                    faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
+                has_progress = self._take_reports()
+                while (frames := dealer.receive()) is not None:
+                    self._handle_message(frames, now_s)
+                if not self._broker_id and now_s - hello_at_s > self._hello_interval_s:
+                    hello_at_s = now_s
+                    held = sorted(self._attempts.keys() | self._reports.keys())
+                    self._send(dealer, "hello", {**self._hello, "held": held})
+                if self._broker_id and (has_progress or now_s - beat_at_s > self._beat_interval_s):
+                    beat_at_s = now_s
+                    progress = [
+                        (task.id, self._current_attempt(task), done, total) for task, done, total in self._progress_rows
+                    ]
+                    self._send(dealer, "beat", {"progress": progress})
+                self._send_reports(dealer, now_s)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            if self._broker_id and not self._is_broken:
+                self._send(dealer, "leave", {"why": "its worker left"})
+            dealer.close()
+            context.term()
+            self.disconnected.set()
+            self._tasks.put(None)
+            if self._ends_process and not self._main_done.wait(1.0):
+                os._exit(0)  # still running a task that is no longer needed
+
+    def _poll_sockets(self, dealer: Dealer) -> Mapping[Any, int]:
+        poller = zmq.Poller()
+        for source in (dealer.socket, self._mailbox.fileno(), self._parent_fd):
+            if source is not None:
+                poller.register(source, zmq.POLLIN)
+        return dict(poller.poll(POLL_MS))
+
+    def _reopen_dealer(self, context: zmq.Context[Any], dealer: Dealer) -> Dealer:
+        if (why := dealer.connection_problem()) != self._problem:
+            log.warning("%s: %s", self._endpoint, why)
+        self._broker_id, self._problem = "", why
+        dealer.close()
+        return Dealer(context, self._endpoint, self._keys)
+
+    def _is_parent_gone(self, readable: Mapping[Any, int]) -> bool:
+        return self._parent_fd is not None and self._parent_fd in readable and not os.read(self._parent_fd, 4096)
+
+    def _take_reports(self) -> bool:
+        """Move reports from the mailbox to self._reports. Returns True if there is new progress."""
+        has_progress = False
+        for report in self._mailbox.take_all():
+            if report is None:
+                has_progress = bool(self._progress_rows)
+            else:
+                self._attempts.pop(report.fields["id"], None)
+                self._reports[report.fields["id"]] = report
+        return has_progress
+
+    def _handle_message(self, frames: list[zmq.Frame], now_s: float) -> None:
+        try:
+            message = wire.decode_message([frame.buffer for frame in frames], BROKER_TO_WORKER)
+        except WireError as error:
+            self._log_throttle.log(error.reason, f"dropped a message from the broker: {error}", now_s)
+            return
+        fields = message.fields
+        if message.type == "welcome":
+            if fields["hub"] != self._broker_id:
+                self._broker_id, self._beat_interval_s = fields["hub"], fields["beat_s"]
+                self._problem, self._hello_interval_s = "", HELLO_INTERVAL_S
+                for report in self._reports.values():
+                    report.sent_at_s = float("-inf")
+        elif message.type == "who":
+            self._broker_id = ""
+        elif message.type == "task":
+            self._accept_task(LeasedTask(fields["id"], fields["attempt"], fields["kind"], fields["rows"], message))
+        elif message.type == "ack":
+            for task_id in fields["ids"]:
+                self._reports.pop(task_id, None)
+        elif message.type == "bye":
+            log.info("stopped by the broker: %s", fields["why"])
+            self._stopping.set()
+        elif message.type == "cancel":
+            for task_id in self._attempts.keys() & set(fields["ids"]) - self._running_ids:
+                self._fail_unstarted(task_id, self._attempts[task_id], f"cancelled: {fields['why']}")
+        elif message.type == "stalled":
+            self._on_stalled(fields["id"], fields["attempt"])
+        else:
+            self._hello_interval_s = RESEND_INTERVAL_S  # the broker may have rejected `hello`: retry less often
+            if fields["why"] != self._problem:
+                log.warning("the broker rejected a message: %s", fields["why"])
+            self._problem = fields["why"]
+
+    def _accept_task(self, task: LeasedTask) -> None:
+        """Queue a task, unless this worker already has it.
+
+        A task arrives again if the broker had considered this worker lost and leased the task to it once more.
+        """
+        report, attempt = self._reports.get(task.id), self._attempts.get(task.id)
+        if report is not None and report.type == "failed" and report.fields["attempt"] < task.attempt:
+            del self._reports[task.id]  # the broker has received the failure; this is a new attempt
+        elif report is not None:
+            return  # the report will be sent
+        self._attempts[task.id] = task.attempt  # the broker ignores reports of earlier leases
+        if attempt != task.attempt and task.id not in self._running_ids:
+            self._tasks.put(task)
+
+    def _on_stalled(self, task_id: str, attempt: int) -> None:
+        if task_id in self._reports or self._attempts.get(task_id, attempt) != attempt:
+            return  # already finished, or leased again
+        if task_id in self._running_ids:
+            hanging = ", ".join(sorted(self._running_ids))
+            log.error("%s hangs: this worker exits and its supervisor restarts it. Stack traces:", hanging)
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            os._exit(HUNG_EXIT_CODE)  # a hanging thread cannot be stopped otherwise
+        self._fail_unstarted(task_id, attempt, "not started" if task_id in self._attempts else "not received")
+
+    def _fail_unstarted(self, task_id: str, attempt: int, why: str) -> None:
+        """Report that a task failed before it was started."""
+        self._attempts.pop(task_id, None)
+        failure = {"reason": _truncate_text(why, REASON_CHARS), "detail": "", "fatal": False}
+        self._mailbox.put(_PendingReport("failed", {"id": task_id, "attempt": attempt, **failure}))
+
+    def _send_reports(self, dealer: Dealer, now_s: float) -> None:
+        for report in self._reports.values() if self._broker_id else ():
+            if now_s - report.sent_at_s > RESEND_INTERVAL_S and self._send(
+                dealer, report.type, report.fields, report.specs, report.frames
+            ):
+                report.sent_at_s = now_s
+
+    def _send(
+        self,
+        dealer: Dealer,
+        message_type: str,
+        fields: Mapping[str, Any],
+        specs: Sequence[TensorSpec] = (),
+        frames: Sequence[Buffer] = (),
+    ) -> bool:
+        try:
+            dealer.send(wire.encode_header(message_type, next(self._message_ids), fields, specs), frames)
+        except SendQueueFull:
+            return False
+        return True
+
+
+def _make_report(
+    task_id: str, attempt: int, result: Mapping[str, Any] | TaskResult | Exception, seconds: float
+) -> _PendingReport:
+    """Return the report of a task. Never raises: a result that cannot be sent is reported as a failure."""
+    lease = {"id": task_id, "attempt": attempt}
+    if not isinstance(result, Exception):
+        try:
+            meta, tensors = (result.meta, result.tensors) if isinstance(result, TaskResult) else (result, ())
+            size = wire.msgpack_size(meta)
+            if size > META_BYTES:
+                raise TaskFailed(f"result too large: {size} bytes, limit {META_BYTES}", fatal=True)
+            specs, frames = wire.pack_tensors(tensors)
+            fields = {**lease, "seconds": seconds, "meta": meta}
+            wire.encode_header("result", 0, fields, specs)  # raises if it cannot be sent
+            return _PendingReport("result", fields, specs, list(itertools.chain(*frames)))
+        except (WireError, TaskFailed) as error:
+            result = error
+    return _PendingReport("failed", {**lease, **_failure_fields(result)})
+
+
+def _remaining_s(until_s: float) -> float | None:
+    """Return the seconds until the time `until_s`, None if it is infinite."""
+    return None if until_s == float("inf") else max(0.0, until_s - time.monotonic())
+
+
+def _failure_fields(error: Exception) -> dict[str, Any]:
+    if isinstance(error, TaskFailed):
+        return {"reason": _truncate_text(str(error), REASON_CHARS), "detail": "", "fatal": error.fatal}
+    detail = "".join(traceback.format_exception(error))[-DETAIL_CHARS:]
+    reason = _truncate_text(f"{type(error).__name__}: {error}", REASON_CHARS)
+    return {"reason": reason, "detail": _truncate_text(detail, DETAIL_CHARS), "fatal": False}
+
+
+def _truncate_text(text: str, max_chars: int) -> str:
+    """Truncate the text to `max_chars` characters and replace unpaired surrogates, which messages cannot contain."""
+    return text[:max_chars].encode(errors="replace").decode()
