@@ -1,6 +1,8 @@
 .DEFAULT_GOAL := help
 # PY=python3 uses another Python, in which everything is already installed.
 PY ?= .venv/bin/python
+# Versions to install: constraints-3.12.txt with Python 3.12.
+CONSTRAINTS ?= constraints.txt
 SETUP := $(if $(filter .venv/bin/python,$(PY)),setup)
 # Test files that run at the same time (some start four processes). 0: one process, for a debugger.
 JOBS ?= 2
@@ -12,11 +14,25 @@ help:  ## Show this list
 setup: .venv/installed  ## Create .venv and install wfm_ds with all test dependencies
 
 # Older versions of wfm_ds replaced the deepspeed script, and pip removes it with them: doctor restores DeepSpeed's script.
-.venv/installed: setup.py pyproject.toml constraints.txt
+.venv/installed: setup.py pyproject.toml $(CONSTRAINTS)
 	test -x $(PY) || python3 -m venv .venv
-	DS_BUILD_OPS=0 $(PY) -m pip install -q -c constraints.txt -e ".[dev]"
+	DS_BUILD_OPS=0 $(PY) -m pip install -q -c $(CONSTRAINTS) -e ".[dev]"
 	-$(PY) -m wfm_ds doctor --fix
 	touch .venv/installed
+
+# Optional packages are in an environment of their own, because libraries import some of them, which makes each process
+# slower. It sees the packages of .venv.
+OPTIONAL_TESTS := tests/data/test_hf.py tests/data/test_stream.py tests/data/test_folder.py tests/multi_rank/test_streams.py \
+	tests/engine/test_low_bit.py tests/engine/test_fp8_training.py tests/engine/test_optimizer.py \
+	tests/monitoring/test_tracking.py tests/cli/test_notebook.py
+.venv-full/installed: $(SETUP)
+	python3 -m venv .venv-full
+	realpath .venv/lib/python3*/site-packages > $$(echo .venv-full/lib/python3*/site-packages)/base.pth
+	DS_BUILD_OPS=0 .venv-full/bin/python -m pip install -q -c $(CONSTRAINTS) -e ".[test-full]"
+	touch .venv-full/installed
+
+test-optional: .venv-full/installed  ## Run the tests that need optional packages (datasets, torchao, wandb, ...)
+	.venv-full/bin/python -m pytest -q -m "not gpu" $(OPTIONAL_TESTS)
 
 quickstart: $(SETUP)  ## Digits demo: train an image model with SFT, improve it with DiffusionNFT (docs/quickstart.md)
 	$(PY) -m wfm_ds quickstart --output outputs/quickstart
@@ -39,4 +55,4 @@ bench: $(SETUP)  ## Measure the kernels on a GPU, or count their launches, bytes
 gpu: $(SETUP)  ## Run all measurements for one GPU in an hour; ARGS="--tiny" rehearses them on a CPU (docs/measurements.md)
 	$(PY) -m benchmarks.gpu day $(ARGS)
 
-.PHONY: help setup quickstart quickstart-video quickstart-world test lint bench gpu
+.PHONY: help setup test-optional quickstart quickstart-video quickstart-world test lint bench gpu

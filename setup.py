@@ -66,7 +66,7 @@ setup(
         "diffusers>=0.42",
         "transformers>=5.0",
         "peft>=0.21",
-        "huggingface_hub>=2.4",
+        "huggingface_hub>=1.32",
         "safetensors",
         "ftfy",  # without it diffusers silently skips cleaning the prompts of Wan
         "numpy",
@@ -96,6 +96,16 @@ setup(
         "wandb": ["wandb>=0.31"],  # logging.trackers
         "mlflow": ["mlflow>=3.17"],
         "trackio": ["trackio>=0.43"],
+        # The optional packages that tests use. mlflow and trackio need older versions of shared packages.
+        "test-full": [
+            "datasets>=4",
+            "torchao>=0.18",
+            "bitsandbytes>=0.50",
+            "wandb>=0.31",
+            "nbformat",
+            "nbclient",
+            "ipykernel",
+        ],
         "bench": ["matplotlib"],
         "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]"],  # mkdocs build --strict
         "notebook": ["nbclient", "ipykernel"],  # to run docs/notebook.ipynb

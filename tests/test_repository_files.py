@@ -30,11 +30,7 @@ def test_both_constraint_files_pin_the_same_versions_except_the_torch_stack():
     assert different - HTTP_CLIENTS == OTHER_VERSIONS
 
 
-# transformers 5.17 needs huggingface_hub<2, and setup.py needs >=2.4.
-CONFLICT = pytest.mark.xfail(strict=True, reason="setup.py excludes the huggingface_hub of constraints-3.12.txt")
-
-
-@pytest.mark.parametrize("name", [CONSTRAINTS[0], pytest.param(CONSTRAINTS[1], marks=CONFLICT)])
+@pytest.mark.parametrize("name", CONSTRAINTS)
 def test_all_dependencies_of_the_dev_extra_are_pinned_to_allowed_versions(name):
     pins = read_pins(name)
     setup = (ROOT / "setup.py").read_text()

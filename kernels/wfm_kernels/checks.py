@@ -5,13 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wfm_kernels.torch_backend import EXACT_DTYPE, working_dtype
+
 LATENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EXACT_DTYPE = torch.float64  # for verifying formulas; torch backend only, which then computes in float64
-
-
-def working_dtype(latents: Tensor) -> torch.dtype:
-    """Return the dtype for sums, coefficients and losses of these latents: float32, or float64 for float64 latents."""
-    return EXACT_DTYPE if latents.dtype == EXACT_DTYPE else torch.float32
 
 
 def require_latents(**latents: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wfm_kernels.philox import KEY_STEPS, MIN_UNIFORM, MULTIPLIERS, ROUNDS, TO_UNIT, TWO_PI, WORD_MASK
 
-_BLOCK = 16384  # counters per block: an array of their words has 256 KiB, and the overhead per operation is small
+_HOST_BLOCK = 16384  # counters per block: an array of their words has 256 KiB, and the overhead per operation is small
 _U64, _F32 = np.uint64, np.float32
 _HALF_BITS, _WORD_MASK = _U64(32), _U64(WORD_MASK)
 _MULTIPLIERS = np.array(MULTIPLIERS, _U64).reshape(2, 1, 1)
@@ -58,7 +58,7 @@ def _run_rounds(
 def host_normal_noise(seeds: Tensor, n: int) -> Tensor:
     """Return standard normal noise [B, n] float32 for int64 seeds [B] on the CPU, as defined in noise.py."""
     num_counters = -(-n // 4)
-    at_once = max(1, min(num_counters, _BLOCK // max(1, len(seeds))))
+    at_once = max(1, min(num_counters, _HOST_BLOCK // max(1, len(seeds))))
     out = torch.empty(len(seeds), num_counters, 2, 2)
     pairs = out.numpy().transpose(2, 0, 1, 3)
     buffer = np.empty((3, 2, len(seeds), at_once), _F32)

@@ -74,7 +74,7 @@ def test_rows_are_samples_with_their_pixels_bit_for_bit(tmp_path, rows, how):
         assert load_folder(DataRecipe(kind="folder", path=str(path)), path).samples == found.samples
     else:
         assert len(scan(path, split="test").samples) == 1
-        with pytest.raises(DataError, match=r"has the splits train, test: name one in data\.split"):
+        with pytest.raises(DataError, match=r"has the splits train, test: set data\.split to one of them"):
             scan(path, split="val")
 
 
@@ -112,9 +112,12 @@ def test_images_that_are_files_and_rows_without_one(tmp_path):
 def test_columns_are_named_where_they_cannot_be_told(tmp_path, rows):
     two = rows.add_column("mask", [{"bytes": encoded(9), "path": None}] * 6).cast_column("mask", hf.Image())
     two.rename_column("text", "long").save_to_disk(tmp_path / "set")
-    with pytest.raises(DataError, match=r"images or videos are in image, mask; name the one .* data\.image_column"):
+    with pytest.raises(DataError, match=r"images or videos are in image, mask; set data\.image_column to the one"):
         scan(tmp_path / "set")
-    with pytest.raises(DataError, match=r"columns image, long, shot, mask: none is text, .* data\.caption_column"):
+    with pytest.raises(
+        DataError,
+        match=r"has the columns image, long, shot, mask, but not text, prompt or caption; set data\.caption_column",
+    ):
         scan(tmp_path / "set", image_column="mask")
     with pytest.raises(DataError, match=r"images or videos are in image, mask, not in data.image_column shot"):
         scan(tmp_path / "set", image_column="shot")
@@ -129,7 +132,7 @@ def test_what_cannot_be_loaded_is_one_sentence(tmp_path):
     with pytest.raises(DataError) as raised:
         scan("nobody/nothing")
     message = str(raised.value)
-    assert message.startswith("nobody/nothing cannot be loaded by the library datasets (")
+    assert message.startswith("nobody/nothing cannot be loaded by the `datasets` library (")
     assert "hf download --repo-type dataset nobody/nothing (see docs/data.md)" in message
     assert "\n" not in message
     with pytest.raises(DataError, match="cannot be loaded"):

@@ -113,33 +113,35 @@ def test_a_stream_goes_on_from_a_mark_and_from_a_mark_behind_that(shards, first)
     one, two = stream(shards), stream(shards)
     one.read(first)
     three = stream(shards)
-    two.load_state_dict(json.loads(json.dumps(one.mark())))
+    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert two.read(2) == rows[first : first + 2]
-    three.load_state_dict(json.loads(json.dumps(two.mark())))
+    three.load_state_dict(json.loads(json.dumps(two.state_dict())))
     assert three.read(25 - first) == rows[first + 2 :]
-    assert three.mark()["rejected"] == whole.mark()["rejected"]
+    assert three.state_dict()["rejected"] == whole.state_dict()["rejected"]
 
 
 def test_another_data_set_than_before_is_no_place_to_go_on(shards):
-    mark = stream(shards).mark()
+    mark = stream(shards).state_dict()
     (shards / "data" / "more.txt").write_text("new")
-    with pytest.raises(DataError, match=r"is not what the run was reading .* put the files back, or start a new run"):
+    with pytest.raises(DataError, match=r"has changed since the checkpoint .*: restore the files or start a new run"):
         stream(shards).load_state_dict(mark)
 
 
 def test_bad_rows_and_streams_without_a_good_one_end_the_run(shards, hf, monkeypatch):
     monkeypatch.setattr("wfm_ds.data.hf_stream.WINDOW", 1)
-    with pytest.raises(DataError, match=r"1 of the first 3 rows cannot be used, .* the last: train/000000002 \(no cap"):
+    with pytest.raises(
+        DataError, match=r"1 of the first 3 rows are invalid .* Last: train/000000002 \(caption unreadable"
+    ):
         stream(shards).read(5)
     features = hf.Features({"image": hf.Image(), "text": hf.Value("string")})
     rows = hf.Dataset.from_dict({"image": [{"bytes": b"x", "path": None}], "text": [""]}, features=features)
     for file in (shards / "data").iterdir():
         file.unlink()
     rows.to_parquet(shards / "data" / "train.parquet")
-    with pytest.raises(DataError, match="none of the 1 rows of split train can be used"):
+    with pytest.raises(DataError, match="all 1 rows of split train are invalid"):
         stream(shards, max_bad_fraction=1).read(1)
     rows.save_to_disk(shards / "saved")
-    with pytest.raises(DataError, match=r"written by save_to_disk, .* remove data\.streaming"):
+    with pytest.raises(DataError, match=r"was written by save_to_disk and needs no streaming: remove data\.streaming"):
         stream(shards / "saved")
 
 
@@ -171,7 +173,7 @@ def facts(samples):
 
 def test_batches_are_equal_at_any_number_of_ranks_and_when_a_run_goes_on_with_another(shards, source):
     alone, pair = source(), [source(), source()]
-    steps = [facts(alone.batch(step, 0, 1)) for step in range(1, 8)]
+    steps = [facts(alone.read_batch(step, 0, 1)) for step in range(1, 8)]
     assert [fact[0] for step in steps for fact in step] == list(range(28))
     usable = [row for row in stream(shards).read(28)]
     for row, fact in zip(usable, itertools.chain(*steps), strict=True):
@@ -181,13 +183,13 @@ def test_batches_are_equal_at_any_number_of_ranks_and_when_a_run_goes_on_with_an
             assert fact[1:3] == (row.epoch, row.sample.id)
             assert fact[4] == load_media(row.sample.media, FRAMING, draw_centre).tobytes()
     for step in (1, 2, 3):
-        assert facts(pair[0].batch(step, 0, 2)) + facts(pair[1].batch(step, 1, 2)) == steps[step - 1]
+        assert facts(pair[0].read_batch(step, 0, 2)) + facts(pair[1].read_batch(step, 1, 2)) == steps[step - 1]
     states = json.loads(json.dumps([one.state() for one in pair]))
     assert states[0]["stream"] == states[1]["stream"]
     later = source()
     later.restore_from_ranks(states, 0, 1)
-    assert [facts(later.batch(step, 0, 1)) for step in (4, 5, 6, 7)] == steps[3:]
+    assert [facts(later.read_batch(step, 0, 1)) for step in (4, 5, 6, 7)] == steps[3:]
     assert later.bad_counts(dict) == alone.bad_counts(dict)
     assert later.bad_counts(dict)["data/bad/no_prompt"] > 1
-    with pytest.raises(ValueError, match="step by step: 8 is next, not 5"):
-        later.batch(5, 0, 1)
+    with pytest.raises(ValueError, match="step by step: the next step is 8, not 5"):
+        later.read_batch(5, 0, 1)

@@ -71,7 +71,7 @@ def test_an_installation_works_in_an_empty_folder_and_leaves_deepspeed_whole(opt
     shipped = run(
         python,
         "-c",
-        "from wfm_ds.recipe import shipped_recipes; print(shipped_recipes.verify_upload('digits/sft'))",
+        "from wfm_ds.recipe import shipped_recipes; print(shipped_recipes.require_recipe('digits/sft'))",
         cwd=empty,
     )
     assert Path(shipped.strip()).is_relative_to(packages if not options else tmp_path / "sources")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel_cases import BACKENDS, BF16, BLOCK, DEVICE, FP32
-from wfm_kernels import NOISE_CONTRACT, flow_noise, host_noise, triton_backend, triton_kernels
+from wfm_kernels import NOISE_CONTRACT, flow_noise, noise, triton_backend, triton_kernels
 from wfm_kernels.host_noise import host_normal_noise, host_philox_words
 from wfm_kernels.noise import _BLOCK, normal_from_words, normal_noise, philox_words, torch_normal_noise
 
@@ -60,11 +60,11 @@ def test_numbers_that_are_drawn_block_by_block_are_those_of_all_counters(count, 
 def test_a_cpu_draws_the_bits_of_torch_operations(seeds, n, at_once):
     """At once: 1 is a counter for all seeds, 7 leaves a shorter last block, 64 and more often hold all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_noise, "_BLOCK", at_once)
+        patch.setattr(noise, "_HOST_BLOCK", at_once)
         assert torch.equal(host_normal_noise(torch.tensor(seeds), n), torch_normal_noise(torch.tensor(seeds), n))
 
 
-@pytest.mark.parametrize(("count", "n"), [(1, 4 * host_noise._BLOCK + 5), (3, 4 * host_noise._BLOCK), (7, 40_001)])
+@pytest.mark.parametrize(("count", "n"), [(1, 4 * noise._HOST_BLOCK + 5), (3, 4 * noise._HOST_BLOCK), (7, 40_001)])
 def test_a_cpu_draws_the_bits_of_torch_operations_in_full_blocks(count, n):
     seeds = torch.tensor(SEEDS[-count:])
     assert torch.equal(normal_noise(seeds, n), torch_normal_noise(seeds, n))

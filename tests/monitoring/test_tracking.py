@@ -237,7 +237,8 @@ def test_wandb_keeps_an_offline_run(tmp_path, root):
     used("wandb", tmp_path, str(root / "tests" / "monitoring"))
     found = sorted((tmp_path / "run" / "trackers" / "wandb").glob("offline-run-*"))
     assert found
-    assert len({folder.name.rpartition("-")[2] for folder in found}) == 1  # one id: a continued run is the same one
+    ids = {folder.name.split("-")[3] for folder in found}  # offline-run-TIME-ID
+    assert len(ids) == 1  # a continued run is the same one
     pictures = [path for folder in found for path in folder.rglob("*.png")]
     assert len(pictures) == 4
 

@@ -1,1 +1,1 @@
-"""The command `wfm`, with a subcommand for each program of this package."""
+"""The command `wfm`: one module per subcommand."""

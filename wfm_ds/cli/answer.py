@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def generate_answer(args: argparse.Namespace) -> str:
-    """Load the model and return its answer. Raises UserError if the model or a file cannot be used."""
+    """Load the model and return its answer. Raises UserError if the model, an image or a video cannot be used."""
     from wfm_ds.engine.preparation import DTYPES
     from wfm_ds.language import model as language_model
     from wfm_ds.language.annotations import BadConversation, Conversation, parse_conversation
@@ -83,9 +83,9 @@ def generate_answer(args: argparse.Namespace) -> str:
 
 
 def resolve_model(path: str) -> tuple[str, Path | None]:
-    """Return (model, adapter folder). The folder is None if `path` is not an adapter.
+    """Return (base model, adapter folder) if `path` is a PEFT adapter, else (`path`, None).
 
-    For an adapter, the model is the base model that the adapter names. Raises ModelError if it names none.
+    Raises ModelError if the adapter does not name its base model.
     """
     from wfm_ds.models.assets.loading import read_json
 
@@ -99,7 +99,7 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
 
 
 def decode_answer(network: Any, model: Any, sample: Any, max_tokens: int, device: Any) -> str:
-    """Decode the answer greedily, until the end token or `max_tokens` tokens."""
+    """Generate the answer greedily, up to the end token or `max_tokens` tokens, and return it as text."""
     import torch
 
     from wfm_ds.language.packed_sequences import stack_media

@@ -22,12 +22,12 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.yaml_text import to_yaml
 
-ERROR_LINES = 20  # number of output lines that are repeated in errors
+ERROR_LINES = 20  # last output lines to include in an error
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationSample:
-    """An image or video from the validation of a run."""
+    """An image or video that a run generated during validation."""
 
     file: Path
     step: int
@@ -37,7 +37,7 @@ class ValidationSample:
 
 
 class Run:
-    """A run: a recipe and its output folder.
+    """A training run: a recipe and its output folder.
 
     Any number of `Run` objects may read the same folder, but only one may train.
     """
@@ -53,7 +53,7 @@ class Run:
     def from_recipe(cls, recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Run:
         """Create a run from a recipe: a YAML file, the name of a shipped recipe, or a mapping of sections.
 
-        overrides: values by `section.key`, which replace those of the recipe. Raises RecipeError for an invalid recipe.
+        overrides: {"section.key": value}, replacing values of the recipe. Raises RecipeError for an invalid recipe.
         """
         arguments = [f"{key}={_override_value(value)}" for key, value in (overrides or {}).items()]
         if isinstance(recipe, Mapping):
@@ -75,20 +75,19 @@ class Run:
 
     @property
     def page(self) -> Path:
-        """Path of the HTML page of the run."""
         from wfm_ds.runs.layout import PAGE
 
         return self.output_dir / PAGE
 
     def train(self, gpus: int | str = "all", *, overwrite: bool = False, show: bool = True) -> Run:
-        """Train, or resume from the newest checkpoint, until the run ends. Returns the run itself.
+        """Train to the end, resuming from the newest checkpoint if there is one. Returns `self`.
 
-        gpus: number of GPUs of this machine to use. `all` starts one process on a machine without GPUs.
+        gpus: number of GPUs of this machine, or "all" (one CPU process on a machine without GPUs).
         overwrite: replace an existing run in the output folder.
-        show: print the output of the command.
+        show: print the output of `wfm train`.
 
-        A KeyboardInterrupt stops the run after saving a checkpoint. Raises UserError for errors that `wfm train`
-        reports, RunError if the run fails.
+        A KeyboardInterrupt stops the run after it saves a checkpoint. Raises UserError if `wfm train` reports a user
+        error, and RunError if it fails otherwise.
         """
         if self._train_arguments is None:
             raise UserError(f"{self.output_dir} is read-only: to train, create the run with Run.from_recipe")
@@ -99,10 +98,7 @@ class Run:
         return self
 
     def result(self) -> dict[str, Any]:
-        """Return the content of result.json: status, step, metrics, artifacts.
-
-        Raises UserError if the run has not ended.
-        """
+        """Return result.json: status, step, metrics, artifacts. Raises UserError if the run has not ended."""
         from wfm_ds.runs.layout import RESULT_FILE
 
         path = self.output_dir / RESULT_FILE
@@ -112,10 +108,9 @@ class Run:
         return result
 
     def metrics(self, *tags: str) -> list[dict[str, float]]:
-        """Return the rows of metrics.jsonl in order.
+        """Return the rows of metrics.jsonl in order, as {tag: value}.
 
-        tags: if given, return only the rows with at least one of these tags, and of each row only `step` and these
-        tags.
+        tags: if given, return only rows with at least one of these tags, reduced to `step` and these tags.
         """
         from wfm_ds.runs.layout import METRICS_FILE
 
@@ -125,7 +120,7 @@ class Run:
         return [{k: v for k, v in row.items() if k in ("step", *tags)} for row in rows if any(t in row for t in tags)]
 
     def samples(self, step: int | None = None) -> list[ValidationSample]:
-        """Return the validation samples, oldest first. step: return only the samples of this step."""
+        """Return the validation samples, oldest first; only those of `step` if given."""
         from wfm_ds.monitoring.samples import SAMPLES_FILE
 
         folders = (self.output_dir / "samples").glob("step_*")
@@ -141,7 +136,7 @@ class Run:
 
 
 def _run_command(arguments: list[str], show: bool) -> None:
-    """Run a command and stream its output. Raises UserError or RunError if it fails, depending on the exit code."""
+    """Run a command. Raises UserError if it exits with 2 and prints `error: ...`, RunError for any other failure."""
     last: deque[str] = deque(maxlen=ERROR_LINES)
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
@@ -164,7 +159,6 @@ def _run_command(arguments: list[str], show: bool) -> None:
 
 @contextlib.contextmanager
 def _temporary_recipe(recipe: Recipe | Mapping[str, Any]) -> Iterator[Path]:
-    """Write a recipe to a temporary file and yield its path."""
     text = recipe_file.dump_recipe(recipe) if isinstance(recipe, Recipe) else to_yaml(dict(recipe))
     with tempfile.TemporaryDirectory(prefix="wfm-recipe-") as folder:
         path = Path(folder) / "recipe.yaml"
@@ -173,12 +167,12 @@ def _temporary_recipe(recipe: Recipe | Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _override_value(value: Any) -> str:
-    """Format a value for an override on the command line, as JSON (which is valid YAML)."""
+    """Format a value for a command-line override, as JSON, which is valid YAML."""
     return str(value) if isinstance(value, Path) else json.dumps(value)
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSONL file, except an incomplete last line."""
+    """Yield the objects of a JSONL file, skipping incomplete lines. Yields nothing if the file does not exist."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)

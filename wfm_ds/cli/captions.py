@@ -1,4 +1,4 @@
-"""`wfm data captions DIR` (`wfm data captions DIR`): write a caption file for each image and video.
+"""`wfm data captions DIR`: write a caption file for each image and video.
 
 --prompt "..." sets the same caption for all files. --from FILE.csv or FILE.jsonl reads one caption per file, from the
 columns or keys `file` (path relative to DIR) and `prompt`; other columns become metadata. --layout selects the caption
@@ -26,7 +26,7 @@ NUM_SHOWN = 10
 LAYOUTS = {"json": "NAME.json", "txt": "NAME.txt", "cosmos": "metas/NAME.txt"}
 
 Caption = Mapping[str, Any]
-"""Content of a NAME.json: `prompt` and any metadata."""
+"""A caption as in NAME.json: the key `prompt`, plus any metadata keys."""
 
 
 def media_files(folder: Path) -> list[Path]:
@@ -40,7 +40,7 @@ def media_files(folder: Path) -> list[Path]:
 
 
 def read_caption_table(table: Path) -> dict[str, Caption]:
-    """Return {file: caption} from a .csv or .jsonl table. Raises DataError for an invalid row or a duplicate file."""
+    """Return {file: caption} from a .csv or .jsonl table. Raises DataError for an invalid row or duplicate file."""
     captions: dict[str, Caption] = {}
     for table_row in read_rows(table):
         row, where = dict(table_row.values), f"{table}: {table_row.location}"
@@ -58,8 +58,8 @@ def read_caption_table(table: Path) -> dict[str, Caption]:
 def plan_captions(folder: Path, captions: Mapping[str, Caption], layout: str = "json") -> dict[Path, Caption]:
     """Return {caption file to write: its caption}.
 
-    captions: {path relative to `folder`: caption}. Raises DataError if these are not exactly the media files in the
-    folder, or if the layout cannot store the captions.
+    captions: {media path relative to `folder`: caption}. Raises DataError if the paths are not exactly the media files
+    in the folder, or if the layout cannot store the captions.
     """
     media = {path.relative_to(folder).as_posix(): path for path in media_files(folder)}
     for problem, names in (
@@ -80,7 +80,7 @@ def plan_captions(folder: Path, captions: Mapping[str, Caption], layout: str = "
 
 
 def caption_path(folder: Path, media_file: Path, layout: str) -> Path:
-    """Return the caption file for an image or video. Raises DataError if layout `cosmos` does not allow its folder."""
+    """Return the caption file of an image or video. Raises DataError if it is not where layout `cosmos` expects it."""
     if layout != "cosmos":
         return media_file.with_suffix(f".{layout}")
     top, *inner = media_file.relative_to(folder).parts
@@ -94,7 +94,7 @@ def caption_path(folder: Path, media_file: Path, layout: str) -> Path:
 
 
 def write_captions(plan: Mapping[Path, Caption], *, overwrite: bool) -> int:
-    """Write all captions and return their number. Without `overwrite`, existing files raise DataError up front."""
+    """Write all captions and return their number. Raises DataError before writing if one exists, unless `overwrite`."""
     existing = [path for path in plan if path.exists()]
     if existing and not overwrite:
         raise DataError(f"{len(existing)} captions exist, e.g. {existing[0]}. Replace them with --overwrite")

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def memory_advice(args: argparse.Namespace) -> list[str]:
-    """Return advice on what to change if the conversion runs out of memory."""
+    """Return suggestions to print if the conversion runs out of memory."""
     from wfm_ds.checkpoint import deepspeed_weights
 
     merge = ["--merge (omit it: the LoRA alone is small)"] if args.merge else []
@@ -92,7 +92,7 @@ def memory_advice(args: argparse.Namespace) -> list[str]:
 
 
 def convert_checkpoint(args: argparse.Namespace) -> str:
-    """Convert args.checkpoint. Returns a message for the user. Raises UserError."""
+    """Convert args.checkpoint and return the message to print. Raises UserError if that is not possible."""
     from wfm_ds.checkpoint import deepspeed_weights, store
     from wfm_ds.export.lora_file import is_lora
 
@@ -117,7 +117,6 @@ def convert_checkpoint(args: argparse.Namespace) -> str:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise UserError if the arguments are invalid or cannot be combined."""
     if args.merge and (args.layout is not None or args.bake_alpha):
         raise UserError("--merge writes a whole pipeline: omit --layout and --bake-alpha")
     if args.layout in FILE_LAYOUTS and args.out.suffix != ".safetensors":
@@ -133,7 +132,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def convert_run_lora(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
-    """Export the LoRA of a run and convert it to the requested layout."""
+    """Export the LoRA of a run's checkpoint and convert it to the requested layout."""
     with temporary_folder(args.out) as folder:
         plain = argparse.Namespace(**vars(args) | {"out": folder / "export", "layout": None, "bake_alpha": False})
         export_run(checkpoint, plain)
@@ -142,7 +141,7 @@ def convert_run_lora(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def temporary_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder on the same disk as `out`."""
+    """Yield a temporary folder next to `out`, hence on the same disk."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".wfm-convert-") as folder:
         yield Path(folder)
@@ -169,7 +168,10 @@ def export_run(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
 
 
 def read_export_settings(cuts: ShardedStates) -> dict[str, Any]:
-    """Return the run's settings for exports: base, parts and call arguments of the pipeline, dtype, LoRA settings."""
+    """Return the export settings of a checkpoint, with the keys base, parts, call, dtype and lora.
+
+    Raises UserError if one is missing.
+    """
     from wfm_ds.checkpoint.rank_state import EXPORT_KEY
 
     settings: dict[str, Any] = cuts.read_metadata(0).get(EXPORT_KEY, {})
@@ -254,12 +256,12 @@ def convert_lora(path: Path, args: argparse.Namespace) -> str:
 
 
 def is_intermediate_file(path: Path, args: argparse.Namespace) -> bool:
-    """Return whether `path` is an intermediate file of this conversion. False for the user's input."""
+    """Return True unless `path` is the checkpoint that the user named: then it is an intermediate result."""
     return path.resolve() != Path(args.checkpoint).resolve()
 
 
 def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
-    """Return the base pipeline of a LoRA: --base, else the base folder recorded in the LoRA if it exists, else None."""
+    """Return --base, or else the base folder recorded in the LoRA if that is a pipeline, or else None."""
     from wfm_ds.export.lora_file import read_base_model
     from wfm_ds.export.pipeline_folder import INDEX_FILE
 
@@ -270,7 +272,7 @@ def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
 
 
 def convert_extracted_lora(args: argparse.Namespace) -> str:
-    """Extract a LoRA that approximates the difference between CHECKPOINT and --extract BASE, and convert it."""
+    """Extract a LoRA from the weight difference of CHECKPOINT and --extract BASE, and convert its layout."""
     from wfm_ds.export.lora_base import denoiser_parts
     from wfm_ds.export.lora_extraction import extract_lora
     from wfm_ds.export.lora_file import iter_lora_tensors, lora_settings

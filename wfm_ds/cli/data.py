@@ -1,4 +1,4 @@
-"""`wfm data DIR` (`wfm data DIR`): print layout, contents and three captions of a folder."""
+"""`wfm data DIR`: print the detected layout, the contents and three captions of a data folder."""
 
 from __future__ import annotations
 

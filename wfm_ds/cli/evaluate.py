@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from wfm_ds.rollout.rewards import RewardClient
     from wfm_ds.types import Prompt, Score
 
-    PromptAndSeed = tuple[Prompt, int]  # prompt and seed
+    PromptAndSeed = tuple[Prompt, int]
 
 PAGE_FILE, JSON_FILE, CSV_FILE = "index.html", "evaluation.json", "evaluation.csv"
 VERDICT_EXIT_CODE = 3  # exit code if a model gets the verdict named by --fail-on
 VERDICTS = ("hacked", "improved", "unconfirmed", "no gain", "cannot tell")
-SAMPLING_OPTIONS = {  # option: recipe key (section `sampling`) that provides its default
+SAMPLING_OPTIONS = {  # {option: key of the recipe section `sampling` that provides its default}
     "height": "height",
     "width": "width",
     "frames": "num_frames",
@@ -52,7 +52,7 @@ MODEL_OPTIONS = (
     *("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention"),
     "embedded_guidance",
 )
-MAX_SCORING_BATCH = 16  # per reward request
+MAX_SCORING_BATCH = 16  # samples per reward request
 
 
 def parser() -> CommandParser:
@@ -113,7 +113,7 @@ def parser() -> CommandParser:
 
 
 def parse_names(text: str) -> list[str]:
-    """Parse comma-separated names. Raises ArgumentTypeError if there are none, or for duplicates."""
+    """Split comma-separated names. Raises ArgumentTypeError if there are none or duplicates."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or len(set(parts)) < len(parts):
         raise argparse.ArgumentTypeError(f"{text!r} must be a list of distinct names")
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quiet_libraries
 
-    quiet_libraries()  # before importing them: they log most during import
+    quiet_libraries()  # before the imports, during which they log most
     choose_accelerator()
     from wfm_ds.cli.evaluation_models import resolve_models
     from wfm_ds.cli.generate import require_empty
@@ -152,9 +152,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fill_options(args: argparse.Namespace, base: EvaluatedModel, recipe: Recipe | None) -> None:
-    """Set the options that were not given to the values of the recipe, or else to the defaults of `wfm generate`.
+    """Set omitted options in `args` from the recipe, or else to the defaults of `wfm generate`.
 
-    The default for the size is that of the pipeline. Raises UserError if no size is known.
+    Without a recipe, height and width come from the pipeline. Raises UserError if it has none.
     """
     from wfm_ds.cli import generate
     from wfm_ds.models import registry
@@ -181,10 +181,10 @@ def fill_options(args: argparse.Namespace, base: EvaluatedModel, recipe: Recipe 
 def select_functions(
     args: argparse.Namespace, entries: Sequence[EvaluatedModel], prompts: Sequence[Prompt]
 ) -> dict[str, RewardFunction]:
-    """Return the rewards to measure, with the options that the runs use.
+    """Return {name: reward settings} for --rewards and --held-out, with the reward options of the runs.
 
-    Raises UserError if a reward is unknown or cannot score these prompts, or if a held-out reward was used for
-    training.
+    Raises UserError if a reward is unknown or cannot score these prompts, if runs use different options for a reward,
+    or if a held-out reward was used for training.
     """
     from wfm_ds.models import registry
     from wfm_ds.recipe.sections import RewardFunction
@@ -218,7 +218,7 @@ def select_functions(
 
 
 def run_functions(recipe: Recipe | None) -> list[RewardFunction]:
-    """Return the rewards of a run, including those with weight 0."""
+    """Return the rewards of a run's recipe, including those with weight 0. Returns [] without a recipe or rewards."""
     return [] if recipe is None or recipe.reward is None else recipe.reward.functions
 
 
@@ -232,10 +232,7 @@ def evaluate_models(
     prompts: Sequence[Prompt],
     functions: Mapping[str, RewardFunction],
 ) -> EvaluationResults:
-    """Generate and score the samples of one model after another.
-
-    Only one model is in memory at a time.
-    """
+    """Generate and score the samples of one model after another, with one model in memory at a time."""
     from wfm_ds.cli.generate import memory_advice, sampling_summary
     from wfm_ds.evaluation.diversity import load_embedder
     from wfm_ds.evaluation.results import compare_models
@@ -283,7 +280,7 @@ def load_model_sampler(args: argparse.Namespace, entry: EvaluatedModel) -> Sampl
 
 
 def check_text_only(args: argparse.Namespace, entry: EvaluatedModel) -> None:
-    """Raise UserError if a model needs inputs other than text. Does not load the model's weights."""
+    """Raise UserError if a model requires inputs other than text. Does not load its weights."""
     from wfm_ds.models import registry
 
     folder = registry.resolve_pipeline(entry.model, args.family, entry.revision, weights=False)
@@ -298,7 +295,6 @@ def check_text_only(args: argparse.Namespace, entry: EvaluatedModel) -> None:
 
 
 def free_memory() -> None:
-    """Free the memory of the last model before loading the next."""
     import torch
 
     gc.collect()
@@ -308,10 +304,7 @@ def free_memory() -> None:
 
 @contextlib.contextmanager
 def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[RewardClient]:
-    """Start a reward service and yield a client of it.
-
-    Raises RewardError if the service fails to start; its log is then kept.
-    """
+    """Start a reward service and yield a client for it. Raises RewardError, and keeps the log, if it fails to start."""
     from wfm_ds.recipe.sections import RewardRecipe
     from wfm_ds.rollout.rewards import RewardClient, RewardService
 
@@ -327,10 +320,7 @@ def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) ->
 
 
 class ModelEvaluator:
-    """Generates the samples of one model, writes them to --out, and scores them.
-
-    Samples are scored while the next ones are generated.
-    """
+    """Generates the samples of one model, writes them to --out, and scores each batch while the next is generated."""
 
     def __init__(
         self,
@@ -346,7 +336,7 @@ class ModelEvaluator:
         self.failures: dict[str, dict[str, Score]] = {}
 
     def measure_model(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> ModelResults:
-        """Generate and score samples for every prompt with every seed, and return the results.
+        """Generate, write and score one sample per prompt and seed, and return the results.
 
         Raises UserError if the files cannot be written.
         """
@@ -378,10 +368,7 @@ class ModelEvaluator:
         )
 
     def generate_samples(self, items: Sequence[PromptAndSeed]) -> Iterator[tuple[GeneratedSample, bool]]:
-        """Yield pairs (sample, whether its latents are finite) in order.
-
-        The samples are also sent to the reward service, in batches.
-        """
+        """Yield (sample, whether its latents are finite) in the order of `items`. Also sends samples to be scored."""
         from wfm_ds.cli.generate import iterate_samples
 
         pending: list[tuple[GeneratedSample, bool]] = []
@@ -413,10 +400,9 @@ class ModelEvaluator:
 def training_rewards(
     recipe: Recipe | None, args: argparse.Namespace, measured: Sequence[str], base: ModelResults
 ) -> TrainedRewards:
-    """Return the rewards that a model was trained on.
+    """Return the rewards that a model was trained on, according to its recipe, or --rewards if it has no recipe.
 
-    They come from the model's recipe, or from --rewards if it has no recipe. measured: names of the rewards that were
-    measured. base: results of the base model.
+    measured: names of all measured rewards. base: results of the base model.
     """
     from wfm_ds.evaluation.results import TrainedRewards
     from wfm_ds.evaluation.score_arrays import scores_by_reward, unit_std_reward_recipe
@@ -441,7 +427,7 @@ def reward_backbone(reward: str) -> str:
 
 
 def write_report(out: Path, evaluation: EvaluationResults) -> None:
-    """Write the report as three files (HTML, JSON, CSV) and print its tables."""
+    """Write the report as HTML, JSON and CSV files into `out`, and print its tables."""
     from wfm_ds.evaluation.html_page import render_page
     from wfm_ds.evaluation.report import format_csv, format_json, format_text
     from wfm_ds.storage import atomic

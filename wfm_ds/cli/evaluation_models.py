@@ -1,4 +1,4 @@
-"""Resolves the model arguments of `wfm evaluate`: pipelines, LoRAs, exports and runs, with the recipe of the run."""
+"""Resolve the model arguments of `wfm evaluate` (pipelines, LoRAs, exports, runs) and find their runs' recipes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from wfm_ds.storage.filesystem import is_remote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedModel:
-    """A model to evaluate."""
+    """A model to evaluate: a pipeline, optionally with a LoRA."""
 
     argument: str  # as on the command line
-    name: str  # in tables and folder names
+    name: str  # unique, for tables and folders
     model: str  # the pipeline; for a LoRA, its base
     lora: Path | None = None
-    recipe: Recipe | None = None  # recipe of its run, if there is one
+    recipe: Recipe | None = None  # of the run that trained it
     revision: str | None = None  # Hub revision of `model`
 
 
@@ -36,8 +36,9 @@ def resolve_models(
 ) -> list[EvaluatedModel]:
     """Return the models to evaluate, the base model first.
 
-    If the first argument is a LoRA, or the only argument is the export of a run, the base model of its run is inserted
-    before it. Remote exports are copied to this machine and removed when `stack` closes. Raises UserError.
+    If the first argument is a LoRA, or the only argument is a run or its export, the base model of that run is inserted
+    before it. Remote exports are downloaded, and removed when `stack` closes. Raises UserError if an argument cannot
+    be evaluated.
     """
     models: list[EvaluatedModel] = []
     for argument in arguments:
@@ -67,17 +68,14 @@ def resolve_models(
 
 
 def find_run_recipe(argument: str) -> Recipe | None:
-    """Return the recipe of the run that an export or a folder belongs to; None if it belongs to no run."""
+    """Return the recipe of the run that `argument`, a run folder or an export, belongs to, or None."""
     full = argument.rstrip("/") if is_remote(argument) else str(Path(argument).absolute())
     root, separator, _ = full.partition(f"/{EXPORTS}/")
     return read_run_recipe(root)[1] if separator or (Path(root) / RECIPE_FILE).is_file() else None
 
 
 def find_newest_export(folder: Path, is_run: bool) -> Path:
-    """Return the newest export of a run folder. A folder that is not a run is returned unchanged.
-
-    Raises UserError if the run has no export.
-    """
+    """Return the newest export of a run, or `folder` if it is not a run. Raises UserError if a run has no export."""
     if not is_run or not (folder / RECIPE_FILE).is_file():
         return folder
     exports = (folder / EXPORTS).glob("step_*")
@@ -88,7 +86,7 @@ def find_newest_export(folder: Path, is_run: bool) -> Path:
 
 
 def find_adapter(folder: Path) -> Path | None:
-    """Return the LoRA folder: `folder` itself or its subfolder lora/; None if neither is a LoRA."""
+    """Return the folder with LoRA weights, `folder` or `folder`/lora, or None if neither has any."""
     name = LORA_FILES[LORA_PREFIX]
     if (folder / INDEX_FILE).exists():
         return None
@@ -96,7 +94,7 @@ def find_adapter(folder: Path) -> Path | None:
 
 
 def base_model(argument: str, recipe: Recipe | None) -> EvaluatedModel:
-    """Return the base model of a run. Raises UserError if `recipe` is None."""
+    """Return the base model named in a run's recipe. Raises UserError if `recipe` is None."""
     if recipe is None:
         raise UserError(f"{argument} is a LoRA without a run: put its base model first")
     path = str(recipe.model.path)
@@ -104,13 +102,13 @@ def base_model(argument: str, recipe: Recipe | None) -> EvaluatedModel:
 
 
 def short_name(path: str) -> str:
-    """Return a short name for tables: the last meaningful component of the path."""
+    """Return a short name for tables: the last path component, ignoring a final lora/."""
     parts = [part for part in path.rstrip("/").split("/") if part not in (LORA_FOLDER, "")]
     return re.sub(r"[^\w.-]", "_", parts[-1] if parts else "model")
 
 
 def make_names_unique(models: Sequence[EvaluatedModel]) -> list[EvaluatedModel]:
-    """Make the names unique: prefix duplicates with the name of their run, or append a number."""
+    """Make model names unique: prefix duplicates with the name of their run, then append numbers if needed."""
     names = [model.name for model in models]
     runs = [model.argument.partition(f"/{EXPORTS}/") for model in models]
     long_names = [

@@ -1,7 +1,7 @@
 """`wfm generate`: generate images or videos for prompts, from a pipeline or an export of a run.
 
-With equal seeds, steps and guidance, it samples from the same noise and in the same way as validation. Exit codes: 0
-success, 2 invalid arguments, prompt file, model or folder (one message), 1 any other error.
+With the seeds, steps and guidance of a run's validation, it reproduces the validation samples. Exit codes: 0 success,
+2 invalid arguments, prompt file, model or folder (one message), 1 any other error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from wfm_ds.types import Prompt
 
 PAGE_NAME = "index.html"
-FORWARD_PURPOSE = "sample"  # purpose of its forward passes
+FORWARD_PURPOSE = "sample"  # counts its forward passes under this name
 NOT_FINITE_MESSAGE = "non-finite latents: this sample is invalid"
 
 
@@ -87,7 +87,7 @@ def parser() -> CommandParser:
 
 
 def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = True) -> None:
-    """Add the sampling options to the parser. requires_size: whether --height and --width are required."""
+    """Add the sampling options to `p`. requires_size: make --height and --width required."""
     p.add_argument("--height", type=parse_positive, required=requires_size, help="pixels")
     p.add_argument("--width", type=parse_positive, required=requires_size, help="pixels")
     p.add_argument("--frames", type=parse_positive, default=1, help="frames of a video (default 1)")
@@ -218,7 +218,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_first_frame(file: Path, num_frames: int) -> None:
-    """Raise UserError if the file is not an image, or if the video would have only one frame."""
+    """Raise UserError if `file` is not an image, or if `num_frames` is 1."""
     from wfm_ds.data.samples import IMAGE_SUFFIXES
 
     if num_frames == 1:
@@ -228,9 +228,9 @@ def check_first_frame(file: Path, num_frames: int) -> None:
 
 
 def fetch_exports(args: argparse.Namespace, resources: contextlib.ExitStack) -> None:
-    """Replace --lora and --pipeline in `args` by local folders if they are remote.
+    """Download a remote --lora or --pipeline and replace it in `args` by the local folder.
 
-    The folders exist until `resources` is closed. Raises StorageError.
+    The folders are removed when `resources` closes. Raises StorageError if a download fails.
     """
     from wfm_ds.checkpoint.remote_store import open_locally
 
@@ -241,7 +241,7 @@ def fetch_exports(args: argparse.Namespace, resources: contextlib.ExitStack) -> 
 
 
 def generate_samples(args: argparse.Namespace) -> None:
-    """Check the inputs, then load the model and generate all samples. Raises UserError."""
+    """Check prompts and paths, then load the model and generate all samples. Raises UserError if one is invalid."""
     from wfm_ds.checkpoint.adapter_loading import find_adapter_file
     from wfm_ds.data.prompts import load_prompt_file
     from wfm_ds.memory.out_of_memory import explain_out_of_memory
@@ -292,9 +292,9 @@ def require_empty(folder: Path) -> None:
 
 
 def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sampler:
-    """Load the model and its LoRA on the device, and check the sampling settings.
+    """Load the model and its LoRA, and return a sampler with the settings in `args`.
 
-    inputs: names of the conditioning inputs that the user has set.
+    inputs: names of the conditioning inputs that the user sets. Raises UserError if the settings do not fit the model.
     """
     import torch
 
@@ -362,9 +362,9 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
 def write_samples(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace, frame: torch.Tensor | None = None
 ) -> None:
-    """Write each sample to a file when it is generated; at the end write the table and the HTML page.
+    """Generate samples and write each to a file at once; at the end write samples.jsonl and the HTML page.
 
-    items: (prompt, seed) of each sample. frame: the encoded first frame.
+    items: (prompt, seed) of each sample. frame: latents [C,T,h,w] of the first frame.
     """
     from wfm_ds.monitoring import gallery
     from wfm_ds.monitoring.samples import write_sample_file, write_table
@@ -396,9 +396,9 @@ def write_samples(
 def iterate_samples(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int, frame: torch.Tensor | None = None
 ) -> Iterator[tuple[GeneratedSample, bool]]:
-    """Yield (sample, whether its latents are finite) in order.
+    """Yield (sample, whether its latents are finite) in the order of `items`.
 
-    items: (prompt, seed) of each sample. batch: batch size. frame: the encoded first frame.
+    items: (prompt, seed) of each sample. batch: batch size. frame: latents [C,T,h,w] of the first frame.
     """
     import torch
 
@@ -435,7 +435,7 @@ def sampling_summary(settings: SamplingRecipe) -> str:
 
 
 def page_settings(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
-    """Return {name: value} of the settings that all samples share, for the head of the page."""
+    """Return {name: value} of the settings shared by all samples, for the head of the HTML page."""
     negative = {"negative prompt": args.negative_prompt} if args.negative_prompt is not None else {}
     return {
         "pipeline": type(sampler.model.pipeline).__name__,

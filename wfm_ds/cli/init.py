@@ -18,15 +18,13 @@ from wfm_ds.program import CommandParser
 if TYPE_CHECKING:
     from wfm_ds.data.samples import SampleSet
 
-MAX_MEASURED = 200  # maximum number of files to measure
-MAX_UPSCALE = 2.0  # default of data.max_upscale: smaller files are not used for training
-SIZE_MULTIPLE = 32  # for chosen sizes; a multiple of the requirement of every family
-MAX_ASPECT_CHANGE, BUCKET_SHARE = 4 / 3, 0.1  # use buckets if more than 10 % differ in aspect ratio by more than 4/3
+MAX_MEASURED = 200  # number of files to measure
+MAX_UPSCALE = 2.0  # default of data.max_upscale: training skips files that need more
+SIZE_MULTIPLE = 32  # round sizes down to this; satisfies every model family
+MAX_ASPECT_CHANGE, BUCKET_SHARE = 4 / 3, 0.1  # use buckets if the aspect ratio of over 10 % differs by over 4/3
 
 
 class RecipeLine(NamedTuple):
-    """A key of a recipe, its value and a comment."""
-
     key: str
     value: Any
     comment: str = ""
@@ -41,7 +39,7 @@ IMAGE_TO_VIDEO_LINES = [
 
 @dataclass(frozen=True, slots=True)
 class PipelineSummary:
-    """Defaults and required inputs of a diffusers pipeline."""
+    """Default sample size, guidance scale and required inputs of a diffusers pipeline."""
 
     path: str
     title: str
@@ -51,12 +49,12 @@ class PipelineSummary:
     num_frames: int
     guidance_scale: float
     needs_image: bool = False
-    inputs: tuple[str, ...] = ()  # required inputs
+    inputs: tuple[str, ...] = ()  # required conditioning inputs
 
 
 @dataclass(frozen=True, slots=True)
 class MediaSummary:
-    """Summary of the images and videos in a data folder."""
+    """Number, kind and sizes of the images and videos in a data folder."""
 
     summary: str
     num_samples: int
@@ -103,10 +101,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_pipeline(path: str) -> PipelineSummary:
-    """Read the configuration of a pipeline. Raises ModelError.
-
-    For a pipeline on the Hub, no weights are downloaded.
-    """
+    """Read the configuration of a pipeline, without downloading weights. Raises ModelError if it is not supported."""
     import diffusers
 
     from wfm_ds.models import registry
@@ -119,7 +114,7 @@ def read_pipeline(path: str) -> PipelineSummary:
     stock = inspect.signature(getattr(diffusers, name).__call__).parameters
     call = {key: parameter.default for key, parameter in stock.items()} | read_call_json(folder)
     side = family.default_image_size if call.get("height") is None else None
-    if side is None and call.get("height") is None:  # computed as in the pipeline
+    if side is None and call.get("height") is None:  # the pipeline computes its default size like this
         side = read_json(folder / "transformer" / "config.json")["sample_size"]
         side *= 2 ** (len(read_json(folder / "vae" / "config.json")["block_out_channels"]) - 1)
     frames = call.get("num_frames", call.get("frames", 1)) if family.is_video else 1
@@ -137,7 +132,10 @@ def read_pipeline(path: str) -> PipelineSummary:
 
 
 def measure_media(folder: Path, prompt: str | None) -> MediaSummary:
-    """Read a folder as `data.kind: folder` does, and measure some of its files. Raises DataError."""
+    """Read a folder as `data.kind: folder` does, and measure up to MAX_MEASURED files.
+
+    Raises DataError if the folder is invalid or none of the files can be decoded.
+    """
     from wfm_ds.data.folder import load_folder
     from wfm_ds.data.media import media_size
     from wfm_ds.data.pixels import BadMedia
@@ -152,7 +150,7 @@ def measure_media(folder: Path, prompt: str | None) -> MediaSummary:
         try:
             sizes.append(media_size(sample.media))
         except BadMedia:
-            continue  # training skips and counts such files too
+            continue  # training skips such files too
     if not sizes:
         raise DataError(
             f"{sample_set.source}: none of {len(selected)} files can be decoded, e.g. {selected[0].media.name}"
@@ -168,7 +166,7 @@ def measure_media(folder: Path, prompt: str | None) -> MediaSummary:
 
 
 def create_sft_sections(args: argparse.Namespace, model: PipelineSummary, media: MediaSummary) -> Sections:
-    """Return the sections of an SFT recipe. Raises UserError if the data does not fit the model (images or videos)."""
+    """Return the sections of an SFT recipe. Raises UserError if only one of data and model is for videos."""
     if media.are_videos and not model.video:
         raise UserError(
             f"{args.data} contains videos, but {model.title} generates images: choose a video model, or use images"
@@ -212,7 +210,7 @@ def create_sft_sections(args: argparse.Namespace, model: PipelineSummary, media:
 
 
 def create_rl_sections(args: argparse.Namespace, model: PipelineSummary) -> tuple[str, Sections]:
-    """Return a summary of the prompts, and the sections of an RL recipe with one reward.
+    """Return (summary of the prompts, sections of an RL recipe with one reward).
 
     Raises UserError if --data is not a file, if its prompts are invalid, or if the reward does not fit the model.
     """
@@ -260,7 +258,6 @@ def create_rl_sections(args: argparse.Namespace, model: PipelineSummary) -> tupl
 
 
 def common_sections(args: argparse.Namespace, model: PipelineSummary, *, steps: int, unit: str) -> Sections:
-    """Return the sections that SFT and RL recipes share."""
     lora = {"lora": [RecipeLine("rank", 32), RecipeLine("alpha", 64)]}
     return {
         "run": [RecipeLine("output_dir", f"outputs/{args.out.stem}"), RecipeLine("steps", steps, unit)],
@@ -271,7 +268,7 @@ def common_sections(args: argparse.Namespace, model: PipelineSummary, *, steps: 
 
 
 def training_size(model: PipelineSummary, sizes: Sequence[tuple[int, int]]) -> tuple[int, int, str]:
-    """Return (height, width, comment): the pipeline's size, scaled down if the median file is smaller."""
+    """Return (height, width, comment): the pipeline's default size, scaled down if the median file is much smaller."""
     scale = statistics.median(min(h / model.height, w / model.width) for h, w in sizes)
     if scale * MAX_UPSCALE >= 1:
         return model.height, model.width, "default of the pipeline"
@@ -287,7 +284,6 @@ def has_other_shape(size: tuple[int, int], target: tuple[int, int]) -> bool:
 
 
 def format_recipe(sections: Sections, out: Path) -> str:
-    """Format the recipe as YAML with comments."""
     import yaml
 
     rows = [f"# Written by wfm init. All keys: docs/recipes.md.\n#   wfm train {out} --gpus 1"]
@@ -301,7 +297,7 @@ def format_recipe(sections: Sections, out: Path) -> str:
 
 
 def write_recipe(out: Path, text: str) -> None:
-    """Validate a recipe and write it atomically. Raises RecipeError if it is invalid."""
+    """Validate the recipe text and write it atomically. Raises RecipeError if it is invalid."""
     from wfm_ds.recipe import file as recipe_file
 
     new = out.with_name(f".{out.stem}.new.yaml")

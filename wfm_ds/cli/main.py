@@ -1,7 +1,6 @@
 """Entry point of `wfm COMMAND ...`. Every command is a module with `parser()` and `run(args)`.
 
-Heavy packages are imported only after the arguments are parsed, so that `--help` is fast. For exit codes see
-`program.py`.
+Heavy packages are imported only after the arguments are parsed, so that `--help` is fast. Exit codes: `program.py`.
 """
 
 from __future__ import annotations
@@ -46,15 +45,12 @@ COMMANDS = {
     "data squares": ("wfm_ds.demos.squares_data", "write questions about coloured squares for reasoners"),
     "data brightness": ("wfm_ds.demos.actions_data", "write the clips with actions of the action quickstart"),
 }
-"""Commands in the order of the help, each with its module and description."""
+"""{command: (module, description)} in the order of the help."""
 EXAMPLE = "wfm train tiny/sd3_nft --gpus 2"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code.
-
-    argv: default sys.argv. With the default, modules in the current folder can be imported.
-    """
+    """Run a command and return the exit code. argv: default sys.argv[1:], with the current folder on sys.path."""
     if argv is None:
         add_current_folder()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -62,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_current_folder() -> None:
-    """Put the current folder first on sys.path, as `python -m` does, but not with Python's option -P.
+    """Put the current folder first on sys.path, as `python -m` does, unless Python runs with -P.
 
-    Child processes need no PYTHONPATH: they are started in the same folder with `python -m`.
+    Child processes do not need this: they are started in the same folder with `python -m`.
     """
     folder = os.getcwd()
     if not sys.flags.safe_path and sys.path[0] != folder:
@@ -72,7 +68,7 @@ def add_current_folder() -> None:
 
 
 def run_subcommand(arguments: Sequence[str]) -> int:
-    """Run a command. Raises UserError if the command is unknown."""
+    """Run the command and return its exit code. Raises UserError if the command is unknown."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(format_overview())
         return 0
@@ -96,7 +92,7 @@ def format_overview() -> str:
 
 
 def find_command(arguments: Sequence[str]) -> str:
-    """Return the name of the command in the arguments. Raises UserError, with suggestions, if it is unknown."""
+    """Return the command at the start of the arguments. Raises UserError, with suggestions, if it is unknown."""
     for count in (2, 1):
         if (name := " ".join(arguments[:count])) in COMMANDS:
             return name

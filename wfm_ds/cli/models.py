@@ -46,7 +46,7 @@ def list_families() -> str:
 
 
 def describe_model(path: str, revision: str | None = None, *, weights: bool = False) -> str:
-    """Describe a pipeline folder or Hub repository. weights: also download the weights.
+    """Return a description of a pipeline folder or Hub repository. weights: also download the weights.
 
     Raises ModelError if it is not a pipeline or if its family is not supported.
     """
@@ -69,5 +69,5 @@ def describe_model(path: str, revision: str | None = None, *, weights: bool = Fa
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the total size of the safetensors files in a folder."""
+    """Return the total size in bytes of the safetensors files in a folder."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks, print a line for each and return the exit code. Raises ModelError if loading fails."""
+    """Run the checks, print one line each, and return the exit code. Raises ModelError if the model does not load."""
     from wfm_ds.contract.case import Case
     from wfm_ds.contract.checks import run_checks
     from wfm_ds.contract.family_under_test import FamilyUnderTest
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         verdict = "-" if not finding.applies else "passed" if finding.message is None else "FAILED"
         why = "" if finding.message is None else f": {finding.message}"
         sys.stdout.write(f"{verdict:8}{finding.name}{why}\n")
-        sys.stdout.flush()  # a check takes about a second
+        sys.stdout.flush()  # show each result at once: a check takes about a second
     applied = [finding for finding in findings if finding.applies]
     failed = sum(finding.message is not None for finding in applied)
     others = f", {skipped} do not apply" if (skipped := len(findings) - len(applied)) else ""
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def import_case(path: str) -> Case:
-    """Import the `Case` at `path`, written package.module:NAME. Raises ModelError if there is none."""
+    """Import the `Case` object at `path` (package.module:NAME). Raises ModelError if it is missing or not a Case."""
     from wfm_ds.contract.case import Case
 
     module_name, _, name = path.partition(":")

@@ -1,8 +1,6 @@
-"""`wfm quickstart`: train a small model from scratch by SFT, improve it by DiffusionNFT, and report the
-result.
+"""`wfm quickstart`: train a small model from scratch by SFT, improve it by DiffusionNFT, and report the result.
 
-Both runs use the ordinary training command with the demo's recipes in recipes/. This module only prepares their inputs
-and reads their results.
+Both runs use the ordinary training command with the demo's recipes in recipes/.
 """
 
 from __future__ import annotations
@@ -24,7 +22,11 @@ from wfm_ds.recipe import shipped_recipes
 
 MARKER_FILE = "QUICKSTART"
 DEMOS = ("digits", "shapes", "actions")
-OLD_NAMES = {"digits": "digits", "moving": "shapes", "world": "actions"}  # values of --world, the old name of --demo
+OLD_NAMES = {
+    "digits": "digits",
+    "moving": "shapes",
+    "world": "actions",
+}  # {value of --world, the old name of --demo: demo}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def load_demo(name: str) -> Demo:
-    """Return the demo with this name (see DEMOS). Imports the packages that the demo's data needs."""
+    """Return the demo with this name (see DEMOS) and import its optional packages."""
     if name == "digits":
         from wfm_ds.demos.digits import DigitsDemo
 
@@ -86,7 +88,7 @@ def load_demo(name: str) -> Demo:
 
 
 def prepare_folder(demo: Demo, folder: Path) -> None:
-    """Write the demo's data and untrained pipeline. Raises UserError if the folder has other content."""
+    """Write the demo's data and untrained pipeline. Raises UserError if the folder has other files."""
     from wfm_ds.models.tiny import write_tiny_model
 
     if folder.exists() and any(folder.iterdir()) and not (folder / MARKER_FILE).exists():
@@ -100,9 +102,9 @@ def prepare_folder(demo: Demo, folder: Path) -> None:
 
 
 def run_sft(demo: Demo, folder: Path, out: Path, seed: int, *overrides: str) -> Mapping[str, Any]:
-    """Train the demo's model by SFT from random weights. Call `prepare_folder` first.
+    """Train the demo's model by SFT from random weights, and return the run's result.json.
 
-    folder: folder with the data and the model. out: output folder of the run. Returns the run's result.json.
+    folder: folder written by `prepare_folder`. out: output folder of the run.
     """
     return run_training(
         f"{demo.name}/sft",
@@ -118,9 +120,9 @@ def run_sft(demo: Demo, folder: Path, out: Path, seed: int, *overrides: str) -> 
 def run_rl(
     demo: Demo, folder: Path, out: Path, sft_result: Mapping[str, Any], seed: int, *overrides: str
 ) -> Mapping[str, Any]:
-    """Train the SFT model by RL with the demo's recipe `<name of out>.yaml`. Returns the run's result.json.
+    """Train the SFT model by RL, and return the run's result.json. The name of `out` selects the demo's recipe.
 
-    folder: folder with the data. out: output folder of the run. sft_result: result.json of the SFT run.
+    folder: folder written by `prepare_folder`. out: output folder of the run. sft_result: result.json of the SFT run.
     """
     return run_training(
         f"{demo.name}/{out.name}",
@@ -134,9 +136,9 @@ def run_rl(
 
 
 def run_training(recipe: str, *overrides: str) -> Mapping[str, Any]:
-    """Run the training command on a recipe and return the run's result.json.
+    """Train a shipped recipe in a separate process and return the run's result.json.
 
-    Exits with the exit code of the command if it fails. overrides: the first one must set run.output_dir.
+    Exits with the exit code of the process if it fails. overrides: the first one must set run.output_dir.
     """
     command = [
         "deepspeed",
@@ -158,7 +160,7 @@ def run_training(recipe: str, *overrides: str) -> Mapping[str, Any]:
 
 
 def num_ranks() -> int:
-    """Return the number of training ranks: 1 on a machine with a single GPU, otherwise 2."""
+    """Return the number of training ranks: 1 with a single GPU, otherwise 2 (also on CPU)."""
     import torch
 
     from wfm_ds.distributed.accelerator import uses_cuda
@@ -167,7 +169,7 @@ def num_ranks() -> int:
 
 
 def write_report(demo: Demo, folder: Path, run: Path, *, seconds: float) -> None:
-    """Write the images and report.md into `folder`, and print the report. run: output folder of the RL run."""
+    """Write comparison images and report.md into `folder`, and print the report. run: output folder of the RL run."""
     from wfm_ds.export.weights import loading_lines
 
     base, artifacts = find_sft_pipeline(run), json.loads((run / "result.json").read_text())["artifacts"]

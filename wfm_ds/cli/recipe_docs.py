@@ -1,4 +1,4 @@
-"""Generate docs/recipes.md, the reference page of recipes, from the schema.
+"""Generate docs/recipes.md, the reference page of all recipe keys, from the schema.
 
 `python -m wfm_ds.cli.recipe_docs docs/recipes.md` writes the page.
 `python -m wfm_ds.cli.recipe_docs --json-schema` prints a JSON schema for editors.
@@ -53,10 +53,10 @@ SHARED_SETTINGS: dict[type[AlgorithmSettings], str] = {
     ConditioningFramesSettings: "all RL algorithms",
     ForwardProcessSettings: "RL algorithms on the forward process",
 }
-"""Base classes that get a section of their own, and the algorithms they are for. Base classes precede subclasses."""
+"""{base class with its own section on the page: algorithms that share its keys}. Base classes precede subclasses."""
 
 SHORT_TYPES = (
-    (r"(a mapping) with keys of [\w, ]+", r"\1"),  # the section of the mapping lists its keys
+    (r"(a mapping) with keys of [\w, ]+", r"\1"),  # the page lists the keys in the section of the mapping
     (r"> (\S+) and <= (\S+)", r"in (\1, \2]"),
     (r"> (\S+) and < (\S+)", r"in (\1, \2)"),
     (r">= (\S+) and < (\S+)", r"in [\1, \2)"),
@@ -69,11 +69,10 @@ SHORT_TYPES = (
     ("true or false", "bool"),
     (r"\ba (list|mapping|path)", r"\1"),
 )
-"""Patterns in the text of `describe_type` and their replacements on the page, applied in this order."""
+"""(pattern, replacement) pairs that shorten the text of `describe_type`, applied in this order."""
 
 
 def render_page() -> str:
-    """Return the Markdown text of the page."""
     parts, printed = [INTRO_TEXT], set[type[AlgorithmSettings]]()
     for path, title, section in iterate_sections():
         shared = list_bases(section)
@@ -90,12 +89,12 @@ def key_list(keys: Sequence[str]) -> str:
 
 
 def list_bases(section: type[BaseModel]) -> list[type[AlgorithmSettings]]:
-    """Return the base classes of an algorithm that get a section of their own. [] for other sections."""
+    """Return the base classes of an algorithm's settings that have their own section. [] for other recipe sections."""
     return [base for base in SHARED_SETTINGS if issubclass(section, base)]
 
 
 def base_section(base: type[AlgorithmSettings]) -> str:
-    """Return the section with the keys that `base` adds to the preceding base classes."""
+    """Return the Markdown section of the keys that `base` adds to its own base classes."""
     algorithms = [f"`{title}`" for _, title, section in iterate_sections() if issubclass(section, base)]
     above = {key for other in list_bases(base) if other is not base for key in other.model_fields}
     keys = [key_entry(key, field) for key, field in base.model_fields.items() if key not in above and key != "name"]
@@ -107,7 +106,7 @@ def base_heading(base: type[AlgorithmSettings]) -> str:
 
 
 def base_note(bases: Sequence[type[AlgorithmSettings]]) -> str:
-    """Return a sentence with links to the sections of shared keys, or "" if there are none."""
+    """Return a sentence that links to the sections of `bases`, or "" if `bases` is empty."""
     links = [f"[{SHARED_SETTINGS[base]}](#{heading_anchor(base_heading(base))})" for base in bases]
     return f" Shared keys: {', '.join(links)}." if links else ""
 
@@ -118,7 +117,7 @@ def heading_anchor(heading: str) -> str:
 
 
 def own_keys(section: type[BaseModel]) -> list[str]:
-    """Return the entries of a section, except keys that its heading or a section of shared keys describes."""
+    """Return the list entries of a section's keys, except those in its heading or in the section of a base class."""
     shared: dict[str, FieldInfo] = {}
     for base in list_bases(section):
         shared |= base.model_fields
@@ -135,7 +134,7 @@ def own_keys(section: type[BaseModel]) -> list[str]:
 
 
 def heading_keys(section: type[BaseModel]) -> set[str]:
-    """Return the key with a single required value that selects this section, such as `name` for algorithms."""
+    """Return the keys whose only allowed value is shown in the heading, such as `name` for algorithms."""
     return {
         key
         for key, field in section.model_fields.items()
@@ -152,15 +151,14 @@ def section_heading(path: KeyPath, title: str) -> str:
 
 
 def optional_note(path: KeyPath) -> str:
-    """Return a note about the sections that only RL recipes have. "" for others: the introduction lists the required
-    ones, and the docstrings of optional sections say how to turn them off."""
+    """Return a note if only RL recipes have this section, else ""."""
     if len(path) == 1 and path[0] in RL_SECTIONS:
         return " Required for reinforcement learning, rejected for supervised algorithms."
     return ""
 
 
 def key_entry(name: str, field: FieldInfo, meaning: str | None = None) -> str:
-    """Return the list entry of a key. meaning: its text (default: the description of the key)."""
+    """Return the Markdown list entry of a key. meaning: replaces the description of the key."""
     text = field.description if meaning is None else meaning
     return f"* `{name}` ({type_text(field)}; {default_text(field)}): {link_pages(join_lines(text or ''))}"
 
@@ -190,7 +188,7 @@ def join_lines(text: str) -> str:
 
 
 def link_pages(text: str) -> str:
-    """Replace page names in the text, docs/NAME.md, by links."""
+    """Replace page names `docs/NAME.md` in the text by Markdown links."""
     return re.sub(r"docs/([\w/-]+)\.md", r"[\1](\1.md)", text)
 
 

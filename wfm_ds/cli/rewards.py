@@ -41,12 +41,11 @@ def format_media_types(reward: type[Reward]) -> str:
 
 
 def first_doc_line(reward: type[Reward]) -> str:
-    """Return the first line of a reward's docstring."""
     return (inspect.getdoc(reward) or "").partition("\n")[0]
 
 
 def describe_reward(reward: type[Reward]) -> str:
-    """Return the properties of a reward, one per line, and its docstring."""
+    """Return the name, outputs, options and requirements of a reward, one per line, and its docstring."""
     parameters = reward.option_parameters().values()
     options = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
     rows = {

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def launcher_arguments(args: argparse.Namespace) -> list[str]:
-    """Return the arguments of the `deepspeed` command. Raises UserError for a --nodes or --hostfile that cannot be used."""
+    """Return the arguments of the `deepspeed` command. Raises UserError if --nodes or --hostfile is invalid."""
     if args.nodes is not None and args.hostfile is None:
         raise UserError("--nodes requires --hostfile")
     if args.hostfile is not None and not args.hostfile.is_file():

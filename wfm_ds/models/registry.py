@@ -161,7 +161,7 @@ def build_tiny_folder(family: str, folder: Path) -> None:
     if not torch.distributed.is_initialized():
         tiny.write_tiny_model(family, folder)
         return
-    command = [sys.executable, "-m", tiny.__name__, family, str(folder)]
+    command = [sys.executable, "-m", "wfm_ds", "models", "tiny", family, str(folder)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     if result.returncode:
         raise ModelError(result.stderr.strip().rpartition("\n")[2])

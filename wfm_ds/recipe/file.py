@@ -222,9 +222,9 @@ def _locate_error(loc: Sequence[str | int], values: Any) -> _ErrorLocation:
 
 
 def _translate_errors(errors: Sequence[ErrorDetails], tree: RecipeTree, explained: set[KeyPath]) -> list[RecipeProblem]:
-    """Convert pydantic's errors to problems with location and message.
+    """Convert pydantic's errors to RecipeProblems.
 
-    A type error is dropped if its key is in `explained` or also failed another check.
+    Type errors are dropped for keys in `explained`, and for keys that also failed a validator.
     """
     located = [(details, _locate_error(details["loc"], tree.values)) for details in errors]
     explained = explained | {spot.path for details, spot in located if details["type"] == "value_error"}
@@ -233,13 +233,14 @@ def _translate_errors(errors: Sequence[ErrorDetails], tree: RecipeTree, explaine
 
 
 def _translate_error(details: ErrorDetails, spot: _ErrorLocation, tree: RecipeTree) -> RecipeProblem:
-    """Convert one pydantic error to a problem. spot: its location."""
     text, path = details["msg"], spot.path
     match details["type"]:
         case "value_error":
             text = str(details["ctx"]["error"])
             path = path or _find_mentioned_key(text, tree)
-            is_placed = not spot.path or text.startswith(f"{join_key_path(spot.path)} ")  # names its key itself
+            is_placed = not spot.path or text.startswith(
+                f"{join_key_path(spot.path)} "
+            )  # the message already names the key
             text = text if is_placed else f"{join_key_path(spot.path)}: {text}"
         case _ if spot.is_inexact:
             text = _describe_unexpected_value(spot)
@@ -310,7 +311,7 @@ def _describe_unknown_name(spot: _ErrorLocation) -> tuple[str, KeyPath]:
 
 
 def _find_mentioned_key(text: str, tree: RecipeTree) -> KeyPath:
-    """Return the longest recipe key mentioned in an error message, or (). Its location gives the error a line number."""
+    """Return the longest recipe key that an error message mentions, or (). Its location gives the error a line."""
     mentioned = [tuple(word.split(".")) for word in KEY_IN_TEXT.findall(text)]
     known = [path for path in mentioned if path[0] in Recipe.model_fields and path in tree.locations]
     return max(known, key=len, default=())

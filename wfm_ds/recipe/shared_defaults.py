@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Literal
 
 AttentionName = Literal["auto", "native", "cudnn", "flash", "flash3", "sage"]
 DEFAULT_FPS = 16.0
 DEFAULT_EVAL_STEPS = 40
 DEFAULT_GUIDANCE_SCALE = 1.0
+
+
+def user_cache_folder() -> Path:
+    """Return the cache folder shared by all runs of this user: $WFM_CACHE, or ~/.cache/wfm_ds."""
+    return Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser()

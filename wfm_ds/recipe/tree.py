@@ -97,7 +97,7 @@ def shorten_text(text: str) -> str:
 
 
 def parse_yaml(text: str, source: str) -> RecipeTree:
-    """Parse one YAML document. An empty document has the value None. Raises RecipeError with line numbers if invalid."""
+    """Parse one YAML document. An empty one has the value None. Raises RecipeError with line numbers if invalid."""
     try:
         node = compose_yaml(text)
     except TooLarge as error:

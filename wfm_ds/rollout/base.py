@@ -10,24 +10,24 @@ from wfm_ds.types import Score
 
 
 class RolloutSource(Protocol):
-    """Interface of a source of samples and their scores, step by step. All methods are collective."""
+    """Source of the samples of each RL step and of their reward scores. All methods are collective."""
 
     groups: GroupSource
 
     def publish_policy(self, step: int) -> None:
-        """Make the policies after RL step `step` available for generation.
+        """Make the policy after RL step `step` available for rollouts.
 
-        Called before the first step with the number of the last finished step, then after every step.
+        Called after every step, and once before the first step with the number of the last finished step.
         """
 
     def wait_until_ready(self, step: int) -> bool:
-        """Wait until the samples of this step are available. Returns False if any rank should stop first."""
+        """Wait until the samples of this RL step are available. Return False if any rank should stop first."""
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Return the samples of this step. Only this replica's samples have latents."""
+        """Return the samples of this RL step. Only this replica's samples have latents."""
 
     def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
-        """Return {reward name: Score} for every sample of all ranks, in the same order on every rank."""
+        """Return {reward name: Score} of each sample of all ranks, in the order of `rollouts.samples`."""
 
     def step_metrics(self) -> dict[str, float]:
         """Return the metrics of the last `collect_rollouts`. Identical on every rank."""

@@ -18,10 +18,7 @@ from wfm_ds.types import Score
 
 
 class ColocatedSource:
-    """Generates samples on the training ranks and submits them for scoring.
-
-    `collect_rollouts` generates and submits; `collect_rewards` waits for the outstanding scores.
-    """
+    """Rollout source that generates the samples on the training ranks and sends them to the reward service."""
 
     def __init__(self, job: Job, groups: GroupSource, rewards: RewardClient, algorithm: RlAlgorithm) -> None:
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
@@ -45,7 +42,7 @@ class ColocatedSource:
     def plan_samples(
         self, groups: Sequence[Group], group_size: int, step: int, *, first_group: int = 0
     ) -> list[RolloutSample]:
-        """Plan `group_size` samples for each group. first_group: index of the first group in the step."""
+        """Return `group_size` samples to generate per group. first_group: index of the first group in the step."""
         recipe = self.job.recipe
         return plan_step_samples(
             groups,
@@ -57,11 +54,11 @@ class ColocatedSource:
         )
 
     def generate_samples(self, samples: Sequence[RolloutSample], plan: SamplingPlan) -> StepRollouts:
-        """Denoise this replica's shard of the samples with the rollout policy and submit it for scoring. Collective.
+        """Denoise this replica's shard of the samples with the rollout policy and send it to the reward service.
+        Collective.
 
-        Finished chunks are decoded and sent to the reward service while the next chunk is denoised. All replicas
-        denoise the same number of samples in equal chunks: replicas with a smaller shard repeat the first sample as
-        padding.
+        A chunk is decoded and sent while the next one is denoised. Replicas with a smaller shard repeat the first
+        sample as padding, so that all replicas run the same forward passes.
         """
         job = self.job
         shards = even_ranges(len(samples), job.world.dp_size)
@@ -104,6 +101,5 @@ class ColocatedSource:
         )
 
     def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
-        """Wait for the outstanding scores and gather them, in the same order on every rank. Collective."""
         by_id = gather_scores(self.job.world, self.rewards.wait() | rollouts.failures)
         return [by_id[m.sample_id] for m in rollouts.samples]

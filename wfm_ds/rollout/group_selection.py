@@ -13,15 +13,14 @@ from wfm_ds.rollout.rollout_samples import RolloutSample
 
 
 class GroupSelection:
-    """The groups selected so far for one RL step.
+    """Groups selected so far for one RL step.
 
-    A group is informative if its rewards differ. Informative groups are always selected. Other groups only fill the
-    step until later rounds replace them with informative ones.
+    A group is informative if its rewards differ. Other groups only fill the step until later rounds replace them with
+    informative ones.
     """
 
     def __init__(self, num_groups: int) -> None:
-        """num_groups: number of groups in an RL step."""
-        self.num_groups = num_groups
+        self.num_groups = num_groups  # in an RL step
         self.num_dropped = 0  # groups that are not informative, replaced or not
         self._informative_groups: list[list[RolloutSample]] = []
         self._other_groups: list[list[RolloutSample]] = []
@@ -45,7 +44,7 @@ class GroupSelection:
 
     @property
     def selected_samples(self) -> list[RolloutSample]:
-        """The samples of the selected groups: first informative, then other groups, in the order of generation."""
+        """Samples of the selected groups: informative groups first, otherwise in the order of generation."""
         return [
             member for group in [*self._informative_groups, *self._other_groups][: self.num_groups] for member in group
         ]
@@ -56,7 +55,7 @@ def within_group_correlation(
 ) -> float | None:
     """Return Pearson's correlation of two rewards after subtracting each group's mean.
 
-    Samples without both rewards are ignored. Returns None if one of the rewards is constant within every group.
+    Samples without both rewards are ignored. Returns None if no sample has both, or one is constant within every group.
     """
     pairs: dict[str, list[tuple[float, float]]] = {}
     for a, b, group in zip(first, second, group_ids, strict=True):

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The properties that all samples of a group share."""
+    """Prompt and data shared by all samples of a group."""
 
     prompt: Prompt
     data: Tensor | None = None  # clean latents [C,...] float32 of the captioned sample, on replicas that need them
@@ -56,7 +56,7 @@ class GroupSource(Protocol):
     """Source of the groups of each RL step. All methods are collective."""
 
     def step_groups(self, step: int) -> list[Group]:
-        """Return the groups of RL step `step` for all ranks. Identical on every rank except for `data`.
+        """Return the groups of RL step `step` for all ranks. Identical on every rank except for `Group.data`.
 
         Repeated calls return the same groups.
         """
@@ -80,9 +80,10 @@ class RefillableGroups(GroupSource, Protocol):
     """Source of groups that can return additional groups for a step."""
 
     def refill_groups(self, step: int, attempt: int) -> list[Group]:
-        """Return additional groups for RL step `step`: the same number as `step_groups`. Identical on every rank.
+        """Return as many additional groups for RL step `step` as `step_groups` returns. Identical on every rank.
 
-        attempt: number of the refill round, starting at 1. The result depends only on step, attempt and state.
+        attempt: number of the refill round, starting at 1. The result depends only on step, attempt and checkpoint
+        state.
         """
 
 
@@ -114,15 +115,16 @@ class PromptGroups:
 class RewardStdGroups:
     """Groups of prompts sampled in proportion to the std of their rewards (data/prompt_weights.py).
 
-    With n = steps_ahead, rank 0 needs the groups of step s as soon as step s - 1 - n is done, and other ranks need them
-    later. The prompts of step s are therefore sampled when the rewards of step s - 1 - n are observed, and stored until
-    the rewards of step s are observed. In the first n + 1 steps of a run all prompts are equally likely.
+    With n = steps_ahead, rank 0 needs the groups of step s as soon as step s - 1 - n is done. The prompts of step s are
+    therefore sampled when the rewards of step s - 1 - n are observed, and stored until those of step s are observed. In
+    the first n + 1 steps of a run all prompts are equally likely.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], num_groups: int, *, table: RewardStdTable, seed: int, steps_ahead: int = 0
     ) -> None:
-        """table: empty table for these prompts. steps_ahead: rollout.max_staleness of an async run, otherwise 0."""
+        """table: empty reward std table of these prompts. steps_ahead: rollout.max_staleness of an async run, else 0.
+        """
         self.prompts, self.num_groups, self.table = prompts, num_groups, table
         self.seed, self.steps_ahead = seed, steps_ahead
         self._initial_weights = table.weights()
@@ -168,7 +170,6 @@ class RewardStdGroups:
 
     @functools.cached_property
     def _prompts_hash(self) -> str:
-        """Hash of the prompts and their order."""
         packed = json.dumps([pack_prompt(prompt) for prompt in self.prompts], sort_keys=True)
         return hashlib.blake2b(packed.encode(), digest_size=16).hexdigest()
 
@@ -176,9 +177,8 @@ class RewardStdGroups:
 class CaptionedGroups:
     """Groups of captioned images or videos.
 
-    Group g of RL step s uses position (s-1) * num_groups + g in the order of the data. Each replica reads and encodes
-    only the data for its local samples. Captions are gathered on all ranks, because a replica may have replaced a
-    corrupt sample.
+    Group g of RL step s uses position (s-1) * num_groups + g of the data order. Each replica reads and encodes only the
+    data of its local samples. Captions are gathered, because a replica may have replaced a corrupt sample.
     """
 
     def __init__(
@@ -189,10 +189,10 @@ class CaptionedGroups:
         num_conditioning_frames: tuple[int, int] = (0, 0),
         trajectories: CounterfactualTrajectories | None = None,
     ) -> None:
-        """Create the source of groups.
+        """encode: collective function that encodes samples to clean latents [B, ...] float32; None: groups have no
+        `data`.
 
-        encode: collective function that encodes samples to clean latents [B, ...] float32; without it groups have no
-        `data`. num_conditioning_frames: smallest and largest number of conditioning frames (latent frames) of a group.
+        num_conditioning_frames: smallest and largest number of conditioning frames (latent frames) of a group.
         trajectories: replaces the recorded trajectories; None to use the recorded ones.
         """
         self.trajectories = trajectories

@@ -19,11 +19,12 @@ def transfer_to_replicas(
     local: Mapping[str, Rollout],
     template: Rollout,
 ) -> list[Rollout]:
-    """Return this replica's shard of `samples`, in order. Collective.
+    """Send samples between replicas and return this replica's equal share of `samples`, in order. Collective.
 
-    samples: samples of all replicas; their number is a multiple of the number of replicas. owners: index of the replica
-    that has each sample, by sample id; identical on all ranks. local: the samples that this replica has, by sample id.
-    template: any sample with the same sampling plan and latent shape, without data latents.
+    samples: samples of all replicas; their number is a multiple of the number of replicas.
+    owners: {sample id: index of the replica that has it}, identical on all ranks. local: this replica's rollouts by
+    sample id.
+    template: any rollout with the same sampling plan and latent shape as the samples, without data latents.
     """
     count = len(samples) // world.dp_size
     received: list[Rollout] = []
@@ -44,7 +45,7 @@ def transfer_to_replicas(
 
 
 def _list_tensors(rollout: Rollout) -> list[Tensor]:
-    """Return the generated tensors of a sample. Latents shared by consecutive steps are listed only for one of them."""
+    """Return the generated tensors of a sample. Latents shared by consecutive steps are listed once."""
     tensors = [rollout.clean_latents]
     before: Transition | None = None
     for t in rollout.transitions:
@@ -55,10 +56,7 @@ def _list_tensors(rollout: Rollout) -> list[Tensor]:
 
 
 def _fill_template(template: Rollout, sample: RolloutSample, tensors: Sequence[Tensor]) -> Rollout:
-    """Return a rollout of `sample` with these tensors. template: rollout with the same steps.
-
-    tensors: in the order of `_list_tensors`.
-    """
+    """Return the rollout of `sample` with the steps of `template` and tensors in the order of `_list_tensors`."""
     remaining = iter(tensors)
     clean = next(remaining)
     transitions: list[Transition] = []

@@ -55,8 +55,8 @@ class RewardService:
         """Start the service and wait until all rewards are loaded.
 
         num_ranks: number of training ranks on this machine. Writes reward_service.yaml, reward_service.log and
-        pipes.json to `folder`. If the service fails to start or is not ready within reward.start_timeout_s, raises
-        RewardError with the service's own message. Raises RecipeError if a GPU does not exist.
+        pipes.json to `folder`. Raises RewardError with the service's own message if it fails to start or is not ready
+        within reward.start_timeout_s, and RecipeError if a GPU does not exist.
         """
         self._environment = service_environment(reward, num_ranks)
         self.endpoint = str(folder / "pipes.json")
@@ -121,7 +121,7 @@ class RewardService:
             )
 
     def _wait_until_ready(self, timeout_s: float) -> None:
-        """Wait for the line that the service prints to stdout when it is ready. Raises RewardError."""
+        """Wait for the service's ready line on stdout. Raises RewardError if it exits or is not ready in time."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -158,10 +158,9 @@ class RewardService:
 
 
 def build_service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
-    """Return the configuration of a reward service for this recipe.
+    """Return the content of reward_service.yaml. Imports user-defined rewards.
 
-    sockets: folder for the sockets of the service. Imports user-defined rewards. Raises RewardError for an unknown
-    reward.
+    sockets: folder of the service's sockets. Raises RewardError for an unknown reward.
     """
     from wfm_reward import registry
 
@@ -177,7 +176,7 @@ def build_service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
 
 
 def service_environment(reward: RewardRecipe, num_ranks: int) -> dict[str, str]:
-    """Return the environment of the reward service. If a reward has a GPU, the service sees all GPUs of the run.
+    """Return the environment variables of the reward service. If a reward uses a GPU, it sees all GPUs of the run.
 
     num_ranks: number of training ranks on this machine. Raises RecipeError if a GPU does not exist. Warns if a GPU is
     also used for training.
@@ -197,7 +196,7 @@ def service_environment(reward: RewardRecipe, num_ranks: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _RewardTask:
-    """A submitted task: some samples to be scored by one reward."""
+    """Samples submitted to the reward service for one reward."""
 
     reward: str
     sample_ids: tuple[str, ...]
@@ -213,8 +212,8 @@ class RewardClient:
         """Connect to the reward service.
 
         endpoint: path of a pipes.json, or an ipc:// or tcp:// address. run, client: names of the run and of this
-        client. lost_after_s: submitted tasks fail if the service is silent for this time.
-
+        client.
+        lost_after_s: submitted tasks fail if the service is silent for this many seconds.
         Raises RewardError if the keys are unusable, if the service does not answer within reward.start_timeout_s, or if
         the service lacks a reward of the recipe or computes it with different options.
         """
@@ -242,7 +241,7 @@ class RewardClient:
             raise
 
     def submit(self, batch: MediaBatch) -> None:
-        """Send a copy of the batch to the service for all rewards, and return at once."""
+        """Send a copy of the batch to the service for all rewards, without waiting for scores."""
         media = np.array(batch.media)
         rows = [
             {"id": sample_id, "prompt": batch.prompts[i], "metadata": dict(batch.metadata[i]), "fps": batch.fps}
@@ -264,8 +263,8 @@ class RewardClient:
     def wait(self) -> dict[str, dict[str, Score]]:
         """Wait for the scores of all samples submitted since the last call. Returns {sample id: {reward name: Score}}.
 
-        Every sample has a Score for every reward; failures and timeouts are failed Scores. Returns at the latest
-        reward.timeout_s after the last submission. Never raises an error because of the service.
+        Every sample has a Score for every reward; failures and timeouts are failed Scores, not exceptions. Returns at
+        the latest reward.timeout_s after the last submission.
         """
         while self._pending_tasks:
             LIVENESS.record_progress()

@@ -45,8 +45,7 @@ def plan_step_samples(
     """Return the samples of one RL step, `group_size` consecutive samples per group.
 
     same_noise: the samples of a group start from the same noise. first_group: index of the first group; above 0 for
-    additional groups of the step. With a larger group_size each group gets additional samples, and the others stay the
-    same.
+    additional groups of the step. A larger group_size adds samples without changing the ids and seeds of the others.
     """
     samples = []
     for g, group in enumerate(groups, start=first_group):
@@ -67,7 +66,7 @@ def plan_step_samples(
 
 
 def group_rewards(samples: Sequence[RolloutSample], rewards: Sequence[float | None]) -> list[RewardedGroup]:
-    """Return each group with the rewards of its samples. rewards: one per sample, in the order of the samples."""
+    """Return [(group, rewards of its samples)]. rewards: one per sample, in the order of `samples`."""
     groups = {sample.group_id: sample.group for sample in samples}
     by_group: dict[str, list[float | None]] = {group_id: [] for group_id in groups}
     for sample, reward in zip(samples, rewards, strict=True):
@@ -77,17 +76,20 @@ def group_rewards(samples: Sequence[RolloutSample], rewards: Sequence[float | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
-    """The samples of one RL step: tensors of this replica's samples, and descriptions of the samples of all ranks."""
+    """Samples of one RL step: descriptions of the samples of all ranks, and tensors of this replica's samples."""
 
     samples: Sequence[RolloutSample]  # of all ranks
-    local_rollouts: Sequence[Rollout]  # this replica's part: contiguous, of the same length on every replica
+    local_rollouts: Sequence[Rollout]  # of this replica's samples, which are contiguous in `samples`
     first_index: int  # index of the first local sample in `samples`
-    failures: Scores  # failures of local samples with non-finite latents
-    group_rewards: Sequence[RewardedGroup] | None = None  # all candidates that `samples` was selected from, if any
+    failures: Scores  # failed Scores of local samples with non-finite latents
+    group_rewards: Sequence[RewardedGroup] | None = None  # of all candidates, if `samples` was selected
 
 
 def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, replace_nonfinite: bool) -> Rollout:
-    """Return the Rollout of one sample. row: index of the sample in the trajectory of its chunk."""
+    """Return the Rollout of the sample at index `row` of its chunk's trajectory.
+
+    replace_nonfinite: replace NaN and infinity by 0 in all tensors, not only in the clean latents.
+    """
     convert = replace_nonfinite_values if replace_nonfinite else torch.Tensor.detach
     return Rollout(
         sample_id=sample.sample_id,
@@ -104,10 +106,7 @@ def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, 
 
 
 def extract_transitions(trajectory: Trajectory, row: int, *, replace_nonfinite: bool) -> list[Transition]:
-    """Return the stored steps of one sample.
-
-    Tensors are views, or with `replace_nonfinite` copies without NaN and infinity.
-    """
+    """Return the stored denoising steps of the sample at index `row`: views, or copies with `replace_nonfinite`."""
     convert = replace_nonfinite_values if replace_nonfinite else torch.Tensor.detach
     return [
         Transition(

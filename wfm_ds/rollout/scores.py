@@ -28,8 +28,8 @@ def decode_and_submit(
 ) -> tuple[npt.NDArray[np.uint8], Scores]:
     """Decode latents [B, ...] to uint8 images [B,H,W,3] or videos [B,T,H,W,3] and submit them for scoring.
 
-    Returns the images as `decode_in_replica` does, and failed Scores of samples with non-finite latents, which are not
-    submitted. Does not wait for the other scores. Collective in the replica; only the replica leader submits.
+    Returns (images as from `decode_in_replica`, failed Scores of samples with non-finite latents). Only finite samples
+    are submitted, by the replica leader. Does not wait for their scores. Collective in the replica.
     """
     images, is_finite = decode_in_replica(job, latents)
     return images, submit_decoded_samples(job, rewards, images, is_finite, sample_ids, prompts)
@@ -38,8 +38,8 @@ def decode_and_submit(
 def decode_in_replica(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
     """Decode latents [B, ...] on all ranks of a replica. Collective in the replica.
 
-    Returns (images, whether each sample's latents are finite). The images are an empty array [0] on all ranks except
-    the replica leader.
+    Returns (uint8 images, whether each sample's latents are finite). The images are an empty array [0] on all ranks
+    except the replica leader.
     """
     return ReplicaDecoding(job, latents).wait()
 
@@ -58,7 +58,7 @@ class ReplicaDecoding:
         self.is_pending = self._local_decoding.is_pending
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Wait for all shards and return the same as `decode_in_replica`. Collective in the replica."""
+        """Wait for all shards and return the result of `decode_in_replica`. Collective in the replica."""
         images, is_finite = self._local_decoding.wait()
         return self._world.gather_replica_rows(images, self._counts), is_finite
 
@@ -166,21 +166,21 @@ def submit_finite_samples(
 
 
 def drop_first_frame(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the inputs without the first frame. The video contains it, and it would be too large for a message."""
+    """Return the inputs without the first frame, which the video contains and which is too large for a message."""
     return {name: array for name, array in inputs.items() if name != FIRST_FRAME}
 
 
 def gather_scores(world: World, local_scores: Mapping[str, Mapping[str, Score]]) -> Scores:
-    """Gather the scores of all replicas, in the order of the replicas. Collective.
+    """Return the scores of all replicas, ordered by replica. Collective.
 
-    local_scores: the scores of this replica; only the leader's are used.
+    local_scores: scores of this replica; only the replica leader's are used.
     """
     parts = world.gather_from_leaders(pack_scores(local_scores))
     return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
 
 
 def summarize_failures(scores: Sequence[Mapping[str, Score]]) -> str:
-    """Return the first NUM_REASONS distinct failures as one line for the log; empty if nothing failed."""
+    """Return the first NUM_REASONS distinct failures as one log line; "" if nothing failed."""
     failed = {
         f"{score.reward}: {score.failure}" for by_reward in scores for score in by_reward.values() if score.failure
     }

@@ -53,8 +53,7 @@ class SelectiveSource(ColocatedSource):
     def collect_rollouts(self, step: int) -> StepRollouts:
         """Generate candidates and select samples among them. Collective.
 
-        With `sampling.explore.regenerate`, the selected samples are then generated again with the sampling plan of
-        rollouts.
+        With `sampling.explore.regenerate`, the selected samples are generated again with the sampling plan of rollouts.
         """
         selection, candidate_groups = GroupSelection(self.job.recipe.rl.rollout.prompts_per_step), list[RewardedGroup]()
         selected = SelectedRollouts(self.job.world)
@@ -92,8 +91,7 @@ class SelectiveSource(ColocatedSource):
     def _generate_round(self, step: int, attempt: int, selection: GroupSelection) -> tuple[StepRollouts, Rewards]:
         """Generate and score the groups that the selection lacks, and add them to the selection.
 
-        attempt: number of the round, starting at 0. Returns the generated samples and the rewards used for the
-        selection.
+        attempt: number of the round, starting at 0. Returns (generated samples, rewards used for the selection).
         """
         recipe = self.job.recipe
         groups = self.refillable_groups.refill_groups(step, attempt) if attempt else self.groups.step_groups(step)
@@ -129,7 +127,7 @@ class CandidateScores:
 
 
 class SelectedRollouts:
-    """The samples selected so far. Each stays on the replica that generated it until `distribute_evenly`."""
+    """Rollouts selected so far. Each stays on the replica that generated it until `distribute_evenly`."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -138,7 +136,7 @@ class SelectedRollouts:
         self._template: Rollout | None = None  # any sample: all rounds have the same plan and shape
 
     def keep_selected(self, generated: StepRollouts, selected: Sequence[RolloutSample]) -> None:
-        """Add the selected samples of a round and drop samples that are no longer selected.
+        """Add the selected rollouts of a round and drop rollouts that are no longer selected.
 
         In the first round every replica must have generated a sample.
         """
@@ -149,7 +147,7 @@ class SelectedRollouts:
         self._template = self._template or generated.local_rollouts[0]
 
     def distribute_evenly(self, samples: Sequence[RolloutSample]) -> StepRollouts:
-        """Move samples between replicas so that all replicas have the same number, and return them. Collective."""
+        """Move rollouts so that all replicas have the same number, and return this replica's. Collective."""
         assert self._template is not None, "keep_selected was not called"
         local = transfer_to_replicas(self.world, samples, self._owner_replicas, self._local_rollouts, self._template)
         return StepRollouts(

@@ -22,10 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class CounterfactualTrajectories:
-    """Replaces the trajectories of an RL step's prompts as configured by rollout.trajectories.
-
-    Identical on every rank.
-    """
+    """Replaces the trajectories of an RL step's prompts as set by rollout.trajectories. Identical on every rank."""
 
     def __init__(self, recipe: Recipe, actions: ActionData | None) -> None:
         rollout = recipe.rl.rollout
@@ -34,7 +31,7 @@ class CounterfactualTrajectories:
         self._library = None if actions is None else actions.library
 
     def replace_trajectories(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
-        """Return the prompts with new trajectories. prompts: one for each group of the step."""
+        """Return the prompts with new trajectories. prompts: one per group of the step."""
         if self.mode == "shuffle":
             shuffled = shuffle_trajectories(prompts, seed=self.seed, step=step)
             if not self._has_warned and all(new is old for new, old in zip(shuffled, prompts, strict=True)):
@@ -56,7 +53,7 @@ class CounterfactualTrajectories:
 
 
 def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt]:
-    """Return the prompts with their actions and camera paths exchanged between prompts of the same `domain`.
+    """Return the prompts with actions and camera paths exchanged between prompts of the same `domain`.
 
     No prompt keeps its own trajectory, unless it is the only one of its domain.
     """
@@ -77,7 +74,7 @@ def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> 
 
 
 def transplant_trajectory(target: Mapping[str, Floats], source: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return the inputs `target` with the actions and the camera path of `source`.
+    """Return a copy of `target` with the actions and the camera path of `source`.
 
     The camera path is moved so that it starts at the start pose of `target`.
     """

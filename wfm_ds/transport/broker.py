@@ -97,7 +97,6 @@ class Broker:
         self._context: zmq.Context[Any] = zmq.Context()
         self._clock = ActiveClock(time.monotonic())  # excludes the time this process was suspended
         self._routers: list[Router] = []
-        self._ports: list[MessagePort] = []
         try:
             self._authenticator = None if keys is None else start_authenticator(self._context, keys)
             client_port = self._bind_port(clients, CLIENT_TO_BROKER, keys)
@@ -199,8 +198,7 @@ class Broker:
     def _bind_port(self, endpoint: str, expected_types: frozenset[str], keys: BrokerKeys | None) -> MessagePort:
         router = Router(self._context, endpoint, keys)
         self._routers.append(router)
-        self._ports.append(MessagePort(router, expected_types, self.rejected))
-        return self._ports[-1]
+        return MessagePort(router, expected_types, self.rejected)
 
     def _run_thread(self) -> None:
         try:
@@ -243,8 +241,6 @@ class Broker:
 
     def _close_sockets(self) -> None:
         self._is_closed = True
-        for port in self._ports:
-            port.close(self._clock.now_s)
         while self._status_requests:
             self._status_requests.popleft().cancel()
         for router in self._routers:

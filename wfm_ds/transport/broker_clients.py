@@ -185,7 +185,7 @@ class BrokerClients:
             size = 0
             for item in items:
                 fields = _completion_fields(item)
-                size += wire.msgpack_size(fields)
+                size += len(wire.pack_value(fields))
                 if batch and size > MAX_COMPLETION_BYTES:
                     break
                 batch.append(fields)

@@ -149,7 +149,7 @@ class BrokerWorkers:
         worker, life = fields["worker"], fields["life"]
         state = self._workers.get(worker)
         if state is not None and state.key != key:
-            raise WireError(f"worker {worker} is already connected with another key", "worker name")
+            raise WireError(f"worker {worker} is already connected with another key")
         if state is not None and state.life != life:
             self.drop_worker(worker, "its worker died")
             state = None
@@ -163,7 +163,7 @@ class BrokerWorkers:
 
     def _on_result(self, worker: str, message: Message, payload: list[zmq.Frame]) -> None:
         fields = message.fields
-        size = wire.msgpack_size(fields["meta"])
+        size = len(wire.pack_value(fields["meta"]))
         if size > META_BYTES:
             reason = f"result too large: {size} bytes, limit {META_BYTES}"
             self._ledger.record_failure(worker, fields["id"], fields["attempt"], reason, fatal=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -27,10 +26,10 @@ from wfm_ds.transport.messages import BROKER_TO_CLIENT
 from wfm_ds.transport.payload_requests import PayloadRequest, PayloadRequests
 from wfm_ds.transport.pending_submissions import RESUBMIT_INTERVAL_S, PendingSubmissions, Submission, TaskRequest
 from wfm_ds.transport.sockets import Dealer, EndpointNotAllowed, Mailbox, PipeError, SendQueueFull, check_endpoint
-from wfm_ds.transport.throttle import LogThrottle
+from wfm_ds.transport.throttle import throttled_logger
 from wfm_ds.transport.wire import Array, Buffer, Message, WireError
 
-log = logging.getLogger(__name__)
+peer_log = throttled_logger(f"{__name__}.peers")
 
 POLL_MS = 100
 ATTACH_INTERVAL_S = 0.1  # between attempts to attach; each one looks up the broker's address again
@@ -83,7 +82,6 @@ class PipeClient:
         self._clock = ActiveClock(time.monotonic())
         self._last_contact_s = self._clock.now_s
         self._message_ids = itertools.count(1)
-        self._log_throttle = LogThrottle(log.warning)
         self._submissions = PendingSubmissions()
         self._requests = PayloadRequests(f"mark/{self._identity['epoch']}")
         self._pending_releases: dict[str, float] = {}  # task id -> time of the last `release` message
@@ -143,7 +141,7 @@ class PipeClient:
     def read_file(self, name: str, num_bytes: int, timeout_s: float) -> Iterator[Array]:
         """Yield the content of an announced file of `num_bytes` bytes, in uint8 pieces.
 
-        Raises PipeError if a piece does not arrive within `timeout_s`, and WireError if its checksum is wrong.
+        Raises PipeError if a piece does not arrive within `timeout_s`.
         """
         for offset in range(0, num_bytes, wire.MAX_FRAME_BYTES):
             key = f"{name}@{offset}"
@@ -218,7 +216,6 @@ class PipeClient:
             while not self._stopping:
                 self._poll_sockets()
                 now_s = self._clock.tick(time.monotonic())
-                self._log_throttle.flush_due(now_s)
                 for command in self._commands.take_all():
                     command()
                 while self._dealer is not None and (frames := self._dealer.receive()) is not None:
@@ -284,7 +281,7 @@ class PipeClient:
         try:
             message = wire.decode_message([frame.buffer for frame in frames], BROKER_TO_CLIENT)
         except WireError as error:
-            self._log_throttle.log(error.reason, f"dropped a message from the broker: {error}", now_s)
+            peer_log.warning("dropped a message from the broker: %s", error)
             return
         self._last_contact_s = now_s
         fields = message.fields
@@ -314,7 +311,7 @@ class PipeClient:
             self._record_rejection(fields["why"], now_s)
         else:
             self._problem = fields["why"]
-            self._log_throttle.log("rejected", f"the broker rejected a message: {fields['why']}", now_s)
+            peer_log.warning("the broker rejected a message: %s", fields["why"])
 
     def _on_attached(self, fields: Mapping[str, Any]) -> None:
         self._session = fields["session"]

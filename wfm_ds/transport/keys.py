@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import errno
-import logging
 import os
 import re
 import stat
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +24,10 @@ import zmq.auth
 
 from wfm_ds.errors import UserError
 from wfm_ds.program import run_command
-from wfm_ds.transport.throttle import LogThrottle
+from wfm_ds.transport.throttle import throttled_logger
 
-log = logging.getLogger(__name__)
+# Anyone can trigger a handshake, which reads the key folder.
+peer_log = throttled_logger(f"{__name__}.peers")
 
 BROKER_NAME = "hub"
 SECRET_SUFFIX, PUBLIC_SUFFIX = ".key_secret", ".key"
@@ -74,11 +73,9 @@ def load_broker_keys(folder: Path) -> BrokerKeys:
     for path in _list_public_files(folder):
         _load_public_key(path)
 
-    log_throttle = LogThrottle(log.warning)  # anyone can trigger a handshake, which reads the folder
-
     def is_allowed(key: bytes) -> bool:
         """Return whether the key may connect. Never raises, because all handshakes depend on the calling thread."""
-        return key == public or key in _read_public_keys(folder, log_throttle)
+        return key == public or key in _read_public_keys(folder)
 
     return BrokerKeys(public, secret, is_allowed)
 
@@ -87,7 +84,7 @@ def _list_public_files(folder: Path) -> list[Path]:
     return [path for path in (folder / "public").glob(f"*{PUBLIC_SUFFIX}") if path.stem != BROKER_NAME]
 
 
-def _read_public_keys(folder: Path, log_throttle: LogThrottle) -> set[bytes]:
+def _read_public_keys(folder: Path) -> set[bytes]:
     """Return the public keys in `folder`. Files that are incomplete or were just removed are logged and skipped."""
     keys = set()
     try:
@@ -95,9 +92,9 @@ def _read_public_keys(folder: Path, log_throttle: LogThrottle) -> set[bytes]:
             try:
                 keys.add(_load_public_key(path))
             except KeyFileError as error:
-                log_throttle.log(path.name, f"ignored: {error}", time.monotonic())
+                peer_log.warning("ignored: %s", error)
     except OSError as error:
-        log_throttle.log("list", f"{folder / 'public'} cannot be listed: {error}", time.monotonic())
+        peer_log.warning("%s cannot be listed: %s", folder / "public", error)
     return keys
 
 

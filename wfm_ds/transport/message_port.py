@@ -6,7 +6,6 @@ It decodes incoming messages, rejects and counts invalid ones, and numbers outgo
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -16,10 +15,10 @@ import zmq
 from wfm_ds.transport import wire
 from wfm_ds.transport.messages import REASON_CHARS
 from wfm_ds.transport.sockets import PeerUnreachable, Router, SendQueueFull
-from wfm_ds.transport.throttle import LogThrottle
+from wfm_ds.transport.throttle import throttled_logger
 from wfm_ds.transport.wire import Message, TensorSpec, WireError
 
-log = logging.getLogger(__name__)
+peer_log = throttled_logger(f"{__name__}.peers")
 
 MESSAGES_PER_TURN = 256  # per socket, so that neither socket starves the other
 
@@ -41,14 +40,12 @@ class MessagePort:
         self._expected_types = expected_types
         self._rejected = rejected
         self._message_ids = itertools.count(1)
-        self._log_throttle = LogThrottle(log.warning)
 
     def receive_messages(self, handle: MessageHandler, now_s: float) -> None:
         """Pass arrived messages to `handle`.
 
         A message is rejected if it is invalid or if `handle` raises WireError for it.
         """
-        self._log_throttle.flush_due(now_s)
         for _ in range(MESSAGES_PER_TURN):
             received = self.router.receive()
             if received is None:
@@ -59,12 +56,8 @@ class MessagePort:
                 handle(route, message, frames, now_s)
             except WireError as error:
                 self._rejected[self.router.endpoint] += 1
-                self._log_throttle.log(error.reason, f"dropped a message at {self.router.endpoint}: {error}", now_s)
+                peer_log.warning("dropped a message at %s: %s", self.router.endpoint, error)
                 self.send(route, "reject", {"about": 0, "why": str(error)[:REASON_CHARS]})
-
-    def close(self, now_s: float) -> None:
-        """Log the remaining counts of dropped messages."""
-        self._log_throttle.close(now_s)
 
     def encode(self, message_type: str, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()) -> bytes:
         """Return the header of a message, to be passed to `router.send`. Raises WireError if it is too large."""

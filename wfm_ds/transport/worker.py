@@ -26,10 +26,11 @@ from wfm_ds.transport import wire
 from wfm_ds.transport.keys import ClientKeys
 from wfm_ds.transport.messages import BROKER_TO_WORKER, DETAIL_CHARS, META_BYTES, REASON_CHARS
 from wfm_ds.transport.sockets import Dealer, Mailbox, SendQueueFull
-from wfm_ds.transport.throttle import LogThrottle
+from wfm_ds.transport.throttle import throttled_logger
 from wfm_ds.transport.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
+peer_log = throttled_logger(f"{__name__}.peers")
 
 POLL_MS = 100
 HELLO_INTERVAL_S = 0.1  # between `hello` messages until `welcome`
@@ -64,14 +65,8 @@ class LeasedTask:
         return announcement
 
     def read_tensors(self) -> list[Array]:
-        """Return aligned copies of the tensors: one per row, or an empty list.
-
-        Raises TaskFailed if a checksum is wrong.
-        """
-        try:
-            return self.message.read_tensors()
-        except WireError as error:
-            raise TaskFailed(str(error), fatal=False) from error
+        """Return aligned copies of the tensors: one per row, or an empty list."""
+        return self.message.read_tensors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +133,6 @@ class LeaseWorker:
         self._running_ids: frozenset[str] = frozenset()
         self._progress_rows: list[tuple[LeasedTask, int, int]] = []  # (task, done, total) of running tasks
         self._message_ids = itertools.count(1)
-        self._log_throttle = LogThrottle(log.warning)
         self._broker_id = ""
         self._problem = ""  # last logged reason for a rejection
         self._hello_interval_s = HELLO_INTERVAL_S
@@ -235,7 +229,6 @@ class LeaseWorker:
                 if self._is_parent_gone(self._poll_sockets(dealer)):
                     break
                 now_s = time.monotonic()
-                self._log_throttle.flush_due(now_s)
                 if dealer.is_stale():
                     dealer = self._reopen_dealer(context, dealer)
                 if now_s - armed_at_s > WATCHDOG_INTERVAL_S:
@@ -298,7 +291,7 @@ class LeaseWorker:
         try:
             message = wire.decode_message([frame.buffer for frame in frames], BROKER_TO_WORKER)
         except WireError as error:
-            self._log_throttle.log(error.reason, f"dropped a message from the broker: {error}", now_s)
+            peer_log.warning("dropped a message from the broker: %s", error)
             return
         fields = message.fields
         if message.type == "welcome":
@@ -388,7 +381,9 @@ def _make_report(
     if not isinstance(result, Exception):
         try:
             meta, tensors = (result.meta, result.tensors) if isinstance(result, TaskResult) else (result, ())
-            size = wire.msgpack_size(meta)
+            if not isinstance(meta, Mapping):
+                raise TaskFailed(f"returned {type(meta).__name__} instead of a map", fatal=True)
+            size = len(wire.pack_value(meta))
             if size > META_BYTES:
                 raise TaskFailed(f"result too large: {size} bytes, limit {META_BYTES}", fatal=True)
             specs, frames = wire.pack_tensors(tensors)

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 import wfm_ds
 from wfm_ds.errors import RewardError
 from wfm_ds.transport.broker import Broker
 from wfm_ds.transport.keys import BrokerKeys
+from wfm_ds.transport.throttle import throttled_logger
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig
 from wfm_reward.decoder import VaeScale
@@ -36,7 +38,6 @@ from wfm_reward.web.cosmos_protocol import parse_enqueue, pull_reply
 from wfm_reward.web.http_problem import HttpProblem
 from wfm_reward.web.jobs import ItemResults, ScoreJob, ScoreJobs
 from wfm_reward.web.json_protocol import compute_reply, parse_compute
-from wfm_reward.web.log_throttle import get_throttled_logger
 from wfm_reward.web.memory_budget import MemoryBudget, Reservation
 from wfm_reward.web.metrics import CONTENT_TYPE, render_metrics
 from wfm_reward.web.request_body import check_encoding, read_form, receive_body
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 BROKER_TIMEOUT_S = 5.0  # seconds for the broker to report its status
 FORM_BYTES = 64 * 1024
+MAX_ERROR_CHARS = 200
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -83,7 +85,8 @@ class HttpServer:
         }
         self._token = read_service_token(self.config, base, os.environ)
         self._requests: Counter[tuple[str, int]] = Counter()
-        self._rare_log = get_throttled_logger(f"{__name__}.clients")
+        self._client_log = throttled_logger(f"{__name__}.clients")
+        self._client_log.addFilter(_shorten_parse_error)
         self._started_at_s, _ = read_clocks()
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -120,13 +123,13 @@ class HttpServer:
     async def _serve_requests(self) -> None:
         host, _, port = self.config.bind.rpartition(":")
         runner = web.AppRunner(
-            self._create_app(), access_log=None, shutdown_timeout=2.0, auto_decompress=False, logger=self._rare_log
+            self._create_app(), access_log=None, shutdown_timeout=2.0, auto_decompress=False, logger=self._client_log
         )
         await runner.setup()
         assert runner.server is not None
         try:
             self._connections = ConnectionAcceptor(
-                runner.server, self.config.max_connections, self.config.idle_timeout_s, self._rare_log
+                runner.server, self.config.max_connections, self.config.idle_timeout_s, self._client_log
             )
             bound, port_number = self._connections.listen(host.strip("[]"), int(port))
             self.url = f"http://[{bound}]:{port_number}" if ":" in bound else f"http://{bound}:{port_number}"
@@ -201,7 +204,7 @@ class HttpServer:
         except (ClientPayloadError, ConnectionError) as error:
             return web.json_response({"message": f"the body was cut off: {error}"}, status=400)
         except Exception as error:  # noqa: BLE001  (keep the service running)
-            self._rare_log.exception(f"{request.method} {_route_name(request)} failed")
+            self._client_log.exception("%s %s failed", request.method, _route_name(request))
             return web.json_response({"message": f"{type(error).__name__}: see the log of the service"}, status=500)
 
     # Status and metrics
@@ -330,6 +333,15 @@ class HttpServer:
     def _receive_body(self, request: web.Request) -> AbstractAsyncContextManager[tuple[memoryview, Reservation]]:
         """Read the body with a memory reservation (see `request_body`)."""
         return receive_body(request, self._budget, self.config.max_body_mib * 2**20, self.config.body_timeout_s)
+
+
+def _shorten_parse_error(record: logging.LogRecord) -> bool:
+    """Replace the traceback of a request that cannot be parsed with a short text. A logging filter; passes all."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
+        record.msg, record.args, record.exc_info = "a request cannot be parsed: %s", (text,), None
+    return True
 
 
 def _route_name(request: web.Request) -> str:

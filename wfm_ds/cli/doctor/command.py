@@ -1,4 +1,4 @@
-"""`wfm doctor [RECIPE [section.key=value ...]]`: check this machine, and whether it can train a recipe.
+"""`wfm doctor [RECIPE [section.key=value ...]]`: check this machine and whether it can train a recipe.
 
 Exit codes: 0 without errors, 2 if there are errors.
 """
@@ -16,7 +16,7 @@ from wfm_ds.cli.doctor.finding import DoctorFinding
 from wfm_ds.errors import UserError
 from wfm_ds.program import USER_ERROR_CODE, CommandParser, run_command
 
-MASTER_PORT = 29500  # default of the launcher for several machines
+MASTER_PORT = 29500  # the DeepSpeed launcher's default for runs on several machines
 COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 

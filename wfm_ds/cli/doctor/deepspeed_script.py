@@ -1,4 +1,4 @@
-"""Check and repair of the environment's `deepspeed` script, which must support `-m`."""
+"""Check and repair the environment's `deepspeed` script, which must support `-m`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ def packages_folder() -> Path:
 
 
 def script_finding(scripts: Path) -> DoctorFinding:
-    """Check that `deepspeed -m wfm_ds.train` works.
-
-    Runs the `deepspeed` script in folder `scripts` with wfm_ds's version option.
-    """
+    """Run the `deepspeed` script in folder `scripts` to check that `deepspeed -m wfm_ds.train` works."""
     script = scripts / SCRIPT_NAME
     if not script.is_file():
         return DoctorFinding(FINDING_NAME, "warning", f"{script} does not exist", FIX_ADVICE)
@@ -53,9 +50,9 @@ def script_finding(scripts: Path) -> DoctorFinding:
 
 
 def repair_script(scripts: Path, packages: Path) -> Iterator[str]:
-    """Restore the hook and the script if they are missing, and yield a message for each change.
+    """Restore wfm_ds's .pth file in `packages` and the `deepspeed` script in `scripts`. Yield a message per change.
 
-    The script may be missing after a version of wfm_ds that installed its own script was uninstalled.
+    Uninstalling an old version of wfm_ds, which replaced the script, can have removed it.
     """
     hook = packages / PTH_FILE.name
     if not hook.is_file() or hook.read_bytes() != PTH_FILE.read_bytes():
@@ -72,7 +69,7 @@ def repair_script(scripts: Path, packages: Path) -> Iterator[str]:
 
 
 def run_fix() -> int:
-    """Repair the script, and print the changes and the check's result. Returns 0 if the script works, else 1."""
+    """Repair the `deepspeed` script, print the changes, and return the exit code: 0 if it works now, else 1."""
     messages = list(repair_script(scripts_folder(), packages_folder()))
     finding = script_finding(scripts_folder())
     sys.stdout.write("".join(f"{message}\n" for message in messages) + f"{finding.text}\n")

@@ -1,4 +1,4 @@
-"""Findings of `wfm doctor`: the result of one check, its severity, and advice."""
+"""Findings of `wfm doctor`: the result of a check with severity and advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FindingLevel = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """Result of one check. `error`: a run cannot work; `warning`: it may fail or be slow."""
+    """Result of one check. Level `error`: a run cannot work. `warning`: it may fail or be slow."""
 
     name: str
     level: FindingLevel
@@ -22,7 +22,7 @@ class DoctorFinding:
 
 
 def run_check(name: str, action: Callable[[], str], advice: str = "") -> DoctorFinding:
-    """Run a check and return its text as an `ok` finding, or its UserError as an `error` finding."""
+    """Run `check`. Its returned text becomes an `ok` finding, its UserError an `error` finding."""
     try:
         return DoctorFinding(name, "ok", action())
     except UserError as error:

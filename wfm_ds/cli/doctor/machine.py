@@ -1,4 +1,4 @@
-"""Checks of this machine and of the hosts in a hostfile. No recipe is needed."""
+"""Check this machine and the hosts in a hostfile. Needs no recipe."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from wfm_ds.monitoring.stopwatch import GIB
 CHECKED_PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "triton")
 OPTIONAL_PACKAGES = ("triton",)
 TESTED_DEEPSPEED = "0.19.8"
-CONSTRAINTS_FILE = Path(__file__).parent.parent.parent / "constraints.txt"  # the tested versions
+CONSTRAINTS_FILE = Path(__file__).parent.parent.parent / "constraints.txt"  # tested versions
 MIN_SHM_BYTES = GIB  # NCCL uses about 10 MiB for each pair of ranks on a machine
-MIN_OPEN_FILES = 4096  # for sockets, data shards and checkpoint files of a rank
+MIN_OPEN_FILES = 4096  # a rank opens sockets, data shards and checkpoint files
 SSH_TIMEOUT_S = 10
-MAX_CLOCK_DIFFERENCE_S = 2.0  # a larger one makes logs and checkpoint times of several hosts hard to compare
+MAX_CLOCK_DIFFERENCE_S = 2.0  # above it, log and checkpoint times of hosts are hard to compare
 
 
 def machine_findings() -> Iterator[DoctorFinding]:
@@ -47,7 +47,7 @@ def python_finding() -> DoctorFinding:
 
 
 def version_finding(package: str) -> DoctorFinding:
-    """Check the installed version of a package, and the package's own requirements."""
+    """Check the installed version of a package against wfm_ds's requirements, and the package's own requirements."""
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -73,7 +73,7 @@ def version_finding(package: str) -> DoctorFinding:
 
 
 def unmet_requirements(package: str) -> Iterator[tuple[Requirement, str | None]]:
-    """Yield (requirement, installed version or None) for each unmet requirement of a package. Extras are ignored."""
+    """Yield (requirement, installed version or None) for each unmet requirement of a package, ignoring extras."""
     try:
         texts = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -82,7 +82,7 @@ def unmet_requirements(package: str) -> Iterator[tuple[Requirement, str | None]]
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
-            continue  # invalid metadata of the package; pip has accepted it
+            continue  # invalid package metadata, which pip accepted
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -95,7 +95,7 @@ def unmet_requirements(package: str) -> Iterator[tuple[Requirement, str | None]]
 
 
 def read_constraints(path: Path) -> dict[str, str]:
-    """Return {package: version} from a constraints file. Empty if the file does not exist, as in an installed wheel."""
+    """Return {package: version} from a constraints file, or {} if it does not exist, as in an installed wheel."""
     if not path.is_file():
         return {}
     lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
@@ -150,9 +150,9 @@ def open_files_finding() -> DoctorFinding:
 
 
 def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
-    """Check whether the port is free.
+    """Check that the launcher's master port is free.
 
-    is_needed: whether the run needs it. Runs on several machines do; runs on one machine choose a free port.
+    is_needed: report a busy port as an error, not a warning. Runs on one machine choose another port by themselves.
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -170,14 +170,14 @@ def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
 
 
 def host_findings(hostfile: Path) -> list[DoctorFinding]:
-    """Check ssh without a password and the clock of each host. Raises RecipeError if the hostfile is invalid."""
+    """Check password-free ssh and the clock of each host in parallel. Raises RecipeError if the hostfile is invalid."""
     hosts = read_hosts(hostfile)
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
         return list(pool.map(host_finding, hosts))
 
 
 def read_hosts(hostfile: Path) -> list[str]:
-    """Return the host names in a DeepSpeed hostfile, which has lines `NAME slots=N`.
+    """Return the host names in a DeepSpeed hostfile (lines `NAME slots=N`).
 
     Raises RecipeError if the file cannot be read or is invalid.
     """
@@ -221,11 +221,11 @@ def host_finding(host: str) -> DoctorFinding:
 
 
 def clock_finding(name: str, clock: float, before: float, after: float) -> DoctorFinding:
-    """Check a host's clock. All times are in seconds.
+    """Compare a host's clock with the local one. All times are Unix times in seconds.
 
-    clock: time of the host. before, after: local times before and after reading it.
+    clock: time read from the host. before, after: local times before and after reading it.
     """
-    difference = max(before - clock, clock - after, 0.0)  # not explained by the response time
+    difference = max(before - clock, clock - after, 0.0)  # beyond what the response time explains
     text = f"answered in {after - before:.1f} s, clock differs by at least {difference:.1f} s"
     if difference > MAX_CLOCK_DIFFERENCE_S:
         return DoctorFinding(name, "warning", text, "synchronize the clocks with chrony or ntpd")

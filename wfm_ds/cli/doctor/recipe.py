@@ -1,4 +1,4 @@
-"""Checks of a recipe: the checks of training/preflight.py one by one, memory, and disk space."""
+"""Check a recipe: the checks of training/preflight.py one by one, memory and disk space."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from wfm_ds.runs.storage_copies import require_writable_storage
 from wfm_ds.storage.filesystem import ACCESS_KEY, ENDPOINT, REGION, SECRET_KEY
 from wfm_ds.training import language_builder, preflight
 
-SERVICE_TIMEOUT_S = 15.0  # for a reward service that is already running; one started here has the recipe's timeout
+SERVICE_TIMEOUT_S = 15.0  # for a running reward service; one started here has the recipe's timeout
 STORAGE_ADVICE = (
     f"create the bucket, and set {ACCESS_KEY}, {SECRET_KEY}, {ENDPOINT} and {REGION}, or AWS's own variables, to "
     "credentials that may list, read, write and delete there"
@@ -35,9 +35,9 @@ STORAGE_ADVICE = (
 
 
 def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
-    """Yield the findings about a recipe, in the order in which to fix them.
+    """Check a recipe and yield the findings in the order in which to fix them.
 
-    Starts the reward service if the recipe does. Writes nothing except a temporary object at checkpoint.storage.
+    Starts the reward service if the recipe does. Writes only a temporary object at checkpoint.storage.
     """
     yield from (DoctorFinding("recipe", "warning", doubt) for doubt in recipe.algorithm.list_warnings())
     yield from (DoctorFinding("hosts", "warning", doubt) for doubt in preflight.host_warnings(recipe, world_size))
@@ -67,7 +67,7 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
 
 
 def storage_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
-    """Yield findings about the output folder and checkpoint.storage."""
+    """Check the output folder, and that the remote storage at checkpoint.storage is writable."""
     yield run_check("output", lambda: preflight.start_summary(find_run_start(recipe, world_size)))
     if recipe.checkpoint.storage is not None:
         yield run_check("storage", lambda: storage_summary(recipe), STORAGE_ADVICE)
@@ -114,7 +114,10 @@ def storage_summary(recipe: Recipe) -> str:
 
 
 def estimate_from_config(recipe: Recipe, world_size: int) -> MemoryEstimate:
-    """Estimate memory and disk space from the pipeline's configuration, without loading weights. Raises UserError."""
+    """Estimate memory and disk space from the pipeline's configuration, without loading weights.
+
+    Raises UserError if the model cannot be created from it.
+    """
     settings = recipe.model
     model = load_on_meta_device(
         settings.path,
@@ -133,10 +136,7 @@ def estimate_from_config(recipe: Recipe, world_size: int) -> MemoryEstimate:
 
 
 def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
-    """Compare the estimated peak memory of a rank with the free GPU memory.
-
-    On CPUs, compare the sum over all ranks with the free host memory.
-    """
+    """Compare the estimated peak memory of a rank with free GPU memory; on CPU, that of all ranks with free RAM."""
     if uses_cuda():
         free, needed = torch.cuda.mem_get_info()[0], sizes.peak_bytes
         device = "on a GPU"
@@ -159,10 +159,7 @@ def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
 
 
 def disk_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
-    """Compare the free disk space with the size of checkpoint.keep + 1 checkpoints and all exports.
-
-    The additional checkpoint is the one being written.
-    """
+    """Compare free disk space with all exports and checkpoint.keep + 1 checkpoints (one more while it is written)."""
     folder = recipe.run.output_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free

@@ -31,7 +31,7 @@ class GroupChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClosedChunk:
-    """A finished chunk. `publication` generated it; None if it has no samples, because of `reason`."""
+    """A finished chunk. publication: version of its weights; None if it was abandoned for `reason`."""
 
     chunk: GroupChunk
     task_id: str
@@ -85,7 +85,7 @@ class Coordinator:
         self.last_publication = publication
 
     def admit_chunks(self) -> list[tuple[GroupChunk, str]]:
-        """Return the chunks that may be generated from now on, with their task ids."""
+        """Admit all steps within the staleness bound and return [(chunk, task id)] of their chunks."""
         admitted = []
         while self.next_step <= min(self.last_publication + 1 + self.max_staleness, self.last_step):
             step, self.next_step = self.next_step, self.next_step + 1
@@ -127,7 +127,6 @@ class Coordinator:
         return [closed for _, closed in sorted(self._steps.pop(step).closed.items())]
 
     def num_waiting(self, step: int) -> int:
-        """Return the number of open chunks of a step."""
         chunks = self._steps.get(step)
         return len(chunks.waiting) if chunks is not None else 0
 

@@ -11,7 +11,7 @@ from wfm_ds.runs.job import Job
 
 
 def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Return copies of the groups with only the conditioning frames in `data`, in host memory. Collective.
+    """Return copies of the groups with only the conditioning frames in `data`, on the CPU. Collective.
 
     The result is valid on rank 0 only. groups: all groups of the step; `data` is set for groups that this replica has
     read.

@@ -39,7 +39,7 @@ class GeneratedChunk:
 
 
 class ChunkGenerator:
-    """Generates chunks. All lanes of a worker use the same generator; `generate_chunk` is thread-safe."""
+    """Generates the chunks of a rollout worker. All lanes share it; `generate_chunk` is thread-safe."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ChunkGenerator:
         joint_rows: Mapping[str, int],
         on_chunk_start: Callable[[], None] | None = None,
     ) -> None:
-        """joint_rows: see Sampler. on_chunk_start: function called after loading a chunk's weights."""
+        """joint_rows: `max_joint_rows` of Sampler. on_chunk_start: called after loading a chunk's weights."""
         self._forward = CountingForward(model.denoise)
         self.sampler = Sampler(
             model=model,
@@ -95,10 +95,7 @@ class ChunkGenerator:
     def _forward_with_progress(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
     ) -> Tensor:
-        """Run one forward pass and report it as progress.
-
-        The trainer reassigns chunks without progress to other workers.
-        """
+        """Run one forward pass and report it, because the trainer reassigns chunks without progress."""
         done = self._forward.counts.total() + 1
         assert self._progress is not None
         self._progress(done, done)

@@ -18,7 +18,7 @@ MACHINE_KEYS = {"model": {"path", "attention"}, "lora": {"init_from"}}  # keys t
 
 
 def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
-    """Return a short digest of each setting that affects samples, and of the pipeline's files, by name."""
+    """Return {setting: short digest} of everything that affects samples, including the pipeline's files."""
     sections: dict[str, Any] = {
         "model": recipe.model,
         "lora": recipe.lora,
@@ -44,7 +44,7 @@ def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
 
 
 def hash_user_classes(recipe: Recipe) -> dict[str, str]:
-    """Return a digest of each file that defines a user's algorithm or model family, by class path.
+    """Return {class path: SHA-256 of its source file} of the user's algorithm and model family.
 
     Detects workers that run a different version of the code.
     """
@@ -58,10 +58,7 @@ def hash_user_classes(recipe: Recipe) -> dict[str, str]:
 
 
 def require_same_identity(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> None:
-    """Raise RecipeError if digests differ. The message contains their names.
-
-    theirs: digests of the trainer. ours: digests of this worker.
-    """
+    """Raise RecipeError if digests differ. theirs: digests of the trainer. ours: digests of this worker."""
     different = sorted(name for name in ours.keys() | theirs.keys() if theirs.get(name) != ours.get(name))
     if different:
         raise RecipeError(

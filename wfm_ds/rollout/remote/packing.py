@@ -23,13 +23,13 @@ NamedArrays = Sequence[tuple[str, npt.NDArray[np.float32]]]
 
 @dataclass(frozen=True, slots=True)
 class ChunkTask:
-    """The content of a task: samples of one group, to be denoised with the sampling plan of RL step `step`."""
+    """Samples of one group, to be denoised by a worker with the sampling plan of RL step `step`."""
 
     step: int
     samples: Sequence[RolloutSample]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the task as JSON rows: one for the task itself, and one for each input in `to_arrays`."""
+        """Return the task as JSON rows: one for the task itself, then one per input array of the prompt."""
         first = self.samples[0]
         data, inputs = first.group.data, first.prompt.inputs
         task = {
@@ -42,10 +42,10 @@ class ChunkTask:
         return [task, *({"input": name} for name in inputs)]
 
     def to_arrays(self) -> list[tuple[str, npt.NDArray[np.float32]]]:
-        """Return the conditioning frames and the input arrays of the samples, by name. Empty if there are none.
+        """Return [(name, array)]: the conditioning frames, then the input arrays of the prompt.
 
-        The conditioning frames are [C,n,h,w], with n = 0 if there are no frames, or an empty array [0] in runs without
-        data.
+        Conditioning frames: [C,n,h,w], where n may be 0, or an empty array [0] in runs without data. Returns [] if the
+        samples have neither data nor inputs.
         """
         group, inputs = self.samples[0].group, self.samples[0].prompt.inputs
         if group.data is None and not inputs:
@@ -89,8 +89,7 @@ def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], NamedArrays
         mean [n, w, ...]        of the w stored steps, if the plan keeps means
         states [n, s, ...]      denoiser input latents, if the plan keeps states
 
-    The layout is JSON. It contains the step index of each state, and the step index and the indices of both points of
-    each stored step.
+    The layout is JSON: [step index, point before, point after] of each stored step, and the step index of each state.
     """
     arrays: list[tuple[str, Tensor]] = [("clean", trajectory.clean_latents)]
     points: list[Tensor] = []
@@ -133,9 +132,9 @@ def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, shape: Sequence[int]) -> None:
-    """Raise ValueError unless the trajectory has the stored steps of `plan`.
+    """Raise ValueError unless the trajectory has the stored steps of `plan` and float32 tensors of the expected shapes.
 
-    count: expected number of samples. shape: expected shape of the latents of a sample, in float32.
+    count: expected number of samples. shape: expected latent shape of one sample.
     """
     steps = sorted(trajectory.states) if plan.keep_states else [s.index for s in trajectory.stored_steps]
     if steps != list(plan.stored_steps) or (trajectory.stored_steps if plan.keep_states else trajectory.states):
@@ -156,7 +155,7 @@ def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, 
 def empty_rollout(sample: RolloutSample, plan: SamplingPlan, shape: Sequence[int], device: torch.device) -> Rollout:
     """Return a rollout of zeros in place of a sample that could not be generated.
 
-    It keeps the tensor shapes equal on all ranks. It has no reward, so its loss weight is 0.
+    It keeps tensor shapes equal on all ranks. It has no reward, so its loss weight is 0.
     """
     zeros, zero = torch.zeros(tuple(shape), device=device), torch.zeros((), device=device)
     mean = zeros if plan.keep_means else None

@@ -30,10 +30,10 @@ class PolicyFile:
 
 @dataclass(frozen=True, slots=True)
 class PolicyManifest:
-    """Description of a publication, sent to the workers with each task and identified by (session_id, publication).
+    """Files of one published version of the rollout policy, sent to the workers with each task.
 
-    A session is one process of the run, from start or resume to exit. A publication of a different session may have the
-    same number and different weights.
+    A session is one process of the run, from start or resume to exit. Sessions may publish different weights under the
+    same number, so only (session_id, publication) identifies the version.
     """
 
     session_id: str
@@ -63,7 +63,7 @@ class PolicyPublisher:
     """Writes the policy after RL step N to folder `v<N>` and announces it to the broker. All methods are collective."""
 
     def __init__(self, job: Job, policy: str, session_id: str, broker: Broker | None) -> None:
-        """Remove the publications of earlier sessions. Collective.
+        """Remove the weights that earlier sessions published. Collective.
 
         policy: name of the policy that generates samples. broker: the broker on rank 0, None on other ranks.
         """
@@ -107,10 +107,7 @@ class PolicyPublisher:
 
 
 def publications_folder(recipe: Recipe) -> Path:
-    """Return the folder of the run's publications.
-
-    It is unique to the run. All sessions of the run on one machine use the same folder.
-    """
+    """Return the folder to which all sessions of this run on this machine publish weights. Unique to the run."""
     output, folder = recipe.run.output_dir.absolute(), recipe.rl.rollout.policy_folder
     if folder is None:
         return output / POLICY
@@ -119,18 +116,17 @@ def publications_folder(recipe: Recipe) -> Path:
 
 
 def remove_publications(recipe: Recipe) -> None:
-    """Remove the publications of a finished run."""
     shutil.rmtree(publications_folder(recipe), ignore_errors=True)
 
 
 def list_policy_files(folder: Path) -> tuple[PolicyFile, ...]:
-    """Return the size and hash of each weight file in a publication's folder. Raises OSError."""
+    """Return name, size and hash of each weight file in a published folder. Raises OSError if one cannot be read."""
     paths = sorted(folder.rglob("*.safetensors")) + sorted(folder.rglob(f"{LORA_FOLDER}/*.json"))
     return tuple(PolicyFile(p.relative_to(folder).as_posix(), p.stat().st_size, hash_file(p)) for p in paths)
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 hex digest of a file. Raises OSError."""
+    """Return the SHA-256 hex digest of a file. Raises OSError if it cannot be read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(HASH_BYTES):

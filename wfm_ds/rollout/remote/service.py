@@ -51,14 +51,12 @@ class RolloutService:
     """
 
     def __init__(self, recipe: Recipe, identity: Mapping[str, str], rewards: str, num_ranks: int) -> None:
-        """Start the broker and the workers.
+        """Start the broker and the workers. On an error, stop those already started.
 
-        identity: result of `compute_identity` on the trainer. rewards: address of the reward service. num_ranks: number
-        of training ranks on this machine.
-
+        identity: result of `compute_identity` on the trainer. rewards: address of the reward service.
+        num_ranks: number of training ranks on this machine.
         Raises PipeError if rollout.bind cannot be bound, KeyFileError if rollout.keys is unusable, RecipeError if
         rollout.devices is missing or invalid, and OSError if a file cannot be written or a worker cannot be started.
-        Whatever is already running is then stopped.
         """
         self.recipe, self.settings, self.rewards = recipe, recipe.rl.rollout, rewards
         self.devices = choose_worker_devices(self.settings, num_ranks)
@@ -149,10 +147,7 @@ class RolloutService:
 
 
 class WorkerProcess:
-    """A worker process on this machine, restarted when it dies.
-
-    The worker exits when this process exits, because its stdin is then closed.
-    """
+    """A rollout worker process on this machine, restarted when it dies. It exits when its stdin is closed."""
 
     def __init__(self, service: RolloutService, name: str, device: WorkerDevice) -> None:
         self.service, self.name, self.device = service, name, device
@@ -236,17 +231,15 @@ class WorkerProcess:
 
 
 def chunk_stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
-    """Return the time in seconds without progress after which a chunk counts as stalled.
+    """Return the seconds without progress after which a chunk counts as stalled.
 
-    It includes the time that a chunk waits for the worker's other chunks and for its scores.
+    They include the time that a chunk waits for the worker's other chunks and for its scores.
     """
     return max(1, rollout.in_flight - 1) * rollout.timeout_s + reward.timeout_s
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDevice:
-    """The device of a worker on this machine."""
-
     device: str  # as in the recipe
     gpu: str | None = None  # its name in CUDA_VISIBLE_DEVICES; None if it is not a GPU
 
@@ -272,10 +265,9 @@ def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[Worker
 
 
 def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
-    """Return the names of the workers' devices. Default: the CPU.
+    """Return the device names of the workers on this machine. Default: the CPU.
 
-    Raises RecipeError if rollout.devices is missing on a machine with GPUs, because a default GPU could be one that a
-    training rank uses.
+    Raises RecipeError if rollout.devices is missing on a machine with GPUs, because a training rank may use any GPU.
     """
     if devices is not None or spawn == 0:
         return devices or ["cpu"]
@@ -290,13 +282,14 @@ def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
 def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
     """Load the broker's keys. Returns None without rollout.keys. Raises KeyFileError if the keys are unusable.
 
-    The ranks, and the workers that the trainer starts, connect with the broker's `local_client_keys`.
+    Ranks and the workers that the trainer starts connect with the broker's `local_client_keys`.
     """
     return None if settings.keys is None else load_broker_keys(settings.keys)
 
 
 def broker_endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
-    """Return the broker's addresses for clients (ranks and workers that connect) and for leases (port + 1).
+    """Return the broker's addresses (for ranks and workers that connect, for leases of chunks). TCP leases use port +
+    1.
 
     folder: folder for ipc sockets; None for TCP. Raises RecipeError for an invalid rollout.bind.
     """

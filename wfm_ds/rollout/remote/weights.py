@@ -32,7 +32,7 @@ FILE_NAME = re.compile(r"[\w-]+/[\w.-]+")  # exactly one folder deep: a path can
 
 
 class PolicyWeights:
-    """Loads publications into the model's denoiser. Not thread-safe."""
+    """Loads published policy weights into the model's denoiser. Not thread-safe."""
 
     def __init__(self, model: DiffusionModel, client: PipeClient, *, lora: bool, merge: bool = False) -> None:
         """client: connected to the trainer's broker. merge: merge the adapter into the base weights (AdapterMerge)."""
@@ -42,11 +42,11 @@ class PolicyWeights:
         self._adapter_merge: AdapterMerge | None = None
 
     def load_publication(self, manifest: PolicyManifest) -> int:
-        """Load this publication, unless the model already has it or a newer one of the same session.
+        """Load this published version, unless the model already has it or a newer one of the same session.
 
-        Returns the number of the publication that the model has now. Raises a non-fatal TaskFailed if the publication
-        cannot be downloaded or loaded. The model then has its earlier weights, or undefined weights that the next call
-        replaces.
+        Returns the number of the version that the model has now. Raises a non-fatal TaskFailed if the weights cannot be
+        downloaded or loaded, a fatal one for invalid file names. After a failure the model has its earlier weights, or
+        undefined weights that the next call replaces.
         """
         current = self.loaded_manifest
         if (
@@ -69,9 +69,9 @@ class PolicyWeights:
 
     @contextlib.contextmanager
     def _open_folder(self, manifest: PolicyManifest) -> Iterator[Path]:
-        """Yield a folder with the announced files.
+        """Yield a folder with the manifest's files: the trainer's if it can be read here, else a temporary download.
 
-        This is the trainer's folder if it can be read here, else a temporary download. Raises TaskFailed.
+        Raises TaskFailed if file names are invalid, or the download fails or does not match its hashes.
         """
         if not manifest.files or not all(FILE_NAME.fullmatch(f.name) for f in manifest.files):
             raise TaskFailed("a publication has no files or invalid file names", fatal=True)
@@ -125,10 +125,7 @@ class PolicyWeights:
             load_whole_layers(getattr(self.model.pipeline, part), folder / LORA_FOLDER / WHOLE_LAYER_FILES[part])
 
     def _copy_tensors(self, part: str, paths: list[Path]) -> None:
-        """Copy the tensors in these files into a component of the denoiser.
-
-        Raises ValueError if a trained tensor is missing.
-        """
+        """Copy the tensors in these files into a denoiser component. Raises ValueError if a trained one is missing."""
         network: Any = getattr(self.model.pipeline, part)
         targets = network.state_dict()
         if self.lora:

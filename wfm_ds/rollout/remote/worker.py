@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_worker_name() -> str:
-    """Return a unique name, because names identify workers. Host and pid are not enough: containers may share both."""
+    """Return a unique name. Host and pid are not enough: containers may share both."""
     return f"{socket.gethostname()[:HOST_CHARS]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
 
@@ -121,7 +121,7 @@ def run_worker(args: argparse.Namespace) -> int:
 
 
 def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
-    """Generate chunks until stopped. Raises UserError if trainer, recipe and reward service do not match each other."""
+    """Generate chunks until stopped. Raises UserError if trainer, recipe and reward service do not match."""
     keys = load_worker_keys(recipe, args.keys)
     client = PipeClient(args.connect, run="workers", client=args.name, keys=keys)
     try:
@@ -207,7 +207,7 @@ def build_generator(
 
 
 class WorkerLanes:
-    """The lanes of a worker. A lane is a thread that leases a chunk, generates it, and waits for its scores.
+    """Lanes of a rollout worker: threads that lease a chunk, generate it, and wait for its scores.
 
     With several lanes, one lane generates a chunk while others wait for scores.
     """
@@ -292,7 +292,10 @@ class WorkerLanes:
         return suggest_keys_after_oom(self.recipe, "rollout", num_ranks=1)
 
     def generate_chunk(self, rewards: RewardClient, task: LeasedTask, progress: ReportProgress) -> TaskResult:
-        """Generate the chunk of a task and return its samples with their scores. Raises TaskFailed."""
+        """Generate the chunk of a task and return its samples with their scores.
+
+        Raises TaskFailed if the task is malformed, or its weights or the device's memory do not allow it.
+        """
         from wfm_ds.distributed.accelerator import device_context
         from wfm_ds.memory.out_of_memory import OutOfMemory, explain_out_of_memory
         from wfm_ds.rollout.remote.packing import ChunkTask, pack_trajectory

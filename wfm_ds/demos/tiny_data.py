@@ -1,0 +1,58 @@
+"""Built-in data sets of tiny recipes: small parts of the demos, written once into the user's cache folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from wfm_ds.demos.actions_data import write_clip
+from wfm_ds.demos.digits_data import write_digits
+from wfm_ds.demos.room_data import write_room
+from wfm_ds.demos.squares_data import write_squares
+from wfm_ds.errors import DataError
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.tiny import tiny_data_folder
+
+NUM_ACTION_CLIPS = 24
+
+
+def write_action_clips(folder: Path) -> int:
+    """Write clips of the brightness demo with correct actions, in domain 0. Return their number."""
+    folder.mkdir(parents=True)
+    for number in range(1, NUM_ACTION_CLIPS + 1):
+        write_clip(folder, number, wrong=0.0)
+        path = folder / f"{number:04}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"domain": 0}) + "\n")
+    return NUM_ACTION_CLIPS
+
+
+WRITERS: Mapping[str, Callable[[Path], int]] = MappingProxyType(
+    {"digits": write_digits, "room": write_room, "brightness": write_action_clips, "squares": write_squares}
+)
+
+
+def write_tiny_data(recipe: Recipe) -> None:
+    """Write the built-in data set that a tiny recipe reads, unless it is there. Safe in parallel processes.
+
+    Raises DataError if the cache folder cannot be written.
+    """
+    root = tiny_data_folder()
+    if not isinstance(recipe.data.path, str) or not Path(recipe.data.path).is_relative_to(root):
+        return
+    name = Path(recipe.data.path).relative_to(root).parts[0]
+    if (root / name).is_dir():
+        return
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with (root / f".{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+            if not (root / name).is_dir():
+                with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as folder:
+                    WRITERS[name](Path(folder) / name)
+                    (Path(folder) / name).rename(root / name)
+    except OSError as error:
+        raise DataError(f"{root / name} cannot be written ({error}); set WFM_CACHE to a writable folder") from error

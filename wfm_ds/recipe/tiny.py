@@ -1,0 +1,231 @@
+"""Tiny versions of recipes: with `--tiny`, any recipe runs in about a minute on a laptop CPU.
+
+A tiny recipe keeps the algorithm, LoRA or full training, the ZeRO stage, solver, guidance, EMA, schedules and
+conditioning. It replaces the model, sizes, data and rewards by built-in ones. No path or address remains.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import wfm_ds
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.shared_defaults import user_cache_folder
+from wfm_ds.recipe.shipped_recipes import recipes_folder
+from wfm_ds.recipe.tiny_families import TINY_PREFIX, TinyFamily
+
+NUM_STEPS = 2
+MAX_DENOISING_STEPS = 6
+MAX_EVAL_STEPS = 4
+GROUP_SIZE = 4
+LORA_RANK = 4
+MAX_SEQUENCE_PARALLEL = 2  # the tiny networks have two attention heads
+CLIP_FPS = 8.0
+NUM_ACTION_FRAMES, ACTION_SIZE = 9, (8, 16)  # of the brightness clips
+CAMERA_INPUTS, ACTION_INPUTS = frozenset({"c2w", "intrinsics"}), frozenset({"actions", "domain"})
+# Rewards that need no weights, and only inputs that the built-in data has.
+WEIGHT_FREE_REWARDS = frozenset(
+    {"mock", "color", "jpeg_compressibility", "jpeg_incompressibility", "motion", "consistency"}
+)
+ACTION_REWARDS = frozenset({"brightness", "seen_action"})
+
+Values = dict[str, Any]
+
+
+def tiny_data_folder() -> Path:
+    """Return the folder of the built-in data sets in the user's cache. demos/tiny_data.py writes it."""
+    return user_cache_folder() / "demos" / wfm_ds.__version__
+
+
+def shrink_recipe(recipe: Recipe, name: str, family: TinyFamily | None, *, world_size: int = 1) -> Values:
+    """Return the sections of the tiny version of a recipe.
+
+    name: folder in outputs/tiny. family: tiny model to use; None keeps `model.path`, for callers that replace it.
+    Raises RecipeError if the recipe needs data that no built-in set has.
+    """
+    values = recipe.model_dump(mode="json", exclude=set(recipe.unused_sections))
+    values["run"] |= {"output_dir": f"outputs/tiny/{name}", "steps": NUM_STEPS}
+    if recipe.run.resume != "never":
+        values["run"]["resume"] = "auto"
+    values["model"] |= _model_keys(family)
+    values["data"] = _data_section(recipe)
+    values["engine"] |= _engine_keys(recipe, world_size)
+    values["optimizer"]["name"] = "adamw"
+    values["validation"] |= _validation_keys(recipe)
+    values["checkpoint"] |= {"every": 0, "export_every": 0, "storage": None}
+    values["export"]["push_to_hub"] = None
+    values["logging"] |= {
+        **{"trackers": ["tensorboard"], "wandb": {}, "mlflow": {}, "trackio": {}, "run_name": None},
+        **{"sample_every": 0, "num_samples": min(recipe.logging.num_samples, 4)},
+    }
+    if recipe.lora is not None:
+        rank = min(recipe.lora.rank, LORA_RANK)
+        values["lora"] |= {"rank": rank, "alpha": recipe.lora.alpha * rank / recipe.lora.rank, "init_from": None}
+    if not recipe.algorithm.trains_language:
+        values["sampling"] |= _sampling_keys(recipe, family)
+    if recipe.is_rl:
+        values["algorithm"] |= _rl_algorithm_keys(recipe, values["sampling"]["steps"])
+        values["rollout"] |= _rollout_keys(recipe)
+        values["reward"] |= {"functions": _reward_functions(recipe), "spawn": True, "endpoint": None, "keys": None}
+    return {section: keys for section, keys in values.items() if keys is not None}
+
+
+def describe_tiny_recipe(recipe: Recipe) -> str:
+    """Return one line that says what --tiny replaced."""
+    parts = [recipe.model.path]
+    if not recipe.algorithm.trains_language:
+        size = recipe.sampling
+        parts.append(f"{size.height} x {size.width}" + (f", {size.num_frames} frames" if size.num_frames > 1 else ""))
+    parts.append(f"data {recipe.data.path}")
+    if recipe.is_rl:
+        parts.append("reward " + " + ".join(function.name for function in recipe.rl.reward.functions))
+    parts.append(f"{recipe.run.steps} step{'s' * (recipe.run.steps != 1)}")
+    return f"--tiny: {'; '.join(parts)}; output in {recipe.run.output_dir}"
+
+
+def _model_keys(family: TinyFamily | None) -> Values:
+    keys: Values = {"dtype": "float32", "vae_dtype": "float32", "base_precision": None, "fp8_training": None}
+    keys |= {"attention": "auto", "max_sequence_length": None}
+    if family is not None:
+        guardrail = "off" if family.has_guardrail else "stock"
+        keys |= {"path": f"{TINY_PREFIX}{family.name}", "revision": None, "family": None, "guardrail": guardrail}
+    return keys
+
+
+def _data_section(recipe: Recipe) -> Values:
+    """Return the section for a built-in data set of the same kind."""
+    data, folder = recipe.data, tiny_data_folder()
+    kept = data.model_dump(include={"shuffle", "caption_dropout", "clip", "crop", "choose", "choose_floor", "inputs"})
+    kept |= data.model_dump(include={"choose_memory", "system_prompt", "too_long", "pack"})
+    if data.kind == "prompts":
+        return kept | {"kind": "prompts", "path": str(recipes_folder() / "prompts" / "colors")}
+    if data.kind == "pairs":
+        return kept | {"kind": "pairs", "path": str(folder / "digits" / "pairs.jsonl"), "max_upscale": 8.0}
+    if data.kind == "llava":
+        squares = folder / "squares"
+        paths = {"path": str(squares / "annotations.json"), "media_path": str(squares)}
+        return kept | {"kind": "llava", "max_tokens": min(data.max_tokens, 512), **paths}
+    if set(data.inputs) <= CAMERA_INPUTS:
+        source, is_video = "room/clips", recipe.sampling.num_frames > 1
+    elif set(data.inputs) <= ACTION_INPUTS:
+        source, is_video = "brightness", True
+    else:
+        raise RecipeError(
+            f"data.inputs {', '.join(data.inputs)}: --tiny has clips with {', '.join(sorted(CAMERA_INPUTS))} or "
+            f"{', '.join(sorted(ACTION_INPUTS))} only: run this recipe with data of your own"
+        )
+    source, fps = (source, CLIP_FPS) if is_video else ("digits/images", None)
+    return kept | {"kind": "paired", "path": str(folder / source), "fps": fps, "max_upscale": 8.0}
+
+
+def _engine_keys(recipe: Recipe, world_size: int) -> Values:
+    engine = recipe.engine
+    stage = next((stage for stage in ("zero1", "zero3") if engine.deepspeed.startswith(stage)), "zero2")
+    return {
+        "deepspeed": stage,
+        "micro_batch_size": 4 if recipe.is_rl else min(engine.micro_batch_size, 2),
+        "gradient_accumulation": min(engine.gradient_accumulation, 5),
+        "max_forward_batch": 4,  # the same in rollouts and training: log-probabilities round alike
+        "sequence_parallel": math.gcd(engine.sequence_parallel, world_size, MAX_SEQUENCE_PARALLEL),
+        "compile": False,
+    }
+
+
+def _sampling_keys(recipe: Recipe, family: TinyFamily | None) -> Values:
+    sampling, actions = recipe.sampling, "actions" in recipe.data.inputs
+    height, width = (32, 32) if family is None else (family.height, family.width)
+    keys: Values = {"height": height, "width": width, "num_frames": 1}
+    if sampling.num_frames > 1 and recipe.data.kind != "pairs":
+        most_given = recipe.algorithm.conditioning_frame_range[1]
+        keys |= {"num_frames": 1 + 4 * max(1, most_given), "fps": CLIP_FPS}
+    if actions:
+        keys |= dict(zip(("height", "width"), ACTION_SIZE, strict=True)) | {"num_frames": NUM_ACTION_FRAMES}
+    steps = min(sampling.steps, MAX_DENOISING_STEPS)
+    keys |= {"steps": steps, "eval_steps": min(sampling.eval_steps, MAX_EVAL_STEPS)}
+    if sampling.window is not None:
+        keys["window"] = _shrink_window(sampling.window.model_dump(), steps)
+    if sampling.explore is not None:
+        explore = {"group_size": 2 * GROUP_SIZE, "steps": min(sampling.explore.steps, steps)}
+        keys["explore"] = sampling.explore.model_dump() | explore
+    return keys
+
+
+def _shrink_window(window: Values, steps: int) -> Values:
+    """Move a window of noisy steps into the first `steps` - 1 denoising steps."""
+    last = steps - 1  # the last step has no noise
+    if window["kind"] == "subset":
+        indices = [index for index in window["indices"] if index < last] or [0]
+        return window | {"indices": indices, "size": min(window["size"], len(indices))}
+    default = (0, steps // 2) if window["kind"] == "random" else (0, last)
+    start, end = window["range"] or default
+    end = min(end, last)
+    start = min(start, end - 1)
+    return window | {"range": [start, end], "size": min(window["size"], end - start)}
+
+
+def _rl_algorithm_keys(recipe: Recipe, steps: int) -> Values:
+    """Return the keys of an RL algorithm that depend on the number of denoising steps or the group size."""
+    keys: Values = {}
+    settings = recipe.rl.algorithm.model_dump()
+    if settings.get("best_of_n") is not None:
+        keys["best_of_n"] = min(settings["best_of_n"], GROUP_SIZE)
+    if settings.get("num_levels") is not None and settings.get("levels") == "grid":
+        keys["num_levels"] = min(settings["num_levels"], steps)
+    if isinstance(settings.get("train_on"), list):
+        keys["train_on"] = [index for index in settings["train_on"] if index < steps - 1] or [0]
+    return keys
+
+
+def _rollout_keys(recipe: Recipe) -> Values:
+    rollout = recipe.rl.rollout
+    # Any number of updates divides the samples of one rank, or of two or four.
+    keys: Values = {"prompts_per_step": max(2, recipe.rl.algorithm.updates_per_rollout), "group_size": GROUP_SIZE}
+    keys |= {"base_precision": None, "cuda_graph": False, "trajectory_library": None, "keys": None, "bind": "ipc"}
+    keys |= {"devices": None, "policy_folder": None, "spawn": 1}
+    return keys | ({"trajectories": "shuffle"} if rollout.trajectories == "library" else {})
+
+
+def _weight_free(name: str, recipe: Recipe) -> bool:
+    return name in WEIGHT_FREE_REWARDS or (name in ACTION_REWARDS and "actions" in recipe.data.inputs)
+
+
+def _held_out_names(recipe: Recipe) -> list[str]:
+    return [one.name for one in recipe.validation.held_out_rewards if _weight_free(one.name, recipe)]
+
+
+def _reward_functions(recipe: Recipe) -> list[Values]:
+    """Return the recipe's weight-free rewards, and stand-ins for the others."""
+    functions = recipe.rl.reward.functions
+    free = [function for function in functions if _weight_free(function.name, recipe)]
+    kept = [function.model_dump(mode="json", include={"name", "weight", "clip", "options"}) for function in free]
+    if len(kept) == len(functions):
+        return kept
+    excluded = {*_held_out_names(recipe), *(function["name"] for function in kept)}
+    stand_ins = _stand_in_rewards(recipe)
+    kept += [{"name": name, "weight": weight} for name, weight in stand_ins.items() if name not in excluded]
+    return kept or [{"name": "mock"}]
+
+
+def _stand_in_rewards(recipe: Recipe) -> dict[str, float]:
+    """Return {reward: weight} for the media of the recipe."""
+    if "actions" in recipe.data.inputs:
+        return {"brightness": 1.0}
+    if recipe.data.inputs:
+        return {"consistency": 1.0}
+    if recipe.sampling.num_frames > 1:
+        return {"motion": 1.0, "color": 0.5}
+    return {"color": 1.0, "jpeg_compressibility": 0.5}
+
+
+def _validation_keys(recipe: Recipe) -> Values:
+    validation = recipe.validation
+    keys: Values = {"every": 0, "path": None}
+    if not recipe.algorithm.trains_language:
+        keys |= {"prompts": None, "num_prompts": 2, "seeds": validation.seeds[:1]}
+        keys["held_out_rewards"] = _held_out_names(recipe)
+    if not recipe.is_rl:
+        keys |= {"holdout": 0.2 if validation.holdout > 0 or validation.path else 0.0, "num_images": 4}
+    return keys
