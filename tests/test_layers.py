@@ -30,7 +30,8 @@ LAYERS = (
     ("runs", "language", "evaluation", "contract"),
     ("rollout",),
     ("training",),
-    ("train", "launch", "demos", "migrate"),
+    ("demos",),
+    ("train", "launch", "migrate"),
     ("cli",),
     ("__main__",),
 )

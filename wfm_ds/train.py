@@ -51,6 +51,9 @@ def parser() -> CommandParser:
     p.add_argument("recipe", type=Path, help="a YAML recipe (docs/recipes.md)")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
     p.add_argument(
+        "--tiny", action="store_true", help="two steps on a CPU, with a tiny random model and built-in data and rewards"
+    )
+    p.add_argument(
         "--check", action="store_true", help="validate recipe, data, model and rewards, print derived numbers, and exit"
     )
     p.add_argument("--overwrite", action="store_true", help="replace an existing run in the output folder")
@@ -72,15 +75,32 @@ def load_and_run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
 
+    rank = int(os.environ.get("RANK", "0"))
     stop = lifecycle.install_signal_handlers()
     quiet_libraries()
     choose_accelerator()
-    recipe = recipe_file.load_recipe(args.recipe, args.overrides)
+    if args.tiny:
+        recipe = load_tiny_recipe(args.recipe, args.overrides, rank)
+    else:
+        recipe = recipe_file.load_recipe(args.recipe, args.overrides)
     with deterministic_kernels(recipe.engine.deterministic):
         if args.check:
-            return run_check(recipe, int(os.environ.get("RANK", "0")), overwrite=args.overwrite)
+            return run_check(recipe, rank, overwrite=args.overwrite)
         lifecycle.watch_parent()
         return run_training(recipe, stop, overwrite=args.overwrite)
+
+
+def load_tiny_recipe(path: Path, overrides: Sequence[str], rank: int) -> Recipe:
+    """Load the tiny version of a recipe and write its data set, if it is missing. Rank 0 says what was replaced."""
+    from wfm_ds.demos.tiny_data import write_tiny_data
+    from wfm_ds.recipe import file as recipe_file
+    from wfm_ds.recipe.tiny import describe_tiny_recipe
+
+    recipe = recipe_file.load_tiny_recipe(path, overrides, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    if rank == 0:
+        sys.stderr.write(f"{describe_tiny_recipe(recipe)}\n")
+    write_tiny_data(recipe)
+    return recipe
 
 
 def run_check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:

@@ -20,8 +20,8 @@ from benchmarks.gpu.reference import (
     sde_moments,
     sft_loss,
 )
-from wfm_ds.algorithms.plans import noise_level
 from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm, NftAlgorithm, count_of_fraction
+from wfm_ds.sampling.plan import noise_level
 
 SHIFT = 3.0  # shift of SD3's noise levels in training
 T = TypeVar("T")

@@ -23,9 +23,9 @@ from diffusers import StableDiffusion3Pipeline
 from peft import LoraConfig
 from torch import Tensor
 
-from wfm_ds.algorithms.plans import noise_level
 from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm, NftAlgorithm
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.sampling.plan import noise_level
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 MIN_ERROR = 1e-5  # lower bound in DiffusionNFT's self-normalized loss

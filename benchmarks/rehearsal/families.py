@@ -227,9 +227,9 @@ def denoise_with_solvers(loop: Loop) -> Iterator[str]:
     """Denoise a batch with every solver of the recipe schema, and encode the decoded samples."""
     import torch
 
-    from wfm_ds.algorithms.plans import rollout_plan
     from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.sampling.edm import Churn, make_edm_plan
+    from wfm_ds.sampling.plan import rollout_plan
 
     job, seeds = loop.job, [1, 2]
     prompts = [loop.validator.items[0][0]] * 2  # a cached text, because the encoders may be removed

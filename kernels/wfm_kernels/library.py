@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wfm_kernels import torch_backend
-from wfm_kernels.checks import working_dtype
+from wfm_kernels.torch_backend import working_dtype
 
 NFT_STATS = (  # rows of the third result of nft_loss; the last one is valid only with a reference
     "loss_positive",

@@ -1,23 +1,132 @@
-"""The public operators: validation and backend selection. The registered torch operators are in library.py."""
+"""The public operators: validation and backend selection. The registered torch operators are in library.py.
+
+Shapes, dtypes, devices and the environment are checked, but no values, because reading them would synchronize with the
+device.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
+import os
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from wfm_kernels import library
-from wfm_kernels.backends import Backend, should_use_triton
-from wfm_kernels.checks import (
-    LATENT_DTYPES,
-    require_coefficients,
-    require_floating,
-    require_latents,
-    require_one_source,
-    require_vectors,
-)
+from wfm_kernels.torch_backend import EXACT_DTYPE, working_dtype
 
+LATENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+log = logging.getLogger(__name__)
+
+Backend: TypeAlias = Literal["auto", "triton", "torch"]
+BACKEND_NAMES = ("auto", "triton", "torch")
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+MAX_SAMPLES = 65_535  # limit of the second dimension of a launch grid
+# Element indices are int32, and the last program of a sample may start up to a grid of tiles past its end.
+MAX_ELEMENTS = 2**31 - 2**21
 MAX_ROW = 32_768  # elements of a row that one program of quantise_rows holds
+
+
+def require_latents(**latents: Tensor | None) -> None:
+    """Raise ValueError unless all tensors are non-empty [B, ...] of one shape and valid dtypes. None is skipped."""
+    present = {name: tensor for name, tensor in latents.items() if tensor is not None}
+    for name, tensor in present.items():
+        if tensor.dtype not in (*LATENT_DTYPES, EXACT_DTYPE):
+            raise ValueError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+        if tensor.ndim < 2 or tensor.numel() == 0:
+            raise ValueError(f"{name} must be [B, ...] and not empty, got {list(tensor.shape)}")
+    if len({tensor.shape for tensor in present.values()}) > 1:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in present.items())
+        raise ValueError(f"the latents must have one shape, got {shapes}")
+    if len({tensor.dtype == EXACT_DTYPE for tensor in present.values()}) > 1:
+        raise ValueError("either all latents or none must be float64 (float64 is for verifying formulas)")
+
+
+def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
+    """Raise ValueError unless each tensor is [B] float32 (float64 for float64 latents), with B as in the latents."""
+    for name, tensor in vectors.items():
+        if tensor.shape != latents.shape[:1]:
+            raise ValueError(f"{name} must be [{len(latents)}], one value per sample, got {list(tensor.shape)}")
+    require_floating(latents, **vectors)
+
+
+def require_floating(latents: Tensor, **tensors: Tensor) -> None:
+    """Raise ValueError unless each tensor is float32 (float64 for float64 latents)."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != working_dtype(latents):
+            raise ValueError(f"{name} must be {working_dtype(latents)}, got {tensor.dtype}")
+
+
+def require_coefficients(coefficients: Tensor, latents: Tensor) -> None:
+    """Raise ValueError unless the coefficients are [B,5] float64: one row of `sde_coefficients` per sample."""
+    if coefficients.shape != (len(latents), 5) or coefficients.dtype != torch.float64:
+        raise ValueError(
+            f"coefficients must be [{len(latents)}, 5] float64, one row of sde_coefficients per sample, got "
+            f"{list(coefficients.shape)} {coefficients.dtype}"
+        )
+
+
+def require_one_source(latents: Tensor, seeds: Tensor | None, noise: Tensor | None) -> None:
+    """Raise ValueError unless exactly one of noise and seeds is given, with one int64 seed per sample."""
+    if (seeds is None) == (noise is None):
+        raise ValueError(f"give either seeds or noise, got {'neither' if seeds is None else 'both'}")
+    if seeds is not None and (seeds.shape != latents.shape[:1] or seeds.dtype != torch.int64):
+        raise ValueError(f"seeds must be [{len(latents)}] int64, got {list(seeds.shape)} {seeds.dtype}")
+
+
+def should_use_triton(backend: Backend, latents: Tensor, *others: Tensor | None) -> bool:
+    """Return whether to use the Triton backend. The environment variable WFM_KERNELS overrides `backend`.
+
+    `auto` uses Triton for CUDA tensors if possible, else torch, with one warning. Raises ValueError for an unknown
+    name, for tensors on several devices, and if `triton` is requested but cannot run.
+    """
+    tensors = [latents, *(tensor for tensor in others if tensor is not None)]
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"the tensors are on several devices: {', '.join(sorted(map(str, devices)))}")
+    name = _resolve_backend(backend)
+    if name == "torch" or (name == "auto" and latents.device.type != "cuda"):
+        return False
+    obstacle = _find_obstacle(latents, tensors)
+    if obstacle and name == "triton":
+        raise ValueError(f"the triton backend cannot run: {obstacle}")
+    if obstacle and not torch.compiler.is_compiling():  # a traced call cannot log
+        _warn_once(obstacle)
+    return obstacle is None
+
+
+def _resolve_backend(backend: str) -> Backend:
+    name = os.environ.get("WFM_KERNELS", "") or backend
+    if name not in BACKEND_NAMES:
+        raise ValueError(f"unknown kernel backend {name!r}; choose one of {', '.join(BACKEND_NAMES)}")
+    return cast(Backend, name)
+
+
+def _find_obstacle(latents: Tensor, tensors: list[Tensor]) -> str | None:
+    n = latents.numel() // len(latents)
+    if not TRITON_INSTALLED:
+        return "triton is not installed"
+    if latents.device.type != "cuda" and not is_interpreted():
+        return f"the tensors are on {latents.device}, not on CUDA (tests use TRITON_INTERPRET=1)"
+    if any(tensor.dtype == EXACT_DTYPE and tensor.shape == latents.shape for tensor in tensors):
+        return "latents are float64"
+    if n > MAX_ELEMENTS or len(latents) > MAX_SAMPLES:
+        return f"{len(latents)} samples of {n} elements exceed the limit of {MAX_SAMPLES} samples of {MAX_ELEMENTS}"
+    return None
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton interprets kernels in Python (TRITON_INTERPRET=1, set before importing the kernels)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def _warn_once(obstacle: str) -> None:
+    log.warning("fused kernels are disabled, using eager torch: %s", obstacle)
 
 
 @dataclass(frozen=True, slots=True)

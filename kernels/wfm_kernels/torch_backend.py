@@ -8,12 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wfm_kernels.checks import working_dtype
 from wfm_kernels.noise import normal_noise
 
+EXACT_DTYPE = torch.float64  # for verifying formulas; torch backend only, which then computes in float64
 E4M3_MAX = 448.0
 MIN_SCALE = 2.0**-126  # the smallest normal float32: a GPU may flush smaller scales to zero
 MIN_WEIGHT = 1e-5  # lower bound of the mean absolute error in the denominators of the NFT loss
+
+
+def working_dtype(latents: Tensor) -> torch.dtype:
+    """Return the dtype for sums, coefficients and losses of these latents: float32, or float64 for float64 latents."""
+    return EXACT_DTYPE if latents.dtype == EXACT_DTYPE else torch.float32
 
 
 def _flatten_samples(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from wfm_ds.algorithms.sft import loss_weight
 from wfm_ds.algorithms.supervised import velocity_errors
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.sampling.noise import draw_cpu_normal
+from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.training.micro_batches import merge_part_stats
 from wfm_ds.types import Prompt, Rollout
 

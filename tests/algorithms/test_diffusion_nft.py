@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wfm_ds.algorithms.base import draw_training_steps
 from wfm_ds.algorithms.diffusion_nft import nft_loss, old_decay, reward_weights
-from wfm_ds.algorithms.term_sampling import draw_training_steps
 from wfm_ds.recipe.algorithms import DecaySchedule
 
 FP64 = torch.float64

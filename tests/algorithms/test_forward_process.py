@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from wfm_ds.algorithms.advantages import Rewards, compute_advantages
+from wfm_ds.algorithms.base import draw_stratified_sigmas
 from wfm_ds.algorithms.diffusion_nft import DiffusionNft
-from wfm_ds.algorithms.term_sampling import draw_stratified_sigmas
 from wfm_ds.errors import ModelError
 from wfm_ds.recipe.algorithms import DdrlAlgorithm, FlowGrpoAlgorithm, NftAlgorithm
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.sampling.schedule import invert_shift
+from wfm_ds.sampling.plan import invert_shift
 from wfm_ds.types import Prompt, Rollout
 
 FP64 = torch.float64

@@ -22,7 +22,7 @@ from wfm_ds.algorithms.sft import (
 )
 from wfm_ds.algorithms.supervised import velocity_errors
 from wfm_ds.recipe.algorithms import SftAlgorithm
-from wfm_ds.sampling.schedule import invert_shift
+from wfm_ds.sampling.plan import invert_shift
 
 FP64 = torch.float64
 DENSITIES = [

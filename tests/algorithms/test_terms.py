@@ -4,7 +4,7 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.algorithms.term_sampling import draw_permutation, draw_training_steps
+from wfm_ds.algorithms.base import draw_permutation, draw_training_steps
 from wfm_ds.recipe.algorithms import count_of_fraction
 
 

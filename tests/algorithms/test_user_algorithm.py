@@ -10,7 +10,7 @@ from wfm_ds.algorithms import build_rl_algorithm, engine_policy_copies
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.sampling.shapes import sample_mean
+from wfm_ds.sampling.latents import sample_mean
 from wfm_ds.types import Prompt, Rollout
 
 GRID = torch.linspace(1, 0, 5, dtype=torch.float64)

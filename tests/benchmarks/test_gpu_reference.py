@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu import runs
 from benchmarks.gpu.against import make_reference_loop
 from benchmarks.gpu.reference import Texts, Transition, add_noise, grpo_loss, log_prob, nft_loss, sde_moments, sft_loss
-from wfm_ds.algorithms.plans import noise_level
+from wfm_ds.sampling.plan import noise_level
 from wfm_ds.training.micro_batches import MicroBatch
 
 pytestmark = pytest.mark.slow  # each opens a run with its reward service

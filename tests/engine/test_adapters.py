@@ -9,7 +9,7 @@ from torch import nn
 
 from multi_rank.training import inputs, small_sd3
 from wfm_ds.engine.policies import add_adapters
-from wfm_ds.models.experts import Experts
+from wfm_ds.models.wan import Experts
 from wfm_ds.recipe.sections import LoraRecipe
 
 ORDER = ["old", None, "default", None, "ema", "old", "default", None, None, "default"]

@@ -3,8 +3,7 @@
 import torch
 
 from multi_rank.training import inputs, small_sd3
-from wfm_ds.engine.adapter_dropout import AdapterDropout
-from wfm_ds.engine.policies import add_adapters
+from wfm_ds.engine.policies import AdapterDropout, add_adapters
 from wfm_ds.recipe.sections import LoraRecipe
 
 

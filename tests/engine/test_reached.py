@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.gradient_watch import GradientWatch
+from wfm_ds.engine.step_checks import GradientWatch
 from wfm_ds.errors import ModelError
 
 WORLD = World.single_process()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.engine.schedules import ema_decay, learning_rate
+from wfm_ds.engine.optimizer import ema_decay, learning_rate
 from wfm_ds.recipe.sections import OptimizerRecipe
 
 SCHEDULES = st.sampled_from(["constant", "linear", "cosine"])

@@ -11,8 +11,7 @@ from torch import nn
 import transformer_engine_double
 from multi_rank.training import inputs, small_sd3
 from wfm_ds.engine import fp8_training, optional_packages
-from wfm_ds.engine.fp8_training import train_in_float8
-from wfm_ds.engine.transformer_engine_linear import te_layer_factory
+from wfm_ds.engine.fp8_training import te_layer_factory, train_in_float8
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 

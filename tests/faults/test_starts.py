@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_after_the_first_step_is_one_sentence_and_the_run_go
         started.kill()
     assert started.returncode == 2, said
     [error] = [line for line in said.splitlines() if line.startswith("error:")]
-    assert error.startswith(f"error: run.output_dir {tmp_path / 'out'} metrics cannot be written (File too large)")
+    assert error.startswith(f"error: run.output_dir {tmp_path / 'out'}: metrics cannot be written (File too large)")
     assert "Traceback" not in said
     [done] = [json.loads((tmp_path / "out" / "result.json").read_text())]
     assert (done["status"], "metrics cannot be written" in done["message"]) == ("failed", True)

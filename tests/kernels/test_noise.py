@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from kernel_cases import BACKENDS, BF16, BLOCK, DEVICE, FP32
 from wfm_kernels import NOISE_CONTRACT, flow_noise, noise, triton_backend, triton_kernels
-from wfm_kernels.host_noise import host_normal_noise, host_philox_words
-from wfm_kernels.noise import _BLOCK, normal_from_words, normal_noise, philox_words, torch_normal_noise
+from wfm_kernels.noise import (
+    _BLOCK,
+    host_normal_noise,
+    host_philox_words,
+    normal_from_words,
+    normal_noise,
+    philox_words,
+    torch_normal_noise,
+)
 
 SEEDS = [0, 7, -5, 2**40 + 3, 2**62, 2**63 - 1, -(2**63)]
 N = 20_000

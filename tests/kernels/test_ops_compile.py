@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 
 from kernel_cases import BACKENDS, BF16, DEVICE, FP64, coefficients, nft_case, normal, transition, vector
-from wfm_kernels import backends, flow_noise, library, nft_loss, sde_log_prob, sde_step, torch_backend
+from wfm_kernels import flow_noise, library, nft_loss, ops, sde_log_prob, sde_step, torch_backend
 
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
 TRITON = [False, True]
@@ -149,17 +149,17 @@ def test_what_the_kernels_cannot_do_is_refused_when_asked_for_and_else_said_once
             return 70_000
 
     with pytest.raises(ValueError, match="70000 samples of 2 elements exceed the limit of 65535"):
-        backends.should_use_triton("triton", OnGpu())
-    backends._warn_once.cache_clear()
+        ops.should_use_triton("triton", OnGpu())
+    ops._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert [backends.should_use_triton("auto", OnGpu()) for _ in range(3)] == [False] * 3
+        assert [ops.should_use_triton("auto", OnGpu()) for _ in range(3)] == [False] * 3
     assert [r.message for r in caplog.records] == [
         "fused kernels are disabled, using eager torch: 70000 samples of 2 elements exceed the limit of 65535 samples "
         "of 2145386496"
     ]
     monkeypatch.setattr(OnGpu, "shape", (5, 2))
     monkeypatch.setattr(OnGpu, "__len__", lambda self: 5)
-    assert backends.should_use_triton("auto", OnGpu())
+    assert ops.should_use_triton("auto", OnGpu())
 
 
 def test_tensors_of_several_devices_are_refused():

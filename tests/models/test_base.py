@@ -10,7 +10,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel, pipeline_call_default, temporary_seed
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.sampling.schedule import apply_shift, invert_shift
+from wfm_ds.sampling.plan import apply_shift, invert_shift
 
 
 @pytest.fixture

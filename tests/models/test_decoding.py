@@ -6,9 +6,9 @@ import torch
 
 from streams import recorded_streams
 from wfm_ds.engine.denoiser_forward import CountingForward
-from wfm_ds.models import decoding, registry
+from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import Sampler, get_decode_stream
 from wfm_ds.recipe.sampling import SamplingRecipe
 
 
@@ -31,7 +31,7 @@ def asked(monkeypatch):
     """What torch.cuda is asked for, in its order; it does nothing."""
     asked = recorded_streams(monkeypatch, "side")
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: asked.append(f"{len(self)} kept for side"))
-    streams = decoding.get_decode_stream
+    streams = get_decode_stream
     streams.cache_clear()
     yield asked
     streams.cache_clear()
@@ -44,7 +44,7 @@ def test_a_gpu_decodes_on_a_stream_that_waits_for_the_denoising_and_the_host_wai
     assert asked == []
     cpu = sampler.model.device
     with sampler.model.pipeline.vae.decoder.register_forward_hook(lambda *_: asked.append("decoded")):
-        monkeypatch.setattr(decoding, "get_decode_stream", lambda device: torch.cuda.Stream(device))
+        monkeypatch.setattr("wfm_ds.models.sampler.get_decode_stream", lambda device: torch.cuda.Stream(device))
         begun = sampler.start_decoding(latents)
         assert begun.is_pending
         assert asked == [
@@ -63,11 +63,9 @@ def test_a_gpu_decodes_on_a_stream_that_waits_for_the_denoising_and_the_host_wai
 
 
 def test_there_is_one_stream_for_a_gpu_and_none_for_a_cpu(asked):
-    assert decoding.get_decode_stream(torch.device("cpu")) is None
-    assert decoding.get_decode_stream(torch.device("cuda", 0)) is decoding.get_decode_stream(torch.device("cuda", 0))
-    assert decoding.get_decode_stream(torch.device("cuda", 0)) is not decoding.get_decode_stream(
-        torch.device("cuda", 1)
-    )
+    assert get_decode_stream(torch.device("cpu")) is None
+    assert get_decode_stream(torch.device("cuda", 0)) is get_decode_stream(torch.device("cuda", 0))
+    assert get_decode_stream(torch.device("cuda", 0)) is not get_decode_stream(torch.device("cuda", 1))
 
 
 def test_some_rows_are_decoded_and_all_are_judged(sampler, latents):

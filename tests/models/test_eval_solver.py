@@ -9,7 +9,7 @@ from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.sampling.noise import draw_cpu_normal
+from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.sampling.plan import deterministic_plan
 from wfm_ds.types import Prompt
 

@@ -24,7 +24,7 @@ from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.models.sana import INSTRUCTION, Sana
 from wfm_ds.models.sana_video import SanaVideo
-from wfm_ds.sampling.noise import draw_cpu_normal
+from wfm_ds.sampling.latents import draw_cpu_normal
 
 BOTH = pytest.mark.parametrize("family", ["sana", "sana_video"])
 

@@ -16,9 +16,9 @@ from families import CASES, EXACT, PROMPTS, denoise_latents, load_reference_pipe
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.conditioning_frames import add_clean_frames
-from wfm_ds.models.experts import Experts
 from wfm_ds.models.tiny.wan21 import TRANSFORMER
-from wfm_ds.sampling.noise import draw_cpu_normal
+from wfm_ds.models.wan import Experts
+from wfm_ds.sampling.latents import draw_cpu_normal
 
 FAMILIES = ("wan21", "wan22", "wan22_ti2v")
 

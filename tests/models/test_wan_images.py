@@ -23,7 +23,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models import registry, vae
 from wfm_ds.models.tiny.wan21 import TRANSFORMER
 from wfm_ds.models.wan_image_conditioning import CHANNELS_KEY, EMBEDS_KEY, ImageConditioner
-from wfm_ds.sampling.noise import draw_cpu_normal
+from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.types import FIRST_FRAME
 
 HEIGHT, WIDTH, FRAMES = SIZE = (32, 48, 9)

@@ -9,10 +9,10 @@ import torch
 from multi_rank.training import TARGETS, small_recipe
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.engine.optimizer import ema_decay, learning_rate
 from wfm_ds.engine.policies import add_adapters
-from wfm_ds.engine.schedules import ema_decay, learning_rate
-from wfm_ds.models.experts import Experts
 from wfm_ds.models.tiny.wan21 import build_transformer
+from wfm_ds.models.wan import Experts
 from wfm_ds.seeds import derive_seed
 
 RANKS, MICRO_STEPS = 2, 3

@@ -19,7 +19,7 @@ from wfm_ds.data.pixels import draw_centre
 from wfm_ds.models import registry
 from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.sampling.noise import draw_cpu_normal
+from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.seeds import derive_seed, draw_uniform
 
 ROOT = Path(__file__).parent.parent.parent

@@ -5,7 +5,7 @@ import torch
 
 import wfm_ds.engine.policies
 from multi_rank.training import build, follow, full_tensors, plain_step, predict, small_sd3, zero3_with_threshold
-from wfm_ds.engine.schedules import ema_decay
+from wfm_ds.engine.optimizer import ema_decay
 
 STAGES = pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 LORA = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

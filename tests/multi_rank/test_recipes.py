@@ -121,7 +121,7 @@ CHANGES = {
 
 def train_and_keep_pictures(recipe, overrides, kept):
     """... and write the last picture or frames that were drawn to the file `kept`, before they are compressed."""
-    from wfm_ds.models.decoding import PendingPixels
+    from wfm_ds.models.sampler import PendingPixels
 
     wait = PendingPixels.wait
 

@@ -7,7 +7,7 @@ import torch
 from ranks import started
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.rank_guard import RankGuard
+from wfm_ds.engine.step_checks import RankGuard
 from wfm_ds.errors import DataError, UserError
 
 

@@ -12,7 +12,7 @@ from diffusers import ContextParallelConfig
 from multi_rank.sharing import CASES, built, difference, errors, forwards, run
 from ranks import started
 from wfm_ds.errors import UserError
-from wfm_ds.models.experts import Experts
+from wfm_ds.models.wan import Experts
 from wfm_ds.ulysses import cosmos25, exchange, hooks, sana, sana_video, wan
 from wfm_ds.ulysses.groups import create_sequence_group
 from wfm_ds.ulysses.install import find_family, install_ulysses, ulysses_families

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 from aiohttp.http_exceptions import BadStatusLine
+from wfm_reward.web.log_throttle import ThrottleFilter, get_throttled_logger
 
 from wfm_ds.transport.throttle import LOG_INTERVAL_S
-from wfm_reward.web.log_throttle import ThrottleFilter, get_throttled_logger
 
 
 @pytest.fixture

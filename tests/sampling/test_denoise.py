@@ -2,8 +2,7 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
-from wfm_ds.sampling.plan import deterministic_plan
-from wfm_ds.sampling.schedule import apply_shift
+from wfm_ds.sampling.plan import apply_shift, deterministic_plan
 
 
 class Field:

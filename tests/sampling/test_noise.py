@@ -2,7 +2,7 @@ import pytest
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
-from wfm_ds.sampling.noise import add_noise, draw_cpu_normal, draw_device_normal, noisy_latents
+from wfm_ds.sampling.latents import add_noise, draw_cpu_normal, draw_device_normal, noisy_latents
 from wfm_kernels.noise import normal_noise
 
 SHAPES = [(2, 3, 5, 7), (3, 1, 3, 5, 2)]

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sampling import ProgressiveWindow, RandomWindow, SubsetWindow
 from wfm_ds.sampling.denoise import step_noise_seeds
-from wfm_ds.sampling.plan import all_trainable_steps, deterministic_plan, stochastic_plan, trainable_steps
-from wfm_ds.sampling.schedule import apply_shift
+from wfm_ds.sampling.plan import all_trainable_steps, apply_shift, deterministic_plan, stochastic_plan, trainable_steps
 from wfm_kernels import reference, sde_log_prob
 from wfm_kernels.noise import normal_noise
 

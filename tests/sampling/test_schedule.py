@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.sampling.schedule import apply_shift, invert_shift, solver_steps
+from wfm_ds.sampling.plan import apply_shift, invert_shift, solver_steps
 
 
 def grid(*values):

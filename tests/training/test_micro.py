@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wfm_ds.algorithms.batch import LossTerm, LossTermBatch
+from wfm_ds.algorithms.base import LossTerm, LossTermBatch
 from wfm_ds.training.micro_batches import (
     MicroBatch,
     MicroBatches,

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import threading
@@ -123,11 +122,6 @@ class RawPeer:
                 if message.type == message_type:
                     return message
         return None
-
-
-def raw_header(fields):
-    packed = msgpack.packb(fields)
-    return struct.pack("<I", wire.compute_checksum(packed)) + packed
 
 
 class RawWorker(RawPeer):

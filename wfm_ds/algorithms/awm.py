@@ -15,7 +15,7 @@ from wfm_ds.algorithms.base import Stats
 from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess, ForwardTerm
 from wfm_ds.algorithms.policy_ratio import outside_clip_range, ppo_clip_loss, ratio_stats
 from wfm_ds.recipe.algorithms import AwmAlgorithm
-from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
+from wfm_ds.sampling.latents import require_latents, require_vectors, sample_mean
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelProperties

@@ -1,18 +1,25 @@
-"""Interface between the RL loop and an algorithm. Pure torch and numpy: no engine, files or collectives."""
+"""Interface between the RL loop and an algorithm: loss terms, their batches, and the choice of noise levels.
+
+Pure torch and numpy: no engine, files or collectives.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.advantages import Advantages, Rewards, compute_advantages
-from wfm_ds.algorithms.batch import LossTerm, LossTermBatch
 from wfm_ds.pinned_memory import copy_to_device
-from wfm_ds.types import ConditioningFrames
+from wfm_ds.recipe.algorithms import count_of_fraction
+from wfm_ds.sampling.latents import free_frame_mask
+from wfm_ds.sampling.plan import apply_shift
+from wfm_ds.seeds import derive_seed, draw_uniform
+from wfm_ds.types import ConditioningFrames, Prompt
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms import RlSettings
@@ -21,10 +28,51 @@ if TYPE_CHECKING:
     from wfm_ds.sampling.denoise import SamplingPlan
     from wfm_ds.types import Rollout
 
-TermT = TypeVar("TermT", bound=LossTerm)
-BatchT = TypeVar("BatchT", bound=LossTermBatch)
 Stats: TypeAlias = dict[str, "Tensor | tuple[Tensor, Tensor]"]
 """{metric tag: detached values [B], or (values [B], mask [B]) if only some loss terms count}; see meter.Meter."""
+QUANTILE_MARGIN = 2.0**-33  # draws keep this distance from 0 and 1: no velocity can be learned at sigma 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerm:
+    """One (sample, noise level) pair to train on, without tensors. Each algorithm adds its own fields."""
+
+    row: int  # index of the sample among this rank's rollouts
+    sigma: float
+    weight: float  # 1; 0 for padding, so that all ranks run equal forward passes
+    num_parts: int = 1  # forward and backward passes that its loss needs (LossTermBatch.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTermBatch:
+    """The inputs of a forward pass for B loss terms, in float32. Each algorithm adds the inputs of its loss."""
+
+    latents: Tensor  # [B, ...], denoiser input
+    sigma: Tensor  # [B]
+    weight: Tensor  # [B]
+    prompts: Sequence[Prompt]  # encoded at the forward pass, to avoid one copy per noise level
+    conditioning_frames: ConditioningFrames | None = None
+    group_statistics: Tensor | None = None  # [B], see RlAlgorithm.group_statistics
+
+    @property
+    def loss_mask(self) -> Tensor | None:
+        """Mask [B,1,T,1,1]: 0 on conditioning frames, which losses exclude, else 1; None without conditioning."""
+        return None if self.conditioning_frames is None else free_frame_mask(self.conditioning_frames)
+
+    def parts(self) -> Sequence[LossTermBatch]:
+        """Return one batch for each forward and backward pass: only `self` unless num_parts > 1.
+
+        Each batch has the weights [B] of all loss terms. The loss of a term is the sum of its losses in all batches.
+        """
+        return [self]
+
+    def reference_inputs(self) -> LossTermBatch:
+        """Return a batch with only the inputs for reference policies. Default: the whole batch."""
+        return self
+
+
+TermT = TypeVar("TermT", bound=LossTerm)
+BatchT = TypeVar("BatchT", bound=LossTermBatch)
 
 
 class StepSamples(Protocol):
@@ -147,3 +195,38 @@ def split_rows_over_updates(num_samples: int, first_index: int, num_updates: int
     Sample i of all ranks is trained in step i mod num_updates. first_index: i of this rank's first sample.
     """
     return [[row for row in range(num_samples) if (first_index + row) % num_updates == u] for u in range(num_updates)]
+
+
+def draw_permutation(count: int, run_seed: int, purpose: str, *key: int | str) -> list[int]:
+    """Return a uniformly random permutation of 0 .. count-1. Depends only on the arguments."""
+    # Sort by hashes: random generators may change between library versions.
+    return sorted(range(count), key=lambda i: derive_seed(run_seed, purpose, *key, i))
+
+
+def draw_training_steps(num_steps: int, fraction: float, seed: int) -> list[int]:
+    """Return the denoising steps that one sample is trained on, in training order.
+
+    Draws count_of_fraction(num_steps, fraction) of the steps 0 .. num_steps-1. seed must differ between samples and RL
+    steps. Raises ValueError for a fraction outside (0, 1].
+    """
+    if num_steps < 1 or not 0 < fraction <= 1:
+        raise ValueError(
+            f"cannot train on fraction {fraction} of {num_steps} steps: need a fraction in (0, 1] and at least 1 step"
+        )
+    return draw_steps(num_steps, count_of_fraction(num_steps, fraction), seed)
+
+
+def draw_steps(num_steps: int, count: int, seed: int) -> list[int]:
+    """Return `count` different steps from 0 to num_steps - 1 in random order. Depends only on the arguments."""
+    return draw_permutation(num_steps, seed, "trained_steps")[:count]
+
+
+def draw_stratified_sigmas(num_levels: int, shift: float, run_seed: int, *key: int | str) -> list[float]:
+    """Draw one noise level per stratum of (0, 1), ascending: q is uniform in its stratum and then shifted.
+
+    Values are float32 in (0, 1], as the denoiser gets them, so that both choose the same expert. The overall density
+    does not depend on num_levels. Depends only on the arguments.
+    """
+    draws = [(part + draw_uniform(run_seed, "train_sigma", *key, part)) / num_levels for part in range(num_levels)]
+    q = torch.tensor(draws, dtype=torch.float64).clamp(QUANTILE_MARGIN, 1 - QUANTILE_MARGIN)
+    return apply_shift(q, shift).float().tolist()

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.advantages import Advantages, Rewards, compute_advantages
-from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples
-from wfm_ds.algorithms.batch import LossTerm, LossTermBatch
+from wfm_ds.algorithms.base import LossTerm, LossTermBatch, RlAlgorithm, Stats, StepSamples
 from wfm_ds.algorithms.ddrl_losses import data_loss, draw_data_sigma, log_ratio, reference_kl
 from wfm_ds.algorithms.policy_ratio import ppo_clip_loss
 from wfm_ds.errors import RecipeError
@@ -25,7 +24,7 @@ from wfm_ds.pinned_memory import copy_to_device, lists_to_device
 from wfm_ds.recipe.algorithms import DdrlAlgorithm
 from wfm_ds.sampling.denoise import step_noise_seeds
 from wfm_ds.sampling.edm import Churn, EdmPlan, make_edm_plan
-from wfm_ds.sampling.noise import add_noise, draw_cpu_normal, draw_device_normal, noisy_latents
+from wfm_ds.sampling.latents import add_noise, draw_cpu_normal, draw_device_normal, noisy_latents
 from wfm_ds.seeds import derive_seed
 from wfm_ds.types import ConditioningFrames
 

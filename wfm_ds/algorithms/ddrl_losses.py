@@ -8,9 +8,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from wfm_ds.algorithms.base import QUANTILE_MARGIN
 from wfm_ds.algorithms.sft import loss_weight
-from wfm_ds.algorithms.term_sampling import QUANTILE_MARGIN
-from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
+from wfm_ds.sampling.latents import require_latents, require_vectors, sample_mean
 from wfm_ds.seeds import draw_uniform
 
 RATIO_NORMS = ("gaussian", "literal", "std_scaled")

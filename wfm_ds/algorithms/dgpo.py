@@ -16,7 +16,7 @@ from torch import Tensor
 from wfm_ds.algorithms.base import Stats
 from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess, ForwardTerm
 from wfm_ds.recipe.algorithms import DgpoAlgorithm
-from wfm_ds.sampling.shapes import require_latents, sample_mean
+from wfm_ds.sampling.latents import require_latents, sample_mean
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelProperties

@@ -17,7 +17,7 @@ from torch import Tensor
 from wfm_ds.algorithms.base import Stats
 from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess, ForwardTerm
 from wfm_ds.recipe.algorithms import NftAlgorithm
-from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
+from wfm_ds.sampling.latents import require_latents, require_vectors, sample_mean
 from wfm_kernels import nft_loss as fused_nft_loss
 
 if TYPE_CHECKING:

@@ -19,9 +19,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples, split_rows_over_updates
-from wfm_ds.algorithms.batch import LossTerm, LossTermBatch
-from wfm_ds.algorithms.plans import rollout_plan
+from wfm_ds.algorithms.base import (
+    LossTerm,
+    LossTermBatch,
+    RlAlgorithm,
+    Stats,
+    StepSamples,
+    draw_training_steps,
+    split_rows_over_updates,
+)
 from wfm_ds.algorithms.policy_ratio import (
     divergence_policy_loss,
     outside_clip_range,
@@ -29,13 +35,12 @@ from wfm_ds.algorithms.policy_ratio import (
     ratio_stats,
     step_divergence,
 )
-from wfm_ds.algorithms.term_sampling import draw_training_steps
 from wfm_ds.errors import RecipeError
 from wfm_ds.pinned_memory import copy_to_device, lists_to_device
 from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm
-from wfm_ds.sampling.plan import STD_COLUMN, all_trainable_steps
-from wfm_ds.sampling.shapes import require_vectors, sample_mean
-from wfm_ds.sampling.transition import transition_log_prob, transition_mean
+from wfm_ds.sampling.denoise import transition_log_prob, transition_mean
+from wfm_ds.sampling.latents import require_vectors, sample_mean
+from wfm_ds.sampling.plan import STD_COLUMN, all_trainable_steps, rollout_plan
 from wfm_ds.seeds import derive_seed
 
 if TYPE_CHECKING:

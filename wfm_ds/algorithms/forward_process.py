@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.base import RlAlgorithm, StepSamples, split_rows_over_updates
-from wfm_ds.algorithms.batch import LossTerm, LossTermBatch
-from wfm_ds.algorithms.plans import rollout_plan
-from wfm_ds.algorithms.term_sampling import draw_steps, draw_stratified_sigmas
+from wfm_ds.algorithms.base import (
+    LossTerm,
+    LossTermBatch,
+    RlAlgorithm,
+    StepSamples,
+    draw_steps,
+    draw_stratified_sigmas,
+    split_rows_over_updates,
+)
 from wfm_ds.pinned_memory import lists_to_device
 from wfm_ds.recipe.algorithms import ForwardProcessSettings
-from wfm_ds.sampling.noise import add_noise
+from wfm_ds.sampling.latents import add_noise
+from wfm_ds.sampling.plan import rollout_plan
 from wfm_ds.seeds import derive_seed
 
 if TYPE_CHECKING:

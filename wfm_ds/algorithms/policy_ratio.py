@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.base import Stats
-from wfm_ds.sampling.shapes import require_vectors, sample_mean
+from wfm_ds.sampling.latents import require_vectors, sample_mean
 
 
 def ppo_clip_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from wfm_ds.algorithms.base import Stats
 from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess
 from wfm_ds.recipe.algorithms import RamAlgorithm
-from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
+from wfm_ds.sampling.latents import require_latents, require_vectors, sample_mean
 
 
 def ram_loss(

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.base import Stats
+from wfm_ds.algorithms.base import QUANTILE_MARGIN, Stats, draw_permutation
 from wfm_ds.algorithms.supervised import SupervisedAlgorithm
-from wfm_ds.algorithms.term_sampling import QUANTILE_MARGIN, draw_permutation
 from wfm_ds.recipe.algorithms import SftAlgorithm
-from wfm_ds.sampling.schedule import apply_shift, invert_shift
-from wfm_ds.sampling.shapes import require_vectors
+from wfm_ds.sampling.latents import require_vectors
+from wfm_ds.sampling.plan import apply_shift, invert_shift
 from wfm_ds.seeds import draw_uniform
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wfm_ds.algorithms.base import Stats
 from wfm_ds.recipe.algorithms import SupervisedSettings
-from wfm_ds.sampling.shapes import require_latents, sample_mean
+from wfm_ds.sampling.latents import require_latents, sample_mean
 
 
 class SupervisedAlgorithm(ABC):

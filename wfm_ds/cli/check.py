@@ -15,13 +15,14 @@ def parser() -> CommandParser:
     p = CommandParser(
         prog="wfm check",
         description="Check a recipe, its data, model and rewards without training. Prints the derived numbers.",
-        epilog="Example: %(prog)s tiny/sd3_nft run.steps=4 --gpus 2",
+        epilog="Example: %(prog)s sd3_nft --tiny --gpus 2",
     )
     p.add_argument("recipe", type=Path, help="recipe file (YAML), or name of a shipped recipe (see wfm recipes)")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
     p.add_argument(
         "--gpus", type=parse_positive_int, metavar="N", help="number of GPUs (default: all here, else the minimum)"
     )
+    p.add_argument("--tiny", action="store_true", help="check the tiny version that wfm train --tiny runs")
     p.add_argument("--json", action="store_true", help="print one JSON object with sizes in bytes")
     p.add_argument(
         "--overwrite", action="store_true", help="ignore an existing run in the output folder, like wfm train"
@@ -31,17 +32,25 @@ def parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.cli.doctor.command import count_visible_gpus
+    from wfm_ds.demos.tiny_data import write_tiny_data
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.determinism import deterministic_kernels
     from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
+    from wfm_ds.recipe.tiny import describe_tiny_recipe
 
     quiet_libraries()
     choose_accelerator()
-    recipe = recipe_file.load_recipe(args.recipe, args.overrides)
+    visible = args.gpus or count_visible_gpus()
+    if args.tiny:
+        recipe = recipe_file.load_tiny_recipe(args.recipe, args.overrides, world_size=visible or 1)
+        sys.stderr.write(f"{describe_tiny_recipe(recipe)}\n")
+        write_tiny_data(recipe)
+    else:
+        recipe = recipe_file.load_recipe(args.recipe, args.overrides)
     from wfm_ds.training.run_check import check_run
 
-    ranks = args.gpus or count_visible_gpus() or recipe.engine.sequence_parallel
+    ranks = visible or recipe.engine.sequence_parallel
     with deterministic_kernels(recipe.engine.deterministic):
         report = check_run(recipe, ranks, overwrite=args.overwrite)
     if args.json:
@@ -49,4 +58,7 @@ def run(args: argparse.Namespace) -> None:
         return
     sys.stdout.write(f"{report}\n")
     processes = f"{ranks} process{'' if ranks == 1 else 'es'}"
-    sys.stdout.write(f"ready: {processes}, {recipe.run.steps} steps; next: wfm train {args.recipe} --gpus {ranks}\n")
+    tiny = " --tiny" if args.tiny else ""
+    sys.stdout.write(
+        f"ready: {processes}, {recipe.run.steps} steps; next: wfm train {args.recipe}{tiny} --gpus {ranks}\n"
+    )

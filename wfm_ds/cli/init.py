@@ -166,7 +166,10 @@ def measure_media(folder: Path, prompt: str | None) -> MediaSummary:
 
 
 def create_sft_sections(args: argparse.Namespace, model: PipelineSummary, media: MediaSummary) -> Sections:
-    """Return the sections of an SFT recipe. Raises UserError if only one of data and model is for videos."""
+    """Return the sections of an SFT recipe.
+
+    Raises UserError for videos with an image model, and for images with an image-to-video model.
+    """
     if media.are_videos and not model.video:
         raise UserError(
             f"{args.data} contains videos, but {model.title} generates images: choose a video model, or use images"

@@ -19,7 +19,7 @@ def parser() -> CommandParser:
     p = CommandParser(
         prog="wfm train",
         description="Train a recipe with one process per GPU.",
-        epilog="Example: %(prog)s tiny/sd3_nft run.steps=4 --gpus 2",
+        epilog="Example: %(prog)s sd3_nft --tiny run.steps=4 --gpus 2",
     )
     p.add_argument("recipe", type=Path, help="recipe file (YAML), or name of a shipped recipe (see wfm recipes)")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
@@ -29,6 +29,9 @@ def parser() -> CommandParser:
     p.add_argument("--hostfile", type=Path, metavar="F", help="run on the machines in this file (docs/multi-node.md)")
     p.add_argument(
         "--nodes", type=parse_positive_int, metavar="N", help="use only the first N machines of the hostfile"
+    )
+    p.add_argument(
+        "--tiny", action="store_true", help="two steps on a CPU, with a tiny random model and built-in data and rewards"
     )
     p.add_argument("--overwrite", action="store_true", help="replace an existing run in the output folder")
     p.add_argument("--dry-run", action="store_true", help="print the deepspeed command and exit")
@@ -76,7 +79,7 @@ def launcher_arguments(args: argparse.Namespace) -> list[str]:
     if number != ALL:
         arguments += ["--num_gpus", number]
     arguments += ["--module", "wfm_ds.train", str(args.recipe), *args.overrides]
-    return [*arguments, *(["--overwrite"] if args.overwrite else [])]
+    return [*arguments, *(f"--{name}" for name in ("tiny", "overwrite") if getattr(args, name))]
 
 
 def has_gpus() -> bool:

@@ -24,7 +24,7 @@ from wfm_ds.contract.case import (
 )
 from wfm_ds.models import registry
 from wfm_ds.models.conditioning_frames import add_clean_frames
-from wfm_ds.sampling.noise import draw_cpu_normal
+from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.types import FIRST_FRAME
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from wfm_ds.contract.family_under_test import (
 )
 from wfm_ds.contract.pixel_checks import require_value_error
 from wfm_ds.models.conditioning_frames import add_clean_frames
-from wfm_ds.sampling.noise import draw_cpu_normal
+from wfm_ds.sampling.latents import draw_cpu_normal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

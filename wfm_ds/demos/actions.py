@@ -1,4 +1,4 @@
-"""The actions demo: videos of a grey wall that becomes brighter or darker, depending on the actions."""
+"""The actions demo: videos of a grey wall that actions brighten or darken."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ActionsDemo(Demo):
 
 
 def write_pairs(path: Path, samples: Path, clips: Path) -> None:
-    """Write an image with the frames of some generated videos, each below the real clip with the same actions."""
+    """Write an image with a row of frames per video: each generated video below the real clip with its actions."""
     from wfm_ds.monitoring.images import image_grid, save_png
 
     entries = [json.loads(line) for line in (samples / "samples.jsonl").read_text().splitlines()][:NUM_SHOWN]

@@ -22,13 +22,16 @@ from wfm_ds.seeds import derive_seed
 from wfm_reward.brightness_demo import MAX_START, Frames, encode_actions, frame_brightness, render_frames, sample_moves
 
 NUM_CLIPS, NUM_HELD_OUT = 2048, 256
-WRONG_FRACTION = 0.5  # share of training clips with unrelated actions
+WRONG_FRACTION = 0.5  # fraction of training clips with unrelated actions
 PROMPT = json.dumps({"caption": "a grey wall"})  # action models use JSON captions without further templates
 PROMPTS, START = "prompts.txt", "start.png"
 
 
 def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
-    """Write NNNN.mkv, .json and .actions.npy. Return the frames. wrong: probability of unrelated actions."""
+    """Write NNNN.mkv, .json and .actions.npy, and return the frames [T,H,W,3].
+
+    wrong: probability that the stored actions are unrelated to the frames.
+    """
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
     moves, wrong_moves = sample_moves(generator), sample_moves(generator)
     stem, frames = f"{number:04}", render_frames(frame_brightness(generator.uniform(-MAX_START, MAX_START), moves))

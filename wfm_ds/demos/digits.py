@@ -55,7 +55,7 @@ class DigitsDemo(Demo):
 
 
 def load_samples(folder: Path) -> list[tuple[npt.NDArray[np.uint8], str]]:
-    """Return the images with their prompts, in the order of samples.jsonl."""
+    """Return (image [H,W,3], prompt) of each sample, in the order of samples.jsonl."""
     from PIL import Image
 
     entries = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -63,7 +63,7 @@ def load_samples(folder: Path) -> list[tuple[npt.NDArray[np.uint8], str]]:
 
 
 def std_within_prompts(samples: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> float:
-    """Return the std over the images of each prompt (pixels in [0, 1]), averaged over pixels and prompts."""
+    """Return the std over the images of a prompt, with pixels in [0, 1], averaged over pixels and prompts."""
     by_prompt: dict[str, list[npt.NDArray[np.uint8]]] = {}
     for image, prompt in samples:
         by_prompt.setdefault(prompt, []).append(image)

@@ -25,19 +25,19 @@ DigitSplit = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 
 def sft_split() -> DigitSplit:
-    """Return images with even indices and their digits, for training."""
+    """Return the images with even indices, for training."""
     images, labels = all_digits()
     return images[::2], labels[::2]
 
 
 def reward_split() -> DigitSplit:
-    """Return images with odd indices and their digits, for the classifier of the `digits` reward."""
+    """Return the images with odd indices, for the classifier of the `digits` reward."""
     images, labels = all_digits()
     return images[1::2], labels[1::2]
 
 
 def all_digits() -> DigitSplit:
-    """Return all 1797 images, with grey levels 0 to 16 rescaled to 0 to 255, and their digits."""
+    """Return all 1797 images, with grey levels 0..16 rescaled to 0..255."""
     from sklearn.datasets import load_digits  # slow import, not needed for --help
 
     digits = load_digits()
@@ -49,7 +49,7 @@ def digit_caption(digit: int) -> dict[str, str | int]:
 
 
 def preference_pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str | int]:
-    """Return a line of pairs.jsonl: image `number` is preferred to the next image of a different digit."""
+    """Return a row of pairs.jsonl: image `number` is preferred to the next image of a different digit."""
     other_digits = np.flatnonzero(np.roll(labels, -number) != labels[number])
     files = [f"images/{index % len(labels) + 1:04}.png" for index in (number, number + int(other_digits[0]))]
     return {**digit_caption(int(labels[number])), "chosen": files[0], "rejected": files[1]}

@@ -1,4 +1,4 @@
-"""Helpers that write demo datasets: check the output folder, write lossless videos."""
+"""Helpers to write demo data: check the output folder, write lossless videos."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def require_new_folder(out: Path) -> None:
 
 def write_video(path: Path, frames: npt.NDArray[np.uint8], fps: int) -> None:
     """Write RGB frames [T,H,W,3] as a lossless video (FFV1 in Matroska). The file is bitwise reproducible."""
-    options = {"fflags": "+bitexact"}  # no random identifier in the file
+    options = {"fflags": "+bitexact"}  # no random identifier in the container
     with av.open(str(path), "w", format="matroska", options=options) as container:
         stream = container.add_stream("ffv1", rate=Fraction(fps))
         stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "bgr0"

@@ -24,14 +24,14 @@ Floats = npt.NDArray[np.float64]
 NUM_CLIPS, NUM_FRAMES, SIDE = 24, 9, 32  # SIDE: height and width in pixels
 FPS = 8
 LENS = (24.0, 24.0, SIDE / 2, SIDE / 2)  # fx, fy, cx, cy in pixels
-HALF_SIZE = np.array([2.0, 1.0, 2.0])  # half the size of the room in metres: x right, y down, z forward
+HALF_SIZE = np.array([2.0, 1.0, 2.0])  # of the room in metres: x right, y down, z forward
 TILE = 0.5
 WALLS = np.array([[[220, 70, 60], [70, 170, 80]], [[230, 220, 200], [90, 80, 70]], [[60, 90, 210], [240, 180, 40]]])
-MAX_TURN, MAX_STEP = 5.0, 0.08  # maximum per frame: degrees, metres
+MAX_TURN, MAX_STEP = 5.0, 0.08  # per frame, in degrees and metres
 
 
 def camera_path(turn: float, forward: float, sideways: float) -> Floats:
-    """Return camera-to-world poses [9,4,4] in OpenCV axes, for a motion per frame in degrees and metres."""
+    """Return camera-to-world poses [9,4,4] in OpenCV axes. Arguments: motion per frame in degrees and metres."""
     poses = np.tile(np.eye(4), (NUM_FRAMES, 1, 1))
     for previous, pose, angle in zip(poses, poses[1:], np.radians(turn) * np.arange(1, NUM_FRAMES), strict=False):
         pose[:3, :3] = [[np.cos(angle), 0, np.sin(angle)], [0, 1, 0], [-np.sin(angle), 0, np.cos(angle)]]
@@ -40,7 +40,7 @@ def camera_path(turn: float, forward: float, sideways: float) -> Floats:
 
 
 def render_frames(poses: Floats) -> npt.NDArray[np.uint8]:
-    """Render the room from camera-to-world poses [F,4,4] to frames [F,32,32,3]."""
+    """Render the room from camera-to-world poses [F,4,4]. Returns frames [F,32,32,3]."""
     fx, fy, cx, cy = LENS
     y, x = np.mgrid[:SIDE, :SIDE] + 0.5
     rays = np.stack([(x - cx) / fx, (y - cy) / fy, np.ones_like(x)], axis=-1)
@@ -49,10 +49,10 @@ def render_frames(poses: Floats) -> npt.NDArray[np.uint8]:
     origins = poses[:, None, None, :3, 3]
     distances = (
         np.copysign(HALF_SIZE, directions) - origins
-    ) / directions  # to the one wall per axis that the ray can hit
+    ) / directions  # to the only wall per axis that the ray can hit
     axis = distances.argmin(axis=-1)
     points = origins + distances.min(axis=-1)[..., None] * directions
-    along = np.arange(3) != axis[..., None]  # tiles are counted along the two axes of the wall
+    along = np.arange(3) != axis[..., None]  # count tiles along the two axes of the wall
     dark = (np.floor(points / TILE) * along).sum(axis=-1) % 2
     is_forward = np.take_along_axis(directions, axis[..., None], axis=-1)[..., 0] > 0
     colours = WALLS[axis, is_forward.astype(np.int64)]
@@ -61,7 +61,7 @@ def render_frames(poses: Floats) -> npt.NDArray[np.uint8]:
 
 
 def write_clip(folder: Path, number: int) -> tuple[Floats, npt.NDArray[np.uint8]]:
-    """Write NNNN.mkv, .c2w.npy and .json. Return the camera poses and the frames."""
+    """Write NNNN.mkv, .c2w.npy and .json. Return (camera poses [9,4,4], frames [9,32,32,3])."""
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "room", number)))
     turn, forward, sideways = generator.uniform(-1, 1, 3) * [MAX_TURN, MAX_STEP, MAX_STEP]
     poses, stem = camera_path(turn, forward, sideways), f"{number:04}"

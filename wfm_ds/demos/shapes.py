@@ -30,8 +30,8 @@ METRICS: Mapping[str, str] = {
     "held-out reward: fraction of videos that match a real clip": f"{JUDGE}/real/mean",
 }
 STARTS = f"correct starts hit, of {NUM_VARIANTS}"
-NUM_SHOWN = 6  # videos of each prompt in the animation
-FPS = 4  # of the animation: slow, because there are only five frames
+NUM_SHOWN = 6  # videos per prompt in the animation
+FPS = 4  # of the animation; slow because it has only five frames
 
 
 class ShapesDemo(Demo):
@@ -72,14 +72,11 @@ class ShapesDemo(Demo):
 
 @dataclass(frozen=True, slots=True)
 class PromptedVideo:
-    """A generated video with its prompt."""
-
     prompt: str
     frames: Frames  # [5,32,32,3]
 
 
 def load_videos(folder: Path) -> list[PromptedVideo]:
-    """Return the videos with their prompts, in the order of samples.jsonl."""
     entries = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     return [PromptedVideo(entry["prompt"], load_video(folder / entry["file"])) for entry in entries]
 
@@ -97,10 +94,10 @@ def group_by_prompt(videos: Sequence[PromptedVideo]) -> dict[str, list[Frames]]:
 
 
 def count_correct_starts(videos: Sequence[PromptedVideo]) -> float:
-    """Return the number of different start positions among a prompt's correct videos, averaged over prompts.
+    """Return how many different start positions the correct videos of a prompt have, averaged over prompts.
 
     A video is correct if its nearest real clip has the same prompt. A model that always generates the same correct
-    video scores 1; a model without correct videos scores 0.
+    video scores 1; one without correct videos scores 0.
     """
     counts = []
     for prompt, frame_lists in group_by_prompt(videos).items():
@@ -110,7 +107,7 @@ def count_correct_starts(videos: Sequence[PromptedVideo]) -> float:
 
 
 def write_strips(path: Path, videos: Sequence[PromptedVideo]) -> None:
-    """Write an image with the frames of two videos per prompt, one row per prompt."""
+    """Write an image with a row per prompt: the frames of two videos side by side."""
     from wfm_ds.monitoring.images import image_grid, save_png
 
     shown = {prompt: frame_lists[:2] for prompt, frame_lists in group_by_prompt(videos).items()}
@@ -119,11 +116,11 @@ def write_strips(path: Path, videos: Sequence[PromptedVideo]) -> None:
 
 
 def write_animation(path: Path, videos: Sequence[PromptedVideo]) -> None:
-    """Write an animation of NUM_SHOWN videos per prompt, one column per prompt."""
+    """Write an animated GIF with a column of NUM_SHOWN videos per prompt."""
     from wfm_ds.monitoring.images import image_grid
     from wfm_ds.monitoring.videos import encode_gif
 
     columns = [frame_lists[:NUM_SHOWN] for frame_lists in group_by_prompt(videos).values()]
     cells = [frames for row in zip(*columns, strict=True) for frames in row]
     images = [image_grid([frames[time] for frames in cells], len(columns)) for time in range(len(cells[0]))]
-    path.write_bytes(encode_gif(np.stack([*images, images[-1]]), FPS))  # the last frame is shown twice
+    path.write_bytes(encode_gif(np.stack([*images, images[-1]]), FPS))  # show the last frame twice

@@ -17,7 +17,7 @@ from wfm_ds.program import run_command
 from wfm_reward.moving_demo import DIRECTIONS, SHAPES, MovingClip, draw_clip, list_clips, render_frames
 
 COPIES = 20
-NUM_WRONG = 7  # of the COPIES captions of a clip
+NUM_WRONG = 7  # of a clip's COPIES captions
 FPS = 8
 
 
@@ -26,7 +26,7 @@ def caption_fields(clip: MovingClip) -> dict[str, str]:
 
 
 def noisy_captions(clip: MovingClip) -> list[dict[str, str]]:
-    """Return a clip's COPIES captions. The first NUM_WRONG of them cycle through wrong directions."""
+    """Return COPIES captions for a clip. The first NUM_WRONG name wrong directions."""
     other_directions = [direction for direction in DIRECTIONS if direction != clip.direction]
     wrong = [
         MovingClip(clip.shape, other_directions[k % len(other_directions)], clip.variant) for k in range(NUM_WRONG)

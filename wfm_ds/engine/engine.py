@@ -21,17 +21,13 @@ from torch import Tensor, nn
 
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World, ranks_per_node
-from wfm_ds.engine.adapter_dropout import AdapterDropout
 from wfm_ds.engine.adapter_merge import use_merged_weights
 from wfm_ds.engine.cuda_graphs import GraphReplayer
 from wfm_ds.engine.flop_counter import FlopCount, FlopCounter
-from wfm_ds.engine.gradient_accumulation import accumulate_in_float32
-from wfm_ds.engine.gradient_watch import GradientWatch, PartLookup, single_part
-from wfm_ds.engine.optimizer import build_optimizer
-from wfm_ds.engine.policies import Adapters, Flats, ShardedCopy, Shards, write_adapter
+from wfm_ds.engine.optimizer import accumulate_in_float32, build_optimizer, ema_decay, learning_rate
+from wfm_ds.engine.policies import AdapterDropout, Adapters, Flats, ShardedCopy, Shards, write_adapter
 from wfm_ds.engine.preparation import DTYPES, TokenSharding, prepare_denoiser
-from wfm_ds.engine.rank_guard import RankGuard
-from wfm_ds.engine.schedules import ema_decay, learning_rate
+from wfm_ds.engine.step_checks import GradientWatch, PartLookup, RankGuard, single_part
 from wfm_ds.recipe.deepspeed import build_deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.ulysses.install import install_ulysses
@@ -217,7 +213,7 @@ class DenoiserEngine:
             self._flop_counter.discard()
 
     def check_ranks_agree(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Raise on all ranks if their next forward passes differ (rank_guard.py). Only with `engine.guard`."""
+        """Raise on all ranks if their next forward passes differ (step_checks.py). Only with `engine.guard`."""
         if self._guard is not None:
             self._guard.compare_ranks(*what, inputs=inputs)
 

@@ -2,8 +2,11 @@
 
 Weights stay ordinary parameters and are cast in every forward pass, so DeepSpeed, the optimizer, checkpoints and
 exports work unchanged. Scales are computed from the current values, so equal weights predict identical bits. torchao
-uses one scale per row of weights and inputs, so a sample's prediction does not depend on its batch. For
-TransformerEngine see transformer_engine_linear.py.
+uses one scale per row of weights and inputs, so a sample's prediction does not depend on its batch.
+
+TransformerEngine needs CUDA, so it is imported when the first layer is built. Its scales are per tensor
+(Float8CurrentScaling), so a sample's prediction depends on its batch, and the recipe rejects it for algorithms that
+compare predictions.
 """
 
 from __future__ import annotations
@@ -11,17 +14,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from wfm_ds.engine.base_precision import eligible_layers, require_layers
 from wfm_ds.engine.fp8_linear import require_fp8
 from wfm_ds.engine.optional_packages import require_package
-from wfm_ds.engine.transformer_engine_linear import te_layer_factory
+from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import Fp8Training
 
 logger = logging.getLogger(__name__)
+ROW_MULTIPLE = 16  # the number of rows must be a multiple of it; the gradient of a weight sums over rows
 
 
 def train_in_float8(
@@ -63,3 +69,48 @@ def torchao_layer_factory(device: torch.device) -> Callable[[nn.Linear], nn.Modu
         pad_inner_dim=True,  # the gradient of a weight sums over tokens, and their number need not be a multiple of 16
     )
     return lambda layer: Float8Linear.from_float(layer, config=config)
+
+
+def te_layer_factory(key: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
+    """Return a function that converts a torch linear layer to a TransformerEngine layer that shares its parameters.
+
+    State dicts do not change. Inputs [..., in_features] may have any number of rows. Raises RecipeError, naming the
+    recipe key, if the device is not a GPU or TransformerEngine cannot be imported.
+    """
+    if device.type != "cuda":
+        raise RecipeError(f"{key} needs a GPU, but the device is {device.type}: torchao's products are emulated there")
+    try:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8CurrentScaling
+    except (ImportError, OSError) as error:
+        raise RecipeError(f"{key}: the package transformer_engine cannot be imported: {error}") from error
+    recipe = Float8CurrentScaling()
+
+    class TeLinear(te.Linear):  # type: ignore[misc]
+        # This scaling recipe has no history to save. The library's own methods would add `_extra_state` to state dicts,
+        # which checkpoints and diffusers pipelines do not have.
+        get_extra_state = nn.Module.get_extra_state
+        set_extra_state = nn.Module.set_extra_state
+
+        def forward(self, inp: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            rows = inp.reshape(-1, self.in_features)
+            if missing := -len(rows) % ROW_MULTIPLE:
+                rows = functional.pad(rows, (0, 0, 0, missing))  # zero rows change neither the scale nor the gradients
+            with te.autocast(enabled=True, recipe=recipe):
+                product: Tensor = super().forward(rows, *args, **kwargs)
+            if missing:
+                product = product[:-missing]
+            return product.view(*inp.shape[:-1], self.out_features)
+
+    def convert(layer: nn.Linear) -> nn.Module:
+        converted: nn.Module = TeLinear(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            params_dtype=layer.weight.dtype,
+            device="meta",  # neither allocated nor initialised, because the next line replaces the parameters
+        )
+        converted.weight, converted.bias = layer.weight, layer.bias
+        return converted.train(layer.training)
+
+    return convert

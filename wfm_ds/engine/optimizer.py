@@ -1,4 +1,4 @@
-"""The optimizer of the trained parameters, and one checkpoint format for the states of all optimizers.
+"""The optimizer of the trained parameters: its schedules, and one checkpoint format for the states of all optimizers.
 
 The format is AdamW's: `step` is one number; `exp_avg` and `exp_avg_sq` are float32 with one element per master weight.
 So a run can resume with a different number of ranks. For an 8-bit optimizer, the format also has the scale of each
@@ -7,10 +7,12 @@ element, which restores the exact 8-bit codes if a block contains the same eleme
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -108,3 +110,41 @@ def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Ten
     middles = (code_book[1:] + code_book[:-1]) / 2
     fractions = rows / absmax.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     return torch.bucketize(fractions, middles).to(torch.uint8).view(-1)[: len(values)], absmax
+
+
+def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
+    """Return the learning rate of update 1, 2, ..., total_updates.
+
+    Warm-up is linear, from 0 at update 0 to lr at update `warmup_steps`. Then the linear and cosine schedules decay
+    from lr to final_lr_fraction * lr at the last update. Without warm-up, the decay starts at the first update.
+    """
+    if update < recipe.warmup_steps:
+        return recipe.lr * update / recipe.warmup_steps
+    peak = max(recipe.warmup_steps, 1)
+    progress = min(1.0, (update - peak) / max(total_updates - peak, 1))
+    falling = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}
+    floor = 1.0 if recipe.schedule == "constant" else recipe.final_lr_fraction
+    return recipe.lr * (floor + (1.0 - floor) * falling[recipe.schedule])
+
+
+def ema_decay(largest: float, update: int) -> float:
+    """Return the EMA decay after update 1, 2, ...: min((1 + update) / (10 + update), largest)."""
+    return min((1 + update) / (10 + update), largest)
+
+
+def accumulate_in_float32(ds: Any) -> None:
+    """Make the ZeRO stage 1 optimizer accumulate gradients in float32. Call it before the first backward pass.
+
+    Sets the attributes that the optimizer's constructor sets for float32 accumulation. This can be done afterwards,
+    because nothing that the constructor creates depends on them.
+    """
+    optimizer = ds.optimizer
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.partition_gradients:
+        raise TypeError(f"{type(optimizer).__name__} is not the optimizer of ZeRO stage 1")
+    optimizer.gradient_accumulation_dtype = torch.float32
+    optimizer.use_separate_grad_accum = optimizer.use_grad_accum_attribute = True
+    for group in optimizer.bit16_groups:
+        for parameter in group:
+            parameter.grad_accum = None
+    if not optimizer._grad_acc_hooks:  # the constructor creates them only for some settings of the JSON
+        optimizer.create_gradient_handling_hooks()

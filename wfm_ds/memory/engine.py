@@ -71,7 +71,7 @@ class EngineMemory:
     def gradient_bytes(self) -> int:
         """Bytes of the gradients.
 
-        They are float32 at every ZeRO stage (engine/gradient_accumulation.py), sharded from stage 2 on.
+        They are float32 at every ZeRO stage (engine/optimizer.py), sharded from stage 2 on.
         """
         shared = self.world_size if self.zero_config["stage"] >= 2 else 1
         return 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // shared

@@ -29,7 +29,7 @@ from wfm_ds.models.assets.fingerprint import fingerprint_folders
 from wfm_ds.models.conditioning_frames import CONDITIONING_FRAME_KEYS
 from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
-from wfm_ds.sampling.schedule import apply_shift
+from wfm_ds.sampling.plan import apply_shift
 
 if TYPE_CHECKING:
     from wfm_ds.models.assets.guardrail import Guardrail

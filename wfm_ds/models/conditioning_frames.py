@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from wfm_ds.sampling.shapes import free_frame_mask
+from wfm_ds.sampling.latents import free_frame_mask
 from wfm_ds.types import ConditioningFrames
 
 if TYPE_CHECKING:

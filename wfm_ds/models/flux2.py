@@ -19,7 +19,7 @@ from wfm_ds.models import vae
 from wfm_ds.models.assets.loading import LOADING_ERRORS, read_call_json, read_json
 from wfm_ds.models.base import DiffusionModel, pipeline_call_default
 from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
-from wfm_ds.models.size_checks import require_image, require_multiples
+from wfm_ds.models.vae import require_image, require_multiples
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import SamplingRecipe

@@ -18,8 +18,8 @@ from wfm_ds.models import vae
 from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.lora_layer_names import map_layers
-from wfm_ds.models.size_checks import require_image, require_multiples
 from wfm_ds.models.text_padding import pad_and_stack
+from wfm_ds.models.vae import require_image, require_multiples
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning

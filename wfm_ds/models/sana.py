@@ -14,7 +14,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.loading import read_call_json
 from wfm_ds.models.base import DiffusionModel, pipeline_call_default
 from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
-from wfm_ds.models.size_checks import require_image, require_multiples
+from wfm_ds.models.vae import require_image, require_multiples
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning

@@ -26,7 +26,7 @@ from wfm_ds.models.assets.loading import read_call_json
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.input_specs import InputSpec
-from wfm_ds.models.size_checks import require_multiples
+from wfm_ds.models.vae import require_multiples
 from wfm_ds.pinned_memory import copy_to_device
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
-from wfm_ds.models.size_checks import require_image
+from wfm_ds.models.vae import require_image
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning

@@ -1,6 +1,6 @@
 """One interface for all VAEs: pixels to normalized latents and back, both float32 for any VAE dtype.
 
-Differences between VAEs are read from their configs.
+Differences between VAEs are read from their configs. The size checks are shared by families.
 """
 
 from __future__ import annotations
@@ -75,3 +75,16 @@ def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
     statistics = (copy_to_device(torch.as_tensor(v, dtype=torch.float32), vae.device) for v in (mean, std))
     mean, std = (v.view(1, -1, 1, 1, 1) for v in statistics)
     return mean, 1 / std
+
+
+def require_image(family: str, num_frames: int) -> None:
+    """Raise ValueError unless num_frames is 1."""
+    if num_frames != 1:
+        raise ValueError(f"{family} makes images: num_frames must be 1, got {num_frames}")
+
+
+def require_multiples(height: int, width: int, multiple: int) -> None:
+    """Raise ValueError unless height and width are positive multiples of `multiple`."""
+    for name, size in (("height", height), ("width", width)):
+        if size < 1 or size % multiple:
+            raise ValueError(f"{name} must be a multiple of {multiple}, got {size}")

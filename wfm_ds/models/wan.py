@@ -1,6 +1,8 @@
 """Wan 2.1, Wan 2.2 A14B (two experts) and Wan 2.2 TI2V 5B (one time per token): videos, UMT5 text, the Wan VAE.
 
-Wan 2.1 and 2.2 A14B have text-to-video and image-to-video networks (wan_image_conditioning.py).
+Wan 2.1 and 2.2 A14B have text-to-video and image-to-video networks (wan_image_conditioning.py). Each call of the two
+experts runs one of them. If no micro-batch of an optimizer step runs an expert, its gradient is zero, and Adam updates
+its parameters accordingly.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import get_clean_frames
-from wfm_ds.models.experts import Experts
 from wfm_ds.models.lora_layer_names import map_layers
 from wfm_ds.models.wan_image_conditioning import CHANNELS_KEY, EMBEDS_KEY, ImageConditioner
 from wfm_ds.types import FIRST_FRAME
@@ -41,6 +42,53 @@ LORA_NAMES = tuple(
 IMAGE_ATTENTION_LAYERS = ("add_k_proj", "add_v_proj")  # layers of the attention to CLIP embeddings
 LORA_NAMES += map_layers("blocks.{}.attn2", "blocks.{}.cross_attn", {"add_k_proj": "k_img", "add_v_proj": "v_img"})
 IMAGE_TO_VIDEO_TEXT_TOKENS = 512  # diffusers splits image and text tokens by this fixed number
+
+
+class Experts(nn.Module):
+    """The expert networks of a denoiser, with the interface of one network. Parameters are named EXPERT.PARAMETER."""
+
+    def __init__(self, networks: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, network in networks.items():
+            self.add_module(name, network)
+
+    def forward(self, *args: Any, expert: int, **kwargs: Any) -> Any:
+        return self.networks[expert](*args, **kwargs)
+
+    @property
+    def networks(self) -> list[Any]:
+        return list(self.children())
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """{adapter name: config}, identical for all experts."""
+        config: dict[str, Any] = self.networks[0].peft_config
+        return config
+
+    def add_adapter(self, config: Any, adapter_name: str = "default") -> None:
+        """Add a separate adapter to each expert, initialized from torch's global generator in expert order."""
+        for network in self.networks:
+            network.add_adapter(config, adapter_name=adapter_name)
+
+    def set_adapter(self, adapter_name: str) -> None:
+        for network in self.networks:
+            network.set_adapter(adapter_name)
+
+    def enable_adapters(self) -> None:
+        for network in self.networks:
+            network.enable_adapters()
+
+    def disable_adapters(self) -> None:
+        for network in self.networks:
+            network.disable_adapters()
+
+    def enable_gradient_checkpointing(self) -> None:
+        for network in self.networks:
+            network.enable_gradient_checkpointing()
+
+    def disable_gradient_checkpointing(self) -> None:
+        for network in self.networks:
+            network.disable_gradient_checkpointing()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Recipes: the schema, reading and checking recipe files, and batch sizes derived from a recipe."""
+"""Recipes: the schema, loading and validation of recipe files, and sizes derived from a recipe."""

@@ -17,7 +17,7 @@ class DataSetRecipe(Section):
     """One data set of `data.kind: sets`."""
 
     path: UserAddress
-    """Like `data.path`. Relative paths start from `data.path`."""
+    """Like `data.path`. Relative paths are relative to `data.path`."""
     weight: PositiveFloat = 1.0
     """Relative sampling weight."""
     kind: Literal["folder", "hf", "paired", "cosmos", "webdataset"] = "folder"
@@ -198,19 +198,19 @@ class DataRecipe(Section):
 
     @property
     def folder(self) -> Path:
-        """The folder, for kinds that read one folder."""
+        """`path` as a folder, for kinds that read a single one."""
         assert isinstance(self.path, str)
         return Path(self.path)
 
     @property
     def shard_patterns(self) -> list[str]:
-        """The list of paths or patterns, for kinds that read several."""
+        """`path` as a list of paths or patterns, for kinds that read several."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
 
     def set_recipes(self) -> dict[str, tuple[DataRecipe, float]]:
-        """Return {name: (recipe, weight)} for the data sets of `kind: sets`.
+        """Return {name: (recipe, weight)} of the data sets of `kind: sets`, {} for other kinds.
 
-        Raises ValueError for duplicate names, and for keys that do not fit the kind of a data set.
+        Raises ValueError for duplicate names, and for keys that do not fit a data set's kind.
         """
         recipes: dict[str, tuple[DataRecipe, float]] = {}
         for one in self.sets or ():
@@ -225,7 +225,6 @@ class DataRecipe(Section):
 
     @property
     def is_user_kind(self) -> bool:
-        """Whether `kind` is a user-defined class."""
         return is_user_class(self.kind)
 
     @model_validator(mode="after")
@@ -273,7 +272,7 @@ class DataRecipe(Section):
         return self
 
     def _check_streaming(self) -> None:
-        """Raise ValueError if another key needs to know all samples in advance, or to read a sample twice."""
+        """Raise ValueError if streaming is set with a key that needs all samples in advance or reads samples twice."""
         if not self.streaming:
             return
         if self.kind != "hf":

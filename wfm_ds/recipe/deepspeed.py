@@ -1,7 +1,7 @@
 """The DeepSpeed config: ZeRO settings from a JSON file, all other settings from the recipe.
 
-Rejects keys and combinations that DeepSpeed would ignore, or with which it would silently train wrong weights. Does not
-import torch or DeepSpeed, so recipes can be checked on any machine.
+Rejects keys and combinations that DeepSpeed would ignore or that would silently corrupt training. Does not import torch
+or DeepSpeed, so recipes can be checked on any machine.
 """
 
 from __future__ import annotations
@@ -86,29 +86,27 @@ KNOWN_ZERO_KEYS = frozenset(
 
 
 def policy_copies(policies: frozenset[str], *, lora: bool) -> frozenset[str]:
-    """Return the policies that are stored as copies of the trained weights.
-
-    lora: whether the run trains a LoRA. Its policy `ref` is the base model itself and needs no copy.
-    """
+    """Return the policies stored as separate weight copies. With LoRA, the base model itself serves as policy `ref`."""
     return policies - {"ref"} if lora else policies
 
 
-# Rollout keys that do not work with ZeRO-3 shards, and why.
+# {key of section rollout that needs unsharded weights, so not ZeRO-3: reason}
 NEEDS_WHOLE_WEIGHTS = {
     "merge_lora": "adds adapters to whole layers",
     "cuda_graph": "needs weights at fixed addresses",
 }
 
-# LoRA keys that do not work with ZeRO-3 shards, and why.
+# {key of section lora that needs unsharded layers, so not ZeRO-3: reason}
 NEEDS_WHOLE_LAYERS = {"dora": "needs the norms of whole weights", "modules_to_save": "copies whole layers"}
 
 
 def build_deepspeed_config(
     recipe: Recipe, *, accumulation: int, policies: frozenset[str], world_size: int, ranks_per_node: int
 ) -> dict[str, Any]:
-    """Return the config dict for deepspeed.initialize. Raises RecipeError with the JSON file, the key and the fix.
+    """Return the config dict for deepspeed.initialize.
 
-    accumulation: micro-batches (backward passes) per optimizer step. policies: the engine's policies.
+    accumulation: micro-batches (backward passes) per optimizer step. policies: names besides the trained policy.
+    Raises RecipeError, with the JSON file and the key, if a setting is not supported or does not fit the recipe.
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     from_json = read_deepspeed_config(source)
@@ -123,7 +121,7 @@ def build_deepspeed_config(
 
 
 def add_overlap_default(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
-    """Return the ZeRO settings with our default of `overlap_comm`, unless the JSON file sets it.
+    """Return the ZeRO settings with wfm_ds's default of `overlap_comm`, unless the JSON file sets it.
 
     At stages 1 and 2, overlap makes DeepSpeed synchronize the device after each backward pass. This pays off for full
     weights but not for adapters. At stage 3, overlap prefetches weights without synchronization.
@@ -132,9 +130,9 @@ def add_overlap_default(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
 
 
 def find_deepspeed_config(name: str) -> Path:
-    """Return the JSON file for a value of `engine.deepspeed`.
+    """Return the JSON file for a value of `engine.deepspeed`: a path (with a slash or .json) or a name in ds_configs/.
 
-    name: a path (with a slash or .json), or a name in ds_configs/.
+    Raises RecipeError if there is no such file.
     """
     if "/" in name or name.endswith(".json"):
         path = Path(name).expanduser()
@@ -151,7 +149,7 @@ def find_deepspeed_config(name: str) -> Path:
 
 
 def read_deepspeed_config(source: Path) -> dict[str, Any]:
-    """Return the content of the file. Raises RecipeError if it is not a JSON object or has duplicate keys."""
+    """Load the JSON file. Raises RecipeError if it is not a JSON object or has duplicate keys."""
 
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicates = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
@@ -169,9 +167,9 @@ def read_deepspeed_config(source: Path) -> dict[str, Any]:
 
 
 def check_keys(from_json: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Raise RecipeError for keys that are unknown or not supported, and return a copy of `zero_optimization`.
+    """Return a copy of `zero_optimization`. Raises RecipeError for unknown or unsupported keys anywhere in the config.
 
-    Without this check, DeepSpeed would ignore misspelt keys.
+    DeepSpeed itself ignores misspelt keys.
     """
     taken = sorted(from_json.keys() & SET_BY_RECIPE.keys())
     if taken:
@@ -201,7 +199,7 @@ def _reject_unknown_keys(keys: Mapping[str, Any], known: frozenset[str], prefix:
 def check_combinations(
     from_json: Mapping[str, Any], zero: Mapping[str, Any], recipe: Recipe, policies: frozenset[str], source: Path
 ) -> None:
-    """Raise RecipeError for combinations of settings that do not work together."""
+    """Raise RecipeError if the ZeRO settings do not work with each other or with the recipe."""
     lora = recipe.lora is not None
     copies = ", ".join(sorted(policy_copies(policies, lora=lora)))
     devices = {part: _offload_device(zero, part, source) for part in ("offload_optimizer", "offload_param")}
@@ -246,10 +244,10 @@ def check_combinations(
 
 
 def require_idle_expert_support(recipe: Recipe) -> None:
-    """Raise RecipeError for settings with which models with several experts would lose gradients.
+    """Raise RecipeError if a model with several experts would lose gradients: ZeRO stage 1 or optimizer offload.
 
-    In each micro-batch only one expert is active. With these settings DeepSpeed would reduce, or pass to the offloaded
-    optimizer, only the gradients of the expert that is active in the last micro-batch.
+    Each micro-batch activates only one expert. With these settings DeepSpeed would reduce or offload only the gradients
+    of the expert that is active in the last micro-batch.
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     zero = read_deepspeed_config(source)["zero_optimization"]
@@ -265,7 +263,10 @@ def require_idle_expert_support(recipe: Recipe) -> None:
 
 
 def _offload_device(zero: Mapping[str, Any], part: str, source: Path) -> str | None:
-    """Return the offload device in the settings `part`: `cpu`, `nvme`, or None without offload."""
+    """Return the device `cpu` or `nvme` in the ZeRO settings `part`, or None without offload.
+
+    Raises RecipeError for other devices, and for super_offload.
+    """
     settings = zero.get(part)
     if settings is None:
         return None
@@ -288,7 +289,6 @@ def _hpz_partition_size(zero: Mapping[str, Any], world_size: int, ranks_per_node
 
 
 def _keys_from_recipe(recipe: Recipe, accumulation: int, stage: int) -> dict[str, Any]:
-    """Return the DeepSpeed keys for batch sizes, precision and gradient clipping."""
     keys: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": recipe.engine.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
@@ -300,6 +300,6 @@ def _keys_from_recipe(recipe: Recipe, accumulation: int, stage: int) -> dict[str
     }
     if recipe.model.dtype == "bfloat16":
         keys |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
-        if stage > 1:  # at stage 1 it would select another optimizer class; gradient_accumulation.py handles it
+        if stage > 1:  # at stage 1 this selects another optimizer class; see gradient_accumulation.py
             keys["data_types"] = {"grad_accum_dtype": "fp32"}
     return keys

@@ -27,10 +27,13 @@ from wfm_ds.recipe.schema_description import (
     member_names,
     scalar_types,
 )
+from wfm_ds.recipe.tiny import shrink_recipe
+from wfm_ds.recipe.tiny_families import find_tiny_family, match_released_name
 from wfm_ds.recipe.tree import (
     KeyPath,
     RecipeProblem,
     RecipeTree,
+    SourceLocation,
     apply_overrides,
     join_key_path,
     merge_trees,
@@ -53,6 +56,21 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises RecipeError with one line per problem: file and line (or override), key and expected value.
     """
     return _resolve_recipe(_read_with_defaults(resolve_recipe_path(path)), overrides)
+
+
+def load_tiny_recipe(path: Path, overrides: Sequence[str] = (), *, world_size: int = 1) -> Recipe:
+    """Load the tiny version of a recipe (tiny.py). The values of `--tiny` replace those of the file, and overrides
+    replace both.
+
+    world_size: number of ranks, to which engine.sequence_parallel is reduced.
+    Raises RecipeError like `load_recipe`, and if the model family is unknown.
+    """
+    path = resolve_recipe_path(path)
+    recipe = _resolve_recipe(_read_with_defaults(path), ())
+    replaces_model = any(word.startswith("model.path=") for word in overrides)
+    family = match_released_name(recipe.model.path) if replaces_model else find_tiny_family(recipe.model.path)
+    values = shrink_recipe(recipe, shipped_recipes.recipe_name(path), family, world_size=world_size)
+    return _resolve_recipe(RecipeTree(values, {(): SourceLocation(f"{path} --tiny")}), overrides)
 
 
 def load_stored_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -1,4 +1,4 @@
-"""Recipe keys and values that were renamed, and a default that changed.
+"""Convert renamed recipe keys and values, and a changed default.
 
 If a recipe or override of the user contains an old name, the error message states the new name. Resolved recipes of
 earlier versions, in run folders and checkpoints, are converted when they are loaded (recipe/file.py).
@@ -14,16 +14,16 @@ RENAMED_KEYS = {
     "validation.judges": "validation.held_out_rewards",
     "rollout.lost_after_s": "rollout.worker_timeout_s",
 }
-"""Maps old keys to new keys, both as `section.key`."""
+"""{old key: new key}, both as `section.key`."""
 
 RENAMED_VALUES = {"data.choose": {"spread": "reward_std"}}
-"""Maps a key to its renamed values: {key: {old value: new value}}."""
+"""{key: {old value: new value}}."""
 
 OLD_MAX_BATCH = 16  # former default of reward.functions.N.max_batch
 
 
 def find_old_names(tree: RecipeTree) -> list[tuple[KeyPath, str]]:
-    """Return (path, message for the user) of every old key or value in the tree."""
+    """Return (key path, message for the user) for each old key or value in the recipe."""
     messages: list[tuple[KeyPath, str]] = []
     for old, new in RENAMED_KEYS.items():
         section, key = old.split(".")
@@ -38,10 +38,7 @@ def find_old_names(tree: RecipeTree) -> list[tuple[KeyPath, str]]:
 
 
 def convert_old_names(tree: RecipeTree) -> None:
-    """Rename old keys and values in the tree.
-
-    If a key is present under both names, the value of the new name is kept.
-    """
+    """Rename old keys and values in the recipe. If both names of a key are present, the value of the new name wins."""
     for old, new in RENAMED_KEYS.items():
         (section, old_key), (new_section, new_key) = old.split("."), new.split(".")
         values = section_values(tree, section)
@@ -61,7 +58,7 @@ def convert_old_names(tree: RecipeTree) -> None:
 
 
 def remove_old_batch_sizes(tree: RecipeTree) -> None:
-    """Remove `max_batch: 16` from all rewards. It was the default; unset means the same (recipe/sections.py)."""
+    """Remove `max_batch: 16` from all rewards: it was the default, and unset now has the same effect."""
     for section, key in (("reward", "functions"), ("validation", "held_out_rewards")):
         rewards = section_values(tree, section).get(key)
         for reward in rewards if isinstance(rewards, list) else []:
@@ -70,6 +67,6 @@ def remove_old_batch_sizes(tree: RecipeTree) -> None:
 
 
 def section_values(tree: RecipeTree, section: str) -> dict[str, Any]:
-    """Return the values of a section, {} if the recipe does not have it."""
+    """Return the values of a section, or {} if the recipe does not have it."""
     values = tree.values.get(section)
     return values if isinstance(values, dict) else {}

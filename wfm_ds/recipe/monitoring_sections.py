@@ -1,5 +1,4 @@
-"""Recipe sections `validation` and `logging`. Their docstrings are printed in docs/recipes.md, like those of
-sections.py."""
+"""Recipe sections `validation` and `logging`. docs/recipes.md is generated from their docstrings."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class HeldOutReward(Section):
 
 
 def _expand_reward_name(value: Any) -> Any:
-    """Convert the name of a reward to the mapping {name: NAME}. Other values are returned unchanged."""
+    """Convert a reward's name to the mapping {name: NAME}. Values other than text are returned unchanged."""
     return {"name": value} if isinstance(value, str) else value
 
 
@@ -99,7 +98,7 @@ class LoggingRecipe(Section):
 
     @property
     def active_trackers(self) -> list[TrackerName]:
-        """The trackers that this run uses."""
+        """`trackers`, without `tensorboard` if the key `tensorboard` is false."""
         return [name for name in self.trackers if name != "tensorboard" or self.tensorboard]
 
     @model_validator(mode="after")

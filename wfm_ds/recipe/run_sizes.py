@@ -1,4 +1,4 @@
-"""Batch sizes and step counts that follow from a recipe and a world size. Rejects invalid combinations."""
+"""Derive batch sizes and step counts from a recipe and a world size. Rejects invalid combinations."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from wfm_ds.recipe.schema import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSizes:
-    """Number of samples, loss terms and optimizer steps per step of a run. Exact, and identical on every rank.
+    """Exact numbers of samples, loss terms and optimizer steps per step of a run. Identical on every rank.
 
-    The ranks of a replica work on the same samples and count as one rank here.
+    "Per rank" means per replica with sequence parallelism, where all ranks of a replica process the same samples.
     """
 
     world_size: int
-    sequence_parallel: int  # ranks of a replica
-    samples_per_step: int  # SFT: the global batch; RL: generated samples of one RL step
+    sequence_parallel: int  # ranks per replica
+    samples_per_step: int  # SFT: global batch size; RL: samples trained on per RL step
     samples_per_rank: int
-    candidates_per_step: int = 0  # candidates that samples are selected from (sampling.explore), without refills
+    candidates_per_step: int = 0  # generated candidates with sampling.explore, without refills
     terms_per_rank: int  # loss terms ((sample, timestep) pairs) per optimizer step and rank
     accumulation: int  # micro-batches per optimizer step and rank
-    updates_per_step: int  # optimizer steps per step
+    updates_per_step: int  # optimizer steps per SFT or RL step
     total_updates: int
 
     @property
@@ -32,10 +32,7 @@ class RunSizes:
 
     @property
     def candidates_per_rank(self) -> int:
-        """Candidates per rank, rounded up.
-
-        If the candidates do not divide evenly, ranks with fewer repeat their first one.
-        """
+        """Candidates per rank, rounded up. Ranks with fewer repeat their first one."""
         return math.ceil(self.candidates_per_step / self.num_replicas)
 
     def summary_lines(self) -> list[str]:
@@ -57,16 +54,16 @@ class RunSizes:
 
     @property
     def replicas_text(self) -> str:
-        """Description of the ranks or replicas over which the samples are partitioned."""
+        """For example `8 ranks` or `4 replicas of 2 ranks`."""
         if self.sequence_parallel == 1:
             return f"{self.world_size} ranks"
         return f"{self.num_replicas} replica{'s' * (self.num_replicas != 1)} of {self.sequence_parallel} ranks"
 
 
 def num_replicas(recipe: Recipe, world_size: int, *, ranks_per_node: int | None = None) -> int:
-    """Return the number of replicas, each consisting of engine.sequence_parallel ranks.
+    """Return the number of replicas of engine.sequence_parallel ranks each.
 
-    Raises RecipeError if engine.sequence_parallel does not divide the world size or, if given, the ranks per node: a
+    Raises RecipeError if engine.sequence_parallel does not divide the world size or, if given, `ranks_per_node`: a
     replica must not span several nodes.
     """
     sp = recipe.engine.sequence_parallel
@@ -80,7 +77,11 @@ def num_replicas(recipe: Recipe, world_size: int, *, ranks_per_node: int | None 
 
 
 def derive_run_sizes(recipe: Recipe, world_size: int) -> RunSizes:
-    """Derive the sizes of a run. Raises RecipeError if the samples cannot be partitioned evenly over the ranks."""
+    """Derive the sizes of a run.
+
+    Raises RecipeError if the samples cannot be partitioned evenly over the ranks, or if engine.gradient_accumulation is
+    set in RL.
+    """
     replicas = num_replicas(recipe, world_size)
     return (
         _derive_rl_sizes(recipe, world_size, replicas)

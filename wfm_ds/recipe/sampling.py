@@ -1,4 +1,4 @@
-"""The recipe's `sampling` section, and the kinds of its key `window` (the denoising steps with injected noise)."""
+"""The recipe's `sampling` section, and the kinds of `sampling.window` (denoising steps with injected noise)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from wfm_ds.recipe.section import Section
 from wfm_ds.recipe.shared_defaults import DEFAULT_EVAL_STEPS, DEFAULT_FPS, DEFAULT_GUIDANCE_SCALE
 
-# Stochastic solvers, and their default `sampling.noise_level`.
+# {stochastic solver: default of sampling.noise_level}
 DEFAULT_NOISE_LEVELS = {"flow_sde": 0.7, "dance": 0.3, "cps": 0.8}
 # Solvers in EDM coordinates, and their churn keys with the published values.
 EDM_SOLVERS = ("edm_2ab", "edm_euler")
@@ -181,17 +181,16 @@ class SamplingRecipe(Section):
         return self
 
     def expert_guidance_scale(self, expert: int) -> float:
-        """Return the guidance scale of the expert with this index."""
+        """Return the guidance scale of the expert with this index (1: the low-noise expert of a two-expert model)."""
         return self.guidance_scale if expert == 0 or self.guidance_scale_low is None else self.guidance_scale_low
 
     def uses_guidance(self, expert: int = 0) -> bool:
-        """Return whether this expert runs an unconditional pass. If the first expert does not run one, no expert
-        does."""
+        """Return True if this expert runs an unconditional pass. If expert 0 does not, no expert does."""
         return self.expert_guidance_scale(expert) != 1
 
     @property
     def candidate_sampling(self) -> SamplingRecipe | None:
-        """The sampling settings for candidates: this section with their number of steps. None if `explore` is unset."""
+        """These settings with the candidates' number of steps, or None if `explore` is unset."""
         return None if self.explore is None else self.model_copy(update={"steps": self.explore.steps})
 
     @property
@@ -212,14 +211,14 @@ class SamplingRecipe(Section):
 
     @property
     def num_noisy_steps(self) -> int:
-        """Number of rollout steps with injected noise. Losses based on log-probabilities can train on these steps."""
+        """Number of rollout steps with injected noise, on which log-probability losses can train."""
         if not self.is_stochastic:
             return 0
         return self.steps - 1 if self.window is None else self.window.size
 
     @property
     def churn_settings(self) -> dict[str, float]:
-        """Churn settings of the EDM solvers. Keys that are unset have their default values."""
+        """Churn settings {key: value} of the EDM solvers, with defaults for unset keys."""
         return {
             key: default if getattr(self, key) is None else getattr(self, key)
             for key, default in CHURN_DEFAULTS.items()

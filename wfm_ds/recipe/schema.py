@@ -40,7 +40,7 @@ from wfm_ds.recipe.sections import (
 from wfm_ds.recipe.weight_checks import check_weights
 
 LANGUAGE_ALGORITHMS = frozenset({"vlm_sft"})  # their recipes have no section `sampling`
-UNUSED_SAMPLING = SamplingRecipe(height=1, width=1)  # placeholder for this section
+UNUSED_SAMPLING = SamplingRecipe(height=1, width=1)  # placeholder for an unused section
 
 
 class Recipe(Section):
@@ -68,7 +68,7 @@ class Recipe(Section):
 
     @property
     def rl(self) -> RlSections:
-        """The sections of an RL recipe. Raises TypeError for other recipes, so check `is_rl` first."""
+        """The RL sections. Raises TypeError for other recipes, so check `is_rl` first."""
         if not isinstance(self.algorithm, RlSettings) or self.rollout is None or self.reward is None:
             raise TypeError(
                 f"algorithm {self.algorithm.name} has neither rollouts nor rewards: check recipe.is_rl first"
@@ -77,14 +77,14 @@ class Recipe(Section):
 
     @property
     def supervised_settings(self) -> SupervisedSettings:
-        """The settings of a supervised algorithm. Raises TypeError for other algorithms, so check `is_rl` first."""
+        """`algorithm`, typed as supervised. Raises TypeError for other algorithms, so check `is_rl` first."""
         if not isinstance(self.algorithm, SupervisedSettings):
             raise TypeError(f"algorithm {self.algorithm.name} is not supervised: check recipe.is_rl first")
         return self.algorithm
 
     @property
     def language_settings(self) -> VlmSftAlgorithm:
-        """The settings of a language model algorithm.
+        """`algorithm`, typed as a language model algorithm.
 
         Raises TypeError for other algorithms, so check `algorithm.trains_language` first.
         """
@@ -94,10 +94,7 @@ class Recipe(Section):
 
     @property
     def held_out_reward_settings(self) -> RewardRecipe | None:
-        """The held-out rewards, with the service settings of the section `reward`.
-
-        None if there are no held-out rewards.
-        """
+        """Held-out rewards as a `reward` section with the run's service settings, or None if there are none."""
         functions = [RewardFunction(**reward.model_dump()) for reward in self.validation.held_out_rewards]
         if not functions:
             return None
@@ -106,10 +103,7 @@ class Recipe(Section):
 
     @property
     def all_reward_settings(self) -> RewardRecipe | None:
-        """All rewards that the reward service of this run computes, including held-out ones.
-
-        None if there are no rewards.
-        """
+        """All rewards that this run's service computes, held-out ones included, or None if there are no rewards."""
         if self.reward is None or self.held_out_reward_settings is None:
             return self.reward or self.held_out_reward_settings
         return self.reward.model_copy(
@@ -127,20 +121,20 @@ class Recipe(Section):
 
     @property
     def rollout_precision(self) -> BasePrecision | None:
-        """Storage format of the base model in rollouts. None: `model.dtype`."""
+        """Storage format of the base model's weights in rollouts. None: `model.dtype`."""
         own = None if self.rollout is None else self.rollout.base_precision
         return own or self.forward_precision
 
     @property
     def forward_precision(self) -> BasePrecision | None:
-        """Storage format of the base model in forward passes of training. None: `model.dtype`."""
+        """Storage format of the base model's weights in training forward passes. None: `model.dtype`."""
         return "fp8" if self.model.base_precision == "fp8_twice" else self.model.base_precision
 
     @property
     def joint_guidance_batches(self) -> dict[str, int]:
-        """Maximum batch size of a joint guidance pass, by purpose (`validation`, `rollout`).
+        """{purpose: maximum batch size of a joint guidance pass}, with purposes `validation` and `rollout`.
 
-        Purposes that are not in the mapping use separate passes.
+        Purposes missing from it use separate conditional and unconditional passes.
         """
         if self.sampling.guidance_batch == "separate":
             return {}
@@ -149,16 +143,13 @@ class Recipe(Section):
 
     @property
     def unused_sections(self) -> frozenset[str]:
-        """Sections that this recipe does not use. Its file must not contain them."""
+        """Sections that this kind of recipe does not have. Its file must not contain them."""
         return frozenset({"sampling"} if self.algorithm.trains_language else ())
 
     @model_validator(mode="before")
     @classmethod
     def _fill_unused_sampling(cls, values: Any) -> Any:
-        """Add a placeholder for the section `sampling` to language model recipes.
-
-        Raises ValueError if the section is set.
-        """
+        """Add a placeholder section `sampling` to language model recipes. Raises ValueError if the section is set."""
         algorithm = values.get("algorithm") if isinstance(values, dict) else None
         name = algorithm.get("name") if isinstance(algorithm, dict) else getattr(algorithm, "name", None)
         if not isinstance(name, str) or name not in LANGUAGE_ALGORITHMS:
@@ -244,8 +235,8 @@ class Recipe(Section):
     def _check_trajectories(self) -> None:
         """Check data.inputs and rollout.trajectories.
 
-        Shuffled and library trajectories replace inputs, so the inputs must exist. They do not match the clips, so they
-        cannot be combined with a loss on the clips.
+        Shuffled and library trajectories replace inputs that must therefore exist. They do not match the clips, so
+        they exclude a loss on the clips.
         """
         inputs = self.data.inputs
         if inputs and self.validation.prompts is not None:
@@ -282,7 +273,7 @@ class Recipe(Section):
             )
 
     def _check_sample_selection(self) -> None:
-        """Check sampling.explore and rollout.max_refills, which select samples according to their rewards."""
+        """Check sampling.explore and rollout.max_refills, which select samples by their rewards."""
         if not self.is_rl:
             return
         algorithm, rollout, explore = self.rl.algorithm, self.rl.rollout, self.sampling.explore
@@ -346,7 +337,7 @@ class Recipe(Section):
                 held_out.require_defaults("workers", "max_batch", "device", unless="reward.spawn: true")
 
     def _check_reward_timeouts(self, reward: RewardRecipe) -> None:
-        """Check that a rank can wait for rewards for the full timeout without being considered stuck."""
+        """Check that waiting for rewards up to their timeouts does not exceed engine.timeout_minutes."""
         for key in ("timeout_s", "start_timeout_s"):
             if getattr(reward, key) >= 60 * self.engine.timeout_minutes:
                 raise ValueError(
@@ -358,7 +349,7 @@ class Recipe(Section):
 
 @dataclass(frozen=True, slots=True)
 class ConditionalKeys:
-    """Keys of one section that are read only if `is_read(recipe)` is true. If it is false, setting them is an error."""
+    """Keys of one section that are only read if `is_read(recipe)`. Otherwise setting them is an error."""
 
     section: str
     keys: tuple[str, ...]
@@ -407,7 +398,7 @@ ASYNC_KEYS = (
 
 
 def list_unread_keys(recipe: Recipe) -> list[str]:
-    """Return the keys, as `section.key`, that differ from their default although this recipe does not read them."""
+    """Return each `section.key` that is set although this recipe does not read it."""
     return [
         f"{group.section}.{key}"
         for group in CONDITIONAL_KEYS
@@ -417,7 +408,7 @@ def list_unread_keys(recipe: Recipe) -> list[str]:
 
 
 def list_unread_async_keys(recipe: Recipe) -> list[str]:
-    """Return the keys, as `section.key`, that are only for async rollouts and that a colocated recipe sets."""
+    """Return each `rollout.KEY` that a colocated recipe sets although only async rollouts read it."""
     if recipe.rollout is None or recipe.is_async:
         return []
     return [f"rollout.{key}" for key in recipe.rollout.non_default_keys(*ASYNC_KEYS)]

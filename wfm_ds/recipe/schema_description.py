@@ -1,4 +1,4 @@
-"""Descriptions of the recipe schema for error messages and the reference page."""
+"""Describe the recipe schema for error messages and the reference page docs/recipes.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """A node of the schema: its type and the constraints on its values.
+    """The type of a recipe key, entry or section, and the constraints on its values.
 
     discriminator: for a union, the key that selects the member, such as `name` for algorithms.
     """
@@ -40,7 +40,7 @@ class SchemaNode:
 
     @classmethod
     def from_annotation(cls, annotation: Any, constraints: Sequence[Any] = ()) -> SchemaNode:
-        """Build the node of a type annotation. Annotated types are unwrapped."""
+        """Build the node of a type annotation, unwrapping Annotated."""
         selector = None
         while get_origin(annotation) is Annotated:
             annotation, *extra = get_args(annotation)
@@ -55,7 +55,7 @@ class SchemaNode:
         return cls(slot.type, slot.constraints, str(field.discriminator) if field.discriminator else slot.discriminator)
 
     def union_members(self) -> list[SchemaNode]:
-        """Return the members of a union except None. If the type is not a union, return [self]."""
+        """Return the members of a union except None, flattened. Returns [self] if the type is not a union."""
         if get_origin(self.type) not in (Union, types.UnionType):
             return [self]
         inner = (
@@ -64,17 +64,14 @@ class SchemaNode:
         return [leaf for member in inner for leaf in member.union_members()]
 
     def user_section(self, value: Any) -> type[BaseModel] | None:
-        """Return the settings class of the user's algorithm that the section `value` names.
-
-        None if it does not name one, or if the class cannot be imported.
-        """
+        """Return the settings class of the user's algorithm named in `value`, or None if there is none or its import fails."""
         try:
             return find_user_settings(value) if self.discriminator == "name" else None
         except RecipeError:
             return None
 
     def section_class(self, value: Any) -> type[BaseModel] | None:
-        """Return the section class that describes the mapping `value`, or None if there is none."""
+        """Return the Section class that validates the mapping `value`, or None if this is not a section."""
         sections = [m.type for m in self.union_members() if isinstance(m.type, type) and issubclass(m.type, BaseModel)]
         if own := self.user_section(value):
             return own
@@ -84,9 +81,9 @@ class SchemaNode:
         return sections[0] if sections else None
 
     def find_union_member(self, tag: str | int) -> SchemaNode | None:
-        """Return the union member for a tag in pydantic's error location, or None for unions without tags.
+        """Return the union member for a tag in a pydantic error's `loc`, or None if no member has it.
 
-        The tag is the value of the selector key, such as the name of an algorithm, or the text of a pydantic Tag.
+        The tag is the value of the selector key, such as the name of an algorithm, or a pydantic Tag.
         """
         for member in self.union_members():
             tags = [item.tag for item in member.constraints if isinstance(item, Tag)]
@@ -97,7 +94,7 @@ class SchemaNode:
         return None
 
     def child(self, key: str | int, value: Any) -> SchemaNode | None:
-        """Return the node of the entry `key` of `value`, or None if the schema does not contain it."""
+        """Return the node of the entry `key` of a section, list or mapping `value`, or None if the schema has none."""
         section = self.section_class(value)
         if section is not None:
             field = section.model_fields.get(str(key))
@@ -117,19 +114,19 @@ SCHEMA_ROOT = SchemaNode(Recipe)
 
 
 def discriminator_values(section: type[BaseModel], key: str) -> tuple[Any, ...]:
-    """Return the values that the selector key `key` of a section allows, such as the name of an algorithm."""
+    """Return the allowed values of a section's selector key, such as the name of an algorithm."""
     return get_args(section.model_fields[key].annotation)
 
 
 def describe_type(slot: SchemaNode) -> str:
-    """Describe the allowed values in words that follow "expected", such as "a whole number > 0" or "one of a, b, c"."""
+    """Describe the allowed values, to follow "expected": "a whole number > 0" or "one of a, b, c"."""
     if slot.discriminator is not None:
         return f"a mapping with {slot.discriminator}: {' or '.join(member_names(slot))}"
     return " or ".join(_describe_member(member) for member in slot.union_members())
 
 
 def member_names(slot: SchemaNode) -> list[str]:
-    """Return all values of the union's selector key, such as the names of all algorithms."""
+    """Return all values of a union's selector key, such as the names of all algorithms."""
     assert slot.discriminator is not None
     return [
         str(name) for member in slot.union_members() for name in discriminator_values(member.type, slot.discriminator)
@@ -164,7 +161,7 @@ def _describe_member(slot: SchemaNode) -> str:
 
 
 def scalar_types(slot: SchemaNode) -> set[type]:
-    """Return the Python types allowed for a scalar value. Contains `object` if any type is allowed."""
+    """Return the Python types allowed for a scalar value, `object` standing for any type."""
     scalar_kinds: set[type] = set()
     for member in slot.union_members():
         if get_origin(member.type) is Literal:
@@ -177,7 +174,7 @@ def scalar_types(slot: SchemaNode) -> set[type]:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as text for a message, similar to how the user wrote it."""
+    """Format a value for a message, similar to how the user wrote it in YAML."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -193,9 +190,10 @@ def closest_match(word: str, valid: Iterable[str]) -> str | None:
 
 
 def iterate_sections() -> Iterator[tuple[KeyPath, str, type[BaseModel]]]:
-    """Yield (path, title, class) of every section in the schema, in schema order. Parents precede their children.
+    """Yield (key path, title, Section class) of every section in schema order, parents before children.
 
-    The title is the dotted path, or the name of an algorithm. In the path of a list entry, the index is the text N.
+    title: the dotted path, or the value of the selector key, such as the name of an algorithm. The index of list
+    entries in the path is the text N.
     """
     for name, field in Recipe.model_fields.items():
         yield from _iterate_node_sections(SchemaNode.from_field(field), (name,))

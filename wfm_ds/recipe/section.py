@@ -9,19 +9,19 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-MAX_PATH_BYTES = 3500  # Linux allows 4095; the rest is for files inside a folder
+MAX_PATH_BYTES = 3500  # Linux allows 4095; leaves room for file names inside a folder
 MAX_NAME_BYTES = 255
 
 
 def require_not_empty(path: Any) -> Any:
-    """Return the path unchanged. Raises ValueError for an empty path, which would mean the working directory."""
+    """Return `path`. Raises ValueError if it is empty: pathlib would read that as the working directory."""
     if path == "":
         raise ValueError("is empty: name a folder or file, or . for the working directory")
     return path
 
 
 def require_possible_path(address: str) -> str:
-    """Return the address unchanged. Raises ValueError if it is too long for a file system."""
+    """Return `address`. Raises ValueError if it is too long for a file system."""
     if len(os.fsencode(address)) > MAX_PATH_BYTES:
         raise ValueError(f"a path has at most {MAX_PATH_BYTES} bytes, this one has {len(os.fsencode(address))}")
     if any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in address.split("/")):
@@ -30,7 +30,10 @@ def require_possible_path(address: str) -> str:
 
 
 def expand_user(address: str) -> str:
-    """Replace a leading ~ or ~NAME by the user's home folder. Raises ValueError if there is no such user."""
+    """Expand a leading ~ or ~NAME. URLs are returned unchanged.
+
+    Raises ValueError if the user does not exist or the path is too long.
+    """
     require_possible_path(address)
     try:
         return address if "://" in address else str(Path(address).expanduser())
@@ -39,9 +42,9 @@ def expand_user(address: str) -> str:
 
 
 def require_local_path(path: Path) -> Path:
-    """Expand the home folder in a local path.
+    """Expand a leading ~ in a local path.
 
-    Raises ValueError for an address: s3://bucket/run would become the local folder s3:/bucket/run.
+    Raises ValueError for a URL: Path turns s3://bucket/run into the local folder s3:/bucket/run.
     """
     if len(path.parts) > 1 and path.parts[0].endswith(":"):
         raise ValueError("expected a local path, got an address; only checkpoint.storage takes an s3:// address")
@@ -49,14 +52,14 @@ def require_local_path(path: Path) -> Path:
 
 
 def check_reward_name(name: str) -> str:
-    """Raise ValueError if the name of a reward is malformed. Whether the reward exists is checked later."""
+    """Raise ValueError if a reward's name is malformed. Does not check that the reward exists."""
     if not name.isprintable() or not all(part.strip() for part in name.split("/")):
         raise ValueError(f"expected NAME, NAME/LABEL or package.module:Class, got {name!r}")
     return name
 
 
 def check_device_name(name: str) -> str:
-    """Raise ValueError if the name of a torch device is malformed. Whether the device exists is checked later."""
+    """Raise ValueError if a torch device's name is malformed. Does not check that the device exists."""
     if not re.fullmatch(r"[a-z]+(:\d+)?", name):
         raise ValueError(f"expected cpu, cuda or cuda:N, got {name!r}")
     return name
@@ -79,27 +82,27 @@ UserPath = Annotated[Path, BeforeValidator(require_not_empty), AfterValidator(re
 UserAddress = Annotated[str, BeforeValidator(require_not_empty), AfterValidator(expand_user)]
 """A local path or a URL."""
 PossiblePath = Annotated[str, AfterValidator(require_possible_path)]
-"""A path that is expanded later, or a name such as tiny:sd3."""
+"""A path in which ~ is expanded later, or a name such as tiny:sd3."""
 RewardName = Annotated[str, AfterValidator(check_reward_name)]
 DeviceName = Annotated[str, AfterValidator(check_device_name)]
 HubName = Annotated[str, AfterValidator(check_hub_name)]
 StorageAddress = Annotated[str, AfterValidator(check_storage_address)]
-"""An s3:// address for the copies of a run, without a trailing slash."""
+"""An s3:// address, without a trailing slash, to which a run's files are copied."""
 UserClass = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]
-"""A user's class: `package.module:Class` (user_class.py)."""
+"""Import path of a user's class: `package.module:Class` (user_class.py)."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 def value_form(value: Any) -> str:
-    """Return the tag of the union member that this value belongs to: `mapping`, `list` or `scalar`."""
+    """Return "mapping", "list" or "scalar": the pydantic tag of the union member that accepts `value`."""
     if isinstance(value, dict | BaseModel):
         return "mapping"
     return "list" if isinstance(value, list | tuple) else "scalar"
 
 
 class Section(BaseModel):
-    """Base class of all sections. Sections are immutable. Unknown keys and wrong types are errors."""
+    """Base class of all recipe sections: immutable; unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -107,18 +110,18 @@ class Section(BaseModel):
         strict=False,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        ser_json_inf_nan="constants",  # for reward.functions.N.options, which are passed through
+        ser_json_inf_nan="constants",  # reward.functions.N.options may contain inf
     )
 
     def non_default_keys(self, *keys: str) -> list[str]:
-        """Return the given keys whose value differs from the default. (Resolved recipes contain all keys.)"""
+        """Return those of `keys` with a non-default value. (Resolved recipes contain all keys.)"""
         fields = type(self).model_fields
         return [key for key in keys if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
 
     def require_defaults(self, *keys: str, unless: str) -> None:
-        """Raise ValueError if one of the given keys is set.
+        """Raise ValueError if one of `keys` has a non-default value.
 
-        unless: text for the message that states when these keys are read.
+        unless: text for the message, saying when these keys are read.
         """
         if unread := self.non_default_keys(*keys):
             raise ValueError(f"{' and '.join(unread)}: only read with {unless}; remove it")

@@ -133,9 +133,9 @@ class LoraRecipe(Section):
     separate file."""
 
     def trainable_layers(self, default_targets: Sequence[str]) -> list[str]:
-        """Return the name suffixes of all layers that training changes.
+        """Return the name suffixes of all layers with an adapter or full training.
 
-        default_targets: the model family's adapter layers, used if `target_modules` is unset.
+        default_targets: suffixes for an unset `target_modules`, from the model family.
         """
         return [*(self.target_modules or default_targets), *self.modules_to_save]
 

@@ -1,8 +1,7 @@
 """Recipes shipped with the package: the folder recipes/ of a checkout, or its copy inside an installed wheel.
 
-A recipe argument is a path or the name of a shipped recipe. Shipped recipes contain paths `recipes/...`. A path that
-does not exist in the working directory is resolved in the folder of the shipped recipes, so that these recipes run from
-anywhere.
+A recipe argument is a path or the name of a shipped recipe. Shipped recipes refer to files as `recipes/...`. A path that
+does not exist in the working directory is resolved in the folder of the shipped recipes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from wfm_ds.errors import RecipeError
 
 PACKAGE_FOLDER = Path(__file__).parent.parent
-SHIPPED_PREFIX = "recipes/"  # prefix of paths to other shipped files
+SHIPPED_PREFIX = "recipes/"  # prefix of paths to shipped files
 
 
 def recipes_folder() -> Path:
@@ -25,20 +24,26 @@ def recipes_folder() -> Path:
 
 
 def list_recipe_names() -> list[str]:
-    """Return the names of all shipped recipes, such as sd3_nft and digits/nft."""
+    """Return the names of all shipped recipes, such as `sd3_nft` and `digits/nft`."""
     root = recipes_folder()
     relative = (path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
     return sorted(relative, key=lambda name: (name.count("/"), name))
 
 
+def recipe_name(path: Path) -> str:
+    """Return the name of a recipe file: relative to the folder of the shipped recipes if it is there, else its stem."""
+    path, root = path.resolve(), recipes_folder().resolve()
+    return path.relative_to(root).with_suffix("").as_posix() if path.is_relative_to(root) else path.stem
+
+
 def find_recipe(name: str) -> Path | None:
-    """Return the file of a shipped recipe, or None. The name may have the prefix recipes/ and the suffix .yaml."""
+    """Return the file of a shipped recipe, or None if there is none. recipes/ and .yaml in the name are optional."""
     bare = name.removeprefix(SHIPPED_PREFIX).removesuffix(".yaml")
     return recipes_folder() / f"{bare}.yaml" if bare in list_recipe_names() else None
 
 
 def require_recipe(name: str) -> Path:
-    """Return the file of a shipped recipe. Raises RecipeError, with similar names, if there is none."""
+    """Return the file of a shipped recipe. Raises RecipeError with similar names if there is none."""
     path = find_recipe(name)
     if path is None:
         raise RecipeError(f"unknown shipped recipe {name!r}{suggest_recipes(name)}; list all with: wfm recipes")
@@ -46,16 +51,15 @@ def require_recipe(name: str) -> Path:
 
 
 def suggest_recipes(name: str) -> str:
-    """Return the hint "; did you mean ...?" with similar recipe names, or ""."""
+    """Return "; did you mean ...?" with similar names of shipped recipes, or "" if there are none."""
     close = difflib.get_close_matches(name.removeprefix(SHIPPED_PREFIX).removesuffix(".yaml"), list_recipe_names(), n=3)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def resolve_shipped_paths(value: Any, root: Path) -> Any:
-    """Resolve paths to shipped files in a recipe value, recursively.
+    """Return `value` with each text `recipes/...` replaced by the path of that file in folder `root`, recursively.
 
-    A text `recipes/...` that is not a path in the working directory is replaced by the path of the file in folder
-    `root`.
+    Paths that exist in the working directory, or not in `root`, are kept.
     """
     if isinstance(value, dict):
         return {key: resolve_shipped_paths(entry, root) for key, entry in value.items()}
@@ -68,10 +72,7 @@ def resolve_shipped_paths(value: Any, root: Path) -> Any:
 
 
 def portable_recipe_text(path: Path) -> str:
-    """Return the text of a shipped recipe, to be saved in another folder.
-
-    Its paths to other shipped files become absolute.
-    """
+    """Return the text of a shipped recipe with absolute paths to other shipped files, to be saved in any folder."""
     text = path.read_text("utf-8")
     text = re.sub(r"(?m)^(defaults: )(\S+)", lambda m: f"{m[1]}{(path.parent / m[2]).resolve()}", text)
     return re.sub(rf"(?m)^([^#\n]*: ){SHIPPED_PREFIX}(\S+)", lambda m: f"{m[1]}{recipes_folder() / m[2]}", text)

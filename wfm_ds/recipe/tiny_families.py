@@ -98,7 +98,9 @@ def _read_family(folder: Path) -> str:
     index = _read_object(folder / "model_index.json")
     name = str(index.get("_class_name"))
     if name == "WanPipeline":
-        return "wan22_ti2v" if index.get("expand_timesteps") else "wan22" if _has_part(index, "transformer_2") else "wan21"
+        return (
+            "wan22_ti2v" if index.get("expand_timesteps") else "wan22" if _has_part(index, "transformer_2") else "wan21"
+        )
     if name == "WanImageToVideoPipeline":
         return "wan22_i2v" if _has_part(index, "transformer_2") else "wan21_i2v"
     if name in _PIPELINE_CLASSES:

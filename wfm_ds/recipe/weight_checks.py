@@ -1,4 +1,4 @@
-"""Checks on weight formats and trained weights that involve several sections: model, lora, rollout, algorithm."""
+"""Check weight formats and trained weights across the sections model, lora, rollout and algorithm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from wfm_ds.recipe.sections import BasePrecision, EngineRecipe, LoraRecipe, Mode
 
 
 class WeightSections(Protocol):
-    """The recipe sections that these checks use."""
+    """Recipe sections and properties that `check_weights` reads."""
 
     @property
     def model(self) -> ModelRecipe: ...
@@ -43,7 +43,7 @@ class WeightSections(Protocol):
 
 
 def check_weights(recipe: WeightSections) -> None:
-    """Raise ValueError if base precision, adapters and algorithm cannot be combined."""
+    """Raise ValueError if base precision, LoRA, float8 training and algorithm cannot be combined."""
     if recipe.rollout is not None and recipe.rollout.merge_lora:
         _check_merge_lora(recipe)
     _check_base_precision(recipe)

@@ -123,8 +123,7 @@ class RewardStdGroups:
     def __init__(
         self, prompts: Sequence[Prompt], num_groups: int, *, table: RewardStdTable, seed: int, steps_ahead: int = 0
     ) -> None:
-        """table: empty reward std table of these prompts. steps_ahead: rollout.max_staleness of an async run, else 0.
-        """
+        """table: empty table of reward stds. steps_ahead: rollout.max_staleness of an async run, else 0."""
         self.prompts, self.num_groups, self.table = prompts, num_groups, table
         self.seed, self.steps_ahead = seed, steps_ahead
         self._initial_weights = table.weights()

@@ -1,1 +1,1 @@
-"""Parts of a run other than its training loop: folder, copies in S3, model loading, memory estimate, shutdown."""
+"""A run apart from its training loop: output folder, copies in S3, model loading, export to the Hub, shutdown."""

@@ -12,12 +12,12 @@ from wfm_ds.recipe.run_sizes import RunSizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """Result of a successful check."""
+    """Result of a successful `--check` of a recipe."""
 
     facts: Mapping[str, str]
     run_sizes: RunSizes
     memory: MemoryEstimate
-    trained_part: str = "denoiser"  # the trained network
+    trained_part: str = "denoiser"  # name of the trained network
     verdict: str  # whether the memory suffices
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class CheckReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object: sizes in bytes, and the memory per rank by phase and part."""
+        """Return the report as JSON. Sizes are in bytes; memory.phases is {phase: {category: bytes}} of one rank."""
         phases = {phase: dict(parts) for phase, parts in self.memory.phases.items()}
         return {
             "facts": dict(self.facts),

@@ -39,7 +39,8 @@ def list_option_inputs(args: argparse.Namespace) -> list[str]:
 
 
 def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
-    """Encode the first frame as latents [C,T,h,w]. Returns None if there is none, or if the model takes it as pixels.
+    """Encode the first frame as latents [C,T,h,w]. Return None without a file, or if the model takes the frame as
+    pixels.
 
     Raises UserError if the model does not support a first frame or requires one that is missing, or if the file is not
     an image.
@@ -57,10 +58,7 @@ def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
 
 
 def load_first_frame(sampler: Sampler, file: Path) -> npt.NDArray[np.uint8]:
-    """Load an image as pixels [H,W,3], cropped at the centre to the video's size.
-
-    Raises UserError if the file is not an image.
-    """
+    """Load pixels [H,W,3], centre-cropped to the video's size. Raises UserError if the file is not an image."""
     return load_media(LocalFile(str(file)), image_framing(sampler.settings), draw_centre)
 
 
@@ -69,7 +67,7 @@ def image_framing(settings: SamplingRecipe) -> Framing:
 
 
 def collect_inputs(sampler: Sampler, args: argparse.Namespace) -> InputArrays:
-    """Read the inputs that all videos share: actions, domain, camera, and a first frame that the model takes as pixels.
+    """Return {name: float32 array} that all videos share: actions, domain, camera, and a first frame taken as pixels.
 
     Raises UserError for inputs that the model does not support, for missing inputs that it requires, and for files that
     cannot be used.
@@ -105,7 +103,7 @@ def read_actions(args: argparse.Namespace) -> InputArrays:
 
 
 def read_camera_inputs(args: argparse.Namespace, size: SamplingRecipe) -> InputArrays:
-    """Read the camera. If there is a first frame, intrinsics are adapted to the crop and size of that image."""
+    """Return poses and intrinsics. With a first frame, intrinsics are adapted to its crop and size."""
     with explain_read_errors("--camera", args.camera):
         inputs = read_camera(args.camera, args.intrinsics)
         if args.first_frame is not None:
@@ -128,10 +126,7 @@ def check_model_inputs(
 
 @contextmanager
 def explain_read_errors(option: str, value: object) -> Iterator[None]:
-    """Convert read errors that the block raises to UserError.
-
-    option, value: the command-line option and its value, for the message.
-    """
+    """Convert OSError and ValueError of the block to a UserError that names the option and its value."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -50,7 +50,7 @@ class HubPush:
         self._sending.append((self._thread.submit(self._send, folder, base, step, lines), folder))
 
     def finish(self, timeout_s: float = FINISH_TIMEOUT_S) -> None:
-        """Wait for all uploads. Logs a warning for each upload that is missing, with the command that repeats it."""
+        """Wait for all uploads. Logs a warning for each missing upload, with the command that repeats it."""
         deadline = time.monotonic() + timeout_s
         for future, folder in self._sending:
             while not future.done() and time.monotonic() < deadline:

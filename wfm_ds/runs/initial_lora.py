@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | None:
-    """Return {name in the engine: tensor} of the initial adapter, or None if lora.init_from is unset.
+    """Return {engine parameter name: tensor} of the LoRA in lora.init_from, or None if it is unset.
 
-    Layers that the file does not contain are not in the result. model: before an engine changes its denoiser.
+    Layers that the file does not contain are omitted. model: as loaded, before an engine changes its denoiser.
     Raises ModelError if the file cannot be read or does not fit the model, and RecipeError if its adapter settings
     differ from the recipe.
     """
@@ -89,7 +89,7 @@ def _require_same_adapter(layers: LoraLayers, saved: dict[str, Tensor], lora: Lo
 def _require_same_shapes(
     layers: LoraLayers, saved: dict[str, Tensor], network: nn.Module, file: Path, base: Path
 ) -> None:
-    """Raise ModelError if the network does not have one of these layers, or has it with another shape."""
+    """Raise ModelError if a layer of the LoRA is missing in the network or has a different shape."""
     shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
     file_shapes = {f"{name}.weight": layer.weight_shape for name, layer in layers.items()}
     file_shapes |= {name: tensor.shape for name, tensor in saved.items()}

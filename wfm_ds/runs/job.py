@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class CommonJob(ABC):
-    """Shared objects of a run on one rank, for any kind of model."""
+    """Objects that the training loop and its helpers share on one rank, for any kind of model."""
 
     recipe: Recipe
     run_sizes: RunSizes
@@ -57,7 +57,7 @@ class CommonJob(ABC):
 
     @property
     def evaluation_policy(self) -> str:
-        """The policy used for validation, samples and exports."""
+        """Name of the policy used for validation, samples and exports."""
         return "ema" if self.recipe.ema is not None else "train"
 
     def should_stop(self) -> bool:
@@ -87,16 +87,13 @@ class CommonJob(ABC):
         return {}
 
     def pop_work(self) -> FlopCount | None:
-        """Return the FLOPs of this rank's forward passes since the last call.
-
-        Only rank 0 counts, on behalf of all ranks.
-        """
+        """Return the FLOPs of rank 0's forward passes since the last call; None on other ranks."""
         return self.engine.pop_flop_count()
 
 
 @dataclass(kw_only=True)
 class Job(CommonJob):
-    """Shared objects of a run of a diffusion model on one rank."""
+    """Objects that the training loop of a diffusion model and its helpers share on one rank."""
 
     model: DiffusionModel
     text_cache: TextCache
@@ -119,7 +116,7 @@ class Job(CommonJob):
 
     @property
     def read_cached_latents(self) -> Callable[[Media, Framing], Tensor | None] | None:
-        """Function that reads the cached latents of an image or video. None if the run has no latent cache."""
+        """Function that reads the cached latents of an image or video; None without a latent cache."""
         return None if self.latent_cache is None else self.latent_cache.read
 
     @property

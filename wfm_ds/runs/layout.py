@@ -48,13 +48,13 @@ class RunContents:
     files: tuple[str, ...]  # existing RUN_FILES; empty: no run
     unrecorded: tuple[str, ...]  # names of a run not listed in the record: possibly third-party files
     checkpoint: Checkpoint | RemoteCheckpoint | None  # newest complete checkpoint
-    damaged: tuple[str, ...]  # reasons why the others are incomplete
+    damaged: tuple[str, ...]  # why each of the other checkpoints is incomplete
     finished_step: int | None  # last step of a finished run
 
     def newest_recipe(self) -> tuple[str, Recipe | None]:
         """Return (path, recipe) of the newest checkpoint, or of the run itself if it has no checkpoint.
 
-        The recipe is None if the file is missing. Raises RecipeError and StorageError.
+        The recipe is None if the file is missing. Raises like `read_run_recipe`.
         """
         return read_run_recipe(self.location if self.checkpoint is None else str(self.checkpoint.path))
 
@@ -79,7 +79,10 @@ def read_folder_contents(folder: Path) -> RunContents:
 
 
 def read_storage_contents(address: str) -> RunContents:
-    """Read the contents of a run's S3 storage. Raises StorageError, and RecipeError if result.json is invalid."""
+    """Read the contents of a run's S3 storage.
+
+    Raises StorageError if S3 cannot be read, and RecipeError if result.json is invalid.
+    """
     names = {name.partition("/")[0] for name in transfer.list_objects(address)}
     files = tuple(name for name in RUN_FILES if name in names)
     newest = remote_store.find_newest(f"{address}/{CHECKPOINTS}") if files else None
@@ -96,7 +99,7 @@ def list_unrecorded_files(folder: Path) -> tuple[str, ...]:
 
 
 def list_unrecorded_objects(address: str) -> tuple[str, ...]:
-    """Return the RUN_NAMES that exist in this storage but are not listed in its record file. Raises StorageError."""
+    """Return the RUN_NAMES in this S3 storage that its record file does not list. Raises StorageError."""
     names = {name.partition("/")[0] for name in transfer.list_objects(address)}
     return select_unrecorded(names, read_storage_record(address))
 
@@ -106,7 +109,7 @@ def select_unrecorded(names: Collection[str], listed: Collection[str]) -> tuple[
 
 
 def read_folder_record(folder: Path) -> frozenset[str]:
-    """Return the names listed in a folder's record file. Empty if it is missing or invalid."""
+    """Return the names listed in a folder's record file; empty if the file is missing or invalid."""
     try:
         return parse_record((folder / RECORD_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -114,7 +117,7 @@ def read_folder_record(folder: Path) -> frozenset[str]:
 
 
 def read_storage_record(address: str) -> frozenset[str]:
-    """Return the names listed in a storage's record file. Empty if it is missing or invalid. Raises StorageError."""
+    """Return the names listed in the record file in S3; empty if it is missing or invalid. Raises StorageError."""
     try:
         return parse_record(transfer.read_text(f"{address}/{RECORD_FILE}"))
     except FileNotFoundError:
@@ -137,7 +140,8 @@ def format_record(names: Collection[str]) -> str:
 def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
     """Read recipe.yaml in a folder or at an s3:// address. Returns (path of the file, recipe).
 
-    The recipe is None if the file is missing. Raises RecipeError and StorageError.
+    The recipe is None if the file is missing. Raises RecipeError if it is invalid and StorageError if S3 cannot be
+    read.
     """
     if not is_remote(place):
         path = Path(place) / RECIPE_FILE
@@ -154,7 +158,7 @@ def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
 
 
 def parse_finished_step(text: str, place: str) -> int | None:
-    """Return the last step of a run from the text of its result.json, or None if the run has not finished.
+    """Return the last step from the text of a result.json, or None if the run has not finished.
 
     Raises RecipeError if the text is invalid.
     """

@@ -48,7 +48,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SentFile:
-    """State of a local file when it was uploaded, and the size of its object in the storage."""
+    """Size and mtime of a local file when it was uploaded, and the size of its S3 object."""
 
     size: int
     mtime_ns: int
@@ -58,8 +58,8 @@ class SentFile:
 class UploadProgress:
     """Records when an upload last made progress.
 
-    A repeated upload only counts as progress when it exceeds the bytes of the best earlier attempt. So a storage that
-    always fails at the same point counts as stalled.
+    An attempt counts only beyond the bytes of the best earlier attempt. So uploads that always fail at the same byte
+    count as stalled.
     """
 
     def __init__(self) -> None:
@@ -67,10 +67,7 @@ class UploadProgress:
         self._most_bytes: dict[str, int] = {}  # bytes of the best attempt, by name
 
     def start_attempt(self, name: str) -> ProgressCallback:
-        """Start a new attempt to upload this file.
-
-        Returns a function to call with the number of bytes of each uploaded part.
-        """
+        """Start an upload attempt. Returns a function to call with the byte count of each uploaded part."""
         sent = 0
 
         def count_bytes(num_bytes: int) -> None:
@@ -84,10 +81,7 @@ class UploadProgress:
 
 
 class Mirror:
-    """Copies `folder` to `address` between `start` and `finish`.
-
-    Call its methods only on rank 0, in the main thread.
-    """
+    """Copies `folder` to the S3 `address` between `start` and `finish`. For rank 0's main thread only."""
 
     def __init__(self, folder: Path, address: str, *, keep: int) -> None:
         self.folder, self.address, self.keep = folder, address, keep
@@ -104,7 +98,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._run_thread, name="mirror", daemon=True)
 
     def clear(self) -> None:
-        """Remove the files that are listed in the storage's record file. Raises StorageError."""
+        """Remove the S3 objects that the record file in S3 lists. Raises StorageError."""
         listed = layout.read_storage_record(self.address)
         names = [name for name in transfer.list_objects(self.address) if name.partition("/")[0] in listed]
         names.sort(key=lambda name: not name.endswith(f"/{store.COMPLETE}"))
@@ -112,9 +106,9 @@ class Mirror:
         self._sent = {}
 
     def fetch_metrics(self) -> None:
-        """Download the metrics of earlier attempts that ended without a checkpoint, unless the folder already has them.
+        """Download the metrics of attempts that ended without a checkpoint, unless the folder already has them.
 
-        Raises StorageError.
+        Raises StorageError if the download fails.
         """
         for name, size in transfer.list_objects(self.address).items():
             path = self.folder / name
@@ -125,7 +119,7 @@ class Mirror:
     def fetch_checkpoint(self, address: str) -> Path:
         """Download a checkpoint and its metrics into the folder. Returns the checkpoint's folder.
 
-        Raises StorageError.
+        Raises StorageError if the download fails.
         """
         checkpoint = remote_store.read_checkpoint(address)
         stored = transfer.list_objects(self.address)
@@ -140,17 +134,17 @@ class Mirror:
         return folder
 
     def newer_step(self) -> int | None:
-        """Return the step of the newest complete checkpoint in the storage, if it is newer than all local checkpoints.
+        """Return the newest complete step in S3 if it is newer than all local checkpoints, else None.
 
-        Else returns None. Raises StorageError.
+        Raises StorageError if S3 cannot be read.
         """
         newest = remote_store.find_newest(f"{self.address}/{CHECKPOINTS}")
         return None if newest is None or newest.step <= max(self._complete_steps(), default=-1) else newest.step
 
     def start(self) -> None:
-        """Start uploading, and remove result.json from the storage.
+        """Remove result.json from S3 and start uploading.
 
-        Raises StorageError, also if the storage has a newer checkpoint than the folder.
+        Raises StorageError if S3 fails or has a newer checkpoint than the folder.
         """
         newer = self.newer_step()
         if newer is not None:
@@ -175,17 +169,12 @@ class Mirror:
         self._wakeup.set()
 
     def list_unverified_steps(self) -> Collection[int]:
-        """Return the steps of local checkpoints that are newer than all checkpoints in the storage.
-
-        They must not be removed.
-        """
+        """Return the steps of local checkpoints newer than all uploaded ones. They must not be removed."""
         verified = max((step for step in self._complete_steps() if self._is_sent(marker_name(step))), default=-1)
         return [step for step in self._complete_steps() if step > verified]
 
     def finish(self, stall_s: float) -> list[str]:
-        """Wait until all files are uploaded and stop the thread.
-
-        Returns the names of files that are missing in the storage.
+        """Wait until all files are uploaded and stop the thread. Returns the names of files that are missing in S3.
 
         stall_s: stop waiting after this many seconds without progress.
         """
@@ -203,17 +192,17 @@ class Mirror:
 
     @property
     def failure(self) -> str:
-        """Reason why the last pass failed, "" if it succeeded."""
+        """Reason why the last upload pass failed, "" if it succeeded."""
         return self._failure
 
     def missing_names(self) -> list[str]:
-        """Return the names of files that are missing or outdated in the storage. A checkpoint counts as one file."""
+        """Return the names of files that are missing or outdated in S3. A checkpoint counts as one file."""
         return [*(f"{CHECKPOINTS}/step_{step}" for step in self._unsent_steps()), *self._unsent_files()]
 
     def send_result(self) -> None:
-        """Upload the final data of the run page, then result.json.
+        """Upload the final data of the run page, then result.json. Call it after all other files.
 
-        Call it after all other files. Raises StorageError.
+        Raises StorageError if the upload fails.
         """
         if (self.folder / DATA_FILE).exists():
             transfer.upload_file(self.folder / DATA_FILE, f"{self.address}/{DATA_FILE}")
@@ -254,7 +243,7 @@ class Mirror:
         self._failure = reason
 
     def _send_all(self) -> None:
-        """Upload all missing files. Raises StorageError and OSError."""
+        """Upload all missing files. Raises StorageError and OSError if an upload fails."""
         if not self._is_claimed:  # first, so that --overwrite can remove the other files
             transfer.put_object(layout.format_record(layout.RUN_NAMES).encode(), f"{self.address}/{RECORD_FILE}")
             self._is_claimed = True
@@ -321,10 +310,7 @@ class Mirror:
         self._sent[name] = SentFile(local.st_size, local.st_mtime_ns, local.st_size)
 
     def _copy_in_storage(self, source: str, target: str, name: str, size: int) -> bool:
-        """Copy an uploaded object within the storage.
-
-        Returns False if that fails, for example because it was removed.
-        """
+        """Copy an uploaded object within S3. Returns False if that fails, for example because it was removed."""
         try:
             transfer.copy_object(source, target, size)
         except StorageError as error:
@@ -338,7 +324,7 @@ class Mirror:
         self._sent[name] = SentFile(local.st_size, local.st_mtime_ns, stored)
 
     def _byte_counter(self, name: str) -> ProgressCallback:
-        """Return a function to call with the number of bytes of each uploaded part of a file.
+        """Return a function to call with the byte count of each uploaded part of a file.
 
         It aborts the upload if `finish` no longer waits for it.
         """
@@ -354,7 +340,6 @@ class Mirror:
     # ---- local files
 
     def _complete_steps(self) -> list[int]:
-        """Return the steps of complete local checkpoints."""
         root = self.folder / CHECKPOINTS
         return [step for step in store.list_steps(root) if store.read_checkpoint(root / f"step_{step}") is not None]
 
@@ -394,7 +379,6 @@ class Mirror:
     # ---- state file
 
     def _write_sent_files(self) -> None:
-        """Save the state of the uploads for the next process that uses this folder."""
         files = {name: [sent.size, sent.mtime_ns, sent.stored_size] for name, sent in self._sent.items()}
         try:
             atomic.write_text(
@@ -404,7 +388,7 @@ class Mirror:
             log.warning("%s: %s; a continued run will upload these files again", self.folder / SENT_FILES_NAME, error)
 
     def _read_sent_files(self) -> dict[str, SentFile]:
-        """Load the state of the uploads. If it is missing or invalid, return {}, so that files are uploaded again."""
+        """Load the state of earlier uploads. Return {} if it is missing or invalid, so that all files are uploaded."""
         try:
             state = json.loads((self.folder / SENT_FILES_NAME).read_text(encoding="utf-8"))
             files = state["files"] if state["address"] == self.address else {}

@@ -49,10 +49,7 @@ def build_model_card(
 
 
 def remove_private_values(value: Any) -> Any:
-    """Remove local information from recipe values, recursively.
-
-    Paths are reduced to their last part, addresses dropped.
-    """
+    """Return the recipe values without addresses and with paths reduced to their last part, recursively."""
     if isinstance(value, Mapping):
         return {key: remove_private_values(one) for key, one in value.items() if key not in PRIVATE_KEYS}
     if isinstance(value, list):

@@ -23,10 +23,7 @@ from wfm_ds.ulysses.install import check_latent_shape
 
 
 def find_family(recipe: Recipe) -> type[DiffusionModel]:
-    """Return the model family of the recipe's pipeline.
-
-    Raises ModelError if the folder or the family does not exist.
-    """
+    """Return the model family of the recipe's pipeline. Raises ModelError if the folder or family does not exist."""
     own = recipe.model.family
     return registry.find_family(registry.locate_pipeline(recipe.model.path, own, recipe.model.revision), own)
 
@@ -34,7 +31,7 @@ def find_family(recipe: Recipe) -> type[DiffusionModel]:
 def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     """Load the recipe's pipeline and check that it supports the recipe.
 
-    The denoiser remains as loaded until the engine places it on the device (engine/weight_placement.py). For training
+    The denoiser stays as loaded until the engine places it on the device (engine/weight_placement.py). For training
     from scratch it is re-initialized.
     Raises ModelError if the pipeline cannot be loaded, RecipeError if the recipe does not fit the model, and UserError
     if its tokens cannot be split over the ranks.
@@ -87,10 +84,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
 
 
 def choose_attention(recipe: Recipe, model: DiffusionModel, device: torch.device) -> AttentionName:
-    """Return the attention kernel for training on this device.
-
-    Raises UserError if the kernel in the recipe is unavailable.
-    """
+    """Return the attention kernel for training. Raises UserError if the one in the recipe is unavailable."""
     return attention_kernels.choose_kernel(
         recipe.model.attention, model.unwrapped_denoiser, model.dtype, device, trains=True
     )
@@ -130,10 +124,7 @@ def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
 
 
 def check_conditioning_frames(recipe: Recipe, model: DiffusionModel, shape: Sequence[int]) -> None:
-    """Raise RecipeError if the model does not support these numbers of conditioning frames.
-
-    Also raises RecipeError if no frame would remain to be predicted.
-    """
+    """Raise RecipeError for unsupported numbers of conditioning frames, or if no frame is left to predict."""
     low, high = recipe.algorithm.conditioning_frame_range
     unknown = sorted(set(range(low, high + 1)) - set(model.conditioning_frame_counts))
     if unknown:

@@ -50,9 +50,7 @@ def find_previous_commit(recipe: Recipe) -> str | None:
 
 
 def iterate_recipe_locations(recipe: Recipe) -> Iterator[str]:
-    """Yield the folders and addresses that may contain an earlier recipe.
-
-    The locations of this run come first, then the checkpoint that it starts from.
+    """Yield the folders and S3 addresses that may contain an earlier recipe: this run's, then its start checkpoint's.
     """
     yield str(recipe.run.output_dir)
     if recipe.checkpoint.storage is not None:
@@ -80,7 +78,10 @@ def fetch_model(recipe: Recipe, world: World) -> None:
 
 
 def locate_model(recipe: Recipe) -> Path:
-    """Return the folder of a model, downloading only the files needed to determine its commit. Raises ModelError."""
+    """Return the folder of a model, downloading only the files needed to determine its commit.
+
+    Raises ModelError if it cannot be found.
+    """
     model = recipe.model
     if recipe.algorithm.trains_language:
         return language_folders.locate_language_model(model.path, model.revision)
@@ -88,7 +89,7 @@ def locate_model(recipe: Recipe) -> Path:
 
 
 def resolve_model(recipe: Recipe) -> Path:
-    """Return the folder of a model with all its files. Raises ModelError."""
+    """Return the folder of a model with all its files. Raises ModelError if it cannot be downloaded."""
     model = recipe.model
     if recipe.algorithm.trains_language:
         return language_folders.download_language_model(model.path, model.revision)

@@ -74,7 +74,6 @@ class RunStart:
 
     @property
     def is_new(self) -> bool:
-        """Whether no earlier attempt at this run exists."""
         return self.checkpoint is None and not self.is_restart
 
 
@@ -149,7 +148,10 @@ def require_restartable(held: Sequence[RunContents], done: int | None) -> None:
 
 
 def new_run_start(recipe: Recipe, world_size: int) -> RunStart:
-    """Return the RunStart of a new run: step 0, or a checkpoint of another run."""
+    """Return the RunStart of a new run: step 0, or the checkpoint of another run in run.resume.
+
+    Raises RecipeError if run.resume is not a complete checkpoint or does not fit the recipe.
+    """
     resume = recipe.run.resume
     if resume in ("auto", "never"):
         return RunStart()
@@ -184,10 +186,7 @@ def require_recorded_files(place: str, unrecorded: Collection[str]) -> None:
 
 
 def require_other_run(recipe: Recipe) -> None:
-    """Raise RecipeError if run.resume is a checkpoint of this run.
-
-    A run continues from its newest checkpoint anyway.
-    """
+    """Raise RecipeError if run.resume is a checkpoint of this run, which continues from its newest one anyway."""
     resume, folder, storage = recipe.run.resume, recipe.run.output_dir, recipe.checkpoint.storage
     if resume in ("auto", "never"):
         return
@@ -236,11 +235,9 @@ def list_recipe_changes(there: Recipe, here: Recipe) -> list[str]:
 
 
 def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError if the global batch size differs from that of the checkpoint `found`.
+    """Raise RecipeError if the global batch size, which determines the next samples, differs from the checkpoint's.
 
-    It determines the next samples.
-
-    For SFT of several experts, the number of micro-batches must match too, because it determines which expert is
+    For SFT of a two-expert model, the number of micro-batches must match too, because it determines which expert is
     trained when.
     """
     derived = derive_run_sizes(recipe, world_size)
@@ -261,10 +258,10 @@ def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe
 
 
 def claim_folder(folder: Path) -> None:
-    """Write the record file, which declares that files with a run's names in this folder belong to a run.
+    """Write the record file, which lists the names in this folder that belong to a run.
 
-    Call it before the first of these files is written, with the folder locked, after find_run_start has found no
-    third-party files.
+    Call it with the folder locked, after find_run_start has found no third-party files and before other files are
+    written.
     """
     with explain_write_errors(folder):
         atomic.write_text(folder / RECORD_FILE, layout.format_record(layout.RUN_NAMES))
@@ -299,10 +296,7 @@ def archive_attempt(folder: Path) -> None:
 
 
 def clear_run(folder: Path, *, keep: Collection[str] = ()) -> None:
-    """Remove the files listed in the folder's record file, except those named in `keep`.
-
-    The caller has locked the folder.
-    """
+    """Remove the files listed in the folder's record file, except `keep`. The caller has locked the folder."""
     listed = layout.read_folder_record(folder)
     for name in listed.difference(keep).intersection(RUN_FOLDERS):
         shutil.rmtree(folder / name, ignore_errors=True)

@@ -39,31 +39,31 @@ SINGLE_RANK_ERROR = "error: "  # prefix of a UserError that only one rank has, a
 
 
 class RunProgress(Protocol):
-    """Progress of a run. A training loop provides these attributes."""
+    """Attributes of a training loop that result.json reports."""
 
     step: int  # last completed step
     metrics: Mapping[str, float]  # of that step
 
 
 class RunExports(Protocol):
-    """Exports of a run."""
+    """Interface of the exporter of a run."""
 
     @property
     def artifacts(self) -> Mapping[str, str]:
-        """The exported paths as {kind: path}."""
+        """Exported paths as {kind: path}."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorCause:
-    """The error that ended a run. All ranks have agreed that it is the cause."""
+    """Error that ended a run, as agreed by all ranks."""
 
     message: str
-    is_reported_here: bool  # this rank reports it
+    is_reported_here: bool  # whether this rank prints it
 
 
 class RunShutdown:
-    """Handles errors of a run across its ranks."""
+    """Agrees across ranks on the error that ends a run, and records it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -87,10 +87,7 @@ class RunShutdown:
             self._recorders.pop()
 
     def agree_on_cause(self, error: Exception) -> ErrorCause:
-        """Report the error to the other ranks and return the cause that the ranks agree on.
-
-        Further calls return the same cause.
-        """
+        """Report the error to the other ranks and return the agreed cause. Further calls return the same cause."""
         if self._cause is None:
             self._cause = self._find_cause(error)
         return self._cause
@@ -147,7 +144,7 @@ def is_shared_error(error: Exception, world: World) -> bool:
 
 @contextmanager
 def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
-    """Share errors that the block raises between the ranks. Collective.
+    """Report an error that the block raises to the other ranks, so that all ranks end. Collective.
 
     UserError, RunError and errors of other ranks become SystemExit with the run's exit code. Unexpected errors of this
     rank are raised unchanged.
@@ -206,9 +203,10 @@ class ResultRecorder:
         self._copies: StorageCopies | None = None  # set after waiting for them
 
     def record_outcome(self, outcome: RunOutcome) -> StorageCopies | None:
-        """Wait until a successful run is copied to the storage, then write result.json. Collective.
+        """Wait until a successful run is copied to checkpoint.storage, then write result.json. Collective.
 
-        Returns the state of the copies, None without checkpoint.storage.
+        Returns the state of the copies, None without checkpoint.storage. Raises UserError if result.json cannot be
+        written.
         """
         self.wait_for_copies()
         if self._ending.world.is_main:
@@ -229,7 +227,7 @@ class ResultRecorder:
             log.error("result.json cannot be written: %s", error.strerror)
 
     def wait_for_copies(self) -> None:
-        """Wait until the storage has all files, or accepts no more data. Collective."""
+        """Wait until all files are in checkpoint.storage or uploads stall. Collective."""
         from wfm_ds.runs.storage_copies import finish_copies
 
         self._copies = finish_copies(self._recipe, self._ending.world, self._mirror)
@@ -265,7 +263,8 @@ class ResultRecorder:
 def record_run(
     ending: RunShutdown, recipe: Recipe, mirror: Mirror | None, loop: RunProgress, exporter: RunExports
 ) -> Iterator[ResultRecorder]:
-    """Record a failure of the block in result.json. If all ranks have raised the error, wait for the copies first."""
+    """Record a failure of the block in result.json. If all ranks have raised the error, wait for the S3 copies first.
+    """
     record = ResultRecorder(recipe, ending, mirror, loop, exporter)
     with ending.use_recorder(record.record_failure):
         try:

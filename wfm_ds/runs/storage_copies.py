@@ -31,14 +31,13 @@ NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageCopies:
-    """State of a run's copies in the storage when the run ends, for result.json."""
+    """Which files of a run are missing in S3 when the run ends, for result.json."""
 
     address: str
     missing: list[str]  # names in the run folder that are missing or outdated in the storage
     reason: str  # last error; empty if uploads only stalled
 
     def missing_message(self, folder: Path) -> str:
-        """Return the error message about the files that are missing in the storage."""
         names = ", ".join(self.missing[:NUM_SHOWN])
         more = f" and {len(self.missing) - NUM_SHOWN} more" if len(self.missing) > NUM_SHOWN else ""
         why = f" ({self.reason})" if self.reason else ""
@@ -55,10 +54,7 @@ def require_writable_storage(recipe: Recipe) -> None:
 
 
 def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
-    """Return a new Mirror, which is not started yet.
-
-    Returns None on ranks other than 0 and without checkpoint.storage.
-    """
+    """Return a Mirror that is not started; None on ranks other than 0 and without checkpoint.storage."""
     settings = recipe.checkpoint
     if settings.storage is None or not world.is_main:
         return None
@@ -68,11 +64,9 @@ def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
 def open_run_folder(
     recipe: Recipe, world: World, mirror: Mirror | None, start: RunStart, *, overwrite: bool
 ) -> RunStart:
-    """Prepare the output folder, which is locked.
+    """Prepare the locked output folder and return `start` with a local checkpoint path. Collective.
 
-    Returns `start` with the path of its checkpoint on this machine. Collective.
-
-    overwrite: remove the existing run first. Raises UserError.
+    overwrite: remove the existing run first. Raises UserError if the folder or the checkpoint cannot be prepared.
     """
 
     def prepare_folder() -> None:
@@ -93,7 +87,7 @@ def open_run_folder(
 def fetch_start_checkpoint(recipe: Recipe, world: World, mirror: Mirror | None, start: RunStart) -> RunStart:
     """If the checkpoint of `start` is in S3, download it. Returns `start` with the local path. Collective.
 
-    Raises StorageError.
+    Raises StorageError if the download fails.
     """
     address, folder = start.checkpoint, recipe.run.output_dir
     if address is None or not is_remote(address):
@@ -118,7 +112,7 @@ def discard_fetched_checkpoint(recipe: Recipe, world: World) -> None:
 
 
 def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> StorageCopies | None:
-    """Wait for the copies and return their state, or None without checkpoint.storage.
+    """Wait for the uploads and return which files are missing, or None without checkpoint.storage.
 
     Collective. Identical on every rank.
     """
@@ -145,10 +139,10 @@ def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> Storag
 
 
 def send_missing_copies(recipe: Recipe, world: World, done: int) -> StorageCopies | None:
-    """Upload the files of a run that finished at step `done`, as far as they are missing in the storage. Collective.
+    """Upload the files that S3 lacks of a run that finished at step `done`. Collective.
 
-    Does nothing if the folder is not on this machine or the storage has a newer state. Raises StorageError and
-    RecipeError.
+    Does nothing if the folder is not on this machine or S3 has a newer state. Raises StorageError if S3 fails, and
+    RecipeError if the folder or result.json cannot be read.
     """
     folder = recipe.run.output_dir
     if recipe.checkpoint.storage is None or not world.broadcast((folder / RESULT_FILE).exists()):
@@ -177,10 +171,7 @@ def _write_copies(folder: Path, copies: StorageCopies) -> None:
 
 
 def _is_folder_outdated(folder: Path, mirror: Mirror, done: int) -> bool:
-    """Return whether the run was continued on another machine, so that the storage is newer than this folder.
-
-    Raises StorageError and RecipeError.
-    """
+    """Return whether the run was continued on another machine, so that S3 is newer than this folder."""
     newer = mirror.newer_step()
     if newer is None and layout.read_folder_contents(folder).finished_step == done:
         return False

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from wfm_ds.sampling.schedule import SolverStep
-from wfm_ds.sampling.shapes import free_frame_mask
-from wfm_ds.sampling.transition import transition_log_prob
+from wfm_ds.sampling.latents import free_frame_mask, sample_mean
 from wfm_ds.seeds import derive_seed
-from wfm_kernels import sde_step
+from wfm_kernels import sde_log_prob, sde_step
 
 if TYPE_CHECKING:
     from wfm_ds.types import ConditioningFrames
 
 PredictVelocity: TypeAlias = Callable[[Tensor, float], Tensor]
 """Function: (latents [B, ...], noise level) -> velocity eps - x0, float32. Includes the rollout's guidance."""
+LOG_PROB_SCALE, LOG_PROB_OFFSET = 3, 4  # columns of wfm_kernels.sde_coefficients
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +68,24 @@ class SamplingPlan(Protocol):
         predict: must use the same conditioning frames. seeds: one per sample; they determine all further noise. The
         host never synchronizes with the device between the first and the last forward pass.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class SolverStep:
+    """One denoising step from s = sigma to s' = sigma_next, with the velocity v and x0_hat = x - s*v at s:
+
+        x' = x + (s'-s)*v + correction*(x0_hat - previous x0_hat)
+
+    Euler steps have correction = 0. The formula equals the DPM-Solver++ form
+
+        x' = (s'/s)*x + (1-s'/s)*x0_hat + correction*(x0_hat - previous x0_hat)
+
+    but is accurate in float32 when s' is close to s.
+    """
+
+    sigma: float
+    sigma_next: float
+    correction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,3 +154,23 @@ class FlowPlan:
 def step_noise_seeds(seeds: Sequence[int], step: int) -> Tensor:
     """Return the seed of each sample's noise at this step, [B] int64 on the CPU (wfm_kernels noise contract)."""
     return torch.tensor([derive_seed(seed, "sde_noise", step) for seed in seeds], dtype=torch.int64)
+
+
+def transition_mean(velocity: Tensor, latents: Tensor, coefficients: Tensor) -> Tensor:
+    """Return the mean of the next latents, c_x * latents + c_v * velocity: [B, ...]. coefficients: [B,5] float64."""
+    c_x, c_v = (coefficients[:, i].to(latents.dtype).view(-1, *[1] * (latents.ndim - 1)) for i in (0, 1))
+    return c_x * latents + c_v * velocity
+
+
+def transition_log_prob(
+    velocity: Tensor, latents: Tensor, next_latents: Tensor, coefficients: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Return the log-probability [B] of the next latents, averaged over the elements of each sample.
+
+    Latents and velocity: [B, ...]; gradients flow to the velocity. coefficients: [B,5] float64. mask: as in
+    sample_mean. Equal velocities give bit-identical results in rollout and training.
+    """
+    if mask is None:
+        return sde_log_prob(velocity, latents, next_latents, coefficients)
+    error = sample_mean((next_latents - transition_mean(velocity, latents, coefficients)).square(), mask)
+    return (coefficients[:, LOG_PROB_OFFSET] - coefficients[:, LOG_PROB_SCALE] * error.double()).to(latents.dtype)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.sampling.denoise import PredictVelocity, Trajectory, step_noise_seeds
-from wfm_ds.sampling.noise import draw_device_normal
-from wfm_ds.sampling.shapes import require_latents
+from wfm_ds.sampling.latents import draw_device_normal, require_latents
 
 if TYPE_CHECKING:
     from wfm_ds.types import ConditioningFrames

@@ -1,23 +1,85 @@
-"""Sampling plans: solver coefficients of every step, and the steps that add noise. Computed on the host in float64."""
+"""Sampling plans: timestep shift, solver coefficients of every step, and the steps that add noise.
+
+Computed on the host in float64. The model's scheduler defines the noise levels.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.sampling.denoise import FlowPlan
-from wfm_ds.sampling.schedule import solver_steps
+from wfm_ds.recipe.sampling import DEFAULT_NOISE_LEVELS
+from wfm_ds.sampling.denoise import FlowPlan, SolverStep
 from wfm_ds.seeds import derive_seed
 from wfm_kernels import sde_coefficients
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe.sampling import Window
+    from wfm_ds.recipe.sampling import SamplingRecipe, Window
 
+FLOW_SOLVERS = ("ode", "dpm2")
+# The second-order term extrapolates the last two predictions linearly in log-SNR. For steps much longer than the
+# previous one this is worse than Euler, for example at the end of the default SD3 grid, which ends close to 0. Grids of
+# multistep schedulers have no step more than twice as long as the previous one.
+MAX_STEP_GROWTH = 2.0
 STD_COLUMN = 2  # column of a coefficient table: standard deviation of the noise of a step
+
+
+def apply_shift(q: Tensor, shift: float) -> Tensor:
+    """Return sigma = shift*q / (1 + (shift-1)*q), i.e. logit(sigma) = logit(q) + ln(shift), for q in [0, 1]."""
+    return shift * q / (1 + (shift - 1) * q)
+
+
+def invert_shift(sigma: Tensor, shift: float) -> Tensor:
+    """Return the q with apply_shift(q, shift) == sigma, for sigma in [0, 1]."""
+    return sigma / (shift - (shift - 1) * sigma)
+
+
+def solver_steps(solver: str, sigmas: Tensor) -> list[SolverStep]:
+    """Return the N steps of `solver` on the noise levels `sigmas`.
+
+    sigmas: [N+1] float64 on the CPU, descending from at most 1 to 0. `ode` is Euler. `dpm2` is DPM-Solver++ 2M (arXiv
+    2211.01095, midpoint form) for flow matching, with Euler steps at step 0, at the last step, at step 1 if the first
+    noise level is 1, and at steps more than MAX_STEP_GROWTH times as long as the previous one. Raises ValueError for an
+    unknown solver and for other noise levels.
+    """
+    grid = _validate_grid(sigmas)
+    corrections = [0.0] * (len(grid) - 1)
+    if solver == "dpm2":
+        corrections[1:-1] = [_second_order_weight(*grid[i - 1 : i + 2]) for i in range(1, len(grid) - 2)]
+    elif solver != "ode":
+        raise ValueError(f"unknown solver {solver!r}: use {' or '.join(FLOW_SOLVERS)}")
+    return [SolverStep(*pair, c) for pair, c in zip(itertools.pairwise(grid), corrections, strict=True)]
+
+
+def _validate_grid(sigmas: Tensor) -> list[float]:
+    # On the CPU: reading values of a device tensor would synchronize with the device.
+    if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas.dtype != torch.float64 or sigmas.device.type != "cpu":
+        raise ValueError(
+            f"sigmas must be [N+1] float64 on the CPU with N >= 1, got {list(sigmas.shape)} {sigmas.dtype} on "
+            f"{sigmas.device}"
+        )
+    grid: list[float] = sigmas.tolist()
+    decreases = all(start > end for start, end in itertools.pairwise(grid))  # False with a NaN
+    if not decreases or grid[0] > 1 or grid[-1] != 0:
+        raise ValueError(f"sigmas must decrease strictly from at most 1 to 0, got {grid}")
+    return grid
+
+
+def _second_order_weight(before: float, now: float, after: float) -> float:
+    """Return the weight of x0_hat(now) - x0_hat(before) in the step from noise level `now` to `after`."""
+    h = _half_log_snr(after) - _half_log_snr(now)
+    h_before = _half_log_snr(now) - _half_log_snr(before)  # inf if before = 1: the weight is then 0
+    return 0.0 if h > MAX_STEP_GROWTH * h_before else (1 - after / now) * h / (2 * h_before)
+
+
+def _half_log_snr(sigma: float) -> float:
+    return -math.inf if sigma == 1 else math.log((1 - sigma) / sigma)
 
 
 def deterministic_plan(solver: str, sigmas: Tensor) -> FlowPlan:
@@ -104,3 +166,42 @@ def all_trainable_steps(window: Window | None, num_steps: int) -> list[int]:
     if window.kind == "subset":
         return sorted(window.indices)
     return list(range(*window.step_bounds(num_steps)))
+
+
+def noise_level(sampling: SamplingRecipe) -> float:
+    """Return the noise scale of the stochastic solver: sampling.noise_level, or the solver's published default."""
+    return DEFAULT_NOISE_LEVELS[sampling.solver] if sampling.noise_level is None else sampling.noise_level
+
+
+def rollout_plan(
+    sampling: SamplingRecipe,
+    sigmas: Tensor,
+    *,
+    run_seed: int,
+    step: int,
+    store_steps: bool = False,
+    keep_means: bool = False,
+    gaussian: bool = True,
+) -> FlowPlan:
+    """Return the sampling plan of RL step `step` for the noise levels `sigmas` [N+1].
+
+    store_steps: store the trainable steps. keep_means: also store the means of their Gaussians. gaussian: see
+    stochastic_plan. Raises RecipeError as stochastic_plan does.
+    """
+    if not sampling.is_stochastic:
+        return deterministic_plan(sampling.solver, sigmas)
+    trainable = trainable_steps(sampling.window, sampling.steps, run_seed=run_seed, step=step)
+    return stochastic_plan(
+        sampling.solver,
+        sigmas,
+        noise_level=noise_level(sampling),
+        noisy_steps=None if sampling.window is None else trainable,
+        stored_steps=trainable if store_steps else (),
+        keep_means=keep_means,
+        gaussian=gaussian,
+    )
+
+
+def exploration_plan(sampling: SamplingRecipe, sigmas: Tensor) -> FlowPlan:
+    """Return the plan for the candidates of sampling.explore: the rollout's solver, or `ode` if it is stochastic."""
+    return deterministic_plan("ode" if sampling.is_stochastic else sampling.solver, sigmas)

@@ -11,8 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from wfm_ds.algorithms.base import Stats
-from wfm_ds.algorithms.batch import LossTerm, LossTermBatch
+from wfm_ds.algorithms.base import LossTerm, LossTermBatch, Stats
 from wfm_ds.chunks import split_into_chunks
 from wfm_ds.types import ConditioningFrames
 

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.algorithms.advantages import Advantages, Rewards, combine_scores, reward_stats, reward_warnings
-from wfm_ds.algorithms.base import Stats
-from wfm_ds.algorithms.batch import LossTerm
-from wfm_ds.algorithms.term_sampling import draw_permutation
+from wfm_ds.algorithms.base import LossTerm, Stats, draw_permutation
 from wfm_ds.errors import RunError
 from wfm_ds.pinned_memory import OffloadBuffer, copy_to_device, free_memory, lists_to_device
 from wfm_ds.rollout.base import RolloutSource

@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.base import Stats
-from wfm_ds.algorithms.batch import LossTerm
+from wfm_ds.algorithms.base import LossTerm, Stats
 from wfm_ds.algorithms.sft import (
     NUM_BUCKETS,
     bucket_index,
@@ -30,12 +29,12 @@ from wfm_ds.data.batch_reader import BatchReader, TrainingSample
 from wfm_ds.data.leader_reads import read_on_leader
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import Sample
+from wfm_ds.models.assets.text_cache import Text, format_prompts
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.conditioning_frames import MASK_KEY
-from wfm_ds.models.prompt_formatting import Text, format_prompts
 from wfm_ds.pinned_memory import copy_to_device, free_memory, lists_to_device
 from wfm_ds.runs.job import Job
-from wfm_ds.sampling.noise import add_noise, draw_cpu_normal, noisy_latents
+from wfm_ds.sampling.latents import add_noise, draw_cpu_normal, noisy_latents
 from wfm_ds.seeds import derive_seed, draw_uniform
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter

@@ -340,7 +340,7 @@ def _shorten_parse_error(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
-        record.msg, record.args, record.exc_info = "a request cannot be parsed: %s", (text,), None
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {text}", None, None
     return True
 
 

@@ -1,4 +1,10 @@
-"""Cache of text embeddings: recently used ones on the device, more in host memory, all on disk if there is a store."""
+"""Formatting and encoding of texts, with a cache.
+
+Recently used embeddings are on the device, more in host memory, and all on disk if there is a store.
+
+Some pipelines append size, duration or other information to the prompt. Prompts are formatted before they reach the
+cache, so its keys are plain texts.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +19,26 @@ from torch import Tensor
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models.assets.text_store import open_store_folder
 from wfm_ds.models.base import DiffusionModel, NegativeText
-from wfm_ds.models.prompt_formatting import Text
 from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.storage.tensor_store import TensorStore
 
+Text: TypeAlias = str | NegativeText
 log = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 2 << 30
 MAX_DEVICE_BYTES = 512 << 20  # fits the texts of an RL step: 190 texts for SD3, 120 for Wan
 EmbeddingRow: TypeAlias = dict[str, Tensor]
 """{name: tensor [1, ...]} from encode_text for one text."""
+
+
+def format_prompts(model: DiffusionModel, texts: Sequence[Text], size: tuple[int, int], num_frames: int) -> list[Text]:
+    """Format prompts and negative prompts as the pipeline does, for this size in pixels (height, width)."""
+    return [
+        NegativeText(model.format_prompt(text.text, *size, num_frames, negative=True))
+        if isinstance(text, NegativeText)
+        else model.format_prompt(text, *size, num_frames)
+        for text in texts
+    ]
 
 
 class PrecomputedEmbedding(Protocol):

@@ -32,9 +32,10 @@ from wfm_ds.user_class import import_class, is_user_class
 
 
 def find_user_settings(section: Any) -> type[RlSettings] | None:
-    """Return the settings class of the user's algorithm that this section names, or None for a built-in algorithm.
+    """Return the settings class of a user's algorithm, or None for a built-in one.
 
-    Raises RecipeError if the algorithm cannot be imported or has no settings class.
+    section: mapping or settings object with the algorithm's `name`. Raises RecipeError if the algorithm cannot be
+    imported or has no settings class.
     """
     name = section.get("name") if isinstance(section, dict) else getattr(section, "name", None)
     if not isinstance(name, str) or not is_user_class(name):
@@ -45,7 +46,7 @@ def find_user_settings(section: Any) -> type[RlSettings] | None:
     return settings
 
 
-@functools.cache  # errors too: do not import a failing module again for every lookup
+@functools.cache  # caches errors too, so that a failing module is imported only once
 def _import_settings(name: str) -> type[RlSettings] | RecipeError:
     try:
         algorithm = import_class(name, object, key="algorithm.name", error=RecipeError)

@@ -18,7 +18,7 @@ class AwmAlgorithm(ForwardProcessSettings):
     name: Literal["awm"]
     """Selects this algorithm."""
     weighting: Literal["ghuber", "uniform", "sigma", "sigma_squared"] = "ghuber"
-    """Estimate of -log p of a sample from the mean squared error l of its velocity. `uniform`: l. `sigma`: sigma * l.
+    """Estimate of -log p of a sample, where l is the mean squared velocity error. `uniform`: l. `sigma`: sigma * l.
     `sigma_squared`: sigma^2 * l. `ghuber`: sigma * l^power / power."""
     power: Annotated[float, Field(gt=0, le=1)] = 0.25
     """With `weighting: ghuber`: exponent of l. Values below 1 reduce the influence of badly predicted samples."""

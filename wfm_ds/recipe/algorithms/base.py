@@ -1,7 +1,7 @@
-"""Base classes of algorithm settings: shared recipe keys, and properties that describe an algorithm to other code.
+"""Base classes of algorithm settings: shared recipe keys, and properties that describe an algorithm to other modules.
 
-Code outside of an algorithm's own module uses these properties, never the algorithm's name. Settings are separate from
-the losses in wfm_ds/algorithms, so that recipes can be read and checked without importing torch.
+Other modules use these properties, never the algorithm's name. Settings are separate from the losses in
+wfm_ds/algorithms, so that recipes can be validated without importing torch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from wfm_ds.recipe.sections import (
 
 
 def count_of_fraction(count: int, fraction: float) -> int:
-    """Return max(1, floor(count * fraction)). Tolerates binary rounding errors: 50 * 0.58 is slightly below 29."""
+    """Return max(1, floor(count * fraction)), tolerating float rounding: 50 * 0.58 is slightly below 29."""
     return max(1, math.floor(count * fraction + 1e-9))
 
 
 class RecipeSections(Protocol):
-    """The recipe sections that the checks of an algorithm use."""
+    """Recipe sections that `AlgorithmSettings.check_recipe` may read."""
 
     @property
     def data(self) -> DataRecipe: ...
@@ -57,26 +57,23 @@ class RecipeSections(Protocol):
 
 
 class ModelProperties(Protocol):
-    """Properties of a loaded model that algorithms use (models/base.py)."""
+    """Properties of a loaded model (models/base.py) that `AlgorithmSettings.check_model` may read."""
 
     @property
     def family(self) -> str: ...
 
     @property
     def sigma_ranges(self) -> Sequence[tuple[float, float]]:
-        """Range (low, high) of noise levels for each expert."""
+        """(low, high) noise level of each expert; one entry for models without several experts."""
 
     def clean_frame_range(self, num_frames: tuple[int, int], /) -> tuple[int, int]:
-        """Return the (min, max) number of conditioning latent frames that are clean in the model's input.
+        """Return the (min, max) number of conditioning latent frames that the model takes as clean latents.
 
-        num_frames: (min, max) number of conditioning latent frames of the algorithm.
+        num_frames: (min, max) number of conditioning latent frames that the algorithm uses.
         """
 
     def flow_shift(self, sampling: SamplingRecipe, /) -> float:
-        """Return the shift of the noise schedule for this sample size and number of steps.
-
-        Raises ModelError if the model's scheduler has no shift.
-        """
+        """Return the scheduler's shift for this sample size and number of steps. Raises ModelError if it has none."""
 
 
 class AlgorithmSettings(Section):
@@ -88,32 +85,31 @@ class AlgorithmSettings(Section):
     is_rl: ClassVar[bool] = False
     """True: reinforcement learning on generated samples. False: supervised learning on data."""
     takes_prompts: ClassVar[bool] = False
-    """Whether it can train on prompts (data.kind: prompts)."""
+    """Can train on prompts (data.kind: prompts)."""
     takes_media: ClassVar[bool] = False
-    """Whether it can train on captioned images or videos."""
+    """Can train on captioned images or videos."""
     takes_conversations: ClassVar[bool] = False
-    """Whether it trains on conversations (data.kind: llava)."""
+    """Trains on conversations (data.kind: llava)."""
     trains_language: ClassVar[bool] = False
-    """Whether it trains a language model. Such recipes have no section `sampling`."""
+    """Trains a language model. Such recipes have no section `sampling`."""
     reference_policies: ClassVar[tuple[str, ...]] = ()
-    """Supervised algorithms: other policies that the loss needs, in the order of their forward passes."""
+    """Supervised algorithms: names of untrained policies that the loss needs, in the order of their forward passes."""
     takes_pairs: ClassVar[bool] = False
-    """Whether it trains on preference pairs (data.kind: pairs)."""
+    """Trains on preference pairs (data.kind: pairs)."""
 
     @property
     def conditioning_frame_range(self) -> tuple[int, int]:
-        """Minimum and maximum number of latent frames of a data sample that generated samples are conditioned on."""
+        """(min, max) number of latent frames of a data sample that generated samples are conditioned on."""
         return 0, 0
 
     def check_recipe(self, recipe: RecipeSections) -> None:
-        """Raise ValueError if these settings do not fit the other sections. Messages name keys in the form
-        `section.key`."""
+        """Raise ValueError if these settings do not fit the other sections. Messages name keys as `section.key`."""
 
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
-        """Raise UserError if this algorithm cannot train the model with these settings."""
+        """Raise UserError if this algorithm cannot train `model` with these settings."""
 
     def list_warnings(self) -> list[str]:
-        """Return one sentence for each setting that is valid but unusual."""
+        """Return a one-sentence warning for each valid but unusual setting."""
         return []
 
 
@@ -145,20 +141,20 @@ class RlSettings(AlgorithmSettings):
     is_rl = True
     takes_prompts = True
     implementation: ClassVar[str] = ""
-    """The subclass of RlAlgorithm, as `package.module:Class`. Empty: `name` is the class."""
+    """The RlAlgorithm subclass as `package.module:Class`. Empty: `name` is the class path."""
     supports_async: ClassVar[bool] = True
-    """Whether separate worker processes may generate its samples. Such samples may be a few RL steps old."""
+    """Supports rollouts in separate worker processes (rollout.mode: async), where samples may be a few RL steps old."""
     uses_edm_solvers: ClassVar[bool] = False
-    """Whether its rollouts use the EDM solvers. Other algorithms cannot use them."""
+    """Its rollouts use the EDM solvers. Other algorithms cannot use them."""
     compares_log_probs: ClassVar[bool] = True
-    """Whether it may compare log-probabilities of rollouts and training. If so, both must round in exactly the same
-    way. If not, samples may come from any source."""
+    """May compare log-probabilities of rollouts and training, so both must round identically. If False, rollouts may use
+    faster, slightly different kernels and weights."""
     reads_rollout_policy: ClassVar[bool] = False
-    """Whether it reads `rollout.policy`."""
+    """Reads the recipe key `rollout.policy`."""
 
     @property
     def has_regularizer(self) -> bool:
-        """Whether the loss has terms besides the reward, such as a distance to the reference policy.
+        """Whether the loss has more than the reward's term, such as a distance to the reference policy.
 
         If so, samples with advantage 0 contribute to the gradient.
         """
@@ -166,30 +162,30 @@ class RlSettings(AlgorithmSettings):
 
     @property
     def drops_zero_std(self) -> bool:
-        """Whether groups whose samples all have the same reward are dropped."""
+        """Whether groups are dropped if all their samples have the same reward."""
         return self.zero_std == "drop" or (self.zero_std is None and not self.has_regularizer)
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
-        """Return the number of noise levels that each sample of an RL step is trained on."""
+        """Return the number of noise levels (loss terms) that each rollout sample is trained on."""
         raise NotImplementedError
 
     def reads_rollout_log_probs(self, rollout: RolloutRecipe) -> bool:
-        """Return whether the loss uses log-probabilities computed in the rollout."""
+        """Return True if the loss uses log-probabilities that were computed during the rollout."""
         return self.compares_log_probs
 
     def num_data_terms(self, num_terms: int) -> int:
-        """Return the number of data samples that are trained on together with `num_terms` loss terms."""
+        """Return the number of loss terms on data samples that accompany `num_terms` terms on rollout samples."""
         return 0
 
     def num_separate_data_terms(self, num_terms: int) -> int:
-        """Return how many of the data samples counted by `num_data_terms` have their own forward and backward pass.
+        """Return how many of the data terms (`num_data_terms`) need forward and backward passes of their own.
 
-        The others share the passes of the loss terms.
+        The others share the passes of the rollout samples.
         """
         return 0
 
     def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
-        """Return the other policies that the loss or the rollouts use: a subset of {`old`, `ref`}."""
+        """Return the policies besides the trained one that the loss or rollouts use: a subset of {`old`, `ref`}."""
         return frozenset()
 
     def check_recipe(self, recipe: RecipeSections) -> None:
@@ -246,7 +242,7 @@ class ConditioningFramesSettings(RlSettings):
 
     @property
     def needs_media(self) -> bool:
-        """Whether the data must be images or videos: to condition samples on their frames, or to train on them."""
+        """Whether the data must be images or videos, to condition samples on their frames or to train on them."""
         return self.max_num_conditional_frames > 0
 
     def check_recipe(self, recipe: RecipeSections) -> None:
@@ -269,7 +265,7 @@ class ConditioningFramesSettings(RlSettings):
 
 @dataclass(frozen=True, slots=True)
 class RlSections:
-    """The sections that only RL recipes have."""
+    """The algorithm settings of an RL recipe, and the sections that only RL recipes have."""
 
     algorithm: RlSettings
     rollout: RolloutRecipe

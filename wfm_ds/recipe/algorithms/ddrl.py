@@ -60,9 +60,7 @@ class DdrlAlgorithm(ConditioningFramesSettings):
 
     implementation = "wfm_ds.algorithms.ddrl:Ddrl"
     takes_media = True
-    compares_log_probs = (
-        False  # it only compares with log-probabilities that training computes at the start of the step
-    )
+    compares_log_probs = False  # it only compares log-probabilities that training itself computes
     uses_edm_solvers = True
     reads_rollout_policy = True
 
@@ -72,7 +70,7 @@ class DdrlAlgorithm(ConditioningFramesSettings):
 
     @property
     def reference_policy(self) -> str:
-        """Name of the reference policy in the engine: `old` (a copy that is updated) or `ref` (frozen)."""
+        """Name of the reference policy in the engine: `old` if it is updated during training, else `ref`."""
         return "old" if self.update_ref_every else "ref"
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
@@ -117,8 +115,7 @@ class DdrlAlgorithm(ConditioningFramesSettings):
             )
 
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
-        """Raise RecipeError if the data could get a noise level that belongs to a different expert than the rollout
-        step."""
+        """Raise RecipeError if noise levels of the data may belong to a different expert than the rollout step's."""
         if self.data_beta > 0 and not self.use_rl_sigma_and_noise and len(model.sigma_ranges) > 1:
             raise RecipeError(
                 f"algorithm.use_rl_sigma_and_noise: false may select a different expert of {model.family} than the "

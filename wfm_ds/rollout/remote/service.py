@@ -288,10 +288,10 @@ def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
 
 
 def broker_endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
-    """Return the broker's addresses (for ranks and workers that connect, for leases of chunks). TCP leases use port +
-    1.
+    """Return the broker's addresses (for ranks and workers that connect, for leases of chunks).
 
-    folder: folder for ipc sockets; None for TCP. Raises RecipeError for an invalid rollout.bind.
+    folder: folder for ipc sockets; None for TCP, with leases on port + 1. Raises RecipeError for an invalid
+    rollout.bind.
     """
     if folder is not None:
         return f"ipc://{folder}/clients", f"ipc://{folder}/workers"

@@ -294,7 +294,7 @@ class WorkerLanes:
     def generate_chunk(self, rewards: RewardClient, task: LeasedTask, progress: ReportProgress) -> TaskResult:
         """Generate the chunk of a task and return its samples with their scores.
 
-        Raises TaskFailed if the task is malformed, or its weights or the device's memory do not allow it.
+        Raises TaskFailed if the task is malformed, its weights cannot be loaded, or the device is out of memory.
         """
         from wfm_ds.distributed.accelerator import device_context
         from wfm_ds.memory.out_of_memory import OutOfMemory, explain_out_of_memory
